@@ -48,7 +48,7 @@ class TimedEngine:
             stopped = len(one.token_ids) + tokens == _length(one)
             yield go_on(
                 one, (1,) * tokens, np.zeros(tokens, np.float32), stopped=stopped,
-                sampling=sampling, weight_version=self.version, detokenize=lambda ids: "",
+                sampling=sampling, weight_version=self.version, detokenize=lambda ids, context: "",
             )  # fmt: skip
 
     def annotate(self, batch: Any) -> Any:

@@ -279,7 +279,7 @@ def sampling_pair(
     def ours() -> None:
         sampler = HFSampler(
             model, eos_token_ids=frozenset({0}), pad_token_id=1, max_num_seqs=256,
-            detokenize=lambda ids: "", compute=Compute.choose(config.model.dtype),
+            detokenize=lambda ids, context: "", compute=Compute.choose(config.model.dtype),
         )  # fmt: skip
         list(sampler.generate(prompts, Sampling(max_tokens=128, seed=next(turns)), 0))
 

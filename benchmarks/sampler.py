@@ -40,7 +40,7 @@ def make_prompts(count: int, mixed: bool) -> list[Prompt]:
     ]
 
 
-def decode(ids: Sequence[int]) -> str:
+def decode(ids: Sequence[int], context: Sequence[int]) -> str:
     return ""
 
 

@@ -21,7 +21,8 @@ from judge_overlap import build_model
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.base import Sampling
-from ppo_cli.engine.models import decode_text, load_tokenizer
+from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.engine.text import decode_text
 from ppo_cli.engine.vllm_sampler import VLLMSampler, set_environment
 from ppo_cli.records import Prompt
 
@@ -53,10 +54,10 @@ def main() -> None:
             build_model(Path(path))
         text_s = 0.0
 
-        def detokenize(ids: Any) -> str:
+        def detokenize(ids: Any, context: Any) -> str:
             nonlocal text_s
             began = time.perf_counter()
-            text = decode_text(tokenizer, ids)
+            text = decode_text(tokenizer, ids, context)
             text_s += time.perf_counter() - began
             return text
 

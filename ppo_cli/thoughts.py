@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-Decode = Callable[[Sequence[int]], str]
+# Tokens, and those before them in prompt and response -> the text of the former.
+Detokenize = Callable[[Sequence[int], Sequence[int]], str]
 
 
 class Family(NamedTuple):
@@ -146,7 +147,7 @@ def split_strictly(text: str) -> tuple[str, str] | None:
 
 
 def count_tokens(
-    opened: str, text: str, token_ids: Sequence[int], decode: Decode, *, cut: bool
+    opened: str, text: str, token_ids: Sequence[int], decode: Detokenize, *, cut: bool
 ) -> int:
     """Tokens of a response up to its answer; 0 where it has no thought.
 
@@ -159,14 +160,18 @@ def count_tokens(
     if not found[-1].closed:
         return len(token_ids)
     wanted = len((opened + text)[found[-1].end :].strip())
+
+    def is_enough(size: int) -> bool:
+        start = len(token_ids) - size
+        return len(decode(token_ids[start:], token_ids[:start]).strip()) >= wanted
+
     size = 1
-    while size < len(token_ids) and len(decode(token_ids[-size:]).strip()) < wanted:
+    while size < len(token_ids) and not is_enough(size):
         size *= 2
     low, high = (size // 2 if wanted else 0), min(size, len(token_ids))
     while low < high:
         middle = (low + high) // 2
-        enough = len(decode(token_ids[len(token_ids) - middle :]).strip()) >= wanted
-        low, high = (low, middle) if enough else (middle + 1, high)
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
     return len(token_ids) - low
 
 

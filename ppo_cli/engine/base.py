@@ -24,7 +24,7 @@ from ppo_cli.config.derived import sampler_name
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.errors import UserError
 from ppo_cli.records import Prompt, Rollout
-from ppo_cli.thoughts import count_tokens
+from ppo_cli.thoughts import Detokenize, count_tokens
 
 
 @dataclass(frozen=True)
@@ -198,22 +198,6 @@ def stream_key(seed: int, uid: str, sample: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def stop_end(
-    ids: Sequence[int], stop: Sequence[str], detokenize: Callable[[Sequence[int]], str], known: int
-) -> int | None:
-    """Count the tokens up to the one that completes a text of `stop`; None where none does.
-
-    The first `known` tokens complete none. Only as many tokens are read as such a text can have,
-    as each holds a byte at least, and a few more, as end tokens hold none.
-    """
-    most = max((len(text.encode()) for text in stop), default=0) + 8
-    for end in range(known + 1, len(ids) + 1) if stop else ():
-        text = detokenize(ids[max(0, end - most) : end])
-        if any(one in text for one in stop):
-            return end
-    return None
-
-
 def go_on(
     begun: Rollout,
     ids: Sequence[int],
@@ -222,7 +206,7 @@ def go_on(
     stopped: bool,
     sampling: Sampling,
     weight_version: int,
-    detokenize: Callable[[Sequence[int]], str],
+    detokenize: Detokenize,
 ) -> Rollout:
     """An unfinished rollout with further tokens, drawn in one call; finished where they end it."""
     before = len(begun.token_ids)
@@ -236,12 +220,13 @@ def go_on(
     )
     if not stopped and len(whole) < sampling.max_tokens:
         return found
-    text, opened = detokenize(whole), begun.prompt.opened
+    prompt = begun.prompt
+    text = detokenize(whole, prompt.token_ids)
     return replace(
         found,
         text=text,
         finish_reason="stop" if stopped else "length",
-        thought_tokens=count_tokens(opened, text, whole, detokenize, cut=not stopped),
+        thought_tokens=count_tokens(prompt.opened, text, whole, detokenize, cut=not stopped),
     )
 
 

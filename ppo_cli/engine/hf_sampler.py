@@ -12,7 +12,7 @@ Shapes: R rows, P prompts, C columns, V vocabulary, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,17 +30,19 @@ from ppo_cli.config.memory import PREFILL_TOKENS
 from ppo_cli.config.model_limits import require_length
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Transfer
-from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stop_end, stream_key
+from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stream_key
 from ppo_cli.engine.bfloat16 import CastLayer, cast_layers
 from ppo_cli.engine.device import Compute, multiply_with, products_by_blas
 from ppo_cli.engine.kv_cache import KVCache
 from ppo_cli.engine.lora import adapt, load_adapter
 from ppo_cli.engine.micro_batches import LEAST_TOKENS, MOST_PADDING
-from ppo_cli.engine.models import adapted, decode_text, load_policy, plan_layers, stop_token_ids
+from ppo_cli.engine.models import adapted, load_policy, plan_layers, stop_token_ids
 from ppo_cli.engine.packing import choose_attention
 from ppo_cli.engine.rows import BY_ROWS
+from ppo_cli.engine.text import decode_text, stop_end
 from ppo_cli.errors import DataError, ModelError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
+from ppo_cli.thoughts import Detokenize
 
 BUSY_SHARE = 0.75
 
@@ -132,7 +134,7 @@ class HFSampler:
         eos_token_ids: frozenset[int],
         pad_token_id: int,
         max_num_seqs: int,
-        detokenize: Callable[[Sequence[int]], str],
+        detokenize: Detokenize,
         compute: Compute | None = None,
         with_entropies: bool = False,
     ) -> None:
@@ -334,7 +336,8 @@ class HFSampler:
         rows.stopped_R[live] = np.isin(tokens_R[live], self._eos_ids)
         for i in live if sampling.stop else ():
             ids: list[int] = rows.tokens_RT[i, : rows.counts_R[i]].tolist()
-            if stop_end(ids, sampling.stop, self._detokenize, len(ids) - 1) is not None:
+            prompt_ids, checked = rows.jobs[i].begun.prompt.token_ids, len(ids) - 1
+            if stop_end(ids, sampling.stop, self._detokenize, checked, prompt_ids) is not None:
                 rows.stopped_R[i] = True
         ends_R = rows.stopped_R | (rows.counts_R >= rows.most_R)
         done = np.flatnonzero(ends_R & rows.alive_R)

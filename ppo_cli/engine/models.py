@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -130,39 +129,6 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "-
     if tokenizer.pad_token_id is None:
         raise ModelError(f"The tokenizer of {path} has neither a pad nor an end-of-text token.")
     return tokenizer
-
-
-def decode_text(
-    tokenizer: Any, token_ids: Sequence[int], end_ids: frozenset[int] = frozenset()
-) -> str:
-    """The text that the policy wrote, special tokens included, without what ends it.
-
-    That is every end and padding token behind it: `end_ids` of the model, the tokenizer's own,
-    and the one with which the chat template closes a reply.
-    """
-    ends = end_ids | _closing_ids(tokenizer)
-    size = len(token_ids)
-    while size and token_ids[size - 1] in ends:
-        size -= 1
-    return str(tokenizer.decode(list(token_ids[:size]), skip_special_tokens=False))
-
-
-_REPLY = "reply"
-
-
-@lru_cache(maxsize=8)
-def _closing_ids(tokenizer: Any) -> frozenset[int]:
-    """End and padding token of a tokenizer, and the special token that ends a templated reply."""
-    ids = {tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _REPLY}]
-    # Some models have no template, some templates refuse this conversation.
-    with suppress(Exception):
-        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-        _, reply, rest = rendered.rpartition(_REPLY)
-        first = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"][:1]
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        ids |= {token for token in first if reply and token in added and added[token].special}
-    return frozenset(ids)
 
 
 def load_policy(

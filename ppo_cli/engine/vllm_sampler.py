@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -32,15 +32,17 @@ from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import publishes_adapter, sampler_seed
 from ppo_cli.config.model_limits import require_length
 from ppo_cli.config.schema import Config, Transfer
-from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stop_end, stream_key
+from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stream_key
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
 from ppo_cli.engine.loading import load_config
 from ppo_cli.engine.lora import LoRA, write_adapter
-from ppo_cli.engine.models import decode_text, stop_token_ids
+from ppo_cli.engine.models import stop_token_ids
 from ppo_cli.engine.ranks import GLOO
+from ppo_cli.engine.text import decode_text, stop_end
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
+from ppo_cli.thoughts import Detokenize
 
 EXTENSION = "ppo_cli.engine.weight_transfer.WorkerExtension"
 TRANSFERS = {"memory": "ppo_memory", "gloo": GLOO, "nccl": "nccl", "ipc": "ipc"}
@@ -98,7 +100,7 @@ class VLLMSampler:
         model: str,
         *,
         eos_token_ids: frozenset[int],
-        detokenize: Callable[[Sequence[int]], str],
+        detokenize: Detokenize,
         max_model_len: int,
         dtype: torch.dtype = torch.float32,
         tensor_parallel_size: int = 1,
@@ -294,10 +296,10 @@ class VLLMSampler:
                     name, drawn = output.request_id, output.outputs[0]
                     if name not in jobs:
                         continue
-                    before = jobs[name].token_ids
+                    before, prompt_ids = jobs[name].token_ids, jobs[name].prompt.token_ids
                     ids, seen = [*before, *drawn.token_ids], known.get(name, len(before))
                     known[name] = len(ids)
-                    end = stop_end(ids, sampling.stop, self._detokenize, seen)
+                    end = stop_end(ids, sampling.stop, self._detokenize, seen, prompt_ids)
                     if output.finished or end is not None:
                         job = jobs.pop(name)
                         if not output.finished:

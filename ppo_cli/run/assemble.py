@@ -44,8 +44,8 @@ from ppo_cli.digests import NAMED_IN, require_resumable
 from ppo_cli.engine.async_rollout import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
 from ppo_cli.engine.learner import LocalEngine
-from ppo_cli.engine.models import decode_text
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
+from ppo_cli.engine.text import decode_text
 from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, ppo
 from ppo_cli.loop import load, run
 from ppo_cli.records import Prompt, Scored

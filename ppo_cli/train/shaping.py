@@ -6,7 +6,7 @@ Also every statistic of the batch that a user reads; rows whose score failed are
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,12 +33,14 @@ from ppo_cli.errors import RewardError
 from ppo_cli.moments import Affine, Moments, by_moments, clipped
 from ppo_cli.records import PlacedReward, Rollout, Score, Scored
 from ppo_cli.report.metrics import explained_variance
+from ppo_cli.thoughts import Detokenize
 
-Decode = Callable[[Sequence[int]], str]
 Placed = tuple[int, float]  # index of a response token, and what it gets
 
 
-def place_steps(rollout: Rollout, steps: Sequence[PlacedReward], decode: Decode) -> list[Placed]:
+def place_steps(
+    rollout: Rollout, steps: Sequence[PlacedReward], decode: Detokenize
+) -> list[Placed]:
     """Give each placed reward its response token, counted from 0.
 
     `decode` is the function by which the sampler made the text. A place given in characters
@@ -51,14 +53,14 @@ def place_steps(rollout: Rollout, steps: Sequence[PlacedReward], decode: Decode)
     return found
 
 
-def _token_at(rollout: Rollout, end: int, decode: Decode) -> int:
+def _token_at(rollout: Rollout, end: int, decode: Detokenize) -> int:
     """Bisection: a beginning of the text that stands once, stands with more tokens too.
 
     Its length alone would not do: half a character may decode to several signs.
     """
-    wanted, ids = rollout.text[:end], rollout.token_ids
+    wanted, ids, prompt_ids = rollout.text[:end], rollout.token_ids, rollout.prompt.token_ids
     return bisect_left(
-        range(len(ids)), True, key=lambda index: decode(ids[: index + 1])[:end] == wanted
+        range(len(ids)), True, key=lambda i: decode(ids[: i + 1], prompt_ids)[:end] == wanted
     )
 
 

@@ -33,6 +33,7 @@ from ppo_cli.report.metrics import StepSums
 from ppo_cli.report.tracker import Tracker
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.run_folder import CheckpointStore
+from ppo_cli.thoughts import Detokenize
 from ppo_cli.train.shaping import penalties_of
 
 STATE_FILE = "run.json"
@@ -64,7 +65,7 @@ class Job:
     store: CheckpointStore
     pad_token_id: int
     total_steps: int
-    decode: Callable[[Sequence[int]], str]
+    decode: Detokenize
     diagnose: Callable[[Sequence[Scored]], str | None]
     stop_requested: Callable[[], str | None]
     resume_command: str

@@ -82,7 +82,7 @@ class SmallEngine:
             stopped=stopped,
             sampling=sampling,
             weight_version=self.version,
-            detokenize=lambda whole: f"“{whole}”\ud83d",
+            detokenize=lambda whole, context: f"“{whole}”\ud83d",
         )
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:

@@ -83,7 +83,7 @@ def make_sampler(model: Any, max_num_seqs: int = 64, **changes: Any) -> HFSample
     settings: dict[str, Any] = {
         "eos_token_ids": frozenset({EOS}),
         "pad_token_id": PAD,
-        "detokenize": lambda ids: " ".join(str(i) for i in ids if i != EOS),
+        "detokenize": lambda ids, context: "".join(f"{i} " for i in ids if i != EOS),
     }
     return HFSampler(model, max_num_seqs=max_num_seqs, **(settings | changes))
 
@@ -198,7 +198,7 @@ def test_finish_reasons_text_and_version() -> None:
         assert EOS not in rollout.token_ids[:-1]
         assert len(rollout.token_ids) == 24 or rollout.finish_reason == "stop"
         assert len(rollout.sampler_logprobs) == len(rollout.token_ids)
-        assert rollout.text == " ".join(str(i) for i in rollout.token_ids if i != EOS)
+        assert rollout.text == "".join(f"{i} " for i in rollout.token_ids if i != EOS)
         assert rollout.weight_version == 5
 
 
@@ -211,7 +211,9 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
     cut = sample(model, prompts, n=4, stop=stop)
     ended = 0
     for key, whole in found.items():
-        texts = [" ".join(map(str, whole.token_ids[:n])) for n in range(len(whole.token_ids) + 1)]
+        texts = [
+            "".join(f"{i} " for i in whole.token_ids[:n]) for n in range(len(whole.token_ids) + 1)
+        ]
         first = [n for n, text in enumerate(texts) if any(one in text for one in stop)]
         end = min(first, default=len(whole.token_ids))
         assert cut[key].token_ids == whole.token_ids[:end]
@@ -271,7 +273,7 @@ def test_tokens_keep_the_logprobs_of_the_weights_they_were_drawn_with() -> None:
 def test_a_stop_text_and_a_thought_over_a_pause_are_seen() -> None:
     words = {5: "<think>", 6: "</th", 7: "ink>", 8: "yes"}
     sampler = make_sampler(
-        build_model(), detokenize=lambda ids: "".join(words.get(i, ".") for i in ids)
+        build_model(), detokenize=lambda ids, context: "".join(words.get(i, ".") for i in ids)
     )
     (prompt,) = make_prompts((4,))
     begun = Rollout(prompt, 0, (5, 9, 6), np.zeros(3, np.float32), "", "unfinished", seed=1)

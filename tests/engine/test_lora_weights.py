@@ -86,7 +86,7 @@ def test_a_sampler_takes_the_adapter_alone() -> None:
     def sampled(model: Any) -> tuple[int, ...]:
         sampler = HFSampler(
             model, eos_token_ids=frozenset({2}), pad_token_id=0, max_num_seqs=4,
-            detokenize=lambda ids: "",
+            detokenize=lambda ids, context: "",
         )  # fmt: skip
         (rollout,) = sampler.generate([prompt], Sampling(0.0, max_tokens=12), 1)
         torch.testing.assert_close(

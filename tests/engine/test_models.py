@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
-    AddedToken,
     CohereConfig,
     CohereForCausalLM,
     Gemma2Config,
@@ -32,12 +31,9 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.models import (
     OwnHead,
-    decode_text,
     load_policy,
-    load_tokenizer,
     load_value_model,
     stop_token_ids,
 )
@@ -166,35 +162,3 @@ def test_all_stop_tokens_count() -> None:
         eos_token_id = 2
 
     assert stop_token_ids(model, Tokenizer()) == {2, 5, 6}
-
-
-@pytest.fixture
-def special_tokenizer() -> Any:
-    """The bundled tokenizer with special tokens in the middle of what a policy writes."""
-    tokenizer = load_tokenizer(model_folder("embedded"))
-    words = ["1", "<think>", "<tool_call>", "<|eot|>"]
-    tokenizer.add_tokens([AddedToken(word, special=True) for word in words], special_tokens=True)
-    tokenizer.bos_token = "<|im_start|>"
-    return tokenizer
-
-
-def test_a_text_is_what_the_policy_wrote(special_tokenizer: Any) -> None:
-    for text in ("145", "<think>1</think>", "<tool_call>f(1)", "<|im_start|>1", "1<|eot|>2 "):
-        ids = special_tokenizer(text)["input_ids"]
-        for end in ("", "<|im_end|>", "<|endoftext|>", "<|im_end|><|endoftext|><|endoftext|>"):
-            whole = [*ids, *special_tokenizer(end)["input_ids"]]
-            assert decode_text(special_tokenizer, whole) == text
-
-
-def test_ends_of_the_run_and_of_the_template_are_no_text(special_tokenizer: Any) -> None:
-    ids = special_tokenizer("1<|eot|>")["input_ids"]
-    assert decode_text(special_tokenizer, ids) == "1<|eot|>"
-    assert decode_text(special_tokenizer, ids, frozenset({ids[-1]})) == "1"
-    assert decode_text(special_tokenizer, ids[-1:], frozenset({ids[-1]})) == ""
-    closing = load_tokenizer(model_folder("embedded"))
-    closing.add_tokens([AddedToken("<|eot|>", special=True)], special_tokens=True)
-    closing.chat_template = "{% for m in messages %}{{ m.content }} <|eot|>\n{% endfor %}"
-    assert decode_text(closing, closing("1<|eot|>")["input_ids"]) == "1"
-    closing = load_tokenizer(model_folder("embedded"))
-    closing.chat_template = "{{ raise_exception('no') }}"
-    assert decode_text(closing, closing("1<|im_end|>")["input_ids"]) == "1"

@@ -345,7 +345,7 @@ def test_every_setting_of_a_run_reaches_vllm(monkeypatch: pytest.MonkeyPatch) ->
     assert sampler.room.rows == 12
     tokenizer = load_tokenizer(model_folder("embedded"))
     assert tokenizer.eos_token_id in sampler._eos_ids
-    assert sampler._detokenize(tokenizer("7 + 8").input_ids) == "7 + 8"
+    assert sampler._detokenize(tokenizer("7 + 8").input_ids, ()) == "7 + 8"
     # Keys and values (2) of two-byte numbers for 12 sequences of two blocks of 128 tokens.
     model = json.loads(Path(model_folder("embedded"), "config.json").read_text())
     size = model["hidden_size"] // model["num_attention_heads"]

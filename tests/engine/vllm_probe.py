@@ -24,7 +24,8 @@ from ppo_cli.engine.base import Sampling, Weights, build_sampler
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.lora import adapt, adapter_tensors
-from ppo_cli.engine.models import decode_text, load_policy, load_tokenizer, stop_token_ids
+from ppo_cli.engine.models import load_policy, load_tokenizer, stop_token_ids
+from ppo_cli.engine.text import decode_text
 from ppo_cli.engine.vllm_sampler import VLLMSampler
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt, Rollout

@@ -239,7 +239,7 @@ class Script:
             store=CheckpointStore(self.folder / "checkpoints", config.trainer.max_ckpt_to_keep),
             pad_token_id=0,
             total_steps=self.steps,
-            decode=lambda ids: "x" * len(ids),
+            decode=lambda ids, context: "x" * len(ids),
             diagnose=diagnose,
             stop_requested=self.stop_requested,
             resume_command="ppo train --again",

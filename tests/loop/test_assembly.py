@@ -101,7 +101,7 @@ def test_settings_of_a_run_reach_what_it_is_built_from(
     job.tracker.validation(0, {"reward_mean": 1.0})
     assert job.tracker.history == [{"step": 0, "reward_mean": 1.0}]
     assert job.pad_token_id == engine.tokenizer.pad_token_id is not None
-    assert job.decode(job.prompts[0].token_ids).count("user") == 1
+    assert job.decode(job.prompts[0].token_ids, ()).count("user") == 1
     assert (seen.start["most"], seen.start["patience_s"]) == (5, 77)
     assert (seen.restarts["most"], seen.restarts["origin"]) == (5, None)
     assert seen.restarts["build"] == engine.renew

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ppo_cli.engine.models import decode_text
+from ppo_cli.engine.text import decode_text
 from ppo_cli.records import PlacedReward, Prompt, Rollout
+from ppo_cli.thoughts import Detokenize
 from ppo_cli.train.shaping import place_steps
 
 
 @pytest.fixture
-def decode(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+def decode(tokenizer: Any) -> Detokenize:
     return partial(decode_text, tokenizer)
 
 
 def answer(tokenizer: Any, text: str) -> Rollout:
     ids = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id)
     prompt = Prompt("0", "", (), "", (1,))
-    said = decode_text(tokenizer, ids)
+    said = decode_text(tokenizer, ids, (1,))
     return Rollout(prompt, 0, ids, np.zeros(len(ids), np.float32), said, "stop")
 
 
@@ -45,7 +46,7 @@ def test_half_a_character_may_read_as_several_signs() -> None:
     """Byte fallback shows a sign for each byte until the character is whole."""
     pieces = [b"\xf0", b"\x9f", b"\x98", b"\x80", b"a"]
 
-    def decode(ids: Sequence[int]) -> str:
+    def decode(ids: Sequence[int], context: Sequence[int]) -> str:
         raw = b"".join(pieces[i] for i in ids)
         try:
             return raw.decode()

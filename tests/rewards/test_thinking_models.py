@@ -13,7 +13,8 @@ from transformers import AddedToken
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.data_sets.prompts import load_prompts
-from ppo_cli.engine.models import decode_text, load_tokenizer
+from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.engine.text import decode_text
 from ppo_cli.records import Prompt, Rollout, Scored
 from ppo_cli.report.metrics import score_metrics
 from ppo_cli.rewards.function import RuleReward
@@ -54,15 +55,15 @@ def test_prompt_text_and_lengths_of_a_family(thinker: Thinker, tmp_path: Path) -
     thought = f"{'' if thinker.opened[0][1] else thinker.opening}I think 41.{thinker.closing}"
     parts = [tokenizer(text)["input_ids"] for text in (thought, f"It is 42.{thinker.end}")]
     ids, opened = [*parts[0], *parts[1]], thinker.opened[0][1]
-    text = decode(ids)
+    text = decode(ids, ())
     assert text == f"{thought}It is 42."
     count = partial(count_tokens, opened, decode=decode)
     assert count(text, ids, cut=False) == len(parts[0])
-    assert count(decode(parts[0]), parts[0], cut=False) == len(parts[0])
+    assert count(decode(parts[0], ()), parts[0], cut=False) == len(parts[0])
     begun = parts[0][: len(parts[0]) // 2]
-    assert count(decode(begun), begun, cut=True) == len(begun)
+    assert count(decode(begun, ()), begun, cut=True) == len(begun)
     alone = tokenizer("42")["input_ids"]
-    assert count(decode(alone), alone, cut=False) == (len(alone) if opened else 0)
+    assert count(decode(alone, ()), alone, cut=False) == (len(alone) if opened else 0)
 
 
 def test_the_corpus_is_large_and_varied() -> None:

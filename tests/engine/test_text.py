@@ -1,0 +1,177 @@
+"""Text of responses: behind their prompts, for tokenizers of each kind, and without their ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AddedToken, LlamaConfig, LlamaForCausalLM
+
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.hf_sampler import HFSampler
+from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.engine.text import decode_text, stop_end
+from ppo_cli.records import PlacedReward, Prompt, Rollout
+from ppo_cli.thoughts import count_tokens
+from ppo_cli.train.shaping import place_steps
+from tests.engine.tokenizer_kinds import KINDS
+
+# What borders are made of: blanks, newlines, characters of two to four bytes, marks and words.
+TEXTS = st.lists(
+    st.sampled_from(
+        [" ", "    ", "\n", "\t", "é", "日本", "😀", "👩‍🚀", "<|user|>", "<|assistant|>", "return",
+         "x", " , ", ".", "n't", "42"]
+    ) | st.text(max_size=3),
+    max_size=12,
+).map("".join)  # fmt: skip
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def read(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(prompt=TEXTS, response=TEXTS, place=st.integers(0, 99), whole=st.booleans())
+def test_text_of_prompt_and_response_is_that_of_both_together(
+    kind: str, prompt: str, response: str, place: int, whole: bool
+) -> None:
+    tokenizer = KINDS[kind]()
+    prompt_ids, ids = encode(tokenizer, f"<|user|>{prompt}"), encode(tokenizer, response)
+    if whole:  # the border is anywhere, in a character too
+        both = [*prompt_ids, *ids]
+        place = 1 + place % len(both)
+        prompt_ids, ids = both[:place], both[place:]
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    while ids and ids[-1] in ends:
+        ids.pop()
+    before, text = read(tokenizer, prompt_ids), decode_text(tokenizer, ids, prompt_ids)
+    together = read(tokenizer, [*prompt_ids, *ids])
+    if together.startswith(before):
+        assert before + text == together
+    else:  # the response ends a character that the prompt began
+        assert together.endswith(text)
+        rest = together.removesuffix(text)
+        shorter = [prompt_ids[: len(prompt_ids) - cut] for cut in range(4)]
+        assert any(read(tokenizer, ids).startswith(rest) for ids in shorter)
+
+
+@pytest.mark.parametrize("kind", ["llama2", "metaspace with bytes", "t5", "slow pieces"])
+def test_a_response_keeps_its_first_spaces(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    prompt_ids = encode(tokenizer, "def f(x):")
+    space = tokenizer.convert_tokens_to_ids("\u2581")
+    ids = [space, space, space, *encode(tokenizer, "return x")]
+    assert decode_text(tokenizer, ids, prompt_ids) == "    return x"
+    assert decode_text(tokenizer, ids, ()) != "    return x"
+
+
+@pytest.mark.parametrize("kind", ["llama2", "gemma", "byte level", "slow pieces", "slow bytes"])
+def test_a_character_belongs_to_the_response_that_ends_it(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    ids = encode(tokenizer, "x😀😀😀😀!")
+    prompt_ids, ids = ids[:-3], ids[-3:]
+    assert decode_text(tokenizer, ids, prompt_ids) == "😀!"
+    assert decode_text(tokenizer, ids[:0], prompt_ids) == ""
+
+
+def test_clean_up_takes_no_spaces_out_of_code() -> None:
+    tokenizer = KINDS["t5 with clean-up"]()
+    prompt_ids, ids = encode(tokenizer, "x"), encode(tokenizer, "a , b != c")
+    assert decode_text(tokenizer, ids, prompt_ids) == " a , b != c"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(prompt=TEXTS, response=TEXTS, data=st.data())
+def test_a_stop_text_ends_where_the_response_first_has_it(
+    kind: str, prompt: str, response: str, data: st.DataObject
+) -> None:
+    tokenizer = KINDS[kind]()
+    prompt_ids, ids = encode(tokenizer, f"<|user|>{prompt}"), encode(tokenizer, response)
+    detokenize = partial(decode_text, tokenizer)
+    texts = [detokenize(ids[:size], prompt_ids) for size in range(len(ids) + 1)]
+    text = texts[-1].replace("\ufffd", "")
+    start = data.draw(st.integers(0, max(0, len(text) - 1)))
+    stop = text[start : start + data.draw(st.integers(1, 6))] or "none"
+    first = next((size for size, text in enumerate(texts) if stop in text), None)
+    assert stop_end(ids, (stop,), detokenize, 0, prompt_ids) == first
+
+
+@pytest.mark.parametrize("kind", ["llama2", "byte level", "t5", "word piece", "slow pieces"])
+def test_tokens_of_an_answer_are_counted_in_their_place(kind: str) -> None:
+    """Alone, a later piece of a word would be longer by its marks, half a character by a sign."""
+    tokenizer = KINDS[kind]()
+    prompt_ids, detokenize = encode(tokenizer, "<|user|>"), partial(decode_text, tokenizer)
+    for answer in ("thereturn", "naïve日"):
+        ids = encode(tokenizer, f"<think>so</think>{answer}")
+        texts = [detokenize(ids[:size], prompt_ids) for size in range(len(ids) + 1)]
+        thoughts = [size for size, text in enumerate(texts) if text.strip().endswith("</think>")]
+        assert count_tokens("", texts[-1], ids, detokenize, cut=False) == thoughts[-1]
+
+
+def test_a_sampler_reads_responses_behind_their_prompts() -> None:
+    tokenizer = KINDS["llama2"]()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    detokenize = partial(decode_text, tokenizer)
+    sampler = HFSampler(
+        LlamaForCausalLM(config), eos_token_ids=frozenset({2}), pad_token_id=2, max_num_seqs=4,
+        detokenize=detokenize,
+    )  # fmt: skip
+    prompt = Prompt("0", "", (), "", tuple(encode(tokenizer, "def f(x):\n")))
+    ids = tuple(encode(tokenizer, "    return x"))
+    begun = Rollout(prompt, 0, ids, np.zeros(len(ids), np.float32), "", "unfinished")
+    sampling = Sampling(0.0, max_tokens=len(ids) + 1)
+    (rollout,) = sampler.generate((), sampling, 0, [begun])
+    assert rollout.text.startswith("     return x") and rollout.finish_reason == "length"
+    (stopped,) = sampler.generate((), replace(sampling, stop=(rollout.text,)), 0, [begun])
+    assert stopped.finish_reason == "stop"
+    [(token, _)] = place_steps(rollout, [PlacedReward(6, 1.0)], detokenize)
+    texts = [detokenize(ids[:size], prompt.token_ids) for size in (token, token + 1)]
+    assert [text.startswith("     r") for text in texts] == [False, True]
+
+
+@pytest.fixture
+def special_tokenizer() -> Any:
+    """The bundled tokenizer with special tokens in the middle of what a policy writes."""
+    tokenizer = load_tokenizer(model_folder("embedded"))
+    words = ["1", "<think>", "<tool_call>", "<|eot|>"]
+    tokenizer.add_tokens([AddedToken(word, special=True) for word in words], special_tokens=True)
+    tokenizer.bos_token = "<|im_start|>"
+    return tokenizer
+
+
+def test_a_text_is_what_the_policy_wrote(special_tokenizer: Any) -> None:
+    for text in ("145", "<think>1</think>", "<tool_call>f(1)", "<|im_start|>1", "1<|eot|>2 "):
+        ids = special_tokenizer(text)["input_ids"]
+        for end in ("", "<|im_end|>", "<|endoftext|>", "<|im_end|><|endoftext|><|endoftext|>"):
+            whole = [*ids, *special_tokenizer(end)["input_ids"]]
+            assert decode_text(special_tokenizer, whole, (1,)) == text
+
+
+def test_ends_of_the_run_and_of_the_template_are_no_text(special_tokenizer: Any) -> None:
+    ids = special_tokenizer("1<|eot|>")["input_ids"]
+    assert decode_text(special_tokenizer, ids, (1,)) == "1<|eot|>"
+    assert decode_text(special_tokenizer, ids, (1,), end_ids=frozenset({ids[-1]})) == "1"
+    assert decode_text(special_tokenizer, ids[-1:], (1,), end_ids=frozenset({ids[-1]})) == ""
+    closing = load_tokenizer(model_folder("embedded"))
+    closing.add_tokens([AddedToken("<|eot|>", special=True)], special_tokens=True)
+    closing.chat_template = "{% for m in messages %}{{ m.content }} <|eot|>\n{% endfor %}"
+    assert decode_text(closing, closing("1<|eot|>")["input_ids"], (1,)) == "1"
+    closing = load_tokenizer(model_folder("embedded"))
+    closing.chat_template = "{{ raise_exception('no') }}"
+    assert decode_text(closing, closing("1<|im_end|>")["input_ids"], (1,)) == "1"
