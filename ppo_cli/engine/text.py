@@ -46,6 +46,10 @@ def decode_text(
     text = _decode(tokenizer, [*context, *token_ids[:size]])
     if text.startswith(before):
         return text[len(before) :]
+    same = _count_shared(text, before)
+    # Slow tokenizers put a space before the text that ends in a special token.
+    if text[same:].startswith(" " + before[same:]):
+        return text[len(before) + 1 :]
     # The context ends within a character, which may spoil the whole run of bytes that it ends.
     shorter = (context[: len(context) - cut] for cut in range(MOST_BYTES))
     return text[max(_count_shared(text, _decode(tokenizer, ids)) for ids in shorter) :]

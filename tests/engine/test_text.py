@@ -86,6 +86,13 @@ def test_a_character_belongs_to_the_response_that_ends_it(kind: str) -> None:
     assert decode_text(tokenizer, ids[:0], prompt_ids) == ""
 
 
+def test_a_special_token_may_change_the_text_before_it() -> None:
+    tokenizer = KINDS["slow pieces"]()
+    prompt_ids, ids = encode(tokenizer, "6 * 7?"), encode(tokenizer, "x<s>y")
+    assert read(tokenizer, [*prompt_ids, *ids]) == " 6 * 7? x<s>y"
+    assert decode_text(tokenizer, ids, prompt_ids) == " x<s>y"
+
+
 def test_clean_up_takes_no_spaces_out_of_code() -> None:
     tokenizer = KINDS["t5 with clean-up"]()
     prompt_ids, ids = encode(tokenizer, "x"), encode(tokenizer, "a , b != c")

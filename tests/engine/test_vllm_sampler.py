@@ -223,7 +223,11 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VLLMSampler,
 
         monkeypatch.setattr(VLLMSampler, "_start", lambda self, *_: None)
         made = VLLMSampler(
-            "m", eos_token_ids=frozenset({1}), detokenize=str, max_model_len=1024, **options
+            "m",
+            eos_token_ids=frozenset({1}),
+            detokenize=lambda ids, context: str(ids),
+            max_model_len=1024,
+            **options,
         )
         made._engine = engine
         monkeypatch.setattr(made, "_submit", submit)
