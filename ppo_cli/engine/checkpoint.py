@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,10 +29,11 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ppo_cli.atomic import replacing
 from ppo_cli.digests import write_part
+from ppo_cli.engine.loading import DAMAGED
 from ppo_cli.engine.optimizer import MOMENTS, Optimizer
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
 from ppo_cli.engine.sharding import fill_from_rank0, full_tensor, whole_tensor
-from ppo_cli.errors import ModelError
+from ppo_cli.errors import ModelError, first_line
 
 NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
@@ -53,6 +55,13 @@ def write_file(path: Path, content: bytes) -> None:
     """Write a small file and bring it to the disk."""
     with replacing(path) as fresh:
         fresh.write_bytes(content)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write small files into a folder, those of folders in it too."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -318,10 +327,10 @@ def stored_tensors(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def model_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
-    """All files of a Hugging Face folder but the weights.
+def model_files(model: Any, tokenizer: Any = None) -> dict[str, bytes]:
+    """All files of a Hugging Face folder but the weights: render them once, before a run begins.
 
-    They stay the same for a whole run: render them once.
+    Without a tokenizer those of the model alone. Raises ModelError when one cannot be saved.
     """
 
     def write(folder: Path) -> None:
@@ -329,19 +338,55 @@ def model_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
         model.config.architectures = [type(model).__name__]
         if model.is_remote_code():
             custom_object_save(model, str(folder), config=model.config)
-        model.config.save_pretrained(folder)
+        _save_config(model.config, folder, "config.json")
         if model.can_generate():
-            model.generation_config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+            _save_config(model.generation_config, folder, "generation_config.json")
 
-    return render_files(write)
+    what = f"config of {model.name_or_path}"
+    files = render_files(write, what)
+    return files if tokenizer is None else files | tokenizer_files(tokenizer)
 
 
-def render_files(write: Callable[[Path], object]) -> dict[str, bytes]:
-    """What `write` writes into a folder, by name: tokenizers and models only know folders."""
+def _save_config(config: Any, folder: Path, name: str) -> None:
+    """Save a config; transformers loads some that it refuses to save, which stay as they are."""
+    try:
+        config.save_pretrained(folder)
+    except (ValueError, StrictDataclassError):
+        config.to_json_file(folder / name)
+
+
+TOKENIZER_FILES = (
+    "*token*", "*vocab*", "merges*", "spiece*", "*.tiktoken", "chat_template*",
+    "additional_chat_templates/*",
+)  # fmt: skip
+
+
+def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    """The files of a tokenizer: as transformers saves it, else copies of those in its folder."""
+    try:
+        return render_files(tokenizer.save_pretrained, f"tokenizer of {tokenizer.name_or_path}")
+    except ModelError:
+        folder = Path(tokenizer.name_or_path)
+        paths = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)]
+        if not folder.is_dir() or not paths:
+            raise
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def render_files(write: Callable[[Path], object], what: str) -> dict[str, bytes]:
+    """What `write` writes into a folder, by name: tokenizers and models only know folders.
+
+    Raises ModelError that says why `what` cannot be saved.
+    """
     with tempfile.TemporaryDirectory(prefix="ppo-") as folder:
         root = Path(folder)
-        write(root)
+        try:
+            write(root)
+        except DAMAGED as error:
+            raise ModelError(
+                f"The {what} loads but cannot be saved, so no checkpoint could be written: "
+                f"{first_line(error)}. Mend its file, or choose another model."
+            ) from error
         paths = sorted(path for path in root.rglob("*") if path.is_file())
         return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,14 @@ from transformers import (
     AutoTokenizer,
 )
 
-from ppo_cli.engine.checkpoint import StoredTensors
+from ppo_cli.engine.checkpoint import (
+    StoredTensors,
+    model_files,
+    stored_tensors,
+    to_disk,
+    tokenizer_files,
+    write_files,
+)
 from ppo_cli.engine.loading import DAMAGED, load_config, load_part, load_weights
 from ppo_cli.engine.lora import ADAPTER_CONFIG, load_merged
 from ppo_cli.engine.models import VALUE_HEADS
@@ -66,18 +74,17 @@ def write_model(
     if (source / ADAPTER_CONFIG).exists():
         name = base or base_name(source)
         model = _merge(source, name, trust_remote_code=trust_remote_code)
-        try:
-            (model if wanted is None else model.to(wanted)).save_pretrained(
-                out, max_shard_size=FILE_BYTES
-            )
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
+        if wanted is not None:
+            model = model.to(wanted)
+        files = model_files(model)
         if not (source / "tokenizer_config.json").exists():
-            _save_tokenizer(name, out, trust_remote_code=trust_remote_code)
+            files |= _tokenizer_files(name, trust_remote_code=trust_remote_code)
+        write_files(out, files)
+        write_weights(model, out)
         return _describe(out, base=name)
     if base is not None:
         raise ModelError(f"{source} is a whole model, not an adapter: leave --base out.")
-    _write_weights(source, out, wanted)
+    _cast_weights(source, out, wanted)
     written = _describe(out)
     _tell_dtype(out / "config.json", written.dtype)
     return written
@@ -135,18 +142,20 @@ def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
         ) from error
 
 
-def _save_tokenizer(base: str, out: Path, *, trust_remote_code: bool) -> None:
-    tokenizer = load_part(
-        AutoTokenizer, base, "tokenizer", BASE_FLAG, trust_remote_code=trust_remote_code
+def _tokenizer_files(base: str, *, trust_remote_code: bool) -> dict[str, bytes]:
+    return tokenizer_files(
+        load_part(AutoTokenizer, base, "tokenizer", BASE_FLAG, trust_remote_code=trust_remote_code)
     )
-    tokenizer.save_pretrained(out)
 
 
-def _write_weights(source: Path, out: Path, dtype: torch.dtype | None) -> None:
-    """Write files of at most FILE_BYTES, named as everybody names them, and their index.
+def write_weights(model: Any, out: Path) -> None:
+    """Write the weights of a whole model into a folder, as its family's files have them."""
+    tensors = to_disk(model, stored_tensors(model))
+    _write_shards(out, tensors, lambda name: tensors[name].detach())
 
-    Fractions are cast to `dtype`.
-    """
+
+def _cast_weights(source: Path, out: Path, dtype: torch.dtype | None) -> None:
+    """Write the weights of a checkpoint anew, fractions cast to `dtype`."""
     try:
         stored = StoredTensors(source, "model")
     except ModelError as error:
@@ -157,13 +166,19 @@ def _write_weights(source: Path, out: Path, dtype: torch.dtype | None) -> None:
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     with closing(stored):
-        sizes = {name: torch.empty_like(read(name), device="meta") for name in stored}
-        plan = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
-        for file, names in plan.filename_to_tensors.items():
-            try:
-                save_file({n: read(n) for n in names}, out / file, metadata={"format": "pt"})
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
+        _write_shards(out, stored, read)
+
+
+def _write_shards(out: Path, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+    """Write files of at most FILE_BYTES, named as Hugging Face names them, and their index."""
+    sizes = {name: torch.empty_like(read(name), device="meta") for name in names}
+    plan = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
+    for file, group in plan.filename_to_tensors.items():
+        try:
+            tensors = {name: read(name).contiguous() for name in group}
+            save_file(tensors, out / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
     if plan.is_sharded:
         parameters = sum(tensor.numel() for tensor in sizes.values())
         index = {

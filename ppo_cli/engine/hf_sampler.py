@@ -36,7 +36,13 @@ from ppo_cli.engine.device import Compute, multiply_with, products_by_blas
 from ppo_cli.engine.kv_cache import KVCache
 from ppo_cli.engine.lora import adapt, load_adapter
 from ppo_cli.engine.micro_batches import LEAST_TOKENS, MOST_PADDING
-from ppo_cli.engine.models import adapted, load_policy, plan_layers, stop_token_ids
+from ppo_cli.engine.models import (
+    adapted,
+    load_policy,
+    pad_token_id,
+    plan_layers,
+    stop_token_ids,
+)
 from ppo_cli.engine.packing import choose_attention
 from ppo_cli.engine.rows import BY_ROWS
 from ppo_cli.engine.text import decode_text, stop_end
@@ -434,7 +440,7 @@ def sample_from(
     return HFSampler(
         model,
         eos_token_ids=end_ids,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=pad_token_id(tokenizer),
         max_num_seqs=config.rollout.max_num_seqs,
         detokenize=partial(decode_text, tokenizer, end_ids=end_ids),
         compute=Compute.choose(config.model.dtype),

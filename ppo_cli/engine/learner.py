@@ -43,6 +43,7 @@ from ppo_cli.engine.checkpoint import (
     restore,
     saved_model,
     take_snapshot,
+    tokenizer_files,
 )
 from ppo_cli.engine.device import Compute, keep_freed_memory, multiply_with, set_threads
 from ppo_cli.engine.hf_sampler import sample_from
@@ -66,7 +67,7 @@ from ppo_cli.engine.models import (
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.packing import Loaded, micro_batch_budget, pack
 from ppo_cli.engine.profiling import Profiler
-from ppo_cli.engine.ranks import ALONE, Ranks
+from ppo_cli.engine.ranks import ALONE, Ranks, together
 from ppo_cli.engine.rows import cut_slice, row_lengths, row_prompts
 from ppo_cli.engine.sharding import full_tensor, load_spread, whole_tensor
 from ppo_cli.errors import ModelError
@@ -104,6 +105,8 @@ class Learner:
         self._reference = self._load_reference()
         self._actor = self._build_actor(total_steps)
         self._critic = self._build_critic(total_steps)
+        # Renders the files of checkpoints: what cannot be saved ends the run before it begins.
+        together(ranks, self._trained)
         self._annotate_budget = micro_batch_budget(
             micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu),
             None,
@@ -248,11 +251,13 @@ class Learner:
 
         def write_adapter_files(folder: Path) -> None:
             write_adapter_config(folder, model, model_folder(path))
-            self._tokenizer.save_pretrained(folder)
 
         if self._ranks.rank == 0 and name not in self._files:
             self._files[name] = (
-                render_files(write_adapter_files) if lora else model_files(model, self._tokenizer)
+                render_files(write_adapter_files, "config of the adapter")
+                | tokenizer_files(self._tokenizer)
+                if lora
+                else model_files(model, self._tokenizer)
             )
         files = self._files.get(name, {})
         if lora:

@@ -16,6 +16,7 @@ from traceback import walk_tb
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -34,7 +35,7 @@ hub_logging.set_verbosity(logging.ERROR)
 DAMAGED = (
     OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError,
     AssertionError, AttributeError, ArithmeticError, IndexError, RecursionError, TypeError,
-    pickle.UnpicklingError,
+    pickle.UnpicklingError, StrictDataclassError,
 )  # fmt: skip
 # Constants that older versions of transformers wrote next to the weights.
 CONSTANTS = re.compile(r"\.(masked_bias|inv_freq)$")

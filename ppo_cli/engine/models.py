@@ -120,15 +120,22 @@ Adapted = TypeVar("Adapted", Policy, ValueModel)
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> Any:
-    """Load a tokenizer and give it a pad token if it has none; errors name the flag."""
+    """Load a tokenizer; errors name the flag."""
     tokenizer = load_part(
         AutoTokenizer, path, "tokenizer", flag, trust_remote_code=trust_remote_code
     )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token_id is None:
+    if pad_token_id(tokenizer) is None:
         raise ModelError(f"The tokenizer of {path} has neither a pad nor an end-of-text token.")
     return tokenizer
+
+
+def pad_token_id(tokenizer: Any) -> int:
+    """What rows are padded with: the end-of-text token where a tokenizer has no pad token.
+
+    The tokenizer stays without one: checkpoints and exports keep it as the base has it.
+    """
+    token_id: int = tokenizer.pad_token_id
+    return tokenizer.eos_token_id if token_id is None else token_id
 
 
 def load_policy(

@@ -20,7 +20,9 @@ from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.digests import require_intact_model
+from ppo_cli.engine.checkpoint import model_files, write_files
 from ppo_cli.engine.device import Compute, multiply_with
+from ppo_cli.engine.export import write_weights
 from ppo_cli.errors import (
     ConfigError,
     DataError,
@@ -84,14 +86,13 @@ class ModelFolder:
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise ConfigError(f"--out {self.path}: the folder {parent} cannot be written.")
 
-    def write(self, model: Any, tokenizer: Any, record: Mapping[str, Any]) -> None:
-        """Put model, tokenizer and record in the place of whatever the folder held."""
+    def write(self, save: Callable[[Path], object], record: Mapping[str, Any]) -> None:
+        """Put what `save` writes into a folder, and the record, in the place of what was there."""
         try:
             self._place.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self._place) as fresh:
                 fresh.mkdir()
-                model.save_pretrained(fresh)
-                tokenizer.save_pretrained(fresh)
+                save(fresh)
                 _write_record(fresh, record)
         except OSError as error:
             raise UserError(
@@ -182,6 +183,7 @@ class Fit:
         self._network = network
         self._settings, self._folder, self._screen = settings, folder, screen
         self._train, self._held_out, self._dropped = train, held_out, dropped
+        self._files = model_files(network.module, network.tokenizer)
         self._lr = choose_lr(settings.recipe, self._network.size())
         self._total = steps_of(len(train), settings.recipe)
         self._trainer = Trainer(self._network, settings.recipe, self._lr, self._total)
@@ -263,7 +265,11 @@ class Fit:
         if better:
             self._best, self._best_step = figures, self._step
             record = self._record(finished=False)
-            self._folder.write(self._network.module, self._network.tokenizer, record)
+            self._folder.write(self._save, record)
+
+    def _save(self, folder: Path) -> None:
+        write_files(folder, self._files)
+        write_weights(self._network.module, folder)
 
     def _measure(self) -> Figures:
         with self._screen.phase("held out", 2 * len(self._held_out)) as advance:

@@ -25,7 +25,7 @@ from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.loading import load_config, load_weights
 from ppo_cli.engine.micro_batches import Budget, plan_micro_batches, run_within_memory
-from ppo_cli.engine.models import VALUE_HEADS, load_tokenizer
+from ppo_cli.engine.models import VALUE_HEADS, load_tokenizer, pad_token_id
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.errors import ModelError, did_you_mean
 from ppo_cli.fitting.preferences import EncodedPair
@@ -199,7 +199,7 @@ def start_head(head: nn.Linear, generator: torch.Generator, *, zero: bool) -> No
 
 def choose_pad(tokenizer: Any, model: Any) -> int:
     """Give tokenizer and model a pad token that ends no sample: pooling looks for the pads."""
-    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+    if pad_token_id(tokenizer) == tokenizer.eos_token_id:
         unused = tokenizer.unk_token
         known = unused is not None and unused not in (tokenizer.eos_token, tokenizer.bos_token)
         if known:

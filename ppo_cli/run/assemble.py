@@ -45,6 +45,7 @@ from ppo_cli.engine.async_rollout import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
+from ppo_cli.engine.models import pad_token_id
 from ppo_cli.engine.text import decode_text
 from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, ppo
 from ppo_cli.loop import load, run
@@ -396,7 +397,7 @@ def _train_in(
             order=order,
             tracker=tracker,
             store=store,
-            pad_token_id=tokenizer.pad_token_id,
+            pad_token_id=pad_token_id(tokenizer),
             total_steps=total_steps,
             decode=partial(decode_text, tokenizer),
             diagnose=_diagnose(folder, config),

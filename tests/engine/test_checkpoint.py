@@ -33,8 +33,9 @@ from ppo_cli.engine.checkpoint import (
     saved_model,
     stored_tensors,
     take_snapshot,
+    tokenizer_files,
 )
-from ppo_cli.engine.models import load_policy, load_value_model
+from ppo_cli.engine.models import load_policy, load_tokenizer, load_value_model, pad_token_id
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.errors import ModelError
@@ -100,6 +101,56 @@ def test_the_folder_is_what_hugging_face_itself_writes(tmp_path: Path, family: s
     theirs = {p.name: p.read_bytes() for p in (tmp_path / "theirs").iterdir()}
     assert {p.name: p.read_bytes() for p in (tmp_path / "ours/actor").iterdir()} == theirs
     assert not list(tmp_path.rglob(".unfinished*"))
+
+
+def copy_model(folder: Path, file: str, **changes: Any) -> str:
+    """The embedded model with some values of a JSON file changed."""
+    shutil.copytree(TIED, folder)
+    values = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(values | changes))
+    return str(folder)
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_values_that_transformers_refuses_to_save_stay_as_they_are(
+    tmp_path: Path, file: str
+) -> None:
+    values = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "num_beams": 1}
+    path = copy_model(tmp_path / "model", file, **values)
+    if file == "config.json":
+        (tmp_path / "model" / "generation_config.json").unlink()
+    model = load_policy(path).model
+    with pytest.raises(ValueError, match="Fix these issues to save"):
+        model.generation_config.save_pretrained(tmp_path)
+    saved = json.loads(model_files(model)["generation_config.json"])
+    assert (saved["temperature"], saved["top_p"], saved["eos_token_id"]) == (0.9, 0.6, 281)
+
+
+def test_a_tokenizer_that_cannot_be_saved_is_copied_or_refused(tmp_path: Path) -> None:
+    path = copy_model(tmp_path / "model", "tokenizer_config.json", chat_template="\ud800")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    tokenizer = load_tokenizer(path)
+    files = tokenizer_files(tokenizer)
+    assert files == {
+        name: (tmp_path / "model" / name).read_bytes()
+        for name in ("tokenizer.json", "tokenizer_config.json")
+    }
+    tokenizer.name_or_path = "some/hub-name"
+    with pytest.raises(ModelError, match="The tokenizer of some/hub-name loads but cannot be save"):
+        tokenizer_files(tokenizer)
+
+
+def test_dropout_and_a_pad_token_are_saved_as_the_base_has_them(tmp_path: Path) -> None:
+    path = copy_model(tmp_path / "model", "config.json", attention_dropout=0.25)
+    words = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    (tmp_path / "model" / "tokenizer_config.json").write_text(
+        json.dumps(words | {"pad_token": None})
+    )
+    tokenizer = load_tokenizer(path)
+    assert pad_token_id(tokenizer) == tokenizer.eos_token_id == 281
+    files = model_files(load_policy(path).model, tokenizer)
+    assert json.loads(files["config.json"])["attention_dropout"] == 0.25
+    assert json.loads(files["tokenizer_config.json"])["pad_token"] is None
 
 
 @pytest.mark.parametrize("family", ["tied", "untied", "critic", "experts"])

@@ -34,6 +34,7 @@ from ppo_cli.engine.models import (
 )
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.rows import cut_slice
+from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt, Rollout
 from tests.rounding import assert_near
 
@@ -240,6 +241,15 @@ def test_budgets_of_tokens_are_as_set_or_small_on_the_cpu(given, found) -> None:
     learner = Learner(config, load_tokenizer(model_folder("embedded")), total_steps=1)
     budgets = learner._budgets()
     assert [budgets[name].tokens for name in ("actor", "critic", "annotate")] == found
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_a_checkpoint_could_not_save_is_refused_before_the_first_step(rank) -> None:
+    tokenizer = load_tokenizer(model_folder("embedded"))
+    tokenizer.chat_template, tokenizer.name_or_path = "\ud800", ""
+    config = Config.model_validate({"model": {"path": "embedded", "lora_rank": rank}})
+    with pytest.raises(ModelError, match="cannot be saved, so no checkpoint could be written"):
+        Learner(config, tokenizer, total_steps=1)
 
 
 @pytest.mark.parametrize("trainer", [{"n_gpus_per_node": 1}, {"num_workers": 2}], ids=str)

@@ -12,20 +12,13 @@ from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.fitting.fit import ModelFolder
 
 
-class Writes:
-    """Saves one file, as a model and a tokenizer do."""
-
-    def __init__(self, name: str, text: str = "x", error: Exception | None = None) -> None:
-        self._name, self._text, self._error = name, text, error
-
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / self._name).write_text(self._text)
-        if self._error:
-            raise self._error
-
-
 def write(folder: ModelFolder, text: str = "x", record: dict[str, Any] | None = None) -> None:
-    folder.write(Writes("config.json", text), Writes("tokenizer.json"), record or {"finished": 0})
+    folder.write(lambda path: (path / "config.json").write_text(text), record or {"finished": 0})
+
+
+def fail_to_write(path: Path) -> None:
+    (path / "config.json").write_text("half")
+    raise OSError(28, "no space left")
 
 
 def test_a_folder_is_made_and_replaced_by_a_better_model(tmp_path: Path) -> None:
@@ -43,9 +36,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     folder = ModelFolder(tmp_path / "rm")
     write(folder, "first")
     with pytest.raises(UserError, match=r"could not be written.*no space.*--out"):
-        folder.write(
-            Writes("config.json", "half"), Writes("t", error=OSError(28, "no space left")), {}
-        )
+        folder.write(fail_to_write, {})
     assert (tmp_path / "rm" / "config.json").read_text() == "first"
     assert [p.name for p in tmp_path.iterdir()] == ["rm"]
 

@@ -17,9 +17,10 @@ from transformers import (
 )
 
 from ppo_cli.config.bundled import EMBEDDED, model_folder
+from ppo_cli.engine.checkpoint import model_files, write_files
 from ppo_cli.engine.device import Compute
+from ppo_cli.engine.export import write_weights
 from ppo_cli.errors import ModelError
-from ppo_cli.fitting.fit import ModelFolder
 from ppo_cli.fitting.training import ScoreNetwork, load_to_fit
 from ppo_cli.rewards.local.base import Encoded
 
@@ -47,6 +48,12 @@ def save_causal(folder: Path, tokenizer: Any, vocab: int) -> str:
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def save_network(network: ScoreNetwork, folder: Path) -> None:
+    folder.mkdir()
+    write_files(folder, model_files(network.module, network.tokenizer))
+    write_weights(network.module, folder)
 
 
 def test_the_head_goes_by_the_seed() -> None:
@@ -78,7 +85,7 @@ def test_a_frozen_body_is_read_once_and_learns_nothing() -> None:
 
 def test_the_saved_folder_is_a_plain_sequence_classifier(tmp_path: Path) -> None:
     network = load()
-    ModelFolder(tmp_path / "rm").write(network.module, network.tokenizer, {})
+    save_network(network, tmp_path / "rm")
     model, info = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "rm", output_loading_info=True
     )
@@ -124,7 +131,7 @@ def test_a_pad_token_of_its_own(
     assert network.module.config.pad_token_id == 260
     rows = network.module.get_input_embeddings().weight.shape[0]
     assert rows == max(vocab, 261) == network.module.config.vocab_size
-    ModelFolder(tmp_path / "rm").write(network.module, network.tokenizer, {})
+    save_network(network, tmp_path / "rm")
     again = load(str(tmp_path / "rm"))
     assert scores(again, SAMPLES) == pytest.approx(scores(network, SAMPLES), abs=1e-6)
 
