@@ -62,7 +62,6 @@ from ppo_cli.engine.models import (
     ValueModel,
     adapted,
     load_policy,
-    load_value_model,
 )
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.packing import Loaded, micro_batch_budget, pack
@@ -70,6 +69,7 @@ from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks, together
 from ppo_cli.engine.rows import cut_slice, row_lengths, row_prompts
 from ppo_cli.engine.sharding import full_tensor, load_spread, whole_tensor
+from ppo_cli.engine.value_models import load_value_model
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt, Rollout
 

@@ -24,9 +24,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_cli.config.algorithm_schema import CriticModel
 from ppo_cli.config.schema import Model
-from ppo_cli.engine.models import VALUE_HEADS, Policy, value_head
+from ppo_cli.engine.models import Policy
 from ppo_cli.engine.optimizer import import_bitsandbytes
 from ppo_cli.engine.rows import PackedRows
+from ppo_cli.engine.value_models import VALUE_HEADS, value_head
 from ppo_cli.errors import MissingPart, ModelError, did_you_mean
 
 # Ranks that vLLM's LoRA kernels are made for; a smaller adapter is padded.

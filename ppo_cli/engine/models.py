@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -28,8 +27,6 @@ from ppo_cli.engine.loading import load_config, load_part, load_weights
 from ppo_cli.engine.rows import PackedRows, Packing
 from ppo_cli.errors import ModelError
 
-CRITIC_FLAG = "--critic_model"
-VALUE_HEADS = ("score", "classifier")  # how models name what gives one number a token
 Work = Callable[..., tuple[Tensor, ...]]
 Adapt = Callable[[Any], Any]
 
@@ -166,45 +163,6 @@ def load_policy(
     return policy
 
 
-def load_value_model(
-    path: str,
-    *,
-    trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
-    empty: bool = False,
-) -> ValueModel:
-    """Load a backbone with a value head; a head that the checkpoint lacks starts at zero.
-
-    An `empty` one has no weights: every tensor is on the meta device.
-    """
-    config = load_config(path, CRITIC_FLAG, trust_remote_code)
-    config.num_labels = 1
-    model, fresh = load_weights(
-        AutoModelForTokenClassification,
-        path,
-        "value model",
-        CRITIC_FLAG,
-        heads=VALUE_HEADS,
-        replace_heads=True,
-        empty=empty,
-        config=config,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-    )
-    name = value_head(model)
-    if name is None:
-        raise ModelError(
-            f"The architecture of {path} has no plain value head; choose another with "
-            "--critic_model."
-        )
-    head = getattr(model, name)
-    if fresh:
-        nn.init.zeros_(head.weight)
-        if head.bias is not None:
-            nn.init.zeros_(head.bias)
-    return ValueModel(model=model, backbone=model.base_model, head=head)
-
-
 def adapted(loaded: Adapted, adapt: Adapt | None) -> Adapted:
     """What was loaded, over what `adapt` made of its model; modules may have been exchanged."""
     if adapt is None:
@@ -244,11 +202,11 @@ def plan_layers(config: PreTrainedConfig) -> tuple[int, bool]:
 
 
 def _split(model: Any) -> Policy:
-    name = _backbone_name(model)
+    name = backbone_name(model)
     return Policy(model=model, backbone=getattr(model, name), head=_choose_head(model, name))
 
 
-def _backbone_name(model: Any) -> str:
+def backbone_name(model: Any) -> str:
     """The attribute that holds the backbone; Llama 4 declares a prefix that it does not have."""
     parts = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
     prefix = str(model.base_model_prefix)
@@ -328,12 +286,6 @@ def _choose_head(model: Any, backbone: str) -> Callable[[Tensor], Tensor]:
         if held is not None:
             layer.forward = held
     return layer if unchanged else whole
-
-
-def value_head(model: Any) -> str | None:
-    """The name of the attribute that holds the value head; None for a model without one."""
-    held = (name for name in VALUE_HEADS if isinstance(getattr(model, name, None), nn.Linear))
-    return next(held, None)
 
 
 @torch.no_grad()

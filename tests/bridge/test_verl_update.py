@@ -15,8 +15,9 @@ from ppo_cli.bridge.overrides import bridge
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner
 from ppo_cli.engine.base import merge_sums
-from ppo_cli.engine.models import load_policy, load_value_model
+from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.value_models import load_value_model
 from tests.bridge.settled import settled
 from tests.engine.test_learners import COMPUTE, LONGEST, TOKENS, make_batch
 

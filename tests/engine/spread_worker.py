@@ -29,7 +29,7 @@ from ppo_cli.config.algorithm_schema import CriticModel, Optim, Sharding
 from ppo_cli.config.memory_plan import change
 from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine.lora import adapt, reference_of
-from ppo_cli.engine.models import Policy, adapted, load_policy, load_value_model
+from ppo_cli.engine.models import Policy, adapted, load_policy
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import (
     ALONE,
@@ -46,6 +46,7 @@ from ppo_cli.engine.sharding import (
     full_tensor,
     load_spread,
 )
+from ppo_cli.engine.value_models import load_value_model
 from ppo_cli.errors import ConfigError
 
 Found = dict[str, Any]

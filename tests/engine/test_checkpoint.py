@@ -35,9 +35,10 @@ from ppo_cli.engine.checkpoint import (
     take_snapshot,
     tokenizer_files,
 )
-from ppo_cli.engine.models import load_policy, load_tokenizer, load_value_model, pad_token_id
+from ppo_cli.engine.models import load_policy, load_tokenizer, pad_token_id
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import ALONE, Ranks
+from ppo_cli.engine.value_models import load_value_model
 from ppo_cli.errors import ModelError
 
 TINY = {

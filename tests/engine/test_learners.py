@@ -30,10 +30,10 @@ from ppo_cli.engine.models import (
     ValueModel,
     load_policy,
     load_tokenizer,
-    load_value_model,
 )
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.rows import cut_slice
+from ppo_cli.engine.value_models import load_value_model
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt, Rollout
 from tests.rounding import assert_near

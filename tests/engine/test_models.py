@@ -34,9 +34,9 @@ from transformers import (
 from ppo_cli.engine.models import (
     OwnHead,
     load_policy,
-    load_value_model,
     stop_token_ids,
 )
+from ppo_cli.engine.value_models import load_value_model
 from ppo_cli.errors import ModelError
 
 TINY = {

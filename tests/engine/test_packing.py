@@ -41,10 +41,11 @@ from ppo_cli.engine.device import Compute
 from ppo_cli.engine.lean_layers import checkpoint_blocks
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.micro_batches import Budget, share_micro_batches
-from ppo_cli.engine.models import Policy, load_tokenizer, load_value_model
+from ppo_cli.engine.models import Policy, load_tokenizer
 from ppo_cli.engine.packing import MASKED_TOKENS, compare_gradients, micro_batch_budget, pack
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.rows import BY_ROWS, PackedRows, Packing, attend_by_rows, cut_slice
+from ppo_cli.engine.value_models import load_value_model
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import MIXED, RATE, gaps, make_batch, settings, take_steps

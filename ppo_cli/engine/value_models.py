@@ -1,0 +1,144 @@
+"""Value models: the backbone of any causal language model under one number for each token.
+
+Files are those of transformers' token classifiers, which load them for every family that has
+such a class. Of a composite checkpoint (text, images, sound) a value model is the text part.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+from transformers.generation import GenerationMixin
+
+from ppo_cli.engine.loading import load_config, load_weights
+from ppo_cli.engine.models import ValueModel, backbone_name
+from ppo_cli.errors import ModelError
+
+CRITIC_FLAG = "--critic_model"
+HEAD = "score"
+VALUE_HEADS = (HEAD, "classifier")  # transformers' names of a token classifier's head
+TASK = "ForTokenClassification"
+# How families end the names of their causal language models.
+CAUSAL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
+
+
+def load_value_model(
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+    empty: bool = False,
+    flag: str = CRITIC_FLAG,
+) -> ValueModel:
+    """Load a backbone with a value head; a head that the checkpoint lacks starts at zero.
+
+    An `empty` one has no weights: every tensor is on the meta device.
+    """
+    options: dict[str, Any] = {
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+    }
+    config = load_config(path, flag, trust_remote_code)
+    text = config.get_text_config(decoder=True)
+    composite = type(text) is not type(config)
+    text.num_labels = 1
+    builder = _choose_class(text if composite else config, config, options)
+    if composite:
+        whole, _ = load_weights(
+            AutoModelForCausalLM, path, "language model", flag, empty=empty, config=config,
+            **options,
+        )  # fmt: skip
+        model, fresh = _take_text_part(whole, builder, options), True
+    else:
+        model, names = load_weights(
+            builder, path, "value model", flag, heads=VALUE_HEADS, replace_heads=True,
+            empty=empty, config=config, **options,
+        )  # fmt: skip
+        fresh = bool(names)
+    name = value_head(model)
+    if name is None:
+        raise ModelError(
+            f"The architecture of {path} has no plain value head; choose another with {flag}."
+        )
+    head = getattr(model, name)
+    if fresh:
+        nn.init.zeros_(head.weight)
+        if head.bias is not None:
+            nn.init.zeros_(head.bias)
+    return ValueModel(model=model, backbone=model.base_model, head=head)
+
+
+def value_head(model: Any) -> str | None:
+    """The name of the attribute that holds the value head; None for a model without one."""
+    held = (name for name in VALUE_HEADS if isinstance(getattr(model, name, None), nn.Linear))
+    return next(held, None)
+
+
+def _choose_class(text: Any, config: Any, options: dict[str, Any]) -> Any:
+    """The class of a family's value models: transformers' token classifier, or ours."""
+    remote = getattr(config, "auto_map", {})
+    if type(text) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or (
+        AutoModelForTokenClassification.__name__ in remote
+    ):
+        return AutoModelForTokenClassification
+    # Some composite checkpoints have a causal language model under their own name only.
+    source = text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(source, **options)
+    return make_token_classifier(causal)
+
+
+def make_token_classifier(causal: Any) -> type[PreTrainedModel]:
+    """A token classifier for the family of a causal language model, which may be without weights.
+
+    It holds the same backbone under the same name, so that weights of either fit the other.
+    """
+    family = type(causal)
+    prefix = backbone_name(causal)
+    width = causal.get_output_embeddings().weight.shape[-1]
+    base: Any = next(
+        kind
+        for kind in family.__mro__
+        if issubclass(kind, PreTrainedModel) and not issubclass(kind, GenerationMixin)
+    )
+
+    def build(self: Any, config: Any) -> None:
+        base.__init__(self, config)
+        setattr(self, prefix, getattr(family(config), prefix))
+        setattr(self, HEAD, nn.Linear(width, config.num_labels))
+        self.post_init()
+
+    def from_config(kind: Any, config: Any, *, trust_remote_code: bool, **options: Any) -> Any:
+        return kind._from_config(config, **options)  # the code has run by now
+
+    members = {
+        "__init__": build,
+        "__module__": family.__module__,  # transformers converts weights of its own families only
+        "base_model_prefix": prefix,
+        "config_class": type(causal.config),
+        "from_config": classmethod(from_config),
+    }
+    return type(CAUSAL.sub("", family.__name__) + TASK, (base,), members)
+
+
+def _take_text_part(whole: Any, builder: Any, options: dict[str, Any]) -> Any:
+    """A value model around the text backbone of a composite model."""
+    text = whole.config.get_text_config(decoder=True)
+    with torch.device("meta"):
+        model = builder.from_config(text, dtype=torch.float32, **options)
+    backbone = next(part for part in whole.modules() if type(part) is type(model.base_model))
+    setattr(model, model.base_model_prefix, backbone)
+    name = value_head(model)
+    if whole.device.type != "meta" and name is not None:
+        getattr(model, name).to_empty(device=whole.device)
+    return model.eval()
