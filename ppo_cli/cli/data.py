@@ -17,6 +17,7 @@ from ppo_cli.cli.screen import print_text, table
 from ppo_cli.config.algorithm_schema import Actor
 from ppo_cli.config.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.derived import lowered_batches
+from ppo_cli.config.model_checks import vocabulary_size
 from ppo_cli.config.schema import Data
 from ppo_cli.data_sets.files import RowProblem, check_readable, group_problems
 from ppo_cli.data_sets.prepare import RECIPES, Prepared
@@ -322,7 +323,12 @@ def check(
 
     report = examine(
         named,
-        Renderer(load_tokenizer(model or EMBEDDED), system_prompt, apply_chat_template=not raw),
+        Renderer(
+            load_tokenizer(model or EMBEDDED),
+            system_prompt,
+            apply_chat_template=not raw,
+            vocabulary_size=vocabulary_size(model or EMBEDDED),
+        ),
         max_prompt_length=max_prompt_length,
         prompt_key=prompt_key,
         source_key=reward_fn_key,

@@ -30,7 +30,13 @@ from ppo_cli.config.derived import (
 )
 from ppo_cli.config.layers import read_yaml
 from ppo_cli.config.mixture import judges_of, rules_of
-from ppo_cli.config.model_checks import check_folder, damaged_models, template_raises
+from ppo_cli.config.model_checks import (
+    check_folder,
+    damaged_models,
+    has_placeholders,
+    template_raises,
+    vocabulary_size,
+)
 from ppo_cli.config.plan import Plan, arithmetic, make_plan, with_second_judge
 from ppo_cli.config.requirements import (
     missing_gpus,
@@ -207,12 +213,14 @@ def _refused_by_template(config: Config, splits: Sequence[Split]) -> Iterator[st
     raises = template_raises(folder) if config.data.apply_chat_template else None
     prompts = [row.prompt for split in sets for rows in split for row in rows.rows]
     plain = config.data.system_prompt is None and all(isinstance(text, str) for text in prompts)
-    if raises or (raises is None and not plain):  # the tokenizer takes seconds to load
+    placeholders = has_placeholders(folder)
+    # The tokenizer takes seconds to load.
+    if raises or placeholders or (raises is None and not plain):
         from ppo_cli.data_sets.prompts import render_prompts
         from ppo_cli.run.assemble import load_tokenizer, prompt_settings
 
         tokenizer = load_tokenizer(str(folder), trust_remote_code=config.model.trust_remote_code)
-        how = prompt_settings(config.data)
+        how = prompt_settings(config.data) | {"vocabulary_size": vocabulary_size(str(folder))}
         yield from failing(partial(render_prompts, split, tokenizer, **how) for split in sets)
 
 

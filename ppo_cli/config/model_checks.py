@@ -107,6 +107,19 @@ def read_config(path: str) -> dict[str, Any]:
         return {}
 
 
+def vocabulary_size(path: str) -> int | None:
+    """Return for how many tokens a model has embeddings; None where no config.json tells it."""
+    size = text_config(read_config(path)).get("vocab_size")
+    return size if type(size) is int else None
+
+
+def has_placeholders(folder: Path) -> bool:
+    """Whether the tokenizer in a folder has added tokens that the model has no embedding for."""
+    size = vocabulary_size(str(folder))
+    added = read_json(folder / "tokenizer.json").get("added_tokens") or ()
+    return size is not None and any(token["id"] >= size for token in added)
+
+
 def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32", "bfloat16"]:
     """Return the precision of matrix products: as set, else the one that is faster.
 
@@ -379,13 +392,17 @@ def _tokenizer_problem(folder: Path, config: Mapping[str, Any]) -> str:
     named = any(_VOCABULARY.match(file.name) for file in folder.iterdir())
     if not named and not kind.startswith(_BYTE_LEVEL) and "auto_map" not in told:
         return f"There is no tokenizer in {folder}: no tokenizer.json, and no other vocabulary"
-    model = read_json(folder / "tokenizer.json").get("model")
+    tokenizer = read_json(folder / "tokenizer.json")
+    model = tokenizer.get("model")
     words = model.get("vocab") if isinstance(model, Mapping) else None
     room = text_config(config).get("vocab_size")
+    # Placeholders, of images for example, may be beyond: prompts are searched for them.
+    added = {token["id"] for token in tokenizer.get("added_tokens") or ()}
     if isinstance(words, Mapping):
-        last = max((i for i in words.values() if isinstance(i, int)), default=-1)
+        ids = {i for i in words.values() if isinstance(i, int)}
     else:
-        last = len(words) - 1 if isinstance(words, list) else -1
+        ids = set(range(len(words))) if isinstance(words, list) else set()
+    last = max(ids - added, default=-1)
     if type(room) is int and last >= room:
         return (
             f"config.json has vocab_size {room}, but the tokenizer of {folder} has {last + 1} words"

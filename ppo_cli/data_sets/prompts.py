@@ -73,6 +73,7 @@ class Renderer:
     system_prompt: str | None = None
     apply_chat_template: bool = True
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    vocabulary_size: int | None = None  # tokens that the model has embeddings for
 
     def __post_init__(self) -> None:
         """Refuse arguments that the chat template does not read: they would change nothing."""
@@ -113,11 +114,25 @@ class Renderer:
             except RowError as error:
                 problems.append(RowProblem(row.place, error.column, str(error)))
         ids = self.tokenise([text for _, _, text in done])
-        rendered = [
-            Rendered(row, messages, text, token_ids, find_words(messages, words))
-            for (row, messages, text), token_ids in zip(done, ids, strict=True)
-        ]
+        rendered: list[Rendered] = []
+        for (row, messages, text), token_ids in zip(done, ids, strict=True):
+            if unknown := self.find_unknown(token_ids):
+                problems.append(RowProblem(row.place, "prompt", unknown))
+            else:
+                control = find_words(messages, words)
+                rendered.append(Rendered(row, messages, text, token_ids, control))
         return rendered, problems
+
+    def find_unknown(self, token_ids: tuple[int, ...]) -> str:
+        """Return why the model cannot read these tokens; "" where it has embeddings for all."""
+        largest = max(token_ids, default=-1)
+        if self.vocabulary_size is None or largest < self.vocabulary_size:
+            return ""
+        token = self.tokenizer.decode([largest], skip_special_tokens=False)
+        return (
+            f"it holds {token} (token {largest}), which the model has no embedding for: its "
+            f"vocab_size is {self.vocabulary_size}"
+        )
 
     def messages_of(self, row: Row) -> tuple[Message, ...]:
         """Return the messages of a row, the system prompt in front when it has none."""
@@ -300,9 +315,12 @@ def render_prompts(
     system_prompt: str | None = None,
     apply_chat_template: bool = True,
     template_arguments: Mapping[str, Any] | None = None,
+    vocabulary_size: int | None = None,
 ) -> PromptSet:
     """Render and tokenise rows; those that are refused or too long are reported together."""
-    renderer = Renderer(tokenizer, system_prompt, apply_chat_template, template_arguments or {})
+    renderer = Renderer(
+        tokenizer, system_prompt, apply_chat_template, template_arguments or {}, vocabulary_size
+    )
     found: list[tuple[str, Rendered]] = []
     problems: list[RowProblem] = []
     for rows, label in zip(sets, unique_labels(sets), strict=True):

@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForTokenClassification,
     AutoTokenizer,
 )
 
@@ -35,7 +34,7 @@ from ppo_cli.engine.checkpoint import (
 )
 from ppo_cli.engine.loading import DAMAGED, load_config, load_part, load_weights
 from ppo_cli.engine.lora import ADAPTER_CONFIG, load_merged
-from ppo_cli.engine.models import VALUE_HEADS
+from ppo_cli.engine.value_models import load_value_model
 from ppo_cli.errors import ModelError, first_line
 
 FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a file of its own
@@ -116,19 +115,22 @@ def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
         )
     critic = _told(source).get("task_type") == "TOKEN_CLS"
     try:
-        config = load_config(base, BASE_FLAG, trust_remote_code)
-        if critic:
-            config.num_labels = 1
-        model, _ = load_weights(
-            AutoModelForTokenClassification if critic else AutoModelForCausalLM,
-            base,
-            "base model",
-            BASE_FLAG,
-            heads=VALUE_HEADS if critic else (),
-            replace_heads=critic,
-            config=config,
-            trust_remote_code=trust_remote_code,
-        )
+        if critic:  # nothing attends here, and all families have eager attention
+            model = load_value_model(
+                base,
+                trust_remote_code=trust_remote_code,
+                attn_implementation="eager",
+                flag=BASE_FLAG,
+            ).model
+        else:
+            model, _ = load_weights(
+                AutoModelForCausalLM,
+                base,
+                "base model",
+                BASE_FLAG,
+                config=load_config(base, BASE_FLAG, trust_remote_code),
+                trust_remote_code=trust_remote_code,
+            )
     except ModelError as error:
         raise ModelError(
             f"{source} is an adapter of {base}, which does not load. {error}"

@@ -38,6 +38,7 @@ from ppo_cli.engine.lora import adapt, load_adapter
 from ppo_cli.engine.micro_batches import LEAST_TOKENS, MOST_PADDING
 from ppo_cli.engine.models import (
     adapted,
+    count_embeddings,
     load_policy,
     pad_token_id,
     plan_layers,
@@ -440,7 +441,7 @@ def sample_from(
     return HFSampler(
         model,
         eos_token_ids=end_ids,
-        pad_token_id=pad_token_id(tokenizer),
+        pad_token_id=pad_token_id(tokenizer, count_embeddings(model)),
         max_num_seqs=config.rollout.max_num_seqs,
         detokenize=partial(decode_text, tokenizer, end_ids=end_ids),
         compute=Compute.choose(config.model.dtype),

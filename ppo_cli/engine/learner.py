@@ -61,6 +61,7 @@ from ppo_cli.engine.models import (
     Policy,
     ValueModel,
     adapted,
+    count_embeddings,
     load_policy,
 )
 from ppo_cli.engine.optimizer import Optimizer
@@ -368,13 +369,6 @@ class Learner:
             attn_implementation=settings.attn_implementation,
         )
         require_length(loaded.model.config.to_dict(), path, self._config.data)
-        # All models read the ids of one tokenizer, that of `model.path`.
-        size = loaded.model.get_input_embeddings().weight.shape[0]
-        if len(self._tokenizer) > size:
-            raise ModelError(
-                f"The tokenizer of {settings.path} has {len(self._tokenizer)} tokens "
-                f"and the model {path} only {size}: they do not belong together."
-            )
         if self._rounds_on_cpu():
             round_norms(loaded.model, partial(self._some_states, loaded))
         if settings.packing is False:
@@ -385,6 +379,15 @@ class Learner:
         if packed.packing is None:
             self.remarks.append(f"Rows of {path} are padded: packing does not suit its attention.")
         return packed
+
+    def _require_vocabulary(self, loaded: Policy | ValueModel, path: str) -> None:
+        """Refuse a model without embeddings for tokens of prompts and of the policy."""
+        size, policy_size = (count_embeddings(m.model) for m in (loaded, self.policy))
+        if size < min(policy_size, len(self._tokenizer)):
+            raise ModelError(
+                f"The tokenizer of {self._config.model.path} has {len(self._tokenizer)} tokens "
+                f"and the model {path} only {size}: they do not belong together."
+            )
 
     def _rounds_on_cpu(self) -> bool:
         """Whether products here, on the CPU in one process, are not in float32."""
@@ -403,9 +406,9 @@ class Learner:
         if c.model.lora_rank and c.ref.path is None:
             return reference_of(self.policy)
         sharding = c.actor.fsdp_config.model_copy(update={"param_offload": c.ref.param_offload})
-        reference = self._load_policy(
-            model_folder(c.ref.path or c.model.path), sharding, trained=False
-        )
+        reference_path = model_folder(c.ref.path or c.model.path)
+        reference = self._load_policy(reference_path, sharding, trained=False)
+        self._require_vocabulary(reference, reference_path)
         reference.model.requires_grad_(False)
         if self._rounds_on_cpu():
             hold_cast(reference.model, self._compute.dtype)
@@ -432,6 +435,7 @@ class Learner:
         value_model = self._load(
             load_value_model, path, c.critic.fsdp_config, checkpointing, adapter, trained=True
         )
+        self._require_vocabulary(value_model, path)
         optimizer = self._build_optimizer(value_model.model, c.critic, total_steps)
         tokens = micro_batch_tokens(c, c.critic.ppo_max_token_len_per_gpu)
         return CriticLearner(

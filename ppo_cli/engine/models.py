@@ -126,13 +126,20 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "-
     return tokenizer
 
 
-def pad_token_id(tokenizer: Any) -> int:
+def count_embeddings(model: Any) -> int:
+    """For how many tokens a model has embeddings."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def pad_token_id(tokenizer: Any, vocabulary_size: int | None = None) -> int:
     """What rows are padded with: the end-of-text token where a tokenizer has no pad token.
 
-    The tokenizer stays without one: checkpoints and exports keep it as the base has it.
+    The tokenizer stays without one: checkpoints and exports keep it as the base has it. Token 0
+    stands in for one that the model has no embedding for; no other token sees it.
     """
     token_id: int = tokenizer.pad_token_id
-    return tokenizer.eos_token_id if token_id is None else token_id
+    token_id = tokenizer.eos_token_id if token_id is None else token_id
+    return token_id if vocabulary_size is None or token_id < vocabulary_size else 0
 
 
 def load_policy(

@@ -118,7 +118,7 @@ def make_token_classifier(causal: Any) -> type[PreTrainedModel]:
         setattr(self, HEAD, nn.Linear(width, config.num_labels))
         self.post_init()
 
-    def from_config(kind: Any, config: Any, *, trust_remote_code: bool, **options: Any) -> Any:
+    def from_config(kind: Any, /, config: Any, *, trust_remote_code: bool, **options: Any) -> Any:
         return kind._from_config(config, **options)  # the code has run by now
 
     members = {

@@ -35,6 +35,7 @@ from ppo_cli.config.derived import (
     split_files,
 )
 from ppo_cli.config.memory_plan import cpu_plan, settle_memory
+from ppo_cli.config.model_checks import vocabulary_size
 from ppo_cli.config.plan import as_begun, config_yaml
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import with_devices
@@ -397,7 +398,7 @@ def _train_in(
             order=order,
             tracker=tracker,
             store=store,
-            pad_token_id=pad_token_id(tokenizer),
+            pad_token_id=pad_token_id(tokenizer, vocabulary_size(config.model.path)),
             total_steps=total_steps,
             decode=partial(decode_text, tokenizer),
             diagnose=_diagnose(folder, config),
@@ -486,6 +487,7 @@ def read_prompts(config: Config, tokenizer: Any, files: Sequence[str], most: int
         prompt_key=config.data.prompt_key,
         source_key=config.data.reward_fn_key,
         max_samples=most,
+        vocabulary_size=vocabulary_size(config.model.path),
         **prompt_settings(config.data),
     )
 

@@ -27,7 +27,7 @@ from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.derived import sampler_seed
 from ppo_cli.config.keys import value_of
 from ppo_cli.config.mixture import SCALINGS, mixture_of
-from ppo_cli.config.model_checks import read_config
+from ppo_cli.config.model_checks import read_config, vocabulary_size
 from ppo_cli.config.model_limits import require_length
 from ppo_cli.config.reward_schema import Composite, Reward, Shaping
 from ppo_cli.config.schema import Config
@@ -109,9 +109,13 @@ class Sampled:
         asked = asked if isinstance(asked, str) else tuple(asked)
         row = Row(Place("prompt", 1), asked, None, "", {})
         rows = RowSet("prompt", "prompt", (row,), (), Columns("prompt", "", "", ()))
-        return render_prompts([rows], self.tokenizer, **prompt_settings(self.config.data)).prompts[
-            0
-        ]
+        found = render_prompts(
+            [rows],
+            self.tokenizer,
+            vocabulary_size=vocabulary_size(self.config.model.path),
+            **prompt_settings(self.config.data),
+        )
+        return found.prompts[0]
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
         """Yield `sampling.n` responses to each prompt, each as soon as it finishes."""

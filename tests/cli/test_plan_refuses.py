@@ -187,6 +187,24 @@ def test_what_a_chat_template_refuses_a_plan_refuses(
     assert re.search(words, refused[0], re.DOTALL)
 
 
+def test_a_placeholder_without_an_embedding_is_refused_where_a_prompt_uses_it(
+    desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(bundled_path("embedded", "model"), desk / "odd")
+    tokenizer = json.loads((desk / "odd" / "tokenizer.json").read_text())
+    placeholder = dict(tokenizer["added_tokens"][-1], id=282, content="<image>")
+    tokenizer["added_tokens"].append(placeholder)
+    (desk / "odd" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    rows = [ROW] * 7 + [ROW | {"prompt": "What is on <image>?"}]
+    (desk / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = f"{TRAIN} --model odd --train_files rows.jsonl"
+    refused = problems(line, capfd)
+    assert "rows.jsonl line 8, column prompt: it holds <image> (token 282)" in refused
+    assert "its vocab_size is 282" in refused
+    assert problems(line.replace("train", "plan", 1), capfd) == refused
+    assert main(f"{line} data.train_max_samples=7".split()) == 0
+
+
 def test_only_rows_that_a_run_would_use_are_held_against_it(
     desk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

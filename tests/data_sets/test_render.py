@@ -159,3 +159,14 @@ def test_what_the_template_refuses_without_the_system_message_too_is_not_its_fau
     renderer = Renderer(make_tokenizer(template=ALTERNATE), "Be brief.")
     _, problems = renderer.render([row((*user("a"), *user("b")), 7)])
     assert str(problems[0]).endswith("refuses it: Roles must alternate")
+
+
+def test_a_prompt_with_a_token_beyond_the_models_embeddings_is_refused(tokenizer: Any) -> None:
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    renderer = Renderer(tokenizer, vocabulary_size=len(tokenizer) - 1)
+    rendered, problems = renderer.render([row("no image"), row("an <image>", 2)])
+    assert [item.row.place.number for item in rendered] == [1]
+    assert [str(problem) for problem in problems] == [
+        f"a.jsonl line 2, column prompt: it holds <image> (token {len(tokenizer) - 1}), which the "
+        f"model has no embedding for: its vocab_size is {len(tokenizer) - 1}"
+    ]

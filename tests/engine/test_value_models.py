@@ -1,0 +1,198 @@
+"""Value models of families with and without a token classifier in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    Qwen3_5ForConditionalGeneration,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ppo_cli.config.algorithm_schema import CriticModel
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.engine.checkpoint import model_files as files_of
+from ppo_cli.engine.checkpoint import restore, saved_model, stored_tensors, take_snapshot
+from ppo_cli.engine.export import write_model
+from ppo_cli.engine.lora import (
+    ADAPTER_WEIGHTS,
+    adapt,
+    adapter_tensors,
+    merged_tensors,
+    write_adapter_config,
+)
+from ppo_cli.engine.models import ValueModel, adapted
+from ppo_cli.engine.ranks import ALONE
+from ppo_cli.engine.value_models import load_value_model
+from tests.engine.test_checkpoint import train
+
+TINY = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+TEXT = TINY | {"head_dim": 8}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+VISION = {"hidden_size": 16, "intermediate_size": 16}
+IMAGES = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "classifier of transformers": (
+        "gpt2",
+        {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    ),
+    "none in transformers": ("olmo2", TINY),
+    "narrow embeddings": ("opt", TINY | {"ffn_dim": 48, "word_embed_proj_dim": 16}),
+    "wrong prefix": ("llama4_text", TEXT | EXPERTS | {"intermediate_size_mlp": 48}),
+    "experts": ("phimoe", TINY | EXPERTS),
+    "state space": ("mamba", {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}),
+    "text and images": (
+        "gemma3",
+        {
+            "text_config": TEXT | {"sliding_window": 8},
+            "vision_config": VISION
+            | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+        },
+    ),
+    "text and images, one text class": (
+        "qwen3_5",
+        {
+            "text_config": TEXT | LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
+            "vision_config": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32},
+        },
+    ),
+}
+IDS = torch.arange(3, 27)[None]
+
+
+def build(folder: Path, family: str) -> Path:
+    """A random model whose norms and biases are not what they start as."""
+    kind, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**sizes)
+    whole = kind == "qwen3_5"  # AutoModelForCausalLM would build the text part alone
+    builder = (
+        Qwen3_5ForConditionalGeneration._from_config if whole else AutoModelForCausalLM.from_config
+    )
+    model = builder(config, dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(torch.randn(tensor.shape) * 0.1)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder("embedded")).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, **options: Any) -> ValueModel:
+    return load_value_model(str(folder), attn_implementation="eager", **options)
+
+
+def draw_head(value_model: ValueModel) -> None:
+    torch.manual_seed(1)
+    nn.init.normal_(value_model.head.weight)
+    nn.init.normal_(value_model.head.bias)
+
+
+@torch.no_grad()
+def values(value_model: ValueModel) -> Tensor:
+    return value_model.values_BL(IDS)
+
+
+@torch.no_grad()
+def head_input(folder: Path) -> Tensor:
+    """What the output layer of the language model is given, in transformers' own forward."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    seen: list[Tensor] = []
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model(input_ids=IDS, use_cache=False)
+    return seen[0]
+
+
+def save(value_model: ValueModel, folder: Path) -> Any:
+    """Write a critic as a run does; returns its part of the checkpoint."""
+    model = value_model.model
+    files = files_of(model, AutoTokenizer.from_pretrained(model_folder("embedded")))
+    part = saved_model("critic", model, train(model, steps=1), files)
+    take_snapshot([part], {}, ALONE).write(folder)
+    return part
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_are_a_head_on_what_the_output_layer_reads(tmp_path: Path, family: str) -> None:
+    value_model = load(build(tmp_path, family))
+    assert not values(value_model).any()
+    draw_head(value_model)
+    weight, bias = value_model.head.weight.detach(), value_model.head.bias.detach()
+    expected = (head_input(tmp_path) @ weight.T + bias).squeeze(-1)
+    torch.testing.assert_close(values(value_model), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_critic_comes_back_exactly(tmp_path: Path, family: str) -> None:
+    value_model = load(build(tmp_path / "base", family))
+    draw_head(value_model)
+    save(value_model, tmp_path)
+    expected = values(value_model)
+    assert torch.equal(values(load(tmp_path / "critic")), expected)
+    resumed = load(tmp_path / "base")
+    part = saved_model("critic", resumed.model, train(resumed.model), {})
+    restore(tmp_path, [part], ALONE)
+    assert torch.equal(values(resumed), expected)
+    if type(AutoConfig.from_pretrained(tmp_path / "critic")) in (
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    ):
+        theirs, info = AutoModelForTokenClassification.from_pretrained(
+            tmp_path / "critic", output_loading_info=True, attn_implementation="eager"
+        )
+        assert not any(info.values()), info
+        with torch.no_grad():
+            logits = theirs.eval()(input_ids=IDS).logits
+        torch.testing.assert_close(logits.squeeze(-1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_critic_without_weights_has_the_same_tensors(tmp_path: Path, family: str) -> None:
+    full, empty = load(build(tmp_path, family)).model, load(tmp_path, empty=True).model
+    assert [n for n, _ in empty.named_buffers()] == [n for n, _ in full.named_buffers()]
+    layout = [{n: t.shape for n, t in stored_tensors(m).items()} for m in (empty, full)]
+    assert list(layout[0].items()) == list(layout[1].items())
+    assert {p.device.type for p in empty.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("family", ["none in transformers", "text and images"])
+def test_an_adapted_critic_is_exported_with_its_adapter_merged(tmp_path: Path, family: str) -> None:
+    base, source, out = build(tmp_path / "base", family), tmp_path / "source", tmp_path / "out"
+    value_model = adapted(load(base), adapt(CriticModel(lora_rank=2), seed=1))
+    draw_head(value_model)
+    with torch.no_grad():
+        for name, tensor in adapter_tensors(value_model.model):
+            if "lora_B" in name:
+                tensor.normal_(std=0.3)
+    source.mkdir()
+    out.mkdir()
+    write_adapter_config(source, value_model.model, str(base))
+    tensors = {name: t.detach().clone() for name, t in adapter_tensors(value_model.model)}
+    save_file(tensors, source / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    write_model(source, out)
+    merged = load(out)
+    expected = dict(merged_tensors(value_model.model, lambda tensor: tensor.detach()))
+    found = stored_tensors(merged.model)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+    torch.testing.assert_close(values(merged), values(value_model), rtol=1e-5, atol=1e-5)
