@@ -192,14 +192,14 @@ def test_a_placeholder_without_an_embedding_is_refused_where_a_prompt_uses_it(
 ) -> None:
     shutil.copytree(bundled_path("embedded", "model"), desk / "odd")
     tokenizer = json.loads((desk / "odd" / "tokenizer.json").read_text())
-    placeholder = dict(tokenizer["added_tokens"][-1], id=282, content="<image>")
+    placeholder = dict(tokenizer["added_tokens"][-1], id=282, content="<extra>")
     tokenizer["added_tokens"].append(placeholder)
     (desk / "odd" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    rows = [ROW] * 7 + [ROW | {"prompt": "What is on <image>?"}]
+    rows = [ROW] * 7 + [ROW | {"prompt": "What is on <extra>?"}]
     (desk / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = f"{TRAIN} --model odd --train_files rows.jsonl"
     refused = problems(line, capfd)
-    assert "rows.jsonl line 8, column prompt: it holds <image> (token 282)" in refused
+    assert "rows.jsonl line 8, column prompt: it holds <extra> (token 282)" in refused
     assert "its vocab_size is 282" in refused
     assert problems(line.replace("train", "plan", 1), capfd) == refused
     assert main(f"{line} data.train_max_samples=7".split()) == 0

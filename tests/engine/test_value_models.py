@@ -37,7 +37,7 @@ from ppo_cli.engine.value_models import load_value_model
 from tests.engine.test_checkpoint import train
 
 TINY = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "vocab_size": 282, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -52,13 +52,13 @@ LINEAR = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "classifier of transformers": (
         "gpt2",
-        {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
+        {"vocab_size": 282, "n_embd": 32, "n_layer": 2, "n_head": 4},
     ),
     "none in transformers": ("olmo2", TINY),
     "narrow embeddings": ("opt", TINY | {"ffn_dim": 48, "word_embed_proj_dim": 16}),
     "wrong prefix": ("llama4_text", TEXT | EXPERTS | {"intermediate_size_mlp": 48}),
     "experts": ("phimoe", TINY | EXPERTS),
-    "state space": ("mamba", {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}),
+    "state space": ("mamba", {"vocab_size": 282, "hidden_size": 32, "num_hidden_layers": 2}),
     "text and images": (
         "gemma3",
         {
