@@ -105,6 +105,10 @@ def load_weights(
             f"The {what} in {path} does not load: its files do not fit its config.json ({text}). "
             f"Name a folder with {flag} {SAVED}."
         )
+    # The files hold two tensors where the config ties them: what is saved from here on says so.
+    if model.get_expanded_tied_weights_keys(all_submodels=True) and not model.all_tied_weights_keys:
+        for owner in (model.config, model.config.get_text_config()):
+            owner.tie_word_embeddings = False
     return model, fresh
 
 

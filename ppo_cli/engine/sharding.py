@@ -92,22 +92,31 @@ class Taken:
 def take_weights(model: nn.Module, ranks: Ranks, path: str) -> Taken:
     """Take all parameters and buffers out of a model; shared ones stay shared; all ranks call.
 
-    Only the first rank keeps the weights. Raises ModelError, on all ranks, when the models of
-    the ranks differ.
+    Only the first rank keeps the weights, and what it shares is shared on all ranks: its files
+    decide whether an output head is tied. Raises ModelError, on all ranks, when the models of the
+    ranks differ.
     """
+    places = [
+        (f"{prefix}.{name}", held, name)
+        for prefix, part in model.named_modules()
+        for held in (part._parameters, part._buffers)
+        for name, tensor in held.items()
+        if tensor is not None
+    ]
+    first: dict[Tensor | None, str] = {}  # the first name of each tensor
+    owners = {place: first.setdefault(held[name], place) for place, held, name in places}
+    owners = gather_objects(ranks, owners)[0]
     taken = Taken()
-    seen: dict[Tensor, Tensor] = {}
-    for prefix, part in model.named_modules():
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
-                if tensor is None:
-                    continue
-                if tensor not in seen:
-                    seen[tensor] = _placeholder(tensor)
-                    taken.names[seen[tensor]] = f"{prefix}.{name}"
-                    if ranks.rank == 0:
-                        taken.whole[f"{prefix}.{name}"] = tensor.detach()
-                held[name] = seen[tensor]
+    placeholders: dict[str, Tensor] = {}
+    for place, held, name in places:
+        owner, tensor = owners.get(place, place), held[name]
+        assert tensor is not None
+        if owner not in placeholders:
+            placeholders[owner] = _placeholder(tensor)
+            taken.names[placeholders[owner]] = owner
+            if ranks.rank == 0:
+                taken.whole[owner] = tensor.detach()
+        held[name] = placeholders[owner]
     layout = [(name, tuple(t.shape), str(t.dtype)) for t, name in taken.names.items()]
     if any(other != layout for other in gather_objects(ranks, layout)):
         raise ModelError(
@@ -369,9 +378,10 @@ def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: C
     plan = together(
         ranks, lambda: plan_split(model, loaded.backbone, tensor_size) if tensor_size > 1 else {}
     )
-    # It comes with the weights: without them a model has only a default one.
-    held = getattr(model, "generation_config", None)
-    model.generation_config = gather_objects(ranks, held if ranks.rank == 0 else None)[0]
+    # They come with the files: a model without weights has only default ones.
+    model.generation_config, model.all_tied_weights_keys = gather_objects(
+        ranks, (getattr(model, "generation_config", None), model.all_tied_weights_keys)
+    )[0]
     weights = take_weights(model, ranks, path)
     mesh = ranks.mesh
     pinned = compute.device.type == "cuda"

@@ -28,6 +28,7 @@ from ppo_cli.algo.tokens import full_kl
 from ppo_cli.config.algorithm_schema import CriticModel, Optim, Sharding
 from ppo_cli.config.memory_plan import change
 from ppo_cli.config.schema import Config, Model
+from ppo_cli.engine.checkpoint import stored_tensors
 from ppo_cli.engine.lora import adapt, reference_of
 from ppo_cli.engine.models import Policy, adapted, load_policy
 from ppo_cli.engine.optimizer import Optimizer
@@ -220,6 +221,14 @@ def untied_case(ranks: Ranks, models: dict[str, str]) -> Found:
     spread, alone = both(ranks, models["untied"])
     again = put_back(spread, ranks)
     return compare(spread, alone) | {"put_back": again}
+
+
+def parted_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """The config ties the output head, the files hold another one: every rank follows them."""
+    spread, alone = both(ranks, models["parted"])
+    model = spread.model.model
+    saved = "lm_head.weight" in stored_tensors(model)
+    return compare(spread, alone) | {"saved": saved, "tied": model.config.tie_word_embeddings}
 
 
 ADAPT = partial(adapted, adapt=adapt(Model(lora_rank=4), 42))
@@ -461,15 +470,15 @@ Case = Callable[[Ranks, dict[str, str]], Found]
 CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
     2: {
         (1, 2): [
-            tied_case, frozen_case, whole_case, offload_case, value_case, bfloat16_case, lora_case,
-            nested_case, checkpointed_case,
+            tied_case, parted_case, frozen_case, whole_case, offload_case, value_case,
+            bfloat16_case, lora_case, nested_case, checkpointed_case,
             spoilt_case, refused_case, broken_off_case, packed_case, idle_case,
             together_case, published_case, memory_case, packed_whole_case, memory_whole_case,
         ],
         (1, 1): [untied_case, memory_case, packed_whole_case],
         (2, 1): [
-            tied_case, heads_case, gathered_case, value_case, lora_case, spoilt_case, packed_case,
-            packed_whole_case, unsplit_case,
+            tied_case, parted_case, heads_case, gathered_case, value_case, lora_case, spoilt_case,
+            packed_case, packed_whole_case, unsplit_case,
         ],
     },
     4: {(2, 2): [untied_case, heads_case, offload_case, published_case], (2, 1): [untied_case]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         torch.nn.init.normal_(bias, std=0.1)
     for name, model in made.items():
         model.save_pretrained(folder / name)
-    return {name: str(folder / name) for name in made} | {
+    shutil.copytree(folder / "other", folder / "parted")
+    config = json.loads((folder / "parted/config.json").read_text())
+    (folder / "parted/config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    return {name: str(folder / name) for name in (*made, "parted")} | {
         "tied": str(model_folder("embedded")),
         "absent": str(folder / "absent"),
     }
@@ -121,6 +125,14 @@ def test_tied_weights_stay_tied_and_every_rank_holds_its_share(
     assert found["drift"] == 0.0
     assert found["stop"] == 281  # generation settings come with the weights
     assert of_case(two, case)[1]["stop"] == 281
+
+
+@pytest.mark.parametrize("case", ["parted_case-1-2", "parted_case-2-1"])
+def test_files_that_untie_what_the_config_ties_are_followed_by_every_rank(
+    two: list[dict[str, Any]], case: str
+) -> None:
+    assert not check_alike(two, case)["tied"]  # what is saved says so
+    assert [found["saved"] for found in of_case(two, case)] == [True, True]
 
 
 @pytest.mark.parametrize("case", ["tied_case-1-2", "tied_case-2-1"])
