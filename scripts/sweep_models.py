@@ -1,0 +1,135 @@
+"""Trains a tiny model of each family, compares it with transformers, and writes docs/models.md.
+
+python scripts/sweep_models.py [--jobs 2] [--quick] [--page FILE] [FAMILY...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["COLUMNS"] = "400"
+
+from families.checks import LIMIT, Outcome, check_family  # noqa: E402
+from families.configs import FAMILIES  # noqa: E402
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+INTRODUCTION = """# Models
+
+PPO is right only if one function samples, annotates and trains: the log-probs of the sampler, the
+old log-probs and those of the update must be the same numbers. For each family below, a small
+random model (64 wide, every layer type, sliding windows and chunks shorter than the rows, soft
+caps, scalings, biases and norms off their start values) was trained by `ppo train` on the CPU in
+float32, by defaults: GAE with a critic. Each number was compared with transformers in eager
+attention, each row alone, without a cache:
+
+- log-probs of the sampler and of the annotation, values, and the gradients of the first two
+  updates of actor and critic (those as a share of the largest number in their tensor)
+- ratio 1, nothing clipped and no KL at the first update; with a learning rate of 0 none in three
+  steps
+- four steps equal two steps and two after a resume, bit for bit
+- the exported folder loads in transformers with every bit
+- an adapter of LoRA: step 2 samples what the export of step 1 computes
+
+A family passes if all of this holds with gaps of at most {limit:.0e}. **{passing} of {all}** pass,
+{refused} more are refused by `ppo plan` and `ppo train` before the first step.
+
+`ppo train` repeats the part that matters at the start of each run, with the run's own
+`config.json`; a family that is not in the table is trained if that agrees, and refused otherwise.
+
+- **attention**: the kernel that was chosen (`model.attn_implementation` unset)
+- **rows**: packed end to end, or padded; `shared` means that a prompt is computed once for all its
+  responses
+- **gap**: the largest difference from transformers
+
+This page is written by `python scripts/sweep_models.py`.
+"""
+TITLES = ("family", "sampler", "critic", "attention", "rows", "LoRA", "gap", "notes")
+
+
+def sweep(names: Sequence[str], jobs: int, quick: bool) -> list[Outcome]:
+    """Check families, `jobs` at a time; prints each as it ends, and the time left."""
+    _load_libraries()
+    started, outcomes = time.monotonic(), list[Outcome]()
+    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
+        for outcome in pool.imap_unordered(partial(check_family, quick=quick), names):
+            outcomes.append(outcome)
+            seconds = time.monotonic() - started
+            left = seconds / len(outcomes) * (len(names) - len(outcomes))
+            print(f"[{len(outcomes)}/{len(names)}, {left:.0f} s left] {report(outcome)}", flush=True)
+    return sorted(outcomes, key=lambda outcome: list(FAMILIES).index(outcome.family))
+
+
+def _load_libraries() -> None:
+    """Import what a run needs once, in the process that all others are forked from."""
+    import ppo_cli.cli.app  # noqa: F401
+    import ppo_cli.engine.learner
+    import ppo_cli.loop
+    import ppo_cli.run.assemble  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+
+def report(outcome: Outcome) -> str:
+    """One line about a family."""
+    verdict = "passes" if outcome.passes else "refused" if outcome.refused else "FAILS"
+    details = "; ".join([*outcome.problems, *filter(None, [outcome.error])])
+    return (
+        f"{outcome.family}: {verdict}, gap {outcome.largest_gap:.1e}, {outcome.seconds:.0f} s"
+        + (f"; {details}" if details else "")
+    )
+
+
+def table_row(outcome: Outcome) -> tuple[str, ...]:
+    """The cells of a family."""
+    samples = outcome.train_code == 0 or outcome.without_critic
+    notes = "; ".join([outcome.error.removeprefix("error: "), *outcome.problems]).strip("; ")
+    return (
+        f"`{outcome.family}`",
+        "yes" if samples else "no",
+        "yes" if outcome.critic else "no",
+        outcome.kernel or "-",
+        outcome.rows or "-",
+        "yes" if outcome.adapts else "no",
+        f"{outcome.largest_gap:.1e}" if outcome.gaps else "-",
+        notes.replace("|", "\\|").replace("\n", " "),
+    )
+
+
+def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """The lines of the table."""
+    yield f"| {' | '.join(TITLES)} |"
+    yield "|---" * len(TITLES) + "|"
+    for outcome in outcomes:
+        yield f"| {' | '.join(table_row(outcome))} |"
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """The whole page."""
+    introduction = INTRODUCTION.format(
+        limit=LIMIT,
+        passing=sum(outcome.passes for outcome in outcomes),
+        refused=sum(outcome.refused for outcome in outcomes),
+        all=len(outcomes),
+    )
+    return "\n".join([introduction, *table(outcomes), ""])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="FAMILY")
+    parser.add_argument("--jobs", type=int, default=2, help="families at a time")
+    parser.add_argument("--quick", action="store_true", help="two steps and their gaps alone")
+    parser.add_argument("--page", type=Path, help="default: docs/models.md for a whole sweep")
+    options = parser.parse_args()
+    outcomes = sweep(options.names or list(FAMILIES), options.jobs, options.quick)
+    target = options.page or (None if options.names or options.quick else PAGE)
+    if target:
+        target.write_text(page(outcomes), encoding="utf-8")
+    print(f"{sum(outcome.passes for outcome in outcomes)} of {len(outcomes)} pass")
