@@ -17,8 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["COLUMNS"] = "400"
 
-from families.checks import LIMIT, Outcome, check_family  # noqa: E402
-from families.configs import FAMILIES  # noqa: E402
+from families.checks import LIMIT, Outcome, check_family
+from families.configs import FAMILIES
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 INTRODUCTION = """# Models
@@ -63,17 +63,20 @@ def sweep(names: Sequence[str], jobs: int, quick: bool) -> list[Outcome]:
             outcomes.append(outcome)
             seconds = time.monotonic() - started
             left = seconds / len(outcomes) * (len(names) - len(outcomes))
-            print(f"[{len(outcomes)}/{len(names)}, {left:.0f} s left] {report(outcome)}", flush=True)
+            print(
+                f"[{len(outcomes)}/{len(names)}, {left:.0f} s left] {report(outcome)}", flush=True
+            )
     return sorted(outcomes, key=lambda outcome: list(FAMILIES).index(outcome.family))
 
 
 def _load_libraries() -> None:
     """Import what a run needs once, in the process that all others are forked from."""
-    import ppo_cli.cli.app  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    import ppo_cli.cli.app
     import ppo_cli.engine.learner
     import ppo_cli.loop
     import ppo_cli.run.assemble  # noqa: F401
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 
 def report(outcome: Outcome) -> str:

@@ -87,9 +87,10 @@ class Shape:
         if not all(type(n) is int and n > 0 for n in (hidden, heads, layers, vocabulary)):
             return None
         size = told.get("head_dim") or hidden // heads
+        inner = first("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
         return cls(
             hidden=hidden,
-            inner=first("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden,
+            inner=max(inner) if isinstance(inner, list) else inner,  # Gemma 3n: one a layer
             layers=layers,
             heads=heads,
             queries=heads * size,

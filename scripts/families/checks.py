@@ -59,7 +59,8 @@ class Outcome:
     kernel: str = ""
     rows: str = ""
     adapts: bool = False  # trains with LoRA
-    gaps: dict[str, float] = field(default_factory=dict)
+    gaps: dict[str, float] = field(default_factory=dict)  # to the oracle
+    farthest: dict[str, str] = field(default_factory=dict)  # the tensor with the largest gap
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -174,9 +175,15 @@ def _compare_in(outcome: Outcome, recording: Recording, run: str) -> Outcome:
             _compare_critic(outcome, model, step.critic)
     for name, gap in outcome.gaps.items():
         if not gap <= LIMIT:
-            outcome.problems.append(f"{name} {gap:.1e} from the oracle")
+            outcome.problems.append(
+                f"{name} {gap:.1e} off {outcome.farthest.get(name, '')}".strip()
+            )
     first = read_metrics(run)[0]
-    if abs(first["ppo_ratio"] - 1) > LIMIT or first["clip_fraction"] or abs(first["kl_divergence"]) > LIMIT:
+    if (
+        abs(first["ppo_ratio"] - 1) > LIMIT
+        or first["clip_fraction"]
+        or abs(first["kl_divergence"]) > LIMIT
+    ):
         outcome.problems.append(
             f"first update: ratio {first['ppo_ratio']:.6f}, clip {first['clip_fraction']:.3f}, "
             f"KL {first['kl_divergence']:.1e}"
@@ -200,15 +207,12 @@ def _compare_critic(outcome: Outcome, model: Any, update: oracle.Update) -> None
 def _note_gap(outcome: Outcome, name: str, gap: float, tensor: str = "") -> None:
     if not gap <= outcome.gaps.get(name, -1.0):
         outcome.gaps[name] = gap
-    if tensor and not gap <= LIMIT:
-        outcome.problems.append(f"{name}: {tensor} {gap:.1e}")
+        outcome.farthest |= {name: f"({tensor})"} if tensor else {}
 
 
 def _check_resume(outcome: Outcome, _: Recording) -> None:
     """Steps 3 and 4 after a resume are those of the whole run, bit for bit."""
-    code, output, _ = _train(
-        "resumed", "--resume", "run/checkpoints/step_000002", record=""
-    )
+    code, output, _ = _train("resumed", "--resume", "run/checkpoints/step_000002", record="")
     if code:
         outcome.problems.append(f"resume: {last_error(output)}")
         return
@@ -374,5 +378,7 @@ def _untimed(row: dict[str, Any]) -> dict[str, Any]:
 def last_error(output: str) -> str:
     """The error that a command ended with."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    starts = [i for i, line in enumerate(lines) if line.startswith(("Error", "ppo: ", "This is a bug"))]
+    starts = [
+        i for i, line in enumerate(lines) if line.startswith(("Error", "ppo: ", "This is a bug"))
+    ]
     return " ".join(lines[starts[-1] if starts else -1 :])[:900]

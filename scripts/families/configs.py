@@ -24,7 +24,10 @@ GPT = IDS | {
     "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
 }  # fmt: skip
 WINDOW = {"sliding_window": 8}
-MIXED = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention"] * 2} | WINDOW
+MIXED = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+} | WINDOW
 MIXED |= {"num_hidden_layers": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -34,6 +37,7 @@ ROUTED = {
     "first_k_dense_replace": 1,
 }  # fmt: skip
 LATENT = {
+    "num_key_value_heads": 4,
     "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }  # fmt: skip
@@ -75,7 +79,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": HEADS | EXPERTS | {"mlp_only_layers": [1]},
     "qwen3_next": HEADS | LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32},
     "qwen3_5_text": HEADS | LINEAR,
-    "qwen3_5": {"text_config": HEADS | LINEAR, "vision_config": VISION | {"depth": 1, "num_heads": 2}},
+    "qwen3_5": {
+        "text_config": HEADS | LINEAR, "vision_config": VISION | {"depth": 1, "num_heads": 2},
+    },
     "qwen3_5_moe_text": HEADS | LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32},
     "gemma": HEADS,
     "gemma2": HEADS | MIXED | CAPS | {"query_pre_attn_scalar": 24},
@@ -112,31 +118,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "cohere": SIZE | {"logit_scale": 0.3, "use_qk_norm": True},
     "cohere2": HEADS | MIXED | {"logit_scale": 0.3},
-    "deepseek_v2": PLAIN | {"num_key_value_heads": 4} | LATENT | ROUTED | {"topk_method": "group_limited_greedy"},
-    "deepseek_v3": PLAIN | {"num_key_value_heads": 4} | LATENT | ROUTED,
+    "deepseek_v2": PLAIN | LATENT | ROUTED | {"topk_method": "group_limited_greedy"},
+    "deepseek_v3": PLAIN | LATENT | ROUTED,
     "glm": HEADS,
     "glm4": HEADS,
     "glm4_moe": HEADS | ROUTED | {"use_qk_norm": True, "attention_bias": True},
     "gpt2": GPT | {"scale_attn_by_inverse_layer_idx": True},
     "gpt_bigcode": GPT,
     "gpt_neo": IDS | {
-        "hidden_size": 64, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
-        "window_size": 8, "max_position_embeddings": 512, "attention_dropout": 0.1,
-        "initializer_range": 0.1,
+        "hidden_size": 64, "num_layers": 2, "num_heads": 4, "window_size": 8,
+        "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 512,
+        "attention_dropout": 0.1, "initializer_range": 0.1,
     },
     "gpt_neox": PLAIN | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "gptj": GPT | {"rotary_dim": 8},
     "opt": PLAIN | {"ffn_dim": 96, "word_embed_proj_dim": 48, "init_std": 0.1, "layerdrop": 0.2},
     "bloom": IDS | {
-        "hidden_size": 64, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.1, "initializer_range": 0.1,
+        "hidden_size": 64, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.1,
+        "initializer_range": 0.1,
     },
     "falcon": IDS | {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2,
-        "new_decoder_architecture": True, "bias": True, "initializer_range": 0.1, "ffn_hidden_size": 96,
+        "new_decoder_architecture": True, "bias": True, "initializer_range": 0.1,
+        "ffn_hidden_size": 96,
         "hidden_dropout": 0.1,
     },
     "falcon_h1": SIZE | MAMBA | {
-        "mamba_d_ssm": 128, "lm_head_multiplier": 0.4, "embedding_multiplier": 3.0, "key_multiplier": 0.7,
+        "mamba_d_ssm": 128, "lm_head_multiplier": 0.4, "embedding_multiplier": 3.0,
+        "key_multiplier": 0.7,
         "mlp_multipliers": [0.8, 0.6], "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 0.5],
         "attention_out_multiplier": 0.8, "ssm_out_multiplier": 0.6,
     },
@@ -161,17 +170,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
         "mamba_d_state": 16, "n_mamba_heads": 8, "chunk_size": 8, "use_mamba_kernels": False,
-        "mamba_ngroups": 1, "num_mem_blocks": 1, "use_shared_attention_adapter": True, "adapter_rank": 8,
+        "mamba_ngroups": 1, "num_mem_blocks": 1, "use_shared_attention_adapter": True,
+        "adapter_rank": 8,
     },
     "lfm2": SIZE | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     "lfm2_moe": SIZE | EXPERTS | {
-        "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3,
+        "num_dense_layers": 1,
     },
     "nemotron": HEADS,
     "nemotron_h": HEADS | {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "num_hidden_layers": 4,
-        "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8,
-        "n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "num_hidden_layers": 4,
+        "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
+        "chunk_size": 8,
+        "n_routed_experts": 4, "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
         "use_mamba_kernels": False,
     },
     "starcoder2": SIZE | WINDOW | {"residual_dropout": 0.1, "embedding_dropout": 0.1},
@@ -209,7 +223,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dots1": SIZE | ROUTED,
     "bitnet": SIZE,
     "xglm": IDS | {
-        "d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 512,
+        "d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4,
+        "max_position_embeddings": 512,
         "init_std": 0.1, "layerdrop": 0.2,
     },
     "biogpt": PLAIN | {"layerdrop": 0.2},

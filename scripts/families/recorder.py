@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from families.oracle import Gradients, Rows, Update
 from torch import Tensor, nn
+
+from families.oracle import Gradients, Rows, Update
 
 STEPS = 2
 State = dict[str, Tensor]
@@ -84,17 +85,13 @@ def record_run(adapter: bool = False) -> Recording:
             of_all = _gradients_by_name(
                 named | dict(value_model.backbone.named_parameters()), gradients
             )
-            current.critic = Update(
-                rows, batch.values_BT, batch.returns_BT, state, of_all, head
-            )
+            current.critic = Update(rows, batch.values_BT, batch.returns_BT, state, of_all, head)
             return sums
         policy = learner.policy.model
         state = _copy(policy)
         sums = step(engine, minibatch)
         of_all = _gradients_by_name(dict(policy.named_parameters()), gradients)
-        current.actor = Update(
-            rows, batch.old_logprobs_BT, batch.advantages_BT, state, of_all, {}
-        )
+        current.actor = Update(rows, batch.old_logprobs_BT, batch.advantages_BT, state, of_all, {})
         return sums
 
     def record_gradients(optimizer: Any) -> tuple[float, bool]:

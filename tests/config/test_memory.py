@@ -96,6 +96,7 @@ def test_no_shape_is_guessed() -> None:
     assert Shape.of({}) is None
     assert Shape.of(SIZES | {"num_experts": 8}) is None
     assert Shape.of({"text_config": SIZES}) == Shape.of(SIZES)
+    assert Shape.of(SIZES | {"intermediate_size": [128, 256, 128]}) == Shape.of(SIZES)
 
 
 def config(**parts: dict[str, Any]) -> Config:
