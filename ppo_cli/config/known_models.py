@@ -8,171 +8,18 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-import json
 import os
-import pickle
-import struct
 import tomllib
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ppo_cli.config.weight_files import has_weights, read_json, tensor_names
 from ppo_cli.errors import ModelError, RewardError, did_you_mean, ppo
 from ppo_cli.redact import redact_url
-
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-SAFETENSORS = ".safetensors"
-# Pickles that hold no weights: the optimizer and the settings of the run that made them.
-NOT_WEIGHTS = ("optimizer", "scheduler", "training_args", "rng_state", "scaler")
-_LONGEST_HEADER = 100_000_000  # the format's own limit
-# A file of the older layout holds these pickles before the one with the names is through.
-_OLD_LAYOUT_PICKLES = 4
-
-
-def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Files of a checkpoint that hold its weights: all shards, in one format."""
-    for name in INDEXES:
-        if (folder / name).is_file():
-            return _shards(folder / name)
-    for preferred in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / preferred).is_file():
-            return (folder / preferred,)
-    for pattern in ("*.safetensors", "*.bin", "*.pt"):
-        found = sorted(p for p in folder.glob(pattern) if not p.name.startswith(NOT_WEIGHTS))
-        if found:
-            return tuple(found)
-    return ()
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether the weights are there, with all of their shards."""
-    try:
-        return bool(weight_files(folder))
-    except ModelError:
-        return False
-
-
-def tensor_names(folder: Path) -> frozenset[str]:
-    """Names of all tensors in the checkpoint that lies in `folder`; empty without weights."""
-    names: set[str] = set()
-    for file in weight_files(folder):
-        names |= names_in_safetensors(file) if file.suffix == SAFETENSORS else names_in_pickle(file)
-    return frozenset(names)
-
-
-def names_in_safetensors(file: Path) -> set[str]:
-    """Names in the header of one safetensors file."""
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > _LONGEST_HEADER:
-                raise ValueError(f"its header would be {length} bytes long")
-            header = json.loads(stream.read(length))
-        return {name for name in header if name != "__metadata__"}
-    except (OSError, ValueError, TypeError, struct.error) as error:
-        raise _damaged(file, error) from error
-
-
-def names_in_pickle(file: Path) -> set[str]:
-    """Names in a file of torch.save: the keys of its tensors. No code of the file runs."""
-    try:
-        if not zipfile.is_zipfile(file):
-            with file.open("rb") as stream:
-                held = [_InertUnpickler(stream).load() for _ in range(_OLD_LAYOUT_PICKLES)]
-        else:
-            with zipfile.ZipFile(file) as archive:
-                inside = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-                with archive.open(inside) as stream:
-                    held = [_InertUnpickler(stream).load()]
-        return {name for one in held for name in _tensor_keys(one)}
-    except Exception as error:  # damaged pickles raise errors of every kind
-        raise _damaged(file, error) from error
-
-
-class _Inert(dict[Any, Any]):
-    """Stands for every object of a pickle: keeps the items of a mapping, and does nothing."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-    tensor = False
-
-    def __init__(self, *parts: object) -> None:
-        super().__init__()
-        self.tensor = self.tensor or any(getattr(part, "tensor", False) for part in parts)
-
-    def extend(self, items: object) -> None:
-        """Drop what belongs to a list."""
-
-    append = __setstate__ = extend
-
-    def __call__(self, *parts: object) -> _Inert:
-        """Stand for what a function that was found by `getattr` would return."""
-        return _Inert(*parts)
-
-
-class _InertTensor(_Inert):
-    tensor = True
-
-
-class _InertUnpickler(pickle.Unpickler):
-    """Finds no class and no function but those above."""
-
-    def find_class(self, module: str, name: str) -> type[_Inert]:
-        rebuilds = module == "torch._utils" and name.startswith("_rebuild_tensor")
-        return _InertTensor if rebuilds else _Inert
-
-    def persistent_load(self, pid: object) -> None:
-        """Leave the numbers where they are."""
-
-
-def _tensor_keys(held: object) -> Iterator[str]:
-    for key, value in held.items() if isinstance(held, dict) else ():
-        if getattr(value, "tensor", False) and isinstance(key, str):
-            yield key
-        else:
-            yield from _tensor_keys(value)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint; {} when there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        loaded = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _damaged(file, error) from error
-    if not isinstance(loaded, dict):
-        raise ModelError(f"{file} should hold a JSON object and holds a {type(loaded).__name__}.")
-    return loaded
-
-
-def _shards(index: Path) -> tuple[Path, ...]:
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise ModelError(f"{index} lists no weights (weight_map): fetch the checkpoint again.")
-    names = sorted({str(value) for value in shards.values()})
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise ModelError(
-            f"{index} names weights that are not beside it ({outside[0]!r}): only files of the "
-            "folder itself are read"
-        )
-    files = [index.parent / name for name in names]
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise ModelError(
-            f"{index.parent} lacks {len(absent)} of its {len(files)} weight files "
-            f"({', '.join(absent[:3])}): fetch the rest."
-        )
-    return tuple(files)
-
-
-def _damaged(file: Path, error: Exception) -> ModelError:
-    why = str(error).strip() or type(error).__name__
-    return ModelError(f"{file} is damaged or cut off ({why}): fetch or save it again.")
 
 
 @dataclass(frozen=True)

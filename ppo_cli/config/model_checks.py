@@ -25,14 +25,13 @@ from ppo_cli.config.known_models import (
     absent_folder,
     find_adapter,
     is_url,
-    read_json,
-    tensor_names,
 )
 from ppo_cli.config.mixture import Scorer, judges_of, models_of
-from ppo_cli.config.model_limits import length_problem, text_config
+from ppo_cli.config.model_limits import attention_problem, length_problem
 from ppo_cli.config.processor import has_fast_bfloat16
 from ppo_cli.config.reward_schema import DEVICE, check_address
 from ppo_cli.config.schema import Config
+from ppo_cli.config.weight_files import read_json, text_config, weights_problem
 from ppo_cli.digests import require_intact_model
 from ppo_cli.errors import (
     ModelError,
@@ -298,8 +297,6 @@ SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "intermediate_size", "head_dim", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
-LAYERS = ("num_hidden_layers", "n_layer")
-_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
 # Every tokenizer but the byte-level ones keeps its vocabulary in a file of its own.
 _VOCABULARY = re.compile(
     r"tokenizer\.(?!config)|vocab|spiece|sentencepiece|tekken|merges|.*\.(?:tiktoken|model|spm|bpe)$"
@@ -315,8 +312,11 @@ def broken_models(config: Config) -> list[str]:
         folder = Path(model_folder(path)).expanduser()
         if (folder / "config.json").is_file():
             flag = table()[key].flag or key
-            problems.append(folder_problem(folder, flag, tokenizer=path == config.model.path))
-        problems.append(length_problem(read_config(path), path, config.data))
+            tokenizer, head = path == config.model.path, key != "critic.model.path"
+            problems.append(folder_problem(folder, flag, tokenizer=tokenizer, head=head))
+        written = read_config(path)
+        problems.append(attention_problem(written, path, config.model.attn_implementation))
+        problems.append(length_problem(written, path, config.data))
     return [problem for problem in problems if problem]
 
 
@@ -339,19 +339,30 @@ def damaged_models(config: Config) -> list[str]:
     return list(failing(checks))
 
 
-def folder_problem(folder: Path, flag: str, *, tokenizer: bool) -> str:
+def folder_problem(
+    folder: Path, flag: str, *, tokenizer: bool, weights: bool = True, head: bool = False
+) -> str:
     """Say what keeps a folder with a config.json from being a model; empty when nothing is seen.
 
-    With `tokenizer` it has to hold one, and a vocabulary that the model has room for.
+    With `tokenizer` it has to hold one, and a vocabulary that the model has room for; with
+    `weights` and `head` those of a backbone, and of an output layer.
     """
     try:
         config = read_json(folder / "config.json")
-        wrong = next(_size_problems(config, tensor_names(folder)), "")
-        if tokenizer and not wrong:
-            wrong = _tokenizer_problem(folder, config)
+        if problem := next(_size_problems(config), ""):
+            return f"{problem}. Correct it, or name another folder with {flag}."
+        if weights and (problem := weights_problem(folder, config, head=head)):
+            return f"{problem}. {again(flag)}"
+        if tokenizer and (problem := _tokenizer_problem(folder, config)):
+            return f"{problem}. Name a folder with {flag} {SAVED}."
     except ModelError as error:
-        wrong = str(error).rstrip(".")
-    return f"{wrong}. Name a folder with {flag} {SAVED}." if wrong else ""
+        return str(error)
+    return ""
+
+
+def again(flag: str) -> str:
+    """What to do about the files of a checkpoint that are not as they were saved."""
+    return f"Fetch or save the checkpoint again, or name another with {flag}."
 
 
 def has_template(folder: Path) -> bool:
@@ -374,16 +385,12 @@ def template_remark(config: Config) -> list[str]:
     ]
 
 
-def _size_problems(config: Mapping[str, Any], names: frozenset[str]) -> Iterator[str]:
+def _size_problems(config: Mapping[str, Any]) -> Iterator[str]:
     text = text_config(config)
     for key in SIZES:
         value = text.get(key)
         if isinstance(value, int | float | str) and not (type(value) is int and value > 0):
             yield f"config.json has {key} {value!r}, which is no size: a whole number from 1 up"
-    held = max((int(found[1]) + 1 for found in map(_LAYER.search, names) if found), default=0)
-    wanted = next((text[key] for key in LAYERS if type(text.get(key)) is int), 0)
-    if 0 < held < wanted:
-        yield f"config.json asks for {wanted} layers, but the weights hold {held}"
 
 
 def _tokenizer_problem(folder: Path, config: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The longest row that a model takes, as its config.json tells; read without torch.
+"""What a model cannot do, as its config.json tells: long rows, kernels of attention. No torch.
 
 Tables of positions end. Rotary positions of two kinds depend on the longest row of a batch:
 longrope has other factors above a length, dynamic NTK another base for each length. Up to that
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ppo_cli.config.schema import Data
+from ppo_cli.config.weight_files import text_config
 from ppo_cli.errors import ModelError
 
 # Field of config.json with the size of a table of positions -> model types that have one, be it
@@ -35,14 +36,30 @@ _BEHIND_PADDING: Final = (
 )  # fmt: skip
 # Every kind of theirs but "default" is longrope.
 _PHI: Final = ("phi3", "phi4_multimodal", "phimoe")
+# transformers has them without sdpa: for want of its code, or as sdpa takes no attention sinks.
+_EAGER_ONLY: Final = (
+    "big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba",
+    "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa",
+    "granitemoe_swa", "hy_v4", "mamba", "mamba2", "megatron-bert", "mimo_v2_flash", "mpt", "mvp",
+    "openai-gpt", "prophetnet", "reformer", "rembert", "roformer", "rwkv", "trocr", "xglm", "xlm",
+    "xlnet", "xlstm",
+)  # fmt: skip
+_SOFT_CAPPED: Final = ("gemma2", "vaultgemma")  # caps of attention, which sdpa leaves out
 ORIGINAL: Final = "original_max_position_embeddings"
 _PHI_ORIGINAL: Final = 4096  # of phi3 and phi4_multimodal where config.json is silent
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that is about text; of most models that is all of it."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) else config
+def attention_problem(config: Mapping[str, Any], path: str, kernel: str | None) -> str:
+    """Say that a model has no attention kernel of this name; "" where it may have."""
+    text = text_config(config)
+    kind = text.get("model_type")
+    capped = kind in _SOFT_CAPPED and text.get("attn_logit_softcapping", True) is not None
+    return eager_only(path) if kernel == "sdpa" and (kind in _EAGER_ONLY or capped) else ""
+
+
+def eager_only(path: str) -> str:
+    """Say which kernel computes the attention of a model that only eager attention computes."""
+    return f"The attention of {path} needs the eager kernel: set model.attn_implementation=eager."
 
 
 def length_problem(config: Mapping[str, Any], path: str, data: Data) -> str:

@@ -25,9 +25,7 @@ from ppo_cli.config.known_models import (
     JUDGES,
     asked_at,
     missing_settings,
-    read_json,
     retirement,
-    weight_files,
 )
 from ppo_cli.config.memory import FLOAT, GIB, Place, Share, device_memory
 from ppo_cli.config.mixture import (
@@ -45,6 +43,7 @@ from ppo_cli.config.model_checks import folder_problem, has_template
 from ppo_cli.config.processor import has_bfloat16
 from ppo_cli.config.reward_schema import ApiReward, Monitor, Reward
 from ppo_cli.config.schema import Config
+from ppo_cli.config.weight_files import read_json, weight_files
 from ppo_cli.errors import ModelError, did_you_mean, ppo
 
 LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
@@ -23,7 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from ppo_cli.config.known_models import absent_folder
-from ppo_cli.config.model_checks import SAVED, check_folder, folder_problem
+from ppo_cli.config.model_checks import again, check_folder, folder_problem, read_config
+from ppo_cli.config.model_limits import eager_only
+from ppo_cli.config.weight_files import list_tensors
 from ppo_cli.errors import ModelError, first_line, is_out_of_memory
 
 # Its bars and advice would break into our own progress; what matters comes as an error.
@@ -37,9 +39,10 @@ DAMAGED = (
     AssertionError, AttributeError, ArithmeticError, IndexError, RecursionError, TypeError,
     pickle.UnpicklingError, StrictDataclassError,
 )  # fmt: skip
+# What transformers says of a kernel that a family is not written for.
+ATTENTION_ERROR = re.compile(r"attn_implementation|attention implementation|Flash ?Attention")
 # Constants that older versions of transformers wrote next to the weights.
 CONSTANTS = re.compile(r"\.(masked_bias|inv_freq)$")
-LISTED = 3  # names of tensors in a message
 
 
 def load_config(path: str, flag: str, trust_remote_code: bool) -> Any:
@@ -96,28 +99,19 @@ def load_weights(
         if name not in fresh
     )
     problems = [
-        _list_tensors("missing tensors", missing - fresh),
-        _list_tensors("unexpected tensors", unexpected),
-        _list_tensors("tensors of another shape", reshaped),
+        list_tensors("missing tensors", missing - fresh),
+        list_tensors("unexpected tensors", unexpected),
+        list_tensors("tensors of another shape", reshaped),
     ]
     if text := "; ".join(problem for problem in problems if problem):
         raise ModelError(
-            f"The {what} in {path} does not load: its files do not fit its config.json ({text}). "
-            f"Name a folder with {flag} {SAVED}."
+            f"The files in {path} do not fit its config.json as a {what} ({text}). {again(flag)}"
         )
     # The files hold two tensors where the config ties them: what is saved from here on says so.
     if model.get_expanded_tied_weights_keys(all_submodels=True) and not model.all_tied_weights_keys:
         for owner in (model.config, model.config.get_text_config()):
             owner.tie_word_embeddings = False
     return model, fresh
-
-
-def _list_tensors(label: str, names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    if not ordered:
-        return ""
-    rest = f" and {len(ordered) - LISTED} more" if len(ordered) > LISTED else ""
-    return f"{label}: {', '.join(ordered[:LISTED])}{rest}"
 
 
 def _language_head(config: Any, trust_remote_code: bool) -> str:
@@ -132,8 +126,10 @@ def load_part(loader: Any, path: str, what: str, flag: str = "--model", **option
     """Call `from_pretrained`; raises ModelError in one sentence for what is known to go wrong."""
     check_folder(path, flag)
     local = Path(path).expanduser()
-    if local.is_dir() and (wrong := folder_problem(local, flag, tokenizer=what == "tokenizer")):
-        raise ModelError(wrong)
+    if local.is_dir():
+        weights = what not in ("tokenizer", "config")
+        if problem := folder_problem(local, flag, tokenizer=what == "tokenizer", weights=weights):
+            raise ModelError(problem)
     with _naming_errors(path, what, flag):
         return loader.from_pretrained(str(local) if local.is_dir() else path, **options)
 
@@ -149,22 +145,48 @@ def _naming_errors(path: str, what: str, flag: str) -> Iterator[None]:
 
 
 def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
-    if text := foreign_code(path, error):
+    if text := foreign_code(path, error) or _known_limit(path, what, flag, error):
         return text
     local = Path(path).expanduser()
     if local.is_dir():
-        unmade = _list_tensors("its files do not hold all parts of", _unconverted(error))
-        return (
-            f"The {what} in {path} does not load: {unmade or first_line(error)}. Name a folder "
-            f"with {flag} {SAVED}."
-        )
+        unmade = list_tensors("its files do not hold all parts of", _unconverted(error))
+        return f"The {what} in {path} does not load: {unmade or _reason(error)}. {again(flag)}"
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         return absent_folder(path, flag)
     return (
         f"The {what} of {path} could not be loaded: there is no such folder here, and the model "
-        f"hub did not give it ({first_line(error)}). Give a local folder with {flag}, or check the "
+        f"hub did not give it ({_reason(error)}). Give a local folder with {flag}, or check the "
         "name and the connection."
     )
+
+
+def _known_limit(path: str, what: str, flag: str, error: Exception) -> str:
+    """Say what transformers cannot do with a model whose files are whole; "" for other errors."""
+    text, kind = " ".join(str(error).split()), read_config(path).get("model_type")
+    if ATTENTION_ERROR.search(text):
+        return eager_only(path)
+    if "does not recognize this architecture" in text:
+        return (
+            f"The installed transformers does not know the model_type {kind!r} of {path}: install "
+            f"a later one (pip install -U transformers), or name another model with {flag}."
+        )
+    if text.startswith("Unrecognized configuration class"):
+        return (
+            f"{path} is a {kind} model, of which transformers has no {what}: name another with "
+            f"{flag}."
+        )
+    if isinstance(error, ImportError):
+        return f"The {what} of {path} does not load: {_reason(error)}. Install what is missing."
+    return ""
+
+
+def _reason(error: Exception) -> str:
+    """The sentence of an error's text that says what is wrong."""
+    if isinstance(error, KeyError):  # its text is the key
+        return f"transformers does not know {error} in its files"
+    if isinstance(error, StrictDataclassError):  # behind the name of a validator
+        return str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ").rstrip(".")
+    return re.split(r"\. (?=[A-Z])", first_line(error))[0]
 
 
 def _unconverted(error: Exception) -> set[str]:

@@ -13,10 +13,8 @@ import torch
 from ppo_cli.config.known_models import (
     find_adapter,
     hub_cache,
-    names_in_pickle,
-    names_in_safetensors,
-    tensor_names,
 )
+from ppo_cli.config.weight_files import names_in_pickle, names_in_safetensors, tensor_names
 from ppo_cli.errors import ModelError, RewardError, UserError
 from tests.rewards.local import twins
 

@@ -25,8 +25,9 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from ppo_cli.config.known_models import Found, find_adapter, find_folder, read_json
+from ppo_cli.config.known_models import Found, find_adapter, find_folder
 from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.weight_files import read_json
 from ppo_cli.errors import ModelError, first_line, is_out_of_memory
 from ppo_cli.rewards.local.base import LoadedModel, Network, Scores
 from ppo_cli.rewards.local.checkpoint import (
