@@ -387,6 +387,8 @@ def template_remark(config: Config) -> list[str]:
 
 def _size_problems(config: Mapping[str, Any]) -> Iterator[str]:
     text = text_config(config)
+    if not {"model_type", "auto_map"} & config.keys():
+        yield "config.json has no model_type, which says what kind of model it is"
     for key in SIZES:
         value = text.get(key)
         if isinstance(value, int | float | str) and not (type(value) is int and value > 0):

@@ -182,11 +182,11 @@ def _known_limit(path: str, what: str, flag: str, error: Exception) -> str:
 
 def _reason(error: Exception) -> str:
     """The sentence of an error's text that says what is wrong."""
-    if isinstance(error, KeyError):  # its text is the key
+    if isinstance(error, KeyError) and " " not in str(error.args[0]):  # its text is the key
         return f"transformers does not know {error} in its files"
     if isinstance(error, StrictDataclassError):  # behind the name of a validator
         return str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ").rstrip(".")
-    return re.split(r"\. (?=[A-Z])", first_line(error))[0]
+    return re.split(r"\. (?=[A-Z])", first_line(error))[0].strip('"')
 
 
 def _unconverted(error: Exception) -> set[str]:

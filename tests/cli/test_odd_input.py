@@ -193,7 +193,7 @@ def test_model_folders(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
         "words": "vocab_size 10, but the tokenizer",
         "hidden": "hidden_size 0",
         "text": "hidden_size 'big'",
-        "layers": "asks for 3 layers, but the weights hold 2",
+        "layers": "missing tensors: model.layers.2.*",
         "passwd": "'../../etc/passwd'",
         "beside": "'../elsewhere.safetensors'",
         "absolute": "'/etc/passwd'",

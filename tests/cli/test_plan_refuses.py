@@ -21,6 +21,7 @@ FILES = {
     ),
     "tiny.yaml": "data: {train_files: [forty.jsonl], val_files: []}\n",
     "model/tokenizer.json": "{}",
+    "oss/config.json": '{"model_type": "gpt_oss"}',
     "gpt/config.json": '{"model_type": "gpt2", "n_positions": 32}',
     "phi/config.json": json.dumps(
         {
@@ -60,6 +61,7 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
         "--model ./mymodel": "--model: there is no model folder ./mymodel",
         "--model model": "model holds no config.json",
         "--model gpt": "gpt has a table of positions for 32 tokens (n_positions)",
+        "--model oss model.attn_implementation=sdpa": "oss needs the eager kernel: set model.attn",
         "--critic_model phi": "phi has rotary positions (longrope) that depend on the longest row",
         "--critic_model ./mymodel": "--critic_model: there is no model folder",
         "--reward_model ./rm": "rm",

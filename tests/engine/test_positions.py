@@ -1,7 +1,8 @@
-"""How far a model's positions reach, and whether they depend on the rows beside a row."""
+"""What configs tell of positions and attention kernels, compared with what models compute."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,18 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppo_cli.config.model_limits import POSITION_TABLES, length_problem, require_length
+from ppo_cli.config.model_limits import (
+    POSITION_TABLES,
+    attention_problem,
+    length_problem,
+    require_length,
+)
 from ppo_cli.config.schema import Data
 from ppo_cli.errors import ModelError
 from tests.engine.test_hf_sampler import EOS, SHAPE, forward_logprobs, make_prompts, sample
 
 BORDER = 24
+CAP = "attn_logit_softcapping"
 EXACT = 1e-4  # nats; these models have large logits
 TABLES = {
     "n_embd": 32, "n_head": 4, "n_layer": 1, "vocab_size": 48, "hidden_size": 32, "d_model": 32,
@@ -63,6 +70,23 @@ def test_a_row_is_refused_where_the_model_has_no_position_for_it(
     ]
     assert bool(limits) is has_limit
     assert limits == [n for n in range(BORDER - 4, BORDER + 4) if not fits(model, n)]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["gpt_oss", "bloom", "gptj", "gpt_neo", "mpt", "xglm", "gemma2", "llama", "opt", "falcon"],
+)
+def test_the_eager_kernel_is_asked_for_where_transformers_has_no_other(kind: str) -> None:
+    config = CONFIG_MAPPING[kind]()
+    problem = attention_problem(config.to_dict(), kind, "sdpa")
+    assert attention_problem(config.to_dict(), kind, "eager") == ""
+    assert attention_problem(config.to_dict(), kind, None) == ""
+    if kind == "gemma2":  # sdpa runs, but leaves the cap out
+        assert attention_problem({"model_type": kind, CAP: None}, kind, "sdpa") == ""
+        assert problem
+        return
+    with torch.device("meta"), pytest.raises(ValueError) if problem else nullcontext():
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
 LONGROPE = {
