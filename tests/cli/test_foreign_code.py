@@ -25,19 +25,19 @@ ALLOW = "model.trust_remote_code=true"
 CODE = """
 from pathlib import Path
 Path("ran").touch()
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-from transformers import LlamaForTokenClassification
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import Qwen2ForTokenClassification
 
-class ForeignConfig(LlamaConfig):
+class ForeignConfig(Qwen2Config):
     model_type = "foreign"
 
-class ForeignModel(LlamaForCausalLM):
+class ForeignModel(Qwen2ForCausalLM):
     config_class = ForeignConfig
 
-class ForeignScore(LlamaForSequenceClassification):
+class ForeignScore(Qwen2ForSequenceClassification):
     config_class = ForeignConfig
 
-class ForeignValue(LlamaForTokenClassification):
+class ForeignValue(Qwen2ForTokenClassification):
     config_class = ForeignConfig
 """
 AUTO_MAP = {
