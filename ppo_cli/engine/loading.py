@@ -19,7 +19,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from ppo_cli.config.known_models import absent_folder
@@ -43,6 +44,7 @@ DAMAGED = (
 ATTENTION_ERROR = re.compile(r"attn_implementation|attention implementation|Flash ?Attention")
 # Constants that older versions of transformers wrote next to the weights.
 CONSTANTS = re.compile(r"\.(masked_bias|inv_freq)$")
+LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def load_config(path: str, flag: str, trust_remote_code: bool) -> Any:
@@ -90,9 +92,9 @@ def load_weights(
     # A buffer that the class computes itself was a part of the files once.
     computed = {name for name, _ in model.named_buffers()}
     unexpected = {name for name in unexpected - computed - fresh if not CONSTANTS.search(name)}
-    if unexpected and heads:
-        language_head = _language_head(config, options.get("trust_remote_code", False))
-        unexpected = {name for name in unexpected if name.rpartition(".")[0] != language_head}
+    if unexpected:
+        unexpected -= _whole_names(config, options.get("trust_remote_code", False))
+        unexpected = {name for name in unexpected if not _predicts_ahead(name, config)}
     reshaped = (
         f"{name} {[*stored]} instead of {[*needed]}"
         for name, (stored, needed) in shapes.items()
@@ -114,12 +116,29 @@ def load_weights(
     return model, fresh
 
 
-def _language_head(config: Any, trust_remote_code: bool) -> str:
-    """The module that turns the hidden states of this family's language model into logits."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    head = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is head), "")
+def _whole_names(config: Any, trust_remote_code: bool) -> set[str]:
+    """Names, in files and in models, of what a backbone or a text part leaves in its files.
+
+    Those are the language head and, of a composite checkpoint, towers for images and sound.
+    """
+    names: set[str] = set()
+    for builder in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+        remote = builder.__name__ in getattr(config, "auto_map", {})
+        if type(config) in builder._model_mapping or (remote and trust_remote_code):
+            with torch.device("meta"):
+                whole = builder.from_config(config, trust_remote_code=trust_remote_code)
+            tensors = dict(whole.state_dict())
+            names |= tensors.keys() | revert_weight_conversion(whole, tensors).keys()
+    return names
+
+
+def _predicts_ahead(name: str, config: Any) -> bool:
+    """Whether a tensor is of the layers behind the last one that predict tokens further ahead."""
+    text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", 0)
+    ahead = getattr(text, "num_nextn_predict_layers", None) or 0
+    layer = LAYER.search(name)
+    return layer is not None and layers <= int(layer[1]) < layers + ahead
 
 
 def load_part(loader: Any, path: str, what: str, flag: str = "--model", **options: Any) -> Any:
