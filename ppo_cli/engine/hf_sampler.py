@@ -1,4 +1,4 @@
-"""Sample from a Hugging Face causal LM with our own key/value cache.
+"""Sample from a Hugging Face causal LM with our own cache of what it keeps of its rows.
 
 Rows are sampled together, at most `max_num_seqs` of them. Finished rows leave the cache when a
 quarter of it is idle, and waiting prompts take their place, longest prompts first, so that what
@@ -6,7 +6,7 @@ comes later always fits beside what runs. When memory runs out, the unfinished r
 again, half as many at once, and come out the same.
 Each rollout has a stream of numbers of its own, so that a draw does not depend on which rows share
 the batch. Every row of the cache ends at the same column; a row that is shorter begins later
-(`starts`). Sliding-window layers keep their whole past too: the mask applies the window.
+(`starts`). Rows of a model whose cache we cannot hold are computed again for each token.
 Shapes: R rows, P prompts, C columns, V vocabulary, K candidates.
 """
 
@@ -33,7 +33,7 @@ from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stream_key
 from ppo_cli.engine.bfloat16 import CastLayer, cast_layers
 from ppo_cli.engine.device import Compute, multiply_with, products_by_blas
-from ppo_cli.engine.kv_cache import KVCache
+from ppo_cli.engine.kv_cache import KVCache, limit_time_steps, plan_cache
 from ppo_cli.engine.lora import adapt, load_adapter
 from ppo_cli.engine.micro_batches import LEAST_TOKENS, MOST_PADDING
 from ppo_cli.engine.models import (
@@ -41,7 +41,6 @@ from ppo_cli.engine.models import (
     count_embeddings,
     load_policy,
     pad_token_id,
-    plan_layers,
     stop_token_ids,
 )
 from ppo_cli.engine.packing import choose_attention
@@ -104,6 +103,13 @@ class Rows:
         arrays = {name: getattr(self, name)[kept] for name in ARRAYS}
         return Rows(jobs=[self.jobs[i] for i in kept], **arrays)
 
+    def list_ids(self) -> list[tuple[int, ...]]:
+        """Return the ids of each row, those of its prompt first."""
+        return [
+            (*job.begun.prompt.token_ids, *ids[:count].tolist())
+            for job, ids, count in zip(self.jobs, self.tokens_RT, self.counts_R, strict=True)
+        ]
+
     def alive_jobs(self) -> list[Job]:
         """What is still to be finished."""
         return [job for job, alive in zip(self.jobs, self.alive_R, strict=True) if alive]
@@ -122,10 +128,14 @@ ARRAYS = (
 
 @dataclass
 class Running:
-    """The rows under way, their cache, and the column where each begins."""
+    """The rows under way, their cache, its number of columns, and that where each row begins.
+
+    Rows that are computed again for each token have no cache.
+    """
 
     rows: Rows
-    cache: KVCache
+    cache: KVCache | None
+    width: int
     starts_R: Tensor
     # Made anew when rows come and go; rows without padding need none.
     mask_RC: Tensor | None = None
@@ -153,11 +163,12 @@ class HFSampler:
         self._detokenize = detokenize
         self._autocast = nullcontext if compute is None else compute.autocast
         self._dtype = torch.float32 if compute is None else compute.dtype
-        self._num_layers, has_sliding = plan_layers(model.config)
+        self._plan = plan_cache(model)
         attention = model.config._attn_implementation
         # Other attention does not leave small products to BLAS by itself, as `attend_by_rows` does.
         self._decoding = nullcontext if attention == BY_ROWS else products_by_blas
-        self._takes_ready_mask = not has_sliding and attention in ("sdpa", BY_ROWS)
+        slides = self._plan is not None and self._plan.slides
+        self._takes_ready_mask = not slides and attention in ("sdpa", BY_ROWS)
 
     def generate(
         self,
@@ -232,7 +243,8 @@ class HFSampler:
             under_way = [] if running is None else running.rows.alive_jobs()
             admitted: list[Job] = []
             if waiting and len(under_way) <= BUSY_SHARE * self.room.rows:
-                admitted = _next_jobs(waiting, self.room.rows - len(under_way))
+                equal = self._plan is not None and self._plan.keeps_states
+                admitted = _next_jobs(waiting, self.room.rows - len(under_way), equal=equal)
             try:
                 running = _compact(running, at_once=bool(admitted))
                 if admitted:
@@ -242,7 +254,7 @@ class HFSampler:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                if running is not None:
+                if running is not None and running.cache is not None:
                     running.cache.layers.clear()  # whoever else holds it holds no memory then
                 running, finished = None, []
             else:
@@ -268,51 +280,67 @@ class HFSampler:
         if not len(kept):
             return running, done
         index_R = index_R[torch.from_numpy(kept).to(index_R.device)]
-        starts_R = starts_P[index_R]
+        rows, width, starts_R = rows.take(kept), max(map(len, prompts)), starts_P[index_R]
         if running is None:
-            if len(prompt_index) != len(prompts) or len(kept) != len(jobs):
+            if cache is not None and (len(index_R) != len(prompts) or len(kept) != len(jobs)):
                 cache.batch_select_indices(index_R)
-            return Running(rows.take(kept), cache, starts_R), done
-        shift = running.cache.get_seq_length() - cache.get_seq_length()
-        running.cache.append_rows(cache, index_R)
-        starts_R = torch.cat([running.starts_R, starts_R + shift])
-        return Running(running.rows.join(rows.take(kept)), running.cache, starts_R), done
+            return Running(rows, cache, width, starts_R), done
+        if running.cache is not None and cache is not None:
+            running.cache.append_rows(cache, index_R)
+        starts_R = torch.cat([running.starts_R, starts_R + running.width - width])
+        return Running(running.rows.join(rows), running.cache, running.width, starts_R), done
 
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[KVCache, Tensor, Tensor]:
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[KVCache | None, Tensor, Tensor]:
         """Run left-padded prompts; return their cache, first columns and last logits."""
         device = self._model.device
         lengths_P = np.array([len(prompt) for prompt in prompts])
         width = int(lengths_P.max())
+        starts_P = torch.from_numpy(width - lengths_P).to(device)
+        if self._plan is None:
+            return None, starts_P, self._compute_whole(prompts)
         ids_PC = np.full((len(prompts), width), self._pad_id, dtype=np.int64)
         for i, prompt in enumerate(prompts):
             ids_PC[i, width - lengths_P[i] :] = prompt
-        starts_P = torch.from_numpy(width - lengths_P).to(device)
         offsets_PC = torch.arange(width, device=device) - starts_P[:, None]
-        cache = KVCache(self._num_layers)
+        cache = KVCache(self._plan)
         out = self._model(
             input_ids=torch.from_numpy(ids_PC).to(device),
             attention_mask=None if (lengths_P == width).all() else (offsets_PC >= 0).long(),
             position_ids=offsets_PC.clamp(min=0),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._plan.parameter: cache},
         )
         return cache, starts_P, out.logits[:, -1]
 
     def _decode(self, running: Running, sampling: Sampling) -> list[tuple[Rows, int]]:
         """Feed the last tokens and draw the next; return the rows that finish."""
-        length = running.cache.get_seq_length()
+        if self._plan is None:
+            logits_RV = self._compute_whole(running.rows.list_ids())
+            return self._record(running.rows, logits_RV, sampling)
         last_R1 = torch.from_numpy(running.rows.last_R).to(self._model.device)[:, None]
+        running.width += 1
         with self._decoding():
             out = self._model(
                 input_ids=last_R1,
-                attention_mask=self._mask(running, length + 1),
-                position_ids=(length - running.starts_R)[:, None],
-                past_key_values=running.cache,
+                attention_mask=self._mask(running, running.width) if self._plan.attends else None,
+                position_ids=(running.width - 1 - running.starts_R)[:, None],
                 use_cache=True,
                 logits_to_keep=1,
+                **{self._plan.parameter: running.cache},
             )
         return self._record(running.rows, out.logits[:, -1], sampling)
+
+    def _compute_whole(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return the last logits of rows without a cache, those of equal length together."""
+        logits_R: list[Tensor] = [torch.empty(0)] * len(rows)
+        for length in {len(ids) for ids in rows}:
+            places = [i for i, ids in enumerate(rows) if len(ids) == length]
+            ids_PC = torch.tensor([rows[i] for i in places], device=self._model.device)
+            out = self._model(input_ids=ids_PC, use_cache=False, logits_to_keep=1)
+            for i, logits_V in zip(places, out.logits[:, -1], strict=True):
+                logits_R[i] = logits_V
+        return torch.stack(logits_R)
 
     def _mask(self, running: Running, length: int) -> Tensor | None:
         if running.mask_RC is None or running.mask_RC.shape[1] < length:
@@ -374,7 +402,7 @@ class HFSampler:
         for layer in cast:
             layer.put_in()
         try:
-            with torch.inference_mode(), self._autocast():
+            with torch.inference_mode(), self._autocast(), limit_time_steps(self._model):
                 yield
         finally:
             for layer in cast:
@@ -390,14 +418,19 @@ def _list_jobs(begun: Sequence[Rollout]) -> list[Job]:
     return sorted(jobs, key=lambda job: len(job.token_ids))
 
 
-def _next_jobs(waiting: list[Job], room: int) -> list[Job]:
-    """Take jobs from the end of the list: what fits the room and one pass with little padding."""
+def _next_jobs(waiting: list[Job], room: int, *, equal: bool) -> list[Job]:
+    """Take jobs from the end of the list: what fits the room and one pass with little padding.
+
+    Only `equal` lengths are taken together where padding is not allowed.
+    """
     width = len(waiting[-1].token_ids)
     taken: list[Job] = []
     prompts: set[tuple[int, ...]] = set()
     tokens = 0
     while waiting and len(taken) < room:
         prompt = waiting[-1].token_ids
+        if equal and len(prompt) != width:
+            break
         if prompts and prompt not in prompts:
             padded = (len(prompts) + 1) * width
             padding = padded - tokens - len(prompt)
@@ -428,9 +461,11 @@ def _compact(running: Running | None, *, at_once: bool = False) -> Running | Non
     index_R = torch.from_numpy(kept).to(running.starts_R.device)
     starts_R = running.starts_R[index_R]
     unused = int(starts_R.min())
-    running.cache.trim(unused)
-    running.cache.batch_select_indices(index_R)
-    return Running(running.rows.take(kept), running.cache, starts_R - unused)
+    if running.cache is not None:
+        running.cache.trim(unused)
+        running.cache.batch_select_indices(index_R)
+    width = running.width - unused
+    return Running(running.rows.take(kept), running.cache, width, starts_R - unused)
 
 
 def sample_from(

@@ -1,13 +1,33 @@
-"""Keys and values of the rows that are sampled together, all ending at the same column."""
+"""What a model keeps of the rows that are sampled together, all ending at the same column.
+
+Attention layers keep keys and values of all columns, recurrent and convolutional ones a state of
+fixed size. `plan_cache` decides whether the hf sampler can hold what a model keeps.
+"""
 
 from __future__ import annotations
 
+import inspect
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 SPARE_COLUMNS = 64  # a cache is copied once in so many tokens
 
@@ -53,6 +73,8 @@ class KVLayer(DynamicLayer):
 
     def trim(self, columns: int) -> None:
         """Forget the first columns."""
+        if not self.is_initialized:
+            return
         self.keys, self.values = self.keys[:, :, columns:], self.values[:, :, columns:]
         self._wide = tuple(wide[:, :, columns:] for wide in self._wide)
 
@@ -63,6 +85,8 @@ class KVLayer(DynamicLayer):
 
     def append_rows(self, other: KVLayer, rows: Tensor) -> None:
         """Add rows of a cache that is not longer, so that both end at the same column."""
+        if not self.is_initialized:  # a layer that the model does not use
+            return
         # Zeros before them, for 0 x NaN is NaN.
         before = (0, 0, self.get_seq_length() - other.get_seq_length(), 0)
         self.keys = torch.cat([self.keys, pad(other.keys[rows], before)])
@@ -70,13 +94,84 @@ class KVLayer(DynamicLayer):
         self._wide = ()
 
 
+class IndexedKVLayer(KVLayer, DynamicIndexedLayer):
+    """Keys and values, and the keys by which sparse attention selects among them."""
+
+    indexer_keys: Tensor  # (rows, columns, size)
+
+    def trim(self, columns: int) -> None:
+        """Forget the first columns."""
+        super().trim(columns)
+        if self.is_indexer_initialized:
+            self.indexer_keys = self.indexer_keys[:, columns:]
+
+    def append_rows(self, other: KVLayer, rows: Tensor) -> None:
+        """Add rows of a cache that is not longer, so that both end at the same column."""
+        super().append_rows(other, rows)
+        if self.is_indexer_initialized and isinstance(other, IndexedKVLayer):
+            before = (0, 0, self.indexer_keys.shape[1] - other.indexer_keys.shape[1], 0)
+            self.indexer_keys = torch.cat(
+                [self.indexer_keys, pad(other.indexer_keys[rows], before)]
+            )
+
+
+class StateLayer(LinearAttentionLayer):
+    """One layer's convolutional and recurrent states, which have rows but no columns."""
+
+    def trim(self, columns: int) -> None:
+        """Nothing is kept of single columns."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows only."""
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({i: s[indices] for i, s in states.items() if s is not None})
+
+    def append_rows(self, other: StateLayer, rows: Tensor) -> None:
+        """Add rows of another cache."""
+        for mine, theirs in (
+            (self.conv_states, other.conv_states),
+            (self.recurrent_states, other.recurrent_states),
+        ):
+            pairs = ((i, state, theirs[i]) for i, state in mine.items())
+            mine.update({i: torch.cat([a, b[rows]]) for i, a, b in pairs if a is not None})
+
+
+class StateKVLayer(StateLayer, KVLayer):
+    """States, keys and values of one layer."""
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        KVLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *keys_values: Tensor, **states: Any) -> None:
+        """Prepare for keys and values, or for states, which come by name."""
+        if keys_values:
+            KVLayer.lazy_initialization(self, *keys_values)
+        else:
+            StateLayer.lazy_initialization(self, **states)
+
+    def trim(self, columns: int) -> None:
+        """Forget the first columns."""
+        KVLayer.trim(self, columns)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows only."""
+        StateLayer.batch_select_indices(self, indices)
+        KVLayer.batch_select_indices(self, indices)
+
+    def append_rows(self, other: Any, rows: Tensor) -> None:
+        """Add rows of a cache that is not longer, so that both end at the same column."""
+        StateLayer.append_rows(self, other, rows)
+        KVLayer.append_rows(self, other, rows)
+
+
 class KVCache(Cache):
-    """A `KVLayer` for each layer of the model."""
+    """A layer for each layer of the model."""
 
-    layers: list[KVLayer]
+    layers: list[Any]
 
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[KVLayer() for _ in range(num_layers)])
+    def __init__(self, plan: CachePlan) -> None:
+        super().__init__(layers=[kind(**options) for kind, options in plan.layers])
 
     def trim(self, columns: int) -> None:
         """Forget the first columns of every layer."""
@@ -87,3 +182,113 @@ class KVCache(Cache):
         """Add rows of a cache that is not longer, right-aligned."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.append_rows(theirs, rows)
+
+
+# Sliding windows keep their whole past too: the mask applies the window.
+KINDS: dict[type, type] = {
+    DynamicLayer: KVLayer,
+    DynamicSlidingWindowLayer: KVLayer,
+    DynamicIndexedLayer: IndexedKVLayer,
+    LinearAttentionLayer: StateLayer,
+    LinearAttentionAndFullAttentionLayer: StateKVLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: StateKVLayer,
+}
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The layers of a cache, how the model takes it, and what follows for its rows."""
+
+    layers: tuple[tuple[type, dict[str, int]], ...]
+    parameter: str  # of the model's forward pass
+    slides: bool  # some layers attend to a part of the past
+    attends: bool  # some layers keep keys and values, which rows of other lengths mask
+    # A state goes through the columns in front of a row, and not all families keep it at zero
+    # there: prompts of equal length are computed together, without padding.
+    keeps_states: bool
+
+
+def plan_cache(model: PreTrainedModel) -> CachePlan | None:
+    """Plan the cache of a model; None where the hf sampler cannot hold it.
+
+    That is a cache class or state of the model's own code, or rows that cannot be padded on the
+    left because the model counts positions by columns.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    names = [name for name in ("past_key_values", "cache_params") if name in parameters]
+    layers = DynamicCache(config=model.config).layers
+    if not names or _has_own_cache(model) or not {type(layer) for layer in layers} <= KINDS.keys():
+        return None
+    states = [isinstance(layer, LinearAttentionLayer) for layer in layers]
+    if model._is_stateful and not any(states):
+        return None
+    if _counts_columns(model, takes_positions="position_ids" in parameters):
+        return None
+    return CachePlan(
+        layers=tuple(
+            (KINDS[type(layer)], {"number_of_states": layer.number_of_states} if state else {})
+            for layer, state in zip(layers, states, strict=True)
+        ),
+        parameter=names[0],
+        slides=any(getattr(layer, "is_sliding", False) for layer in layers),
+        attends=any(isinstance(layer, DynamicLayer) for layer in layers),
+        keeps_states=any(states),
+    )
+
+
+def _has_own_cache(model: PreTrainedModel) -> bool:
+    """Whether the file that defines the model also defines a cache."""
+    files = {base.__module__ for base in type(model).__mro__ if "modeling_" in base.__module__}
+    return any(
+        name.endswith("Cache") and getattr(value, "__module__", "") == file
+        for file in files
+        for name, value in vars(sys.modules[file]).items()
+    )
+
+
+def _counts_columns(model: PreTrainedModel, *, takes_positions: bool) -> bool:
+    """Whether a table of positions is read at columns, or at ids that begin behind padding."""
+    tables = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and "position" in name.rpartition(".")[2]
+    ]
+    return any(not takes_positions or table.padding_idx is not None for table in tables)
+
+
+@contextmanager
+def limit_time_steps(model: nn.Module) -> Iterator[None]:
+    """Keep the time steps of Mamba 2 layers within their limits for single tokens too.
+
+    transformers and the mamba-ssm kernels apply `time_step_limit` only where they scan several
+    tokens (Zamba 2 and Nemotron-H have one). The last outputs of `in_proj` are the time steps
+    before softplus, which is monotonic: a limit on the one is a limit on the other.
+    """
+    with ExitStack() as hooks:
+        for mixer in model.modules():
+            low, high = getattr(mixer, "time_step_limit", None) or (0.0, math.inf)
+            if isinstance(mixer, nn.Module) and (low > 0 or high < math.inf):
+                hooks.enter_context(_limit_outputs(mixer, low, high))
+        yield
+
+
+@contextmanager
+def _limit_outputs(mixer: Any, low: float, high: float) -> Iterator[None]:
+    bias = mixer.dt_bias.float()
+    scale = mixer.mup_vector[0, 0, -len(bias) :] if hasattr(mixer, "mup_vector") else 1.0
+    # The inverse of softplus; Falcon-H1 scales what `in_proj` gives before the bias is added.
+    least, most = (
+        ((x + math.log(-math.expm1(-x)) if x > 0 else -math.inf) - bias) / scale
+        for x in (low, high)
+    )
+
+    def limit(_: nn.Module, __: Any, projected: Tensor) -> Tensor:
+        steps = projected[..., -len(bias) :]
+        limited = torch.minimum(torch.maximum(steps.float(), least), most)
+        return torch.cat([projected[..., : -len(bias)], limited.to(projected.dtype)], dim=-1)
+
+    handle = mixer.in_proj.register_forward_hook(limit)
+    try:
+        yield
+    finally:
+        handle.remove()

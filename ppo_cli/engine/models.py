@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ppo_cli.engine.loading import load_config, load_part, load_weights
 from ppo_cli.engine.rows import PackedRows, Packing
@@ -188,24 +186,6 @@ def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     if not ids:
         raise ModelError("The model has no end-of-sequence token: responses could never end.")
     return frozenset(int(i) for i in ids)
-
-
-HOLDABLE = (DynamicLayer, DynamicSlidingWindowLayer)
-
-
-def plan_layers(config: PreTrainedConfig) -> tuple[int, bool]:
-    """Return how many cache layers a model needs, and whether any of them slides.
-
-    Raises ModelError for a model that keeps something else than keys and values.
-    """
-    layers = DynamicCache(config=config).layers
-    odd = sorted({type(layer).__name__ for layer in layers if type(layer) not in HOLDABLE})
-    if odd:
-        raise ModelError(
-            f"The hf sampler cannot hold the state of a {config.model_type} model "
-            f"({', '.join(odd)}); use a model whose layers are attention with keys and values."
-        )
-    return len(layers), any(layer.is_sliding for layer in layers)
 
 
 def _split(model: Any) -> Policy:

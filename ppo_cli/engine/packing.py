@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import Budget
-from ppo_cli.engine.models import Policy, ValueModel, plan_layers
+from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
 from ppo_cli.engine.rows import BY_ROWS, PackedRows, Packing, attend_by_rows
 from ppo_cli.errors import ModelError, first_line, is_out_of_memory
@@ -91,13 +92,10 @@ def choose_attention(model: Any) -> Packing:
 
 def _is_plain(config: Any) -> bool:
     """Whether every token of every layer attends to all before it."""
-    try:
-        _, slides = plan_layers(config)
-    except ModelError:
-        return False
+    layers = {type(layer) for layer in DynamicCache(config=config).layers}
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    return not slides and kinds == {"full_attention"}
+    return layers == {DynamicLayer} and kinds == {"full_attention"}
 
 
 @torch.no_grad()

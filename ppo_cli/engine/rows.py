@@ -91,7 +91,8 @@ def attend_by_rows(
     if attention_mask is None or attention_mask.dtype != ENDS:
         # A token that looks back makes many small products, for which oneDNN is slow.
         with products_by_blas() if query_1hLd.shape[2] == 1 else nullcontext():
-            if _shares_keys(query_1hLd, key_1hLd) and options.get("position_bias") is None:
+            shares = _shares_keys(query_1hLd, key_1hLd, attention_mask)
+            if shares and options.get("position_bias") is None:
                 return _look_back(query_1hLd, key_1hLd, value_1hLd, attention_mask, options), None
             found: tuple[Tensor, None] = sdpa_attention_forward(
                 module, query_1hLd, key_1hLd, value_1hLd, attention_mask, **options
@@ -125,10 +126,11 @@ def attend_by_rows(
     return torch.cat([o[:, p:] for o, p in zip(out, shared[1:].tolist(), strict=True)], 1), None
 
 
-def _shares_keys(query_RhLd: Tensor, key_RkCd: Tensor) -> bool:
-    """Whether each row has one token whose heads share keys, on the CPU."""
+def _shares_keys(query_RhLd: Tensor, key_RkCd: Tensor, mask: Tensor | None) -> bool:
+    """Whether each row has one token whose heads share keys and mask, on the CPU."""
     _, heads, tokens, _ = query_RhLd.shape
-    return tokens == 1 and heads > key_RkCd.shape[1] and query_RhLd.device.type == "cpu"
+    shares = heads > key_RkCd.shape[1] and (mask is None or mask.shape[1] == 1)
+    return tokens == 1 and shares and query_RhLd.device.type == "cpu"
 
 
 def _look_back(

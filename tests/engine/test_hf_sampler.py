@@ -18,7 +18,6 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
-    MambaConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -26,7 +25,6 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.mamba.modeling_mamba import MambaForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
@@ -474,12 +472,6 @@ def test_broken_weights_are_told() -> None:
         model.model.norm.weight.fill_(torch.nan)
     with pytest.raises(ModelError, match="not finite"):
         list(make_sampler(model).generate(make_prompts(), Sampling(max_tokens=2), 0))
-
-
-def test_a_model_without_keys_and_values_is_refused() -> None:
-    config = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(ModelError, match="mamba"):
-        make_sampler(MambaForCausalLM(config))
 
 
 class SmallMemory:
