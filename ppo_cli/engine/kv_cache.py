@@ -214,7 +214,7 @@ def plan_cache(model: PreTrainedModel) -> CachePlan | None:
     That is a cache class or state of the model's own code, or rows that cannot be padded on the
     left because the model counts positions by columns.
     """
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(type(model).forward).parameters
     names = [name for name in ("past_key_values", "cache_params") if name in parameters]
     layers = DynamicCache(config=model.config).layers
     if not names or _has_own_cache(model) or not {type(layer) for layer in layers} <= KINDS.keys():

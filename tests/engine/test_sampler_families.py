@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -223,7 +222,6 @@ class TestRowsOfStates:
                 raise torch.OutOfMemoryError
             return forward(*args, **options)
 
-        vars(run_out)["__signature__"] = signature(forward)
         monkeypatch.setattr(model, "forward", run_out)
         sampler = make_sampler(model, 64)
         rollouts = list(sampler.generate(prompts, Sampling(max_tokens=14, n=2), 0))
