@@ -7,12 +7,13 @@ of PEFT's files, so that its own loader, or any server that takes adapters, read
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +106,23 @@ def adapt(settings: Model | CriticModel, seed: int) -> Callable[[Any], Any] | No
             _hold_in_4_bits(model)
         head = value_head(model)
         key = f"{'model' if head is None else 'critic.model'}.target_modules"
-        targets, chosen = _choose_targets(model, settings.target_modules, key)
-        alpha = settings.lora_alpha
+        targets = _choose_targets(model, settings.target_modules, key)
+        rank, alpha = settings.lora_rank, settings.lora_alpha
+        alpha = int(alpha) if alpha == int(alpha) else alpha
         lora = peft.LoraConfig(
-            r=settings.lora_rank,
-            lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
-            target_modules=targets,
+            r=rank,
+            lora_alpha=alpha,
+            rank_pattern=dict.fromkeys(targets.fused, FUSED * rank),
+            alpha_pattern=dict.fromkeys(targets.fused, FUSED * alpha),
+            target_modules=targets.modules,
+            target_parameters=targets.parameters or None,
             lora_dropout=0.0,
             bias="none",
-            fan_in_fan_out=all(isinstance(module, Conv1D) for module in chosen),
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in targets.linear),
             task_type="CAUSAL_LM" if head is None else "TOKEN_CLS",
             exclude_modules=None if head is None else [head],
         )
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _without_pattern_warnings():
             torch.manual_seed(seed)
             adapted = peft.inject_adapter_in_model(lora, model, ADAPTER)
         if head is not None:
@@ -183,17 +188,16 @@ def merged_tensors(
     the same order on every rank. Where it casts, `exact` does the same without, for what is
     still to be merged. A tied output head is left out. Nothing live is changed.
     """
-    layers = _layers(model)
-    for name, tensor in model.named_parameters():
-        if PIECE.search(name):
+    adapted = {
+        f"{_base_name(name)}.{getattr(layer, 'parameter_name', 'weight')}": layer
+        for name, layer in _layers(model).items()
+    }
+    for adapted_name, tensor in model.named_parameters():
+        if PIECE.search(adapted_name):
             continue
-        owner, _, leaf = name.rpartition(".base_layer.")
-        if not owner:
-            yield name, full(tensor)
-        elif leaf == "weight":
-            yield f"{owner}.{leaf}", _merge(layers[owner], exact or full)
-        else:
-            yield f"{owner}.{leaf}", full(tensor)
+        name = _base_name(adapted_name)
+        layer = adapted.get(name)
+        yield name, full(tensor) if layer is None else _merge(layer, tensor, exact or full)
 
 
 def write_adapter_config(directory: Path, model: Any, base: str) -> None:
@@ -214,7 +218,7 @@ def load_merged(model: Any, folder: Path) -> Any:
 
     Raises ValueError when it is the adapter of another model.
     """
-    with warnings.catch_warnings():
+    with _without_pattern_warnings():
         # What PEFT only warns of is looked at below.
         warnings.filterwarnings("ignore", "Found missing adapter keys")
         adapted = _import_peft().PeftModel.from_pretrained(model, str(folder))
@@ -267,30 +271,75 @@ def _layers(model: Any) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def _merge(layer: Any, full: Callable[[Tensor], Tensor]) -> Tensor:
-    """W + scale * B @ A, computed in float32."""
-    weight = full(layer.base_layer.weight)
+def _base_name(name: str) -> str:
+    """The name that something has in the model without an adapter."""
+    return name.replace(".base_layer", "")
+
+
+def _merge(layer: Any, tensor: Tensor, full: Callable[[Tensor], Tensor]) -> Tensor:
+    """W + scale * B @ A, computed in float32; of the weights of all experts each has its own."""
+    weight = full(tensor)
     a, b = (full(part[ADAPTER].weight).float() for part in (layer.lora_A, layer.lora_B))
-    change = layer.scaling[ADAPTER] * (b @ a)
-    merged: Tensor = weight.float() + (change.T if layer.fan_in_fan_out else change)
+    if weight.dim() == 3:
+        a_Eri, b_Eor = split_experts(a, b, len(weight))
+        change = b_Eor @ a_Eri
+        change = change if change.shape == weight.shape and _is_out_first(layer) else change.mT
+    else:
+        change = (b @ a).T if layer.fan_in_fan_out else b @ a
+    merged: Tensor = weight.float() + layer.scaling[ADAPTER] * change
     return merged.to(weight.dtype)
 
 
-def _choose_targets(
-    model: Any, wanted: str | Sequence[str], key: str
-) -> tuple[str | list[str], list[nn.Module]]:
-    """What to tell PEFT, and the modules that it means; refuses names that mean none.
+def split_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """(experts, rank, in) and (experts, out, rank) of what PEFT holds in two matrices."""
+    return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+
+
+def _is_out_first(layer: Any) -> bool:
+    """Whether the weights of experts are (experts, out, in), as those of a linear layer."""
+    return not getattr(layer.get_base_layer(), "is_transposed", False)
+
+
+FUSED = 2  # gate and up projection of an expert, in one weight; each has a rank of its own
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """What LoRA adapts, as PEFT takes it: modules, and parameters of modules that are not linear.
+
+    `fused` are patterns of parameters that hold two layers, both of them chosen.
+    """
+
+    modules: str | list[str]
+    linear: list[nn.Module]
+    parameters: list[str] = field(default_factory=list)
+    fused: list[str] = field(default_factory=list)
+
+
+def _choose_targets(model: Any, wanted: str | Sequence[str], key: str) -> _Targets:
+    """What to tell PEFT; refuses names that mean nothing that can be adapted.
 
     A single word may be a name or a pattern: PEFT itself would take any word as a pattern.
     """
-    linear = _linear_modules(model)
+    linear, parameters, renames = (
+        _linear_modules(model), _parameters_by_name(model), _peft_renames(model),
+    )  # fmt: skip
     if isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
-        return ALL_LINEAR, list(linear.values())
-    names = [name for name, _ in model.named_modules()]
-    found = {
-        word: _named(word, names) for word in ([wanted] if isinstance(wanted, str) else wanted)
-    }
+        # As PEFT: experts and routers are among them in families in which they were linear layers.
+        names = [*linear, *(name for name in parameters if _leaf(name) in renames)]
+        if not parameters and not renames:
+            return _Targets(ALL_LINEAR, [*linear.values()])
+        return _as_peft(model, names, key)
+    modules = [name for name, _ in model.named_modules()]
+
+    def mean(word: str) -> list[str]:
+        named, held = _named(word, modules), _named(word, parameters)
+        # A word for linear layers means experts too where these were linear layers.
+        return [*named, *held] if renames or not named else named
+
+    found = {word: mean(word) for word in ([wanted] if isinstance(wanted, str) else wanted)}
     if isinstance(wanted, str) and not found[wanted]:
+        names = [*modules, *parameters]
         found = {wanted: [name for name in names if _matches(wanted, name, key)]}
     else:
         wanted = list(found)
@@ -300,26 +349,123 @@ def _choose_targets(
         )
     for word, meant in found.items():
         if not meant:
-            raise _unknown_target(word, linear, key)
+            raise _unknown_target(word, [*linear, *parameters], key)
         for name in meant:
-            if name not in linear:
+            if name not in linear and name not in parameters:
                 raise ModelError(
                     f"{key}: '{word}' means {name}, which LoRA cannot adapt. It adapts the linear "
-                    f"layers between embeddings and output layer, here: {_leaves(linear)}."
+                    "layers between embeddings and output layer, here: "
+                    f"{_leaves([*linear, *parameters])}."
                 )
-    return wanted, [linear[name] for meant in found.values() for name in meant]
+    names = [name for meant in found.values() for name in meant]
+    if not parameters and not renames:
+        return _Targets(wanted, [linear[name] for name in names])
+    return _as_peft(model, names, key)
 
 
-def _linear_modules(model: Any) -> dict[str, nn.Module]:
-    """Linear modules by name, without embeddings and heads, which are never adapted."""
+def _as_peft(model: Any, names: Iterable[str], key: str) -> _Targets:
+    """Exact targets: PEFT widens words to experts, and patterns to all layers, in some families."""
+    linear, parameters, renames = (
+        _linear_modules(model), _parameters_by_name(model), _peft_renames(model),
+    )  # fmt: skip
+    names = set(names)
+    halves: dict[str, list[str]] = {}
+    for name, parameter in parameters.items():
+        if _leaf(name) in renames and name != parameter:
+            halves.setdefault(parameter, []).append(name)
+    fused = {parameter: pair for parameter, pair in halves.items() if len(pair) == FUSED}
+    for parameter, pair in fused.items():
+        if len(names.intersection(pair)) == 1:
+            missing = next(name for name in pair if name not in names)
+            raise ModelError(
+                f"{key}: {' and '.join(sorted(pair))} are one weight ({parameter}): name "
+                f"{_leaf(missing)} as well."
+            )
+    chosen = {parameters[name] for name in names if name in parameters}
+    # PEFT would take the names of these layers for those of experts.
+    chosen |= {f"{n}.weight" for n in names & linear.keys() if _leaf(n) in renames}
+    modules = sorted(n for n in names & linear.keys() if _leaf(n) not in renames)
+    both = {parameter for parameter, pair in fused.items() if names.issuperset(pair)}
+    return _Targets(
+        modules,
+        [linear[name] for name in modules],
+        sorted(chosen),
+        sorted({rf".*\.{_leaf(parameter)}" for parameter in both}),
+    )
+
+
+def _peft_renames(model: Any) -> dict[str, str]:
+    """Names that PEFT 0.21 takes for those of experts and routers in this family."""
+    # Imported on use, as peft is. It has no public name for these.
+    conversion: Any = importlib.import_module("peft.utils.transformers_weight_conversion")
+    family = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, "")
+    renames: dict[str, str] = conversion._MOE_TARGET_MODULE_MAPPING.get(family, {})
+    return renames
+
+
+def _parameters_by_name(model: Any) -> dict[str, str]:
+    """The names by which experts and routers can be chosen -> the parameter that holds each.
+
+    A router goes by the name of its module. Experts go by that of their parameter, and by those
+    of the linear layers that they were, where PEFT knows them.
+    """
+    linear, ends = _linear_modules(model), _ends(model)
+    renames = _peft_renames(model)
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if name in linear or any(module is end for end in ends):
+            continue
+        if isinstance(module, nn.Embedding) or type(module).__module__.startswith("torch.nn"):
+            continue
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 2 and leaf == "weight":
+                found[name] = f"{name}.{leaf}"
+            elif parameter.dim() == 3:
+                found[f"{name}.{leaf}"] = f"{name}.{leaf}"
+                olds = [old for old, new in renames.items() if new == leaf and old != leaf]
+                found |= {f"{name}.{old}": f"{name}.{leaf}" for old in olds}
+    return found
+
+
+def _ends(model: Any) -> list[nn.Module]:
+    """Embeddings and heads, which are never adapted."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if (head := value_head(model)) is not None:
         ends.append(getattr(model, head))
+    return ends
+
+
+def _linear_modules(model: Any) -> dict[str, nn.Module]:
+    """Linear modules by name, without embeddings, heads, and routers that return more."""
+    ends = _ends(model)
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and not any(module is end for end in ends)
+        if isinstance(module, nn.Linear | Conv1D)
+        and not any(module is end for end in ends)
+        and _returns_states(module)
     }
+
+
+def _returns_states(module: nn.Module) -> bool:
+    """Whether a linear module returns one tensor, which an adapter around it adds to."""
+    kind = type(module)
+    if kind.forward is nn.Linear.forward or kind.__module__.startswith("bitsandbytes"):
+        return True
+    probe: Any = copy.copy(module)
+    zeros = {n: None if p is None else torch.zeros(p.shape) for n, p in module._parameters.items()}
+    probe.__dict__["_parameters"] = zeros
+    size = probe.weight.shape[0 if isinstance(module, Conv1D) else 1]
+    with torch.no_grad():
+        return isinstance(kind.forward(probe, torch.zeros(1, size)), Tensor)
+
+
+@contextmanager
+def _without_pattern_warnings() -> Iterator[None]:
+    """Ranks of experts go by patterns, of which PEFT 0.21 says that they match nothing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
+        yield
 
 
 def _named(word: str, names: Iterable[str]) -> list[str]:
@@ -344,5 +490,9 @@ def _unknown_target(word: str, linear: Iterable[str], key: str) -> ModelError:
     )
 
 
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def _leaves(names: Iterable[str]) -> str:
-    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+    return ", ".join(sorted({_leaf(name) for name in names}))

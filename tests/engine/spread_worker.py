@@ -29,7 +29,7 @@ from ppo_cli.config.algorithm_schema import CriticModel, Optim, Sharding
 from ppo_cli.config.memory_plan import change
 from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine.checkpoint import stored_tensors
-from ppo_cli.engine.lora import adapt, reference_of
+from ppo_cli.engine.lora import adapt, merged_tensors, reference_of
 from ppo_cli.engine.models import Policy, adapted, load_policy
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import (
@@ -248,6 +248,16 @@ def lora_case(ranks: Ranks, models: dict[str, str]) -> Found:
         kls.append(divergence(policy, reference_of(policy), of))
     value = compare(*both(ranks, models["untied"], value=True, prepare=ADAPT_VALUE))
     return found | {"kls": kls, "value": value}
+
+
+def experts_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """Adapters of experts and routers, and what their merged weights are."""
+    spread, alone = both(ranks, models["experts"], prepare=ADAPT, gradient_checkpointing=True)
+    merged = dict(merged_tensors(spread.model.model, full_tensor))
+    if alone is None:
+        return {"norms": spread.norms}
+    expected = dict(merged_tensors(alone.model.model, full_tensor))
+    return compare(spread, alone) | {"merged": gap(merged, expected)}
 
 
 def nested_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -471,7 +481,7 @@ CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
     2: {
         (1, 2): [
             tied_case, parted_case, frozen_case, whole_case, offload_case, value_case,
-            bfloat16_case, lora_case, nested_case, checkpointed_case,
+            bfloat16_case, lora_case, nested_case, checkpointed_case, experts_case,
             spoilt_case, refused_case, broken_off_case, packed_case, idle_case,
             together_case, published_case, memory_case, packed_whole_case, memory_whole_case,
         ],

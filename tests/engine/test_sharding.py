@@ -22,6 +22,7 @@ from transformers import (
 
 from ppo_cli.config.bundled import model_folder
 from tests.engine.spread_training import STEPS
+from tests.engine.tiny_families import save_model
 from tests.forked import run_ranks
 
 # 63 tokens and 46 / 2 columns do not go into equal pieces.
@@ -59,6 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     config = json.loads((folder / "parted/config.json").read_text())
     (folder / "parted/config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     return {name: str(folder / name) for name in (*made, "parted")} | {
+        "experts": save_model(folder, "qwen3_moe"),
         "tied": str(model_folder("embedded")),
         "absent": str(folder / "absent"),
     }
@@ -177,6 +179,10 @@ def test_adapters_train_alike_and_the_reference_is_asked_inside(
     spread, alone = found["kls"]
     assert spread == pytest.approx(alone, rel=1e-5) and alone[0] > 0
     check_alike(two, case, "value")
+
+
+def test_adapters_of_experts_train_and_merge_alike(two: list[dict[str, Any]]) -> None:
+    assert check_alike(two, "experts_case-1-2")["merged"] <= 5e-6
 
 
 def test_a_reference_of_its_own_is_asked_inside(two: list[dict[str, Any]]) -> None:

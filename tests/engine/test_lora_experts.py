@@ -1,0 +1,134 @@
+"""LoRA on experts and routers: what is adapted, merged, published and read back by PEFT."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ppo_cli.config.schema import Model
+from ppo_cli.engine.lora import (
+    ADAPTER_WEIGHTS,
+    adapt,
+    adapter_tensors,
+    load_merged,
+    merged_tensors,
+    write_adapter_config,
+)
+from ppo_cli.errors import ModelError
+from tests.engine.adapted_models import trained, whole
+from tests.engine.tiny_families import make_model, save_model
+
+ALL = "all-linear"
+EXPERTS = ["gate_up_proj", "down_proj"]
+MIXED = {"mlp_only_layers": [0], "num_hidden_layers": 3}  # the first layer has no experts
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "mixtral": ("mixtral", ALL, {}),
+    "mixtral, old names": ("mixtral", ["w1", "w2", "w3", "q_proj"], {}),
+    "qwen2_moe": ("qwen2_moe", ALL, {}),
+    "qwen2_moe, words": ("qwen2_moe", ["q_proj", "gate_proj", "up_proj", "down_proj"], {}),
+    "qwen2_moe, experts": ("qwen2_moe", ["gate_up_proj", "experts.down_proj"], {}),
+    "qwen3_moe": ("qwen3_moe", ALL, {}),
+    "qwen3_moe, a dense layer": ("qwen3_moe", ALL, MIXED),
+    "qwen3_moe, words": ("qwen3_moe", ["q_proj", "gate_proj", "up_proj", "down_proj"], MIXED),
+    "qwen3_moe, a layer": ("qwen3_moe", r".*layers\.1\..*(q_proj|down_proj)", {}),
+    "qwen3_moe, router": ("qwen3_moe", "gate", {}),
+    "qwen3_next": ("qwen3_next", ALL, {}),
+    "olmoe": ("olmoe", ALL, {}),
+    "granitemoe": ("granitemoe", ALL, {}),
+    "granitemoe, experts": ("granitemoe", [*EXPERTS, "router", "q_proj"], {"attention_bias": True}),
+    "gpt_oss": ("gpt_oss", ALL, {}),
+    "gpt_oss, experts": ("gpt_oss", [*EXPERTS, "router"], {}),
+    "phimoe": ("phimoe", ALL, {}),
+    "phimoe, router": ("phimoe", ["router", "down_proj"], {}),
+}  # fmt: skip
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 40, 41, 200]])
+
+
+def adapted(kind: str, wanted: Any, changes: dict[str, Any]) -> Any:
+    inject = adapt(Model(lora_rank=2, lora_alpha=6, target_modules=wanted), 42)
+    assert inject is not None
+    model = make_model(kind, **changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return inject(model)
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    found: Tensor = model(input_ids=IDS, use_cache=False).logits
+    return found
+
+
+def names_adapted(model: Any) -> set[str]:
+    return {name.partition(".lora_")[0] for name, _ in adapter_tensors(model)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merged_weights_have_the_names_of_the_model_and_its_logits(case: str) -> None:
+    kind, wanted, changes = CASES[case]
+    model, base = trained(adapted(kind, wanted, changes)), make_model(kind, **changes)
+    tensors = dict(merged_tensors(model, whole))
+    assert list(tensors) == [name for name, _ in base.named_parameters()]
+    plain = logits(base)
+    base.load_state_dict(tensors, strict=False)
+    torch.testing.assert_close(logits(base), logits(model), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(plain, logits(model), atol=1e-2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_reads_the_adapter(case: str, tmp_path: Path) -> None:
+    kind, wanted, changes = CASES[case]
+    model = trained(adapted(kind, wanted, changes))
+    tensors = {name: tensor.detach().clone() for name, tensor in adapter_tensors(model)}
+    save_file(tensors, tmp_path / ADAPTER_WEIGHTS)
+    write_adapter_config(tmp_path, model, save_model(tmp_path, kind, **changes))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*_pattern keys did not match")
+        warnings.filterwarnings("error", ".*adapter keys")
+        theirs = PeftModel.from_pretrained(make_model(kind, **changes), str(tmp_path))
+    assert torch.equal(logits(theirs), logits(model))
+    merged = load_merged(make_model(kind, **changes), tmp_path)
+    torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "leaves", "count"),
+    [
+        ("mixtral", {"q_proj", "k_proj", "v_proj", "o_proj", "gate", "experts", "base_layer"}, 14),
+        ("qwen2_moe, words", {"q_proj", "gate_proj", "up_proj", "down_proj"}, 8),
+        ("qwen2_moe, experts", {"experts", "base_layer"}, 4),
+        ("qwen3_moe, a layer", {"q_proj", "experts"}, 2),
+        (
+            "qwen3_moe, words",
+            {"q_proj", "gate_proj", "up_proj", "down_proj", "experts", "base_layer"},
+            10,
+        ),
+        ("gpt_oss", {"q_proj", "k_proj", "v_proj", "o_proj"}, 8),
+        ("phimoe", {"q_proj", "k_proj", "v_proj", "o_proj"}, 8),
+        ("phimoe, router", {"router", "experts"}, 4),
+    ],
+)
+def test_words_mean_what_they_mean_in_peft(case: str, leaves: set[str], count: int) -> None:
+    """Of experts the outer wrapper goes by the name of their module, the inner is a base layer."""
+    names = names_adapted(adapted(*CASES[case]))
+    assert {name.rpartition(".")[2] for name in names} == leaves
+    assert len(names) == count
+
+
+def test_half_of_a_fused_weight_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"gate_proj .* are one weight .*name up_proj as well"):
+        adapted("olmoe", ["gate_proj", "q_proj"], {})
+
+
+def test_gate_and_up_projection_have_a_rank_each() -> None:
+    shapes = {n: tuple(t.shape) for n, t in adapter_tensors(adapted("olmoe", ALL, {}))}
+    experts = "base_model.model.model.layers.0.mlp.experts"
+    assert shapes[f"{experts}.base_layer.lora_A.weight"] == (4 * 2 * 2, 32)
+    assert shapes[f"{experts}.lora_A.weight"] == (4 * 2, 48)
