@@ -30,6 +30,7 @@ from ppo_cli.config.derived import clip_high, clip_low
 from ppo_cli.config.memory import KEPT_LOGITS, LOGIT_CHUNK
 from ppo_cli.engine.base import Sums, add_sum
 from ppo_cli.engine.device import Compute
+from ppo_cli.engine.experts import ExpertMonitor, expert_metrics
 from ppo_cli.engine.micro_batches import Result, run_within_memory
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.optimizer import Optimizer
@@ -149,6 +150,7 @@ class ModelLearner:
             self._prepare(batch)
             sums = self._within_memory(batch, accumulate)
             norm, stepped = self.optimizer.apply()
+        observed = self._observe()
         if not self._ranks.speaks:
             sums = {}
         if self._ranks.rank == 0:
@@ -156,6 +158,7 @@ class ModelLearner:
             if stepped:
                 sums[self.norm] = (norm, 1.0)
             sums[f"{self.name}/lr"] = (self.optimizer.lr, 1.0)
+            sums |= observed
         return sums
 
     def _within_memory(
@@ -180,6 +183,10 @@ class ModelLearner:
 
     def _prepare(self, batch: TrainBatch) -> None:
         """Learn what the loss of each slice needs of the whole mini-batch."""
+
+    def _observe(self) -> Sums:
+        """What is seen of the whole mini-batch, the same on all ranks; all of them call."""
+        return {}
 
     @abstractmethod
     def _loss(
@@ -212,26 +219,50 @@ class ActorLearner(ModelLearner):
         self._settings = settings
         self._temperature = temperature
         self._chosen_BT: Tensor | None = None  # of the mini-batch under way
+        self._experts = ExpertMonitor(policy.model, policy.backbone)
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        self._experts.reset()
+
+    def _observe(self) -> Sums:
+        """How evenly the mini-batch was spread over experts."""
+        if not self._experts.present:
+            return {}
+        loads = self._experts.loads() if self._ranks.speaks else None
+        return expert_metrics(gather_objects(self._ranks, loads))
 
     @torch.no_grad()
     def _prepare(self, batch: TrainBatch) -> None:
-        """Choose the tokens that clip_cov or kl_cov holds back, by the present log-probs."""
+        """Look at all tokens by the present weights, where a loss needs that.
+
+        clip_cov and kl_cov choose tokens that they hold back; losses of routers need to know how
+        many tokens each expert gets.
+        """
         s, kind = self._settings, self._settings.policy_loss.loss_mode
-        if not POLICY_LOSSES[kind].chooses:
+        self._experts.reset()
+        if not POLICY_LOSSES[kind].chooses and not self._experts.balances:
             return
 
         def collect(plan: Sequence[Sequence[int]]) -> Tensor:
             own_BT = torch.zeros_like(batch.old_logprobs_BT)
+            self._experts.forget_assignments()
             for rows in plan:
                 cut = self._cut(batch, rows)
-                seen = view_tokens(
-                    self._policy, cut, self._compute, self._temperature, with_entropy=False
-                )
+                with self._experts.counting(cut):
+                    seen = view_tokens(
+                        self._policy, cut, self._compute, self._temperature, with_entropy=False
+                    )
                 if rows and self._ranks.speaks:
                     own_BT[cut.row_B, : cut.width] = cut.spread(seen.logprobs_N).cpu()
             return own_BT
 
         own_BT = self._within_memory(batch, collect)
+        if self._experts.balances:
+            assignments = self._experts.assignments() if self._ranks.speaks else None
+            self._experts.settle(gather_objects(self._ranks, assignments))
+        if not POLICY_LOSSES[kind].chooses:
+            return
         self._chosen_BT = choose_tokens(
             kind,
             torch.stack(gather_objects(self._ranks, own_BT)).sum(0),
@@ -256,10 +287,11 @@ class ActorLearner(ModelLearner):
         mask_BT = cut.loss_mask_BT(batch)
         with_entropy = s.entropy_coeff > 0
         full = s.use_kl_loss and s.kl_loss_type == "full"
-        seen = view_tokens(
-            self._policy, cut, self._compute, self._temperature,
-            with_entropy=with_entropy, kl_to=self._reference if full else None,
-        )  # fmt: skip
+        with self._experts.recording(cut):
+            seen = view_tokens(
+                self._policy, cut, self._compute, self._temperature,
+                with_entropy=with_entropy, kl_to=self._reference if full else None,
+            )  # fmt: skip
         new_BT = cut.spread(seen.logprobs_N)
         surrogate = policy_loss(
             new_BT,
@@ -289,7 +321,11 @@ class ActorLearner(ModelLearner):
             kl = aggregate(self._kl_BT(batch, cut, seen, new_BT), mask_BT, **aggregation)
             loss = loss + s.kl_loss_coef * kl
             add_sum(sums, "actor/kl_loss", kl.item(), 0)
-        add_sum(sums, "actor_loss", loss.item(), 0)
+        total = loss.item()
+        for name, value, coef in self._experts.take_losses():  # added to the layers already
+            add_sum(sums, name, value, 0)
+            total += coef * value
+        add_sum(sums, "actor_loss", total, 0)
         return loss
 
     def _kl_BT(self, batch: TrainBatch, cut: Slice, seen: TokenView, new_BT: Tensor) -> Tensor:

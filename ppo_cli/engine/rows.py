@@ -349,6 +349,7 @@ class Slice:
     position_BT: Tensor  # where the token's log-prob and value are read
     targets_N: Tensor
     width: int
+    count_BL: Tensor  # rows that each token belongs to: several of a shared prompt, none of padding
     idle: bool = False
     packed: PackedRows | None = None
 
@@ -403,6 +404,7 @@ def cut_slice(
     mask_BT = batch.response_mask_BT[row_B, :width]
     targets_N = ids_BL.gather(1, (position_BT + 1).clamp(max=length - 1))[mask_BT]
     ends = None
+    count_BL = (torch.arange(length)[None, :] < length_B[:, None]).float()
     if packed:
         lead_B = torch.arange(len(rows))
         if shared:
@@ -415,6 +417,9 @@ def cut_slice(
         at_L = torch.arange(length)[None, :]
         ids_BL = ids_BL[(at_L >= shared_B[:, None]) & (at_L < length_B[:, None])][None]
         start_B = own_B.cumsum(0) - own_B
+        count_BL = torch.ones(ids_BL.shape)
+        for lead, count in zip(lead_B.tolist(), shared_B.tolist(), strict=True):
+            count_BL[0, start_B[lead] : start_B[lead] + count] += 1
         position_BT += (start_B - shared_B)[:, None]
         position_BT[:, 0] = start_B[lead_B] + prompt_len_B - 1
     return Slice(
@@ -424,6 +429,7 @@ def cut_slice(
         position_BT=position_BT.clamp(max=ids_BL.shape[1] - 1).to(device),
         targets_N=targets_N.to(device),
         width=width,
+        count_BL=count_BL.to(device) * (not idle),
         idle=idle,
         packed=ends,
     )

@@ -420,6 +420,11 @@ def idle_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return packed_case(ranks, models, lora_rank=4, rows=MIXED[1:2])
 
 
+def routers_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """The same with losses of routers; what ranks say of experts is of all rows."""
+    return packed_case(ranks, {"tied": models["routers"]})
+
+
 def memory_whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """The same with weights that stay whole."""
     return memory_case(ranks, models, whole=True)
@@ -482,6 +487,7 @@ CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
         (1, 2): [
             tied_case, parted_case, frozen_case, whole_case, offload_case, value_case,
             bfloat16_case, lora_case, nested_case, checkpointed_case, experts_case,
+            routers_case,
             spoilt_case, refused_case, broken_off_case, packed_case, idle_case,
             together_case, published_case, memory_case, packed_whole_case, memory_whole_case,
         ],

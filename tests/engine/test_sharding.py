@@ -61,6 +61,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "parted/config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     return {name: str(folder / name) for name in (*made, "parted")} | {
         "experts": save_model(folder, "qwen3_moe"),
+        "routers": save_model(
+            folder, "mixtral", output_router_logits=True, router_aux_loss_coef=0.3
+        ),
         "tied": str(model_folder("embedded")),
         "absent": str(folder / "absent"),
     }
@@ -222,6 +225,7 @@ def test_a_pass_that_broke_off_leaves_a_model_that_works(two: list[dict[str, Any
     [
         "packed_case-1-2", "idle_case-1-2", "packed_case-2-1",
         "packed_whole_case-1-2", "packed_whole_case-1-1", "packed_whole_case-2-1",
+        "routers_case-1-2",
     ],
 )  # fmt: skip
 def test_two_ranks_with_packed_rows_train_as_one_with_padded_ones(

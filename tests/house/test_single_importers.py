@@ -18,6 +18,7 @@ STANDS = {
     "engine.hf_sampler": "one sampler of several",
     "engine.kv_cache": "keys and values; with them, hf_sampler is over the cap",
     "engine.cluster.engine": "the engine itself; service is the process around it",
+    "engine.experts": "what routers do; with it, actor_critic holds two ideas",
     "launch.ray_process": "Ray itself; with it, nodes is over the cap",
     "library": "what is offered in Python; the package itself has to stay quick to import",
     "report.page.rollouts": "reading and choosing responses; with it, server is over the cap",

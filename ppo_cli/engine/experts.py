@@ -1,0 +1,211 @@
+"""Mixtures of experts: how evenly tokens are spread over them, and the losses of their routers.
+
+The load-balancing loss (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6) is that of
+transformers, over all layers together: E sum_e f_e P_e, with f_e assignments to an expert per token
+and P_e its mean probability. The gradient takes f for a constant, so with f counted over the whole
+mini-batch before, the loss is a sum over tokens: micro-batches, padding and ranks do not matter.
+The z-loss is mean(logsumexp²) (Zoph et al. 2022, arXiv 2202.08906).
+Legend: N tokens of a micro-batch, E experts, K experts of a token, R layers with a router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.output_capturing import OutputRecorder
+
+from ppo_cli.engine.base import Sums
+from ppo_cli.engine.rows import Slice
+
+AUX, Z = "actor/router_aux_loss", "actor/router_z_loss"
+
+
+class _AddLoss(torch.autograd.Function):
+    """States as they are, whose backward pass begins that of a loss as well.
+
+    The loss of a router is added inside its layer: there its weights are at hand while sharded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, loss: Tensor) -> Tensor:
+        """The states."""
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of the states, and 1 for the loss."""
+        return grad, torch.ones((), device=grad.device)
+
+
+class ExpertMonitor:
+    """Watches the routers and experts of a policy during optimizer steps.
+
+    `balances` tells whether the config asks for losses of routers; the first pass over a
+    mini-batch then counts for them (`counting`), before losses are added (`recording`).
+    """
+
+    def __init__(self, model: Any, backbone: nn.Module) -> None:
+        config = model.config.get_text_config()
+        names = ("router_aux_loss_coef", "aux_loss_coef")
+        coef = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+        coefs = {AUX: coef, Z: getattr(config, "router_z_loss_coef", None)}
+        asked = coef is not None and getattr(config, "output_router_logits", False)
+        self._coefs = {name: float(c) for name, c in coefs.items() if asked and c}
+        self._top_k = int(getattr(model, "num_experts_per_tok", 0))
+        self.balances = bool(self._coefs)
+        self.present = False
+        self._counts: dict[str, Tensor] = {}  # of each layer, by expert
+        self._assigned: dict[str, Tensor] = {}  # the same, as the loss counts them
+        self._per_token_E: Tensor | None = None  # f, of the mini-batch under way
+        self._tokens = 0.0  # of the mini-batch, in all layers
+        self._weight_N: Tensor | None = None  # how often each token of the micro-batch counts
+        self._recording = self._counting = False
+        self._losses: dict[str, Tensor] = {}  # of the micro-batch, before their coefficients
+        for name, module in backbone.named_modules():
+            if name.rpartition(".")[2] == "experts":
+                module.register_forward_pre_hook(partial(self._count, name))
+                self.present = True
+        for name, router, index in _routers(backbone) if self.balances else ():
+            router.register_forward_hook(partial(self._route, name, index))
+
+    def reset(self) -> None:
+        """Begin a mini-batch again."""
+        self._counts, self._losses = {}, {}
+
+    @contextmanager
+    def recording(self, cut: Slice) -> Iterator[None]:
+        """Count the tokens of a slice, and add losses to its layers, in its backward pass too."""
+        self._weight_N, self._recording = cut.count_BL.flatten(), True
+        try:
+            yield
+        finally:
+            self._recording = False
+
+    @contextmanager
+    def counting(self, cut: Slice) -> Iterator[None]:
+        """Count the assignments of a slice's tokens for the losses to come; without gradients."""
+        self._weight_N, self._counting = cut.count_BL.flatten(), True
+        try:
+            yield
+        finally:
+            self._counting = False
+
+    def forget_assignments(self) -> None:
+        """Begin the first pass over a mini-batch."""
+        self._assigned, self._per_token_E, self._tokens = {}, None, 0.0
+
+    def assignments(self) -> Tensor | None:
+        """(R, 1 + E) of this rank: tokens of each router, and its assignments to each expert."""
+        return torch.stack([*self._assigned.values()]).cpu() if self._assigned else None
+
+    def settle(self, assignments: Sequence[Tensor | None]) -> None:
+        """Take the assignments of all ranks for those of the mini-batch."""
+        total_RE = sum(part for part in assignments if part is not None)
+        assert isinstance(total_RE, Tensor)
+        self._tokens = float(total_RE[:, 0].sum())
+        self._per_token_E = total_RE[:, 1:].sum(0) / self._tokens
+
+    def take_losses(self) -> list[tuple[str, float, float]]:
+        """Losses of the last micro-batch: the metric of each, its value and its coefficient."""
+        losses, self._losses = self._losses, {}
+        return [(name, value.item(), self._coefs[name]) for name, value in losses.items()]
+
+    def loads(self) -> Tensor | None:
+        """(R, E) of this rank: how many tokens each expert of each layer got; None without any."""
+        return torch.stack([*self._counts.values()]).cpu() if self._counts else None
+
+    def _count(self, name: str, module: Any, inputs: tuple[Any, ...]) -> None:
+        if not self._recording or not torch.is_grad_enabled():  # the reference has the same layers
+            return
+        if len(inputs) < 2 or inputs[1].is_floating_point():  # every expert sees all tokens
+            return
+        index_NK = inputs[1]
+        weight_N1 = self._weights(index_NK)[:, None].expand_as(index_NK)
+        counts_E = self._counts.setdefault(
+            name, torch.zeros(module.num_experts, dtype=torch.float64, device=index_NK.device)
+        )
+        counts_E.index_add_(0, index_NK.flatten(), weight_N1.flatten().double())
+
+    def _route(self, name: str, index: int, module: Any, inputs: Any, output: Any) -> Any:
+        if self._weight_N is None:
+            return None
+        logits_NE = output[index] if isinstance(output, tuple) else output
+        logits_NE = logits_NE.reshape(-1, logits_NE.shape[-1]).float()
+        if self._counting:
+            weight_N = self._weights(logits_NE).double()
+            index_NK = logits_NE.softmax(-1).topk(self._top_k, dim=-1).indices
+            counts_1E = torch.zeros(1 + logits_NE.shape[-1], dtype=torch.float64).to(weight_N)
+            counts_1E.index_add_(0, 1 + index_NK.flatten(), weight_N.repeat_interleave(self._top_k))
+            counts_1E[0] = weight_N.sum()
+            self._assigned[name] = self._assigned.get(name, 0.0) + counts_1E
+        if not torch.is_grad_enabled() or self._per_token_E is None:
+            return None
+        losses = self._compute_losses(logits_NE)
+        if self._recording:
+            for loss_name, value in losses.items():
+                self._losses[loss_name] = self._losses.get(loss_name, 0.0) + value.detach()
+        if not logits_NE.requires_grad:
+            return None
+        loss = torch.stack([self._coefs[n] * value for n, value in losses.items()]).sum()
+        return _attach(loss, output, index)
+
+    def _compute_losses(self, logits_NE: Tensor) -> dict[str, Tensor]:
+        """This layer's and micro-batch's part of the losses of the mini-batch."""
+        assert self._per_token_E is not None
+        weight_N = self._weights(logits_NE).float() / self._tokens
+        losses: dict[str, Tensor] = {}
+        if AUX in self._coefs:
+            share_E = self._per_token_E.to(logits_NE) * logits_NE.shape[-1]
+            losses[AUX] = (weight_N * (logits_NE.softmax(-1) @ share_E)).sum()
+        if Z in self._coefs:
+            losses[Z] = (weight_N * logits_NE.logsumexp(-1).square()).sum()
+        return losses
+
+    def _weights(self, states_NX: Tensor) -> Tensor:
+        assert self._weight_N is not None
+        return self._weight_N.to(states_NX.device)
+
+
+def _attach(loss: Tensor, output: Any, index: int) -> Any:
+    """The output of a router with a loss at what its layer goes on with."""
+    if not isinstance(output, tuple):
+        return _AddLoss.apply(output, loss)  # type: ignore[no-untyped-call]
+    places = [
+        at for at, states in enumerate(output)
+        if at != index and isinstance(states, Tensor) and states.requires_grad
+    ]  # fmt: skip
+    place = places[0] if places else index
+    found = list(output)
+    found[place] = _AddLoss.apply(output[place], loss)  # type: ignore[no-untyped-call]
+    return tuple(found)
+
+
+def _routers(backbone: Any) -> Iterator[tuple[str, nn.Module, int]]:
+    """Modules of which transformers records the logits of routers, and where in their output."""
+    recorders = (getattr(backbone, "_can_record_outputs", None) or {}).get("router_logits", [])
+    for recorder in recorders if isinstance(recorders, list) else [recorders]:
+        if not isinstance(recorder, OutputRecorder):
+            recorder = OutputRecorder(recorder, index=1)
+        for name, module in backbone.named_modules():
+            if isinstance(module, recorder.target_class):
+                yield name, module, recorder.index
+
+
+def expert_metrics(loads: Sequence[Tensor | None]) -> Sums:
+    """How the tokens of a mini-batch are spread, of the loads of all ranks."""
+    parts = [part for part in loads if part is not None]
+    if not parts:
+        return {}
+    total_RE = torch.stack(parts).sum(0)
+    share_RE = total_RE / total_RE.sum(-1, keepdim=True)
+    experts = share_RE.shape[-1]
+    entropy_R = torch.special.entr(share_RE).sum(-1) / torch.tensor(float(experts)).log()
+    return {
+        "actor/expert_load_max": (experts * share_RE.max().item(), 1.0),
+        "actor/expert_load_entropy": (entropy_R.mean().item(), 1.0),
+    }

@@ -1,0 +1,157 @@
+"""Losses of routers and the balance of experts, against transformers on padded rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, merge_annotations
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.engine.base import MiniBatch, Sums, merge_sums
+from ppo_cli.engine.experts import expert_metrics
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.models import load_tokenizer
+from tests.engine.packed_steps import make_batch, settings
+from tests.engine.tiny_families import FAMILIES, save_model
+
+# Two prompts of one length: their rows share one where prompts are shared.
+ROWS = ((1, 1), (3, 9), (17, 2), (5, 5), (5, 5), (5, 3), (2, 12), (23, 1), (8, 4))
+COEF = 0.3
+ASKS = {"output_router_logits": True, "router_aux_loss_coef": COEF}
+KINDS = ("mixtral", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "phimoe", "qwen3_next")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "padded": {"packing": False},
+    "padded, recomputed": {"packing": False, "enable_gradient_checkpointing": True},
+    "packed": {"packing": True, "share_prompts": False},
+    "packed, shared prompts, recomputed": {"packing": True, "share_prompts": True,
+                                           "enable_gradient_checkpointing": True},
+}  # fmt: skip
+
+
+def still(batch: Any, learner: Learner) -> TrainBatch:
+    """Without advantages, so that losses of routers alone have a gradient."""
+    annotated = merge_annotations(batch, [learner.annotate(batch)])
+    shape = batch.response_mask_BT.shape
+    return TrainBatch(
+        **{name: getattr(annotated, name) for name in AnnotatedBatch.__dataclass_fields__},
+        scores_B=torch.zeros(shape[0]), valid_B=torch.ones(shape[0], dtype=torch.bool),
+        token_rewards_BT=torch.zeros(shape), advantages_BT=torch.zeros(shape),
+        returns_BT=torch.zeros(shape), is_weight_BT=torch.ones(shape),
+    )  # fmt: skip
+
+
+def step(path: str, tokens: int, **model: Any) -> tuple[dict[str, Tensor], Sums]:
+    """Gradients and sums of a step in micro-batches of so many tokens."""
+    attention = "eager" if "gpt_oss" in path else "sdpa"
+    model = {"enable_gradient_checkpointing": False, "attn_implementation": attention} | model
+    config = settings(
+        model={"path": path, **model}, algorithm={"adv_estimator": "grpo"},
+        actor={"ppo_max_token_len_per_gpu": tokens, "grad_clip": 0.0, "optim": {"lr": 0.0},
+               "use_kl_loss": False, "entropy_coeff": 0.0},
+    )  # fmt: skip
+    learner = Learner(config, load_tokenizer(str(model_folder("embedded"))), total_steps=1)
+    optimizer, gradients = learner._actor.optimizer, {}
+    parameters = dict(learner.policy.model.named_parameters())
+    apply = optimizer.apply
+
+    def keep_gradients() -> tuple[float, bool]:
+        gradients.update({n: p.grad.clone() for n, p in parameters.items() if p.grad is not None})
+        return apply()
+
+    optimizer.apply = keep_gradients  # type: ignore[method-assign]
+    batch = still(make_batch(ROWS, 0, one_prompt=True), learner)
+    return gradients, merge_sums([learner.step(MiniBatch(batch, actor=True, critic=False))])
+
+
+def theirs(path: str) -> tuple[dict[str, Tensor], float, list[Tensor], Tensor]:
+    """What transformers computes of padded rows: gradients, loss, logits of routers, mask."""
+    from transformers import AutoModelForCausalLM
+
+    batch = make_batch(ROWS, 0, one_prompt=True)
+    length_B = batch.prompt_len_B + batch.response_len_B
+    mask_BL = torch.arange(batch.input_ids_BL.shape[1])[None, :] < length_B[:, None]
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    out = model(input_ids=batch.input_ids_BL, attention_mask=mask_BL.long(), use_cache=False)
+    (COEF * out.aux_loss).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return gradients, out.aux_loss.item(), [*out.router_logits], mask_BL.flatten()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["mixtral", "granitemoe"])
+def test_the_loss_of_routers_is_that_of_transformers(
+    kind: str, layout: str, tmp_path: Path
+) -> None:
+    path = save_model(tmp_path, kind, **ASKS)
+    gradients, loss, _, _ = theirs(path)
+    ours, sums = step(path, 32, **LAYOUTS[layout])
+    assert sums["actor/router_aux_loss"][0] == pytest.approx(loss, rel=1e-5)
+    assert sums["actor_loss"][0] == pytest.approx(COEF * loss, rel=1e-5)
+    assert loss > 1.0
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"mixtral", "granitemoe"}))
+def test_every_family_has_its_loss(kind: str, tmp_path: Path) -> None:
+    path = save_model(tmp_path, kind, **ASKS)
+    gradients, loss, _, _ = theirs(path)
+    ours, sums = step(path, 32, packing=False)
+    assert sums["actor/router_aux_loss"][0] == pytest.approx(loss, rel=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_z_loss_is_added_where_the_config_has_it(tmp_path: Path) -> None:
+    path = save_model(tmp_path, "mixtral", **ASKS, router_z_loss_coef=0.7)
+    _, loss, router_logits, mask_N = theirs(path)
+    squares = [logits_NE.logsumexp(-1).square()[mask_N] for logits_NE in router_logits]
+    z_loss = torch.cat(squares).mean().item()
+    _, sums = step(path, 32, packing=True)
+    assert sums["actor/router_z_loss"][0] == pytest.approx(z_loss, rel=1e-5)
+    assert sums["actor_loss"][0] == pytest.approx(COEF * loss + 0.7 * z_loss, rel=1e-5)
+
+
+def test_a_config_that_does_not_ask_has_no_loss(tmp_path: Path) -> None:
+    path = save_model(tmp_path, "mixtral", router_aux_loss_coef=COEF)
+    gradients, sums = step(path, 32, packing=False)
+    assert "actor/router_aux_loss" not in sums
+    assert all(gradient.abs().max() == 0 for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_balance_counts_each_token_of_each_row_once(layout: str, tmp_path: Path) -> None:
+    path = save_model(tmp_path, "mixtral", **ASKS)
+    _, _, router_logits, mask_N = theirs(path)
+    top_k, experts = FAMILIES["mixtral"]["num_experts_per_tok"], router_logits[0].shape[-1]
+    loads_RE = torch.stack(
+        [
+            torch.bincount(logits_NE[mask_N].topk(top_k).indices.flatten(), minlength=experts)
+            for logits_NE in router_logits
+        ]
+    ).double()
+    share_RE = loads_RE / loads_RE.sum(-1, keepdim=True)
+    entropy_R = -(share_RE * share_RE.log()).sum(-1)
+    _, sums = step(path, 32, **LAYOUTS[layout])
+    load, steps = sums["actor/expert_load_max"]
+    assert load / steps == pytest.approx(experts * share_RE.max().item())
+    entropy = entropy_R.mean().item() / torch.tensor(float(experts)).log().item()
+    assert sums["actor/expert_load_entropy"][0] == pytest.approx(entropy)
+
+
+def test_balance_by_hand() -> None:
+    """Two ranks, two layers of four experts: even, and all tokens to one."""
+    first = torch.tensor([[1.0, 1.0, 0.0, 0.0], [4.0, 0.0, 0.0, 0.0]])
+    second = torch.tensor([[0.0, 0.0, 1.0, 1.0], [4.0, 0.0, 0.0, 0.0]])
+    sums = expert_metrics([first, second, None])
+    assert sums["actor/expert_load_max"] == (4.0, 1.0)
+    assert sums["actor/expert_load_entropy"][0] == pytest.approx(0.5)
+
+
+def test_a_model_without_experts_has_no_balance() -> None:
+    _, sums = step(str(model_folder("embedded")), 64, packing=False)
+    assert not any("expert" in name for name in sums)
