@@ -13,6 +13,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -71,9 +72,12 @@ class GatedUnit(torch.autograd.Function):
 
 
 def keep_less(model: nn.Module) -> None:
-    """Exchange the forward passes of those norms and units that compute just what ours do."""
+    """Exchange the forward passes of those norms and units that compute just what ours do.
+
+    Those that take more than states, such as the gate of a norm, stay as they are.
+    """
     for module in model.modules():
-        if "forward" in module.__dict__:
+        if "forward" in module.__dict__ or len(signature(type(module).forward).parameters) != 2:
             continue
         for ours, is_same in ((_normalise, _is_norm), (_gate, _is_unit)):
             if is_same(module):

@@ -25,6 +25,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ppo_cli.engine.lean_layers import GatedUnit, RootMeanSquare, keep_less, round_norms
+from tests.engine.tiny_families import make_model as make_family
 
 HALF = torch.bfloat16
 TINY = {
@@ -207,6 +208,25 @@ def test_a_module_that_fails_on_other_sizes_stays_as_it_is() -> None:
     odd = nn.Sequential(Odd(32))
     keep_less(odd)
     assert not exchanged(odd)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "bamba", "granitemoehybrid"])
+def test_norms_that_take_a_gate_stay_as_they_are(kind: str) -> None:
+    model, plain = make_family(kind), make_family(kind)
+    keep_less(model)
+    found, wanted = states(model), states(plain)
+    assert torch.equal(found, wanted)
+    for out in (found, wanted):
+        out.square().sum().backward()
+    norms = {
+        name: module
+        for name, module in model.named_modules()
+        if "NormGated" in type(module).__name__
+    }
+    assert norms and not norms.keys() & exchanged(model).keys()
+    for name, norm in norms.items():
+        other = plain.get_submodule(name).weight.grad
+        torch.testing.assert_close(norm.weight.grad, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_forward_pass_that_a_module_was_given_stays() -> None:

@@ -41,6 +41,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
         "shared_expert_intermediate_size": 24,
     },
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 4, "chunk_size": 8},
+    "bamba": {
+        "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2,
+        "mamba_d_state": 4,
+    },
+    "granitemoehybrid": EXPERTS | {
+        "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16,
+        "mamba_d_state": 4, "shared_intermediate_size": 24,
+    },
     "falcon_mamba": {"state_size": 4},
 }  # fmt: skip
 
