@@ -27,7 +27,7 @@ from ppo_cli.config.known_models import (
     is_url,
 )
 from ppo_cli.config.mixture import Scorer, judges_of, models_of
-from ppo_cli.config.model_limits import attention_problem, length_problem
+from ppo_cli.config.model_limits import attention_problem, encoder_problem, length_problem
 from ppo_cli.config.processor import has_fast_bfloat16
 from ppo_cli.config.reward_schema import DEVICE, check_address
 from ppo_cli.config.schema import Config
@@ -309,12 +309,14 @@ def broken_models(config: Config) -> list[str]:
     """Return one sentence for each model of a run that cannot be trained, as its files tell."""
     problems = []
     for path, key in {path: key for key, path in reversed([*_models(config)])}.items():
-        folder = Path(model_folder(path)).expanduser()
+        folder, flag = Path(model_folder(path)).expanduser(), table()[key].flag or key
+        written = read_config(path)
+        if problem := encoder_problem(written, path, flag):
+            problems.append(problem)
+            continue
         if (folder / "config.json").is_file():
-            flag = table()[key].flag or key
             tokenizer, head = path == config.model.path, key != "critic.model.path"
             problems.append(folder_problem(folder, flag, tokenizer=tokenizer, head=head))
-        written = read_config(path)
         problems.append(attention_problem(written, path, config.model.attn_implementation))
         problems.append(length_problem(written, path, config.data))
     return [problem for problem in problems if problem]

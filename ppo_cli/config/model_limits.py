@@ -49,6 +49,16 @@ ORIGINAL: Final = "original_max_position_embeddings"
 _PHI_ORIGINAL: Final = 4096  # of phi3 and phi4_multimodal where config.json is silent
 
 
+def encoder_problem(config: Mapping[str, Any], path: str, flag: str) -> str:
+    """Say that a model reads its prompts with an encoder; "" for decoders."""
+    if config.get("is_encoder_decoder") is not True:
+        return ""
+    return (
+        f"{path} is a {config.get('model_type')} model with an encoder (is_encoder_decoder): name "
+        f"a decoder-only language model with {flag}."
+    )
+
+
 def attention_problem(config: Mapping[str, Any], path: str, kernel: str | None) -> str:
     """Say that a model has no attention kernel of this name; "" where it may have."""
     text = text_config(config)

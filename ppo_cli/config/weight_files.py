@@ -192,6 +192,7 @@ _HEAD = re.compile(
     r"(?:^|[._])(?:lm_head|embed_out|output|output_projection|lm_loss|proj_out|pred_layer|head|"
     r"predictions|decoder)\.(?:\w+\.)*weight$"
 )
+_EMBEDDING = re.compile(r"embed|wte|^(?:transformer\.)?w\.weight$")
 _MOST_LOST: Final = 3  # layers that differ in more tensors are of another kind
 # Layers of these differ, or are used several times, without a word in config.json.
 _UNEVEN: Final = ("hrm_text", "modernbert-decoder", "rwkv", "zaya")
@@ -212,6 +213,7 @@ def weights_problem(folder: Path, config: Mapping[str, Any], *, head: bool) -> s
         return f"There are no weights in {folder}: none of {', '.join(LOADED)}"
     names = tensor_names(folder)
     problems = _foreign_names(config, names) or [
+        *_lost_embedding(config, names),
         *_lost_layers(config, names),
         *(_lost_head(config, names) if head else ()),
     ]
@@ -281,9 +283,18 @@ def _lost_layers(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[st
         yield list_tensors("missing tensors", lost)
 
 
+def _lost_embedding(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
+    head = any(map(_HEAD.search, names))  # which may be the embedding as well
+    if not any(map(_EMBEDDING.search, names)) and not (head and _is_tied(config)):
+        yield "missing tensors: those of the embedding, such as model.embed_tokens.weight"
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    return config.get("tie_word_embeddings") is not False
+
+
 def _lost_head(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
-    untied = config.get("tie_word_embeddings") is False and not _is_composite(config)
-    if untied and not any(map(_HEAD.search, names)):
+    if not _is_tied(config) and not _is_composite(config) and not any(map(_HEAD.search, names)):
         yield (
             "missing tensors: those of the output layer, such as lm_head.weight, which "
             "tie_word_embeddings=false asks for"

@@ -77,17 +77,19 @@ def eval_sampling(config: Config, n: int | None, *, greedy: bool, as_trained: bo
 class Sampled:
     """A model that answers; its weights are loaded with the first answer.
 
-    An adapter is merged into its base, in a folder that lasts until `close`.
+    An adapter is merged into its base, in a folder that lasts until `close`. One that is `limited`
+    raises ModelError where prompts and responses may be longer than its positions.
     """
 
-    def __init__(self, config: Config, source: ModelSource) -> None:
+    def __init__(self, config: Config, source: ModelSource, *, limited: bool = True) -> None:
         path, trust = source.path, config.model.trust_remote_code
         with ExitStack() as opened:
             if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
                 whole = opened.enter_context(tempfile.TemporaryDirectory(prefix="ppo-eval-"))
                 write_model(Path(path).expanduser(), Path(whole), trust_remote_code=trust)
                 path = whole
-            require_length(read_config(path), source.path, config.data)
+            if limited:
+                require_length(read_config(path), source.path, config.data)
             model = config.model.model_copy(update={"path": path, "lora_rank": 0})
             self.config = config.model_copy(update={"model": model})
             self.tokenizer = load_tokenizer(path, trust_remote_code=trust, flag="MODEL")
@@ -295,7 +297,8 @@ def evaluate_tasks(
     manager = TaskManager(include_defaults=not all(Path(task).is_file() for task in tasks))
     told = []
     for source in sources:
-        with closing(Sampled(config, source)) as sampled, screen.phase(source.name, None):
+        sampled = Sampled(config, source, limited=False)
+        with closing(sampled), screen.phase(source.name, None):
             model = sampled.config.model
             try:
                 found = simple_evaluate(

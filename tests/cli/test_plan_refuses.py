@@ -21,6 +21,7 @@ FILES = {
     ),
     "tiny.yaml": "data: {train_files: [forty.jsonl], val_files: []}\n",
     "model/tokenizer.json": "{}",
+    "t5/config.json": '{"model_type": "t5", "is_encoder_decoder": true}',
     "oss/config.json": '{"model_type": "gpt_oss"}',
     "gpt/config.json": '{"model_type": "gpt2", "n_positions": 32}',
     "phi/config.json": json.dumps(
@@ -61,6 +62,7 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
         "--model ./mymodel": "--model: there is no model folder ./mymodel",
         "--model model": "model holds no config.json",
         "--model gpt": "gpt has a table of positions for 32 tokens (n_positions)",
+        "--model t5": "t5 is a t5 model with an encoder (is_encoder_decoder): name a decoder",
         "--model oss model.attn_implementation=sdpa": "oss needs the eager kernel: set model.attn",
         "--critic_model phi": "phi has rotary positions (longrope) that depend on the longest row",
         "--critic_model ./mymodel": "--critic_model: there is no model folder",

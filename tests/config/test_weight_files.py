@@ -48,6 +48,7 @@ def renamed(change: Callable[[str], str]) -> frozenset[str]:
     ("names", "words"),
     [
         (without("lm_head"), "missing tensors: those of the output layer, such as lm_head.weight"),
+        (without("embed"), "missing tensors: those of the embedding, such as model.embed_tokens"),
         (without("layers.1.mlp"), "(missing tensors: model.layers.1.mlp.up_proj.weight)"),
         (without("layers.0.self"), "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_"),
         (without("layers.1."), "(missing tensors: model.layers.1.*)"),
@@ -75,6 +76,7 @@ HYBRID = {"layer_types": ["full_attention", "sliding_attention", "full_attention
     [
         (NAMES, {}),
         (without("lm_head"), {"tie_word_embeddings": True}),
+        (without("embed"), {"tie_word_embeddings": True}),
         (without("lm_head") | {"embed_out.weight"}, {}),
         (renamed(lambda name: name.removeprefix("model.")), {}),  # saved from a backbone
         (renamed(lambda name: name.replace("model.", "transformer.decoder.")), {}),
