@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from ppo_cli.config.algorithm_schema import CriticModel
@@ -31,23 +32,29 @@ from ppo_cli.engine.rows import PackedRows
 from ppo_cli.engine.value_models import VALUE_HEADS, value_head
 from ppo_cli.errors import MissingPart, ModelError, did_you_mean
 
+FUSED = 2  # gate and up projection of an expert, in one weight; each has a rank of its own
 # Ranks that vLLM's LoRA kernels are made for; a smaller adapter is padded.
 PADDED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """What an adapter's tensors do not say of it."""
+    """What an adapter's tensors do not say of it.
+
+    `fused` models hold gate and up projections of experts in one weight.
+    """
 
     rank: int
     alpha: float
+    fused: bool = False
 
     def padded_rank(self) -> int:
         """The least rank that vLLM can hold this adapter in."""
-        fitting = [rank for rank in PADDED_RANKS if rank >= self.rank]
+        largest = FUSED * self.rank if self.fused else self.rank
+        fitting = [rank for rank in PADDED_RANKS if rank >= largest]
         if not fitting:
             raise ModelError(
-                f"vLLM takes LoRA adapters up to rank {PADDED_RANKS[-1]}, not {self.rank}: lower "
+                f"vLLM takes LoRA adapters up to rank {PADDED_RANKS[-1]}, not {largest}: lower "
                 "--lora_rank, or publish merged weights with model.lora_merge=true."
             )
         return fitting[0]
@@ -67,11 +74,57 @@ def write_adapter(folder: Path, lora: LoRA, tensors: Mapping[str, Tensor]) -> No
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
+@torch.no_grad()
+def name_as_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter's tensors by the names of the model's files, as vLLM takes them.
+
+    Experts that are one by one in the files are so here. `model` may be without weights.
+    """
+    named: dict[str, Tensor] = {}
+    for key, a in tensors.items():
+        if not key.endswith(A_WEIGHT):
+            continue
+        owner = key.removeprefix(PREFIX).removesuffix(A_WEIGHT)
+        b, base = tensors[PREFIX + owner + B_WEIGHT], _base_name(owner)
+        held = model.get_submodule(base).named_parameters(recurse=False)
+        stacks = {leaf: weight for leaf, weight in held if weight.dim() == 3}
+        if not stacks:
+            (name,) = revert_weight_conversion(model, {f"{base}.weight": b})
+            module = PREFIX + name.removesuffix(".weight")
+            named |= {module + A_WEIGHT: a, module + B_WEIGHT: b}
+            continue
+        leaf = _stack_of(owner, stacks, (b.shape[0], a.shape[1]), tensors)
+        a_Eri, b_Eor = split_experts(a, b, len(stacks[leaf]))
+        files = revert_weight_conversion(model, {f"{base}.{leaf}": b_Eor})
+        experts = {name: EXPERT.search(name) for name in files}
+        for name, expert in experts.items():
+            if expert is None:  # one weight in the files too: PEFT's form is vLLM's
+                named |= {key: a, PREFIX + owner + B_WEIGHT: b}
+            else:
+                module = PREFIX + name.removesuffix(".weight")
+                named |= {module + A_WEIGHT: a_Eri[int(expert[1])], module + B_WEIGHT: files[name]}
+    return named
+
+
+def _stack_of(
+    owner: str, stacks: Mapping[str, Tensor], sizes: tuple[int, int], tensors: Mapping[str, Tensor]
+) -> str:
+    """Which weight of experts an adapter is of; where both are adapted, the first is inside."""
+    base, leaves = _base_name(owner), [*stacks]
+    if owner != base:
+        return leaves[0]
+    if f"{PREFIX}{base}.base_layer{A_WEIGHT}" in tensors:
+        return leaves[-1]
+    return next(leaf for leaf in leaves if set(stacks[leaf].shape[1:]) == set(sizes))
+
+
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"  # PEFT's name for the only adapter of a model
 PREFIX = "base_model.model."  # what PEFT puts before names in its files
+A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 PIECE = re.compile(rf"\.(lora_[AB])\.{ADAPTER}\.")
 
 
@@ -300,9 +353,6 @@ def _is_out_first(layer: Any) -> bool:
     return not getattr(layer.get_base_layer(), "is_transposed", False)
 
 
-FUSED = 2  # gate and up projection of an expert, in one weight; each has a rank of its own
-
-
 @dataclass(frozen=True)
 class _Targets:
     """What LoRA adapts, as PEFT takes it: modules, and parameters of modules that are not linear.
@@ -322,7 +372,7 @@ def _choose_targets(model: Any, wanted: str | Sequence[str], key: str) -> _Targe
     A single word may be a name or a pattern: PEFT itself would take any word as a pattern.
     """
     linear, parameters, renames = (
-        _linear_modules(model), _parameters_by_name(model), _peft_renames(model),
+        _linear_modules(model), _parameters_by_name(model), peft_renames(model.config),
     )  # fmt: skip
     if isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
         # As PEFT: experts and routers are among them in families in which they were linear layers.
@@ -366,7 +416,7 @@ def _choose_targets(model: Any, wanted: str | Sequence[str], key: str) -> _Targe
 def _as_peft(model: Any, names: Iterable[str], key: str) -> _Targets:
     """Exact targets: PEFT widens words to experts, and patterns to all layers, in some families."""
     linear, parameters, renames = (
-        _linear_modules(model), _parameters_by_name(model), _peft_renames(model),
+        _linear_modules(model), _parameters_by_name(model), peft_renames(model.config),
     )  # fmt: skip
     names = set(names)
     halves: dict[str, list[str]] = {}
@@ -394,11 +444,11 @@ def _as_peft(model: Any, names: Iterable[str], key: str) -> _Targets:
     )
 
 
-def _peft_renames(model: Any) -> dict[str, str]:
+def peft_renames(config: Any) -> dict[str, str]:
     """Names that PEFT 0.21 takes for those of experts and routers in this family."""
     # Imported on use, as peft is. It has no public name for these.
     conversion: Any = importlib.import_module("peft.utils.transformers_weight_conversion")
-    family = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, "")
+    family = conversion._MODEL_TO_CONVERSION_PATTERN.get(config.model_type, "")
     renames: dict[str, str] = conversion._MOE_TARGET_MODULE_MAPPING.get(family, {})
     return renames
 
@@ -410,7 +460,7 @@ def _parameters_by_name(model: Any) -> dict[str, str]:
     of the linear layers that they were, where PEFT knows them.
     """
     linear, ends = _linear_modules(model), _ends(model)
-    renames = _peft_renames(model)
+    renames = peft_renames(model.config)
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         if name in linear or any(module is end for end in ends):

@@ -26,17 +26,18 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import publishes_adapter, sampler_seed
 from ppo_cli.config.model_limits import require_length
-from ppo_cli.config.schema import Config, Transfer
+from ppo_cli.config.schema import Config, Model, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stream_key
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
 from ppo_cli.engine.loading import load_config
-from ppo_cli.engine.lora import LoRA, write_adapter
+from ppo_cli.engine.lora import LoRA, name_as_files, peft_renames, write_adapter
 from ppo_cli.engine.models import stop_token_ids
 from ppo_cli.engine.ranks import GLOO
 from ppo_cli.engine.text import decode_text, stop_end
@@ -93,7 +94,11 @@ def set_environment() -> None:
 
 
 class VLLMSampler:
-    """Samples from weights of its own, with vLLM; `more` are settings of vLLM's own."""
+    """Samples from weights of its own, with vLLM; `more` are settings of vLLM's own.
+
+    `skeleton` is the model without weights, where its files name the modules of an adapter in
+    another way.
+    """
 
     def __init__(
         self,
@@ -109,6 +114,7 @@ class VLLMSampler:
         max_num_batched_tokens: int = 8192,
         enforce_eager: bool = False,
         lora: LoRA | None = None,
+        skeleton: Any = None,
         transfer: Transfer = "memory",
         **more: Any,
     ) -> None:
@@ -117,6 +123,7 @@ class VLLMSampler:
         self._detokenize = detokenize
         self._max_model_len = max_model_len
         self._lora = lora
+        self._skeleton = skeleton
         self._own_process = tensor_parallel_size == 1
         self._folder: Path | None = None
         self._adapter: Any = None
@@ -398,7 +405,10 @@ class VLLMSampler:
 
         self._adapters += 1
         folder = self._memory() / f"adapter-{self._adapters}"
-        write_adapter(folder, self._lora, weights.tensors)
+        tensors = weights.tensors
+        if self._skeleton is not None:
+            tensors = name_as_files(self._skeleton, tensors)
+        write_adapter(folder, self._lora, tensors)
         fresh = LoRARequest(f"version {weights.version}", self._adapters, str(folder))
         try:
             if self._adapter is not None:
@@ -470,7 +480,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         enforce_eager=rollout.enforce_eager,
-        lora=LoRA(settings.lora_rank, settings.lora_alpha) if publishes_adapter(config) else None,
+        **(_adapter_options(settings, model_config) if publishes_adapter(config) else {}),
         transfer=transfer,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enable_prefix_caching=rollout.enable_prefix_caching,
@@ -478,6 +488,21 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
         trust_remote_code=settings.trust_remote_code,
         **rollout.engine_kwargs.vllm,
     )
+
+
+def _adapter_options(settings: Model, model_config: Any) -> dict[str, Any]:
+    """What a sampler has to know of an adapter that it will be given."""
+    fused = bool(peft_renames(model_config))
+    skeleton = None
+    if get_checkpoint_conversion_mapping(model_config.model_type) is not None:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(
+                model_config, trust_remote_code=settings.trust_remote_code
+            )
+    return {
+        "lora": LoRA(settings.lora_rank, settings.lora_alpha, fused),
+        "skeleton": skeleton,
+    }
 
 
 def _with_generation(path: str, model_config: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from ppo_cli.config.schema import Model
 from ppo_cli.engine.lora import (
@@ -19,6 +20,7 @@ from ppo_cli.engine.lora import (
     adapter_tensors,
     load_merged,
     merged_tensors,
+    name_as_files,
     write_adapter_config,
 )
 from ppo_cli.errors import ModelError
@@ -132,3 +134,30 @@ def test_gate_and_up_projection_have_a_rank_each() -> None:
     experts = "base_model.model.model.layers.0.mlp.experts"
     assert shapes[f"{experts}.base_layer.lora_A.weight"] == (4 * 2 * 2, 32)
     assert shapes[f"{experts}.lora_A.weight"] == (4 * 2, 48)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vllm_gets_an_adapter_of_the_weights_in_the_files(case: str) -> None:
+    """Added to each weight by its name, it gives the file of the merged one."""
+    kind, wanted, changes = CASES[case]
+    model, base = trained(adapted(kind, wanted, changes)), make_model(kind, **changes)
+    before = revert_weight_conversion(base, dict(base.named_parameters()))
+    after = revert_weight_conversion(base, dict(merged_tensors(model, whole)))
+    with torch.device("meta"):
+        skeleton = type(base)(base.config)
+    tensors = name_as_files(skeleton, dict(adapter_tensors(model)))
+    owners = {key.partition(".lora_")[0] for key in tensors}
+    files = {owner.removeprefix("base_model.model.") + ".weight" for owner in owners}
+    if kind != "gpt_oss" and kind != "granitemoe":  # their files hold all experts in one
+        assert files == {n for n, old in before.items() if not torch.equal(old, after[n])}
+    for name in files & before.keys():
+        a, b = (tensors[f"base_model.model.{name[:-7]}.lora_{x}.weight"] for x in "AB")
+        torch.testing.assert_close(before[name] + 3.0 * b @ a, after[name], rtol=1e-5, atol=1e-5)
+
+
+def test_vllm_gets_stacked_experts_where_the_files_have_them() -> None:
+    model = trained(adapted("gpt_oss", EXPERTS, {}))
+    tensors = dict(adapter_tensors(model))
+    found = name_as_files(make_model("gpt_oss"), tensors)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
