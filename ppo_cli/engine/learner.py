@@ -328,12 +328,17 @@ class Learner:
         return found
 
     def _load_policy(
-        self, path: str, sharding: Sharding, adapter: Adapt | None = None, *, trained: bool
+        self,
+        path: str,
+        sharding: Sharding,
+        adapter: Adapt | None = None,
+        *,
+        trained: bool,
+        flag: str = "--model",
     ) -> Policy:
         checkpointing = self._config.model.enable_gradient_checkpointing is not False
-        policy: Policy = self._load(
-            load_policy, path, sharding, checkpointing, adapter, trained=trained
-        )
+        load = partial(load_policy, flag=flag)
+        policy: Policy = self._load(load, path, sharding, checkpointing, adapter, trained=trained)
         return policy
 
     def _load(
@@ -407,7 +412,8 @@ class Learner:
             return reference_of(self.policy)
         sharding = c.actor.fsdp_config.model_copy(update={"param_offload": c.ref.param_offload})
         reference_path = model_folder(c.ref.path or c.model.path)
-        reference = self._load_policy(reference_path, sharding, trained=False)
+        flag = "ref.path" if c.ref.path else "--model"
+        reference = self._load_policy(reference_path, sharding, trained=False, flag=flag)
         self._require_vocabulary(reference, reference_path)
         reference.model.requires_grad_(False)
         if self._rounds_on_cpu():

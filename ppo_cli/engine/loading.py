@@ -42,6 +42,7 @@ DAMAGED = (
 )  # fmt: skip
 # What transformers says of a kernel that a family is not written for.
 ATTENTION_ERROR = re.compile(r"attn_implementation|attention implementation|Flash ?Attention")
+GENERATION_CODE = "generation/configuration_utils.py"  # where transformers checks such a config
 # Constants that older versions of transformers wrote next to the weights.
 CONSTANTS = re.compile(r"\.(masked_bias|inv_freq)$")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -193,6 +194,12 @@ def _known_limit(path: str, what: str, flag: str, error: Exception) -> str:
         return (
             f"{path} is a {kind} model, of which transformers has no {what}: name another with "
             f"{flag}."
+        )
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    if any(frame.f_code.co_filename.endswith(GENERATION_CODE) for frame in frames):
+        return (
+            f"{path} has a generation_config.json that cannot be used: {_reason(error)}. Mend the "
+            "file, or remove it."
         )
     if isinstance(error, ImportError):
         return f"The {what} of {path} does not load: {_reason(error)}. Install what is missing."

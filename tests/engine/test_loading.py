@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,7 +29,10 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from ppo_cli.engine.models import load_policy
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.models import load_policy, load_tokenizer
 from ppo_cli.engine.value_models import load_value_model
 from ppo_cli.errors import ModelError
 
@@ -146,3 +150,21 @@ def test_layers_that_predict_further_ahead_are_no_fault(tmp_path: Path) -> None:
         change_weights(tmp_path, lambda t, name=added: t.update({name: torch.zeros(2)}))
         with nullcontext() if layer == 2 else pytest.raises(ModelError, match=re.escape(added)):
             load_policy(str(tmp_path))
+
+
+def test_a_generation_config_that_transformers_does_not_load_is_named(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"cache_implementation": "weird"}')
+    with pytest.raises(ModelError, match=r"generation_config.json that cannot be used.*\(weird\)"):
+        load_policy(str(tmp_path))
+
+
+def test_a_reference_is_named_by_its_setting(tmp_path: Path) -> None:
+    shutil.copytree(model_folder("embedded"), tmp_path / "model")
+    change_weights(tmp_path / "model", lambda t: t.update(other=torch.zeros(1)))
+    config = Config.model_validate({
+        "model": {"path": "embedded"}, "ref": {"path": str(tmp_path / "model")},
+        "actor": {"use_kl_loss": True},
+    })  # fmt: skip
+    with pytest.raises(ModelError, match=r"unexpected tensors: other\).* ref.path\.$"):
+        Learner(config, load_tokenizer(model_folder("embedded")), total_steps=1)
