@@ -57,6 +57,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "none in transformers": ("olmo2", TINY),
     "narrow embeddings": ("opt", TINY | {"ffn_dim": 48, "word_embed_proj_dim": 16}),
     "wrong prefix": ("llama4_text", TEXT | EXPERTS | {"intermediate_size_mlp": 48}),
+    "other names in files": ("gpt_neox", TINY),
     "experts": ("phimoe", TINY | EXPERTS),
     "state space": ("mamba", {"vocab_size": 282, "hidden_size": 32, "num_hidden_layers": 2}),
     "text and images": (
