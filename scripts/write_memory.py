@@ -55,13 +55,14 @@ moments, activations and logits of the largest micro-batch, and the sampler's ca
 gradients and moments are float32 (16 bytes a trained parameter), whatever the computing precision;
 activations are in that precision (`--dtype`). One process on the CPU that computes in bfloat16
 holds the reference's linear layers in it too. {RESERVE:.0%} of a device is left for libraries and
-drivers. Mixtures of experts are not counted, and the plan says so.
+drivers. State-space and hybrid models, latent attention (MLA) and embeddings for each layer
+(Gemma 3n, Gemma 4) are not counted, and the plan says so.
 
 ## What was measured
 
-On the CPU: nine runs of models of 12, 15 and 50 million parameters (packed and padded, with and
-without gradient checkpointing, LoRA, critic and reference, one of them in bfloat16) took what was
-counted to within 15 % of their peaks; `tests/engine/test_memory_peaks.py` repeats it. Logits count
+On the CPU: eleven runs of models of 12 to 50 million parameters (two with experts, packed and
+padded, with and without gradient checkpointing, LoRA, critic and reference, one of them in
+bfloat16) took what was counted to within 15 % of their peaks; `tests/engine/test_memory_peaks.py` repeats it. Logits count
 there for more than their tensors, since one process on the CPU keeps blocks that it has freed and
 glibc does not always use them again.
 

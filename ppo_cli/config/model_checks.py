@@ -89,7 +89,8 @@ def _heads(path: str) -> dict[str, int]:
     return both if all(type(n) is int and n > 0 for n in both.values()) else {}
 
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # words of a config.json
+# Words of a config.json.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def read_config(path: str) -> dict[str, Any]:

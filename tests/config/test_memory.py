@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -18,11 +19,14 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppo_cli.config.memory import Device, Place, Shape, Shapes, count_memory, host_memory
 from ppo_cli.config.memory_plan import (
@@ -41,6 +45,7 @@ SIZES = {
 }  # fmt: skip
 GPT2 = {"vocab_size": 512, "n_embd": 96, "n_layer": 3, "n_head": 6, "n_positions": 128}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # How far the count of what autograd keeps may be off: the shape is exact for Llama's layer.
 MODELS: dict[str, tuple[Any, float]] = {
     "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), 0.03),
@@ -48,6 +53,7 @@ MODELS: dict[str, tuple[Any, float]] = {
     "mistral": (lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)), 0.03),
     "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)), 0.25),
     "gemma2": (lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES)), 0.35),
+    "mixtral": (lambda: MixtralForCausalLM(MixtralConfig(**SIZES, **ROUTED)), 0.35),
     "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(**GPT2, **ENDS)), 0.5),
 }
 GIB = 1 << 30
@@ -83,18 +89,66 @@ def test_activations_are_those_that_autograd_keeps(name: str) -> None:
     assert abs(counted - kept) <= allowed * kept, (counted, kept)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_those_of_the_model(tied: bool) -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
-    shape = Shape.of(model.config.to_dict())
+# Names of sizes differ: each of these is counted from another set.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SIZES | {"tie_word_embeddings": True},
+    "olmo2": SIZES,
+    "opt": {
+        "vocab_size": 512, "hidden_size": 96, "ffn_dim": 384, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "word_embed_proj_dim": 96, "max_position_embeddings": 16,
+    },
+    "bloom": {"vocab_size": 512, "hidden_size": 96, "n_layer": 3, "n_head": 6},
+    "mpt": {"vocab_size": 512, "d_model": 96, "n_layers": 3, "n_heads": 6, "max_seq_len": 16},
+    "falcon": {
+        "vocab_size": 512, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
+        "multi_query": True, "new_decoder_architecture": False,
+    },
+    "gemma3": {
+        "text_config": SIZES,
+        "vision_config": {
+            "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+            "num_attention_heads": 1, "image_size": 16, "patch_size": 8,
+        },
+    },
+    "mixtral": SIZES | ROUTED,
+    "phimoe": SIZES | ROUTED,
+    "gpt_oss": SIZES | ROUTED,
+    "llama4_text": SIZES | ROUTED | {"intermediate_size_mlp": 320},
+    "qwen3_moe": SIZES | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1, "mlp_only_layers": [0],
+    },
+    "glm4_moe": SIZES | {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "n_shared_experts": 1, "first_k_dense_replace": 1,
+    },
+    "ernie4_5_moe": SIZES | {
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+}  # fmt: skip
+# Feed-forward layers without a gate are counted as if they had one.
+UNGATED = {"opt", "bloom", "mpt", "falcon"}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_parameters_are_those_of_the_model(kind: str, tmp_path: Path) -> None:
+    config = CONFIG_MAPPING[kind](**FAMILIES[kind])
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = Shape.of(json.loads((tmp_path / "config.json").read_text()))
     assert shape is not None
-    whole = sum(p.numel() for p in model.parameters())
-    assert shape.parameters() == pytest.approx(whole, rel=0.01)
+    expected = sum(p.numel() for p in model.parameters())
+    assert 0.97 * expected <= shape.parameters() <= (1.4 if kind in UNGATED else 1.03) * expected
 
 
 def test_no_shape_is_guessed() -> None:
     assert Shape.of({}) is None
-    assert Shape.of(SIZES | {"num_experts": 8}) is None
+    assert Shape.of(SIZES | {"num_experts": 8}) is None  # nobody knows how many a token takes
+    assert Shape.of(SIZES | {"layer_types": ["full_attention", "linear_attention"]}) is None
+    for key in ("mamba_d_state", "conv_L_cache", "kv_lora_rank", "vocab_size_per_layer_input"):
+        assert Shape.of(SIZES | {key: 16}) is None
     assert Shape.of({"text_config": SIZES}) == Shape.of(SIZES)
     assert Shape.of(SIZES | {"intermediate_size": [128, 256, 128]}) == Shape.of(SIZES)
 

@@ -20,7 +20,14 @@ from typing import Any
 
 import peft  # noqa: F401  (imported before the baseline)
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.config.bundled import model_folder
@@ -46,6 +53,13 @@ MODELS: dict[str, Any] = {
             num_attention_heads=5, tie_word_embeddings=False, **SPECIAL,
         )
     ),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=8192, hidden_size=384, intermediate_size=512, num_hidden_layers=4,
+            num_attention_heads=6, num_key_value_heads=2, num_local_experts=8,
+            num_experts_per_tok=2, tie_word_embeddings=True, **SPECIAL,
+        )
+    ),
     # What libraries take and give back between two runs is little beside it, even with an adapter.
     "wide": lambda: LlamaForCausalLM(
         LlamaConfig(
@@ -64,6 +78,8 @@ CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("llama", 256, {}),
     ("llama", 128, {"model.enable_gradient_checkpointing": True}),
     ("llama", 128, {"algorithm.adv_estimator": "rloo", "actor.use_kl_loss": False}),
+    ("mixtral", 128, {"model.enable_gradient_checkpointing": True}),
+    ("mixtral", 256, {}),
     (
         "wide", 256,
         {
