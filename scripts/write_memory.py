@@ -62,8 +62,9 @@ drivers. State-space and hybrid models, latent attention (MLA) and embeddings fo
 
 On the CPU: eleven runs of models of 12 to 50 million parameters (two with experts, packed and
 padded, with and without gradient checkpointing, LoRA, critic and reference, one of them in
-bfloat16) took what was counted to within 15 % of their peaks; `tests/engine/test_memory_peaks.py` repeats it. Logits count
-there for more than their tensors, since one process on the CPU keeps blocks that it has freed and
+bfloat16) took what was counted to within 15 % of their peaks;
+`tests/engine/test_memory_peaks.py` repeats it. Logits count there for more than their tensors,
+since one process on the CPU keeps blocks that it has freed and
 glibc does not always use them again.
 
 On GPUs nothing was measured: the counts for them, and all of the tables below, are computed.
