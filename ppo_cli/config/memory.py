@@ -32,8 +32,8 @@ from ppo_cli.config.derived import (
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import models_of
 from ppo_cli.config.model_checks import EXPERTS, compute_dtype, read_config, why_logprobs_again
-from ppo_cli.config.model_limits import text_config
 from ppo_cli.config.schema import Config
+from ppo_cli.config.weight_files import text_config
 
 # Response tokens whose logits exist at once. With 2,048 a step of 10 million parameters took
 # 270 MiB more, and was no faster.
