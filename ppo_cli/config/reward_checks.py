@@ -27,7 +27,7 @@ from ppo_cli.config.known_models import (
     missing_settings,
     retirement,
 )
-from ppo_cli.config.memory import FLOAT, GIB, Place, Share, device_memory
+from ppo_cli.config.memory import GIB, Place, Share, device_memory
 from ppo_cli.config.mixture import (
     PARTS,
     SCALINGS,
@@ -40,6 +40,7 @@ from ppo_cli.config.mixture import (
     read_mixture,
 )
 from ppo_cli.config.model_checks import folder_problem, has_template
+from ppo_cli.config.model_shape import FLOAT
 from ppo_cli.config.processor import has_bfloat16
 from ppo_cli.config.reward_schema import ApiReward, Monitor, Reward
 from ppo_cli.config.schema import Config

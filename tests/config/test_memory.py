@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppo_cli.config.memory import Device, Place, Shape, Shapes, count_memory, host_memory
+from ppo_cli.config.memory import Place, Shapes, count_memory, host_memory
 from ppo_cli.config.memory_plan import (
     change,
     estimate,
@@ -36,6 +36,7 @@ from ppo_cli.config.memory_plan import (
     settle_memory,
     smallest_change,
 )
+from ppo_cli.config.model_shape import Device, Shape
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.lean_layers import keep_less
 

@@ -1,0 +1,207 @@
+"""What a config.json tells of the sizes of a decoder, and what one rank holds of it on a device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ppo_cli.config.model_checks import EXPERTS
+from ppo_cli.config.weight_files import text_config
+
+FLOAT = 4  # bytes
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers
+# Keys of other layers: state spaces, convolutions, latent attention, experts of attention, and
+# embeddings for each layer.
+NOT_PLAIN = re.compile(
+    r"mamba|ssm_|lru_|conv_|linear_|layers_block_type|attn_layer_|kv_lora_rank|kv_channels|"
+    r"vocab_size_per_layer"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What memory depends on in a decoder: widths of states, and how many layers there are."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    queries: int
+    keys: int
+    vocabulary: int
+    tied: bool
+    lean: bool = False  # norms and units of which the learner keeps less (`lean_layers`)
+    experts: int = 0  # of a layer, on average over the layers
+    held: int = 0  # widths of all experts of a layer together; `inner` are those that a token takes
+    routes: int = 0  # experts that a token takes
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Shape | None:
+        """Read a config.json; None for one that is not a decoder whose layers all attend."""
+        told = text_config(told)
+
+        def first(*names: str) -> Any:
+            return next((told[name] for name in names if told.get(name) is not None), None)
+
+        hidden = first("hidden_size", "n_embd", "d_model")
+        heads = first("num_attention_heads", "n_head", "n_heads", "num_heads")
+        layers = first("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        vocabulary = first("vocab_size")
+        kinds = {*(told.get("layer_types") or ())}
+        if not kinds <= ATTENTION or any(map(NOT_PLAIN.match, told)):
+            return None
+        if not all(type(n) is int and n > 0 for n in (hidden, heads, layers, vocabulary)):
+            return None
+        size = told.get("head_dim") or hidden // heads
+        keys = first("num_key_value_heads", "num_kv_heads") or heads
+        inner = first(
+            "intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"
+        )
+        inner = (max(inner) if isinstance(inner, list) else inner) or 4 * hidden
+        plain = cls(
+            hidden=hidden,
+            inner=inner,
+            layers=layers,
+            heads=heads,
+            queries=heads * size,
+            keys=(1 if told.get("multi_query") else keys) * size,
+            vocabulary=vocabulary,
+            tied=bool(told.get("tie_word_embeddings", True)),
+            lean=told.get("hidden_act") == "silu" and "rms_norm_eps" in told,
+        )
+        return _with_experts(plain, told) if first(*EXPERTS) else plain
+
+    @property
+    def layer(self) -> int:
+        """Weights of a layer of a gated decoder; biases and norms are small."""
+        inner = self.held or self.inner
+        return 2 * self.hidden * (self.queries + self.keys) + 3 * self.hidden * inner
+
+    @property
+    def embedding(self) -> int:
+        """Weights of the embedding, or of the head."""
+        return self.vocabulary * self.hidden
+
+    def parameters(self, *, head: bool = True) -> int:
+        """Count all weights; a value model has no `head` over the vocabulary."""
+        return self.layers * self.layer + self.embedding * (2 if head and not self.tied else 1)
+
+    def adapter(self, rank: int) -> int:
+        """Count the weights of a LoRA adapter on all linear modules of the layers."""
+        inputs = 5 * self.hidden + self.queries + self.inner
+        spread = (
+            2 * self.experts * self.hidden + 3 * (self.held - self.inner) if self.experts else 0
+        )
+        return self.layers * rank * (inputs + self.outputs + spread)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the linear modules of a layer give for a token."""
+        return 2 * self.hidden + self.queries + 2 * self.keys + 2 * self.inner
+
+    @property
+    def _attention(self) -> int:
+        return 2 * self.queries + 2 * self.keys + self.heads
+
+    def layer_bytes(self, device: Device) -> int:
+        """Bytes that autograd keeps of a token in one layer.
+
+        These are inputs, quotients and results of two norms (6 hidden), queries, keys, values and
+        results of attention with its normaliser, and four states of the MLP; where layers are
+        `lean` on the CPU, a norm keeps no quotients and the MLP three states.
+        In bfloat16, norms compute in float32. Without sharding the states between layers are
+        float32 too, and each of five linear modules keeps its own copy of what it is given, or
+        both of a lean norm's result share one.
+        """
+        lean = self.lean and not device.gpu and device.tensor == 1
+        routed = 2 * self.routes * self.hidden  # what experts are given, and what they give
+        inner = (3 if lean else 4) * self.inner
+        if not device.half:
+            # Attention to packed rows on the CPU keeps each row's result and all together.
+            packed = self.queries if device.packed else 0
+            split = self._attention + packed + inner
+            return FLOAT * ((4 if lean else 6) * self.hidden + routed + split // device.tensor)
+        alone = 12 if lean else 26
+        norms = (16 if device.shards > 1 else alone) * self.hidden
+        split = 2 * (self._attention - self.heads + inner) + FLOAT * self.heads
+        if device.packed and not device.gpu:  # attention to rows in float32, and its result
+            split += 2 * self._attention + FLOAT * self.queries
+        return norms + device.width * routed + split // device.tensor
+
+
+def _with_experts(plain: Shape, told: Mapping[str, Any]) -> Shape | None:
+    """Add the experts of a config.json; None where it does not tell how many a token takes."""
+
+    def first(*names: str) -> int:
+        value = next((told[name] for name in names if told.get(name) is not None), 0)
+        return max(value) if isinstance(value, list) else value
+
+    experts = first(*EXPERTS)
+    routes = first("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+    width = first("moe_intermediate_size", "intermediate_size")
+    shared = first("shared_expert_intermediate_size", "shared_intermediate_size")
+    shared = shared or width * first(
+        "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
+    )
+    if not (routes and width):
+        return None
+    if "intermediate_size_mlp" in told:  # Llama 4 has a shared expert without a word
+        shared = width
+    dense = first("first_k_dense_replace", "moe_layer_start_index")
+    dense += len(told.get("mlp_only_layers") or ())
+    step = first("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval") or 1
+    sparse = len(told.get("moe_layers") or ()) or (plain.layers - dense) // step
+
+    def average(of_sparse: int, of_dense: int) -> int:
+        whole = sparse * of_sparse + (plain.layers - sparse) * of_dense
+        return whole // plain.layers
+
+    return replace(
+        plain,
+        inner=average(routes * width + shared, plain.inner),
+        held=average(experts * width + shared, plain.inner),
+        experts=average(experts, 0),
+        routes=average(routes, 0),
+    )
+
+
+@dataclass(frozen=True)
+class Device:
+    """How the learner computes on a device: what one rank holds and how it computes."""
+
+    half: bool  # bfloat16
+    gpu: bool
+    shards: int  # ranks that share each weight
+    tensor: int  # ranks that share each layer
+    packed: bool
+    keeps_freed: bool  # whether freed memory stays in the process (`keep_freed_memory`)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a state."""
+        return 2 if self.half else FLOAT
+
+    def held(self, shape: Shape, count: int) -> int:
+        """Bytes of `count` float32 numbers spread as the weights of a model are."""
+        inside = shape.layers * shape.layer
+        share = min(count, inside) // self.tensor + max(0, count - inside)
+        return FLOAT * share // self.shards
+
+    def frozen(self, shape: Shape) -> int:
+        """Bytes of a reference's weights.
+
+        In bfloat16 one process on the CPU holds its linear layers, the head among them, so.
+        """
+        if self.gpu or self.shards > 1 or not self.half:
+            return self.held(shape, shape.parameters())
+        return FLOAT * shape.embedding + 2 * (shape.layers * shape.layer + shape.embedding)
+
+    def gathered(self, shape: Shape, whole: bool) -> int:
+        """Bytes of the weights that are whole while one works: embeddings, and two layers."""
+        if self.shards == 1:
+            return 0
+        layers = shape.layers if whole else min(2, shape.layers)
+        root = shape.embedding * (1 if shape.tied else 2)
+        return self.width * (root + layers * shape.layer // self.tensor)
