@@ -56,9 +56,6 @@ BACKWARD_LOGITS, KEPT_BACKWARD_LOGITS, FORWARD_LOGITS, DRAWN_LOGITS = 4, 3, 3, 4
 # update) are still held when those of the backward pass are added. Larger ones are given back.
 # The small gradients of adapters lie between what layers free, about an output of each module.
 LARGEST_HELD = 1 << 30
-# The gradient of one expert is as large as that of all experts of its layer, and is added to their
-# sum; a process that keeps what it frees was measured to hold six.
-KEPT_EXPERTS = 6
 
 
 @dataclass(frozen=True)
@@ -183,9 +180,7 @@ def _work(
     own_rows = -(-mini * config.rollout.n // data_ranks(config))
     layer = shape.layer_bytes(device)
     inside = tokens * (layer + 3 * device.width * shape.inner // device.tensor)
-    if shape.experts and not rank:
-        copies = KEPT_EXPERTS if device.keeps_freed else 2
-        inside += copies * 3 * FLOAT * shape.hidden * shape.held // device.tensor
+    inside += 0 if rank else shape.expert_gradients(device)
     if in_4_bits:  # a linear layer is whole while it is used
         inside += device.width * shape.hidden * max(shape.inner, shape.queries)
     kept = 2 * shape.hidden * state_bytes

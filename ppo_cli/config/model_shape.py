@@ -11,6 +11,9 @@ from ppo_cli.config.model_checks import EXPERTS
 from ppo_cli.config.weight_files import text_config
 
 FLOAT = 4  # bytes
+# The gradient of one expert is as large as that of all experts of its layer, and is added to their
+# sum; a process that keeps what it frees was measured to hold six.
+KEPT_EXPERTS = 6
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers
 # Keys of other layers: state spaces, convolutions, latent attention, experts of attention, and
 # embeddings for each layer.
@@ -100,6 +103,11 @@ class Shape:
     def outputs(self) -> int:
         """Numbers that the linear modules of a layer give for a token."""
         return 2 * self.hidden + self.queries + 2 * self.keys + 2 * self.inner
+
+    def expert_gradients(self, device: Device) -> int:
+        """Bytes of the gradients of one layer's experts while a backward pass adds them up."""
+        copies = KEPT_EXPERTS if device.keeps_freed else 2
+        return copies * 3 * FLOAT * self.hidden * self.held // device.tensor
 
     @property
     def _attention(self) -> int:
