@@ -156,6 +156,9 @@ class HFSampler:
         with_entropies: bool = False,
     ) -> None:
         self._model = model
+        # Of a single new token transformers cannot compute losses of routers: a mask is longer.
+        asked = getattr(model.config.get_text_config(), "output_router_logits", False)
+        self._options = {"output_router_logits": False} if asked else {}
         self._with_entropies = with_entropies
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
         self._pad_id = pad_token_id
@@ -310,6 +313,7 @@ class HFSampler:
             use_cache=True,
             logits_to_keep=1,
             **{self._plan.parameter: cache},
+            **self._options,
         )
         return cache, starts_P, out.logits[:, -1]
 
@@ -328,6 +332,7 @@ class HFSampler:
                 use_cache=True,
                 logits_to_keep=1,
                 **{self._plan.parameter: running.cache},
+                **self._options,
             )
         return self._record(running.rows, out.logits[:, -1], sampling)
 
@@ -337,7 +342,7 @@ class HFSampler:
         for length in {len(ids) for ids in rows}:
             places = [i for i, ids in enumerate(rows) if len(ids) == length]
             ids_PC = torch.tensor([rows[i] for i in places], device=self._model.device)
-            out = self._model(input_ids=ids_PC, use_cache=False, logits_to_keep=1)
+            out = self._model(input_ids=ids_PC, use_cache=False, logits_to_keep=1, **self._options)
             for i, logits_V in zip(places, out.logits[:, -1], strict=True):
                 logits_R[i] = logits_V
         return torch.stack(logits_R)

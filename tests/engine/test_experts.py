@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, merge_annotations
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.engine.base import MiniBatch, Sums, merge_sums
+from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums
 from ppo_cli.engine.experts import expert_metrics
-from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.learner import Learner, LocalEngine
 from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.records import Prompt
 from tests.engine.packed_steps import make_batch, settings
 from tests.engine.tiny_families import FAMILIES, save_model
 
@@ -155,3 +156,17 @@ def test_balance_by_hand() -> None:
 def test_a_model_without_experts_has_no_balance() -> None:
     _, sums = step(str(model_folder("embedded")), 64, packing=False)
     assert not any("expert" in name for name in sums)
+
+
+def test_a_config_that_asks_for_losses_samples_alike(tmp_path: Path) -> None:
+    sampled = []
+    for asks in ({}, ASKS):
+        config = settings(
+            model={"path": save_model(tmp_path, "mixtral", **asks)},
+            algorithm={"adv_estimator": "grpo"},
+        )
+        engine = LocalEngine(config, load_tokenizer(str(model_folder("embedded"))), total_steps=1)
+        prompts = [Prompt(f"{i}", "", (), "", ids) for i, ids in enumerate([(5, 6, 7), (8, 9)])]
+        rollouts = engine.generate(prompts, Sampling(n=2, max_tokens=6, temperature=1.0))
+        sampled.append(sorted((r.key, r.token_ids) for r in rollouts))
+    assert sampled[0] == sampled[1]
