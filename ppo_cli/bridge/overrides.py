@@ -131,7 +131,7 @@ def _precision(config: Config) -> Values:
 @_writes("model.attn_implementation model.packing")
 def _attention(config: Config) -> Values:
     """Name the kernel; rows are packed when asked for, or with the kernel that is made for it."""
-    kernel = config.model.attn_implementation
+    kernel = config.model.attn_implementation or "sdpa"
     packed = config.model.packing
     packed = kernel == "flash_attention_2" if packed is None else packed
     return {

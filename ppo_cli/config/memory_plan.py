@@ -91,6 +91,11 @@ def memory_plan(config: Config) -> PlanPart:
             False: "rows are padded, as set",
         }[model.packing]
     ]
+    layout.append(
+        f"attention: {model.attn_implementation}, as set"
+        if model.attn_implementation
+        else "attention: sdpa if the trial gives the same numbers, else eager"
+    )
     if config.rollout.n > 1 and model.packing is not False:
         why = "" if model.share_prompts is None else ", as set"
         once = model.share_prompts or (model.share_prompts is None and not gpus_per_node(config))

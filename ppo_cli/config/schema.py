@@ -74,8 +74,10 @@ class Model(Section):
         "Publish merged weights to the sampler; off, only the adapter travels.",
         identity="start",
     )
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = setting(
-        "sdpa", "Attention kernel.", identity="start"
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = setting(
+        None,
+        "Attention kernel; unset: sdpa where a trial at the start gives the same numbers as eager.",
+        identity="start",
     )
     packing: bool | None = setting(
         None,

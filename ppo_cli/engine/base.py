@@ -22,7 +22,7 @@ from torch import Tensor
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
 from ppo_cli.config.derived import sampler_name
 from ppo_cli.config.schema import Config, Transfer
-from ppo_cli.errors import UserError
+from ppo_cli.errors import ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize, count_tokens
 
@@ -189,6 +189,20 @@ def room_told(rows: int, who: str = "Sampling") -> str:
     return (
         f"{who} ran out of memory: at most {rows} response{'s' * (rows != 1)} are sampled at "
         f"once now. Set rollout.max_num_seqs={rows} to start there next time."
+    )
+
+
+def not_finite(weight_version: int) -> ModelError:
+    """The error of logits from which nothing can be drawn; updates are blamed only after one."""
+    cause = (
+        "a run that diverged: lower --lr and resume from an earlier checkpoint"
+        if weight_version
+        else "no update has changed them in this run: the weights of --model are damaged, or they "
+        "overflow in this precision (--dtype float32)"
+    )
+    return ModelError(
+        f"The model's logits are not finite, so that no token can be drawn. Look at the weights "
+        f"({cause})."
     )
 
 

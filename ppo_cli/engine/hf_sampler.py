@@ -30,7 +30,7 @@ from ppo_cli.config.memory import PREFILL_TOKENS
 from ppo_cli.config.model_limits import require_length
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Transfer
-from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stream_key
+from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, not_finite, stream_key
 from ppo_cli.engine.bfloat16 import CastLayer, cast_layers
 from ppo_cli.engine.device import Compute, multiply_with, products_by_blas
 from ppo_cli.engine.kv_cache import KVCache, limit_time_steps, plan_cache
@@ -44,9 +44,11 @@ from ppo_cli.engine.models import (
     stop_token_ids,
 )
 from ppo_cli.engine.packing import choose_attention
+from ppo_cli.engine.ranks import ALONE
 from ppo_cli.engine.rows import BY_ROWS
 from ppo_cli.engine.text import decode_text, stop_end
-from ppo_cli.errors import DataError, ModelError, is_out_of_memory
+from ppo_cli.engine.trial import judge_model
+from ppo_cli.errors import DataError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
 
@@ -162,6 +164,7 @@ class HFSampler:
         self._with_entropies = with_entropies
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
         self._pad_id = pad_token_id
+        self._weight_version = 0
         self.room = Room(max_num_seqs)
         self._detokenize = detokenize
         self._autocast = nullcontext if compute is None else compute.autocast
@@ -226,6 +229,7 @@ class HFSampler:
     def _generate(
         self, begun: Sequence[Rollout], sampling: Sampling, weight_version: int
     ) -> Iterator[Rollout]:
+        self._weight_version = weight_version
         waiting = _list_jobs(begun)
         running: Running | None = None
         cast = [] if self._dtype == torch.float32 else cast_layers(self._model, self._dtype)
@@ -363,10 +367,7 @@ class HFSampler:
         tokens_R, logprobs_R = drawn_R.cpu().numpy(), logprob_R.cpu().numpy()
         entropies_R = entropy_R.cpu().numpy()
         if not np.isfinite(logprobs_R[rows.alive_R]).all():
-            raise ModelError(
-                "The model's logits are not finite, so that no token can be drawn. Look at the "
-                "weights (a diverged run: lower --lr and resume from an earlier checkpoint)."
-            )
+            raise not_finite(self._weight_version)
         live = np.flatnonzero(rows.alive_R)
         rows.tokens_RT[live, rows.counts_R[live]] = tokens_R[live]
         rows.logprobs_RT[live, rows.counts_R[live]] = logprobs_R[live]
@@ -493,15 +494,18 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
     """A sampler with a model of its own."""
     settings = config.model
     multiply_with(matmul_library(settings.float32_matmul))
+    path = model_folder(settings.path)
+    verdict, _ = judge_model(path, config, ALONE, sampler=HFSampler, trains=False)
     policy = load_policy(
-        model_folder(settings.path),
+        path,
         trust_remote_code=settings.trust_remote_code,
-        attn_implementation=settings.attn_implementation,
+        attn_implementation=verdict.way.kernel,
     )
     require_length(policy.model.config.to_dict(), settings.path, config.data)
     inject = adapt(settings, config.trainer.seed) if publishes_adapter(config) else None
     model = adapted(policy, inject).model
-    choose_attention(model)
+    if verdict.way.packed:
+        choose_attention(model)
     model.requires_grad_(False).eval().to(Compute.choose(settings.dtype).device)
     return sample_from(model, config, tokenizer)
 

@@ -25,6 +25,7 @@ from ppo_cli.config.derived import (
     critic_path,
     micro_batch_tokens,
     publishes_adapter,
+    sampler_name,
     uses_critic,
     uses_reference,
 )
@@ -46,7 +47,7 @@ from ppo_cli.engine.checkpoint import (
     tokenizer_files,
 )
 from ppo_cli.engine.device import Compute, keep_freed_memory, multiply_with, set_threads
-from ppo_cli.engine.hf_sampler import sample_from
+from ppo_cli.engine.hf_sampler import HFSampler, sample_from
 from ppo_cli.engine.lean_layers import keep_less, round_norms
 from ppo_cli.engine.lora import (
     adapt,
@@ -70,6 +71,7 @@ from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks, together
 from ppo_cli.engine.rows import cut_slice, row_lengths, row_prompts
 from ppo_cli.engine.sharding import full_tensor, load_spread, whole_tensor
+from ppo_cli.engine.trial import judge_model
 from ppo_cli.engine.value_models import load_value_model
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt, Rollout
@@ -362,6 +364,14 @@ class Learner:
                 make_master_weights(loaded.model, self._compute.dtype, self._config.trainer.seed)
             return loaded
 
+        # A reference of the same model then has the same verdict.
+        sampled = load is load_policy and path == model_folder(settings.path)
+        verdict, remarks = judge_model(
+            path, self._config, self._ranks, critic=load is load_value_model,
+            checkpointing=checkpointing,
+            sampler=HFSampler if sampled and sampler_name(self._config) == "hf" else None,
+        )  # fmt: skip
+        self.remarks += [remark for remark in remarks if remark not in self.remarks]
         loaded: Loaded = load_spread(
             load,
             path,
@@ -371,18 +381,18 @@ class Learner:
             gradient_checkpointing=checkpointing,
             prepare=prepare,
             trust_remote_code=settings.trust_remote_code,
-            attn_implementation=settings.attn_implementation,
+            attn_implementation=verdict.way.kernel,
         )
         require_length(loaded.model.config.to_dict(), path, self._config.data)
         if self._rounds_on_cpu():
             round_norms(loaded.model, partial(self._some_states, loaded))
-        if settings.packing is False:
+        if not verdict.way.packed:
             return loaded
         packed = pack(
             loaded, path, self._compute, self._ranks, settings.packing, settings.share_prompts
         )
         if packed.packing is None:
-            self.remarks.append(f"Rows of {path} are padded: packing does not suit its attention.")
+            self.remarks.append(f"Rows of {path} are padded: packing does not suit this device.")
         return packed
 
     def _require_vocabulary(self, loaded: Policy | ValueModel, path: str) -> None:

@@ -1,7 +1,7 @@
-"""Packing: rows end to end without padding, for the models of which that is true.
+"""Packing: rows end to end without padding, and how attention is kept within each of them.
 
-`pack` tries it on each model before a run. Models that look beyond a row's borders or count
-positions in their own way are trained on padded rows, or refused where packing was asked for.
+Whether a model may be packed is what `engine/trial.py` tries; here the kernel of GPUs is compared,
+for which there is nothing on other devices.
 """
 
 from __future__ import annotations
@@ -10,25 +10,23 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import Budget
 from ppo_cli.engine.models import Policy, ValueModel
-from ppo_cli.engine.ranks import Ranks, gather_objects, together
+from ppo_cli.engine.ranks import Ranks, gather_objects
 from ppo_cli.engine.rows import BY_ROWS, PackedRows, Packing, attend_by_rows
-from ppo_cli.errors import ModelError, first_line, is_out_of_memory
+from ppo_cli.errors import ModelError, first_line
 
 Loaded = TypeVar("Loaded", Policy, ValueModel)
 
 MASKED_TOKENS = 4096  # of a micro-batch whose attention is masked: all pairs are computed
 TRIED = (9, 1, 7)  # lengths of the rows of the trial
-SHARED = 4  # tokens of the first that the last of them goes on from, where prompts are shared
-# Share of a state's norm by which it may move when other rows do, and when its own row is alone.
-# Experts get other numbers of tokens with other rows, which moves the last bits of bfloat16.
-LIMITS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (5e-2, 1e-1)}
+# Share of a gradient's norm by which it may differ.
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
 def pack(
@@ -39,12 +37,11 @@ def pack(
     asked: bool | None = True,
     shares: bool | None = None,
 ) -> Loaded:
-    """The model with packing on; all ranks call.
+    """A model that a trial has found exact on packed rows, with packing on; all ranks call.
 
-    A model that packed rows would change comes back as it was, or raises ModelError where
-    packing was `asked` for. Not asked, models whose attention needs a mask stay padded too:
-    a mask of all pairs costs more than padding. `shares` asks for a prompt to be computed once
-    for all its rows; None is for where that was measured to be faster, the CPU.
+    Where the kernel of this device has other gradients, it comes back as it was, or ModelError is
+    raised if packing was `asked` for. `shares` asks for a prompt to be computed once for all its
+    rows; None is for where that was measured to be faster, the CPU.
     """
     attention = loaded.model.config._attn_implementation
     packing = choose_attention(loaded.model)
@@ -52,24 +49,16 @@ def pack(
     packed: Loaded = replace(
         loaded, packing=packing, shares_prompts=shares and packing is Packing.BY_ROWS
     )
-    if asked is None and packed.packing is Packing.MASKED:
-        return loaded
-    wrong = _try(packed, compute) or _try_gradients(packed, compute)
-    if asked is None:
-        if not any(gather_objects(ranks, wrong)):
-            return packed
-        loaded.model.config._attn_implementation = attention
-        return loaded
-
-    def tell() -> None:
-        if wrong:
-            raise ModelError(
-                f"{path} cannot be trained on packed rows: {wrong}. Leave model.packing off "
-                "(model.packing=false), or take another model."
-            )
-
-    together(ranks, tell)
-    return packed
+    wrong = _try_gradients(packed, compute)
+    if not any(gather_objects(ranks, wrong)):
+        return packed
+    if asked:
+        raise ModelError(
+            f"{path} cannot be trained on packed rows: {wrong or 'see the other ranks'}. Leave "
+            "model.packing off (model.packing=false), or take another model."
+        )
+    loaded.model.config._attn_implementation = attention
+    return loaded
 
 
 def micro_batch_budget(tokens: int, rows: int | None, *models: Policy | ValueModel) -> Budget:
@@ -98,47 +87,6 @@ def _is_plain(config: Any) -> bool:
     return layers == {DynamicLayer} and kinds == {"full_attention"}
 
 
-@torch.no_grad()
-def _try(loaded: Policy | ValueModel, compute: Compute) -> str:
-    """What is wrong with packed rows, or nothing: some rows together, others before them, alone."""
-    return _try_last_row(loaded, compute, 0) or (
-        _try_last_row(loaded, compute, SHARED) if loaded.shares_prompts else ""
-    )
-
-
-def _try_last_row(loaded: Policy | ValueModel, compute: Compute, shared: int) -> str:
-    size = loaded.model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids_1L, other_1L = torch.randint(size, (2, 1, sum(TRIED)), generator=generator)
-    own = TRIED[-1]
-    other_1L[:, :shared], other_1L[:, -own:] = ids_1L[:, :shared], ids_1L[:, -own:]
-    whole_1L = torch.cat((ids_1L[:, :shared], ids_1L[:, -own:]), dim=1)
-    packed = PackedRows.of(TRIED, compute.device, (0, 1, 0 if shared else 2), (0, 0, shared))
-
-    def last_row(ids_1L: Tensor, packed: PackedRows | None) -> Tensor:
-        with compute.autocast():
-            (found_1LH,) = loaded.run(
-                lambda ids: (loaded.hidden_BLH(ids, packed),), ids_1L.to(compute.device)
-            )
-        return found_1LH[0, -own:].float()
-
-    try:
-        with loaded.awake():
-            seen, beside_others = last_row(ids_1L, packed), last_row(other_1L, packed)
-            alone = last_row(whole_1L, None)
-    except Exception as error:  # a model's own code may raise anything at what it does not know
-        if is_out_of_memory(error):
-            raise
-        loaded.forget()
-        return f"it does not take them ({first_line(error)})"
-    leak, gap = LIMITS[compute.dtype]
-    if not _distance(seen, beside_others) <= leak:
-        return "its tokens would see those of other rows"
-    if not _distance(seen, alone) <= gap:
-        return "it would place them differently than rows of their own"
-    return ""
-
-
 def _try_gradients(loaded: Policy | ValueModel, compute: Compute) -> str:
     """What is wrong with the gradients of attention by rows, or nothing.
 
@@ -148,7 +96,8 @@ def _try_gradients(loaded: Policy | ValueModel, compute: Compute) -> str:
     config = loaded.model.config.get_text_config(decoder=True)
     if loaded.packing is not Packing.BY_ROWS or compute.device.type == "cpu":
         return ""
-    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return compare_gradients(heads, keys, size, compute)
 
@@ -176,17 +125,10 @@ def compare_gradients(heads: int, keys: int, size: int, compute: Compute) -> str
         )
     except Exception as error:  # of a kernel that does not suit the device
         return f"attention by rows fails on this device ({first_line(error)})"
-    _, limit = LIMITS[compute.dtype]
     gaps = [
         (a.float() - b.float()).norm() / b.float().norm()
         for a, b in zip(found, wanted, strict=True)
     ]
-    if not max(gaps) <= limit:
+    if not max(gaps) <= LIMITS[compute.dtype]:
         return "attention by rows has other gradients on this device"
     return ""
-
-
-def _distance(one_LH: Tensor, other_LH: Tensor) -> float:
-    """How far the states of a token are apart at most, as a share of their norm."""
-    gap_L = (one_LH - other_LH).norm(dim=-1) / other_LH.norm(dim=-1)
-    return float(gap_L.max())

@@ -36,7 +36,7 @@ def load_value_model(
     path: str,
     *,
     trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     empty: bool = False,
     flag: str = CRITIC_FLAG,
 ) -> ValueModel:
@@ -76,6 +76,19 @@ def load_value_model(
         if head.bias is not None:
             nn.init.zeros_(head.bias)
     return ValueModel(model=model, backbone=model.base_model, head=head)
+
+
+def build_value_model(config: Any, **options: Any) -> ValueModel:
+    """A value model of a config, with fresh weights."""
+    text = config.get_text_config(decoder=True)
+    source = config if type(text) is type(config) else text
+    source.num_labels = 1
+    builder = _choose_class(source, config, options)
+    model = builder.from_config(source, dtype=torch.float32, **options)
+    name = value_head(model)
+    if name is None:
+        raise ModelError(f"A {config.model_type} model has no plain value head.")
+    return ValueModel(model=model, backbone=model.base_model, head=getattr(model, name))
 
 
 def value_head(model: Any) -> str | None:

@@ -33,7 +33,7 @@ from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import publishes_adapter, sampler_seed
 from ppo_cli.config.model_limits import require_length
 from ppo_cli.config.schema import Config, Model, Transfer
-from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stream_key
+from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, not_finite, stream_key
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
 from ppo_cli.engine.loading import load_config
@@ -374,10 +374,7 @@ class VLLMSampler:
         ids = tuple(output.token_ids)[:end]
         logprobs = np.array(output.logprobs.logprobs, dtype=np.float32)[:end]
         if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
-            raise ModelError(
-                "The model's logits are not finite, so that no token can be drawn. Look at the "
-                "weights (a diverged run: lower --lr and resume from an earlier checkpoint)."
-            )
+            raise not_finite(weight_version)
         return go_on(
             begun,
             ids,

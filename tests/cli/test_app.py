@@ -156,6 +156,7 @@ Memory
   what a/b needs is not known: no config.json here, or not a plain decoder's
   gradient checkpointing is on: what a step needs of memory is not known here
   rows are packed without padding if a trial at the start gives the same numbers
+  attention: sdpa if the trial gives the same numbers, else eager
   packed responses share their prompt
   old log-probs are the sampler's, which computes with the actor's own weights
   oneDNN multiplies float32 matrices

@@ -470,8 +470,9 @@ def test_broken_weights_are_told() -> None:
     model = build_model()
     with torch.no_grad():
         model.model.norm.weight.fill_(torch.nan)
-    with pytest.raises(ModelError, match="not finite"):
-        list(make_sampler(model).generate(make_prompts(), Sampling(max_tokens=2), 0))
+    for version, cause in ((0, "the weights of --model are damaged"), (3, "lower --lr")):
+        with pytest.raises(ModelError, match=f"not finite.*{cause}"):
+            list(make_sampler(model).generate(make_prompts(), Sampling(max_tokens=2), version))
 
 
 class SmallMemory:

@@ -15,16 +15,12 @@ from hypothesis import settings as tries
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     OPTConfig,
@@ -46,7 +42,6 @@ from ppo_cli.engine.packing import MASKED_TOKENS, compare_gradients, micro_batch
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.rows import BY_ROWS, PackedRows, Packing, attend_by_rows, cut_slice
 from ppo_cli.engine.value_models import load_value_model
-from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import MIXED, RATE, gaps, make_batch, settings, take_steps
 from tests.rounding import allowed, assert_near
@@ -138,38 +133,6 @@ def test_no_token_sees_another_row(name: str, attention: str) -> None:
         assert same == [i != changed for i in range(len(rows))]
 
 
-def refused(model: Any, compute: Compute = FLOAT32) -> str:
-    with pytest.raises(ModelError) as told:
-        pack(Policy(model, model.base_model, model.lm_head), "mine", compute, ALONE)
-    return str(told.value)
-
-
-def test_models_that_look_beyond_a_border_are_refused() -> None:
-    torch.manual_seed(0)
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2))
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
-    for model in (bloom, mamba):
-        said = refused(model.eval())
-        assert said.startswith("mine cannot be trained on packed rows: its tokens would see")
-        assert "model.packing=false" in said
-
-
-def test_unasked_only_models_of_plain_attention_are_packed() -> None:
-    torch.manual_seed(0)
-    for name, build in {
-        "bloom": lambda: BloomForCausalLM(
-            BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)
-        ),
-        **MADE,
-    }.items():
-        model = build().eval()
-        attention = model.config._attn_implementation
-        policy = pack(Policy(model, model.base_model, model.lm_head), name, FLOAT32, ALONE, None)
-        plain = name != "bloom" and "window" not in name
-        assert policy.packing is (Packing.BY_ROWS if plain else None), name
-        assert model.config._attn_implementation == (BY_ROWS if plain else attention), name
-
-
 def test_a_kernel_with_other_gradients_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare_gradients(4, 2, 8, FLOAT32) == ""
     assert compare_gradients(4, 4, 8, Compute(CPU, torch.bfloat16)) == ""
@@ -186,50 +149,6 @@ def test_a_kernel_with_other_gradients_is_found_out(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("ppo_cli.engine.packing.attend_by_rows", broken)
     assert "no kernel image" in compare_gradients(4, 2, 8, FLOAT32)
-
-
-def test_models_that_do_not_take_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = made("llama")
-    forward = policy.backbone.forward
-    monkeypatch.setattr(policy.backbone, "forward", lambda input_ids, use_cache: forward(input_ids))
-    assert "does not take them" in refused(policy.model)
-
-
-def test_models_that_place_tokens_in_their_own_way_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    policy = made("gpt2, learned positions")
-    forward = policy.backbone.forward
-
-    def running(input_ids: Tensor, position_ids: Tensor | None = None, **told: Any) -> Any:
-        return forward(input_ids=input_ids, **told)
-
-    monkeypatch.setattr(policy.backbone, "forward", running)
-    assert "place them differently" in refused(policy.model)
-
-
-def test_a_window_that_no_setting_tells_is_refused() -> None:
-    """A trial of short rows would not show it."""
-    policy = made("mistral, sliding window")
-    policy.model.config._attn_implementation = BY_ROWS
-    assert "sliding_window" in refused(policy.model)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_trial_is_strict_in_half_precision_too(dtype: torch.dtype) -> None:
-    """A model whose attention takes no notice of borders is found out, a good one passes."""
-    compute = Compute(CPU, dtype)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**TINY)).eval()
-    loaded = Policy(model, model.base_model, model.lm_head)
-    assert pack(loaded, "good", compute, ALONE).packing is Packing.BY_ROWS
-    seen = model.model.forward
-
-    def blind(attention_mask: Tensor | None = None, **told: Any) -> Any:
-        return seen(attention_mask=None, **{**told, "position_ids": None})
-
-    model.model.forward = blind
-    assert "would see those of other rows" in refused(model, compute)
 
 
 def test_the_critic_packs_too_and_nothing_of_it_is_saved(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from tests.house.test_floors import own_imports
 MOST = 25
 STANDS = {
     "cli.bridge": "a command of its own; with it, train is over the cap",
-    "engine.actor_critic": "the models that are trained; with them, learner is over the cap",
     "engine.hf_sampler": "one sampler of several",
     "engine.kv_cache": "keys and values; with them, hf_sampler is over the cap",
     "engine.cluster.engine": "the engine itself; service is the process around it",
     "engine.experts": "what routers do; with it, actor_critic holds two ideas",
+    "engine.small_models": "models to try; with them, trial is over the cap",
     "launch.ray_process": "Ray itself; with it, nodes is over the cap",
     "library": "what is offered in Python; the package itself has to stay quick to import",
     "report.page.rollouts": "reading and choosing responses; with it, server is over the cap",

@@ -1,0 +1,444 @@
+"""One trial at the start: do sampler, annotation and update compute what the model computes?
+
+A small random model of the run's config is sampled from, annotated and differentiated as a run
+does it. Its log-probs, values and gradients have to be those of transformers in eager attention on
+each row alone, without a cache. The first way that gives them is the run's: SDPA on packed rows,
+SDPA on padded rows, eager attention. Verdicts are kept on the disk, for the same config and code.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ppo_cli.algo.batch import Batch, build_batch
+from ppo_cli.atomic import replacing
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.actor_critic import view_tokens
+from ppo_cli.engine.base import Sampler, Sampling
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.lean_layers import checkpoint_blocks, keep_less
+from ppo_cli.engine.loading import DAMAGED, load_config
+from ppo_cli.engine.models import Policy, ValueModel, split_model
+from ppo_cli.engine.packing import choose_attention
+from ppo_cli.engine.ranks import Ranks, gather_objects, together
+from ppo_cli.engine.rows import Packing, cut_slice
+from ppo_cli.engine.small_models import (
+    MOST_PARAMETERS,
+    SPECIAL,
+    count_parameters,
+    draw_weights,
+    shrink_config,
+)
+from ppo_cli.engine.value_models import CRITIC_FLAG, build_value_model
+from ppo_cli.errors import ModelError, first_line, is_out_of_memory
+from ppo_cli.records import Prompt, Rollout
+
+# The first crosses a shrunk window within its prompt, the short ones while they are sampled.
+PROMPT_TOKENS = (26, 3, 17)
+RESPONSES = 2  # to a prompt
+RESPONSE_TOKENS = 12
+ROWS_AT_ONCE = 4  # of the sampler: some prompts join rows that are under way
+ENDS = frozenset(range(SPECIAL, SPECIAL + 3))  # ids that end a response
+LIMIT = 1e-3  # of the gap of a log-prob or value, and of a gradient as a share of its norm
+FAINT = 1e-3  # share of the norm of all gradients below which that of a tensor is rounding
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a verdict depends on besides the model: what was set (None: open), and what is done."""
+
+    kernel: str | None = None
+    packing: bool | None = None
+    share_prompts: bool = True
+    checkpointing: bool = False
+    sampler: Callable[..., Sampler] | None = None  # of this process, reading the same weights
+    trains: bool = True
+    critic: bool = False
+    lean: bool = False  # `keep_less` is applied
+    remote_code: bool = False
+    device: str = "cpu"
+    longest_row: int = 0  # tokens; windows that it does not cross are not tried
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model may be run: its attention kernel, and packed rows or padded ones."""
+
+    kernel: str
+    packed: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The way that a model is to be run, and what still differs then: part -> description.
+
+    `rejected` tells what is wrong with ways that come before it, by "packing" or a kernel.
+    """
+
+    way: Way
+    differences: dict[str, str] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
+    untried: str = ""  # why no small model could be made
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Log-probs or values of response tokens, and the gradient of a weighted sum of them."""
+
+    outputs_BT: Tensor
+    gradients: dict[str, Tensor]
+
+
+def run_trial(config: PreTrainedConfig, conditions: Conditions) -> Verdict:
+    """Try the ways to run a model of this config, the fastest first; the first exact one counts.
+
+    Raises ModelError for a model that the hf sampler cannot hold.
+    """
+    try:
+        small, oracle = _build_oracle(config, conditions)
+    except Exception as error:  # a family's own code may raise anything at sizes that do not fit
+        if is_out_of_memory(error):
+            raise
+        way = Way(conditions.kernel or "eager", conditions.packing is True)
+        return Verdict(way, untried=first_line(error))
+    rejected: dict[str, str] = {}
+    for way in (ways := _list_ways(conditions)):
+        differences = try_way(small, oracle, way, conditions)
+        if not differences:
+            return Verdict(way, rejected=rejected)
+        text = "; ".join(differences.values())
+        rejected.setdefault("packing" if way.packed else way.kernel, text)
+    return Verdict(ways[-1], differences, rejected)
+
+
+def _list_ways(conditions: Conditions) -> list[Way]:
+    """The ways to try. Those against a setting come last: they tell what is wrong with it."""
+    kernels = dict.fromkeys([conditions.kernel or "sdpa", "eager"])
+    layouts = [False] if conditions.packing is False else [True, False]
+    ways = [Way(kernel, packed) for kernel in kernels for packed in layouts]
+    if conditions.packing:
+        return sorted(ways, key=lambda way: not way.packed)
+    # Where masks hide other rows, packing costs more than padding.
+    return [way for way in ways if not (way.packed and way.kernel == "eager")]
+
+
+def _build_oracle(
+    config: PreTrainedConfig, conditions: Conditions
+) -> tuple[PreTrainedConfig, Policy | ValueModel]:
+    """A small config and its model in eager attention; raises an error where none can be made."""
+    errors: list[Exception] = []
+    for narrow in (True, False):
+        try:
+            small = shrink_config(config, conditions.longest_row, narrow=narrow)
+            with torch.device("meta"):
+                size = count_parameters(_build(small, "eager", conditions).model)
+            if size > MOST_PARAMETERS:
+                raise ValueError(f"its smallest layers have {size / 1e6:.0f} million parameters")
+            oracle = _build(small, "eager", conditions)
+            draw_weights(oracle.model)
+            batch = build_batch(draw_rollouts(oracle)[:1], pad_token_id=0)
+            if not compute_alone(oracle, batch).outputs_BT.isfinite().all():
+                raise ArithmeticError("random weights do not give it finite numbers")
+        except Exception as error:
+            errors.append(error)
+        else:
+            return small, oracle
+    raise errors[0]
+
+
+def _build(config: PreTrainedConfig, kernel: str, conditions: Conditions) -> Policy | ValueModel:
+    options = {"attn_implementation": kernel, "trust_remote_code": conditions.remote_code}
+    config = copy.deepcopy(config)  # which holds the kernel of the model that is made
+    loaded = (
+        build_value_model(config, **options)
+        if conditions.critic
+        else split_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options))
+    )
+    loaded.model.eval()
+    if loaded.model.device.type != "meta":
+        loaded.model.to(conditions.device)
+    return loaded
+
+
+def draw_rollouts(loaded: Policy | ValueModel) -> list[Rollout]:
+    """Random prompts and responses, of ids that are no special tokens."""
+    size = loaded.model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw_ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(2 * SPECIAL, size, (count,), generator=generator).tolist())
+
+    prompts = [Prompt(f"{i}", "", (), "", draw_ids(count)) for i, count in enumerate(PROMPT_TOKENS)]
+    return [
+        Rollout(prompt, sample, ids, torch.zeros(len(ids)).numpy(), "", "length")
+        for prompt in prompts
+        for sample in range(RESPONSES)
+        for ids in [draw_ids(RESPONSE_TOKENS - 3 * sample)]
+    ]
+
+
+def try_way(
+    small: PreTrainedConfig, oracle: Policy | ValueModel, way: Way, conditions: Conditions
+) -> dict[str, str]:
+    """What differs from the oracle this way: part -> description."""
+    try:
+        loaded = _build(small, way.kernel, conditions)
+    except DAMAGED as error:
+        if "does not support" in str(error):
+            return {"model": f"transformers has no {way.kernel} attention for this family"}
+        return {"model": f"it cannot be built ({first_line(error)})"}
+    loaded.model.load_state_dict(oracle.model.state_dict())
+    if conditions.lean:
+        keep_less(loaded.model)
+    if conditions.checkpointing:
+        checkpoint_blocks(loaded.model)
+    if way.packed:
+        kind = choose_attention(loaded.model)
+        if kind is Packing.MASKED and conditions.packing is None:
+            return {"packing": "its attention needs masks"}
+        shares = conditions.share_prompts and kind is Packing.BY_ROWS
+        loaded = replace(loaded, packing=kind, shares_prompts=shares)
+    differences: dict[str, str] = {}
+    rollouts = draw_rollouts(oracle)
+    if conditions.sampler is not None:
+        with _reporting("sampler", differences):
+            rollouts = _sample(conditions.sampler, loaded.model, rollouts)
+    batch = build_batch(rollouts, pad_token_id=0)
+    exact = compute_alone(oracle, batch)
+    if conditions.sampler is not None and not differences:
+        _compare_outputs(differences, "sampler", batch.sampler_logprobs_BT, exact, batch)
+    if conditions.trains:
+        with _reporting("annotation", differences), torch.no_grad():
+            outputs_BT = _view(loaded, batch).detach()
+            _compare_outputs(differences, "annotation", outputs_BT, exact, batch)
+        with _reporting("update", differences):
+            numbers = _differentiate(loaded, _view(loaded, batch))
+            _compare_outputs(differences, "update", numbers.outputs_BT, exact, batch)
+            _compare_gradients(differences, numbers.gradients, exact.gradients)
+    return differences
+
+
+def compute_alone(oracle: Policy | ValueModel, batch: Batch) -> Numbers:
+    """The numbers to match: each row by itself, through the model's own forward pass."""
+    rows = []
+    for i, (prompt, response) in enumerate(
+        zip(batch.prompt_len_B.tolist(), batch.response_len_B.tolist(), strict=True)
+    ):
+        ids_1L = batch.input_ids_BL[i : i + 1, : prompt + response].to(oracle.model.device)
+        at = slice(prompt - 1, prompt + response - 1)
+        if isinstance(oracle, ValueModel):
+            outputs_T = oracle.values_BL(ids_1L)[0, at]
+        else:
+            logits_TV = oracle.model(input_ids=ids_1L, use_cache=False).logits[0, at].float()
+            targets_T1 = ids_1L[0, prompt:, None]
+            outputs_T = logits_TV.log_softmax(-1).gather(-1, targets_T1)[:, 0]
+        rows.append(pad(outputs_T, (0, batch.response_mask_BT.shape[1] - response)))
+    return _differentiate(oracle, torch.stack(rows))
+
+
+def _view(loaded: Policy | ValueModel, batch: Batch) -> Tensor:
+    """The same numbers as a learner computes them, in one micro-batch."""
+    compute = Compute(loaded.model.device, torch.float32)
+    packed = loaded.packing is not None
+    cut = cut_slice(
+        batch, range(len(batch)), compute.device, packed=packed, shared=loaded.shares_prompts
+    )
+    if isinstance(loaded, ValueModel):
+        return cut.spread(cut.pick(loaded.values_BL(cut.input_ids_BL, cut.packed)))
+    tokens = view_tokens(loaded, cut, compute, temperature=1.0, with_entropy=False)
+    return cut.spread(tokens.logprobs_N)
+
+
+def _differentiate(loaded: Policy | ValueModel, outputs_BT: Tensor) -> Numbers:
+    """The outputs and the gradients of their sum, each with a weight of its own."""
+    weights_BT = torch.randn(outputs_BT.shape, generator=torch.Generator().manual_seed(0))
+    loaded.model.zero_grad()
+    (outputs_BT * weights_BT.to(outputs_BT)).sum().backward()
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in loaded.model.named_parameters()
+    }
+    loaded.model.zero_grad()
+    return Numbers(outputs_BT.detach().cpu(), gradients)
+
+
+def _sample(
+    build: Callable[..., Sampler], model: Any, rollouts: Sequence[Rollout]
+) -> list[Rollout]:
+    sampler = build(
+        model, eos_token_ids=ENDS, pad_token_id=0, max_num_seqs=ROWS_AT_ONCE,
+        detokenize=lambda before, ids: "", compute=Compute(model.device, torch.float32),
+    )  # fmt: skip
+    prompts = list({rollout.prompt.uid: rollout.prompt for rollout in rollouts}.values())
+    sampling = Sampling(n=RESPONSES, max_tokens=RESPONSE_TOKENS)
+    return [*sampler.generate(prompts, sampling, weight_version=0)]
+
+
+@contextmanager
+def _reporting(part: str, differences: dict[str, str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a model's own code may raise anything
+        if isinstance(error, ModelError) or is_out_of_memory(error):
+            raise
+        differences[part] = f"the {part} fails ({first_line(error)})"
+
+
+def _compare_outputs(
+    differences: dict[str, str], part: str, outputs_BT: Tensor, exact: Numbers, batch: Batch
+) -> None:
+    gap_BT = (outputs_BT.cpu() - exact.outputs_BT)[batch.response_mask_BT].abs()
+    if not gap_BT.max() <= LIMIT:
+        differences[part] = f"numbers of the {part} are {gap_BT.max():.2g} off"
+
+
+def _compare_gradients(
+    differences: dict[str, str], gradients: dict[str, Tensor], exact: dict[str, Tensor]
+) -> None:
+    whole = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
+    for name, gradient in exact.items():
+        share = (gradients[name] - gradient).norm() / (gradient.norm() + FAINT * whole)
+        if not share <= LIMIT:
+            differences.setdefault("update", f"the gradient of {name} is {share:.0%} off")
+
+
+ADVICE = {
+    "sampler": "Sample with vLLM (rollout.name=vllm), or choose another model.",
+    "model": "Choose another model.",
+    "annotation": "Choose another model.",
+    "update": "Choose another model.",
+    "critic": "Choose another --critic_model, or train without one: --adv_estimator grpo.",
+}
+
+
+def judge_model(
+    path: str,
+    config: Config,
+    ranks: Ranks,
+    *,
+    sampler: Callable[..., Sampler] | None = None,
+    trains: bool = True,
+    critic: bool = False,
+    checkpointing: bool = False,
+) -> tuple[Verdict, list[str]]:
+    """How to run a model of a run, and what to tell of it; all ranks call, the first one tries.
+
+    Raises ModelError where no way computes what the model computes, or not the way that was set.
+    """
+    flag = CRITIC_FLAG if critic else "--model"
+    model, device = config.model, Compute.choose(config.model.dtype).device.type
+    conditions = Conditions(
+        kernel=model.attn_implementation,
+        packing=model.packing,
+        share_prompts=device == "cpu" if model.share_prompts is None else model.share_prompts,
+        checkpointing=checkpointing,
+        sampler=sampler,
+        trains=trains,
+        critic=critic,
+        lean=trains and device == "cpu" and ranks.tensor_size == 1,
+        remote_code=model.trust_remote_code,
+        device=device,
+        longest_row=config.data.max_prompt_length + config.data.max_response_length,
+    )
+
+    def judge() -> Verdict | None:
+        if ranks.rank:
+            return None
+        verdict = _find_verdict(load_config(path, flag, model.trust_remote_code), conditions)
+        _require_exact(path, verdict, conditions)
+        return verdict
+
+    verdict: Verdict = gather_objects(ranks, together(ranks, judge))[0]
+    return verdict, list(_remark(path, verdict, conditions))
+
+
+def _require_exact(path: str, verdict: Verdict, conditions: Conditions) -> None:
+    way, kernel = verdict.way, conditions.kernel
+    if verdict.differences:
+        part, difference = next(iter(verdict.differences.items()))
+        named, advice = ("critic", ADVICE["critic"]) if conditions.critic else (part, ADVICE[part])
+        raise ModelError(
+            f"The {named} does not compute what {path} computes: {difference}, in a trial with "
+            f"small random weights, against each row alone in eager attention. {advice}"
+        )
+    if kernel is not None and way.kernel != kernel:
+        raise ModelError(
+            f"model.attn_implementation={kernel} does not compute what {path} computes "
+            f"({verdict.rejected[kernel]}). Leave model.attn_implementation out, or set it to "
+            f"{way.kernel}."
+        )
+    if conditions.packing and not way.packed:
+        raise ModelError(
+            f"{path} cannot be trained on packed rows ({verdict.rejected['packing']}). Leave "
+            "model.packing out, or take another model."
+        )
+
+
+def _remark(path: str, verdict: Verdict, conditions: Conditions) -> Iterator[str]:
+    if verdict.untried:
+        yield (
+            f"{path} was not tried: no small model of its architecture can be built "
+            f"({verdict.untried}). Rows are padded and attention is {verdict.way.kernel}; "
+            "model.packing and model.attn_implementation change that."
+        )
+        return
+    if conditions.kernel is None and verdict.way.kernel != "sdpa":
+        yield f"Attention of {path} is {verdict.way.kernel}: with sdpa, {verdict.rejected['sdpa']}."
+    if conditions.packing is None and not verdict.way.packed and conditions.trains:
+        yield f"Rows of {path} are padded: packing does not suit its attention."
+
+
+def _find_verdict(config: PreTrainedConfig, conditions: Conditions) -> Verdict:
+    """The verdict on the disk, or that of a trial."""
+    # A model's own code is no part of the digest.
+    file = None if conditions.remote_code else _verdict_file(config, conditions)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if file is not None:
+            fields = json.loads(file.read_text())
+            return Verdict(**fields | {"way": Way(**fields["way"])})
+    with torch.random.fork_rng():  # the run's own draws stay what they are
+        verdict = run_trial(config, conditions)
+    with suppress(OSError):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file) as fresh:
+                fresh.write_text(json.dumps(asdict(verdict)))
+    return verdict
+
+
+def _verdict_file(config: PreTrainedConfig, conditions: Conditions) -> Path | None:
+    """Where a verdict is kept: named by all that it depends on, our own code included."""
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:  # no home
+        return None
+    digest = hashlib.sha256(_digest_code())
+    text = re.sub(r'"_name_or_path": "[^"]*"', "", config.to_json_string(use_diff=False))
+    parts = (text, asdict(conditions), torch.__version__,
+             transformers.__version__)  # fmt: skip
+    digest.update(repr(parts).encode())
+    return home / "ppo-cli" / "trials" / f"{digest.hexdigest()[:32]}.json"
+
+
+@cache
+def _digest_code() -> bytes:
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.digest()
