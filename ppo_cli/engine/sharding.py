@@ -506,7 +506,11 @@ def split_modules(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) 
     """Split what `plan` names inside `module`; every rank must hold the same weights whole."""
     for name, style in plan.items():
         for part, how in _parts(module.get_submodule(name), style):
+            trained = {parameter: p.requires_grad for parameter, p in part.named_parameters()}
             parallelize_module(part, mesh, how, src_data_rank=None)
+            # torch makes parameters of norms that are trained, also of frozen ones.
+            for parameter, p in part.named_parameters():
+                p.requires_grad_(trained[parameter])
 
 
 def _parts(module: nn.Module, style: str) -> list[tuple[nn.Module, ParallelStyle]]:

@@ -16,8 +16,24 @@ SIZE = {
 }  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 MOE = EXPERTS | {"moe_intermediate_size": 24, "head_dim": 8, "mlp_only_layers": []}
+# Windows that rows of tests reach beyond, in every other layer.
+WINDOWS = {
+    "head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_dropout": 0.2},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": 6},
+    "phi3": {"sliding_window": 6},
+    "gemma2": WINDOWS,
+    "gemma3_text": WINDOWS,
+    "cohere2": WINDOWS | {"logit_scale": 0.5},
+    "olmo2": {},
+    "granite": {
+        "logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+    },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},  # three dropouts of 0.1
     "opt": {"layerdrop": 0.5, "dropout": 0.1, "ffn_dim": 48, "word_embed_proj_dim": 32},
     "xglm": {

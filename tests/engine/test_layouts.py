@@ -1,0 +1,66 @@
+"""Families give the same numbers packed, with shared prompts, on two ranks and with LoRA."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.layouts import FAMILIES, LORA, ROWS, UNSPLIT, train
+from tests.engine.packed_steps import RATE, gaps
+from tests.engine.tiny_families import SIZE, save_model
+from tests.forked import run_ranks
+from tests.rounding import allowed
+
+TERMS = sum(prompt + response for prompt, response in ROWS) * SIZE["hidden_size"] * 2
+WORKER = Path(__file__).with_name("layouts.py")
+
+
+def assert_alike(found: dict[str, float]) -> None:
+    """To rounding: annotations, losses, gradient norms; of weights a share of AdamW's step."""
+    assert found["counts"] == 0 and found["weights"] < 2e-3 * RATE, found
+    assert max(found["annotated"], found["means"]) < allowed(TERMS), found
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [pytest.param({}, id="whole"), pytest.param(LORA, id="adapter", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_rows_are_the_same_padded_packed_and_with_shared_prompts(
+    kind: str, adapter: dict[str, Any], tmp_path: Path
+) -> None:
+    path = save_model(tmp_path, kind)
+    padded = train(path, **adapter)
+    for shared in (False, True):
+        assert_alike(gaps(train(path, packing=True, share_prompts=shared, **adapter), padded))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    for kind in FAMILIES:
+        save_model(folder, kind)
+    run_ranks(WORKER, 2, str(folder))
+    found: dict[str, dict[str, float]] = json.loads((folder / "gaps-0.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [{}, LORA], ids=["whole", "adapter"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_two_ranks_give_what_one_process_gives(
+    kind: str, adapter: dict[str, Any], two_ranks: dict[str, dict[str, float]]
+) -> None:
+    assert_alike(two_ranks[f"{kind}-1-{len(adapter)}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in UNSPLIT])
+def test_layers_split_over_two_ranks_train_the_same_adapter(
+    kind: str, two_ranks: dict[str, dict[str, float]]
+) -> None:
+    """Norms of queries and keys, which the adapter freezes, stay frozen when they are split."""
+    assert_alike(two_ranks[f"{kind}-2-1"])
