@@ -12,7 +12,7 @@ import pickle
 import re
 import struct
 import zipfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -212,9 +212,10 @@ def weights_problem(folder: Path, config: Mapping[str, Any], *, head: bool) -> s
     if not any((folder / name).is_file() for name in LOADED):
         return f"There are no weights in {folder}: none of {', '.join(LOADED)}"
     names = tensor_names(folder)
-    problems = _foreign_names(config, names) or [
+    lists = _layers_of(names)
+    problems = _foreign_names(config, names, lists) or [
         *_lost_embedding(config, names),
-        *_lost_layers(config, names),
+        *_lost_layers(config, lists),
         *(_lost_head(config, names) if head else ()),
     ]
     return f"The files in {folder} do not fit its config.json ({problems[0]})" if problems else ""
@@ -229,12 +230,17 @@ def list_tensors(label: str, names: Iterable[str]) -> str:
     return f"{label}: {', '.join(ordered[:LISTED])}{rest}"
 
 
-def _layers_of(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
-    """Return the names of tensors by the list of layers and the number of the layer."""
+Lists = Mapping[str, Mapping[int, frozenset[str]]]  # path of the layers -> number -> tensors
+
+
+def _layers_of(names: Iterable[str]) -> Lists:
     lists: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for match in filter(None, map(_LAYER.fullmatch, names)):
         lists[match[1]][int(match[2])].add(match[3])
-    return lists
+    return {
+        path: {number: frozenset(tensors) for number, tensors in layers.items()}
+        for path, layers in lists.items()
+    }
 
 
 def _is_composite(config: Mapping[str, Any]) -> bool:
@@ -243,9 +249,8 @@ def _is_composite(config: Mapping[str, Any]) -> bool:
     return "auto_map" in config or any(key != "quantization_config" for key in parts)
 
 
-def _foreign_names(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+def _foreign_names(config: Mapping[str, Any], names: Iterable[str], lists: Lists) -> list[str]:
     """Return a reason where no list of layers is where a language model has its layers."""
-    lists = _layers_of(names)
     if not lists or _is_composite(config):
         return []
     for path in lists:
@@ -256,9 +261,9 @@ def _foreign_names(config: Mapping[str, Any], names: Iterable[str]) -> list[str]
     return [list_tensors("unexpected tensors", names)]
 
 
-def _lost_layers(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
+def _lost_layers(config: Mapping[str, Any], lists: Lists) -> Iterator[str]:
     """Yield reasons where layers are missing, or lack tensors that a layer of their kind has."""
-    text, lists = text_config(config), _layers_of(names)
+    text = text_config(config)
     if text.get("model_type") in _UNEVEN:
         return
     count = min((text[key] for key in LAYERS if type(text.get(key)) is int), default=0)
@@ -272,8 +277,9 @@ def _lost_layers(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[st
     lost = {
         f"{path}.{number}.{name}"
         for path, layers in lists.items()
+        for alike in [Counter(layers.values())]
         for number, tensors in layers.items()
-        if [*layers.values()].count(tensors) == 1
+        if alike[tensors] == 1
         for other, whole in layers.items()
         if tensors < whole and len(whole - tensors) <= _MOST_LOST
         if kinds[number : number + 1] == kinds[other : other + 1]
@@ -284,8 +290,9 @@ def _lost_layers(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[st
 
 
 def _lost_embedding(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
-    head = any(map(_HEAD.search, names))  # which may be the embedding as well
-    if not any(map(_EMBEDDING.search, names)) and not (head and _is_tied(config)):
+    # A tied output layer may be in the files in its place.
+    stored = any(map(_EMBEDDING.search, names))
+    if not stored and not (_is_tied(config) and any(map(_HEAD.search, names))):
         yield "missing tensors: those of the embedding, such as model.embed_tokens.weight"
 
 
