@@ -21,9 +21,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppo_cli.config.algorithm_schema import CriticModel
 from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.schema import Config
 from ppo_cli.engine.checkpoint import model_files as files_of
 from ppo_cli.engine.checkpoint import restore, saved_model, stored_tensors, take_snapshot
 from ppo_cli.engine.export import write_model
+from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.lora import (
     ADAPTER_WEIGHTS,
     adapt,
@@ -31,9 +33,10 @@ from ppo_cli.engine.lora import (
     merged_tensors,
     write_adapter_config,
 )
-from ppo_cli.engine.models import ValueModel, adapted
+from ppo_cli.engine.models import ValueModel, adapted, pad_token_id
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.engine.value_models import load_value_model
+from ppo_cli.errors import ModelError
 from tests.engine.test_checkpoint import train
 
 TINY = {
@@ -79,11 +82,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 IDS = torch.arange(3, 27)[None]
 
 
-def build(folder: Path, family: str) -> Path:
+def build(folder: Path, family: str, **changes: Any) -> Path:
     """A random model whose norms and biases are not what they start as."""
     kind, sizes = FAMILIES[family]
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**sizes)
+    config = CONFIG_MAPPING[kind](**sizes | changes)
     whole = kind == "qwen3_5"  # AutoModelForCausalLM would build the text part alone
     builder = (
         Qwen3_5ForConditionalGeneration._from_config if whole else AutoModelForCausalLM.from_config
@@ -173,6 +176,24 @@ def test_a_critic_without_weights_has_the_same_tensors(tmp_path: Path, family: s
     layout = [{n: t.shape for n, t in stored_tensors(m).items()} for m in (empty, full)]
     assert list(layout[0].items()) == list(layout[1].items())
     assert {p.device.type for p in empty.parameters()} == {"meta"}
+
+
+def test_a_critic_without_embeddings_for_all_tokens_of_the_policy_is_refused(
+    tmp_path: Path,
+) -> None:
+    path = build(tmp_path, "none in transformers", vocab_size=281)
+    settings = {"model": {"path": "embedded"}, "critic": {"model": {"path": str(path)}}}
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("embedded"))
+    with pytest.raises(ModelError, match=r"has 282 tokens and the model .* only 281"):
+        LocalEngine(Config.model_validate(settings), tokenizer, total_steps=1)
+
+
+def test_rows_are_padded_with_a_token_that_the_model_has_an_embedding_for() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("embedded"))
+    assert pad_token_id(tokenizer, 282) == tokenizer.pad_token_id
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    assert pad_token_id(tokenizer, 283) == 282
+    assert pad_token_id(tokenizer, 282) == 0
 
 
 @pytest.mark.parametrize("family", ["none in transformers", "text and images"])
