@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ppo_cli.algo.batch import Batch, build_batch
 from ppo_cli.atomic import replacing
+from ppo_cli.config.bundled import EMBEDDED, model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.actor_critic import view_tokens
 from ppo_cli.engine.base import Sampler, Sampling
@@ -318,6 +319,9 @@ def _compare_gradients(
             differences.setdefault("update", f"the gradient of {name} is {share:.0%} off")
 
 
+# The bundled model starts without a trial.
+BUNDLED_VERDICT = Verdict(Way("sdpa", packed=True))
+BUNDLED_VERSIONS = ("5.19.0", "2.13.0")  # of transformers and torch
 ADVICE = {
     "sampler": "Sample with vLLM (rollout.name=vllm), or choose another model.",
     "model": "Choose another model.",
@@ -360,6 +364,8 @@ def judge_model(
     def judge() -> Verdict | None:
         if ranks.rank:
             return None
+        if _ships_verdict(path, conditions):
+            return BUNDLED_VERDICT
         verdict = _find_verdict(load_config(path, flag, model.trust_remote_code), conditions)
         _require_exact(path, verdict, conditions)
         return verdict
@@ -402,6 +408,13 @@ def _remark(path: str, verdict: Verdict, conditions: Conditions) -> Iterator[str
         yield f"Attention of {path} is {verdict.way.kernel}: with sdpa, {verdict.rejected['sdpa']}."
     if conditions.packing is None and not verdict.way.packed and conditions.trains:
         yield f"Rows of {path} are padded: packing does not suit its attention."
+
+
+def _ships_verdict(path: str, conditions: Conditions) -> bool:
+    """Whether a test has tried the bundled model as it is to run, with these versions."""
+    is_open = conditions.kernel is None and conditions.packing is None
+    versions = (transformers.__version__, torch.__version__.partition("+")[0])
+    return is_open and path == model_folder(EMBEDDED) and versions == BUNDLED_VERSIONS
 
 
 def _find_verdict(config: PreTrainedConfig, conditions: Conditions) -> Verdict:

@@ -28,10 +28,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine import models, trial
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.lean_layers import GatedUnit
+from ppo_cli.engine.loading import load_config
 from ppo_cli.engine.models import OwnHead
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.engine.rows import BY_ROWS, Slice, attend_by_rows
@@ -78,6 +80,17 @@ def test_the_fastest_exact_way_is_chosen(name: str, conditions: Conditions) -> N
     build, way = FAMILIES[name]
     verdict = run_trial(build(), conditions)
     assert (verdict.way, verdict.differences, verdict.untried) == (way, {}, "")
+
+
+@pytest.mark.parametrize("conditions", [RUN, CRITIC], ids=["policy", "critic"])
+def test_the_verdict_that_ships_is_that_of_a_trial(conditions: Conditions) -> None:
+    """With the versions that are installed here: edit BUNDLED_VERSIONS with constraints.txt."""
+    config = load_config(model_folder("embedded"), "--model", False)
+    for lean, recomputes in ((True, False), (False, True)):
+        tried = replace(conditions, lean=lean, checkpointing=recomputes)
+        assert run_trial(config, tried) == trial.BUNDLED_VERDICT
+    assert trial._ships_verdict(model_folder("embedded"), conditions)
+    assert not trial._ships_verdict(model_folder("embedded"), replace(conditions, kernel="eager"))
 
 
 def test_a_state_that_is_not_attention_keeps_a_critic_from_packing() -> None:
