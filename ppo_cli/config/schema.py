@@ -62,7 +62,7 @@ class Model(Section):
     lora_alpha: float = setting(16, "LoRA's scale is alpha / rank.", flag="--lora_alpha", gt=0)
     target_modules: str | tuple[str, ...] = setting(
         "all-linear",
-        "Modules that LoRA adapts: all-linear, names, or a pattern.",
+        "Modules that LoRA adapts: all-linear, names (of experts and routers too), or a pattern.",
         identity="checkpoint",
     )
     quantization: Literal["nf4"] | None = setting(
