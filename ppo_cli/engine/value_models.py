@@ -106,8 +106,15 @@ def _choose_class(text: Any, config: Any, options: dict[str, Any]) -> Any:
         return AutoModelForTokenClassification
     # Some composite checkpoints have a causal language model under their own name only.
     source = text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config
-    with torch.device("meta"):
-        causal = AutoModelForCausalLM.from_config(source, **options)
+    trust = options.get("trust_remote_code", False)  # a kernel is refused where weights load
+    try:
+        with torch.device("meta"):
+            causal = AutoModelForCausalLM.from_config(source, trust_remote_code=trust)
+    except ValueError as error:
+        raise ModelError(
+            f"transformers has no causal language model of the type {config.model_type}, so it "
+            f"cannot be a critic: name another model with {CRITIC_FLAG}."
+        ) from error
     return make_token_classifier(causal)
 
 

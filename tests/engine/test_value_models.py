@@ -188,6 +188,12 @@ def test_a_critic_without_embeddings_for_all_tokens_of_the_policy_is_refused(
         LocalEngine(Config.model_validate(settings), tokenizer, total_steps=1)
 
 
+def test_a_model_of_images_is_refused_as_a_critic(tmp_path: Path) -> None:
+    CONFIG_MAPPING["vit"]().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"no causal language model of the type vit.*--critic"):
+        load(tmp_path)
+
+
 def test_rows_are_padded_with_a_token_that_the_model_has_an_embedding_for() -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder("embedded"))
     assert pad_token_id(tokenizer, 282) == tokenizer.pad_token_id
