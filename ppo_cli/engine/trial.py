@@ -124,7 +124,10 @@ def run_trial(config: PreTrainedConfig, conditions: Conditions) -> Verdict:
         if not differences:
             return Verdict(way, rejected=rejected)
         text = "; ".join(differences.values())
-        rejected.setdefault("packing" if way.packed else way.kernel, text)
+        if way.packed:
+            rejected.setdefault("packing", text)
+        if conditions.packing or not way.packed:
+            rejected.setdefault(way.kernel, text)
     return Verdict(ways[-1], differences, rejected)
 
 
