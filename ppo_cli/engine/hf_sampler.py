@@ -408,7 +408,9 @@ class HFSampler:
         for layer in cast:
             layer.put_in()
         try:
-            with torch.inference_mode(), self._autocast(), limit_time_steps(self._model):
+            states = self._plan is not None and self._plan.keeps_states
+            limits = limit_time_steps(self._model) if states else nullcontext()
+            with torch.inference_mode(), self._autocast(), limits:
                 yield
         finally:
             for layer in cast:

@@ -48,6 +48,7 @@ from ppo_cli.engine.checkpoint import (
 )
 from ppo_cli.engine.device import Compute, keep_freed_memory, multiply_with, set_threads
 from ppo_cli.engine.hf_sampler import HFSampler, sample_from
+from ppo_cli.engine.kv_cache import plan_cache
 from ppo_cli.engine.lean_layers import keep_less, round_norms
 from ppo_cli.engine.lora import (
     adapt,
@@ -105,6 +106,11 @@ class Learner:
             adapt(config.model, config.trainer.seed),
             trained=True,
         )
+        if sampler_name(config) == "hf" and plan_cache(self.policy.model) is None:
+            self.remarks.append(
+                "The hf sampler cannot hold the cache of this model: it computes each response "
+                "again for every token. On a GPU, rollout.name=vllm is faster."
+            )
         self._reference = self._load_reference()
         self._actor = self._build_actor(total_steps)
         self._critic = self._build_critic(total_steps)

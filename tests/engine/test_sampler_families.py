@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.kv_cache import plan_cache
+from ppo_cli.engine.learner import LocalEngine
+from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.packing import choose_attention
 from ppo_cli.records import Prompt, Rollout
 
@@ -267,3 +272,16 @@ def test_prompts_of_plain_attention_are_prefilled_together(monkeypatch: pytest.M
         sample(model, make_prompts([4, 6, 6]), n=1, max_tokens=1)
         handle.remove()
     assert widths == {"doge": [(3, 6)], "mamba2": [(2, 6), (1, 4)]}
+
+
+@pytest.mark.parametrize(("family", "slow"), [("recurrent_gemma", True), ("lfm2", False)])
+def test_a_run_says_that_vllm_is_faster_where_no_cache_is_held(
+    tmp_path: Path, family: str, slow: bool
+) -> None:
+    tokenizer = load_tokenizer(str(model_folder("embedded")))
+    build(family, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    settings = {"path": str(tmp_path), "dtype": "float32"}
+    config = Config.model_validate({"model": settings, "algorithm": {"adv_estimator": "grpo"}})
+    notes: list[str] = []
+    LocalEngine(config, tokenizer, total_steps=1, tell=notes.append)
+    assert any("rollout.name=vllm is faster" in note for note in notes) == slow
