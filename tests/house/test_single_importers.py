@@ -15,7 +15,6 @@ MOST = 25
 STANDS = {
     "cli.bridge": "a command of its own; with it, train is over the cap",
     "engine.hf_sampler": "one sampler of several",
-    "engine.kv_cache": "keys and values; with them, hf_sampler is over the cap",
     "engine.cluster.engine": "the engine itself; service is the process around it",
     "engine.experts": "what routers do; with it, actor_critic holds two ideas",
     "engine.small_models": "models to try; with them, trial is over the cap",
