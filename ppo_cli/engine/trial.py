@@ -60,6 +60,9 @@ LIMIT = 1e-3  # of the gap of a log-prob or value, and of a gradient as a share 
 FAINT = 1e-3  # share of the norm of all gradients below which that of a tensor is rounding
 
 
+NO_KERNEL = "transformers has no {} attention for this family"
+
+
 @dataclass(frozen=True)
 class Conditions:
     """What a verdict depends on besides the model: what was set (None: open), and what is done."""
@@ -123,11 +126,9 @@ def run_trial(config: PreTrainedConfig, conditions: Conditions) -> Verdict:
         differences = try_way(small, oracle, way, conditions)
         if not differences:
             return Verdict(way, rejected=rejected)
-        text = "; ".join(differences.values())
+        rejected[way.kernel] = text = "; ".join(differences.values())
         if way.packed:
-            rejected.setdefault("packing", text)
-        if conditions.packing or not way.packed:
-            rejected.setdefault(way.kernel, text)
+            rejected["packing"] = text
     return Verdict(ways[-1], differences, rejected)
 
 
@@ -205,7 +206,7 @@ def try_way(
         loaded = _build(small, way.kernel, conditions)
     except DAMAGED as error:
         if "does not support" in str(error):
-            return {"model": f"transformers has no {way.kernel} attention for this family"}
+            return {"model": NO_KERNEL.format(way.kernel)}
         return {"model": f"it cannot be built ({first_line(error)})"}
     loaded.model.load_state_dict(oracle.model.state_dict())
     if conditions.lean:
@@ -408,7 +409,10 @@ def _remark(path: str, verdict: Verdict, conditions: Conditions) -> Iterator[str
         )
         return
     if conditions.kernel is None and verdict.way.kernel != "sdpa":
-        yield f"Attention of {path} is {verdict.way.kernel}: with sdpa, {verdict.rejected['sdpa']}."
+        reason = verdict.rejected["sdpa"]
+        # Without the figures: actor and critic of one model are told once.
+        reason = reason if reason == NO_KERNEL.format("sdpa") else "sdpa computes something else"
+        yield f"Attention of {path} is {verdict.way.kernel}: {reason}."
     if conditions.packing is None and not verdict.way.packed and conditions.trains:
         yield f"Rows of {path} are padded: packing does not suit its attention."
 

@@ -180,13 +180,29 @@ def test_a_kernel_that_computes_something_else_is_refused_by_name(tmp_path: Path
     assert verdict.way == EAGER and not any("Attention" in remark for remark in remarks)
 
 
-def test_eager_attention_is_told_with_its_reason(tmp_path: Path) -> None:
-    _, remarks = judge(tmp_path / "model", FAMILIES["capped attention"][0]())
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("capped attention", "sdpa computes something else"),
+        ("sinks", "transformers has no sdpa attention for this family"),
+    ],
+)
+def test_eager_attention_is_told_with_its_reason(name: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    _, remarks = judge(path, FAMILIES[name][0]())
     assert remarks == [
-        f"Attention of {tmp_path}/model is eager: with sdpa, numbers of the sampler are "
-        + remarks[0].partition("numbers of the sampler are ")[2],
-        f"Rows of {tmp_path}/model are padded: packing does not suit its attention.",
-    ]
+        f"Attention of {path} is eager: {reason}.",
+        f"Rows of {path} are padded: packing does not suit its attention.",
+    ]  # fmt: skip
+
+
+def test_packed_rows_in_eager_attention_are_chosen_where_asked_for(tmp_path: Path) -> None:
+    path, config = tmp_path / "model", FAMILIES["capped attention"][0]()
+    verdict, remarks = judge(path, config, packing=True)
+    assert verdict.way == Way("eager", packed=True)
+    assert remarks == [f"Attention of {path} is eager: sdpa computes something else."]
+    with pytest.raises(ModelError, match="attn_implementation=sdpa does not compute"):
+        judge(path, config, packing=True, attn_implementation="sdpa")
 
 
 def test_packing_that_was_asked_for_is_refused_where_it_is_not_exact(tmp_path: Path) -> None:
