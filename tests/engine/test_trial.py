@@ -212,15 +212,6 @@ def test_packing_that_was_asked_for_is_refused_where_it_is_not_exact(tmp_path: P
     assert verdict.way == PACKED  # by masks
 
 
-def test_packing_that_was_asked_for_goes_with_the_kernel_that_is_exact(tmp_path: Path) -> None:
-    config, path = FAMILIES["capped attention"][0](), tmp_path / "model"
-    verdict, remarks = judge(path, config, packing=True)
-    assert verdict.way == Way("eager", packed=True)
-    assert len(remarks) == 1 and remarks[0].startswith(f"Attention of {path} is eager: with sdpa,")
-    with pytest.raises(ModelError, match=r"^model.attn_implementation=sdpa does not.*eager"):
-        judge(path, config, packing=True, attn_implementation="sdpa")
-
-
 def test_a_difference_that_remains_is_told_without_the_learning_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
