@@ -50,6 +50,7 @@ class Outcome:
     """What one family does: exit codes, gaps, and what is wrong; `error` is the first sentence."""
 
     family: str
+    quick: bool = False  # two steps and their gaps alone
     plan_code: int = -1
     train_code: int = -1
     error: str = ""
@@ -60,7 +61,6 @@ class Outcome:
     rows: str = ""
     adapts: bool = False  # trains with LoRA
     gaps: dict[str, float] = field(default_factory=dict)  # to the oracle
-    farthest: dict[str, str] = field(default_factory=dict)  # the tensor with the largest gap
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -83,7 +83,7 @@ class Outcome:
 def check_family(family: str, *, quick: bool = False) -> Outcome:
     """Run all checks of a family; `quick` leaves out resume, rate 0, export and LoRA."""
     started = time.monotonic()
-    outcome = Outcome(family)
+    outcome = Outcome(family, quick)
     folder = Path(tempfile.mkdtemp(prefix=f"family-{family}-"))
     try:
         with _working_in(folder):
@@ -104,7 +104,7 @@ def _check_in(outcome: Outcome, quick: bool) -> None:
     outcome.train_code, output, recording = _train("run", *few)
     if outcome.train_code == 0:
         _compare(outcome, recording, "run")
-        for check in () if quick else (_check_resume, _check_rate_0, _check_export, _check_lora):
+        for check in () if quick else CHECKS:
             check(outcome, recording)
         return
     outcome.error = last_error(output)
@@ -142,72 +142,83 @@ def _run_recorded(run: str, words: tuple[str, ...], record: str) -> tuple[int, s
     return code, output, recording
 
 
-def _compare(outcome: Outcome, recording: Recording, run: str) -> None:
+def _compare(outcome: Outcome, recording: Recording, run: str, kind: str = "") -> None:
     """Compare the first two steps with the oracle, and look at the first update's metrics."""
-    fork(partial(_compare_in, outcome, recording, run), into=outcome)
+    if not kind:
+        packed = "packed, shared" if recording.shares_prompts else "packed"
+        outcome.kernel, outcome.rows = (
+            recording.kernel.split("_")[0],
+            packed if recording.packing else "padded",
+        )
+    gaps, problems = fork(partial(_compare_steps, recording))
+    for name, (gap, tensor) in gaps.items():
+        outcome.gaps[kind + name] = gap
+        outcome.critic |= name == "critic"
+        if not gap <= LIMIT:
+            problems.append(f"{name} {gap:.1e} off" + (f" ({tensor})" if tensor else ""))
+    first = read_metrics(run)[0]
+    if first["clip_fraction"] or not _is_still(first):
+        problems.append(f"first update: {_describe(first)}")
+    outcome.problems += [kind + problem for problem in problems]
 
 
-def _compare_in(outcome: Outcome, recording: Recording, run: str) -> Outcome:
+def _compare_steps(recording: Recording) -> tuple[dict[str, tuple[float, str]], list[str]]:
+    """The largest gap of each kind to the oracle with its tensor, and other problems."""
     import torch
 
+    gaps: dict[str, tuple[float, str]] = {}
+    problems: list[str] = []
+
+    def note(name: str, gap: Any, tensor: str = "") -> None:
+        if not float(gap) <= gaps.get(name, (-1.0,))[0]:  # NaN counts as farthest
+            gaps[name] = float(gap), tensor
+
     model = oracle.load(Path("model"))
-    outcome.kernel = recording.kernel
-    packed = "packed, shared" if recording.shares_prompts else "packed"
-    outcome.rows = packed if recording.packing else "padded"
-    for number, step in enumerate(recording.steps, 1):
-        if number == 1 and (names := different_tensors(model.state_dict(), step.state)):
-            outcome.problems.append(f"loaded other weights: {names[:3]}")
+    if names := different_tensors(model.state_dict(), recording.steps[0].state):
+        problems.append(f"other weights than the files': {names[:3]}")
+    for step in recording.steps:
         model.load_state_dict(step.state)
         with torch.no_grad():
             logprobs_BT = oracle.response_logprobs(model, step.rows)
-        for name, ours_BT in (
-            ("sampler", step.sampler_logprobs_BT),
-            ("annotation", step.annotated_logprobs_BT),
-        ):
-            _note_gap(outcome, name, float((ours_BT - logprobs_BT)[step.rows.mask_BT].abs().max()))
+        mask_BT = step.rows.mask_BT
+        note("sampler", (step.sampler_logprobs_BT - logprobs_BT)[mask_BT].abs().max())
+        note("annotation", (step.annotated_logprobs_BT - logprobs_BT)[mask_BT].abs().max())
         if step.actor:
             model.load_state_dict(step.actor.state)
             gradients = oracle.actor_gradients(model, step.actor)
-            gap, tensor = oracle.gradient_gap(step.actor.gradients, gradients)
-            _note_gap(outcome, "actor gradients", gap, tensor)
+            note("actor gradients", *oracle.gradient_gap(step.actor.gradients, gradients))
         if step.critic:
-            outcome.critic = True
-            _compare_critic(outcome, model, step.critic)
-    for name, gap in outcome.gaps.items():
-        if not gap <= LIMIT:
-            outcome.problems.append(
-                f"{name} {gap:.1e} off {outcome.farthest.get(name, '')}".strip()
-            )
-    first = read_metrics(run)[0]
-    if (
-        abs(first["ppo_ratio"] - 1) > LIMIT
-        or first["clip_fraction"]
-        or abs(first["kl_divergence"]) > LIMIT
-    ):
-        outcome.problems.append(
-            f"first update: ratio {first['ppo_ratio']:.6f}, clip {first['clip_fraction']:.3f}, "
-            f"KL {first['kl_divergence']:.1e}"
-        )
-    return outcome
+            names = step.critic.state.keys()
+            backbone = next(m for m in model.modules() if m.state_dict().keys() == names)
+            backbone.load_state_dict(step.critic.state)
+            values_BT, gradients = oracle.critic_gradients(backbone, step.critic)
+            mask_BT = step.critic.rows.mask_BT
+            note("critic", (step.critic.old_BT - values_BT)[mask_BT].abs().max())
+            note("critic gradients", *oracle.gradient_gap(step.critic.gradients, gradients))
+    return gaps, problems
 
 
-def _compare_critic(outcome: Outcome, model: Any, update: oracle.Update) -> None:
-    names = update.state.keys()
-    backbone = next((m for m in model.modules() if m.state_dict().keys() == names), None)
-    if backbone is None:
-        outcome.problems.append("the critic's backbone is not part of the model")
+def _is_still(row: dict[str, Any]) -> bool:
+    """Whether the policy of a step is the one that sampled, and that of the start."""
+    return abs(row["ppo_ratio"] - 1) <= LIMIT and abs(row["kl_divergence"]) <= LIMIT
+
+
+def _describe(row: dict[str, Any]) -> str:
+    return (
+        f"ratio {row['ppo_ratio']:.6f}, clip {row['clip_fraction']:.3f}, "
+        f"KL {row['kl_divergence']:.1e}"
+    )
+
+
+def _check_padded(outcome: Outcome, _: Recording) -> None:
+    """Where rows are packed by default, padded ones give the same."""
+    if outcome.rows == "padded":
         return
-    backbone.load_state_dict(update.state)
-    values_BT, gradients = oracle.critic_gradients(backbone, update)
-    gap = (update.old_BT - values_BT)[update.rows.mask_BT].abs().max()
-    _note_gap(outcome, "critic", float(gap))
-    _note_gap(outcome, "critic gradients", *oracle.gradient_gap(update.gradients, gradients))
-
-
-def _note_gap(outcome: Outcome, name: str, gap: float, tensor: str = "") -> None:
-    if not gap <= outcome.gaps.get(name, -1.0):
-        outcome.gaps[name] = gap
-        outcome.farthest |= {name: f"({tensor})"} if tensor else {}
+    code, output, recording = _train("padded", "--max_steps", "2", "model.packing=false")
+    if code:
+        outcome.problems.append(f"padded: {last_error(output)}")
+        return
+    _compare(outcome, recording, "padded", "padded ")
 
 
 def _check_resume(outcome: Outcome, _: Recording) -> None:
@@ -233,13 +244,9 @@ def _check_rate_0(outcome: Outcome, _: Recording) -> None:
     if code:
         outcome.problems.append(f"rate 0: {last_error(output)}")
         return
-    for row in read_metrics("rate-0"):
-        if abs(row["kl_divergence"]) > LIMIT or abs(row["ppo_ratio"] - 1) > LIMIT:
-            outcome.problems.append(
-                f"rate 0, step {row['step']}: KL {row['kl_divergence']:.1e}, "
-                f"ratio {row['ppo_ratio']:.6f}"
-            )
-            return
+    moved = [row for row in read_metrics("rate-0") if not _is_still(row)]
+    if moved:
+        outcome.problems.append(f"rate 0, step {moved[0]['step']}: {_describe(moved[0])}")
 
 
 def _check_export(outcome: Outcome, recording: Recording) -> None:
@@ -285,20 +292,21 @@ def _check_lora(outcome: Outcome, _: Recording) -> None:
         outcome.problems.append(f"LoRA export: {last_error(output)}")
         return
     outcome.adapts = True
-    fork(partial(_compare_lora, outcome, recording), into=outcome)
+    outcome.gaps["LoRA"] = gap = fork(partial(_compare_merged, recording))
+    if not gap <= LIMIT:
+        outcome.problems.append(f"LoRA: {gap:.1e} from its export")
 
 
-def _compare_lora(outcome: Outcome, recording: Recording) -> Outcome:
+def _compare_merged(recording: Recording) -> float:
     import torch
 
     step = recording.steps[1]
     with torch.no_grad():
         logprobs_BT = oracle.response_logprobs(oracle.load(Path("merged")), step.rows)
-    gap = float((step.sampler_logprobs_BT - logprobs_BT)[step.rows.mask_BT].abs().max())
-    _note_gap(outcome, "LoRA", gap)
-    if not gap <= LIMIT:
-        outcome.problems.append(f"LoRA: {gap:.1e} from its export")
-    return outcome
+    return float((step.sampler_logprobs_BT - logprobs_BT)[step.rows.mask_BT].abs().max())
+
+
+CHECKS = (_check_padded, _check_resume, _check_rate_0, _check_export, _check_lora)
 
 
 def run_ppo(*words: str) -> tuple[int, str]:
@@ -327,8 +335,8 @@ def _call_ppo(*words: str) -> tuple[int, str]:
         return code, os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
 
 
-def fork(work: Callable[[], Any], into: Any = None) -> Any:
-    """Return what `work` returns in a forked process, copied `into` an object if one is named.
+def fork(work: Callable[[], Any]) -> Any:
+    """Return what `work` returns in a forked process.
 
     Raises RuntimeError where it raises, or takes longer than RUN_SECONDS.
     """
@@ -350,8 +358,6 @@ def fork(work: Callable[[], Any], into: Any = None) -> Any:
         done, value = pickle.load(report)
     if not done:
         raise RuntimeError(value)
-    if into is not None:
-        vars(into).update(vars(value))
     return value
 
 

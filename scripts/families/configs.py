@@ -41,7 +41,9 @@ LATENT = {
     "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }  # fmt: skip
+# Random layers of this kind lose digits in float32; small weights and slow decay keep them.
 LINEAR = {
+    "initializer_range": 0.03,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
@@ -68,7 +70,7 @@ VISION = {
 }  # fmt: skip
 LLAMA4 = HEADS | LOCAL_EXPERTS | {
     "num_hidden_layers": 4, "attention_chunk_size": 8, "intermediate_size_mlp": 96,
-    "interleave_moe_layer_step": 2, "floor_scale": 8, "attn_scale": 0.3,
+    "interleave_moe_layer_step": 2,
 }  # fmt: skip
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -260,9 +262,13 @@ def build_model(family: str, seed: int = 0) -> Any:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("correction_bias", "expert_bias")) and not tensor.requires_grad:
                 tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
-            # Gemma 4 does not divide by the root of the head size: random heads would attend to
-            # one token each, and float32 alone would lose the fifth digit of a gradient.
+            # What random heads and decays make of a gradient, float32 alone would round away:
+            # Gemma 4 does not divide by the root of the head size; gated delta rules forget fast.
             if family.startswith("gemma4") and name.endswith("q_norm.weight"):
+                tensor.mul_(0.3)
+            elif "linear_attn" in name and name.endswith("A_log"):
+                tensor.sub_(4)
+            elif "linear_attn" in name and name.endswith("norm.weight"):
                 tensor.mul_(0.3)
     return model.eval()
 

@@ -1,0 +1,58 @@
+"""Tiny models of many families, trained by `ppo train` and compared with transformers.
+
+The oracle is scripts/families/oracle.py. PPO_SWEEP=1 adds all families with all checks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+import pytest
+from families.configs import FAMILIES
+
+from tests.forked import ROOT, run_forked
+
+QUICK = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "gemma2", "gemma3", "gemma3n_text",
+    "gemma4_text", "mistral", "mixtral", "phi3", "phimoe", "olmo2", "granite", "cohere2",
+    "deepseek_v3", "glm4_moe", "gpt2", "opt", "bloom", "falcon_h1", "mamba2", "lfm2", "gpt_oss",
+)  # fmt: skip
+PROGRAM = """
+import dataclasses, json, sys
+scripts, family, checks = sys.argv[1:]
+sys.path.insert(0, scripts)
+from families.checks import check_family
+outcome = check_family(family, quick=checks == "quick")
+print("\\n" + json.dumps(dataclasses.asdict(outcome) | {"passes": outcome.passes}))
+"""
+
+
+def outcome_of(family: str, checks: str) -> dict[str, Any]:
+    done = run_forked([str(ROOT / "scripts"), family, checks], os.environ, 600, PROGRAM)
+    outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return outcome
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_sampler_annotation_update_and_critic_are_those_of_transformers(family: str) -> None:
+    outcome = outcome_of(family, "quick")
+    assert outcome["passes"], outcome
+
+
+def test_page_has_a_row_for_each_family() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(FAMILIES)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("PPO_SWEEP"), reason="weekly: PPO_SWEEP=1 runs it")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_is_as_its_row_in_the_page_says(family: str) -> None:
+    """Families that pass, and those that are refused, stay so."""
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{family}` |")]
+    outcome = outcome_of(family, "all")
+    assert outcome["passes"] == row.endswith("|  |"), outcome
