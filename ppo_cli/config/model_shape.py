@@ -92,11 +92,14 @@ class Shape:
         return self.layers * self.layer + self.embedding * (2 if head and not self.tied else 1)
 
     def adapter(self, rank: int) -> int:
-        """Count the weights of a LoRA adapter on all linear modules of the layers."""
+        """Count the weights of a LoRA adapter on all linear modules of the layers.
+
+        Gate and up projection of an expert are one weight, whose rank is twice as large.
+        """
         inputs = 5 * self.hidden + self.queries + self.inner
-        spread = (
-            2 * self.experts * self.hidden + 3 * (self.held - self.inner) if self.experts else 0
-        )
+        spread = 0
+        if self.experts:  # in place of one MLP: a router, and all experts
+            spread = (3 * self.experts - 2) * self.hidden + 5 * self.held - 3 * self.inner
         return self.layers * rank * (inputs + self.outputs + spread)
 
     @property

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from ppo_cli.config.model_shape import Shape
 from ppo_cli.config.schema import Model
 from ppo_cli.engine.lora import (
     ADAPTER_WEIGHTS,
@@ -47,6 +48,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "granitemoe, experts": ("granitemoe", [*EXPERTS, "router", "q_proj"], {"attention_bias": True}),
     "gpt_oss": ("gpt_oss", ALL, {}),
     "gpt_oss, experts": ("gpt_oss", [*EXPERTS, "router"], {}),
+    "gpt_oss, square": ("gpt_oss", EXPERTS, {"intermediate_size": 32}),
     "phimoe": ("phimoe", ALL, {}),
     "phimoe, router": ("phimoe", ["router", "down_proj"], {}),
 }  # fmt: skip
@@ -134,6 +136,15 @@ def test_gate_and_up_projection_have_a_rank_each() -> None:
     experts = "base_model.model.model.layers.0.mlp.experts"
     assert shapes[f"{experts}.base_layer.lora_A.weight"] == (4 * 2 * 2, 32)
     assert shapes[f"{experts}.lora_A.weight"] == (4 * 2, 48)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
+def test_memory_is_counted_for_an_adapter_of_this_size(kind: str) -> None:
+    model = adapted(kind, ALL, {})
+    shape = Shape.of(model.config.to_dict())
+    assert shape is not None
+    size = sum(tensor.numel() for _, tensor in adapter_tensors(model))
+    assert shape.adapter(2) == pytest.approx(size, rel=0.01)
 
 
 @pytest.mark.parametrize("case", CASES)
