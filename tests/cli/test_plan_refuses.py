@@ -198,6 +198,7 @@ def test_a_placeholder_without_an_embedding_is_refused_where_a_prompt_uses_it(
     tokenizer = json.loads((desk / "odd" / "tokenizer.json").read_text())
     placeholder = dict(tokenizer["added_tokens"][-1], id=282, content="<extra>")
     tokenizer["added_tokens"].append(placeholder)
+    tokenizer["model"]["vocab"]["<extra>"] = 282
     (desk / "odd" / "tokenizer.json").write_text(json.dumps(tokenizer))
     rows = [ROW] * 7 + [ROW | {"prompt": "What is on <extra>?"}]
     (desk / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -42,6 +42,16 @@ LIMITS: list[tuple[dict[str, Any], int | None]] = [
     ),
     (
         {
+            "model_type": "olmo3",
+            "rope_parameters": {
+                "sliding_attention": LONG | {ORIGINAL: 80},
+                "full_attention": LONG | {ORIGINAL: 40},
+            },
+        },
+        40,
+    ),
+    (
+        {
             "model_type": "llama",
             "rope_scaling": {"type": "dynamic", "factor": 2.0},
             "max_position_embeddings": 64,
@@ -82,6 +92,7 @@ def test_the_longest_row_is_read_from_the_config(config: dict[str, Any], limit: 
     [
         (8, 40, "--max_response_length 24"),
         (40, 8, "--max_prompt_length 24"),
+        (24, 16, "--max_prompt_length 16"),
         (40, 40, "--max_prompt_length 16 --max_response_length 16"),
     ],
 )

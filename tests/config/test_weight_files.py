@@ -30,7 +30,8 @@ def write_safetensors(file: Path, names: Iterable[str], length: int = 4) -> None
 
 
 def problem(folder: Path, names: Iterable[str] | None, head: bool = True, **config: Any) -> str:
-    (folder / "config.json").write_text(json.dumps(LLAMA | config))
+    config = {key: value for key, value in (LLAMA | config).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
     if names is not None:
         write_safetensors(folder / "model.safetensors", names)
     return folder_problem(folder, "--model", tokenizer=False, head=head)
@@ -76,6 +77,7 @@ HYBRID = {"layer_types": ["full_attention", "sliding_attention", "full_attention
     [
         (NAMES, {}),
         (without("lm_head"), {"tie_word_embeddings": True}),
+        (without("lm_head"), {"tie_word_embeddings": None}),  # not mentioned
         (without("embed"), {"tie_word_embeddings": True}),
         (without("lm_head") | {"embed_out.weight"}, {}),
         (renamed(lambda name: name.removeprefix("model.")), {}),  # saved from a backbone

@@ -12,12 +12,13 @@ from torch import Tensor
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, merge_annotations
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums
-from ppo_cli.engine.experts import expert_metrics
+from ppo_cli.engine.experts import ExpertMonitor, expert_metrics
 from ppo_cli.engine.learner import Learner, LocalEngine
 from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.engine.rows import cut_slice
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import make_batch, settings
-from tests.engine.tiny_families import FAMILIES, save_model
+from tests.engine.tiny_families import FAMILIES, make_model, save_model
 
 # Two prompts of one length: their rows share one where prompts are shared.
 ROWS = ((1, 1), (3, 9), (17, 2), (5, 5), (5, 5), (5, 3), (2, 12), (23, 1), (8, 4))
@@ -151,6 +152,33 @@ def test_balance_by_hand() -> None:
     sums = expert_metrics([first, second, None])
     assert sums["actor/expert_load_max"] == (4.0, 1.0)
     assert sums["actor/expert_load_entropy"][0] == pytest.approx(0.5)
+
+
+def test_a_mini_batch_starts_without_the_counts_of_the_one_before() -> None:
+    model = make_model("mixtral", **ASKS)
+    monitor = ExpertMonitor(model, model.model)
+    cut = cut_slice(make_batch(ROWS, 0), [1, 2], torch.device("cpu"))
+    counts: list[tuple[Tensor | None, Tensor | None]] = []
+    for _ in range(2):
+        monitor.reset()
+        monitor.forget_assignments()
+        with monitor.counting(cut), torch.no_grad():
+            model.model(cut.input_ids_BL)
+        monitor.settle([monitor.assignments()])
+        with monitor.recording(cut):
+            model.model(cut.input_ids_BL)
+        counts.append((monitor.assignments(), monitor.loads()))
+    torch.testing.assert_close(counts[1], counts[0])
+
+
+def test_a_pass_without_gradients_is_not_counted() -> None:
+    """A reference shares its layers with an adapted policy."""
+    model = make_model("mixtral")
+    monitor = ExpertMonitor(model, model.model)
+    cut = cut_slice(make_batch(ROWS, 0), [1, 2], torch.device("cpu"))
+    with monitor.recording(cut), torch.no_grad():
+        model.model(cut.input_ids_BL)
+    assert monitor.loads() is None
 
 
 def test_a_model_without_experts_has_no_balance() -> None:

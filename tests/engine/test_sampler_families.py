@@ -16,7 +16,7 @@ from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.hf_sampler import HFSampler
-from ppo_cli.engine.kv_cache import plan_cache
+from ppo_cli.engine.kv_cache import KVCache, plan_cache
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.packing import choose_attention
@@ -54,7 +54,10 @@ STATES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2} | EXPERTS,
     "granitemoehybrid": MAMBA_2 | {"layer_types": ["linear_attention", "full_attention"] * 2},
     "bamba": MAMBA_2 | {"attn_layer_indices": [1, 3]},
-    "falcon_h1": MAMBA_2 | {"mamba_d_ssm": 64, "time_step_limit": (0.5, 0.9)},
+    "falcon_h1": MAMBA_2 | {
+        "mamba_d_ssm": 64, "time_step_limit": (0.5, 0.9),
+        "ssm_multipliers": [1.0, 0.5, 0.7, 0.8, 2.0],
+    },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
         "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
@@ -133,9 +136,9 @@ def make_prompts(lengths: Sequence[int] = LENGTHS) -> list[Prompt]:
     ]
 
 
-def make_sampler(model: Any, rows: int = 5) -> HFSampler:
+def make_sampler(model: Any, rows: int = 5, ends: Sequence[int] = (2,)) -> HFSampler:
     return HFSampler(
-        model, eos_token_ids=frozenset({2}), pad_token_id=0, max_num_seqs=rows,
+        model, eos_token_ids=frozenset(ends), pad_token_id=0, max_num_seqs=rows,
         detokenize=lambda *_, **__: "",
     )  # fmt: skip
 
@@ -164,6 +167,40 @@ def test_logprobs_are_those_of_each_row_alone(family: str) -> None:
     assert plan is None or plan.keeps_states == (family in STATES)
     rollouts = sample(model, make_prompts())
     assert len(rollouts) == 2 * len(LENGTHS)
+    for rollout in rollouts:
+        expected = row_logprobs(model, rollout)
+        np.testing.assert_allclose(rollout.sampler_logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bloom", "deepseek_v32", "zamba2"])
+def test_columns_of_rows_that_ended_are_dropped_from_all_that_is_kept(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[int] = []
+    trim = KVCache.trim
+
+    def note(cache: KVCache, columns: int) -> None:
+        dropped.append(columns)
+        trim(cache, columns)
+
+    monkeypatch.setattr(KVCache, "trim", note)
+    model = build(family)
+    sampler = make_sampler(model, ends=range(2, 20))  # the longest rows end before others
+    rollouts = list(sampler.generate(make_prompts(), Sampling(max_tokens=14, n=2), 0))
+    assert any(dropped)
+    for rollout in rollouts:
+        expected = row_logprobs(model, rollout)
+        np.testing.assert_allclose(rollout.sampler_logprobs, expected, atol=1e-5)
+
+
+def test_a_row_that_ends_with_its_first_token_leaves_nothing_behind() -> None:
+    """Two rows of one prompt go on, and the only one of another ends: two rows, two prompts."""
+    model, prompts = build("bloom"), make_prompts([9, 5])
+    *others, _, ended = [r.token_ids[0] for r in sample(model, prompts, max_tokens=1)]
+    assert ended not in others
+    sampler = make_sampler(model, rows=3, ends=[ended])
+    rollouts = list(sampler.generate(prompts, Sampling(max_tokens=6, n=2), 0))
+    assert any(len(rollout.token_ids) == 1 for rollout in rollouts)
     for rollout in rollouts:
         expected = row_logprobs(model, rollout)
         np.testing.assert_allclose(rollout.sampler_logprobs, expected, atol=1e-5)

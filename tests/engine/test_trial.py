@@ -30,7 +30,7 @@ from transformers import (
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
-from ppo_cli.engine import models, trial
+from ppo_cli.engine import lean_layers, models, trial
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.lean_layers import GatedUnit
 from ppo_cli.engine.loading import load_config
@@ -141,6 +141,15 @@ def test_a_gradient_that_is_wrong_is_the_updates_fault(monkeypatch: pytest.Monke
     assert [*differences] == ["update"] and "gradient of model." in differences["update"]
 
 
+def test_blocks_are_tried_as_they_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose_gradient(block: Any, *args: Any, **options: Any) -> Any:
+        with torch.no_grad():
+            return type(block).forward(block, *args, **options)
+
+    monkeypatch.setattr(lean_layers, "_recompute", lose_gradient)
+    assert [*run_trial(llama(), RUN).differences] == ["update"]
+
+
 def test_logits_without_their_cap_are_the_learners_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler has the whole model; annotation and update have its head."""
     monkeypatch.setattr(models, "_choose_head", lambda model, _: model.get_output_embeddings())
@@ -150,8 +159,15 @@ def test_logits_without_their_cap_are_the_learners_fault(monkeypatch: pytest.Mon
     assert isinstance(models.split_model(trial._build(config, "eager", RUN).model).head, OwnHead)
 
 
-def test_values_of_other_tokens_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slice, "pick", lambda cut, states: PICK(cut, states).roll(1, 0))
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda values: values.roll(1, 0), lambda values: values * float("nan")],
+    ids=["of other tokens", "not finite"],
+)
+def test_wrong_values_are_found_out(
+    spoil: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slice, "pick", lambda cut, states: spoil(PICK(cut, states)))
     assert [*run_trial(llama(), CRITIC).differences] == ["annotation", "update"]
 
 
@@ -239,6 +255,37 @@ def test_a_verdict_is_kept_until_the_config_or_our_code_changes(
         file.write_text("{")
     judge(tmp_path / "model", llama())
     assert len(tried) == 3
+
+
+def test_a_wrong_gradient_is_not_hidden_by_larger_ones() -> None:
+    exact = {"large": torch.tensor([1000.0]), "small": torch.tensor([5.0])}
+    differences: dict[str, str] = {}
+    trial._compare_gradients(differences, exact | {"small": torch.tensor([5.5])}, exact)
+    assert differences["update"].startswith("the gradient of small ")
+
+
+def test_a_trial_is_of_the_rows_and_layers_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Conditions] = []
+    monkeypatch.setattr(
+        trial, "run_trial", lambda _, conditions: tried.append(conditions) or Verdict(PACKED)
+    )
+    judge(tmp_path / "model", llama())
+    data = Config().data
+    assert tried[0].longest_row == data.max_prompt_length + data.max_response_length
+    assert tried[0].lean and tried[0].checkpointing
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers"])
+def test_a_verdict_is_of_the_versions_that_were_tried(
+    library: str, tmp_path: Path, verdicts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "run_trial", lambda *_: Verdict(PACKED))
+    judge(tmp_path / "model", llama())
+    monkeypatch.setattr(getattr(trial, library), "__version__", "0.0.0")
+    judge(tmp_path / "model", llama())
+    assert len([*verdicts.iterdir()]) == 2
 
 
 def test_a_model_of_which_none_can_be_built_small_is_told(

@@ -10,7 +10,14 @@ import pytest
 
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
-from ppo_cli.report.metrics import dollars, judge_totals, refuse_unscored, resume_line, summarise
+from ppo_cli.report.metrics import (
+    dollars,
+    judge_totals,
+    lr_jumps,
+    refuse_unscored,
+    resume_line,
+    summarise,
+)
 from ppo_cli.report.tracker import Summary
 
 HERE = Path("my run")
@@ -123,6 +130,14 @@ def test_advice_to_train_longer_says_what_the_learning_rate_does() -> None:
         steps = summarise([line], HERE, config, session=(3, 1.0), resume_command="ppo train")
         assert ("learning rate" in steps.next_steps[-1]) is bool(words)
         assert words in steps.next_steps[-1] and "--max_steps 6 " in steps.next_steps[-1]
+
+
+def test_a_learning_rate_is_compared_with_that_of_the_checkpoints_step(tmp_path: Path) -> None:
+    lines = [{"step": step, "actor/lr": step * 1e-3} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    config = Config.model_validate({"actor": {"optim": {"lr": 1e-2}}})
+    (jump,) = lr_jumps(config, tmp_path / "checkpoints" / "step_000002", 4)
+    assert "rises from 0.002 at step 2 to 0.01 at step 3" in jump
 
 
 def test_what_lies_in_the_run_folder_is_told(tmp_path: Path) -> None:
