@@ -34,6 +34,7 @@ from ppo_cli.engine.checkpoint import (
     stored_tensors,
     take_snapshot,
     tokenizer_files,
+    write_files,
 )
 from ppo_cli.engine.models import load_policy, load_tokenizer, pad_token_id
 from ppo_cli.engine.optimizer import Optimizer
@@ -131,10 +132,12 @@ def test_a_tokenizer_that_cannot_be_saved_is_copied_or_refused(tmp_path: Path) -
     path = copy_model(tmp_path / "model", "tokenizer_config.json", chat_template="\ud800")
     (tmp_path / "model" / "chat_template.jinja").unlink()
     tokenizer = load_tokenizer(path)
+    tools = "additional_chat_templates/tools.jinja"
+    write_files(tmp_path / "model", {tools: b"{{ tools }}"})
     files = tokenizer_files(tokenizer)
     assert files == {
         name: (tmp_path / "model" / name).read_bytes()
-        for name in ("tokenizer.json", "tokenizer_config.json")
+        for name in ("tokenizer.json", "tokenizer_config.json", tools)
     }
     tokenizer.name_or_path = "some/hub-name"
     with pytest.raises(ModelError, match="The tokenizer of some/hub-name loads but cannot be save"):

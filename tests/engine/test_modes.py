@@ -80,6 +80,22 @@ def test_blocks_that_are_computed_again_change_no_gradient(kind: str) -> None:
     assert bytes_kept[1] < 0.8 * bytes_kept[0]
 
 
+class OwnBlock(torch.nn.Linear):
+    calls = 0
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        OwnBlock.calls += 1
+        return super().forward(states)
+
+
+def test_blocks_that_a_models_own_code_names_are_computed_again() -> None:
+    model: Any = torch.nn.Sequential(OwnBlock(4, 4))
+    model._no_split_modules = ["OwnBlock"]
+    checkpoint_blocks(model)
+    model(torch.ones(1, 4)).sum().backward()
+    assert OwnBlock.calls == 2
+
+
 def test_a_model_without_blocks_is_refused() -> None:
     model = make_model("llama")
     model.model.layers = torch.nn.ModuleList()

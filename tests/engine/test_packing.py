@@ -282,6 +282,7 @@ def test_a_slice_lies_end_to_end_and_reads_before_each_token() -> None:
     assert cut.targets_N.tolist() == [*ids[2, 17:19], ids[0, 1], ids[7, 23]]
     idle = cut_slice(batch, [], CPU, packed=True)
     assert idle.idle and idle.input_ids_BL.tolist() == [ids[0, :2].tolist()]
+    assert not idle.count_BL.any()  # for experts
 
 
 def test_masked_models_take_short_micro_batches() -> None:

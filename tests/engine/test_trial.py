@@ -306,6 +306,9 @@ def test_a_small_model_has_each_kind_of_layer_and_only_windows_that_rows_cross()
     deepseek = shrink(DeepseekV3Config(), LONG)
     assert (deepseek.num_hidden_layers, deepseek.first_k_dense_replace) == (2, 1)
     assert deepseek.n_routed_experts == 4
+    heads = {"hidden_size": 2048, "num_attention_heads": 16, "attention_multiplier": 1 / 128}
+    granite = shrink(GraniteConfig(**heads), LONG)
+    assert granite.attention_multiplier * granite.hidden_size == granite.num_attention_heads
     hybrid = shrink(Qwen3NextConfig(), LONG)
     assert hybrid.layer_types == ["linear_attention", "full_attention"]
     assert shrink(llama(), LONG, narrow=False).hidden_size == 64

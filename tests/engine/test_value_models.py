@@ -146,6 +146,14 @@ def test_values_are_a_head_on_what_the_output_layer_reads(tmp_path: Path, family
     torch.testing.assert_close(values(value_model), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_head_of_another_size_is_replaced(tmp_path: Path) -> None:
+    kind, sizes = FAMILIES["classifier of transformers"]
+    config = CONFIG_MAPPING[kind](**sizes, num_labels=3)
+    AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path)
+    value_model = load(tmp_path)
+    assert value_model.head.weight.shape == (1, 32) and not values(value_model).any()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_critic_comes_back_exactly(tmp_path: Path, family: str) -> None:
     value_model = load(build(tmp_path / "base", family))
@@ -178,20 +186,33 @@ def test_a_critic_without_weights_has_the_same_tensors(tmp_path: Path, family: s
     assert {p.device.type for p in empty.parameters()} == {"meta"}
 
 
-def test_a_critic_without_embeddings_for_all_tokens_of_the_policy_is_refused(
-    tmp_path: Path,
+@pytest.mark.parametrize("part", ["critic", "reference"])
+def test_a_model_without_embeddings_for_all_tokens_of_the_policy_is_refused(
+    part: str, tmp_path: Path
 ) -> None:
-    path = build(tmp_path, "none in transformers", vocab_size=281)
-    settings = {"model": {"path": "embedded"}, "critic": {"model": {"path": str(path)}}}
+    path = str(build(tmp_path, "none in transformers", vocab_size=281))
+    settings: dict[str, Any] = {
+        "critic": {"critic": {"model": {"path": path}}},
+        "reference": {"ref": {"path": path}, "actor": {"use_kl_loss": True}},
+    }[part]
+    config = Config.model_validate({"model": {"path": "embedded"}} | settings)
     tokenizer = AutoTokenizer.from_pretrained(model_folder("embedded"))
     with pytest.raises(ModelError, match=r"has 282 tokens and the model .* only 281"):
-        LocalEngine(Config.model_validate(settings), tokenizer, total_steps=1)
+        LocalEngine(config, tokenizer, total_steps=1)
 
 
 def test_a_model_of_images_is_refused_as_a_critic(tmp_path: Path) -> None:
     CONFIG_MAPPING["vit"]().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"no causal language model of the type vit.*--critic"):
         load(tmp_path)
+
+
+def test_a_critic_needs_no_embeddings_that_only_pad_those_of_the_policy(tmp_path: Path) -> None:
+    policy = build(tmp_path / "policy", "none in transformers", vocab_size=320)
+    critic = build(tmp_path / "critic", "none in transformers")
+    settings = {"model": {"path": str(policy)}, "critic": {"model": {"path": str(critic)}}}
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("embedded"))
+    LocalEngine(Config.model_validate(settings), tokenizer, total_steps=1)
 
 
 def test_rows_are_padded_with_a_token_that_the_model_has_an_embedding_for() -> None:
