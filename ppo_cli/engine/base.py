@@ -138,7 +138,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """All weights of a policy under their checkpoint names, on the CPU.
+    """All weights of a policy on the CPU: for vLLM as its files have them, else as it has them.
 
     With `adapter` they are those of a LoRA adapter alone, under PEFT's names. A tied output
     head is left out: it is the embedding. With `stays`, later weights are written over these,

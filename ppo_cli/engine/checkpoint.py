@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +224,7 @@ def assign_owners(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]
     layers: dict[str, list[str]] = defaultdict(list)
     sizes: dict[str, int] = defaultdict(int)
     for name, tensor in tensors.items():
-        layer = LAYER.match(name)
-        key = layer.group() if layer else name
+        key = _layer_key(name)
         layers[key].append(name)
         sizes[key] += tensor.numel() * tensor.element_size()
     held = [0] * writers
@@ -236,9 +236,23 @@ def assign_owners(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]
     return owners
 
 
+def _layer_key(name: str) -> str:
+    """What the tensors of a layer have in common; the name itself outside of layers."""
+    layer = LAYER.match(name)
+    return layer.group() if layer else name
+
+
 def to_disk(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as the files of this family have them: experts one by one, say."""
     return tensors if model is None else revert_weight_conversion(model, dict(tensors))
+
+
+def convert_layers(
+    model: Any, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors as the files of this family have them, from one layer at a time."""
+    for _, layer in groupby(tensors, key=lambda named: _layer_key(named[0])):
+        yield from to_disk(model, dict(layer)).items()
 
 
 ENGINE_FILE = "engine.json"

@@ -39,10 +39,12 @@ from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, merge_sums, 
 from ppo_cli.engine.bfloat16 import hold_cast, make_master_weights
 from ppo_cli.engine.checkpoint import (
     Trained,
+    convert_layers,
     model_files,
     render_files,
     restore,
     saved_model,
+    stored_tensors,
     take_snapshot,
     tokenizer_files,
 )
@@ -280,14 +282,16 @@ class Learner:
     ) -> Iterator[tuple[str, Tensor]]:
         """What a sampler needs, one by one; every rank iterates, as `whole` may be a collective.
 
-        `exact` is for a `whole` that casts: what is merged first must not be cast before.
+        `exact` is for a `whole` that casts: neither buffers nor what is still to be merged is cast.
+        vLLM takes what is in the model's files, buffers too, by the names that it has there.
         """
-        model = self.policy.model
-        if not self._config.model.lora_rank:
-            return ((name, whole(tensor)) for name, tensor in model.named_parameters())
-        if publishes_adapter(self._config):
+        c, model = self._config, self.policy.model
+        if publishes_adapter(c):
             return ((name, whole(tensor)) for name, tensor in adapter_tensors(model))
-        return merged_tensors(model, whole, exact)
+        as_files = sampler_name(c) == "vllm"
+        live = stored_tensors(model) if as_files else dict(model.named_parameters())
+        tensors = merged_tensors(model, whole, exact, live=live)
+        return convert_layers(model, tensors) if as_files else tensors
 
     def _models(self) -> list[Policy | ValueModel]:
         """All models that an annotation may ask, the actor first."""

@@ -234,23 +234,30 @@ def merged_tensors(
     model: Any,
     full: Callable[[Tensor], Tensor],
     exact: Callable[[Tensor], Tensor] | None = None,
+    *,
+    live: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights with the adapter added, under the names of the base model, one by one.
+    """The weights, an adapter added, under the names of the base model, one by one.
 
     `full` makes a whole tensor of a live one; it is called for the same tensors in
     the same order on every rank. Where it casts, `exact` does the same without, for what is
-    still to be merged. A tied output head is left out. Nothing live is changed.
+    still to be merged, and for buffers. `live` are the model's tensors, all its parameters by
+    default. A tied output head is left out. Nothing live is changed.
     """
     adapted = {
         f"{_base_name(name)}.{getattr(layer, 'parameter_name', 'weight')}": layer
         for name, layer in _layers(model).items()
     }
-    for adapted_name, tensor in model.named_parameters():
+    for adapted_name, tensor in (live or dict(model.named_parameters())).items():
         if PIECE.search(adapted_name):
             continue
         name = _base_name(adapted_name)
         layer = adapted.get(name)
-        yield name, full(tensor) if layer is None else _merge(layer, tensor, exact or full)
+        if layer is not None:
+            yield name, full(_merge(layer, tensor, exact or full))
+        else:
+            is_weight = isinstance(tensor, torch.nn.Parameter)
+            yield name, (full if is_weight else exact or full)(tensor)
 
 
 def write_adapter_config(directory: Path, model: Any, base: str) -> None:

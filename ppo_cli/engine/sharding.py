@@ -379,9 +379,10 @@ def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: C
         ranks, lambda: plan_split(model, loaded.backbone, tensor_size) if tensor_size > 1 else {}
     )
     # They come with the files: a model without weights has only default ones.
-    model.generation_config, model.all_tied_weights_keys = gather_objects(
-        ranks, (getattr(model, "generation_config", None), model.all_tied_weights_keys)
-    )[0]
+    from_files = ("generation_config", "all_tied_weights_keys", "_weight_conversions")
+    values = gather_objects(ranks, [getattr(model, name, None) for name in from_files])[0]
+    for name, value in zip(from_files, values, strict=True):
+        setattr(model, name, value)
     weights = take_weights(model, ranks, path)
     mesh = ranks.mesh
     pinned = compute.device.type == "cuda"

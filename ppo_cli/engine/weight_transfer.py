@@ -35,15 +35,18 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
+    get_layerwise_info,
     initialize_layerwise_reload,
 )
 from vllm.platforms import current_platform
 
 from ppo_cli.engine.ranks import GLOO, GlooGroup, join_store, open_store
+from ppo_cli.errors import ModelError
 
 # Tensors travel in chunks about as large; vLLM's own 1 GiB, twice, is much beside a learner.
 CHUNK_BYTES = 256 * 2**20
@@ -247,6 +250,8 @@ class CheckpointTransfer(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         """Give each layer its loadable form back: on the CPU weights lie packed."""
+        if current_platform.is_cpu():
+            drop_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -257,6 +262,7 @@ class CheckpointTransfer(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         """Pack the layers again, output heads too."""
+        require_experts(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
         pack_heads(self.model)
 
@@ -345,6 +351,32 @@ class GlooTransfer(CheckpointTransfer):
         assert self._group is not None
         for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
             yield name, self._group.receive(tuple(shape), getattr(torch, dtype))
+
+
+def require_experts(model: torch.nn.Module) -> None:
+    """Raise ModelError where experts did not come: their old weights would sample on."""
+    for name, module in model.named_modules():
+        info = get_layerwise_info(module)
+        if _has_experts(module) and info.can_load() and not info.load_numel:
+            raise ModelError(
+                f"vLLM cannot put new weights into the experts of a {type(model).__name__} that "
+                f"runs ({name}): sample without it (--rollout_name hf), or train an adapter and "
+                "publish it alone (--lora_rank, model.lora_merge=false)."
+            )
+
+
+def _has_experts(module: torch.nn.Module) -> bool:
+    return isinstance(getattr(module, "quant_method", None), FusedMoEMethodBase)
+
+
+def drop_expert_kernels(model: torch.nn.Module) -> None:
+    """Have kernels of experts built again after the reload (tried on vLLM 0.32).
+
+    vLLM packs the weights of experts for the CPU only while it has no kernel.
+    """
+    for module in model.modules():
+        if _has_experts(module):
+            module.quant_method.moe_kernel = None
 
 
 def pack_heads(model: torch.nn.Module) -> None:

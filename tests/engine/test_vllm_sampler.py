@@ -116,6 +116,27 @@ class TestReal:
         assert max(found["new"]) < TOLERANCE, found
         assert min(found["old"]) > 100 * TOLERANCE, found
 
+    @pytest.mark.parametrize(
+        "model",
+        [
+            "mixtral by memory", "mixtral by gloo", "qwen3_moe by memory",
+            "untied files by memory", "files with a copy by memory",
+        ],
+    )  # fmt: skip
+    def test_models_whose_files_have_other_tensors_sample_from_new_weights(
+        self, probe: dict[str, Any], model: str
+    ) -> None:
+        """Experts one by one; an output layer that config.json ties and the files hold."""
+        found = probe[model]
+        assert len(found["new"]) == len(found["old"]) == 3
+        assert max(found["base"], *found["new"]) < TOLERANCE, found
+        assert min(found["old"]) > 100 * TOLERANCE, found
+
+    def test_experts_that_stay_as_they_were_are_refused(self, probe: dict[str, Any]) -> None:
+        said = probe["unloadable"]
+        assert said.startswith("ModelError: vLLM cannot put new weights into the experts"), said
+        assert "--rollout_name hf" in said and "model.lora_merge=false" in said
+
     def test_versions_are_kept_and_stamped(self, probe: dict[str, Any]) -> None:
         assert probe["bundled"]["publishing"]["versions"] == [5, 6, 7]
         assert probe["bundled"]["publishing"]["stamps"] == [7]

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.resolve import resolve
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Sampling, Weights, build_sampler
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.learner import Learner
@@ -29,8 +32,11 @@ from ppo_cli.engine.text import decode_text
 from ppo_cli.engine.vllm_sampler import VLLMSampler
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt, Rollout
+from tests.engine.tiny_families import save_model
 
 LONGEST = 128
+# Sizes that vLLM has kernels for on the CPU.
+WIDE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
 SAMPLINGS = {
     "plain": Sampling(n=4, max_tokens=24),
     "cool": Sampling(temperature=0.7, n=4, max_tokens=24),
@@ -244,14 +250,9 @@ def probe_client() -> dict[str, Any]:
     return {"calls": calls, "largest": source.largest_bytes}
 
 
-def probe_gloo(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """A learner's merged weights go to a sampler through a group of their own."""
+def connect_gloo(learner: Learner, sampler: Any) -> Any:
+    """A sender of the learner's weights to the sampler, through a group of their own."""
     from ppo_cli.engine.weight_transfer import SamplerClient, TensorSource, connect
-
-    prompts, plain = make_prompts(tokenizer), SAMPLINGS["plain"]
-    learner = Learner(config, tokenizer, total_steps=1)
-    model = learner.policy.model
-    sampler = build_sampler(config, tokenizer, transfer="gloo")
 
     def ask_all(method: str, words: list[tuple[Any, ...]]) -> None:
         getattr(sampler, method)(*words[0])
@@ -259,7 +260,16 @@ def probe_gloo(config: Config, tokenizer: Any) -> dict[str, Any]:
     shapes = [(name, t.dtype, tuple(t.shape)) for name, t in learner.published()]
     source = TensorSource(shapes, learner.published)
     client = SamplerClient(ask_all, num_samplers=1, gpus_each=1)
-    sender = connect("gloo", source, client, rank=0, address="127.0.0.1", port=0, timeout_s=60)
+    return connect("gloo", source, client, rank=0, address="127.0.0.1", port=0, timeout_s=60)
+
+
+def probe_gloo(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """A learner's merged weights go to a sampler over the network."""
+    prompts, plain = make_prompts(tokenizer), SAMPLINGS["plain"]
+    learner = Learner(config, tokenizer, total_steps=1)
+    model = learner.policy.model
+    sampler = build_sampler(config, tokenizer, transfer="gloo")
+    sender = connect_gloo(learner, sampler)
     found: dict[str, Any] = {"new": [], "old": []}
     rollouts = list(sampler.generate(prompts, plain, 0))
     for version in (1, 2, 3):
@@ -273,6 +283,55 @@ def probe_gloo(config: Config, tokenizer: Any) -> dict[str, Any]:
     sender.close()
     sampler.close()
     return found
+
+
+def probe_experts(path: str, tokenizer: Any, transfer: Transfer) -> dict[str, Any]:
+    """All weights of a model whose experts are one by one in its files."""
+    config = read_config(f"model.path={path}")
+    prompts, plain = make_prompts(tokenizer), SAMPLINGS["plain"]
+    learner = Learner(config, tokenizer, total_steps=1)
+    sampler = build_sampler(config, tokenizer, transfer=transfer)
+    sender = connect_gloo(learner, sampler) if transfer == "gloo" else None
+    found: dict[str, Any] = {"new": [], "old": []}
+    rollouts = list(sampler.generate(prompts, plain, 0))
+    found["base"] = gap(learner.policy.model, rollouts, 1.0)
+    for version in (1, 2, 3):
+        shake(learner.policy.model)
+        found["old"].append(gap(learner.policy.model, rollouts, 1.0))
+        if sender is None:
+            weights = learner.weights()
+            assert weights is not None
+            sampler.load_weights(replace(weights, version=version))
+        else:
+            sender.send(version)
+        rollouts = list(sampler.generate(prompts, plain, version))
+        found["new"].append(gap(learner.policy.model, rollouts, 1.0))
+    sampler.close()
+    return found
+
+
+def probe_unloadable(path: str, tokenizer: Any) -> str:
+    """Experts that vLLM's loader writes where a reload does not see them."""
+    config = read_config(f"model.path={path}")
+    weights = Learner(config, tokenizer, total_steps=1).weights()
+    assert weights is not None
+    sampler = build_sampler(config, tokenizer)
+    said = sentence(lambda: sampler.load_weights(weights))
+    sampler.close()
+    return said
+
+
+def save_head(folder: Path, noise: float) -> str:
+    """The bundled model, which ties its output layer, with one in the files all the same."""
+    shutil.copytree(model_folder("embedded"), folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    torch.manual_seed(0)
+    change = torch.randn_like(embedding) * embedding.std() * noise
+    file.unlink()
+    save_file(tensors | {"lm_head.weight": embedding + change}, file, {"format": "pt"})
+    return str(folder)
 
 
 def probe_mistakes(folder: Path, tokenizer: Any) -> dict[str, str]:
@@ -321,6 +380,18 @@ def main() -> None:
         ),
         "mistakes": probe_mistakes(folder, tokenizer),
     }
+    mixtral = save_model(folder, "mixtral", **WIDE)
+    found |= {
+        f"{kind} by {way}": probe_experts(path, tokenizer, way)
+        for kind, path, way in (
+            ("mixtral", mixtral, "memory"),
+            ("mixtral", mixtral, "gloo"),
+            ("qwen3_moe", save_model(folder, "qwen3_moe", **WIDE), "memory"),
+            ("untied files", save_head(folder / "head", 0.3), "memory"),
+            ("files with a copy", save_head(folder / "copy", 0.0), "memory"),
+        )
+    }
+    found["unloadable"] = probe_unloadable(save_model(folder, "gpt_oss", **WIDE), tokenizer)
     print(json.dumps(found))
 
 

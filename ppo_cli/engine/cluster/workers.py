@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,11 @@ class Exchange:
         from ppo_cli.engine import weight_transfer
 
         plan = self._plan
-        shapes = [(n, t.dtype, tuple(t.shape)) for n, t in self._tensors(_shape_of)]
+        published = self._learner.published
+        empty = published(partial(_shape_of, dtype=self._dtype), _shape_of)
         source = weight_transfer.TensorSource(
-            shapes, lambda: self._tensors(self._gather_cast, self._gather)
+            [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in empty],
+            lambda: published(partial(self._gather, dtype=self._dtype), self._gather),
         )
         client = weight_transfer.SamplerClient(
             self._ask_all, num_samplers=len(plan.samplers), gpus_each=plan.workers_each
@@ -84,14 +87,6 @@ class Exchange:
             port=free_port(plan.address) if rank == 0 and plan.transfer == "nccl" else 0,
             timeout_s=plan.timeout_s + AFTER_DRIVER_S,
         )  # fmt: skip
-
-    def _tensors(
-        self, whole: Callable[[Tensor], Tensor], exact: Callable[[Tensor], Tensor] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        return ((name, t.to(self._dtype)) for name, t in self._learner.published(whole, exact))
-
-    def _gather_cast(self, tensor: Tensor) -> Tensor:
-        return self._gather(tensor, self._dtype)
 
     def _gather(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         from ppo_cli.engine.sharding import whole_tensor
@@ -138,8 +133,8 @@ class Exchange:
             ) from error
 
 
-def _shape_of(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def _shape_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
 
 
 def _last_line(error: Exception) -> str:
