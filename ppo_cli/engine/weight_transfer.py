@@ -40,9 +40,9 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
-    get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from ppo_cli.engine.ranks import GLOO, GlooGroup, join_store, open_store
