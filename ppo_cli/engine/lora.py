@@ -254,7 +254,8 @@ def merged_tensors(
         name = _base_name(adapted_name)
         layer = adapted.get(name)
         if layer is not None:
-            yield name, full(_merge(layer, tensor, exact or full))
+            merged = _merge(layer, tensor, exact or full)
+            yield name, merged if exact is None else full(merged)
         else:
             is_weight = isinstance(tensor, torch.nn.Parameter)
             yield name, (full if is_weight else exact or full)(tensor)
