@@ -356,17 +356,15 @@ class GlooTransfer(CheckpointTransfer):
 def require_experts(model: torch.nn.Module) -> None:
     """Raise ModelError where experts did not come: their old weights would sample on."""
     for name, module in model.named_modules():
+        if not isinstance(getattr(module, "quant_method", None), FusedMoEMethodBase):
+            continue
         info = get_layerwise_info(module)
-        if _has_experts(module) and info.can_load() and not info.load_numel:
+        if info.can_load() and not info.load_numel:
             raise ModelError(
                 f"vLLM cannot put new weights into the experts of a {type(model).__name__} that "
                 f"runs ({name}): sample without it (--rollout_name hf), or train an adapter and "
                 "publish it alone (--lora_rank, model.lora_merge=false)."
             )
-
-
-def _has_experts(module: torch.nn.Module) -> bool:
-    return isinstance(getattr(module, "quant_method", None), FusedMoEMethodBase)
 
 
 def drop_expert_kernels(model: torch.nn.Module) -> None:
@@ -375,8 +373,9 @@ def drop_expert_kernels(model: torch.nn.Module) -> None:
     vLLM packs the weights of experts for the CPU only while it has no kernel.
     """
     for module in model.modules():
-        if _has_experts(module):
-            module.quant_method.moe_kernel = None
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, FusedMoEMethodBase):
+            method.moe_kernel = None
 
 
 def pack_heads(model: torch.nn.Module) -> None:
