@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.models import load_tokenizer
 from tests.engine.layouts import FAMILIES, LORA, ROWS, UNSPLIT, train
-from tests.engine.packed_steps import RATE, gaps
+from tests.engine.packed_steps import RATE, gaps, settings
 from tests.engine.tiny_families import SIZE, save_model
 from tests.forked import run_ranks
 from tests.rounding import allowed
@@ -36,6 +39,16 @@ def test_rows_are_the_same_padded_packed_and_with_shared_prompts(
     padded = train(path, **adapter)
     for shared in (False, True):
         assert_alike(gaps(train(path, packing=True, share_prompts=shared, **adapter), padded))
+
+
+def test_rows_of_states_are_padded(tmp_path: Path) -> None:
+    """A state goes on from one packed row to the next, which a trial has found."""
+    config = settings(
+        model={"path": save_model(tmp_path, "mamba2"), "packing": None},
+        algorithm={"adv_estimator": "grpo"},
+    )
+    learner = Learner(config, load_tokenizer(model_folder("embedded")), total_steps=1)
+    assert learner.policy.packing is None
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
+from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.model_shape import Shape
 from ppo_cli.config.schema import Model
+from ppo_cli.engine.export import write_model
 from ppo_cli.engine.lora import (
     ADAPTER_WEIGHTS,
+    LoRA,
     adapt,
     adapter_tensors,
     load_merged,
@@ -164,6 +168,30 @@ def test_vllm_gets_an_adapter_of_the_weights_in_the_files(case: str) -> None:
     for name in files & before.keys():
         a, b = (tensors[f"base_model.model.{name[:-7]}.lora_{x}.weight"] for x in "AB")
         torch.testing.assert_close(before[name] + 3.0 * b @ a, after[name], rtol=1e-5, atol=1e-5)
+
+
+def test_vllm_holds_an_adapter_of_experts_in_twice_its_rank() -> None:
+    ranks = [LoRA(rank, 1.0, fused).padded_rank() for rank, fused in ((5, False), (5, True))]
+    assert ranks == [8, 16]
+    with pytest.raises(ModelError, match="up to rank 512, not 600"):
+        LoRA(300, 1.0, fused=True).padded_rank()
+
+
+def test_an_export_has_the_tensors_of_its_bases_files(tmp_path: Path) -> None:
+    model, base = trained(adapted("mixtral", ALL, {})), save_model(tmp_path, "mixtral")
+    AutoTokenizer.from_pretrained(model_folder("embedded")).save_pretrained(base)
+    for folder in ("adapter", "out"):
+        (tmp_path / folder).mkdir()
+    save_file(
+        {name: tensor.detach().clone() for name, tensor in adapter_tensors(model)},
+        tmp_path / "adapter" / ADAPTER_WEIGHTS,
+    )
+    write_adapter_config(tmp_path / "adapter", model, base)
+    write_model(tmp_path / "adapter", tmp_path / "out")
+    stored, expected = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", Path(base))
+    )
+    assert stored.keys() == expected.keys()
 
 
 def test_vllm_gets_stacked_experts_where_the_files_have_them() -> None:
