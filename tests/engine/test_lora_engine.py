@@ -18,7 +18,7 @@ from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.learner import Learner, LocalEngine
 from ppo_cli.engine.lora import PREFIX, adapt, adapter_tensors, merged_tensors
-from ppo_cli.engine.models import adapted, load_tokenizer
+from ppo_cli.engine.models import Policy, ValueModel, adapted, load_tokenizer
 from ppo_cli.engine.value_models import load_value_model
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt
@@ -242,5 +242,15 @@ def test_the_critic_recomputes_activations_as_set_for_it(
     settings["critic"]["model"]["enable_gradient_checkpointing"] = own
     learner = Learner(Config.model_validate(settings), tokenizer, total_steps=1)
     assert learner._critic is not None
-    assert learner.policy.model.is_gradient_checkpointing == shared
-    assert learner._critic.value_model.model.is_gradient_checkpointing == critic
+    assert forward_passes(learner.policy) == 1 + shared
+    assert forward_passes(learner._critic.value_model) == 1 + critic
+
+
+def forward_passes(loaded: Policy | ValueModel) -> int:
+    """How often a module inside the first block runs in one forward and backward pass."""
+    block: Any = loaded.backbone
+    calls: list[object] = []
+    handle = block.layers[0].mlp.register_forward_hook(lambda *_: calls.append(None))
+    loaded.hidden_BLH(torch.arange(4, 30)[None]).sum().backward()
+    handle.remove()
+    return len(calls)
