@@ -354,6 +354,7 @@ def folder_problem(
         config = read_json(folder / "config.json")
         if problem := next(_size_problems(config), ""):
             return f"{problem}. Correct it, or name another folder with {flag}."
+        read_json(folder / "generation_config.json")  # transformers ignores a damaged one
         if weights and (problem := weights_problem(folder, config, head=head)):
             return f"{problem}. {again(flag)}"
         if tokenizer and (problem := _tokenizer_problem(folder, config)):

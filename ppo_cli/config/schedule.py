@@ -43,10 +43,11 @@ def describe_lr_jumps(
         before, after = (optim.lr * lr_factor(i, total_steps, optim) for i in (step - 1, step))
         if rate is None or step >= total_steps:
             continue
-        if not math.isclose(rate, before, rel_tol=LEAST_CHANGE):
+        rates = f"{rate:.2g}", f"{after:.2g}"
+        if not math.isclose(rate, before, rel_tol=LEAST_CHANGE) and rates[0] != rates[1]:
             verb = "rises" if after > rate else "falls"
             yield (
-                f"the {name}'s learning rate {verb} from {rate:.2g} at step {step} to {after:.2g} "
+                f"the {name}'s learning rate {verb} from {rates[0]} at step {step} to {rates[1]} "
                 f"at step {step + 1}, as its schedule ({optim.lr_scheduler_type}) spans "
                 f"{total_steps} steps"
             )

@@ -270,7 +270,11 @@ def _lost_layers(config: Mapping[str, Any], lists: Lists) -> Iterator[str]:
     if len(lists) == 1 and not _is_composite(config):
         ((path, layers),) = lists.items()
         absent = (f"{path}.{number}.*" for number in range(count) if number not in layers)
+        # Layers that predict further ahead follow the others, and hold more than those.
+        alike = {layers[number] for number in range(count) if number in layers}
+        beyond = (f"{path}.{n}.*" for n in layers if n >= count and layers[n] in alike)
         yield from filter(None, [list_tensors("missing tensors", absent)])
+        yield from filter(None, [list_tensors("unexpected tensors", beyond)])
     if text.get("num_kv_shared_layers"):  # the last layers have no keys and values
         return
     kinds = text["layer_types"] if isinstance(text.get("layer_types"), list) else []

@@ -207,6 +207,14 @@ class Renderer:
                 "model's folder, or go without: data.apply_chat_template=false."
             ) from error
         except Exception as error:
+            from jinja2 import TemplateSyntaxError  # imported with the first template anyway
+
+            if isinstance(error, TemplateSyntaxError):
+                raise DataError(
+                    "The chat template of the tokenizer is not a valid template "
+                    f"({first_line(error)}). Correct chat_template.jinja in the model's folder, or "
+                    "go without: data.apply_chat_template=false."
+                ) from error
             raise RowError(
                 "prompt", f"the chat template refuses it: {first_line(error)}"
             ) from error

@@ -105,7 +105,7 @@ class Learner:
         self.policy = self._load_policy(
             model_folder(config.model.path),
             config.actor.fsdp_config,
-            adapt(config.model, config.trainer.seed),
+            adapt(config.model, config.trainer.seed, self.remarks.append),
             trained=True,
         )
         if sampler_name(config) == "hf" and plan_cache(self.policy.model) is None:
@@ -457,7 +457,7 @@ class Learner:
         if checkpointing is None:
             checkpointing = c.model.enable_gradient_checkpointing is not False
         path = model_folder(critic_path(c))
-        adapter = adapt(c.critic.model, c.trainer.seed)
+        adapter = adapt(c.critic.model, c.trainer.seed, self.remarks.append)
         value_model = self._load(
             load_value_model, path, c.critic.fsdp_config, checkpointing, adapter, trained=True
         )

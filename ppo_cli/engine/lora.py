@@ -144,11 +144,14 @@ def reference_of(policy: Policy) -> Policy:
     return AdapterOff(p.model, p.backbone, p.head, p.around, p.packing, p.shares_prompts)
 
 
-def adapt(settings: Model | CriticModel, seed: int) -> Callable[[Any], Any] | None:
+def adapt(
+    settings: Model | CriticModel, seed: int, report: Callable[[str], None] = lambda text: None
+) -> Callable[[Any], Any] | None:
     """What puts an adapter into a loaded causal LM or value model, in place; None without LoRA.
 
     B starts at zero; A is drawn from `seed`, on whatever device the model lies. All other
-    weights are frozen but a value head. Raises ModelError for `target_modules` that fit nothing.
+    weights are frozen but a value head. Calls `report` with a sentence where `all-linear` leaves
+    experts out. Raises ModelError for `target_modules` that fit nothing.
     """
     if settings.lora_rank == 0:
         return None
@@ -160,6 +163,11 @@ def adapt(settings: Model | CriticModel, seed: int) -> Callable[[Any], Any] | No
         head = value_head(model)
         key = f"{'model' if head is None else 'critic.model'}.target_modules"
         targets = _choose_targets(model, settings.target_modules, key)
+        if settings.target_modules == ALL_LINEAR and (frozen := _frozen_experts(model, targets)):
+            report(
+                f"LoRA leaves the experts of this model as they are ({', '.join(frozen)}): they "
+                f"are no linear layers. To adapt them too, name all layers in {key}."
+            )
         rank, alpha = settings.lora_rank, settings.lora_alpha
         alpha = int(alpha) if alpha == int(alpha) else alpha
         lora = peft.LoraConfig(
@@ -483,6 +491,17 @@ def _parameters_by_name(model: Any) -> dict[str, str]:
                 olds = [old for old, new in renames.items() if new == leaf and old != leaf]
                 found |= {f"{name}.{old}": f"{name}.{leaf}" for old in olds}
     return found
+
+
+def _frozen_experts(model: Any, targets: _Targets) -> list[str]:
+    """The names by which weights of experts could be chosen that `targets` leaves out."""
+    return sorted(
+        {
+            _leaf(name)
+            for name, parameter in _parameters_by_name(model).items()
+            if name == parameter and parameter not in targets.parameters
+        }
+    )
 
 
 def _ends(model: Any) -> list[nn.Module]:

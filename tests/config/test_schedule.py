@@ -38,6 +38,7 @@ def test_a_longer_warm_up_is_announced_too() -> None:
         ({"lr": 1e-3, "lr_warmup_steps": 2}, 4, 4, 8),
         (COSINE, 4, 4, 4),  # complete
         (COSINE, 8, 4, 4),  # complete with fewer steps than planned
+        (COSINE, 1000, 10, 1001),  # by less than is written
     ],
 )
 def test_a_schedule_that_stays_is_not_mentioned(

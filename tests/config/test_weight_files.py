@@ -54,6 +54,10 @@ def renamed(change: Callable[[str], str]) -> frozenset[str]:
         (without("layers.0.self"), "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_"),
         (without("layers.1."), "(missing tensors: model.layers.1.*)"),
         (without("layers.2."), "(missing tensors: model.layers.2.*)"),
+        (
+            NAMES | {f"model.layers.3.{name}" for name in LAYER},
+            "(unexpected tensors: model.layers.3.*)",
+        ),
         (renamed("module.{}".format), "unexpected tensors: module.lm_head.weight, module.model."),
         (renamed("_orig_mod.{}".format), "and 12 more)"),
         (renamed("model.{}".format), "unexpected tensors: model.lm_head.weight, model.model.embed"),
@@ -115,6 +119,11 @@ def test_a_folder_without_its_weights(tmp_path: Path) -> None:
         f"{tmp_path} lacks 1 of its 2 weight files (model-00002-of-00002.safetensors): "
         "fetch the rest."
     )
+
+
+def test_a_damaged_generation_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{")
+    assert str(tmp_path / "generation_config.json") in problem(tmp_path, NAMES)
 
 
 def test_a_file_that_ends_too_soon_is_damaged(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def forward_passes(loaded: Policy | ValueModel) -> int:
     """How often a module inside the first block runs in one forward and backward pass."""
     block: Any = loaded.backbone
     calls: list[object] = []
-    handle = block.layers[0].mlp.register_forward_hook(lambda *_: calls.append(None))
+    handle = block.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
     loaded.hidden_BLH(torch.arange(4, 30)[None]).sum().backward()
     handle.remove()
     return len(calls)

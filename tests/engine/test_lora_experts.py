@@ -130,6 +130,18 @@ def test_words_mean_what_they_mean_in_peft(case: str, leaves: set[str], count: i
     assert len(names) == count
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"), [("gpt_oss", "(down_proj, gate_up_proj)"), ("mixtral", "")]
+)
+def test_experts_that_all_linear_leaves_out_are_named(kind: str, names: str) -> None:
+    notes: list[str] = []
+    inject = adapt(Model(lora_rank=2), 42, notes.append)
+    assert inject is not None
+    inject(make_model(kind))
+    assert len(notes) == bool(names)
+    assert all(names in note for note in notes)
+
+
 def test_half_of_a_fused_weight_is_refused() -> None:
     with pytest.raises(ModelError, match=r"gate_proj .* are one weight .*name up_proj as well"):
         adapted("olmoe", ["gate_proj", "q_proj"], {})
