@@ -11,6 +11,7 @@ import importlib
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -163,11 +164,9 @@ def adapt(
         head = value_head(model)
         key = f"{'model' if head is None else 'critic.model'}.target_modules"
         targets = _choose_targets(model, settings.target_modules, key)
-        if settings.target_modules == ALL_LINEAR and (frozen := _frozen_experts(model, targets)):
-            report(
-                f"LoRA leaves the experts of this model as they are ({', '.join(frozen)}): they "
-                f"are no linear layers. To adapt them too, name all layers in {key}."
-            )
+        if settings.target_modules == ALL_LINEAR:
+            for note in _describe_frozen(model, targets, key):
+                report(note)
         rank, alpha = settings.lora_rank, settings.lora_alpha
         alpha = int(alpha) if alpha == int(alpha) else alpha
         lora = peft.LoraConfig(
@@ -388,12 +387,12 @@ def _choose_targets(model: Any, wanted: str | Sequence[str], key: str) -> _Targe
     A single word may be a name or a pattern: PEFT itself would take any word as a pattern.
     """
     linear, parameters, renames = (
-        _linear_modules(model), _parameters_by_name(model), peft_renames(model.config),
+        _adaptable_modules(model), _parameters_by_name(model), peft_renames(model.config),
     )  # fmt: skip
     if isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
         # As PEFT: experts and routers are among them in families in which they were linear layers.
         names = [*linear, *(name for name in parameters if _leaf(name) in renames)]
-        if not parameters and not renames:
+        if not parameters and not renames and linear.keys() == _linear_modules(model).keys():
             return _Targets(ALL_LINEAR, [*linear.values()])
         return _as_peft(model, names, key)
     modules = [name for name, _ in model.named_modules()]
@@ -420,8 +419,8 @@ def _choose_targets(model: Any, wanted: str | Sequence[str], key: str) -> _Targe
             if name not in linear and name not in parameters:
                 raise ModelError(
                     f"{key}: '{word}' means {name}, which LoRA cannot adapt. It adapts the linear "
-                    "layers between embeddings and output layer, here: "
-                    f"{_leaves([*linear, *parameters])}."
+                    "layers between embeddings and output layer, but none whose weight several "
+                    f"layers share, here: {_leaves([*linear, *parameters])}."
                 )
     names = [name for meant in found.values() for name in meant]
     if not parameters and not renames:
@@ -432,7 +431,7 @@ def _choose_targets(model: Any, wanted: str | Sequence[str], key: str) -> _Targe
 def _as_peft(model: Any, names: Iterable[str], key: str) -> _Targets:
     """Exact targets: PEFT widens words to experts, and patterns to all layers, in some families."""
     linear, parameters, renames = (
-        _linear_modules(model), _parameters_by_name(model), peft_renames(model.config),
+        _adaptable_modules(model), _parameters_by_name(model), peft_renames(model.config),
     )  # fmt: skip
     names = set(names)
     halves: dict[str, list[str]] = {}
@@ -493,15 +492,21 @@ def _parameters_by_name(model: Any) -> dict[str, str]:
     return found
 
 
-def _frozen_experts(model: Any, targets: _Targets) -> list[str]:
-    """The names by which weights of experts could be chosen that `targets` leaves out."""
-    return sorted(
-        {
-            _leaf(name)
-            for name, parameter in _parameters_by_name(model).items()
-            if name == parameter and parameter not in targets.parameters
-        }
-    )
+def _describe_frozen(model: Any, targets: _Targets, key: str) -> Iterator[str]:
+    """Sentences about what `all-linear` leaves out of this model."""
+    weights = _parameters_by_name(model)
+    experts = [n for n, held in weights.items() if n == held and held not in targets.parameters]
+    if experts:
+        yield (
+            f"LoRA leaves the experts of this model as they are ({_leaves(experts)}): they are no "
+            f"linear layers. To adapt them too, name all layers in {key}."
+        )
+    others = _linear_modules(model).keys() - _adaptable_modules(model).keys()
+    if others:
+        yield (
+            f"LoRA leaves {_leaves(others)} of this model as they are: PEFT does not adapt them, "
+            "or several layers share their weight."
+        )
 
 
 def _ends(model: Any) -> list[nn.Module]:
@@ -522,6 +527,24 @@ def _linear_modules(model: Any) -> dict[str, nn.Module]:
         and not any(module is end for end in ends)
         and _returns_states(module)
     }
+
+
+def _adaptable_modules(model: Any) -> dict[str, nn.Module]:
+    """Linear modules that an adapter can be merged into, by name.
+
+    Not those whose weight several layers share (Zamba 2), as each would have an adapter of its
+    own, nor what PEFT refuses: kernels read the weight of a Mamba block's `out_proj` directly.
+    """
+    # Imported on use, as peft is. It has no public name for this check (0.21).
+    check: Any = importlib.import_module("peft.tuners.tuners_utils")
+    linear, refused = _linear_modules(model), set[str]()
+    uses = Counter(id(module.weight) for module in linear.values())
+    for leaf in set(map(_leaf, linear)):
+        try:
+            check._check_lora_target_modules_mamba(_import_peft().LoraConfig(), model, leaf)
+        except ValueError:
+            refused.add(leaf)
+    return {n: m for n, m in linear.items() if uses[id(m.weight)] == 1 and _leaf(n) not in refused}
 
 
 def _returns_states(module: nn.Module) -> bool:

@@ -131,9 +131,10 @@ def test_words_mean_what_they_mean_in_peft(case: str, leaves: set[str], count: i
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"), [("gpt_oss", "(down_proj, gate_up_proj)"), ("mixtral", "")]
+    ("kind", "names"),
+    [("gpt_oss", "(down_proj, gate_up_proj)"), ("mixtral", ""), ("mamba2", "leaves out_proj of")],
 )
-def test_experts_that_all_linear_leaves_out_are_named(kind: str, names: str) -> None:
+def test_what_all_linear_leaves_out_is_named(kind: str, names: str) -> None:
     notes: list[str] = []
     inject = adapt(Model(lora_rank=2), 42, notes.append)
     assert inject is not None
