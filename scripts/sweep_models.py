@@ -46,9 +46,9 @@ first step.
 `ppo train` repeats the part that matters at the start of each run, with the run's own
 `config.json`; a family that is not in the table is trained if that agrees, and refused otherwise.
 
-One limit is known. Llama 4 scales queries of places from `floor_scale` (8192) on, and transformers
-counts those places by columns of its cache: the hf sampler is exact for shorter rows alone, and
-longer ones need vLLM ([vllm.md](vllm.md)).
+One limit is known. Where Llama 4 scales attention, transformers counts positions by columns of its
+cache. The hf sampler is exact for rows of up to half of `floor_scale` (4096 tokens) and refuses
+longer ones, which need vLLM ([vllm.md](vllm.md)).
 
 - **attention**: the kernel that was chosen (`model.attn_implementation` unset)
 - **rows**: packed end to end, or padded; `shared` means that a prompt is computed once for all its

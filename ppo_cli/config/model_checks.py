@@ -16,6 +16,7 @@ from ppo_cli.config.derived import (
     engine_name,
     gpus_per_node,
     rollout_is,
+    sampler_name,
     uses_critic,
     uses_reference,
 )
@@ -27,7 +28,12 @@ from ppo_cli.config.known_models import (
     is_url,
 )
 from ppo_cli.config.mixture import Scorer, judges_of, models_of
-from ppo_cli.config.model_limits import attention_problem, encoder_problem, length_problem
+from ppo_cli.config.model_limits import (
+    attention_problem,
+    column_problem,
+    encoder_problem,
+    length_problem,
+)
 from ppo_cli.config.processor import has_fast_bfloat16
 from ppo_cli.config.reward_schema import DEVICE, check_address
 from ppo_cli.config.schema import Config
@@ -320,6 +326,8 @@ def broken_models(config: Config) -> list[str]:
             problems.append(folder_problem(folder, flag, tokenizer=tokenizer, head=head))
         problems.append(attention_problem(written, path, config.model.attn_implementation))
         problems.append(length_problem(written, path, config.data))
+        if path == config.model.path and sampler_name(config) == "hf":
+            problems.append(column_problem(written, path, config.data))
     return [problem for problem in problems if problem]
 
 

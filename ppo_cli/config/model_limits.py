@@ -45,6 +45,7 @@ _EAGER_ONLY: Final = (
     "xlnet", "xlstm",
 )  # fmt: skip
 _SOFT_CAPPED: Final = ("gemma2", "vaultgemma")  # caps of attention, which sdpa leaves out
+_FLOOR_SCALE: Final = 8192  # of Llama 4 where config.json is silent
 ORIGINAL: Final = "original_max_position_embeddings"
 _PHI_ORIGINAL: Final = 4096  # of phi3 and phi4_multimodal where config.json is silent
 
@@ -77,12 +78,33 @@ def length_problem(config: Mapping[str, Any], path: str, data: Data) -> str:
     limits = [*_table_limits(text_config(config)), *_rope_limits(text_config(config))]
     longest = data.max_prompt_length + data.max_response_length
     limit, why = min(limits, default=(longest, ""))
-    if longest <= limit:
-        return ""
     return (
-        f"{path} {why}, but a prompt and its response may have {longest} "
-        f"(--max_prompt_length {data.max_prompt_length}, --max_response_length "
-        f"{data.max_response_length}); use {_fitting_flags(limit, data)}."
+        "" if longest <= limit else f"{_too_long(path, why, data)} {_fitting_flags(limit, data)}."
+    )
+
+
+def column_problem(config: Mapping[str, Any], path: str, data: Data) -> str:
+    """Say that rows may be longer than the hf sampler is exact for; "" where they fit.
+
+    Llama 4 counts positions by columns of its cache where it scales attention. The sampler pads
+    rows on the left, by less than their length: a row begins while an earlier one runs.
+    """
+    text = text_config(config)
+    tuned = text.get("attn_temperature_tuning", text.get("model_type") == "llama4_text")
+    limit = text.get("floor_scale", _FLOOR_SCALE) // 2
+    longest = data.max_prompt_length + data.max_response_length
+    if not tuned or longest <= limit:
+        return ""
+    why = f"counts padding where it scales attention above {limit} tokens (half of floor_scale)"
+    flags = _fitting_flags(limit, data)
+    return f"{_too_long(path, why, data)} {flags}, or rollout.name=vllm on a GPU."
+
+
+def _too_long(path: str, why: str, data: Data) -> str:
+    prompt, response = data.max_prompt_length, data.max_response_length
+    return (
+        f"{path} {why}, but a prompt and its response may have {prompt + response} "
+        f"(--max_prompt_length {prompt}, --max_response_length {response}); use"
     )
 
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import publishes_adapter
 from ppo_cli.config.memory import PREFILL_TOKENS
-from ppo_cli.config.model_limits import require_length
+from ppo_cli.config.model_limits import column_problem, require_length
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, not_finite, stream_key
@@ -48,7 +48,7 @@ from ppo_cli.engine.ranks import ALONE
 from ppo_cli.engine.rows import BY_ROWS
 from ppo_cli.engine.text import decode_text, stop_end
 from ppo_cli.engine.trial import judge_model
-from ppo_cli.errors import DataError, is_out_of_memory
+from ppo_cli.errors import DataError, ModelError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
 
@@ -480,6 +480,8 @@ def sample_from(
     model: Any, config: Config, tokenizer: Any, *, with_entropies: bool = False
 ) -> HFSampler:
     """The hf sampler on a model that is loaded already, whose weights it reads where they lie."""
+    if problem := column_problem(model.config.to_dict(), config.model.path, config.data):
+        raise ModelError(problem)
     end_ids = stop_token_ids(model, tokenizer)
     return HFSampler(
         model,

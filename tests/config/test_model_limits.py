@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.model_limits import length_problem
+from ppo_cli.config.model_limits import column_problem, length_problem
 from ppo_cli.config.schema import Data
 
 ROPE = {"short_factor": [1.0], "long_factor": [4.0]}
@@ -85,6 +85,19 @@ def test_the_longest_row_is_read_from_the_config(config: dict[str, Any], limit: 
     assert length_problem(config, "m", fits) == ""
     longer = fits.model_copy(update={"max_response_length": fits.max_response_length + 1})
     assert f" {limit} tokens (" in length_problem(config, "m", longer)
+
+
+@pytest.mark.parametrize(
+    ("response", "tuned", "fits"), [(16, True, True), (17, True, False), (17, False, True)]
+)
+def test_scales_that_count_columns_end_rows_of_the_hf_sampler(
+    response: int, tuned: bool, fits: bool
+) -> None:
+    text = {"model_type": "llama4_text", "floor_scale": 64, "attn_temperature_tuning": tuned}
+    data = Data(max_prompt_length=16, max_response_length=response)
+    problem = column_problem({"model_type": "llama4", "text_config": text}, "m", data)
+    words = "use --max_response_length 16, or rollout.name=vllm on a GPU."
+    assert problem == "" if fits else problem.endswith(words)
 
 
 @pytest.mark.parametrize(
