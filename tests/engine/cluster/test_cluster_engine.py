@@ -26,7 +26,6 @@ from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.errors import DataError, ModelError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 from tests.engine.packed_steps import scored
-from tests.engine.tiny_families import save_model
 
 pytestmark = pytest.mark.slow
 PLACEMENT = Placement(1, 0, (0, 1), ((2,),), ())
@@ -133,26 +132,6 @@ def test_the_verbs_give_what_one_process_gives(
     assert_same(train_step(engine, prompts, pad), wanted, 2)
     local.load(folders[0])
     assert_same(train_step(local, prompts, pad), wanted, 2)
-
-
-@pytest.mark.parametrize(
-    "kind, adapter",
-    [
-        pytest.param("gemma2", {}, id="windows and caps"),
-        pytest.param("granite", {"lora_rank": 4}, id="scaled logits and an adapter"),
-        pytest.param("qwen3_moe", {}, id="experts"),
-    ],
-)
-def test_families_give_what_one_process_gives(
-    kind: str, adapter: dict[str, Any], address: str, tokenizer: Any, prompts: list[Prompt],
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    config = make_config(path=save_model(tmp_path, kind), **adapter)
-    local = LocalEngine(config, tokenizer, total_steps=8)
-    with closing(start_engine(config, tokenizer, tmp_path / "logs", address)) as engine:
-        for version in range(2):
-            pad = tokenizer.pad_token_id
-            assert_same(train_step(engine, prompts, pad), train_step(local, prompts, pad), version)
 
 
 def test_rollouts_stream(engine: ClusterEngine, prompts: list[Prompt]) -> None:
