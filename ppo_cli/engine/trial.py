@@ -432,7 +432,8 @@ def _find_verdict(config: PreTrainedConfig, conditions: Conditions) -> Verdict:
         if file is not None:
             fields = json.loads(file.read_text())
             return Verdict(**fields | {"way": Way(**fields["way"])})
-    with torch.random.fork_rng():  # the run's own draws stay what they are
+    # The draws of the run stay what they are.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         verdict = run_trial(config, conditions)
     with suppress(OSError):
         if file is not None:

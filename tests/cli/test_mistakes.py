@@ -92,8 +92,10 @@ MISTAKES = {
     # Models
     "model path": Mistake(f"{TRAIN} --model ./modell", "modell", "--model.*'model'"),
     "model is a file": Mistake(f"{TRAIN} --model file", "file", "folder that holds config.json"),
-    "broken config.json": Mistake(f"{TRAIN} --model broken_model", "broken_model", "Name a folder"),
-    "unknown architecture": Mistake(f"{TRAIN} --model kind", "tokenizer in kind", "Name a folder"),
+    "broken config.json": Mistake(f"{TRAIN} --model broken_model", "broken_model", "save it again"),
+    "no weights": Mistake(
+        f"{TRAIN} --model kind", "no weights in kind", "name another with --model"
+    ),
     # Data
     "no data": Mistake("train --model embedded data.train_files=[]", "no prompts", "--train_files"),
     "data is a folder": Mistake(f"{TRAIN} --train_files model", "model", "file|folder"),

@@ -47,19 +47,22 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ours = tmp_path_factory.mktemp("tmp")
     shared = Path("/dev/shm")
     before = set(shared.iterdir()) if shared.is_dir() else set()
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("vllm_probe.py")), str(folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(ours)},
-        capture_output=True, text=True, timeout=580,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    found: dict[str, Any] = {"stdout lines": 0}
+    for part in ("layers", "files"):
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("vllm_probe.py")), str(folder), part],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(ours)},
+            capture_output=True, text=True, timeout=580,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = done.stdout.strip().splitlines()
+        found |= json.loads(lines[-1])
+        found["stdout lines"] = max(found["stdout lines"], len(lines))
     left = [*ours.glob("vllm*"), *ours.glob("ppo*")]
     if shared.is_dir():
         new = set(shared.glob("ppo-*")) - before
         left += [path for path in new if owner_of(path) == found["pid"]]
     found["left"] = [path.name for path in left]
-    found["stdout lines"] = len(done.stdout.strip().splitlines())
     return found
 
 

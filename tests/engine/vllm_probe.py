@@ -365,10 +365,9 @@ def read_config(*words: str) -> Config:
     return resolve(flags={}, preset=None, config_files=[], overrides=given, environ={}).config
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    tokenizer = load_tokenizer(model_folder("embedded"))
-    found = {
+def probe_layers(folder: Path, tokenizer: Any) -> dict[str, Any]:
+    """Models without experts, and whatever does not depend on the model."""
+    return {
         "pid": os.getpid(),
         "bundled": probe_bundled(read_config(), tokenizer),
         "untied": probe_untied(folder / "untied", tokenizer),
@@ -380,20 +379,26 @@ def main() -> None:
         ),
         "mistakes": probe_mistakes(folder, tokenizer),
     }
+
+
+def probe_files(folder: Path, tokenizer: Any) -> dict[str, Any]:
+    """Models whose files have other tensors; a process makes groups of experts at its start."""
     mixtral = save_model(folder, "mixtral", **WIDE)
-    found |= {
-        f"{kind} by {way}": probe_experts(path, tokenizer, way)
-        for kind, path, way in (
-            ("mixtral", mixtral, "memory"),
-            ("mixtral", mixtral, "gloo"),
-            ("qwen3_moe", save_model(folder, "qwen3_moe", **WIDE), "memory"),
-            ("untied files", save_head(folder / "head", 0.3), "memory"),
-            ("files with a copy", save_head(folder / "copy", 0.0), "memory"),
-        )
+    cases = (
+        ("mixtral", mixtral, "memory"),
+        ("mixtral", mixtral, "gloo"),
+        ("qwen3_moe", save_model(folder, "qwen3_moe", **WIDE), "memory"),
+        ("untied files", save_head(folder / "head", 0.3), "memory"),
+        ("files with a copy", save_head(folder / "copy", 0.0), "memory"),
+    )
+    found: dict[str, Any] = {
+        f"{kind} by {way}": probe_experts(path, tokenizer, way) for kind, path, way in cases
     }
-    found["unloadable"] = probe_unloadable(save_model(folder, "gpt_oss", **WIDE), tokenizer)
-    print(json.dumps(found))
+    return found | {
+        "unloadable": probe_unloadable(save_model(folder, "gpt_oss", **WIDE), tokenizer)
+    }
 
 
 if __name__ == "__main__":
-    main()
+    part = {"layers": probe_layers, "files": probe_files}[sys.argv[2]]
+    print(json.dumps(part(Path(sys.argv[1]), load_tokenizer(model_folder("embedded")))))
