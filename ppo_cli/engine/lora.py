@@ -419,8 +419,9 @@ def _choose_targets(model: Any, wanted: str | Sequence[str], key: str) -> _Targe
             if name not in linear and name not in parameters:
                 raise ModelError(
                     f"{key}: '{word}' means {name}, which LoRA cannot adapt. It adapts the linear "
-                    "layers between embeddings and output layer, but none whose weight several "
-                    f"layers share, here: {_leaves([*linear, *parameters])}."
+                    "layers between embeddings and output layer, here: "
+                    f"{_leaves([*linear, *parameters])}. Weights that several layers share are "
+                    "not among them."
                 )
     names = [name for meant in found.values() for name in meant]
     if not parameters and not renames:
