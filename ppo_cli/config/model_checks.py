@@ -138,9 +138,8 @@ def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32",
         return "bfloat16"
     if engine_name(config, gpus) != "local" or config.model.quantization or not has_fast_bfloat16():
         return "float32"
-    told = read_config(config.model.path)
-    told = told.get("text_config") or told
-    width = told.get("hidden_size") or told.get("n_embd")
+    text = text_config(read_config(config.model.path))
+    width = text.get("hidden_size") or text.get("n_embd")
     return "bfloat16" if isinstance(width, int) and width >= WIDE else "float32"
 
 
@@ -166,8 +165,8 @@ def why_logprobs_again(config: Config, gpus: int | None = None) -> str:
         return "in bfloat16 sampler and trainer round differently"
     if config.model.quantization:
         return "with 4-bit weights sampler and trainer round differently"
-    told = read_config(config.model.path)
-    if any((told.get("text_config") or told).get(name) for name in EXPERTS):
+    text = text_config(read_config(config.model.path))
+    if any(text.get(name) for name in EXPERTS):
         return "rounding may send a token to another expert"
     return ""
 

@@ -36,7 +36,7 @@ _BEHIND_PADDING: Final = (
 )  # fmt: skip
 # Every kind of theirs but "default" is longrope.
 _PHI: Final = ("phi3", "phi4_multimodal", "phimoe")
-# transformers has them without sdpa: for want of its code, or as sdpa takes no attention sinks.
+# transformers has no sdpa for them, or they have attention sinks, which sdpa cannot take.
 _EAGER_ONLY: Final = (
     "big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba",
     "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa",

@@ -44,7 +44,7 @@ from ppo_cli.config.model_shape import FLOAT
 from ppo_cli.config.processor import has_bfloat16
 from ppo_cli.config.reward_schema import ApiReward, Monitor, Reward
 from ppo_cli.config.schema import Config
-from ppo_cli.config.weight_files import read_json, weight_files
+from ppo_cli.config.weight_files import read_json, text_config, weight_files
 from ppo_cli.errors import ModelError, did_you_mean, ppo
 
 LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")
@@ -414,7 +414,7 @@ def longest_request(model: str) -> int | None:
     if not (folder / "config.json").is_file():
         return None
     config = read_json(folder / "config.json")
-    most = (config.get("text_config") or config).get("max_position_embeddings")
+    most = text_config(config).get("max_position_embeddings")
     return min(LONGEST, most) if isinstance(most, int) else LONGEST
 
 

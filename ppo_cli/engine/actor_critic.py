@@ -249,7 +249,7 @@ class ActorLearner(ModelLearner):
             self._experts.forget_assignments()
             for rows in plan:
                 cut = self._cut(batch, rows)
-                with self._experts.counting(cut):
+                with self._experts.watching(cut, counts=True):
                     seen = view_tokens(
                         self._policy, cut, self._compute, self._temperature, with_entropy=False
                     )
@@ -287,7 +287,7 @@ class ActorLearner(ModelLearner):
         mask_BT = cut.loss_mask_BT(batch)
         with_entropy = s.entropy_coeff > 0
         full = s.use_kl_loss and s.kl_loss_type == "full"
-        with self._experts.recording(cut):
+        with self._experts.watching(cut):
             seen = view_tokens(
                 self._policy, cut, self._compute, self._temperature,
                 with_entropy=with_entropy, kl_to=self._reference if full else None,

@@ -46,7 +46,7 @@ class ExpertMonitor:
     """Watches the routers and experts of a policy during optimizer steps.
 
     `balances` tells whether the config asks for losses of routers; the first pass over a
-    mini-batch then counts for them (`counting`), before losses are added (`recording`).
+    mini-batch then counts for them, before losses are added (`watching`).
     """
 
     def __init__(self, model: Any, backbone: nn.Module) -> None:
@@ -78,22 +78,17 @@ class ExpertMonitor:
         self._counts, self._losses = {}, {}
 
     @contextmanager
-    def recording(self, cut: Slice) -> Iterator[None]:
-        """Count the tokens of a slice, and add losses to its layers, in its backward pass too."""
-        self._weight_N, self._recording = cut.count_BL.flatten(), True
-        try:
-            yield
-        finally:
-            self._recording = False
+    def watching(self, cut: Slice, *, counts: bool = False) -> Iterator[None]:
+        """Count the tokens of a slice, and add losses to its layers, in its backward pass too.
 
-    @contextmanager
-    def counting(self, cut: Slice) -> Iterator[None]:
-        """Count the assignments of a slice's tokens for the losses to come; without gradients."""
-        self._weight_N, self._counting = cut.count_BL.flatten(), True
+        With `counts`, for a pass without gradients: count its assignments for the losses to come.
+        """
+        self._weight_N = cut.count_BL.flatten()
+        self._counting, self._recording = counts, not counts
         try:
             yield
         finally:
-            self._counting = False
+            self._counting = self._recording = False
 
     def forget_assignments(self) -> None:
         """Begin the first pass over a mini-batch."""

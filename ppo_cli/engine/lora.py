@@ -12,7 +12,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -386,15 +386,14 @@ def _choose_targets(model: Any, wanted: str | Sequence[str], key: str) -> _Targe
 
     A single word may be a name or a pattern: PEFT itself would take any word as a pattern.
     """
-    linear, parameters, renames = (
-        _adaptable_modules(model), _parameters_by_name(model), peft_renames(model.config),
-    )  # fmt: skip
+    linear, parameters = _adaptable_modules(model), _parameters_by_name(model)
+    renames = peft_renames(model.config)
     if isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
         # As PEFT: experts and routers are among them in families in which they were linear layers.
         names = [*linear, *(name for name in parameters if _leaf(name) in renames)]
         if not parameters and not renames and linear.keys() == _linear_modules(model).keys():
             return _Targets(ALL_LINEAR, [*linear.values()])
-        return _as_peft(model, names, key)
+        return _as_peft(linear, parameters, renames, names, key)
     modules = [name for name, _ in model.named_modules()]
 
     def mean(word: str) -> list[str]:
@@ -426,15 +425,15 @@ def _choose_targets(model: Any, wanted: str | Sequence[str], key: str) -> _Targe
     names = [name for meant in found.values() for name in meant]
     if not parameters and not renames:
         return _Targets(wanted, [linear[name] for name in names])
-    return _as_peft(model, names, key)
+    return _as_peft(linear, parameters, renames, names, key)
 
 
-def _as_peft(model: Any, names: Iterable[str], key: str) -> _Targets:
+def _as_peft(
+    linear: Mapping[str, nn.Module], parameters: Mapping[str, str], renames: Collection[str],
+    chosen_names: Iterable[str], key: str,
+) -> _Targets:  # fmt: skip
     """Exact targets: PEFT widens words to experts, and patterns to all layers, in some families."""
-    linear, parameters, renames = (
-        _adaptable_modules(model), _parameters_by_name(model), peft_renames(model.config),
-    )  # fmt: skip
-    names = set(names)
+    names = set(chosen_names)
     halves: dict[str, list[str]] = {}
     for name, parameter in parameters.items():
         if _leaf(name) in renames and name != parameter:
@@ -499,7 +498,7 @@ def _describe_frozen(model: Any, targets: _Targets, key: str) -> Iterator[str]:
     experts = [n for n, held in weights.items() if n == held and held not in targets.parameters]
     if experts:
         yield (
-            f"LoRA leaves the experts of this model as they are ({_leaves(experts)}): they are no "
+            f"LoRA leaves the experts of this model as they are ({_leaves(experts)}): they are not "
             f"linear layers. To adapt them too, name all layers in {key}."
         )
     others = _linear_modules(model).keys() - _adaptable_modules(model).keys()

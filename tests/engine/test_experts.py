@@ -162,10 +162,10 @@ def test_a_mini_batch_starts_without_the_counts_of_the_one_before() -> None:
     for _ in range(2):
         monitor.reset()
         monitor.forget_assignments()
-        with monitor.counting(cut), torch.no_grad():
+        with monitor.watching(cut, counts=True), torch.no_grad():
             model.model(cut.input_ids_BL)
         monitor.settle([monitor.assignments()])
-        with monitor.recording(cut):
+        with monitor.watching(cut):
             model.model(cut.input_ids_BL)
         counts.append((monitor.assignments(), monitor.loads()))
     torch.testing.assert_close(counts[1], counts[0])
@@ -176,7 +176,7 @@ def test_a_pass_without_gradients_is_not_counted() -> None:
     model = make_model("mixtral")
     monitor = ExpertMonitor(model, model.model)
     cut = cut_slice(make_batch(ROWS, 0), [1, 2], torch.device("cpu"))
-    with monitor.recording(cut), torch.no_grad():
+    with monitor.watching(cut), torch.no_grad():
         model.model(cut.input_ids_BL)
     assert monitor.loads() is None
 
