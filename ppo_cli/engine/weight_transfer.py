@@ -12,6 +12,7 @@ into each of its workers.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -45,11 +46,9 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from ppo_cli.config.publishing import CHUNK_BYTES, ipc_buffer_bytes
 from ppo_cli.engine.ranks import GLOO, GlooGroup, join_store, open_store
 from ppo_cli.errors import ModelError
-
-# Tensors travel in chunks about as large; vLLM's own 1 GiB, twice, is much beside a learner.
-CHUNK_BYTES = 256 * 2**20
 
 
 class SamplerClient:
@@ -146,15 +145,17 @@ def connect(
     yield tensors on this one's. "ipc": on the trainers' own GPUs; every rank fills a buffer on its
     GPU, and each worker reads the one that lies on its own. Both are untried without GPUs.
     """
-    # A tensor never spans two chunks.
-    size = max(CHUNK_BYTES, source.largest_bytes)
     info: TrainerInitInfo
     if way == "nccl":
+        # A chunk is full with the tensor that fills it, so the largest one needs no larger chunks;
+        # vLLM would warn of it at each transfer.
+        warnings.filterwarnings("ignore", message=r"Tensor '.*' has size .*buffer_size_bytes")
         info = NCCLTrainerInitInfo(
             rank=rank, master_address=address, master_port=port, world_size=1 + client.num_gpus,
-            packed_buffer_size_bytes=size,
+            packed_buffer_size_bytes=CHUNK_BYTES,
         )  # fmt: skip
     elif way == "ipc":
+        size = ipc_buffer_bytes(source.largest_bytes)
         info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)
     else:
         info = GlooTrainerInfo(address, timeout_s, rank=rank)
