@@ -6,11 +6,14 @@ And a real byte-level tokenizer, made in a moment: one token a byte, and the con
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.nvml import Machine
 
 # Set before anything imports torch: spinning OpenMP threads make a busy machine crawl.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -97,3 +100,12 @@ def make_tokenizer() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def tokenizer(make_tokenizer: Callable[..., Any]) -> Any:
     return make_tokenizer()
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """A machine of which the test says what NVIDIA GPUs it has."""
+    from ppo_cli.config import gpus
+
+    yield Machine(tmp_path, monkeypatch)
+    gpus._ask.cache_clear()

@@ -13,18 +13,16 @@ GPUs are counted without torch. A slot is a place for a process on the CPU.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from itertools import takewhile
-from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.algorithm_schema import Actor
 from ppo_cli.config.bundled import prompt_files
+from ppo_cli.config.gpus import list_gpus
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import models_of
 from ppo_cli.config.schema import Config, Transfer
@@ -32,23 +30,9 @@ from ppo_cli.data_sets.files import count_rows
 from ppo_cli.errors import did_you_mean
 
 
-def gpu_count(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> int:
-    """Count the visible NVIDIA GPUs; CUDA_VISIBLE_DEVICES narrows what the driver shows."""
-    env = os.environ if environ is None else environ
-    present = _devices_present(root)
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    # As CUDA does: the list ends at the first entry that is empty or negative.
-    names = map(str.strip, visible.split(","))
-    listed = takewhile(lambda name: name and not name.startswith("-"), names)
-    return min(present, len(list(listed)))
-
-
-def _devices_present(root: Path) -> int:
-    driver = list((root / "proc/driver/nvidia/gpus").glob("*"))
-    nodes = [p for p in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)]
-    return len(nodes) or len(driver)
+def gpu_count(environ: Mapping[str, str] | None = None) -> int:
+    """Count the NVIDIA GPUs that a process with this environment may use."""
+    return len(list_gpus(environ))
 
 
 Split = Literal["train", "val"]

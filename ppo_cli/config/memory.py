@@ -8,7 +8,6 @@ and drivers take for themselves is not counted: RESERVE is left for it.
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
 )
+from ppo_cli.config.gpus import list_gpus
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import models_of
 from ppo_cli.config.model_checks import compute_dtype, read_config, why_logprobs_again
@@ -383,8 +383,14 @@ def read_shapes(config: Config) -> Shapes | tuple[str, ...]:
 
 
 def device_memory(config: Config) -> int | None:
-    """Return the memory of the smallest GPU here, or of the host where no GPU is used."""
-    return _gpu_memory() if gpus_per_node(config) else host_memory()
+    """Return the memory of a GPU, the smallest of those used, else this machine's, in bytes.
+
+    None: the run uses GPUs, and this machine has none.
+    """
+    per_node = gpus_per_node(config)
+    if not per_node:
+        return host_memory()
+    return min((gpu.memory_bytes for gpu in list_gpus()[:per_node]), default=None)
 
 
 def host_memory(root: Path = Path("/")) -> int:
@@ -399,12 +405,3 @@ def host_memory(root: Path = Path("/")) -> int:
         if text.isdigit():
             limits.append(int(text))
     return min(limits)
-
-
-def _gpu_memory() -> int | None:
-    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        told = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
-        return min(int(line) for line in told.splitlines() if line.strip()) << 20
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.config import bundled
-from ppo_cli.config.derived import gpu_count
 from ppo_cli.config.plan import make_plan
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import ConfigError
@@ -82,21 +81,3 @@ def test_embedded_stands_for_the_bundled_model_and_prompts() -> None:
     files = bundled.prompt_files(["embedded", "x.jsonl"], "val")
     assert Path(files[0]).name == "val.jsonl"
     assert files[1] == "x.jsonl"
-
-
-@pytest.mark.parametrize(
-    ("visible", "count"),
-    [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,1,2,3", 2), ("1,-1,0", 1)],
-)
-def test_gpus_are_counted_as_cuda_does(tmp_path: Path, visible: str | None, count: int) -> None:
-    (tmp_path / "dev").mkdir()
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / "dev" / name).touch()
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert gpu_count(environ, tmp_path) == count
-
-
-def test_the_driver_tells_of_gpus_too(tmp_path: Path) -> None:
-    assert gpu_count({}, tmp_path) == 0
-    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
-    assert gpu_count({}, tmp_path) == 1

@@ -61,6 +61,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "peft": ("engine.lora",),
     "ray": ("engine.cluster", "bridge.rewards"),
     "bokeh": ("report.page",),
+    "pynvml": ("config.gpus",),
     "vllm": ("engine.vllm_sampler", "engine.weight_transfer"),
     "genai_prices": ("rewards.judge.prices",),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from ppo_cli import keeper
 from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.gpus import list_gpus
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.processor import has_bfloat16
 from ppo_cli.config.reward_checks import (
@@ -113,7 +114,7 @@ class Judge(openai.Judge):
             "structured_outputs_config": COMPACT,
             "max_model_len": local.max_model_len or longest_request(self.model),
         }
-        if local.devices or _has_gpu():
+        if local.devices or list_gpus(environ):
             given["gpu_memory_utilization"] = local.gpu_memory_utilization
             given["tensor_parallel_size"] = max(1, len(local.devices))
         else:
@@ -139,13 +140,9 @@ class Judge(openai.Judge):
             visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
             names = [visible[d] if d < len(visible) and visible[d] else str(d) for d in devices]
             found["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        elif not _has_gpu():
+        elif not list_gpus(environ):
             found |= server_environment(environ)
         return found
-
-
-def _has_gpu() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class Server:

@@ -1,0 +1,168 @@
+"""The NVIDIA GPUs that this process may use, and their driver, by NVML: no torch, no CUDA context.
+
+NVML lists cards in the order of the PCI bus and ignores CUDA's variables; `list_gpus` gives the
+order and the selection of CUDA:
+
+- Unless CUDA_DEVICE_ORDER is PCI_BUS_ID, the fastest card comes first. CUDA does not publish how
+  it estimates the speed; here it is cores times clock. Equal cards keep the order of the bus.
+- CUDA_VISIBLE_DEVICES holds numbers in that order, or prefixes of UUIDs; the list ends at the
+  first entry that names no device, and a device named twice leaves none.
+- A card that is split (MIG) is used through one of its slices, and a process sees one slice only:
+  the first, unless CUDA_VISIBLE_DEVICES names another; cards beside it are hidden.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+WSL_LIBRARY = "usr/lib/wsl/lib/libnvidia-ml.so.1"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or a slice of one (its UUID starts with `MIG-`)."""
+
+    name: str
+    uuid: str
+    memory_bytes: int
+    compute_capability: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU as NVML lists it; `slices` is None unless the card is split."""
+
+    gpu: Gpu
+    speed: int
+    slices: tuple[Gpu, ...] | None
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What NVML says: cards in the order of the PCI bus, the driver, the newest CUDA it runs."""
+
+    cards: tuple[Card, ...] = ()
+    driver: str | None = None
+    cuda: tuple[int, int] | None = None
+    fault: str | None = None  # why NVML does not answer although the machine has NVIDIA devices
+
+
+def list_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> tuple[Gpu, ...]:
+    """Return the GPUs that a process with this environment may use, in CUDA's order."""
+    environ = os.environ if environ is None else environ
+    cards = read_inventory(root).cards
+    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        cards = tuple(sorted(cards, key=lambda card: card.speed, reverse=True))
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        gpus = [gpu for card in cards for gpu in _usable(card)]
+    else:
+        gpus = list(_select(visible, cards))
+    if len({gpu.uuid for gpu in gpus}) < len(gpus):
+        return ()
+    slices = [gpu for gpu in gpus if gpu.uuid.startswith("MIG-")]
+    return tuple(slices[:1] or gpus)
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver; None without one."""
+    return read_inventory().driver
+
+
+def _usable(card: Card) -> Sequence[Gpu]:
+    return (card.gpu,) if card.slices is None else card.slices[:1]
+
+
+def _select(visible: str, cards: Sequence[Card]) -> Iterator[Gpu]:
+    every = [gpu for card in cards for gpu in (card.slices or _usable(card))]
+    for word in map(str.strip, visible.split(",")):
+        if number := re.match(r"\d+", word):
+            index = int(number[0])
+            matches = list(_usable(cards[index])) if index < len(cards) else []
+        else:
+            named = word.startswith(("GPU-", "MIG-"))
+            matches = [gpu for gpu in every if named and gpu.uuid.startswith(word)]
+        if len(matches) != 1:
+            return
+        yield matches[0]
+
+
+def read_inventory(root: Path = Path("/")) -> Inventory:
+    """Ask NVML; without NVIDIA's driver everything is empty."""
+    import pynvml
+
+    try:
+        return _ask(pynvml, root)
+    except pynvml.NVMLError as error:
+        has_wsl_gpu = (root / "dev/dxg").exists() and (root / WSL_LIBRARY).exists()
+        has_cards = any(re.fullmatch(r"nvidia\d+", p.name) for p in (root / "dev").glob("nvidia*"))
+        return Inventory(fault=str(error) if has_cards or has_wsl_gpu else None)
+
+
+@cache  # an error is not kept
+def _ask(nvml: Any, root: Path) -> Inventory:
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError_LibraryNotFound:
+        if not (root / WSL_LIBRARY).exists():
+            raise
+        # Windows provides it outside of the loader's path; once loaded, its short name finds it.
+        ctypes.CDLL(str(root / WSL_LIBRARY))
+        nvml.nvmlInit()
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        number = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        return Inventory(
+            tuple(_card(nvml, handle) for handle in handles),
+            nvml.nvmlSystemGetDriverVersion(),
+            (number // 1000, number % 1000 // 10),
+        )
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _card(nvml: Any, handle: Any) -> Card:
+    capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    slices = None
+    if _is_split(nvml, handle):
+        slices = tuple(_gpu(nvml, part, capability) for part in _slices(nvml, handle))
+    return Card(_gpu(nvml, handle, capability), _speed(nvml, handle), slices)
+
+
+def _is_split(nvml: Any, handle: Any) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+    except nvml.NVMLError_NotSupported:
+        return False
+
+
+def _slices(nvml: Any, handle: Any) -> Iterator[Any]:
+    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+        except nvml.NVMLError_NotFound:  # numbers of slices have holes
+            continue
+
+
+def _gpu(nvml: Any, handle: Any, capability: Any) -> Gpu:
+    try:
+        memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except nvml.NVMLError_NotSupported:  # one memory for CPU and GPU, as in GB10
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
+    return Gpu(name, uuid, memory_bytes, capability)
+
+
+def _speed(nvml: Any, handle: Any) -> int:
+    try:
+        clock_mhz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
+        return int(nvml.nvmlDeviceGetNumGpuCores(handle) * clock_mhz)
+    except nvml.NVMLError:  # virtual GPUs and old drivers do not say
+        return 0
