@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ppo_cli.algo.batch import Batch, build_batch
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import EMBEDDED, model_folder
+from ppo_cli.config.device_record import cache_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.actor_critic import view_tokens
 from ppo_cli.engine.base import Sampler, Sampling
@@ -445,16 +445,14 @@ def _find_verdict(config: PreTrainedConfig, conditions: Conditions) -> Verdict:
 
 def _verdict_file(config: PreTrainedConfig, conditions: Conditions) -> Path | None:
     """Where a verdict is kept: named by all that it depends on, our own code included."""
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    except RuntimeError:  # no home
+    if (folder := cache_folder()) is None:
         return None
     digest = hashlib.sha256(_digest_code())
     text = re.sub(r'"_name_or_path": "[^"]*"', "", config.to_json_string(use_diff=False))
     parts = (text, asdict(conditions), torch.__version__,
              transformers.__version__)  # fmt: skip
     digest.update(repr(parts).encode())
-    return home / "ppo-cli" / "trials" / f"{digest.hexdigest()[:32]}.json"
+    return folder / "trials" / f"{digest.hexdigest()[:32]}.json"
 
 
 @cache
