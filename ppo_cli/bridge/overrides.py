@@ -339,7 +339,7 @@ FILES: Final = frozenset(
 OWN: Final = frozenset(
     f"{group}.{name}"
     for group, names in {
-        "model": "float32_matmul share_prompts",
+        "model": "float32_matmul share_prompts spread_weights",
         "rollout": "num_samplers weight_transfer",
         "data": "system_prompt",  # is in the rows that are written
         "trainer": "engine node_rank master_addr master_port threads max_restarts worker_timeout "

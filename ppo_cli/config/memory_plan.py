@@ -28,7 +28,7 @@ from ppo_cli.config.memory import (
     device_memory,
     read_shapes,
 )
-from ppo_cli.config.model_checks import compute_dtype, why_logprobs_again
+from ppo_cli.config.model_checks import compute_dtype, spreads_weights, why_logprobs_again
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.reward_checks import judge_place
 from ppo_cli.config.schema import Config
@@ -111,6 +111,13 @@ def memory_plan(config: Config) -> PlanPart:
         else "old log-probs are the sampler's, which computes with the actor's own weights"
     )
     layout += cpu_plan(config, jemalloc=find_jemalloc() is not None)
+    if compute_dtype(config) == "bfloat16":
+        spreads = spreads_weights(config, "cuda" if gpus_per_node(config) else "cpu")
+        layout.append(
+            "weights that bfloat16 holds exactly are "
+            + ("spread, so that small updates count" if spreads else "trained as they are")
+            + (" (model.spread_weights)" if model.spread_weights is None else ", as set")
+        )
     shapes, there = read_shapes(config), device_memory(config)
     asked = config.model.enable_gradient_checkpointing
     if not isinstance(shapes, Shapes):

@@ -143,6 +143,15 @@ def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32",
     return "bfloat16" if isinstance(width, int) and width >= WIDE else "float32"
 
 
+def spreads_weights(config: Config, device: str) -> bool:
+    """Whether trained weights are spread over what bfloat16 rounds to them, on this device.
+
+    On GPUs it was not measured, and other trainers do not do it: there it must be asked for.
+    """
+    asked = config.model.spread_weights
+    return device == "cpu" if asked is None else asked
+
+
 def why_logprobs_again(config: Config, gpus: int | None = None) -> str:
     """Return why the actor computes old log-probs again; "" where the sampler's are taken.
 

@@ -357,6 +357,7 @@ CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
     "no_workers": _one_process,
     "nothing_to_offload": lambda c: _one_process(c) and gpus_per_node(c) == 0,
     "nothing_in_float32": lambda c: gpus_per_node(c) > 0 or compute_dtype(c) == "bfloat16",
+    "nothing_to_spread": lambda c: compute_dtype(c) == "float32",
     "nothing_to_share": lambda c: c.rollout.n == 1 or c.model.packing is False,
     "no_lora": lambda c: c.model.lora_rank == 0,
     "no_critic_lora": lambda c: c.critic.model.lora_rank == 0,

@@ -47,6 +47,12 @@ class Model(Section):
         "AVX-512 in full width (Zen 5 on), of which torch's BLAS (MKL) uses half, else blas.",
         identity="start",
     )
+    spread_weights: bool | None = setting(
+        None,
+        "Draw the last places of trained weights that bfloat16 holds exactly, within what it "
+        "rounds to the same number, so that small updates count from the first step; unset: on "
+        "the CPU.",
+    )
     enable_gradient_checkpointing: bool | None = setting(
         None,
         "Recompute activations in the backward pass; unset: where memory is short.",

@@ -11,8 +11,11 @@ once.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -26,18 +29,16 @@ BLOCK = (1 << 20) + 7  # random numbers that are drawn; they repeat
 
 
 @torch.no_grad()
-def make_master_weights(model: nn.Module, compute: torch.dtype, seed: int) -> None:
-    """Give trained weights memory of their own; spread those that products round to bfloat16.
+def make_master_weights(
+    model: nn.Module, compute: torch.dtype, seed: int, spreads: bool = True
+) -> None:
+    """Give trained weights their own memory; spread those that products round to bfloat16.
 
     What products are given stays the same to the bit. Norms, biases and embeddings that are only
-    looked up stay as they are, and so do weights of a float32 checkpoint.
+    looked up stay as they are, and so do weights of a float32 checkpoint. A table that is also
+    the output head is spread: lookups in it must be rounded (`round_lookups`).
     """
-    multiplied = {
-        id(held)
-        for module in model.modules()
-        if not isinstance(module, nn.Embedding)
-        for held in module.parameters(recurse=False)
-    }
+    multiplied = _multiplied(model)
     noise = torch.randint(
         1 - HALF_GAP, HALF_GAP, (BLOCK,), dtype=torch.int32,
         generator=torch.Generator().manual_seed(seed),
@@ -46,7 +47,8 @@ def make_master_weights(model: nn.Module, compute: torch.dtype, seed: int) -> No
         if held.requires_grad and not held.is_meta:
             # What was read from a file is mapped: its pages would be copied in the first step.
             held.data = held.data.clone()
-            if compute == torch.bfloat16 and held.ndim >= 2 and id(held) in multiplied:
+            rounded = compute == torch.bfloat16 and held.ndim >= 2 and id(held) in multiplied
+            if spreads and rounded:
                 spread(held.data, noise)
 
 
@@ -59,6 +61,56 @@ def spread(weights: Tensor, noise_N: Tensor) -> None:
     if not any((bits & (2 * HALF_GAP - 1)).any() for bits in blocks):
         for bits in blocks:
             bits += noise_N[: len(bits)] * (bits << 1 != 0)
+
+
+def round_lookups(model: nn.Module, dtype: torch.dtype, *, untied: bool) -> None:
+    """Round what embeddings return to `dtype`, as ranks do that share the weights of a model.
+
+    States stay float32. Tables that no product takes are looked up exactly unless `untied`.
+    """
+    multiplied = _multiplied(model)
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding) or "forward" in module.__dict__:
+            continue
+        if (untied or id(module.weight) in multiplied) and _looks_up_rows(module):
+            module.__dict__["forward"] = partial(_look_up, module, dtype)
+
+
+def _multiplied(model: nn.Module) -> set[int]:
+    """The ids of parameters that are not only looked up."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+
+
+def _look_up(module: nn.Embedding, dtype: torch.dtype, ids_X: Tensor) -> Tensor:
+    """Let the module look up in a table of just these rows, rounded.
+
+    Families scale or normalise what they look up: rows are rounded before that.
+    """
+    rows_NH = nn.functional.embedding(ids_X.flatten(), module.weight, module.padding_idx)
+    table: Any = copy.copy(module)
+    table.__dict__.pop("forward", None)
+    table.__dict__["_parameters"] = module._parameters | {"weight": rows_NH.to(dtype)}
+    table.padding_idx = None  # places in the small table, which all have gradients
+    places_X = torch.arange(ids_X.numel(), device=ids_X.device).view(ids_X.shape)
+    states_XH: Tensor = table(places_X)
+    return states_XH.float()
+
+
+@torch.no_grad()
+def _looks_up_rows(module: nn.Embedding) -> bool:
+    """Whether a module's result depends on the rows of its table alone."""
+    if len(signature(type(module).forward).parameters) != 2:
+        return False  # computes positions from a mask
+    ids = torch.tensor([[0, len(module.weight) - 1]])
+    try:
+        return torch.equal(_look_up(module, module.weight.dtype, ids), module(ids).float())
+    except Exception:  # a family's own code may raise anything
+        return False
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,13 @@ from ppo_cli.config.derived import (
     uses_reference,
 )
 from ppo_cli.config.memory_plan import settle_dtype
-from ppo_cli.config.model_checks import why_logprobs_again
+from ppo_cli.config.model_checks import spreads_weights, why_logprobs_again
 from ppo_cli.config.model_limits import require_length
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner, ModelLearner, view_tokens
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, merge_sums, room_told
-from ppo_cli.engine.bfloat16 import hold_cast, make_master_weights
+from ppo_cli.engine.bfloat16 import hold_cast, make_master_weights, round_lookups
 from ppo_cli.engine.checkpoint import (
     Trained,
     convert_layers,
@@ -370,8 +370,14 @@ class Learner:
             loaded = adapted(loaded, adapter)
             if self._compute.device.type == "cpu" and self._ranks.tensor_size == 1:
                 keep_less(loaded.model)
+            compute = self._compute
             if trained:
-                make_master_weights(loaded.model, self._compute.dtype, self._config.trainer.seed)
+                spreads = spreads_weights(self._config, compute.device.type)
+                seed = self._config.trainer.seed
+                make_master_weights(loaded.model, compute.dtype, seed, spreads)
+            if self._ranks.alone and compute.dtype != torch.float32:
+                untied = compute.device.type != "cpu"
+                round_lookups(loaded.model, compute.dtype, untied=untied)
             return loaded
 
         # A reference of the same model then has the same verdict.

@@ -25,7 +25,7 @@ OF_MEMORY_AND_SPEED = {
     "actor.fsdp_config.reshard_after_forward", "critic.fsdp_config.reshard_after_forward",
     "actor.fsdp_config.param_offload", "critic.fsdp_config.param_offload", "ref.param_offload",
     "actor.fsdp_config.optimizer_offload", "critic.fsdp_config.optimizer_offload",
-    "model.share_prompts", "model.float32_matmul",
+    "model.share_prompts", "model.float32_matmul", "model.spread_weights",
     "trainer.max_restarts", "trainer.worker_timeout", "trainer.node_timeout",
 }  # fmt: skip
 # What else must be set for a row to be idle, beside OFF.
@@ -44,6 +44,7 @@ BESIDE = {
     "reward.api.max_tokens": f"{JUDGE} reward.api.mode=decision reward.api.type=openai",
     "model.share_prompts": "model.packing=false",
     "model.float32_matmul": "model.dtype=bfloat16",
+    "model.spread_weights": "model.dtype=float32",
     "actor.clip_ratio_c": "actor.policy_loss.loss_mode=cispo",
     **dict.fromkeys(
         ("actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high"),
@@ -76,6 +77,7 @@ OTHER = {
     "reward.api.compare": "list", "reward.api.monitor.key_env": "KEY",
     "reward.api.monitor.base_url": "http://host/v1", "reward.api.local.devices": "[1]",
     "rollout.engine_kwargs.vllm": "{a: 1}", "model.share_prompts": "true",
+    "model.spread_weights": "true",
     "model.float32_matmul": "blas", "actor.fsdp_config.reshard_after_forward": "false",
     "critic.fsdp_config.reshard_after_forward": "false",
     "reward.function_kwargs": "{a: 1}", "reward.function": "f.py", "reward.rule": "exact",
