@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,10 @@ from ppo_cli.engine.bfloat16 import (
     cast_layers,
     hold_cast,
     make_master_weights,
+    round_lookups,
     spread,
 )
+from tests.engine.tiny_families import make_model as make_model_of
 
 HALF = torch.bfloat16
 
@@ -71,13 +74,48 @@ def test_products_are_given_the_same_and_all_else_stays(tied: bool) -> None:
         kept = name.endswith(("norm.weight", "bias"))
         kept |= name.endswith("embed_tokens.weight") and not tied
         assert torch.equal(held, old) is kept, name
+    round_lookups(model, HALF, untied=False)
     ids = torch.arange(64)[None]
     with torch.no_grad(), torch.autocast("cpu", HALF):
-        found, wanted = model(ids).logits, before(ids).logits
-    if tied:  # lookups of the head's weights are not rounded
-        assert float((found - wanted).norm() / wanted.norm()) < 0.01
-    else:
-        assert torch.equal(found, wanted)
+        assert torch.equal(model(ids).logits, before(ids).logits)
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_lookups_are_rounded_and_their_gradients_reach_the_table(untied: bool) -> None:
+    """A token that occurs twice has both gradients; the padding token, as ever, has none."""
+    model = make_model(stored=torch.float32)
+    table = model.model.embed_tokens
+    table.padding_idx, ids = 5, torch.tensor([[5, 7, 7, 9]])
+    exact = table(ids)
+    round_lookups(model, HALF, untied=untied)
+    states = table(ids)
+    assert states.dtype == torch.float32
+    assert torch.equal(states, exact.to(HALF).float() if untied else exact)
+    states.sum().backward()
+    gradient_V = table.weight.grad.sum(1) / 32
+    assert {int(i): gradient_V[i].item() for i in gradient_V.nonzero()} == {7: 2.0, 9: 1.0}
+
+
+def test_a_scaled_lookup_is_what_ranks_compute_that_share_it() -> None:
+    """They hold table and scale in bfloat16."""
+    exact = make_model_of("gemma2").model.embed_tokens
+    ids = torch.tensor([[3, 4, 279]])
+    wanted = copy.deepcopy(exact).to(HALF)(ids)
+    round_lookups(model := nn.Sequential(exact), HALF, untied=True)
+    assert torch.equal(model(ids), wanted.float())
+
+
+def test_tables_that_are_more_than_looked_up_stay_exact() -> None:
+    """A module that computes with ids before it looks them up."""
+
+    class Shifted(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids.clamp(min=3))
+
+    table, ids = Shifted(8, 4), torch.tensor([[1, 5]])
+    exact = table(ids)
+    round_lookups(table, HALF, untied=True)
+    assert torch.equal(table(ids), exact)
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
@@ -104,6 +142,13 @@ def test_other_models_stay_as_they_are(
     for held, old in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.equal(held, old)
     assert (model.lm_head.weight.data_ptr() != at) is trained  # not the file's pages
+
+
+def test_spreading_can_be_left_out() -> None:
+    model, before = make_model(), make_model()
+    make_master_weights(model, HALF, 3, False)
+    for held, old in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(held, old)
 
 
 def test_small_updates_move_rounded_weights_from_the_first_step_on() -> None:
