@@ -309,7 +309,9 @@ class ClusterEngine:
         cluster, collect = self.cluster, self.cluster.waits.collect
         given = cluster.share(config), cluster.share(tokenizer), self.weight_transfer
         loading = [
-            cluster.ask(sampler, "start", "build", SAMPLER, i, *given, self._profiles)
+            cluster.ask(
+                sampler, "start", "build_streaming", SAMPLER, i, *given, self._profiles
+            )
             for i, sampler in enumerate(self._samplers)
         ]
         self._publisher = Publisher(

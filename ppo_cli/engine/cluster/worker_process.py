@@ -54,12 +54,19 @@ class Outcome:
 
 
 class Worker:
-    """Hosts the object that a factory makes."""
+    """Hosts the object that a factory makes. All calls of the object happen in one thread.
+
+    An object that streams has a thread for itself (`build_streaming`), because Ray's thread sends
+    its items meanwhile. vLLM has a CUDA stream for each thread: an engine that loads in one thread
+    and samples in another would do so on two, unordered. Other objects live in Ray's thread, the
+    main one: glibc keeps freed memory (`keep_freed_memory`) for that one alone.
+
+    Ray starts a call when the one before it has ended, a stream too.
+    """
 
     def __init__(self) -> None:
         self._held: Any = None
-        # The same thread for all streams: what torch keeps for each is made once.
-        self._maker = ThreadPoolExecutor(1, thread_name_prefix="ppo-stream")
+        self._thread: ThreadPoolExecutor | None = None
 
     def arrive(self, log: str, gpus: tuple[int, ...]) -> Outcome:
         """Open the log, see these GPUs of the node and no others, and say where this is.
@@ -92,7 +99,12 @@ class Worker:
             make = resolve_name(factory) if isinstance(factory, str) else factory
             self._held = make(*args)
 
-        return _try(work)
+        return self._work(work)
+
+    def build_streaming(self, factory: Callable[..., Any] | str, *args: Any) -> Outcome:
+        """Make an object whose methods may be streamed too, in a thread for itself."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ppo-object")
+        return self.build(factory, *args)
 
     def call(self, name: str, *args: Any) -> Outcome:
         """Call a method of the object; what another worker gave is passed on as its value."""
@@ -100,10 +112,11 @@ class Worker:
             return Outcome()
 
         values = [arg.value if isinstance(arg, Outcome) else arg for arg in args]
-        return _try(lambda: getattr(self._held, name)(*values))
+        return self._work(lambda: getattr(self._held, name)(*values))
 
     def stream(self, name: str, *args: Any) -> Iterator[Outcome]:
         """Call a method that yields; what it yields comes in lists, as soon as there is any."""
+        assert self._thread is not None, "only an object of build_streaming streams"
         made: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         closed = threading.Event()
 
@@ -118,12 +131,16 @@ class Worker:
             except BaseException as error:
                 made.put(("failure", _failure(error)))
 
-        making = self._maker.submit(produce)
+        making = self._thread.submit(produce)
         try:
             yield from _in_lists(made)
         finally:
             closed.set()
             making.result()
+
+    def _work(self, work: Callable[[], Any]) -> Outcome:
+        """Do something with the object in its thread."""
+        return _try(work) if self._thread is None else self._thread.submit(_try, work).result()
 
 
 def _in_lists(made: queue.SimpleQueue[tuple[str, Any]]) -> Iterator[Outcome]:

@@ -84,11 +84,36 @@ class Thing:
             raise ValueError("no more")
 
 
+class Recorder:
+    """Notes the thread of each call."""
+
+    def __init__(self) -> None:
+        self.threads = [threading.get_ident()]
+
+    def note(self) -> list[int]:
+        self.threads.append(threading.get_ident())
+        return self.threads
+
+    def count(self, upto: int) -> Iterator[int]:
+        for number in range(upto):
+            self.note()
+            yield number
+            time.sleep(0.05)
+
+
 class Hosted:
     """A member, and the cluster that calls it."""
 
-    def __init__(self, cluster: Cluster, factory: Callable[[], object], role: str) -> None:
-        self.cluster, self.member = cluster, cluster.host(factory, role=role)
+    def __init__(
+        self, cluster: Cluster, factory: Callable[[], object], role: str, streams: bool = False
+    ) -> None:
+        self.cluster = cluster
+        if streams:
+            (self.member,) = cluster.start([cluster.seat(role, [])])
+            building = cluster.ask(self.member, "start", "build_streaming", factory)
+            cluster.waits.collect([building])
+        else:
+            self.member = cluster.host(factory, role=role)
 
     def call(self, name: str, *args: object) -> Any:
         return self.cluster.call([self.member], name, *args)[0]
@@ -138,7 +163,7 @@ def cluster(address: str, logs: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def things(cluster: Cluster) -> list[Hosted]:
-    return [Hosted(cluster, Thing, role=f"thing {i}") for i in range(2)]
+    return [Hosted(cluster, Thing, role=f"thing {i}", streams=True) for i in range(2)]
 
 
 def test_calls_give_values_from_any_thread(things: list[Hosted]) -> None:
@@ -192,6 +217,24 @@ def test_streams_are_merged_as_they_come(cluster: Cluster, things: list[Hosted])
     seen = [number for part in cluster.waits.stream(calls) for number in part]
     assert sorted(seen) == sorted([*range(6)] * 2)
     assert seen[:6] != [*range(6)]  # the second did not wait for the end of the first
+
+
+def test_an_object_is_built_called_and_streamed_in_one_thread(cluster: Cluster) -> None:
+    streaming = Hosted(cluster, Recorder, role="recorder 0", streams=True)
+    items = cluster.waits.stream([cluster.ask(streaming.member, "count", "stream", 20)])
+    first = next(items)
+    # Sent while the stream is under way: it is answered when that has ended.
+    threads = streaming.call("note")
+    assert first + [item for part in items for item in part] == [*range(20)]
+    assert len(threads) == 22 and len({*threads}) == 1
+    cluster.dismiss(streaming.member)
+
+
+def test_an_object_that_does_not_stream_lives_in_the_main_thread(cluster: Cluster) -> None:
+    plain = Hosted(cluster, Recorder, role="recorder 1")
+    call = cluster.ask(plain.member, "main", "run", lambda: threading.main_thread().ident)
+    assert {*plain.call("note")} == {cluster.waits.collect([call])[0]}
+    cluster.dismiss(plain.member)
 
 
 def test_what_came_waits_for_no_other(cluster: Cluster, things: list[Hosted]) -> None:
