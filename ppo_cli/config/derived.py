@@ -25,7 +25,7 @@ from ppo_cli.config.bundled import prompt_files
 from ppo_cli.config.gpus import list_gpus
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import models_of
-from ppo_cli.config.schema import Config, Transfer
+from ppo_cli.config.schema import Config, Sleep, Transfer
 from ppo_cli.data_sets.files import count_rows
 from ppo_cli.errors import did_you_mean
 
@@ -248,6 +248,16 @@ def weight_transfer(config: Config, gpus: int | None = None) -> Transfer:
         return "memory"
     ways: dict[str, Transfer] = {"all": "ipc", "none": "nccl", "some": "memory"}
     return ways[shared_samplers(config)]
+
+
+def sleep_mode(config: Config) -> Sleep:
+    """Return where vLLM's weights are while a shared GPU trains.
+
+    Unset, it is not known here whether they fit beside the learner: the memory plan chooses `keep`.
+    """
+    if config.rollout.sleep != "auto":
+        return config.rollout.sleep
+    return "offload" if publishes_adapter(config) else "discard"
 
 
 def shared_samplers(config: Config) -> Literal["all", "some", "none"]:

@@ -58,6 +58,15 @@ def _transfer(config: Config, gpus: int) -> Iterator[Clash]:
     yield Clash((KEY, key), f"{KEY} {way} {said}, or leave it out.")
 
 
+def _sleep(config: Config) -> Iterator[Clash]:
+    if config.rollout.sleep == "discard" and publishes_adapter(config):
+        yield Clash(
+            ("rollout.sleep", "model.lora_merge"),
+            "rollout.sleep discard gives up the base model, and only the LoRA adapter is sent "
+            "again; use keep or offload, or model.lora_merge=true.",
+        )
+
+
 PLACEMENT = "trainer.placement"
 SPAN = "rollout.tensor_model_parallel_size"
 SHARED = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
@@ -80,6 +89,7 @@ def cluster_clashes(
         yield from _samplers(config, gpus)
         yield from _ahead(config, gpus)
         yield from _transfer(config, gpus)
+        yield from _sleep(config)
 
 
 def _not_offered(config: Config) -> Iterator[Clash]:

@@ -30,7 +30,7 @@ class PublishBytes:
 
     `learner` is on each device that trains, `sampler` on each that samples (a shared device has
     both), `host` in the memory of the first rank's node. The samplers' weights are awake
-    meanwhile, their caches asleep.
+    meanwhile, their caches asleep. By `memory`, `learner` is over before those weights wake.
     """
 
     learner: int

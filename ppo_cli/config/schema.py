@@ -26,6 +26,7 @@ from ppo_cli.errors import refuse_address
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
 Transfer = Literal["memory", "gloo", "nccl", "ipc"]
+Sleep = Literal["keep", "offload", "discard"]
 
 
 class Model(Section):
@@ -220,6 +221,13 @@ class Rollout(Section):
     weight_transfer: Literal["auto", Transfer] = setting(
         "auto",
         "How new weights reach vLLM; auto: nccl or ipc (shared GPUs) on GPUs, else memory.",
+        identity="start",
+    )
+    sleep: Literal["auto", Sleep] = setting(
+        "auto",
+        "Where vLLM's weights are while a shared GPU trains: keep (on it), offload (in host "
+        "memory), discard (nowhere, until they are sent again). auto: discard where the self-test "
+        "has passed, else keep where it fits, else offload.",
         identity="start",
     )
     engine_kwargs: EngineKwargs = section(EngineKwargs)

@@ -271,11 +271,15 @@ class Sampler(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give device memory back until `wake_up`."""
+        """Give device memory back until `wake_weights` and `wake_cache`."""
         ...
 
-    def wake_up(self) -> None:
-        """Take device memory again; new weights come before the next `generate`."""
+    def wake_weights(self) -> None:
+        """Take the device memory that weights need; new ones come before the next `generate`."""
+        ...
+
+    def wake_cache(self) -> None:
+        """Take all other device memory, once the weights have come."""
         ...
 
     def close(self) -> None:

@@ -220,7 +220,10 @@ class HFSampler:
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def wake_up(self) -> None:
+    def wake_weights(self) -> None:
+        """Nothing is needed: the weights never slept."""
+
+    def wake_cache(self) -> None:
         """Nothing is needed: memory is taken as rows come."""
 
     def close(self) -> None:

@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.derived import publishes_adapter, sampler_seed
+from ppo_cli.config.derived import publishes_adapter, sampler_seed, sleep_mode
 from ppo_cli.config.model_limits import require_length
-from ppo_cli.config.schema import Config, Model, Transfer
+from ppo_cli.config.schema import Config, Model, Sleep, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, not_finite, stream_key
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
@@ -58,6 +58,12 @@ MENDS = {
     "memory": "Free memory, or lower --gpu_memory_utilization or rollout.max_num_seqs",
     "tensor_parallel_size": "Choose another --rollout_tp",
     "attention heads": "Choose another --rollout_tp",
+}
+# Tags of vLLM's memory -> what may be changed where it finds no room for that on waking.
+WAKE_ADVICE = {
+    "weights": "keep less there while it trains (actor.fsdp_config.optimizer_offload=true), or "
+    "give each model more GPUs (--n_gpus)",
+    "kv_cache": "lower --gpu_memory_utilization",
 }
 
 
@@ -116,6 +122,7 @@ class VLLMSampler:
         lora: LoRA | None = None,
         skeleton: Any = None,
         transfer: Transfer = "memory",
+        sleep: Sleep = "offload",
         **more: Any,
     ) -> None:
         self.room = Room(max_num_seqs)
@@ -135,7 +142,9 @@ class VLLMSampler:
         self._met_at: list[str] = []
         set_environment()
         on_gpu = torch.cuda.is_available()
-        self._sleep_level = (1 if lora else 2) if on_gpu else 0
+        self._sleep: Sleep | None = sleep if on_gpu else None
+        self._asleep: set[str] = set()  # tags of memory that was given back
+        self._discarded = False  # no weights have come since they were discarded
         options: dict[str, Any] = {
             "model": model,
             "skip_tokenizer_init": True,
@@ -183,11 +192,14 @@ class VLLMSampler:
                     f"{sampling.max_tokens} for the response it does not fit the sampler's "
                     f"{self._max_model_len}. Raise --max_prompt_length."
                 )
+        if self._asleep or self._discarded:
+            raise RuntimeError("sampling before the weights have come and the cache is awake")
         return self._generate(wanted, sampling, weight_version)
 
     def load_weights(self, weights: Weights) -> bool:
         """Take new weights, complete, and forget whatever was cached under the old ones."""
         if weights.adapter:
+            self._require_memory()
             self._load_adapter(weights)
             self._weights_changed(weights.version)
             return False
@@ -210,6 +222,7 @@ class VLLMSampler:
 
     def start_weight_update(self) -> None:
         """Make ready to take weights."""
+        self._require_memory()
         self._rpc("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
@@ -228,15 +241,31 @@ class VLLMSampler:
         return None if version == "default" else int(version)
 
     def sleep(self) -> None:
-        """Give device memory back until `wake_up`; nothing on the CPU."""
-        if self._sleep_level:
-            self._engine.reset_prefix_cache()
-            self._engine.sleep(level=self._sleep_level)
+        """Give device memory back until `wake_weights` and `wake_cache`; nothing on the CPU.
 
-    def wake_up(self) -> None:
-        """Take device memory again; new weights come before the next `generate`."""
-        if self._sleep_level:
-            self._engine.wake_up()
+        With `keep` the weights stay. vLLM copies weights to host memory at level 1 and forgets
+        them at level 2; its `sleep_preserve_parameter_names` would copy them too, through
+        pageable memory and without the buffers of adapters.
+        """
+        if self._sleep is None or ("kv_cache" in self._asleep and self._sleep == "keep"):
+            return
+        self._finish_batches()
+        if self._sleep == "keep":
+            self._engine.sleep(level=0)  # takes no requests from now on
+            self._engine.release_kv_cache_memory()
+            self._asleep = {"kv_cache"}
+            return
+        self._engine.sleep(level=1 if self._sleep == "offload" else 2)
+        self._asleep = {"weights", "kv_cache"}
+        self._discarded = self._sleep == "discard"
+
+    def wake_weights(self) -> None:
+        """Take the memory of the weights again, so that new ones can come."""
+        self._wake("weights")
+
+    def wake_cache(self) -> None:
+        """Take the memory of the cache again; now requests are taken."""
+        self._wake("kv_cache")
 
     def close(self) -> None:
         """Free everything. Safe to call twice."""
@@ -385,6 +414,33 @@ class VLLMSampler:
             detokenize=self._detokenize,
         )
 
+    def _finish_batches(self) -> None:
+        """Let vLLM process what it still has of requests that have ended (tried on 0.32).
+
+        With async scheduling it is a batch ahead, and it tells its workers later who has ended.
+        """
+        core = self._engine.engine_core.engine_core
+        while core.scheduler.has_requests() or core.batch_queue:
+            self._engine.step()
+
+    def _wake(self, tag: str) -> None:
+        if tag not in self._asleep:
+            return
+        try:
+            self._engine.wake_up(tags=[tag])
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UserError(
+                f"vLLM's {tag.replace('_', ' ')} found no room beside the learner on waking: "
+                f"{WAKE_ADVICE[tag]}, or give vLLM GPUs of its own (--placement)."
+            ) from error
+        self._asleep.remove(tag)
+
+    def _require_memory(self) -> None:
+        if "weights" in self._asleep:
+            raise RuntimeError("weights came before there was memory for them")
+
     def _set_temperature(self, temperature: float) -> None:
         if temperature != self._temperature:
             self._rpc("scale_logits", temperature=temperature)
@@ -394,6 +450,7 @@ class VLLMSampler:
         self._engine.set_weight_version(str(version))
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("weights came while responses were under way")
+        self._discarded = False
 
     def _load_adapter(self, weights: Weights) -> None:
         if self._lora is None:
@@ -479,6 +536,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
         enforce_eager=rollout.enforce_eager,
         **(_adapter_options(settings, model_config) if publishes_adapter(config) else {}),
         transfer=transfer,
+        sleep=sleep_mode(config),
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enable_prefix_caching=rollout.enable_prefix_caching,
         seed=sampler_seed(config),

@@ -80,6 +80,15 @@ def test_a_way_that_cannot_be_gone_is_refused(way: str, given: str, said: str) -
     assert found.startswith(f"override: rollout.weight_transfer {way} ") and said in found
 
 
+def test_a_base_model_that_would_be_lost_is_not_discarded() -> None:
+    (found,) = problems("rollout.sleep=discard", VLLM, FOUR, LORA)
+    assert (
+        "rollout.sleep discard gives up the base model" in found and "use keep or offload" in found
+    )
+    for given in ("rollout.sleep=offload", "rollout.sleep=discard model.lora_merge=true"):
+        settle(VLLM, FOUR, LORA, *given.split())
+
+
 @pytest.mark.parametrize(
     ("way", "given"),
     [

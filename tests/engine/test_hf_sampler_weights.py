@@ -85,7 +85,8 @@ def test_new_weights_are_the_ones_that_sample(
         inject(model)
     torch.manual_seed(0)
     sampler.sleep()
-    sampler.wake_up()
+    sampler.wake_weights()
+    sampler.wake_cache()
     given = shake(model)
     assert sampler.load_weights(given) is given.stays
     if given.stays:

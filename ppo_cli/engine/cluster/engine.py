@@ -75,7 +75,11 @@ AFTER_RANK_S = 5.0
 
 
 class Publisher:
-    """Keeps the samplers' weights equal to the learner's; `sleepers` sleep while it trains."""
+    """Keeps the samplers' weights equal to the learner's; `sleepers` sleep while it trains.
+
+    They wake in two parts: the weights before new ones are sent, and the cache, which is the larger
+    part, before something is sampled. So a transfer, which needs memory itself, meets no cache.
+    """
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class Publisher:
         self._learners = learners
         self._samplers = samplers
         self._sleepers = sleepers
-        self._awake = True
+        self._asleep: set[str] = set()  # parts of the sleepers: "weights", "cache"
         self._connected = False
         self._in_place = False  # samplers read the memory that the first rank writes
 
@@ -99,37 +103,38 @@ class Publisher:
         self._connected = True
 
     def wake(self) -> None:
-        """Make sure that samplers can sample: what slept gets its weights anew."""
-        if not self._awake:
+        """Make sure that samplers can sample: what slept gets its weights again."""
+        if "weights" in self._asleep:
             self.send()
+        self._rouse("cache")
 
     def sleep(self) -> None:
         """Leave the devices to the learner, where they are shared."""
-        if self._sleepers and self._awake:
+        if self._sleepers and len(self._asleep) < 2:
             self._cluster.call(self._sleepers, "sleep")
-            self._awake = False
+            self._asleep = {"weights", "cache"}
 
     def send(self) -> None:
         """Bring the present weights to all samplers."""
         if self._connected:
-            self._rouse()
+            self._rouse("weights")
             self._ask_learners("send_weights")
             return
         ask = self._cluster.ask
         calls = [ask(learner, "weights") for learner in self._learners]
-        self._rouse()
+        self._rouse("weights")
         # The reference travels: samplers read what the first rank laid down, when it has.
         told = [] if self._in_place else self._samplers
         loads = [ask(one, "load_weights", "call", calls[0].ref) for one in told]
         found = self._cluster.waits.collect([*calls, *loads])
         self._in_place = self._in_place or all(found[len(calls) :])
 
-    def _rouse(self) -> None:
-        if not self._awake:
+    def _rouse(self, part: str) -> None:
+        if part in self._asleep:
             # On shared devices samplers cannot have what the learner's allocator only keeps.
             self._ask_learners("spare_memory")
-            self._cluster.call(self._sleepers, "wake_up")
-            self._awake = True
+            self._cluster.call(self._sleepers, f"wake_{part}")
+            self._asleep.remove(part)
 
     def _ask_learners(self, name: str, *args: object) -> None:
         limit = self._cluster.waits.timeout_s + AFTER_RANK_S
@@ -309,9 +314,7 @@ class ClusterEngine:
         cluster, collect = self.cluster, self.cluster.waits.collect
         given = cluster.share(config), cluster.share(tokenizer), self.weight_transfer
         loading = [
-            cluster.ask(
-                sampler, "start", "build_streaming", SAMPLER, i, *given, self._profiles
-            )
+            cluster.ask(sampler, "start", "build_streaming", SAMPLER, i, *given, self._profiles)
             for i, sampler in enumerate(self._samplers)
         ]
         self._publisher = Publisher(

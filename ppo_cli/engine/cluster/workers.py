@@ -209,6 +209,7 @@ class LearnerRole(Learner):
     def spare_memory(self) -> None:
         """Give back the device memory that is only kept for reuse."""
         if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # what samplers have read by now
             torch.cuda.empty_cache()
 
     def start_saving(
