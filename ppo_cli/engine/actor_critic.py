@@ -38,6 +38,23 @@ from ppo_cli.engine.packing import micro_batch_budget
 from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
 from ppo_cli.engine.rows import Slice, cut_slice, row_lengths, row_prompts
 
+# Metric -> scalars that stay on the device: a sum over a micro-batch, and how many tokens it counts
+# (None: as count 0 of `Sums`).
+Measured = dict[str, tuple[Tensor, Tensor | None]]
+
+
+def read_sums(measured: Sequence[Measured]) -> Sums:
+    """Add up what was measured of micro-batches; the host waits for the device once."""
+    pairs = [(name, *pair) for part in measured for name, pair in part.items()]
+    if not pairs:
+        return {}
+    scalars = torch.stack([t.double() for _, *pair in pairs for t in pair if t is not None])
+    numbers = iter(scalars.tolist())
+    sums: Sums = {}
+    for name, _, count in pairs:
+        add_sum(sums, name, next(numbers), 0 if count is None else next(numbers))
+    return sums
+
 
 @dataclass(frozen=True)
 class TokenView:
@@ -138,21 +155,22 @@ class ModelLearner:
         aggregation = self._aggregation | {"global_tokens": tokens, "global_sequences": sequences}
         model = self.model
 
-        def accumulate(plan: Sequence[Sequence[int]]) -> Sums:
-            sums: Sums = {}
+        def accumulate(plan: Sequence[Sequence[int]]) -> list[Measured]:
+            measured: list[Measured] = []
             for turn, rows in enumerate(plan):
                 cut = self._cut(batch, rows)
                 model.sync_gradients(turn == len(plan) - 1)
-                self._loss(batch, cut, aggregation, sums).backward()
-            return sums
+                measured.append({})
+                self._loss(batch, cut, aggregation, measured[-1]).backward()
+            return measured
 
         with model.awake():
             self._prepare(batch)
-            sums = self._within_memory(batch, accumulate)
+            measured = self._within_memory(batch, accumulate)
             norm, stepped = self.optimizer.apply()
         observed = self._observe()
-        if not self._ranks.speaks:
-            sums = {}
+        # Read here, as the device has just been waited for.
+        sums = read_sums(measured) if self._ranks.speaks else {}
         if self._ranks.rank == 0:
             sums[f"{self.name}/skipped_steps"] = (0.0 if stepped else 1.0, 1.0)
             if stepped:
@@ -190,9 +208,12 @@ class ModelLearner:
 
     @abstractmethod
     def _loss(
-        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], sums: Sums
+        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], measured: Measured
     ) -> Tensor:
-        """What is minimised, of a slice; `aggregation` is that of the whole mini-batch."""
+        """What is minimised, of a slice; `aggregation` is that of the whole mini-batch.
+
+        Its metrics go into `measured`. Nothing in it may wait for the device.
+        """
 
 
 class ActorLearner(ModelLearner):
@@ -277,7 +298,7 @@ class ActorLearner(ModelLearner):
         )
 
     def _loss(
-        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], sums: Sums
+        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], measured: Measured
     ) -> Tensor:
         """What is minimised, reported as `actor_loss`: surrogate - entropy + KL, weighted.
 
@@ -307,25 +328,27 @@ class ActorLearner(ModelLearner):
             is_weight_BT=cut.take(batch.is_weight_BT),
             **aggregation,
         )
-        loss, count = surrogate.loss, surrogate.token_count.item()
-        add_sum(sums, "policy_loss", loss.item(), 0)
-        add_sum(sums, "ppo_ratio", surrogate.ratio_sum.item(), count)
-        add_sum(sums, "clip_fraction", surrogate.clip_sum.item(), count)
-        add_sum(sums, "actor/clip_lower", surrogate.clip_lower_sum.item(), count)
-        add_sum(sums, "actor/approx_kl", surrogate.approx_kl_sum.item(), count)
+        loss, count = surrogate.loss, surrogate.token_count
+        measured |= {
+            "policy_loss": (loss.detach(), None),
+            "ppo_ratio": (surrogate.ratio_sum, count),
+            "clip_fraction": (surrogate.clip_sum, count),
+            "actor/clip_lower": (surrogate.clip_lower_sum, count),
+            "actor/approx_kl": (surrogate.approx_kl_sum, count),
+        }
         if with_entropy:
             entropy = aggregate(cut.spread(seen.entropy_N), mask_BT, **aggregation)
             loss = loss - s.entropy_coeff * entropy
-            add_sum(sums, "actor/entropy_loss", entropy.item(), 0)
+            measured["actor/entropy_loss"] = entropy.detach(), None
         if s.use_kl_loss:
             kl = aggregate(self._kl_BT(batch, cut, seen, new_BT), mask_BT, **aggregation)
             loss = loss + s.kl_loss_coef * kl
-            add_sum(sums, "actor/kl_loss", kl.item(), 0)
-        total = loss.item()
+            measured["actor/kl_loss"] = kl.detach(), None
+        total = loss.detach().double()
         for name, value, coef in self._experts.take_losses():  # added to the layers already
-            add_sum(sums, name, value, 0)
-            total += coef * value
-        add_sum(sums, "actor_loss", total, 0)
+            measured[name] = value, None
+            total = total + coef * value.double()
+        measured["actor_loss"] = total, None
         return loss
 
     def _kl_BT(self, batch: TrainBatch, cut: Slice, seen: TokenView, new_BT: Tensor) -> Tensor:
@@ -368,7 +391,7 @@ class CriticLearner(ModelLearner):
         return cut.spread(values_N)
 
     def _loss(
-        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], sums: Sums
+        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], measured: Measured
     ) -> Tensor:
         """What is minimised, reported as `critic_loss`; `value_loss` is without its coefficient."""
         if batch.values_BT is None:
@@ -382,7 +405,9 @@ class CriticLearner(ModelLearner):
             **aggregation,
         )
         loss = self._settings.value_loss_coef * result.loss
-        add_sum(sums, "value_loss", result.loss.item(), 0)
-        add_sum(sums, "critic_loss", loss.item(), 0)
-        add_sum(sums, "critic/clip_fraction", result.clip_sum.item(), result.token_count.item())
+        measured |= {
+            "value_loss": (result.loss.detach(), None),
+            "critic_loss": (loss.detach(), None),
+            "critic/clip_fraction": (result.clip_sum, result.token_count),
+        }
         return loss

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,19 @@ class Compute:
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
+
+
+def pin(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor in page-locked memory where `device` is a GPU: only from there copies are queued.
+
+    torch keeps the memory until the copies out of it are done.
+    """
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Queue a copy of a CPU tensor to the device: the host does not wait for earlier work there."""
+    return pin(tensor, device).to(device, non_blocking=True)
 
 
 def multiply_with(library: Literal["blas", "onednn"]) -> bool:

@@ -105,10 +105,10 @@ class ExpertMonitor:
         self._tokens = float(total_RE[:, 0].sum())
         self._per_token_E = total_RE[:, 1:].sum(0) / self._tokens
 
-    def take_losses(self) -> list[tuple[str, float, float]]:
+    def take_losses(self) -> list[tuple[str, Tensor, float]]:
         """Losses of the last micro-batch: the metric of each, its value and its coefficient."""
         losses, self._losses = self._losses, {}
-        return [(name, value.item(), self._coefs[name]) for name, value in losses.items()]
+        return [(name, value, self._coefs[name]) for name, value in losses.items()]
 
     def loads(self) -> Tensor | None:
         """(R, E) of this rank: how many tokens each expert of each layer got; None without any."""

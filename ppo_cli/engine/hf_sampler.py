@@ -32,7 +32,7 @@ from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, not_finite, stream_key
 from ppo_cli.engine.bfloat16 import CastLayer, cast_layers, round_lookups
-from ppo_cli.engine.device import Compute, multiply_with, products_by_blas
+from ppo_cli.engine.device import Compute, multiply_with, products_by_blas, send
 from ppo_cli.engine.kv_cache import KVCache, limit_time_steps, plan_cache
 from ppo_cli.engine.lora import adapt, load_adapter
 from ppo_cli.engine.micro_batches import LEAST_TOKENS, MOST_PADDING
@@ -284,12 +284,12 @@ class HFSampler:
         rows = Rows.begin(jobs, sampling)
         prompt_index, prompts = _distinct_prompts(jobs)
         cache, starts_P, logits_PV = self._prefill(prompts)
-        index_R = torch.tensor(prompt_index, device=self._model.device)
+        index_R = send(torch.tensor(prompt_index), self._model.device)
         done = self._record(rows, logits_PV[index_R], sampling)
         kept = np.flatnonzero(rows.alive_R)
         if not len(kept):
             return running, done
-        index_R = index_R[torch.from_numpy(kept).to(index_R.device)]
+        index_R = index_R[send(torch.from_numpy(kept), index_R.device)]
         rows, width, starts_R = rows.take(kept), max(map(len, prompts)), starts_P[index_R]
         if running is None:
             if cache is not None and (len(index_R) != len(prompts) or len(kept) != len(jobs)):
@@ -305,7 +305,7 @@ class HFSampler:
         device = self._model.device
         lengths_P = np.array([len(prompt) for prompt in prompts])
         width = int(lengths_P.max())
-        starts_P = torch.from_numpy(width - lengths_P).to(device)
+        starts_P = send(torch.from_numpy(width - lengths_P), device)
         if self._plan is None:
             return None, starts_P, self._compute_whole(prompts)
         ids_PC = np.full((len(prompts), width), self._pad_id, dtype=np.int64)
@@ -314,7 +314,7 @@ class HFSampler:
         offsets_PC = torch.arange(width, device=device) - starts_P[:, None]
         cache = KVCache(self._plan)
         out = self._model(
-            input_ids=torch.from_numpy(ids_PC).to(device),
+            input_ids=send(torch.from_numpy(ids_PC), device),
             attention_mask=None if (lengths_P == width).all() else (offsets_PC >= 0).long(),
             position_ids=offsets_PC.clamp(min=0),
             use_cache=True,
@@ -329,7 +329,7 @@ class HFSampler:
         if self._plan is None:
             logits_RV = self._compute_whole(running.rows.list_ids())
             return self._record(running.rows, logits_RV, sampling)
-        last_R1 = torch.from_numpy(running.rows.last_R).to(self._model.device)[:, None]
+        last_R1 = send(torch.from_numpy(running.rows.last_R), self._model.device)[:, None]
         running.width += 1
         with self._decoding():
             out = self._model(
@@ -367,8 +367,12 @@ class HFSampler:
         drawn_R, logprob_R, entropy_R = draw_tokens(
             logits_RV, sampling, uniforms_R, self._with_entropies
         )
-        tokens_R, logprobs_R = drawn_R.cpu().numpy(), logprob_R.cpu().numpy()
-        entropies_R = entropy_R.cpu().numpy()
+        # Together, so that the host waits for the device once; float64 holds all three exactly.
+        numbers_3R = (
+            torch.stack([x.double() for x in (drawn_R, logprob_R, entropy_R)]).cpu().numpy()
+        )
+        tokens_R = numbers_3R[0].astype(np.int64)
+        logprobs_R, entropies_R = numbers_3R[1:].astype(np.float32)
         if not np.isfinite(logprobs_R[rows.alive_R]).all():
             raise not_finite(self._weight_version)
         live = np.flatnonzero(rows.alive_R)
@@ -469,7 +473,7 @@ def _compact(running: Running | None, *, at_once: bool = False) -> Running | Non
     if alive_R.all() or (alive_R.sum() > BUSY_SHARE * len(alive_R) and not at_once):
         return running
     kept = np.flatnonzero(alive_R)
-    index_R = torch.from_numpy(kept).to(running.starts_R.device)
+    index_R = send(torch.from_numpy(kept), running.starts_R.device)
     starts_R = running.starts_R[index_R]
     unused = int(starts_R.min())
     if running.cache is not None:
@@ -556,7 +560,7 @@ def draw_tokens(
     if sampling.temperature == 0:
         chosen_R1 = logits_RV.argmax(-1, keepdim=True)
     else:
-        uniforms_R1 = torch.from_numpy(uniforms_R).to(logits_RV.device)[:, None]
+        uniforms_R1 = send(torch.from_numpy(uniforms_R), logits_RV.device)[:, None]
         chosen_R1 = _draw(probs_RV, sampling, uniforms_R1)
     chosen_R = chosen_R1[:, 0]
     logprobs_R = probs_RV.gather(-1, chosen_R1)[:, 0].log()

@@ -143,16 +143,20 @@ class Learner:
 
         def collect(plan: Sequence[Sequence[int]]) -> Annotations:
             rows: list[Tensor] = []
-            parts: list[dict[str, Tensor]] = []
+            parts: list[Tensor] = []  # of each micro-batch: (names, B, T)
+            names: list[str] = []
             for group in plan:
                 found = self._annotations(batch, group, known)
                 if group and self._ranks.speaks:
                     rows.append(torch.as_tensor(group))
-                    parts.append({name: widen(part, batch) for name, part in found.items()})
+                    names = list(found)
+                    # Stacked, so that the host waits for the device once.
+                    parts.append(widen(torch.stack(list(found.values())), batch))
             if not rows:
                 return Annotations(torch.zeros(0, dtype=torch.int64), {})
             return Annotations(
-                torch.cat(rows), {n: torch.cat([part[n] for part in parts]) for n in parts[0]}
+                torch.cat(rows),
+                {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(names)},
             )
 
         with ExitStack() as awake:
@@ -483,10 +487,10 @@ class Learner:
         )  # fmt: skip
 
 
-def widen(part_RT: Tensor, batch: Batch) -> Tensor:
+def widen(part_XBT: Tensor, batch: Batch) -> Tensor:
     """Rows of a slice, as wide as the whole batch, on the CPU."""
-    missing = batch.response_mask_BT.shape[1] - part_RT.shape[1]
-    return torch.nn.functional.pad(part_RT.cpu(), (0, missing))
+    missing = batch.response_mask_BT.shape[1] - part_XBT.shape[-1]
+    return torch.nn.functional.pad(part_XBT.cpu(), (0, missing))
 
 
 class LocalEngine:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.config.schedule import lr_factor
+from ppo_cli.engine.device import send
 from ppo_cli.engine.ranks import ALONE, Ranks, sum_over
 from ppo_cli.engine.sharding import fill_from_rank0
 from ppo_cli.errors import MissingPart, ModelError
@@ -163,7 +164,7 @@ class Optimizer:
         squares = 0.0
         if graded:
             norms = torch.stack(torch._foreach_norm(list(graded.values()))).double()
-            copies = torch.tensor([self._copies(name) for name in graded], device=norms.device)
+            copies = send(torch.tensor([self._copies(name) for name in graded]), norms.device)
             squares = float((norms**2 / copies).sum())
         return math.sqrt(sum_over(self._ranks, squares))
 

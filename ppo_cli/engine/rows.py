@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ppo_cli.algo.batch import Batch, TrainBatch
-from ppo_cli.engine.device import products_by_blas, using_onednn
+from ppo_cli.engine.device import pin, products_by_blas, send, using_onednn
 
 # Tokens of a row on the CPU up to which products of float32 by oneDNN are faster than SDPA's
 # kernel, and float32 faster than half precision.
@@ -69,7 +69,8 @@ class PackedRows:
         pairs = zip(shared, lengths, strict=True)
         positions = torch.cat([torch.arange(start, start + length) for start, length in pairs])
         rows = torch.tensor([[0, *accumulate(lengths)], [0, *leads], [0, *shared]], dtype=ENDS)
-        return cls(positions[None].to(device), rows[None, None])
+        # Pinned, as the kernel of GPUs takes the ends in each layer.
+        return cls(send(positions[None], device), pin(rows[None, None], device))
 
     def arguments(self, packing: Packing | None) -> dict[str, Tensor]:
         """What a backbone is told beside the ids."""
@@ -337,16 +338,17 @@ AttentionMaskInterface.register(BY_ROWS, sdpa_mask)
 class Slice:
     """Rows of a batch on the compute device, cut to their longest row.
 
-    `targets_N` are the ids of the response tokens, rows after rows.
+    `targets_N` are the ids of the response tokens, rows after rows. Their places are indices,
+    not masks: for a mask the host would wait until the device has counted it.
     With `packed` the ids are one row, in which the rows lie end to end. An `idle`
     slice is there only because other ranks have work in this turn: its row is computed like
     any other, and counts for nothing.
     """
 
-    row_B: Tensor
+    row_B: Tensor  # on the CPU
     input_ids_BL: Tensor
-    response_mask_BT: Tensor
-    position_BT: Tensor  # where the token's log-prob and value are read
+    source_N: Tensor  # in the flattened ids, where a token's log-prob and value are read
+    place_N: Tensor  # of the response tokens among rows of responses, flattened
     targets_N: Tensor
     width: int
     count_BL: Tensor  # rows that each token belongs to: several of a shared prompt, none of padding
@@ -355,21 +357,17 @@ class Slice:
 
     def pick(self, states_BLX: Tensor) -> Tensor:
         """Values at the positions before each response token, rows after rows: (N, …)."""
-        if self.packed is not None:
-            # Rows share the last token of a prompt: the gradient adds up in the same order always.
-            return states_BLX[0].index_select(0, self.position_BT[self.response_mask_BT])
-        row_B1 = torch.arange(states_BLX.shape[0], device=states_BLX.device)[:, None]
-        picked: Tensor = states_BLX[row_B1, self.position_BT][self.response_mask_BT]
-        return picked
+        # Rows share the last token of a prompt: the gradient adds up in the same order always.
+        return states_BLX.flatten(0, 1).index_select(0, self.source_N)
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Put values of response tokens into rows, zero elsewhere: (B, T)."""
-        rows = torch.zeros(self.response_mask_BT.shape, device=values_N.device)
-        return rows.masked_scatter(self.response_mask_BT, values_N.float())
+        places = torch.zeros(len(self.row_B) * self.width, device=values_N.device)
+        return places.index_copy(0, self.place_N, values_N.float()).view(-1, self.width)
 
     def take(self, tensor_BT: Tensor) -> Tensor:
         """The same rows of a whole-batch response tensor, cut to the same width."""
-        return tensor_BT[self.row_B][:, : self.width].to(self.input_ids_BL.device)
+        return send(tensor_BT[self.row_B][:, : self.width], self.input_ids_BL.device)
 
     def loss_mask_BT(self, batch: TrainBatch) -> Tensor:
         """The response tokens of these rows that enter a loss; none when idle."""
@@ -422,14 +420,16 @@ def cut_slice(
             count_BL[0, start_B[lead] : start_B[lead] + count] += 1
         position_BT += (start_B - shared_B)[:, None]
         position_BT[:, 0] = start_B[lead_B] + prompt_len_B - 1
+    else:
+        position_BT += torch.arange(len(rows))[:, None] * length
     return Slice(
         row_B=row_B,
-        input_ids_BL=ids_BL.to(device),
-        response_mask_BT=mask_BT.to(device),
-        position_BT=position_BT.clamp(max=ids_BL.shape[1] - 1).to(device),
-        targets_N=targets_N.to(device),
+        input_ids_BL=send(ids_BL, device),
+        source_N=send(position_BT[mask_BT], device),
+        place_N=send(mask_BT.flatten().nonzero()[:, 0], device),
+        targets_N=send(targets_N, device),
         width=width,
-        count_BL=count_BL.to(device) * (not idle),
+        count_BL=send(count_BL * (not idle), device),
         idle=idle,
         packed=ends,
     )

@@ -8,14 +8,20 @@ raised where a GPU would raise one, and where it would only be slow or no longer
 - a generator of the CPU draws for the device;
 - a model computes on the CPU (`Watch`): matrix products and embeddings belong on the device.
 
-`.numpy()` is refused by torch itself. Values that go to the CPU (`.cpu()`, `.item()`, `if tensor:`)
-are counted by the function that asked: on a GPU each of them waits for all work under way, so a
-test can hold the list of those functions. Registered once a process, for good.
+`.numpy()` is refused by torch itself. Where the host of a GPU waits for all work under way, a
+crossing is counted, by the function that asked, so that a test can hold the list of functions:
+
+- values that go to the CPU: `.cpu()`, `.item()`, `if tensor:`;
+- operations whose result has a shape that depends on values: `nonzero`, a mask as an index;
+- copies from the CPU that are not `non_blocking`. Whether their source is pinned is not seen.
+
+Registered once a process, for good.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,7 +40,16 @@ DEVICE = torch.device("privateuseone", 0)  # called `NAME` once it is installed
 PRODUCT = str(Path(ppo_cli.__file__).parent)
 aten = torch.ops.aten
 CROSSINGS = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default}
-WAITS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
+# torch tags most operations that look at values. Those that look inside of their kernels it does
+# not; found by profiling what the product calls, and by reading what CUDA's kernels do.
+WAITS = {aten.is_nonzero, aten.masked_scatter_backward, aten.multinomial, aten.isin}
+VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# They look at values only where an index is a mask.
+INDEXING = {
+    aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index,
+    aten._unsafe_index_put,
+}  # fmt: skip
+MASKS = (torch.bool, torch.uint8)
 HEAVY = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.embedding, aten._log_softmax}
 # What the half-precision rules of a GPU cast, of what the models here call.
 CAST = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "scaled_dot_product_attention")
@@ -60,7 +75,7 @@ class SecondTensor(Tensor):
 
     def tolist(self) -> Any:
         """torch refuses it for tensors like these; a GPU's have it."""
-        note_crossing()
+        note_crossing("tolist")
         return self.held.tolist()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -76,20 +91,29 @@ class SecondTensor(Tensor):
         return compute(func, args, kwargs or {})
 
 
-crossings: Counter[str] = Counter()  # "file.py:function" of the product -> values that left
+OUTSIDE = "outside of the product"  # a test asked
+crossings: Counter[str] = Counter()  # "file.py:function" of the product -> waits
 
 
-def note_crossing() -> None:
-    """Count a value that leaves the device, under the function of the product that asked."""
+def note_crossing(what: Any) -> None:
+    """Count a wait for the device, under the function of the product that asked.
+
+    A backward pass runs in a thread of torch's own, where only the operation has a name.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        crossings[f"backward: {what}"] += 1
+        return
     frame: Any = sys._getframe(1)
     library = ""
     while frame is not None and not frame.f_code.co_filename.startswith(PRODUCT):
         if not library and "/transformers/" in frame.f_code.co_filename:
             library = f" in {Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"
         frame = frame.f_back
-    if frame is not None:  # else the test itself asked
-        file = frame.f_code.co_filename[len(PRODUCT) + 1 :]
-        crossings[f"{file}:{frame.f_code.co_name}{library}"] += 1
+    if frame is None:
+        crossings[OUTSIDE] += 1
+        return
+    file = frame.f_code.co_filename[len(PRODUCT) + 1 :]
+    crossings[f"{file}:{frame.f_code.co_name}{library}"] += 1
 
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -102,8 +126,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     target = kwargs.get("device")
     leaves_device = func is aten._to_copy.default and target is not None and _is_cpu(target)
     leaves_device |= func is aten.copy_.default and not isinstance(args[0], SecondTensor)
-    if leaves_device or func in WAITS:
-        note_crossing()
+    if leaves_device or looks_at_values(func, args, kwargs) or _comes_blocking(func, args):
+        note_crossing(func)
     if func not in CROSSINGS:
         for value in flat:
             if isinstance(value, Tensor) and not isinstance(value, SecondTensor) and value.dim():
@@ -132,6 +156,24 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if out is not None:
         return out
     return pytree.tree_map_only(Tensor, lambda t: SecondTensor(t) if t.dim() >= 0 else t, found)
+
+
+def looks_at_values(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the host needs numbers of the device before it can go on."""
+    packet = func.overloadpacket
+    if packet in INDEXING:
+        return any(isinstance(i, Tensor) and i.dtype in MASKS for i in args[1])
+    if packet is aten.repeat_interleave:  # told how long the result is, it need not look
+        return func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+    return packet in WAITS or not VALUE_TAGS.isdisjoint(func.tags)
+
+
+def _comes_blocking(func: Any, args: Any) -> bool:
+    """Whether values come from the CPU in a copy that waits until it is done."""
+    if func is not aten.copy_.default or not isinstance(args[0], SecondTensor):
+        return False
+    source, non_blocking = args[1], len(args) > 2 and args[2]
+    return source.numel() > 0 and not isinstance(source, SecondTensor) and not non_blocking
 
 
 def _is_cpu(device: Any) -> bool:
@@ -207,7 +249,7 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Te
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    return compute(aten.copy_.default, (target, source), {})  # type: ignore[no-any-return]
+    return compute(aten.copy_.default, (target, source, non_blocking), {})  # type: ignore[no-any-return]
 
 
 def _casting(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers.masking_utils import find_packed_sequence_indices
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
 from ppo_cli.config.bundled import model_folder
@@ -29,7 +31,7 @@ from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.rewards.local import heads as reward_loading
 from ppo_cli.rewards.local.reward import ModelScorer, Sample
-from tests.engine.second_device import Watch, crossings, install
+from tests.engine.second_device import OUTSIDE, Watch, crossings, install
 from tests.rewards.local import twins
 
 Numbers = dict[str, list[float]]
@@ -40,34 +42,55 @@ SAMPLINGS = (
     Sampling(temperature=0.7, top_p=0.8, top_k=5, n=2, max_tokens=8, seed=2),
     Sampling(temperature=0.0, max_tokens=8),
 )
-# Where values may leave the device: for drawn tokens, annotations, metrics, checkpoints. The
-# last ones are looks of transformers at masks and positions.
-LEAVES = frozenset(
-    {
-        "engine/actor_critic.py:_loss",
-        "engine/hf_sampler.py:_compact",
-        "engine/hf_sampler.py:_record",
-        "engine/learner.py:widen",
-        "engine/optimizer.py:_norm",
-        "engine/optimizer.py:_place_moments",
-        "engine/packing.py:compare_gradients",
-        "engine/sharding.py:awake in modeling_utils.py:to",
-        "engine/sharding.py:full_tensor",
-        "engine/learner.py:on_host",
-        # Before the first step, where no verdict of the trial is kept yet.
-        "engine/trial.py:_compare_gradients",
-        "engine/trial.py:_compare_outputs",
-        "engine/trial.py:_differentiate",
-        "engine/trial.py:compute_alone in masking_utils.py:find_packed_sequence_indices",
-        "rewards/local/base.py:rows_of",
-        "rewards/local/checkpoint.py:pack_left",
-        "rewards/local/reward.py:_move",
-        "rewards/local/heads.py:hidden_states in masking_utils.py:_ignore_causal_mask_sdpa",
-        "rewards/local/heads.py:forward in masking_utils.py:_ignore_bidirectional_mask_sdpa",
-        "engine/hf_sampler.py:_prefill in masking_utils.py:_ignore_causal_mask_sdpa",
-        "engine/models.py:hidden_BLH in masking_utils.py:find_packed_sequence_indices",
-    }
-)
+# Where the host may wait for the device, in every step: for drawn tokens, annotations (once a
+# micro-batch), metrics and the gradient's norm (once an optimizer step), and offloaded tensors.
+IN_STEPS = {
+    "engine/actor_critic.py:read_sums",
+    "engine/hf_sampler.py:_compact",
+    "engine/hf_sampler.py:_record",
+    "engine/learner.py:widen",
+    "engine/optimizer.py:_norm",
+    "engine/optimizer.py:_place_moments",
+    "engine/sharding.py:awake in modeling_utils.py:to",
+    # Scores of reward models: each batch is read before the next one comes.
+    "rewards/local/base.py:pad",
+    "rewards/local/heads.py:find_last",
+    "rewards/local/heads.py:forward in modeling_deberta_v2.py:build_relative_position",
+    "rewards/local/base.py:rows_of",
+    "rewards/local/checkpoint.py:pack_left",
+    "rewards/local/reward.py:_move",
+    "rewards/local/heads.py:hidden_states in masking_utils.py:_ignore_causal_mask_sdpa",
+    "rewards/local/heads.py:forward in masking_utils.py:_ignore_bidirectional_mask_sdpa",
+    # Looks of transformers at masks and positions, once a pass over padded rows.
+    "engine/hf_sampler.py:_prefill in masking_utils.py:_ignore_causal_mask_sdpa",
+    "engine/models.py:hidden_BLH in masking_utils.py:find_packed_sequence_indices",
+}
+# Only where weights come, are published or saved.
+OF_WEIGHTS = {
+    "engine/hf_sampler.py:build in modeling_utils.py:to",
+    "engine/hf_sampler.py:load_weights",
+    "engine/learner.py:on_host",
+    "engine/lora.py:load_adapter",
+    "engine/sharding.py:fill_from_rank0",
+    "engine/sharding.py:full_tensor",
+    "engine/sharding.py:load_spread in modeling_utils.py:to",
+    "rewards/local/heads.py:load_reward_model",
+}
+# Before the first step, where no verdict of the trial is kept yet.
+OF_TRIALS = {
+    "engine/models.py:hidden_BLH in masking_utils.py:eager_mask",
+    "engine/packing.py:<listcomp>",
+    "engine/packing.py:compare_gradients",
+    "engine/small_models.py:normal",
+    "engine/trial.py:_build in modeling_utils.py:to",
+    "engine/trial.py:_compare_gradients",
+    "engine/trial.py:_compare_outputs",
+    "engine/trial.py:_differentiate",
+    "engine/trial.py:compute_alone",
+    "engine/trial.py:compute_alone in masking_utils.py:eager_mask",
+    "engine/trial.py:compute_alone in masking_utils.py:find_packed_sequence_indices",
+}
+LEAVES = IN_STEPS | OF_WEIGHTS | OF_TRIALS
 KL_LOSS = {"use_kl_loss": True, "kl_loss_type": "full", "entropy_coeff": 0.01}
 OFFLOAD = {"fsdp_config": {"param_offload": True, "optimizer_offload": True}}
 RUNS: dict[str, dict[str, Any]] = {
@@ -235,6 +258,87 @@ def not_refused(second: torch.device) -> list[str]:
     return taken
 
 
+Trials = dict[str, Callable[[Tensor, Tensor, Tensor], Any]]  # of numbers, a mask and indices
+WAITS: Trials = {
+    "item": lambda x, m, i: x[0].item(),
+    "condition": lambda x, m, i: bool((x > 0).any()),
+    "list": lambda x, m, i: x.tolist(),
+    "to the CPU": lambda x, m, i: x.cpu(),
+    "mask as an index": lambda x, m, i: x[m],
+    "bytes as an index": lambda x, m, i: x[m.byte()],
+    "mask beside a slice": lambda x, m, i: x.view(2, 2)[:, m[:2]],
+    "mask written at": lambda x, m, i: x.clone().__setitem__(m, 0.0),
+    "values written at a mask": lambda x, m, i: x.clone().index_put_((m,), x[i][:2]),
+    "nonzero": lambda x, m, i: x.nonzero(),
+    "argwhere": lambda x, m, i: torch.argwhere(x),
+    "where": lambda x, m, i: torch.where(m),
+    "masked_select": lambda x, m, i: x.masked_select(m),
+    "unique": lambda x, m, i: x.unique(),
+    "unique of rows": lambda x, m, i: x.view(2, 2).unique(dim=0),
+    "unique_consecutive": lambda x, m, i: torch.unique_consecutive(x),
+    "bincount": lambda x, m, i: torch.bincount(i),
+    "repeat_interleave": lambda x, m, i: x.repeat_interleave(i, dim=0),
+    "one_hot": lambda x, m, i: torch.nn.functional.one_hot(i),
+    "equal": lambda x, m, i: torch.equal(x, x + 1),
+    "allclose": lambda x, m, i: torch.allclose(x, x + 1),
+    "multinomial": lambda x, m, i: x.abs().multinomial(1),
+    "isin": lambda x, m, i: torch.isin(i, i),
+    "a mask in transformers": lambda x, m, i: find_packed_sequence_indices(i[None]),
+    "list to the device": lambda x, m, i: torch.tensor([1.0], device=x.device),
+    "from the CPU": lambda x, m, i: torch.ones(3).to(x.device),
+    "copied from the CPU": lambda x, m, i: torch.empty_like(x).copy_(torch.ones(4)),
+}
+# What a backward pass waits for.
+WAITS_BACKWARD: Trials = {
+    "masked_scatter": lambda x, m, i: torch.zeros_like(x).masked_scatter(m, x),
+    "mask as an index": lambda x, m, i: x[m],
+}
+NO_WAITS: Trials = {
+    "indices": lambda x, m, i: x[i],
+    "written at indices": lambda x, m, i: x.clone().index_put((i,), x[i]),
+    "index_select": lambda x, m, i: x.index_select(0, i),
+    "index_copy": lambda x, m, i: torch.zeros_like(x).index_copy(0, i, x),
+    "gather": lambda x, m, i: x.gather(0, i),
+    "where": lambda x, m, i: torch.where(m, x, 0.0),
+    "masked_fill": lambda x, m, i: x.masked_fill(m, 0.0),
+    "repeat_interleave": lambda x, m, i: x.repeat_interleave(2),
+    "repeat_interleave of known length": lambda x, m, i: x.index_select(
+        0, torch.repeat_interleave(i, output_size=6)
+    ),
+    "sum": lambda x, m, i: x.sum() / m.sum(),
+    "sort": lambda x, m, i: x.sort().values,
+    "queued from the CPU": lambda x, m, i: x + torch.ones(4).to(x.device, non_blocking=True),
+}
+
+
+def miscounted(second: torch.device) -> list[str]:
+    """Waits that are not counted, and operations that do not wait and are."""
+    mask = torch.tensor([True, False, True, False]).to(second)
+    index = torch.tensor([3, 0, 2, 1]).to(second)
+
+    def count(work: Callable[..., Any], *, forward: bool = True, backward: bool = False) -> int:
+        numbers = torch.tensor([0.5, -1.0, 0.25, 2.0]).to(second).requires_grad_(backward)
+        crossings.clear()
+        out = work(numbers, mask, index)
+        if not forward:
+            crossings.clear()
+        if backward:
+            out.sum().backward()
+        return crossings.total()
+
+    wrong = [name for name, work in WAITS.items() if not count(work)]
+    with torch.inference_mode():
+        wrong += [f"{name} in inference mode" for name, work in WAITS.items() if not count(work)]
+    wrong += [
+        f"{name} backward"
+        for name, work in WAITS_BACKWARD.items()
+        if not count(work, forward=False, backward=True)
+    ]
+    wrong += [f"no {name}" for name, work in NO_WAITS.items() if count(work, backward=True)]
+    crossings.clear()
+    return wrong
+
+
 def gaps(cpu: Numbers, second: Numbers) -> dict[str, float]:
     assert cpu.keys() == second.keys()
     return {
@@ -265,7 +369,7 @@ def main(folder: Path, chosen: list[str]) -> dict[str, Any]:
         except Exception:
             report[name]["wrong"] = traceback.format_exc()
 
-    report: dict[str, Any] = {"not refused": not_refused(second)}
+    report: dict[str, Any] = {"not refused": not_refused(second), "miscounted": miscounted(second)}
     for name, change in RUNS.items():
         if not chosen or name in chosen:
             compare(name, lambda at, watch, c=change: train(config_of(c), at, watch))
@@ -273,8 +377,9 @@ def main(folder: Path, chosen: list[str]) -> dict[str, Any]:
         if not chosen or name in chosen:
             path = twin(folder / name)
             compare(name, lambda at, watch, p=path: score(p, watch))
-    report["hidden"] = sorted(crossings.keys() - LEAVES)
+    report["hidden"] = sorted(crossings.keys() - LEAVES - {OUTSIDE})
     report["unused"] = sorted(LEAVES - crossings.keys())
+    report["waits"] = dict(crossings)
     return report
 
 

@@ -42,6 +42,10 @@ def test_the_device_refuses_what_a_gpu_refuses(report: dict[str, Any]) -> None:
     assert report["not refused"] == []
 
 
+def test_each_kind_of_wait_is_counted_and_nothing_else(report: dict[str, Any]) -> None:
+    assert report["miscounted"] == []
+
+
 @pytest.mark.parametrize("name", [*RUNS, *REWARDS])
 def test_it_runs_there_and_gives_the_cpus_numbers(report: dict[str, Any], name: str) -> None:
     found = report[name]
@@ -55,3 +59,18 @@ def test_it_runs_there_and_gives_the_cpus_numbers(report: dict[str, Any], name: 
 def test_values_leave_the_device_only_where_they_must(report: dict[str, Any]) -> None:
     assert report["hidden"] == [], "add them to LEAVES if they must; each waits for the device"
     assert report["unused"] == [], "take them out of LEAVES"
+
+
+STEPS = 2  # of each run
+ACTOR_STEPS, CRITIC_STEPS = STEPS * len(RUNS), STEPS * (len(RUNS) - 1)  # one has no critic
+
+
+def test_metrics_are_read_once_an_optimizer_step(report: dict[str, Any]) -> None:
+    waits = report["waits"]
+    assert waits["engine/actor_critic.py:read_sums"] == ACTOR_STEPS + CRITIC_STEPS
+    # The actor's gradient is measured again after it is clipped by value.
+    assert waits["engine/optimizer.py:_norm"] == 2 * ACTOR_STEPS + CRITIC_STEPS
+
+
+def test_annotations_are_read_once_a_micro_batch(report: dict[str, Any]) -> None:
+    assert report["waits"]["engine/learner.py:widen"] == 3 * len(RUNS)
