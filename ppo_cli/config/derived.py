@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, get_args
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.algorithm_schema import Actor
 from ppo_cli.config.bundled import prompt_files
-from ppo_cli.config.gpus import list_gpus
+from ppo_cli.config.gpus import Gpu, list_gpus
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import models_of
 from ppo_cli.config.schema import Config, Sleep, Transfer
@@ -527,7 +527,7 @@ def device_plan(config: Config, gpus: int | None = None) -> PlanPart:
     """Lay out who works where; `gpus` are those visible on this node, None looks."""
     placement = placement_of(config, gpus)
     engine, sampler = engine_name(config, gpus), sampler_name(config, gpus)
-    said = describe(placement)
+    said = [*describe(placement), *_models_of_gpus(list_gpus()[: placement.devices_per_node])]
     if engine == "ray":
         said += [*_layout(config, gpus), f"the sampler is {sampler}, the processes are Ray's"]
     if sampler == "vllm":
@@ -542,6 +542,15 @@ def device_plan(config: Config, gpus: int | None = None) -> PlanPart:
         "sentences": tuple(said),
     }
     return PlanPart(tuple(said), facts)
+
+
+def _models_of_gpus(gpus: Sequence[Gpu]) -> list[str]:
+    """Name the GPUs of this node that are used, with their memory."""
+    shown = [f"{gpu.name}, {gpu.memory_bytes / 2**30:.3g} GiB" for gpu in gpus]
+    if len(set(shown)) < 2:
+        return [f"{_count(len(gpus), 'GPU')} here: {name}" for name in shown[:1]]
+    every = "; ".join(f"GPU {number} is {name}" for number, name in enumerate(shown))
+    return [f"{every} (memory is counted by the smallest)"]
 
 
 def _layout(config: Config, gpus: int | None) -> list[str]:

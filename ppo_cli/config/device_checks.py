@@ -23,6 +23,7 @@ from ppo_cli.config.derived import (
     train_devices,
     uses_critic,
 )
+from ppo_cli.config.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.keys import Clash, value_of
 from ppo_cli.config.reward_checks import local_clashes, local_judge
 from ppo_cli.config.schema import Config
@@ -364,6 +365,12 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
                 f"{gpus} GPUs are visible, and {'one is' if used == 1 else f'{used} are'} used; "
                 f"--n_gpus {gpus} uses them all."
             )
+    here = list_gpus(environ)[: gpus_per_node(config, gpus)]
+    old = [gpu for gpu in here if not has_bfloat16([gpu])]
+    if old and config.model.dtype == "bfloat16":
+        yield f"A {old[0].name} emulates bfloat16: float32, the default there, is faster."
+    elif old:
+        yield f"A {old[0].name} has no bfloat16: models compute in float32."
     for who, part in (("actor", config.actor), ("critic", config.critic)):
         if part.strategy == "fsdp":
             yield f"{who}.strategy fsdp is FSDP2 here."

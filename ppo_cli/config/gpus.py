@@ -16,12 +16,13 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+AMPERE = (8, 0)
 WSL_LIBRARY = "usr/lib/wsl/lib/libnvidia-ml.so.1"
 
 
@@ -69,6 +70,25 @@ def list_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/")) 
         return ()
     slices = [gpu for gpu in gpus if gpu.uuid.startswith("MIG-")]
     return tuple(slices[:1] or gpus)
+
+
+def has_bfloat16(gpus: Sequence[Gpu]) -> bool:
+    """Tell whether these GPUs compute in bfloat16 (Ampere and newer); older ones emulate it."""
+    return all((gpu.compute_capability or AMPERE) >= AMPERE for gpu in gpus)
+
+
+def fix_order(environ: MutableMapping[str, str]) -> None:
+    """Write the order of unequal cards into CUDA's variables, so that no program guesses another.
+
+    Programs that are started with them then number the GPUs as `list_gpus` does.
+    """
+    cards = [card.gpu for card in read_inventory().cards]
+    gpus = list_gpus(environ)
+    if "CUDA_DEVICE_ORDER" in environ or len({card.name for card in cards}) < 2:
+        return
+    if all(gpu in cards for gpu in gpus):  # a slice is named by its UUID
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(cards.index(gpu)) for gpu in gpus)
+        environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
 
 
 def driver_version() -> str | None:

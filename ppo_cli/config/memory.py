@@ -27,7 +27,7 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
 )
-from ppo_cli.config.gpus import list_gpus
+from ppo_cli.config.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import models_of
 from ppo_cli.config.model_checks import compute_dtype, read_config, why_logprobs_again
@@ -266,7 +266,8 @@ def _rewards(config: Config, shapes: Iterable[Shape], gpu: bool) -> Work:
     weights = states = rest = 0
     here = [m.settings for m in models_of(config.reward) if not is_url(str(m.settings.path))]
     for settings, shape in zip(here, shapes, strict=False):
-        half = settings.dtype == "bfloat16" or (settings.dtype is None and gpu)
+        usual = gpu and has_bfloat16(list_gpus()[:1])
+        half = settings.dtype == "bfloat16" or (settings.dtype is None and usual)
         width = 2 if half else FLOAT
         own = width * shape.parameters(head=False)
         weights += own

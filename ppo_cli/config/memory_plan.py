@@ -173,10 +173,11 @@ def cpu_plan(config: Config, *, jemalloc: bool) -> list[str]:
 
 
 def settle_dtype(config: Config) -> Config:
-    """Write down bfloat16 where an unset `model.dtype` comes to it on the CPU."""
-    if config.model.dtype or gpus_per_node(config) or compute_dtype(config) == "float32":
+    """Write down what an unset `model.dtype` comes to, unless it is the usual of the device."""
+    chosen = compute_dtype(config)
+    if config.model.dtype or (chosen == "bfloat16") == bool(gpus_per_node(config)):
         return config
-    return change(config, {"model.dtype": "bfloat16"})
+    return change(config, {"model.dtype": chosen})
 
 
 def settle_memory(config: Config, tell: Callable[[str], None]) -> Config:

@@ -20,6 +20,7 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
 )
+from ppo_cli.config.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.keys import Clash, table
 from ppo_cli.config.known_models import (
     SERVED,
@@ -129,13 +130,13 @@ def has_placeholders(folder: Path) -> bool:
 def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32", "bfloat16"]:
     """Return the precision of matrix products: as set, else the one that is faster.
 
-    That is bfloat16 on a GPU, and in one process on a processor with AVX512-BF16 or AMX for a model
-    that is wide enough (docs/log.md).
+    That is bfloat16 on a GPU that has it, and in one process on a processor with AVX512-BF16 or AMX
+    for a model that is wide enough (docs/log.md).
     """
     if config.model.dtype is not None:
         return config.model.dtype
-    if gpus_per_node(config, gpus):
-        return "bfloat16"
+    if per_node := gpus_per_node(config, gpus):
+        return "bfloat16" if has_bfloat16(list_gpus()[:per_node]) else "float32"
     if engine_name(config, gpus) != "local" or config.model.quantization or not has_fast_bfloat16():
         return "float32"
     text = text_config(read_config(config.model.path))

@@ -26,6 +26,7 @@ from ppo_cli.config.derived import (
     uses_reference,
 )
 from ppo_cli.config.device_checks import cluster_remarks
+from ppo_cli.config.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
@@ -46,6 +47,7 @@ from ppo_cli.config.reward_checks import (
 )
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.schema import Config
+from ppo_cli.config.torch_build import why_unusable
 from ppo_cli.errors import ppo
 
 
@@ -56,6 +58,7 @@ def missing_parts(
     config, there = resolved.config, gpu_count() if gpus is None else gpus
     return [
         *(missing_gpus(config, there, environ) if config.trainer.engine != "verl" else []),
+        *_unusable_gpus(config, there, environ),
         *_missing_packages(config, there),
         *refused_settings(resolved, there),
     ]
@@ -262,6 +265,22 @@ def missing_gpus(
         mend = f"use {there}" if there else "leave --n_gpus out to train on the CPU"
     visible = f"{there or 'no'} GPU{'s are' if there > 1 else ' is'} visible here"
     return [f"trainer.n_gpus_per_node is {wanted}, but {visible}; {mend}."]
+
+
+def _unusable_gpus(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:
+    """Say why torch cannot use the GPUs of this machine; of a running cluster each node looks."""
+    if config.trainer.engine == "verl" or environ.get("RAY_ADDRESS"):
+        return
+    used = gpus_per_node(config, gpus)
+    if (why := why_unusable(used, environ)) is not None:
+        yield why
+    if config.model.dtype == "bfloat16" and sampler_name(config, gpus) == "vllm":
+        yield from (
+            f"vLLM does not compute in bfloat16 on a {gpu.name}: leave --dtype out (float32), or "
+            "sample with --rollout_name hf."
+            for gpu in list_gpus(environ)[:used]
+            if not has_bfloat16([gpu])
+        )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ppo_cli.config.gpus import fix_order, has_bfloat16, list_gpus
+from ppo_cli.config.torch_build import USE_CPU, describe, why_unusable
+from ppo_cli.errors import MissingPart, first_line
+
 
 @dataclass(frozen=True)
 class Compute:
@@ -25,9 +29,10 @@ class Compute:
 
     @classmethod
     def choose(cls, dtype: str | None) -> Compute:
-        """Take the GPU if there is one; unset precision is bfloat16 there, else float32."""
+        """Take the GPU if there is one; unset precision is bfloat16 where it computes in that."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        name = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+        half = device.type == "cuda" and has_bfloat16(list_gpus()[:1])
+        name = dtype or ("bfloat16" if half else "float32")
         return cls(device, getattr(torch, name))
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -48,6 +53,41 @@ def pin(tensor: Tensor, device: torch.device) -> Tensor:
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Queue a copy of a CPU tensor to the device: the host does not wait for earlier work there."""
     return pin(tensor, device).to(device, non_blocking=True)
+
+
+def require_gpus(planned: int) -> None:
+    """Raise MissingPart where torch cannot use the GPUs that are planned, or sees unplanned ones.
+
+    From here on all processes number GPUs as the plan does.
+    """
+    fix_order(os.environ)
+    why = why_unusable(planned) or (_cuda_fault(planned) if planned else None)
+    if why is None and not planned and torch.cuda.is_available():
+        why = (
+            f"torch {torch.__version__} sees a GPU that NVIDIA's management library (NVML) does "
+            "not show, so nothing was planned for it. In a container, start it with "
+            f"`-e NVIDIA_DRIVER_CAPABILITIES=compute,utility`. {USE_CPU}"
+        )
+    if why is not None:
+        raise MissingPart(why)
+
+
+def _cuda_fault(planned: int) -> str | None:
+    """Say why CUDA does not start here, or shows fewer GPUs than are planned."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= planned:
+        return None
+    try:
+        torch.cuda.init()
+        said = f"it sees {torch.cuda.device_count()} of {planned} GPUs"
+    except (RuntimeError, AssertionError) as error:
+        said = first_line(error)
+    gpus = list_gpus()[:planned]
+    who = describe(gpus) if gpus else "A GPU that NVIDIA's driver does not show"
+    return (
+        f"{who} cannot be used by torch {torch.__version__}: {said.rstrip('.')}. "
+        "`sudo nvidia-modprobe -u`, or a restart of the machine, brings a driver back that hangs. "
+        f"{USE_CPU}"
+    )
 
 
 def multiply_with(library: Literal["blas", "onednn"]) -> bool:

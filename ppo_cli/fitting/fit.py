@@ -18,10 +18,11 @@ import torch
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.gpus import list_gpus
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.digests import require_intact_model
 from ppo_cli.engine.checkpoint import model_files, write_files
-from ppo_cli.engine.device import Compute, multiply_with
+from ppo_cli.engine.device import Compute, multiply_with, require_gpus
 from ppo_cli.engine.export import write_weights
 from ppo_cli.errors import (
     ConfigError,
@@ -118,6 +119,7 @@ MEASURED = 4  # times that the held-out pairs are scored, besides at the start
 
 def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     """Fit and save; returns the record that lies beside the model. Interrupted: see there."""
+    require_gpus(len(list_gpus()[:1]))
     folder = ModelFolder(settings.out, overwrite=settings.overwrite)
     split, dropped = read_split(settings, screen)
     recipe = settings.recipe

@@ -30,11 +30,12 @@ from ppo_cli.config.derived import (
     Split,
     engine_name,
     gen_batch,
+    gpus_per_node,
     placement_of,
     rows_missing,
     split_files,
 )
-from ppo_cli.config.memory_plan import cpu_plan, settle_memory
+from ppo_cli.config.memory_plan import cpu_plan, settle_dtype, settle_memory
 from ppo_cli.config.model_checks import vocabulary_size
 from ppo_cli.config.plan import as_begun, config_yaml
 from ppo_cli.config.resolve import Resolved
@@ -44,6 +45,7 @@ from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_
 from ppo_cli.digests import NAMED_IN, require_resumable
 from ppo_cli.engine.async_rollout import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
+from ppo_cli.engine.device import require_gpus
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
 from ppo_cli.engine.models import pad_token_id
@@ -269,7 +271,7 @@ class Engines:
         from ppo_cli.engine.cluster.remote import ApartEngine
 
         engine = ApartEngine(
-            self.config,
+            settle_dtype(self.config),
             self.tokenizer,
             total_steps=self.total_steps,
             placement=placement_of(self.config),
@@ -317,9 +319,12 @@ class Cluster(Protocol):
 
 def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) -> None:
     """Run what the config asks for, from the first check to the summary."""
+    config = resolved.config
+    if "RAY_ADDRESS" not in os.environ:  # of a running cluster each worker looks at its node
+        require_gpus(gpus_per_node(config))
     gc.freeze()  # the modules loaded by now are not searched for garbage at every step
-    check_loggers(resolved.config.trainer.logger)
-    folder = RunFolder(Path(resolved.config.trainer.output_dir).expanduser())
+    check_loggers(config.trainer.logger)
+    folder = RunFolder(Path(config.trainer.output_dir).expanduser())
     try:
         folder.prepare()
         with folder.alone():

@@ -25,6 +25,7 @@ from typing import Any
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.derived import sampler_seed
+from ppo_cli.config.gpus import list_gpus
 from ppo_cli.config.keys import value_of
 from ppo_cli.config.mixture import SCALINGS, mixture_of
 from ppo_cli.config.model_checks import read_config, vocabulary_size
@@ -35,7 +36,7 @@ from ppo_cli.data_sets.files import Place
 from ppo_cli.data_sets.prompts import Renderer, render_prompts
 from ppo_cli.data_sets.rows import Columns, Row, RowSet
 from ppo_cli.engine.base import Sampler, Sampling, build_sampler
-from ppo_cli.engine.device import set_threads
+from ppo_cli.engine.device import require_gpus, set_threads
 from ppo_cli.engine.export import base_name, write_model
 from ppo_cli.engine.lora import ADAPTER_CONFIG
 from ppo_cli.errors import ConfigError, Interrupted, MissingPart, UserError, first_line
@@ -82,6 +83,7 @@ class Sampled:
     """
 
     def __init__(self, config: Config, source: ModelSource, *, limited: bool = True) -> None:
+        require_gpus(len(list_gpus()[:1]))
         path, trust = source.path, config.model.trust_remote_code
         with ExitStack() as opened:
             if (Path(path).expanduser() / ADAPTER_CONFIG).exists():

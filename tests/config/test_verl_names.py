@@ -12,6 +12,7 @@ from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.requirements import missing_parts, remarks
 from ppo_cli.config.verl import TURNED, foreign_names
 from tests.config.settling import problems, settle
+from tests.nvml import H100
 
 NAMES = foreign_names()
 
@@ -177,8 +178,8 @@ def test_the_older_styles_mesh_is_the_trainers(
     visible: int, more: tuple[str, ...], gpus: int | None, workers: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("ppo_cli.config.derived._devices_present", lambda root: visible)
-    found = settle(*MESH, *more, env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(visible)))})
+    monkeypatch.setattr("ppo_cli.config.derived.list_gpus", lambda environ: (H100,) * visible)
+    found = settle(*MESH, *more)
     trainer = found.config.trainer
     assert (trainer.n_gpus_per_node, trainer.num_workers) == (gpus, workers)
     assert trainer.tensor_parallel_size == 2

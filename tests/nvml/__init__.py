@@ -17,6 +17,7 @@ GIB = 1 << 30
 DRIVER = "driver|580.95.05|13000"
 RTX_4090 = f"card|NVIDIA GeForce RTX 4090|GPU-4090a|{24 * GIB}|8.9|16384|3105"
 GT_1030 = f"card|NVIDIA GeForce GT 1030|GPU-1030b|{2 * GIB}|6.1|384|1911"
+H100 = gpus.Gpu("NVIDIA H100 80GB HBM3", "GPU-h1000", 80 * GIB, (9, 0))
 T4 = f"card|Tesla T4|GPU-t4c|{16 * GIB}|7.5|2560|1590"
 
 

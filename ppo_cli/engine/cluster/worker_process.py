@@ -29,8 +29,9 @@ from typing import Any
 
 import ray
 
+from ppo_cli.config.gpus import fix_order
 from ppo_cli.engine.leftovers import own_folder
-from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, PpoError, travels
+from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError, travels
 from ppo_cli.redact import redact
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -77,6 +78,7 @@ class Worker:
         def settle() -> dict[str, Any]:
             write_into(Path(log))
             ignore_signals()
+            fix_order(os.environ)
             os.environ[VISIBLE] = visible_gpus(gpus, os.environ.get(VISIBLE))
             here = ray.get_runtime_context().get_node_id()
             return {
@@ -94,7 +96,12 @@ class Worker:
 
         def work() -> None:
             from ppo_cli.engine.cluster.serialise import send_tensors_as_arrays  # brings torch
+            from ppo_cli.engine.device import require_gpus
 
+            try:
+                require_gpus(len(list(filter(None, os.environ.get(VISIBLE, "").split(",")))))
+            except MissingPart as error:
+                raise MissingPart(f"{socket.gethostname()}: {error}") from None
             send_tensors_as_arrays()
             make = resolve_name(factory) if isinstance(factory, str) else factory
             self._held = make(*args)

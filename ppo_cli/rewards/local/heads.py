@@ -25,10 +25,12 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
+from ppo_cli.config.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.known_models import Found, find_adapter, find_folder
 from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.torch_build import why_unusable
 from ppo_cli.config.weight_files import read_json
-from ppo_cli.errors import ModelError, first_line, is_out_of_memory
+from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory
 from ppo_cli.rewards.local.base import LoadedModel, Network, Scores
 from ppo_cli.rewards.local.checkpoint import (
     Checkpoint,
@@ -461,7 +463,8 @@ def _position_offset(config: Any) -> int:
 def load_reward_model(settings: ModelReward) -> LoadedModel:
     """Load body, head and tokenizer of `settings.path`, onto its device, ready to score."""
     device = choose_device(settings.device)
-    usual = "bfloat16" if device.type == "cuda" else "float32"
+    half = device.type == "cuda" and has_bfloat16(list_gpus()[:1])
+    usual = "bfloat16" if half else "float32"
     dtype: torch.dtype = getattr(torch, settings.dtype or usual)
     folder = _folder(settings)
     found = find_adapter(str(folder), settings.adapter)
@@ -498,7 +501,12 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device that was named, or a GPU where there is one."""
+    """The device that was named, or a GPU where there is one.
+
+    Raises MissingPart where torch cannot use that GPU.
+    """
+    if name is None and (why := why_unusable()):
+        raise MissingPart(f"The reward model: {why}")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 

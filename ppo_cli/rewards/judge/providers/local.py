@@ -29,6 +29,7 @@ from ppo_cli.config.gpus import list_gpus
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.processor import has_bfloat16
 from ppo_cli.config.reward_checks import (
+    judge_fault,
     longest_request,
     server_environment,
     vllm_python,
@@ -114,6 +115,8 @@ class Judge(openai.Judge):
             "structured_outputs_config": COMPACT,
             "max_model_len": local.max_model_len or longest_request(self.model),
         }
+        if why := judge_fault(environ):
+            raise MissingPart(why)
         if local.devices or list_gpus(environ):
             given["gpu_memory_utilization"] = local.gpu_memory_utilization
             given["tensor_parallel_size"] = max(1, len(local.devices))

@@ -1,0 +1,141 @@
+"""Whether the installed torch can compute on this machine's GPUs, without importing it.
+
+`scripts/setup` chooses among the same builds: CUDA 13's is the default, CUDA 12's is for older
+drivers and older GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from ppo_cli.config.gpus import Gpu, list_gpus, read_inventory
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+# The oldest driver that runs programs built with a major version of CUDA: CUDA's release notes,
+# table of minor version compatibility.
+DRIVERS: Final = {11: 450, 12: 525, 13: 580}
+# Compute capabilities: CUDA 13 dropped what is older than TURING, and what is as new as BLACKWELL
+# needs CUDA 12.8.
+TURING, BLACKWELL = (7, 5), (10, 0)
+USE_CPU: Final = 'To compute on the CPU: `export CUDA_VISIBLE_DEVICES=""`.'
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """The version of torch, and of the CUDA that it was built with: None for CPUs."""
+
+    version: str
+    cuda: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        built = "CPUs" if self.cuda is None else f"CUDA {self.cuda[0]}.{self.cuda[1]}"
+        return f"torch {self.version} is built for {built}"
+
+
+def read_build(python: str = sys.executable) -> TorchBuild | None:
+    """Read what a Python's torch was built for from its files; None where it is not installed."""
+    if python == sys.executable:
+        spec = find_spec("torch")
+        files = [] if spec is None or spec.origin is None else [Path(spec.origin)]
+    else:
+        places = Path(python).parent.parent
+        files = list(places.glob("lib/python3*/site-packages/torch/__init__.py"))
+    if not files:
+        return None
+    facts = runpy.run_path(str(files[0].with_name("version.py")))
+    cuda = facts["cuda"] and tuple(int(part) for part in facts["cuda"].split(".")[:2])
+    return TorchBuild(facts["__version__"], cuda)
+
+
+def why_unusable(used: int = 1, environ: Mapping[str, str] | None = None) -> str | None:
+    """Say why torch cannot compute on the first `used` GPUs, and which command repairs that.
+
+    None: it can, there are none, or CUDA_VISIBLE_DEVICES hides all. What only a start of CUDA shows
+    is found by `engine.device.require_gpus`.
+    """
+    environ = os.environ if environ is None else environ
+    gpus, inventory, build = list_gpus(environ)[:used], read_inventory(), read_build()
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "all")
+    if inventory.fault is not None and visible and not visible.startswith("-"):
+        return (
+            "This machine has NVIDIA GPUs, but their driver does not answer: "
+            f"{inventory.fault.rstrip('.')}. {_revive(inventory.fault)} {USE_CPU}"
+        )
+    if not gpus or build is None:
+        return None
+    lowest, highest = min(map(_capability, gpus)), max(map(_capability, gpus))
+    if build.cuda is None:
+        why = ""
+    elif inventory.cuda is not None and inventory.cuda[0] < build.cuda[0]:
+        why = f", which needs driver {DRIVERS[build.cuda[0]]} or newer"
+    elif (build.cuda >= (13, 0) and lowest < TURING) or (
+        build.cuda < (12, 8) and highest >= BLACKWELL
+    ):
+        why = ", which has no code for this GPU"
+    else:
+        return None
+    return f"{describe(gpus)} cannot be used: {build}{why}. {_repair(build, gpus)} {USE_CPU}"
+
+
+def _repair(build: TorchBuild, gpus: Sequence[Gpu]) -> str:
+    """Return the sentence with the command that installs the build of torch for these GPUs."""
+    name = _build_for(gpus)
+    if name is None:
+        return f"Update NVIDIA's driver to {DRIVERS[13]} or newer."
+    if (setup := _setup_command()) is not None:
+        return f"Run `{setup}`."
+    version = build.version.partition("+")[0]
+    line = [sys.executable, "-m", "pip", "install", f"torch=={version}+{name}", "--index-url"]
+    return f"Run `{shlex.join([*line, f'https://download.pytorch.org/whl/{name}'])}`."
+
+
+def describe(gpus: Sequence[Gpu]) -> str:
+    """Name GPUs, and their driver with the newest CUDA that it runs."""
+    inventory = read_inventory()
+    names = dict.fromkeys(gpu.name for gpu in gpus)
+    capabilities = dict.fromkeys(gpu.compute_capability for gpu in gpus if gpu.compute_capability)
+    shown = " and ".join(f"{major}.{minor}" for major, minor in capabilities)
+    major, minor = inventory.cuda or (0, 0)
+    return (
+        f"{' and '.join(names)} (compute capability {shown}, driver {inventory.driver} for CUDA "
+        f"{major}.{minor})"
+    )
+
+
+def _capability(gpu: Gpu) -> tuple[int, int]:
+    return gpu.compute_capability or TURING
+
+
+def _build_for(gpus: Sequence[Gpu]) -> str | None:
+    """Name the build that these GPUs and their driver run; None: no build does."""
+    newest = (read_inventory().cuda or (13, 0))[0]
+    if newest >= 13 and all(_capability(gpu) >= TURING for gpu in gpus):
+        return "cu130"
+    return "cu126" if newest >= 12 and all(_capability(gpu) < BLACKWELL for gpu in gpus) else None
+
+
+def _setup_command() -> str | None:
+    """Return the line that brings this environment in step, where `scripts/setup` made it."""
+    prefix, script = Path(sys.prefix), ROOT / "scripts/setup"
+    if not script.exists() or not any(prefix.glob("ready.*")):
+        return None
+    words = ["scripts/setup" if Path.cwd() == ROOT else str(script)]
+    words += ["dev"] if (prefix / "ready.dev").exists() else []
+    where = "" if prefix == ROOT / ".venv" else f"PPO_VENV={shlex.quote(str(prefix))} "
+    return where + shlex.join(words)
+
+
+def _revive(fault: str) -> str:
+    if "mismatch" in fault:
+        return "It was updated while the machine ran: `sudo reboot`."
+    if "Not Found" in fault:
+        return "In a container, start it with `-e NVIDIA_DRIVER_CAPABILITIES=compute,utility`."
+    return "`nvidia-smi` shows its state."

@@ -1,0 +1,91 @@
+"""What a process does where torch and NVML do not agree on GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ppo_cli.config import torch_build
+from ppo_cli.config.schema import Config
+from ppo_cli.config.torch_build import TorchBuild
+from ppo_cli.engine.cluster.worker_process import Worker
+from ppo_cli.engine.device import Compute, require_gpus
+from ppo_cli.errors import MissingPart
+from tests.nvml import DRIVER, RTX_4090, T4, Machine
+
+
+@pytest.fixture
+def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_build, "read_build", lambda: TorchBuild("2.13.0", (13, 0)))
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_cuda_that_does_not_start_is_an_error_with_its_words(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.set(DRIVER, RTX_4090)
+
+    def fail() -> None:
+        raise RuntimeError("CUDA unknown error - this may be due to an incorrectly set up\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    with pytest.raises(
+        MissingPart, match=r"RTX 4090 .* cannot be used by torch .*CUDA unknown"
+    ) as e:
+        require_gpus(1)
+    assert "nvidia-modprobe" in str(e.value) and "more" not in str(e.value)
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_fewer_gpus_than_planned_is_an_error(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.set(DRIVER, RTX_4090)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    require_gpus(1)
+    with pytest.raises(MissingPart, match="it sees 1 of 2 GPUs"):
+        require_gpus(2)
+
+
+def test_a_gpu_that_is_not_counted_is_an_error(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.set(DRIVER)
+    require_gpus(0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(MissingPart, match=r"NVML\) does not show.*CUDA_VISIBLE_DEVICES"):
+        require_gpus(0)
+
+
+@pytest.mark.parametrize(("card", "dtype"), [(RTX_4090, "bfloat16"), (T4, "float32")])
+def test_a_gpu_without_bfloat16_computes_in_float32(
+    card: str, dtype: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ppo_cli.config.memory_plan import settle_dtype
+    from ppo_cli.config.model_checks import compute_dtype
+
+    machine.set(DRIVER, card)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Compute.choose(None) == Compute(torch.device("cuda"), getattr(torch, dtype))
+    assert compute_dtype(Config()) == dtype
+    assert settle_dtype(Config()).model.dtype == (None if dtype == "bfloat16" else dtype)
+    assert Compute.choose("bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for GPUs here")
+def test_a_worker_names_its_node(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pickle
+    import socket
+
+    machine.set(DRIVER, RTX_4090)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    failure = Worker().build(dict).failure
+    assert failure is not None and failure.pickled is not None
+    error = pickle.loads(failure.pickled)
+    assert isinstance(error, MissingPart)
+    assert str(error).startswith(f"{socket.gethostname()}: NVIDIA GeForce RTX 4090")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Worker().build(dict).failure is None
