@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.algorithm_schema import Actor, Critic, Sharding, Trained
 from ppo_cli.config.derived import (
     critic_mini_batch,
     critic_path,
@@ -21,7 +20,6 @@ from ppo_cli.config.derived import (
     engine_name,
     gen_batch,
     gpus_per_node,
-    micro_batch_tokens,
     placement_of,
     sampler_name,
     uses_critic,
@@ -31,7 +29,7 @@ from ppo_cli.config.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import models_of
 from ppo_cli.config.model_checks import compute_dtype, read_config, why_logprobs_again
-from ppo_cli.config.model_memory import LOGIT_CHUNK, Model, Share, Work
+from ppo_cli.config.model_memory import Model, Share, Work
 from ppo_cli.config.model_shape import FLOAT, Device, Shape
 from ppo_cli.config.schema import Config
 

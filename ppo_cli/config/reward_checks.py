@@ -29,7 +29,7 @@ from ppo_cli.config.known_models import (
     missing_settings,
     retirement,
 )
-from ppo_cli.config.memory import GIB, Place, Share, device_memory
+from ppo_cli.config.memory import GIB, Place, device_memory
 from ppo_cli.config.mixture import (
     PARTS,
     SCALINGS,
@@ -42,6 +42,7 @@ from ppo_cli.config.mixture import (
     read_mixture,
 )
 from ppo_cli.config.model_checks import folder_problem, has_template
+from ppo_cli.config.model_memory import Share
 from ppo_cli.config.model_shape import FLOAT
 from ppo_cli.config.processor import has_bfloat16
 from ppo_cli.config.reward_schema import ApiReward, Monitor, Reward
