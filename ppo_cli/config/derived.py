@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, get_args
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.algorithm_schema import Actor
 from ppo_cli.config.bundled import prompt_files
+from ppo_cli.config.device_record import proven
 from ppo_cli.config.gpus import Gpu, list_gpus
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import models_of
@@ -240,9 +241,20 @@ def publishes_adapter(config: Config) -> bool:
 
 
 def weight_transfer(config: Config, gpus: int | None = None) -> Transfer:
-    """Return how new weights reach the samplers: vLLM's own ways on GPUs, else memory."""
+    """Return how new weights reach the samplers: vLLM's own ways on GPUs, else memory.
+
+    Unset, only a way that the self-test has proven on these GPUs is taken: one that does not work
+    may hang.
+    """
     if config.rollout.weight_transfer != "auto":
         return config.rollout.weight_transfer
+    way = fastest_transfer(config, gpus)
+    works = way == "memory" or proven("transfer_ipc" if way == "ipc" else "transfer_nccl")
+    return way if works else "memory"
+
+
+def fastest_transfer(config: Config, gpus: int | None = None) -> Transfer:
+    """Return the way that `auto` takes once it is proven."""
     whole = sampler_name(config, gpus) == "vllm" and not publishes_adapter(config)
     if not whole or gpus_per_node(config, gpus) == 0:
         return "memory"
@@ -253,11 +265,13 @@ def weight_transfer(config: Config, gpus: int | None = None) -> Transfer:
 def sleep_mode(config: Config) -> Sleep:
     """Return where vLLM's weights are while a shared GPU trains.
 
-    Unset, it is not known here whether they fit beside the learner: the memory plan chooses `keep`.
+    Unset, they are discarded only where the self-test has proven that an engine samples as before
+    once it has its weights again: what nobody sends would be garbage. Whether they can stay is
+    for the memory plan to say, which then sets `keep`.
     """
     if config.rollout.sleep != "auto":
         return config.rollout.sleep
-    return "offload" if publishes_adapter(config) else "discard"
+    return "discard" if not publishes_adapter(config) and proven("sleep") else "offload"
 
 
 def shared_samplers(config: Config) -> Literal["all", "some", "none"]:

@@ -10,6 +10,7 @@ from ppo_cli.config.derived import (
     critic_mini_batch,
     data_ranks,
     engine_name,
+    fastest_transfer,
     gpus_per_node,
     has_package,
     hosts_reward,
@@ -20,13 +21,16 @@ from ppo_cli.config.derived import (
     read_placement,
     sampler_name,
     shared_samplers,
+    sleep_mode,
     train_devices,
     uses_critic,
+    weight_transfer,
 )
 from ppo_cli.config.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.keys import Clash, value_of
 from ppo_cli.config.reward_checks import local_clashes, local_judge
 from ppo_cli.config.schema import Config
+from ppo_cli.errors import ppo
 
 KEY = "rollout.weight_transfer"
 
@@ -394,11 +398,30 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
             "algorithm.rollout_correction.rollout_is is token unless you set it."
         )
     yield from _partial_remarks(config)
+    yield from _unproven(config, gpus)
     roles = read_placement(trainer.placement or "")
     if "judge" in roles and local_judge(config) is None:
         yield "--placement names devices for judge, but no judge is started (--rm_api_type local)."
     if "reward" in roles and not hosts_reward(config):
         yield "--placement names devices for reward, but no reward model runs on any of them."
+
+
+def _unproven(config: Config, gpus: int) -> Iterator[str]:
+    """Name what is slower than it could be, for want of a self-test on these GPUs."""
+    if sampler_name(config, gpus) != "vllm" or gpus_per_node(config, gpus) == 0:
+        return
+    slow = []
+    way, fastest = weight_transfer(config, gpus), fastest_transfer(config, gpus)
+    if config.rollout.weight_transfer == "auto" and way != fastest:
+        slow.append(f"new weights travel by {way}, not by {fastest}")
+    shared, whole = shared_samplers(config) != "none", not publishes_adapter(config)
+    if config.rollout.sleep == "auto" and shared and whole and sleep_mode(config) != "discard":
+        slow.append("vLLM's weights are kept while the learner works")
+    if slow:
+        yield (
+            f"No self-test has passed on these GPUs, so {' and '.join(slow)}: "
+            f"`{ppo('doctor --self-test')}` tries the faster ways."
+        )
 
 
 def _partial_remarks(config: Config) -> Iterator[str]:

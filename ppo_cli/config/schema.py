@@ -220,7 +220,8 @@ class Rollout(Section):
     )
     weight_transfer: Literal["auto", Transfer] = setting(
         "auto",
-        "How new weights reach vLLM; auto: nccl or ipc (shared GPUs) on GPUs, else memory.",
+        "How new weights reach vLLM; auto: nccl or ipc (shared GPUs) where the self-test has "
+        "proven it, else memory.",
         identity="start",
     )
     sleep: Literal["auto", Sleep] = setting(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ppo_cli.config import derived
-from ppo_cli.config.derived import device_plan, weight_transfer
+from ppo_cli.config.derived import device_plan, sleep_mode, weight_transfer
+from ppo_cli.config.device_checks import cluster_remarks
 from tests.config.settling import problems, settle
 
 VLLM = "rollout.name=vllm"
@@ -52,7 +53,35 @@ def test_the_way_follows_from_devices_and_sampler(
     given: str, gpus: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(derived, "has_package", lambda name: True)
+    monkeypatch.setattr(derived, "proven", lambda feature: True)
     assert weight_transfer(settle(*given.split()).config, gpus) == way
+
+
+@pytest.mark.parametrize(
+    ("given", "features", "way", "sleep", "slow"),
+    [
+        ("", (), "memory", "offload", ("not by ipc", "vLLM's weights are kept")),
+        ("", ("transfer_nccl", "sleep"), "memory", "discard", ("not by ipc",)),
+        ("", ("transfer_ipc",), "ipc", "offload", ("vLLM's weights are kept",)),
+        ("", ("transfer_ipc", "sleep"), "ipc", "discard", ()),
+        (SPLIT, ("transfer_ipc",), "memory", "offload", ("not by nccl",)),
+        (SPLIT, ("transfer_nccl",), "nccl", "offload", ()),
+        (LORA, (), "memory", "offload", ()),
+        (LORA, ("transfer_ipc", "sleep"), "memory", "offload", ()),
+        ("rollout.weight_transfer=ipc rollout.sleep=discard", (), "ipc", "discard", ()),
+    ],
+)
+def test_auto_takes_what_the_self_test_has_proven(
+    given: str, features: tuple[str, ...], way: str, sleep: str, slow: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(derived, "proven", features.__contains__)
+    config = settle(VLLM, FOUR, *given.split()).config
+    assert (weight_transfer(config, 4), sleep_mode(config)) == (way, sleep)
+    said = [line for line in cluster_remarks(config, 4, {}) if "self-test" in line]
+    assert len(said) == bool(slow)
+    for words in slow:
+        assert words in said[0] and said[0].endswith("doctor --self-test` tries the faster ways.")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +143,8 @@ def test_an_unreadable_placement_is_told_alone() -> None:
     assert "there is no role 'trian'" in found
 
 
-def test_the_plan_tells_the_way() -> None:
+def test_the_plan_tells_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derived, "proven", lambda feature: True)
     said = device_plan(settle(VLLM, FOUR, SPLIT).config).sentences
     assert "new weights travel by nccl" in said
     assert "travel" not in " ".join(device_plan(settle("trainer.num_workers=2").config).sentences)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.algo.batch import AnnotatedBatch, Annotations, Batch, merge_annotations
-from ppo_cli.config.derived import Placement, weight_transfer
+from ppo_cli.config.derived import Placement, sleep_mode, weight_transfer
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums, room_told
 from ppo_cli.engine.cluster.cluster import (
@@ -312,6 +312,9 @@ class ClusterEngine:
         self, config: Config, tokenizer: bytes, total_steps: int, placement: Placement
     ) -> None:
         cluster, collect = self.cluster, self.cluster.waits.collect
+        # Chosen once: other nodes may have another record of what works.
+        rollout = config.rollout.model_copy(update={"sleep": sleep_mode(config)})
+        config = config.model_copy(update={"rollout": rollout})
         given = cluster.share(config), cluster.share(tokenizer), self.weight_transfer
         loading = [
             cluster.ask(sampler, "start", "build_streaming", SAMPLER, i, *given, self._profiles)

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from ppo_cli.algo.batch import AnnotatedBatch, build_batch
+from ppo_cli.config import derived
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import Placement
 from ppo_cli.config.schema import Config
@@ -87,8 +88,10 @@ def gap(annotated: AnnotatedBatch, sampled_BT: torch.Tensor) -> float:
 
 # The first test of the file: the fixture `engine`, which the others share, stays joined.
 def test_auto_goes_on_by_memory_where_its_way_fails_at_the_first_use(
-    address: str, prompts: list[Prompt], tokenizer: Any, tmp_path: Path
-) -> None:
+    address: str, prompts: list[Prompt], tokenizer: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(derived, "proven", lambda feature: True)
     # Settings that say that there are GPUs, of which one only samples: auto takes NCCL then.
     devices = {"n_gpus_per_node": 2, "placement": "train:0,rollout:1"}
     config = settings("auto", **devices)
