@@ -38,7 +38,7 @@ def modules_of(root: Path, cwd: Path, *words: str, exit_code: int) -> list[str]:
         ("train --help", 650, 0),
         ("plan --preset embedded", 380, 0),
         ("train --dry_run", 500, 0),
-        ("train --engine verl", 520, 2),
+        ("train --engine verl", 550, 2),
         ("presets list", 500, 0),
         ("report --help", 500, 0),
         ("eval --help", 650, 0),
