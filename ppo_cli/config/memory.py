@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from ppo_cli.config.derived import (
     gpus_per_node,
     placement_of,
     sampler_name,
+    sleep_mode,
     uses_critic,
     uses_reference,
+    weight_transfer,
 )
 from ppo_cli.config.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.known_models import is_url
@@ -31,6 +33,7 @@ from ppo_cli.config.mixture import models_of
 from ppo_cli.config.model_checks import compute_dtype, read_config, why_logprobs_again
 from ppo_cli.config.model_memory import Model, Share, Work
 from ppo_cli.config.model_shape import FLOAT, Device, Shape
+from ppo_cli.config.publishing import publish_bytes
 from ppo_cli.config.schema import Config
 
 PREFILL_TOKENS = 16_384  # of one forward pass of the hf sampler
@@ -38,6 +41,9 @@ PREFILL_TOKENS = 16_384  # of one forward pass of the hf sampler
 # may be wrong, and others may need some too.
 AMPLE = 0.5
 RESERVE = 0.1  # share of a device that the count must leave free to fit
+# Of RESERVE: the CUDA context of one process with the kernels of its libraries, or NCCL's buffers
+# for one group of ranks. Small GPUs must leave as much free even where it is more than RESERVE.
+CONTEXT_BYTES = 512 << 20
 GIB = 1 << 30
 # Float32 copies of a chunk's logits when a token is drawn.
 DRAWN_LOGITS = 4
@@ -51,6 +57,7 @@ class Place:
     there: int | None
     roles: Mapping[str, Share]
     phases: Mapping[str, int]
+    contexts: int = 0  # of CUDA and NCCL
 
     @property
     def phase(self) -> str:
@@ -64,8 +71,13 @@ class Place:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it has what it needs and RESERVE; None where its memory is not known."""
-        return None if self.there is None else self.needed <= (1 - RESERVE) * self.there
+        """Whether it has what it needs beside what is left free; None where that is not known."""
+        return None if self.there is None else self.needed <= self.there - self.left_free
+
+    @property
+    def left_free(self) -> int:
+        """Bytes for libraries and drivers, and for what the count misses."""
+        return max(int(RESERVE * (self.there or 0)), self.contexts * CONTEXT_BYTES)
 
     def facts(self) -> dict[str, Any]:
         """Everything, as JSON takes it."""
@@ -127,73 +139,106 @@ def _rewards(config: Config, shapes: Iterable[Shape], gpu: bool) -> Work:
     return Work(Share(parameters=weights, activations=states), rest, 0, states)
 
 
+@dataclass(frozen=True)
+class _Roles:
+    """What all roles of a run need of the devices that they use."""
+
+    device: Device
+    works: Mapping[str, Work]  # of actor, critic and reference on a learner rank
+    sampler: Work
+    rewards: Work
+
+    @classmethod
+    def count(cls, config: Config, shapes: Shapes, there: int | None) -> _Roles:
+        """Count each role by itself; `there` is what a device has."""
+        gpu, rows = gpus_per_node(config) > 0, data_ranks(config)
+        ranks = max(1, len(placement_of(config).train))
+        size = config.actor.fsdp_config.fsdp_size
+        frees = ranks > 1 and config.model.enable_gradient_checkpointing is not False
+        device = Device(
+            half=compute_dtype(config) == "bfloat16",
+            gpu=gpu,
+            shards=rows if size == -1 else min(size, rows),
+            tensor=ranks // rows,
+            packed=config.model.packing is not False,
+            keeps_freed=not (gpu or frees),
+        )
+        sharding = config.actor.fsdp_config
+        mini = config.actor.ppo_mini_batch_size
+        models = {"actor": Model(config, device, shapes.actor, config.actor, mini, sharding)}
+        if uses_critic(config):
+            mini, spread = critic_mini_batch(config), config.critic.fsdp_config
+            models["critic"] = Model(config, device, shapes.critic, config.critic, mini, spread)
+        if uses_reference(config) and not (config.model.lora_rank and config.ref.path is None):
+            sharding = sharding.model_copy(update={"param_offload": config.ref.param_offload})
+            models["reference"] = Model(config, device, shapes.reference, None, 0, sharding)
+        return cls(
+            device,
+            {name: model.count() for name, model in models.items()},
+            _sampler(config, shapes.actor, device, there),
+            _rewards(config, shapes.rewards, gpu),
+        )
+
+    def phases(self, config: Config) -> dict[str, int]:
+        """Bytes on a learner rank in each phase, samplers and reward models left out."""
+        works = self.works
+        rest = sum(work.rest for work in works.values())
+        again = why_logprobs_again(config)
+        asked = [work for name, work in works.items() if name != "actor" or again]
+        annotation = max((work.annotate for work in asked), default=0)
+        # The sampler of a single process reads the actor's weights where they are used.
+        own = works["actor"].brought if engine_name(config) == "local" else 0
+        phases = {
+            "rollout": rest + own,
+            "annotation": rest + sum(work.brought for work in asked) + annotation,
+        }
+        updates = {f"update of the {name}": rest + work.update for name, work in works.items()}
+        return phases | {phase: size for phase, size in updates.items() if size > rest}
+
+
 def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Place, ...]:
     """Count what each kind of device needs; `there` is what one has (the host, without GPUs)."""
-    per_node = gpus_per_node(config)
-    placement = placement_of(config)
-    gpu, ranks = per_node > 0, max(1, len(placement.train))
-    rows = data_ranks(config)
-    size = config.actor.fsdp_config.fsdp_size
-    device = Device(
-        half=compute_dtype(config) == "bfloat16",
-        gpu=gpu,
-        shards=rows if size == -1 else min(size, rows),
-        tensor=ranks // rows,
-        packed=config.model.packing is not False,
-        keeps_freed=not gpu and (ranks == 1 or config.model.enable_gradient_checkpointing is False),
-    )
-    reference = config.actor.fsdp_config.model_copy(
-        update={"param_offload": config.ref.param_offload}
-    )
-    works = {
-        "actor": Model(
-            config, device, shapes.actor, config.actor, config.actor.ppo_mini_batch_size,
-            config.actor.fsdp_config,
-        ).count()
-    }  # fmt: skip
-    if uses_critic(config):
-        works["critic"] = Model(
-            config, device, shapes.critic, config.critic, critic_mini_batch(config),
-            config.critic.fsdp_config,
-        ).count()  # fmt: skip
-    if uses_reference(config) and not (config.model.lora_rank and config.ref.path is None):
-        works["reference"] = Model(config, device, shapes.reference, None, 0, reference).count()
-    sampler = _sampler(config, shapes.actor, device, there)
-    rewards = _rewards(config, shapes.rewards, gpu)
-    rest = sum(work.rest for work in works.values())
-    asked = [work for name, work in works.items() if name != "actor" or why_logprobs_again(config)]
-    brought = sum(work.brought for work in asked)
-    most = max((work.annotate for work in asked), default=0)
-    phases = {
-        "rollout": rest,
-        "annotation": rest + brought + most,
-        **{
-            f"update of the {name}": rest + work.update
-            for name, work in works.items()
-            if work.update
-        },
-    }
-    shares = {name: work.share for name, work in works.items()}
+    placement, roles = placement_of(config), _Roles.count(config, shapes, there)
+    sampler, rewards, phases = roles.sampler, roles.rewards, roles.phases(config)
+    shares = {name: work.share for name, work in roles.works.items()}
     if shapes.rewards:
-        phases["scoring"] = rest
+        phases["scoring"] = sum(work.rest for work in roles.works.values())
     ours = {"sampler": sampler.share} | ({"reward model": rewards.share} if shapes.rewards else {})
-    if not gpu:
-        return (_host(placement.nodes, ranks, placement.rollout, phases, shares | ours,
-                      sampler, rewards, there),)  # fmt: skip
-    shared = {*placement.train} & {d for one in placement.rollout for d in one}
-    scored = {*placement.train} & {*placement.reward} or placement.alone
+    if not roles.device.gpu:
+        ranks = max(1, len(placement.train))
+        return (_cpu_node(placement.nodes, ranks, placement.rollout, phases, shares | ours,
+                          sampler, rewards, there),)  # fmt: skip
+    training = {*placement.train}
+    shared = placement.alone or training & {d for one in placement.rollout for d in one}
+    scored = training & {*placement.reward} or placement.alone
+    vllm = sampler_name(config) == "vllm"
+    awake = sampler.share.parameters if vllm else 0  # beyond what a sampler has at rest
+    if not placement.alone:
+        published = publish_bytes(config, shapes.actor, roles.device)
+        phases["publishing"] = sum(work.rest for work in roles.works.values()) + published.learner
     places = []
-    if shared or placement.alone:
-        phases = {name: need + sampler.rest for name, need in phases.items()}
-        phases["rollout"] += sampler.update
+    if shared:
+        # Samplers that vLLM runs sleep while their device trains.
+        asleep = awake if sleep_mode(config) == "keep" else 0
+        phases = {name: need + sampler.rest + asleep for name, need in phases.items()}
+        phases["rollout"] += sampler.update - asleep
         shares["sampler"] = sampler.share
+    if shared and not placement.alone:
+        # By memory the learner is done before the sampler's weights wake.
+        wakes = awake - asleep + published.sampler
+        alone = published.learner if weight_transfer(config) == "memory" else 0
+        phases["publishing"] += max(0, wakes - alone)
     if shapes.rewards and scored:
         phases = {name: need + rewards.rest for name, need in phases.items()}
         phases["scoring"] += rewards.update
         shares["reward model"] = rewards.share
-    places.append(Place("a GPU that trains", there, shares, phases))
-    if placement.rollout and not (shared or placement.alone):
+    # A process that samples has its own; learner ranks and the transfer of weights are groups.
+    processes = 1 + (bool(shared) and not placement.alone) + bool(shapes.rewards and scored)
+    groups = (len(placement.train) > 1) + (not placement.alone)
+    places.append(Place("a GPU that trains", there, shares, phases, processes + groups))
+    if placement.rollout and not shared:
         need = {"rollout": sampler.rest + sampler.update}
+        need["publishing"] = need["rollout"] + published.sampler  # its cache stays
         places.append(Place("a GPU that samples", there, {"sampler": sampler.share}, need))
     if shapes.rewards and not scored:
         need = {"scoring": rewards.rest + rewards.update}
@@ -201,7 +246,7 @@ def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Pla
     return tuple(places)
 
 
-def _host(
+def _cpu_node(
     nodes: int, ranks: int, rollout: Sequence[Sequence[int]], phases: Mapping[str, int],
     shares: Mapping[str, Share], sampler: Work, rewards: Work, there: int | None,
 ) -> Place:  # fmt: skip
@@ -213,6 +258,39 @@ def _host(
     if "scoring" in whole:
         whole["scoring"] += rewards.update
     return Place("this machine" if nodes == 1 else "a node", there, shares, whole)
+
+
+def count_host(config: Config, shapes: Shapes, there: int | None) -> Place | None:
+    """Count the memory of the fullest node where GPUs compute; None where there are none.
+
+    Offloaded weights, gradients and moments; a checkpoint, whose float32 copies are written while
+    the run goes on; samplers that sleep there; the reading of a model, by the first rank. What
+    processes, their libraries and Ray's object store take is not counted: RESERVE is for it.
+    """
+    placement = placement_of(config)
+    if not placement.devices_per_node:
+        return None
+    roles = _Roles.count(config, shapes, None)
+    nodes, ranks = placement.nodes, len(placement.train)
+    learners, samplers = -(-ranks // nodes), -(-len(placement.rollout) // nodes)
+    columns = zip(*(astuple(work.host) for work in roles.works.values()), strict=True)
+    away = Share(*(learners * sum(column) for column in columns))
+    pieces = roles.device.shards * roles.device.tensor  # other ranks hold copies
+    saved = pieces * sum(work.trained for work in roles.works.values()) // nodes
+    checkpoint = Share(parameters=saved, moments=2 * saved)
+    shares = {"offloaded": away, "checkpoint": checkpoint}
+    always = sum(astuple(away)) + sum(astuple(checkpoint))
+    phases = {"training": always}
+    weights = roles.device.width * shapes.actor.parameters()
+    if sampler_name(config) == "vllm" and placement.sleepers and sleep_mode(config) == "offload":
+        phases["training"] += samplers * weights
+        shares["sleeping samplers"] = Share(parameters=samplers * weights)
+    if not placement.alone:
+        phases["publishing"] = always + publish_bytes(config, shapes.actor, roles.device).host
+    used = (shapes.actor, *([shapes.critic] if uses_critic(config) else ()))
+    phases["loading"] = sum(astuple(away)) + FLOAT * max(shape.parameters() for shape in used)
+    name = "the host's memory" if nodes == 1 else "the memory of a node"
+    return Place(name, there, {k: v for k, v in shares.items() if any(astuple(v))}, phases)
 
 
 def read_shapes(config: Config) -> Shapes | tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ppo_cli.allocator import find_jemalloc
@@ -15,20 +15,23 @@ from ppo_cli.config.derived import (
     gpus_per_node,
     micro_batch_tokens,
     sampler_name,
+    sleep_mode,
     uses_critic,
     uses_reference,
 )
 from ppo_cli.config.memory import (
     AMPLE,
     GIB,
-    RESERVE,
     Place,
     Shapes,
+    count_host,
     count_memory,
     device_memory,
+    host_memory,
     read_shapes,
 )
 from ppo_cli.config.model_checks import compute_dtype, spreads_weights, why_logprobs_again
+from ppo_cli.config.model_shape import Shape
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.reward_checks import judge_place
 from ppo_cli.config.schema import Config
@@ -45,16 +48,34 @@ class Estimate:
     config: Config
     places: tuple[Place, ...]
     ample: int  # bytes that a step needs with all that was unset kept
+    host: Place | None = None  # beside GPUs
 
     @property
     def fits(self) -> bool | None:
         """Whether all devices have what they need; None where that is not known."""
         answers = [place.fits for place in self.places]
-        return None if None in answers else all(answers)
+        if None in answers:
+            return None
+        return all(answers) and (self.host is None or self.host.fits is not False)
 
 
-def estimate(config: Config, shapes: Shapes, there: int | None) -> Estimate:
-    """Count the memory of a run; what is unset takes memory for speed only where it is ample."""
+def estimate(
+    config: Config, shapes: Shapes, there: int | None, host: int | None = None
+) -> Estimate:
+    """Count the memory of a run; what is unset takes memory for speed only where it is ample.
+
+    `there` is what a device has, `host` what the host of GPUs has.
+    """
+    if config.rollout.sleep == "auto" and sleep_mode(config) == "offload":
+        # Weights that stay need not come back from host memory in each step.
+        keeping = estimate(change(config, {"rollout.sleep": "keep"}), shapes, there, host)
+        if keeping.fits:
+            return keeping
+    settled = _estimate_devices(config, shapes, there)
+    return replace(settled, host=count_host(settled.config, shapes, host))
+
+
+def _estimate_devices(config: Config, shapes: Shapes, there: int | None) -> Estimate:
     most = 0
     for reshard in (False, True) if _ranks_on_cpu(config) else (True,):
         keeping = _settle(config, recompute=False, reshard=reshard)
@@ -118,7 +139,7 @@ def memory_plan(config: Config) -> PlanPart:
             + ("spread, so that small updates count" if spreads else "trained as they are")
             + (" (model.spread_weights)" if model.spread_weights is None else ", as set")
         )
-    shapes, there = read_shapes(config), device_memory(config)
+    shapes, there, host = read_shapes(config), device_memory(config), host_memory()
     asked = config.model.enable_gradient_checkpointing
     if not isinstance(shapes, Shapes):
         said = [
@@ -132,13 +153,13 @@ def memory_plan(config: Config) -> PlanPart:
         else:
             said.append(f"gradient checkpointing is {'on' if asked else 'off'}, as set")
         return PlanPart((*said, *layout), {"unknown": list(shapes)})
-    found = estimate(config, shapes, there)
+    found = estimate(config, shapes, there, host)
     judge = judge_place(config)
-    places = [*found.places, *([judge] if judge else [])]
+    places = [*found.places, *filter(None, (judge, found.host))]
     said = [line for place in places for line in _lines(place)]
     changes = None
     if found.fits is False:
-        changes = smallest_change(config, shapes, there)
+        changes = smallest_change(config, shapes, there, host)
         if changes is None:
             said.append("no change of settings makes it fit: take a smaller --model")
         else:
@@ -185,13 +206,15 @@ def settle_memory(config: Config, tell: Callable[[str], None]) -> Config:
     shapes, there = read_shapes(config), device_memory(config)
     if not isinstance(shapes, Shapes) or there is None:
         return _settle(config, recompute=True, reshard=True)
-    found = estimate(config, shapes, there)
+    found = estimate(config, shapes, there, host_memory())
     for line in _settled(config, found, there):
         tell(f"Memory: {line}")
     return found.config
 
 
-def smallest_change(config: Config, shapes: Shapes, there: int | None) -> dict[str, Any] | None:
+def smallest_change(
+    config: Config, shapes: Shapes, there: int | None, host: int | None = None
+) -> dict[str, Any] | None:
     """The first change that makes a run fit, from harmless to costly; else as few as are needed.
 
     None where all of them together do not.
@@ -199,9 +222,9 @@ def smallest_change(config: Config, shapes: Shapes, there: int | None) -> dict[s
 
     def fits(changes: list[Settings]) -> bool:
         merged = {key: value for one in changes for key, value in one.items()}
-        return bool(estimate(change(config, merged), shapes, there).fits)
+        return bool(estimate(change(config, merged), shapes, there, host).fits)
 
-    offered = list(_changes(config))
+    offered = list(_changes(config, shapes.actor))
     tried: list[Settings] = []
     chosen = next(([one] for one in offered if fits([one])), None)
     for one in offered if chosen is None else ():
@@ -218,7 +241,7 @@ def smallest_change(config: Config, shapes: Shapes, there: int | None) -> dict[s
     return {key: value for one in chosen for key, value in one.items()}
 
 
-def _changes(config: Config) -> Iterator[Settings]:
+def _changes(config: Config, shape: Shape) -> Iterator[Settings]:
     """Settings that save memory, those first that change nothing but speed."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     asked = {
@@ -241,6 +264,8 @@ def _changes(config: Config) -> Iterator[Settings]:
             yield {"rollout.max_num_seqs": rows}
     elif gpus_per_node(config) and config.rollout.gpu_memory_utilization > 0.3:
         yield {"rollout.gpu_memory_utilization": 0.3}
+    if sampler_name(config) == "vllm" and gpus_per_node(config):
+        yield from _wider_samplers(config, shape)
     if gpus_per_node(config):
         if uses_reference(config) and not config.model.lora_rank:
             yield {"ref.param_offload": True}
@@ -253,6 +278,16 @@ def _changes(config: Config) -> Iterator[Settings]:
         yield {"critic.model.lora_rank": LORA_RANK}
     if gpus_per_node(config):
         yield from _more_devices(config)
+
+
+def _wider_samplers(config: Config, shape: Shape) -> Iterator[Settings]:
+    """Samplers over more GPUs: less of the weights on each, in a rollout and when they arrive."""
+    span, gpus = config.rollout.tensor_model_parallel_size, gpus_per_node(config)
+    keys = shape.keys * shape.heads // shape.queries  # heads of keys
+    while config.trainer.placement is None and 2 * span <= gpus:
+        span *= 2
+        if gpus % span == 0 and shape.heads % span == 0 and keys % min(span, keys) == 0:
+            yield {"rollout.tensor_model_parallel_size": span}
 
 
 def _more_devices(config: Config) -> Iterator[Settings]:
@@ -291,7 +326,8 @@ def _lines(place: Place) -> Iterator[str]:
     elif place.fits:
         yield f"{need} of {_size(place.there)}: fits"
     else:
-        yield f"{need} of {_size(place.there)}, of which {RESERVE:.0%} is left free: does not fit"
+        free = _size(place.left_free)
+        yield f"{need} of {_size(place.there)}, of which {free} is left free: does not fit"
     for role, share in place.roles.items():
         parts = [
             f"{field.replace('_', ' ').replace('kv', 'KV')} {_size(size)}"

@@ -8,7 +8,7 @@ that moment, and the highest counts. The terms on GPUs were found in a simulatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ppo_cli.config.algorithm_schema import Actor, Critic, Sharding
 from ppo_cli.config.derived import data_ranks, micro_batch_tokens
@@ -54,7 +54,7 @@ class Work:
     """What one model needs: at rest, and beyond it in an annotation and in an update.
 
     `brought` is on the device for all of an annotation: weights that are gathered once, or that
-    come from host memory. `host` is what it keeps in host memory between uses.
+    come from host memory. `host` is what it keeps there. `trained` are bytes of float32 weights.
     """
 
     share: Share
@@ -62,7 +62,8 @@ class Work:
     annotate: int
     update: int
     brought: int = 0
-    host: int = 0
+    host: Share = Share()
+    trained: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,23 +83,24 @@ class Model:
         rest = 0 if at_home else self.weights
         # One process brings offloaded weights to the device for as long as it works with them.
         brought = self.weights - rest if self.device.shards == 1 else self.gathered_once
-        host = self.weights - rest
+        host = Share(parameters=self.weights - rest)
         if self.part is None:
             return Work(Share(parameters=self.weights), rest, self.annotation(), 0, brought, host)
-        # Ranks with offloaded weights get their gradients there, and step there.
-        steps_at_home = at_home and self.device.shards > 1
-        moments, gradients = self.moments, self.gradients
-        if steps_at_home:
-            host += self.trained + moments
-            moments = 0
+        moments, gradients, step = self.moments, self.gradients, self.gradients
+        if at_home and self.device.shards > 1:  # ranks get their gradients and step there
+            host, moments = replace(host, gradients=self.trained, moments=moments), 0
         elif self.sharding.optimizer_offload and self.device.gpu:
-            host += moments
-        away = host > 0 and self.sharding.optimizer_offload
-        step = gradients + (moments if away else 0)
-        update = brought + max(*self.update_moments().values(), step)
+            step += moments
+            host = replace(host, moments=moments)
         share = Share(self.weights, gradients, moments, self.activations, self.update_logits)
         return Work(
-            share, rest + (0 if away else moments), self.annotation(), update, brought, host
+            share,
+            rest + (moments if step == gradients else 0),
+            self.annotation(),
+            brought + max(*self.update_moments().values(), step),
+            brought,
+            host,
+            self.trained,
         )
 
     @property

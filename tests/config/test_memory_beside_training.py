@@ -1,0 +1,135 @@
+"""What publishing and the host's memory need, worked out by hand, and what is changed for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.memory import CONTEXT_BYTES, Place, Shapes, count_host, count_memory
+from ppo_cli.config.memory_plan import change, estimate, smallest_change
+from ppo_cli.config.model_shape import Shape
+from ppo_cli.config.publishing import CHUNK_BYTES
+from ppo_cli.config.schema import Config
+
+GB = 10**9
+QWEN_3B = Shape(2048, 11008, 36, 16, 2048, 256, 151936, tied=True)
+QWEN_7B = Shape(3584, 18944, 28, 28, 3584, 512, 152064, tied=False)
+
+
+def settings(gpus: int = 8, nodes: int = 1, **changes: Any) -> Config:
+    trainer = {"engine": "ray", "n_gpus_per_node": gpus, "nnodes": nodes}
+    batch = {"data": {"train_batch_size": 256}, "actor": {"ppo_mini_batch_size": 256}}
+    config = Config.model_validate(
+        batch
+        | {"rollout": {"name": "vllm"}, "trainer": trainer}
+        | {"model": {"path": "x", "dtype": "bfloat16", "enable_gradient_checkpointing": True}}
+    )
+    return change(config, {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def shapes(shape: Shape) -> Shapes:
+    return Shapes(shape, shape, shape)
+
+
+def count_gpu(config: Config, shape: Shape, there: int = 80 * GB) -> Place:
+    (place,) = count_memory(config, shapes(shape), there)
+    return place
+
+
+def test_publishing_wakes_weights_next_to_what_the_learner_gathers() -> None:
+    place = count_gpu(settings(), QWEN_7B)
+    rest = place.phases["rollout"] - int(0.5 * 80 * GB)  # gpu_memory_utilization
+    embedding, layer = 2 * QWEN_7B.embedding, 2 * QWEN_7B.layer
+    # IPC: its buffer, the embedding whole with its pieces, and a layer; a clone and a module.
+    learner = 2 * embedding + embedding // 8 + layer
+    expected = rest + 2 * QWEN_7B.parameters() + learner + 2 * embedding
+    assert place.phases["publishing"] == expected > rest + 15 * GB
+    assert embedding > CHUNK_BYTES
+
+
+def test_a_model_that_fits_but_for_publishing_does_not_fit() -> None:
+    """3B on 8 GPUs that have room for a step, and less than a transfer takes."""
+    tight = settings(
+        rollout__gpu_memory_utilization=0.3,
+        actor__ppo_max_token_len_per_gpu=4096,
+        critic__ppo_max_token_len_per_gpu=4096,
+        ref__log_prob_max_token_len_per_gpu=4096,
+    )
+    place = count_gpu(tight, QWEN_3B, 24 * GB)
+    assert place.phase == "publishing"
+    there = int(place.needed / 0.9) - 1
+    others = max(need for phase, need in place.phases.items() if phase != "publishing")
+    assert others < 0.9 * there
+    assert not estimate(tight, shapes(QWEN_3B), there).fits
+    found = smallest_change(tight, shapes(QWEN_3B), there)
+    assert found == {"rollout.tensor_model_parallel_size": 2}
+    assert estimate(change(tight, found), shapes(QWEN_3B), there).fits
+
+
+def test_devices_of_their_own_publish_with_the_cache_awake() -> None:
+    apart = settings(trainer__placement="train:0-3,rollout:4-7")
+    learner, sampler = count_memory(apart, shapes(QWEN_7B), 80 * GB)
+    assert sampler.name == "a GPU that samples"
+    assert sampler.phases["publishing"] > sampler.phases["rollout"] == 40 * GB
+    assert learner.phases["publishing"] > learner.phases["rollout"]
+
+
+def test_small_gpus_leave_room_for_contexts() -> None:
+    large, small = (count_gpu(settings(), QWEN_3B, size * GB) for size in (80, 12))
+    # A learner, a sampler, the group of ranks and that of the transfer.
+    assert small.left_free == 4 * CONTEXT_BYTES > 0.1 * 12 * GB
+    assert large.left_free == 8 * GB
+
+
+AWAY = {
+    f"{model}__fsdp_config__{what}": True
+    for model in ("actor", "critic")
+    for what in ("param_offload", "optimizer_offload")
+}
+TRAINED = 4 * QWEN_7B.parameters()
+CRITIC = TRAINED - 4 * QWEN_7B.embedding  # without the head over the vocabulary
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "expected"),
+    [
+        # Float32 weights and two moments of actor and critic while a checkpoint is written.
+        ({}, 1, 3 * (TRAINED + CRITIC)),
+        ({}, 2, 3 * (TRAINED + CRITIC) / 2),
+        # Copies of a model on other nodes are not written.
+        ({"actor__fsdp_config__fsdp_size": 8, "critic__fsdp_config__fsdp_size": 8}, 2,
+         3 * (TRAINED + CRITIC) / 2),
+        # And weights, gradients and moments that are never on the GPU.
+        (AWAY, 1, 7 * (TRAINED + CRITIC)),
+        ({"actor__fsdp_config__optimizer_offload": True}, 1, 5 * TRAINED + 3 * CRITIC),
+        ({"ref__param_offload": True, "algorithm__adv_estimator": "grpo"}, 1, 4 * TRAINED),
+    ],
+)  # fmt: skip
+def test_the_host_holds_checkpoints_and_what_is_offloaded(
+    changes: dict[str, Any], nodes: int, expected: float
+) -> None:
+    host = count_host(settings(nodes=nodes, **changes), shapes(QWEN_7B), 2000 * GB)
+    assert host is not None
+    assert host.phases["training"] == pytest.approx(expected, rel=1e-6)
+    assert host.phases["loading"] >= TRAINED
+    assert host.name == ("the host's memory" if nodes == 1 else "the memory of a node")
+
+
+def test_a_run_that_fits_its_gpus_but_not_the_host_does_not_fit() -> None:
+    config = settings()
+    assert estimate(config, shapes(QWEN_7B), 80 * GB, 500 * GB).fits
+    assert estimate(config, shapes(QWEN_7B), 80 * GB, 128 * GB).fits is False
+
+
+ADAPTER = {"model__lora_rank": 16, "model__lora_merge": False, "algorithm__adv_estimator": "grpo"}
+
+
+def test_a_base_sleeps_on_the_gpu_where_it_fits_and_else_in_host_memory() -> None:
+    config = settings(gpus=1, **ADAPTER, rollout__n=4)
+    base = 2 * QWEN_7B.parameters()
+    large, small = (estimate(config, shapes(QWEN_7B), size * GB, 500 * GB) for size in (141, 56))
+    assert (large.config.rollout.sleep, small.config.rollout.sleep) == ("keep", "auto")
+    assert large.host is not None and small.host is not None
+    assert small.host.phases["training"] - large.host.phases["training"] == base
+    assert small.host.roles["sleeping samplers"].parameters == base
