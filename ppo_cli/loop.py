@@ -28,6 +28,7 @@ from ppo_cli.train.steps import (
     baselines_of_rows,
     explain_zero_reward,
     gather,
+    refuse_foreign_weights,
     refuse_raising,
     roll_out,
     sample_first,
@@ -141,10 +142,12 @@ def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float
         baselines = baselines_of_rows(annotated, fair.baselines)
         placed = [place_steps(s.rollout, s.score.steps, job.decode) for s in fair.scored]
         shaped = shape_step(config, annotated, fair.scored, state.kl_coef, baselines, placed)
+    refuse_foreign_weights(job, shaped.metrics)
     state.kl_coef, state.moments = shaped.next_kl_coef, fair.moments
     sums = update(job, state, shaped.batch)
     with tracker.phase("publish"):
         job.engine.publish()
+    job.published.append(state.step)
     metrics = score_metrics(scored) | job.reward.measure() | fair.metrics
     metrics |= filtered | shaped.metrics | sums.means()
     if config.trainer.async_steps:

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.derived import critic_mini_batch, gen_batch, most_gen_batches, sampler_seed
+from ppo_cli.config.derived import (
+    critic_mini_batch,
+    gen_batch,
+    most_gen_batches,
+    quantised,
+    sampler_name,
+    sampler_seed,
+)
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.digests import MANIFEST
@@ -71,6 +78,7 @@ class Job:
     resume_command: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
     in_flight: list[Future[Score]] = field(default_factory=list)  # of the round under way
+    published: list[int] = field(default_factory=list)  # steps, of this process
 
 
 @dataclass
@@ -375,6 +383,38 @@ def refuse_raising(job: Job, scored: Sequence[Scored]) -> None:
     if before or not all(s.score.failure.startswith("raised ") for s in scored):
         return
     raise RewardError(f"{job.diagnose(scored)} Then start again: {job.resume_command}")
+
+
+# Mean gap, in nats a token, above which vLLM samples with weights that are not the trainer's. In
+# bfloat16 it is 0.001 to 0.05, with one side in 4 or 8 bits up to some tenths; weights that were
+# lost on waking, or never came, give several nats.
+FOREIGN_GAP, FOREIGN_GAP_QUANTISED = 0.1, 1.0
+CHECKED_PUBLISHES = 2  # a gap that grows later has other causes: the health checks report on it
+
+
+def refuse_foreign_weights(job: Job, metrics: Mapping[str, float]) -> None:
+    """Raise UserError when the first steps show that vLLM lacks the trainer's weights.
+
+    An update would be made of nonsense. Responses that were sampled ahead are of older weights, and
+    their samplers never sleep.
+    """
+    config, gap = job.config, metrics.get("rollout/logprob_diff")
+    if gap is None or len(job.published) >= CHECKED_PUBLISHES or config.trainer.async_steps:
+        return
+    if sampler_name(config) != "vllm":
+        return
+    kwargs = config.rollout.engine_kwargs.vllm
+    in_bits = quantised(config) or kwargs.keys() & {"quantization", "kv_cache_dtype"}
+    # The temperature divides the logits, and with them their rounding.
+    limit = (FOREIGN_GAP_QUANTISED if in_bits else FOREIGN_GAP) / min(1, config.rollout.temperature)
+    if gap > limit:
+        raise UserError(
+            f"vLLM does not sample with the trainer's weights: their log-probs of the same tokens "
+            f"differ by {gap:.2g} on average, where rounding explains {limit:.2g} at most. Set "
+            "rollout.sleep=offload, then rollout.weight_transfer=memory, then "
+            "rollout.enforce_eager=true, or sample without vLLM (--rollout_name hf); "
+            f"`{ppo('doctor --self-test')}` tries each way. Start again: {job.resume_command}"
+        )
 
 
 def explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) -> None:

@@ -55,6 +55,7 @@ class Engine:
         self.samplings: list[tuple[list[str], Sampling]] = []
         self.minibatches: list[tuple[int, MiniBatch]] = []  # with the weight version
         self.version = 0
+        self.gaps: dict[int, float] = {}  # weight version -> of the trainer's log-probs
         self._told = told
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
@@ -73,7 +74,7 @@ class Engine:
         shape = batch.response_mask_BT.shape
         return AnnotatedBatch(
             **{name: getattr(batch, name) for name in Batch.__dataclass_fields__},
-            old_logprobs_BT=torch.full(shape, -1.0),
+            old_logprobs_BT=torch.full(shape, -1.0 - self.gaps.get(self.version, 0.0)),
             entropy_BT=torch.ones(shape),
             ref_logprobs_BT=torch.full(shape, -1.0 - KL),
             full_kl_BT=None,

@@ -337,6 +337,38 @@ def test_gradients_that_stay_broken_end_the_run(make: Make) -> None:
     assert ran(more).state.step == 9
 
 
+@pytest.mark.parametrize(
+    ("gaps", "rollout", "trainer", "ends_at"),
+    [
+        ({}, {}, {}, None),
+        ({0: 0.09, 1: 0.09}, {}, {}, None),  # rounding, at its most
+        ({0: 4.0}, {}, {}, 1),  # weights that were lost on waking
+        ({1: 0.11}, {}, {}, 2),  # after the first publish
+        ({2: 4.0}, {}, {}, None),  # later it is a matter of training
+        ({0: 0.3}, {"temperature": 0.3}, {}, None),
+        ({0: 0.4}, {"temperature": 0.3}, {}, 1),
+        ({0: 0.5}, {"engine_kwargs": {"vllm": {"quantization": "fp8"}}}, {}, None),
+        ({0: 4.0}, {"engine_kwargs": {"vllm": {"quantization": "fp8"}}}, {}, 1),
+        ({0: 4.0}, {"name": "hf"}, {}, None),
+        ({0: 4.0}, {}, {"async_steps": 1}, None),
+    ],
+)
+def test_weights_that_vllm_lacks_end_the_run_before_an_update(
+    gaps: dict[int, float], rollout: dict[str, Any], trainer: dict[str, Any], ends_at: int | None,
+    make: Make,
+) -> None:  # fmt: skip
+    stage = make(steps=3, rollout={"name": "vllm", **rollout}, trainer=trainer).build()
+    stage.engine.gaps = gaps
+    if ends_at is None:
+        run(stage.job, stage.state)
+        return
+    with pytest.raises(UserError, match="does not sample with the trainer's weights") as told:
+        run(stage.job, stage.state)
+    assert "rollout.sleep=offload" in str(told.value) and "ppo train --again" in str(told.value)
+    assert stage.engine.version == ends_at - 1
+    assert stage.engine.batches("actor", ends_at) == []
+
+
 def test_a_step_that_cannot_be_scored_never_was(make: Make) -> None:
     down = {"now": True}
 
