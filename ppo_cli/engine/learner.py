@@ -202,12 +202,8 @@ class Learner:
 
         They may be the live ones: copy them before the next step.
         """
-
-        def on_host(tensor: Tensor) -> Tensor:
-            return whole_tensor(tensor).cpu()
-
         tensors: dict[str, Tensor] = {}
-        for name, whole in self.published(on_host):
+        for name, whole in self.host_tensors():
             if self._ranks.rank == 0:
                 tensors[name] = whole
         if self._ranks.rank != 0:
@@ -296,6 +292,19 @@ class Learner:
         live = stored_tensors(model) if as_files else dict(model.named_parameters())
         tensors = merged_tensors(model, whole, exact, live=live)
         return convert_layers(model, tensors) if as_files else tensors
+
+    @property
+    def published_dtype(self) -> torch.dtype | None:
+        """The precision of published weights: vLLM's own, as numbers are the same in fewer bytes.
+
+        None: as they are.
+        """
+        whole = sampler_name(self._config) == "vllm" and not publishes_adapter(self._config)
+        return self._compute.dtype if whole else None
+
+    def host_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What a sampler needs, one by one in host memory; every rank iterates."""
+        return self.published(partial(_bring_home, dtype=self.published_dtype), _bring_home)
 
     def _models(self) -> list[Policy | ValueModel]:
         """All models that an annotation may ask, the actor first."""
@@ -485,6 +494,10 @@ class Learner:
             clip_grad_value=settings.clip_grad_value, ranks=self._ranks,
             offload=settings.fsdp_config.optimizer_offload,
         )  # fmt: skip
+
+
+def _bring_home(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return whole_tensor(tensor, dtype).cpu()
 
 
 def widen(part_XBT: Tensor, batch: Batch) -> Tensor:

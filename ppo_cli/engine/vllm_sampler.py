@@ -1,8 +1,10 @@
 """Sample with vLLM, which needs a process of its own: it takes over torch's threads and groups.
 
-Each response has its own seed, so that it is the same in whatever batch it is drawn. Log-probs
-are those under the sampling temperature and before top-k and top-p: vLLM gives them raw, and
-its workers divide the logits first (`weight_transfer.WorkerExtension`).
+Each response has its own seed, so that to rounding it is the same in whatever batch it is drawn.
+On CPUs (vLLM's model runner V1) a generator of each request draws from the seed, on GPUs (V2) a
+hash of seed, position and token: equal seeds give other tokens there. Log-probs are those under
+the sampling temperature and before top-k and top-p: vLLM gives them raw, and its workers divide
+the logits first (`weight_transfer.WorkerExtension`).
 """
 
 from __future__ import annotations
@@ -179,7 +181,9 @@ class VLLMSampler:
         """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes.
 
         One that has `begun` goes on with other random numbers than it would have had without a
-        pause: vLLM's generator of a request draws one for each word and token, and cannot skip any.
+        pause, from a seed of its own: a generator on the CPU would begin with those that it has
+        had, and cannot skip any. A GPU could go on, as its hash takes the position in the text,
+        but draws in the same way.
         One call at a time: the next may begin when this one's iterator is used up or closed.
         """
         wanted = [*begin(prompts, sampling), *begun]

@@ -15,6 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.cluster.workers import _shape_of
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.models import load_tokenizer
+from tests.engine.packed_steps import settings
 from tests.engine.published_ranks import KINDS, make_learner
 from tests.engine.test_value_models import build
 from tests.engine.tiny_families import EXPERTS, SIZE, save_model
@@ -56,6 +59,30 @@ def test_all_weights_are_those_of_the_files(kind: str, tmp_path: Path) -> None:
     weights = learner.weights()
     assert weights is not None
     assert_equal(dict(weights.tensors), stored(path))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "adapter", "dtype"),
+    [
+        ("vllm", {}, torch.bfloat16),
+        ("vllm", {"lora_rank": 2, "lora_merge": True}, torch.bfloat16),
+        ("vllm", {"lora_rank": 2, "lora_merge": False}, torch.float32),  # vLLM casts it itself
+        ("hf", {}, torch.float32),
+    ],
+)
+def test_weights_by_memory_have_the_precision_in_which_vllm_computes(
+    sampler: str, adapter: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = save_family(tmp_path, "mixtral")
+    config = settings(
+        model={"path": path, "dtype": "bfloat16", **adapter}, trainer={"engine": "ray"},
+        algorithm={"adv_estimator": "grpo"}, actor={"use_kl_loss": False},
+        rollout={"n": 2, "name": sampler},
+    )  # fmt: skip
+    weights = Learner(config, load_tokenizer(path), total_steps=1).weights()
+    assert weights is not None and {t.dtype for t in weights.tensors.values()} == {dtype}
+    if dtype == torch.bfloat16:
+        assert_equal(dict(weights.tensors), {n: t.to(dtype) for n, t in stored(path).items()})
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "granitemoe", "olmoe", "qwen3_5"])

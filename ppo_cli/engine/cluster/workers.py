@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppo_cli.config.derived import publishes_adapter
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Sampling, Weights, build_sampler
 from ppo_cli.engine.cluster.cluster import GRACE_S, USE_MEMORY, Call, ExchangePlan, Halved, Waits
@@ -48,10 +48,11 @@ PROOF_S = 300.0
 class Exchange:
     """A connection of all ranks with all samplers."""
 
-    def __init__(self, plan: ExchangePlan, learner: Learner, rank: int, compute: Compute) -> None:
+    def __init__(
+        self, plan: ExchangePlan, learner: LearnerRole, rank: int, compute: Compute
+    ) -> None:
         self._plan = plan
         self._learner = learner
-        self._dtype = compute.dtype  # in which both sides compute
         self._device = torch.device("cpu") if plan.transfer == "gloo" else compute.device
         self._waits = Waits(plan.timeout_s, trouble=lambda: None)
         self._sending = ThreadPoolExecutor(1, thread_name_prefix="ppo-weights")
@@ -74,10 +75,12 @@ class Exchange:
 
         plan = self._plan
         published = self._learner.published
-        empty = published(partial(_shape_of, dtype=self._dtype), _shape_of)
+        empty = self._learner.published_shapes()
         source = weight_transfer.TensorSource(
             [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in empty],
-            lambda: published(partial(self._gather, dtype=self._dtype), self._gather),
+            lambda: published(
+                partial(self._gather, dtype=self._learner.published_dtype), self._gather
+            ),
         )
         client = weight_transfer.SamplerClient(
             self._ask_all, num_samplers=len(plan.samplers), gpus_each=plan.workers_each
@@ -186,14 +189,21 @@ class LearnerRole(Learner):
 
         Nobody may sample meanwhile: a publish waits for the rounds under way (`AheadEngine`).
         """
-        weights = super().weights()
-        if weights is None or not (self._one_node and sys.platform == "linux"):
-            return weights
+        if not (self._one_node and sys.platform == "linux"):
+            return super().weights()
+        if self._shared is None and self._ranks.rank == 0:
+            self._shared = SharedTensors.like(dict(self.published_shapes()))
+        for name, whole in self.host_tensors():
+            if self._shared is not None:
+                self._shared[name].copy_(whole)
         if self._shared is None:
-            self._shared = SharedTensors.like(weights.tensors)
-        for name, tensor in self._shared.items():
-            tensor.copy_(weights.tensors[name])
-        return replace(weights, tensors=self._shared, stays=True)
+            return None
+        adapter = publishes_adapter(self._config)
+        return Weights(self._shared, self.weight_version, adapter=adapter, stays=True)
+
+    def published_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """Name, shape and precision of all that is published, as tensors without numbers."""
+        return self.published(partial(_shape_of, dtype=self.published_dtype), _shape_of)
 
     def connect(self, plan: ExchangePlan) -> None:
         """Meet the samplers, to which weights go without the driver."""

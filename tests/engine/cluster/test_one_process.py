@@ -160,8 +160,10 @@ def test_settings_weights_and_state_reach_every_worker(
     roles = [member.handle._held for member in engine._samplers]
     assert [role._sampler.room.rows for role in roles] == [9, 9]
     profilers = [one.handle._held._profiler for one in (*engine._learners, *engine._samplers)]
+    rollout = config.rollout.model_copy(update={"sleep": "offload"})  # chosen once for all
+    settled = config.model_copy(update={"rollout": rollout})
     assert [(p._config, p._folder, p._process) for p in profilers] == [
-        (config, tmp_path / "profile", name) for name in ("rank_0", "sampler_0", "sampler_1")
+        (settled, tmp_path / "profile", name) for name in ("rank_0", "sampler_0", "sampler_1")
     ]
 
     alone = LocalEngine(config, tokenizer, total_steps=3)
