@@ -243,7 +243,10 @@ def is_out_of_memory(error: BaseException) -> bool:
         or (isinstance(error, ImportError) and (error.name or "").startswith("torch."))
     ):
         return True
-    signs = ("OutOfMemory", "not enough memory", "can't allocate memory", "out of memory")
+    signs = (
+        "OutOfMemory", "not enough memory", "can't allocate memory", "out of memory",
+        "Failed to CUDA",  # NCCL, of its buffers: calloc, malloc, host alloc
+    )  # fmt: skip
     return isinstance(error, RuntimeError) and any(s in said for s in (*signs, "ALLOC_FAILED"))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from ppo_cli.config.model_memory import KEPT_LOGITS, LOGIT_CHUNK
 from ppo_cli.engine.base import Sums, add_sum
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.experts import ExpertMonitor, expert_metrics
-from ppo_cli.engine.micro_batches import Result, run_within_memory
+from ppo_cli.engine.micro_batches import Work, run_within_memory
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.packing import micro_batch_budget
@@ -154,19 +155,21 @@ class ModelLearner:
             return {f"{self.name}/empty_minibatches": (1.0, 1.0)} if self._ranks.rank == 0 else {}
         aggregation = self._aggregation | {"global_tokens": tokens, "global_sequences": sequences}
         model = self.model
+        measured: list[Measured] = []
 
-        def accumulate(plan: Sequence[Sequence[int]]) -> list[Measured]:
-            measured: list[Measured] = []
-            for turn, rows in enumerate(plan):
-                cut = self._cut(batch, rows)
-                model.sync_gradients(turn == len(plan) - 1)
-                measured.append({})
-                self._loss(batch, cut, aggregation, measured[-1]).backward()
-            return measured
+        def accumulate(rows: Sequence[int], last: bool) -> None:
+            cut = self._cut(batch, rows)
+            model.sync_gradients(last)
+            measured.append({})
+            self._loss(batch, cut, aggregation, measured[-1]).backward()
 
-        with model.awake():
+        def restart() -> None:
+            measured.clear()
+            self._start_over()
+
+        with model.awake(), self._reference_awake():
             self._prepare(batch)
-            measured = self._within_memory(batch, accumulate)
+            self._within_memory(batch, accumulate, restart)
             norm, stepped = self.optimizer.apply()
         observed = self._observe()
         # Read here, as the device has just been waited for.
@@ -179,13 +182,15 @@ class ModelLearner:
             sums |= observed
         return sums
 
-    def _within_memory(
-        self, batch: TrainBatch, work: Callable[[list[list[int]]], Result]
-    ) -> Result:
+    def _within_memory(self, batch: TrainBatch, work: Work, restart: Callable[[], None]) -> None:
         prompts = row_prompts(batch.input_ids_BL, batch.prompt_len_B)
-        return run_within_memory(
-            row_lengths(batch), self.budget, work, self._start_over, self._ranks, prompts
+        run_within_memory(
+            row_lengths(batch), self.budget, work, restart, self._ranks, prompts, self._asked
         )
+
+    def _reference_awake(self) -> AbstractContextManager[None]:
+        """Keep the reference where the work is, if the loss asks it in each micro-batch."""
+        return nullcontext()
 
     def _cut(self, batch: TrainBatch, rows: Sequence[int]) -> Slice:
         budget = self.budget
@@ -194,9 +199,7 @@ class ModelLearner:
         )
 
     def _start_over(self) -> None:
-        """Forget a pass that broke off, and the gradients so far."""
-        for model in self._asked:
-            model.forget()
+        """Forget the gradients so far."""
         self.optimizer.zero_grad()
 
     def _prepare(self, batch: TrainBatch) -> None:
@@ -246,6 +249,11 @@ class ActorLearner(ModelLearner):
         super()._start_over()
         self._experts.reset()
 
+    def _reference_awake(self) -> AbstractContextManager[None]:
+        s = self._settings
+        asks = self._reference is not None and s.use_kl_loss and s.kl_loss_type == "full"
+        return self._reference.awake() if self._reference and asks else nullcontext()
+
     def _observe(self) -> Sums:
         """How evenly the mini-batch was spread over experts."""
         if not self._experts.present:
@@ -265,20 +273,23 @@ class ActorLearner(ModelLearner):
         if not POLICY_LOSSES[kind].chooses and not self._experts.balances:
             return
 
-        def collect(plan: Sequence[Sequence[int]]) -> Tensor:
-            own_BT = torch.zeros_like(batch.old_logprobs_BT)
-            self._experts.forget_assignments()
-            for rows in plan:
-                cut = self._cut(batch, rows)
-                with self._experts.watching(cut, counts=True):
-                    seen = view_tokens(
-                        self._policy, cut, self._compute, self._temperature, with_entropy=False
-                    )
-                if rows and self._ranks.speaks:
-                    own_BT[cut.row_B, : cut.width] = cut.spread(seen.logprobs_N).cpu()
-            return own_BT
+        own_BT = torch.zeros_like(batch.old_logprobs_BT)
 
-        own_BT = self._within_memory(batch, collect)
+        def restart() -> None:
+            own_BT.zero_()
+            self._experts.forget_assignments()
+
+        def collect(rows: Sequence[int], last: bool) -> None:
+            cut = self._cut(batch, rows)
+            with self._experts.watching(cut, counts=True):
+                seen = view_tokens(
+                    self._policy, cut, self._compute, self._temperature, with_entropy=False
+                )
+            if rows and self._ranks.speaks:
+                own_BT[cut.row_B, : cut.width] = cut.spread(seen.logprobs_N).cpu()
+
+        restart()
+        self._within_memory(batch, collect, restart)
         if self._experts.balances:
             assignments = self._experts.assignments() if self._ranks.speaks else None
             self._experts.settle(gather_objects(self._ranks, assignments))

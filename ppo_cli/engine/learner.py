@@ -141,33 +141,37 @@ class Learner:
         if not asked:
             return Annotations(torch.zeros(0, dtype=torch.int64), {})
 
-        def collect(plan: Sequence[Sequence[int]]) -> Annotations:
-            rows: list[Tensor] = []
-            parts: list[Tensor] = []  # of each micro-batch: (names, B, T)
-            names: list[str] = []
-            for group in plan:
-                found = self._annotations(batch, group, known)
-                if group and self._ranks.speaks:
-                    rows.append(torch.as_tensor(group))
-                    names = list(found)
-                    # Stacked, so that the host waits for the device once.
-                    parts.append(widen(torch.stack(list(found.values())), batch))
-            if not rows:
-                return Annotations(torch.zeros(0, dtype=torch.int64), {})
-            return Annotations(
-                torch.cat(rows),
-                {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(names)},
-            )
+        rows: list[Tensor] = []
+        parts: list[Tensor] = []  # of each micro-batch: (names, B, T)
+        names: list[str] = []
+
+        def collect(group: Sequence[int], last: bool) -> None:
+            found = self._annotations(batch, group, known)
+            if group and self._ranks.speaks:
+                rows.append(torch.as_tensor(group))
+                names[:] = found
+                # Stacked, so that the host waits for the device once.
+                parts.append(widen(torch.stack(list(found.values())), batch))
+
+        def restart() -> None:
+            rows.clear()
+            parts.clear()
 
         with ExitStack() as awake:
             awake.enter_context(self.phase("annotate"))
             for model in asked:
                 awake.enter_context(model.awake())
             prompts = row_prompts(batch.input_ids_BL, batch.prompt_len_B)
-            return run_within_memory(
-                row_lengths(batch), self._annotate_budget, collect, lambda: None, self._ranks,
-                prompts,
+            run_within_memory(
+                row_lengths(batch), self._annotate_budget, collect, restart, self._ranks, prompts,
+                asked,
             )  # fmt: skip
+        if not rows:
+            return Annotations(torch.zeros(0, dtype=torch.int64), {})
+        return Annotations(
+            torch.cat(rows),
+            {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(names)},
+        )
 
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step with the actor, the critic or both."""
@@ -179,6 +183,8 @@ class Learner:
             if minibatch.critic and self._critic is not None:
                 with self.phase("update critic"):
                     sums |= self._critic.step(minibatch.batch)
+        if not self._ranks.alone:
+            sums["perf/agree_s"] = (self._ranks.take_waits(), 1.0)
         # Only once memory has run out: what micro-batches hold since then.
         for name, budget in self._budgets().items():
             if budget.halvings and self._ranks.rank == 0:

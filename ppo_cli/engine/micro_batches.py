@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import torch
+from torch.distributed import DistError
 
-from ppo_cli.engine.ranks import ALONE, OutOfMemoryElsewhere, Ranks
+from ppo_cli.engine.ranks import ALONE, OutOfMemoryElsewhere, Ranks, inside_collective
 from ppo_cli.errors import UserError, is_out_of_memory
-
-Result = TypeVar("Result")
 
 # Padded micro-batches are cut smaller for less padding, but not below what keeps a device busy.
 MOST_PADDING = 0.1
@@ -206,29 +205,63 @@ def tell_out_of_memory(what: str, lower: str) -> Iterator[None]:
         raise UserError(f"{what} ran out of memory: lower {lower}.") from error
 
 
+Work = Callable[[Sequence[int], bool], None]
+
+
+class Asked(Protocol):
+    """A model whose work may break off; see `Around` of models.py."""
+
+    def begin(self) -> None:
+        """Begin a micro-batch."""
+        ...
+
+    def stand_in(self) -> None:
+        """Have the next work take the place of what broke off since `begin`."""
+        ...
+
+    def forget(self) -> None:
+        """Come to rest."""
+        ...
+
+
 def run_within_memory(
     lengths: Sequence[int],
     budget: Budget,
-    work: Callable[[list[list[int]]], Result],
+    work: Work,
     restart: Callable[[], None],
     ranks: Ranks = ALONE,
     prompts: Sequence[Hashable] = (),
-) -> Result:
-    """Do `work` on micro-batches; when memory runs out, `restart` and try with halves.
+    models: Sequence[Asked] = (),
+) -> None:
+    """Do `work` on each micro-batch; when memory runs out, `restart` and try with halves.
 
-    All of the work is done again, never the rest of it: a backward pass that broke off may
-    have left half a gradient behind. When memory runs out on one of several ranks, all turn
-    back together (`Ranks.agree`) and halve alike. Only ranks that share layers cannot: a
-    neighbour waits for the other in the middle of one, so there it ends the run with advice.
+    `work` is given rows (none on an idle rank) and whether they are the last, and asks `models`.
+    All of it is done again, never the rest: a backward pass that broke off may have left half a
+    gradient behind.
+
+    Ranks ask each other once a micro-batch whether all are well (`Ranks.agree`), then turn back
+    together and halve alike. A rank whose memory has run out meanwhile must not leave the others
+    waiting in a collective: it stands in for itself with one short row, and joins the collectives
+    that are left of the micro-batch. Only ranks that share layers cannot do so, as each of them
+    computes a part of the other's rows: there it ends the run with advice.
     """
     while True:
+        plan = share_micro_batches(lengths, budget, ranks, prompts)
+        last = False
         try:
-            result = work(share_micro_batches(lengths, budget, ranks, prompts))
-            ranks.agree()
-            return result
+            for turn, rows in enumerate(plan):
+                last = turn == len(plan) - 1
+                for model in models:
+                    model.begin()
+                work(rows, last)
+                ranks.agree()
+            return
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            if isinstance(error, DistError):  # FSDP2's all-reduce, which we cannot wrap
+                with inside_collective(ranks.rank):
+                    raise
             whole = _in_turns(lengths, budget, ranks, prompts)
             heaviest = max(whole, key=lambda group: sum(lengths[i] for i in group))
             most_rows = len(heaviest) if budget.packed else max(len(group) for group in whole)
@@ -240,9 +273,34 @@ def run_within_memory(
                     f"(now {budget.tokens} here), then start the same command again."
                 ) from error
             elsewhere = isinstance(error, OutOfMemoryElsewhere)
-        if not elsewhere:
+        _start_over(models, restart)
+        if not elsewhere and not ranks.alone:
+            _stand_in(models, work, last, ranks)
             ranks.agree(failed=True)
-        restart()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            _start_over(models, restart)
         budget.halve(max(lengths), most_rows, sum(lengths[i] for i in heaviest))
+
+
+def _start_over(models: Sequence[Asked], restart: Callable[[], None]) -> None:
+    for model in models:
+        model.forget()
+    restart()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _stand_in(models: Sequence[Asked], work: Work, last: bool, ranks: Ranks) -> None:
+    """Do the micro-batch that broke off again, as an idle rank; what comes of it is dropped."""
+    for model in models:
+        model.stand_in()
+    try:
+        work((), last)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"Learner rank {ranks.rank} ran out of memory with its shortest sequence alone: the "
+            "gathered weights leave no room. Use more GPUs (--n_gpus, --nnodes), "
+            "ref.param_offload=true, actor.fsdp_config.optimizer_offload=true and the critic's, "
+            "or a smaller --model."
+        ) from error

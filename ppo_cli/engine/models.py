@@ -43,6 +43,14 @@ class Around(Protocol):
         """Say whether the backward pass to come, while awake, adds up the gradients of ranks."""
         ...
 
+    def begin(self) -> None:
+        """Begin a micro-batch: count which collectives its work joins."""
+        ...
+
+    def stand_in(self) -> None:
+        """Have work that takes the place of what broke off join only what is left of these."""
+        ...
+
     def forget(self) -> None:
         """Come to rest after work, or its backward, that broke off."""
         ...
@@ -84,6 +92,16 @@ class _Asked:
         """
         if self.around is not None:
             self.around.sync_gradients(now)
+
+    def begin(self) -> None:
+        """Begin a micro-batch; see `micro_batches.run_within_memory`, as of `stand_in`."""
+        if self.around is not None:
+            self.around.begin()
+
+    def stand_in(self) -> None:
+        """Have the next work take the place of what broke off since `begin`."""
+        if self.around is not None:
+            self.around.stand_in()
 
     def forget(self) -> None:
         """Forget a forward or backward pass that broke off, as when memory ran out."""

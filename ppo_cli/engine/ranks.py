@@ -11,8 +11,10 @@ there.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ppo_cli.errors import travels
+from ppo_cli.config.model_shape import FLOAT
+from ppo_cli.errors import WorkerLost, first_line, is_out_of_memory, travels
 
 Result = TypeVar("Result")
 
@@ -36,7 +39,8 @@ class Ranks:
     """This process among all learner processes; the default is one process alone.
 
     `mesh` has the dimensions "replicate", "shard" and "tensor", and is None for one alone.
-    `flags` is a group of all ranks, on the CPU, in which `agree` asks whether all are well.
+    `flags` is a group of all ranks, on the CPU, in which `agree` asks whether all are well;
+    `waits_s` has the seconds of each call since `take_waits`.
     """
 
     rank: int = 0
@@ -44,19 +48,27 @@ class Ranks:
     tensor_size: int = 1
     mesh: DeviceMesh | None = None
     flags: dist.ProcessGroup | None = None
+    waits_s: list[float] = field(default_factory=list)
 
     def agree(self, *, failed: bool = False) -> None:
-        """Say whether memory has run out here; all ranks call, before what they do together.
+        """Say whether memory has run out here; all ranks call, at the end of a micro-batch.
 
-        Raises OutOfMemoryElsewhere where it has run out on another rank. One that has failed
-        says so once, instead of its next `agree`: all of them are then at the same place.
+        Raises OutOfMemoryElsewhere where it has run out on another rank, and not here.
         """
         if self.flags is None:
             return
+        started = time.perf_counter()
         flag = torch.tensor([int(failed)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.flags)
+        self.waits_s.append(time.perf_counter() - started)
         if flag.item() and not failed:
             raise OutOfMemoryElsewhere("another rank ran out of memory")
+
+    def take_waits(self) -> float:
+        """Return the seconds spent in `agree` since the last call."""
+        total = sum(self.waits_s)
+        self.waits_s.clear()
+        return total
 
     @property
     def alone(self) -> bool:
@@ -121,7 +133,30 @@ def join_ranks(
     flags = None
     if tensor_size == 1:
         flags = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    _use_collectives(mesh, device)
     return Ranks(rank=rank, size=size, tensor_size=tensor_size, mesh=mesh, flags=flags)
+
+
+# NCCL chooses its way by size: one number goes by the short one, these bytes by the wide one.
+WIDE_BYTES = 16 << 20
+
+
+def _use_collectives(mesh: DeviceMesh, device: torch.device) -> None:
+    """Use each kind of collective once, in each group that will.
+
+    A communicator takes its buffers (NCCL: hundreds of MB) when a kind is first used. Afterwards
+    what is free can be measured, and no first backward pass runs out of memory inside of one.
+    """
+    for count in (1, WIDE_BYTES // FLOAT):
+        for group in (None, *mesh.get_all_groups()):
+            size = dist.get_world_size(group)
+            piece = torch.zeros(-(-count // size), device=device)
+            whole = piece.new_zeros(piece.numel() * size)
+            c10d.all_gather_single(whole, piece, group=group)
+            c10d.reduce_scatter_single(piece, whole, group=group)
+            dist.all_reduce(whole, group=group)
+        dist.broadcast(whole, 0)
+    dist.all_gather_object([None] * dist.get_world_size(), None)
 
 
 def gather_objects(ranks: Ranks, value: Any) -> list[Any]:
@@ -140,6 +175,25 @@ def sum_over(ranks: Ranks, value: float) -> float:
     total = torch.tensor(value, dtype=torch.float64, device=ranks.mesh.device_type)
     dist.all_reduce(total)
     return float(total)
+
+
+@contextmanager
+def inside_collective(rank: int) -> Iterator[None]:
+    """Turn memory that runs out inside of a collective into WorkerLost.
+
+    No rank can turn back from there: the others wait in it for this one, and are ended with it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise WorkerLost(
+            f"Learner rank {rank} ran out of memory inside of a collective: "
+            f"{first_line(error)}. Leave more memory to it: lower "
+            "actor.ppo_max_token_len_per_gpu, critic.ppo_max_token_len_per_gpu or "
+            "rollout.gpu_memory_utilization."
+        ) from error
 
 
 def together(ranks: Ranks, work: Callable[[], Result]) -> Result:

@@ -50,7 +50,7 @@ from ppo_cli.config.algorithm_schema import Sharding
 from ppo_cli.engine.device import M_MMAP_THRESHOLD, Compute
 from ppo_cli.engine.lean_layers import checkpoint_blocks
 from ppo_cli.engine.models import Policy, ValueModel, Work
-from ppo_cli.engine.ranks import Ranks, gather_objects, together
+from ppo_cli.engine.ranks import Ranks, gather_objects, inside_collective, together
 from ppo_cli.errors import ModelError
 
 
@@ -237,43 +237,94 @@ class Root(nn.Module):
         return tuple(t.clone() if t._is_view() else t for t in work(*tensors))
 
 
-class AgreedGather(DefaultAllGather):
-    """FSDP2's all-gather, begun only when memory has run out on no rank.
+class CountedGather(DefaultAllGather):
+    """FSDP2's all-gather, which counts what this rank has `joined` in a micro-batch.
 
-    Its buffers are there by then: nothing can fail between `agree` and the collective, on one
-    rank alone, and leave the others waiting.
+    While a rank stands in for itself (`Gathered.stand_in`), the first `skips` fill weights with
+    zeros: all ranks have been through these.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.joined = 0
+        self.skips = 0
 
-    def __call__(self, *given: Any, **named: Any) -> dist.Work | None:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
         """Gather the pieces of all ranks of the group."""
-        self._ranks.agree()
-        return super().__call__(*given, **named)
+        if self.skips:
+            self.skips -= 1
+            output_tensor.zero_()
+            return None
+        with inside_collective(self._rank):
+            work = super().__call__(output_tensor, input_tensor, group, async_op)
+        self.joined += 1
+        return work
 
 
-class AgreedReduction(DefaultReduceScatter):
-    """FSDP2's reduce-scatter, and the all-reduce of copies behind it, begun in agreement.
+class CountedReduction(DefaultReduceScatter):
+    """FSDP2's reduce-scatter of a module, and the all-reduce of copies behind it, both counted.
 
-    Models that are not `in_pieces` have only the latter, for which buffers are allocated.
+    FSDP2 lets nobody in the place of that all-reduce: to skip it, the module is told to need none,
+    until as many reductions have begun (`allocate` makes the two buffers of each).
     """
 
-    def __init__(self, ranks: Ranks, in_pieces: bool) -> None:
-        self._ranks = ranks
-        self._in_pieces = in_pieces
+    def __init__(self, rank: int, module: FSDPModule, *, copies: bool) -> None:
+        self._rank = rank
+        self._module = module
+        self.joined = 0
+        self.all_reduced = 0
+        self.skips = 0
+        self._skipped_buffers = 0
+        if copies:
+            module.set_all_reduce_hook(self._note_all_reduce)
 
-    def allocate(self, *given: Any, **named: Any) -> Tensor:
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
         """A fresh buffer."""
-        buffer = super().allocate(*given, **named)
-        if not self._in_pieces:
-            self._ranks.agree()
+        buffer = super().allocate(*args, **kwargs)
+        if self._skipped_buffers:
+            self._skipped_buffers -= 1
+            self.skip_all_reduce()
         return buffer
 
-    def __call__(self, *given: Any, **named: Any) -> dist.Work:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
         """Add up the gradients of all ranks of the group, a piece to each."""
-        self._ranks.agree()
-        return super().__call__(*given, **named)
+        if self.skips:
+            self.skips -= 1
+            output_tensor.zero_()
+            return None
+        with inside_collective(self._rank):
+            work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        self.joined += 1
+        return work
+
+    def begin(self) -> None:
+        """Count from here."""
+        self.joined = self.all_reduced = self.skips = self._skipped_buffers = 0
+        self._module.set_requires_all_reduce(True, recurse=False)
+
+    def stand_in(self) -> None:
+        """Skip what was counted."""
+        self.skips, self._skipped_buffers = self.joined, 2 * self.all_reduced
+
+    def skip_all_reduce(self) -> None:
+        """Have the module leave out its next all-reduce, if this rank has joined it before."""
+        self._module.set_requires_all_reduce(not self._skipped_buffers, recurse=False)
+
+    def _note_all_reduce(self, reduced: Tensor) -> None:
+        self.all_reduced += 1
 
 
 class Gathered:
@@ -325,9 +376,33 @@ class Gathered:
         if self._stays_whole:
             self._root.set_requires_gradient_sync(now)
             self._root.set_reshard_after_backward(now)
+            for _, reduction in self._collectives() if now else ():
+                reduction.skip_all_reduce()
+
+    def begin(self) -> None:
+        """Count from here which collectives this rank joins: a micro-batch begins."""
+        for group, reduction in self._collectives():
+            # One that is whole by now would have to be gathered again after `forget`.
+            group._all_gather_comm.joined = int(group.is_unsharded)
+            group._all_gather_comm.skips = 0
+            reduction.begin()
+
+    def stand_in(self) -> None:
+        """Have the next work skip the collectives that this rank has joined since `begin`."""
+        for group, reduction in self._collectives():
+            group._all_gather_comm.skips = group._all_gather_comm.joined
+            reduction.stand_in()
+            reduction.skip_all_reduce()
+
+    def _collectives(self) -> Iterator[tuple[Any, CountedReduction]]:
+        for module in _sharded_modules(self._root):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield group, group._reduce_scatter_comm  # type: ignore[misc]
 
     def forget(self) -> None:
         """Take the model apart again; gradients under way are lost."""
+        if self._root._get_fsdp_state()._is_root is None:  # never asked: there is no state yet
+            return
         self._root.reset_iter_state()
         # It leaves what autograd has put at whole weights and FSDP has not taken yet.
         for module in _sharded_modules(self._root):
@@ -365,6 +440,12 @@ class Hosted:
                 self._model.to("cpu")
 
     def sync_gradients(self, now: bool) -> None:
+        """There are no other ranks."""
+
+    def begin(self) -> None:
+        """There are no other ranks."""
+
+    def stand_in(self) -> None:
         """There are no other ranks."""
 
     def forget(self) -> None:
@@ -407,10 +488,10 @@ def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: C
     if isinstance(loaded, ValueModel) and compute.dtype != torch.float32:  # its head stays so
         shard(loaded.head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     shard(root, mp_policy=precision)
-    in_pieces = mesh["shard"].size() > 1
+    copies = mesh["replicate"].size() > 1
     for module in _sharded_modules(root):
-        module.set_custom_all_gather(AgreedGather(ranks))
-        module.set_custom_reduce_scatter(AgreedReduction(ranks, in_pieces))
+        module.set_custom_all_gather(CountedGather(ranks.rank))
+        module.set_custom_reduce_scatter(CountedReduction(ranks.rank, module, copies=copies))
         # Losses are normalised by what all ranks hold together: gradients add up.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -391,9 +391,8 @@ class Trainer:
         """Leave the gradient of the mean loss; returns the scores."""
         scores = torch.empty(2, len(pairs))
 
-        def work(plan: list[list[int]]) -> None:
-            for group in plan:
-                scores[:, group] = self._backward_group([pairs[i] for i in group], len(pairs))
+        def work(group: Sequence[int], last: bool) -> None:
+            scores[:, group] = self._backward_group([pairs[i] for i in group], len(pairs))
 
         run_within_memory(
             [pair.length for pair in pairs], self._budget, work, self._optimizer.zero_grad

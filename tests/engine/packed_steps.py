@@ -103,7 +103,8 @@ def take_steps(
         annotated = merge_annotations(batch, parts)
         seen.annotated.append({name: getattr(annotated, name) for name in ANNOTATED})
         minibatch = MiniBatch(scored(annotated, step), actor=True, critic=True)
-        seen.sums.append(merge_sums(gather_objects(ranks, learner.step(minibatch))))
+        sums = merge_sums(gather_objects(ranks, learner.step(minibatch)))
+        seen.sums.append({name: sum_ for name, sum_ in sums.items() if name != "perf/agree_s"})
         learner.publish()
     for name, model in (("actor", learner.policy), ("critic", learner._models()[-1])):
         named = model.model.named_parameters()

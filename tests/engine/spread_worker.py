@@ -28,6 +28,7 @@ from ppo_cli.algo.tokens import full_kl
 from ppo_cli.config.algorithm_schema import CriticModel, Optim, Sharding
 from ppo_cli.config.memory_plan import change
 from ppo_cli.config.schema import Config, Model
+from ppo_cli.engine import actor_critic, learner
 from ppo_cli.engine.checkpoint import stored_tensors
 from ppo_cli.engine.lora import adapt, merged_tensors, reference_of
 from ppo_cli.engine.models import Policy, adapted, load_policy
@@ -41,8 +42,8 @@ from ppo_cli.engine.ranks import (
     together,
 )
 from ppo_cli.engine.sharding import (
-    AgreedGather,
-    AgreedReduction,
+    CountedGather,
+    CountedReduction,
     fill_from_rank0,
     full_tensor,
     load_spread,
@@ -177,8 +178,8 @@ def whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
         return called
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AgreedGather, "__call__", counting("gathers", AgreedGather.__call__))
-        patch.setattr(AgreedReduction, "__call__", counting("reductions", AgreedReduction.__call__))
+        for name, kind in (("gathers", CountedGather), ("reductions", CountedReduction)):
+            patch.setattr(kind, "__call__", counting(name, kind.__call__))
         policy = both(ranks, models["tied"], sharding=WHOLE)
     model = policy[0].model.model
     value = both(ranks, models["untied"], value=True, sharding=WHOLE)
@@ -427,17 +428,30 @@ def routers_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 def memory_whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """The same with weights that stay whole."""
-    return memory_case(ranks, models, whole=True)
+    return memory_case(ranks, models, ("forward", "backward"), whole=True)
 
 
-def memory_case(ranks: Ranks, models: dict[str, str], *, whole: bool = False) -> Found:
-    """Memory runs out on the last rank alone, in a forward and in a backward pass."""
+def memory_copies_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """The same where gradients of copies are added up."""
+    return memory_case(ranks, models, ("backward", "reduction"))
+
+
+# Where memory runs out: in the middle of a pass, in a buffer of a collective of a later layer, and
+# behind the last collective of the forward pass.
+PLACES = ("forward", "backward", "gather", "reduction", "logits")
+
+
+def memory_case(
+    ranks: Ranks, models: dict[str, str], places: tuple[str, ...] = PLACES, *, whole: bool = False
+) -> Found:
+    """Memory runs out on the second rank alone, in different places of a pass."""
     config = settings(tokens=400, model={"path": models["tied"]})
     if whole:
         config = stay_whole(config)
+    most = 2 if ranks.size == 2 else 1
     found: Found = {}
-    for where in ("forward", "backward"):
-        with out_of_memory(where, above=2 if ranks.rank == ranks.size - 1 else 99) as refused:
+    for where in places:
+        with out_of_memory(where, above=most if ranks.rank == 1 else 99) as refused:
             spread = take_steps(config, ranks, MIXED, steps=2)
         held = [sums.pop(n) for sums in spread.sums for n in [*sums] if "micro_batch" in n]
         found[where] = {"refused": len(refused), "held": sorted({most for most, _ in held})}
@@ -453,27 +467,62 @@ def roomy_alone(path: str) -> Seen:
 
 @contextmanager
 def out_of_memory(where: str, above: int) -> Iterator[list[int]]:
-    """Let a layer in the middle of the model fail with more rows than `above`."""
-    forward, refused = Qwen2DecoderLayer.forward, []
+    """Let micro-batches of more rows than `above` fail in a place."""
+    refused: list[int] = []
+    now = {"rows": 0, "gather": 0, "reduction": 0}  # of this micro-batch; buffers until now
 
-    def fail(rows: int) -> None:
-        refused.append(rows)
+    def fail() -> None:
+        refused.append(now["rows"])
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def limited(self: Any, hidden_BLH: Tensor, *given: Any, **named: Any) -> Any:
-        rows, middle = hidden_BLH.shape[0], self.self_attn.layer_idx == 1
-        if middle and rows > above and (where == "forward" or not torch.is_grad_enabled()):
-            fail(rows)
-        found = forward(self, hidden_BLH, *given, **named)
-        if middle and rows > above:
-            found.register_hook(lambda _: fail(rows))
-        return found
+    def begin(cut_slice: Callable[..., Any]) -> Callable[..., Any]:
+        def called(batch: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
+            now.update(rows=len(rows), gather=0, reduction=0)
+            return cut_slice(batch, rows, *args, **kwargs)
 
-    Qwen2DecoderLayer.forward = limited  # type: ignore[method-assign,assignment]
-    try:
+        return called
+
+    def layer(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            too_many = self.self_attn.layer_idx == 1 and now["rows"] > above
+            if too_many and (where == "forward" or not torch.is_grad_enabled()):
+                fail()
+            states = forward(self, *args, **kwargs)
+            if too_many:
+                states.register_hook(lambda _: fail())
+            return states
+
+        return called
+
+    def buffer(kind: str, allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            now[kind] += 1
+            if now["rows"] > above and now[kind] == 3:
+                fail()
+            return allocate(*args, **kwargs)
+
+        return called
+
+    def logits(gather: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if now["rows"] > above:
+                fail()
+            return gather(*args, **kwargs)
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (learner, actor_critic):
+            patch.setattr(module, "cut_slice", begin(module.cut_slice))
+        if where in ("forward", "backward"):
+            patch.setattr(Qwen2DecoderLayer, "forward", layer(Qwen2DecoderLayer.forward))
+        elif where == "logits":
+            name = "gather_logprobs_entropy"
+            patch.setattr(actor_critic, name, logits(getattr(actor_critic, name)))
+        else:
+            kind = CountedGather if where == "gather" else CountedReduction
+            patch.setattr(kind, "allocate", buffer(where, kind.allocate))
         yield refused
-    finally:
-        Qwen2DecoderLayer.forward = forward  # type: ignore[method-assign]
 
 
 def published_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -491,13 +540,17 @@ CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
             spoilt_case, refused_case, broken_off_case, packed_case, idle_case,
             together_case, published_case, memory_case, packed_whole_case, memory_whole_case,
         ],
-        (1, 1): [untied_case, memory_case, packed_whole_case],
+        (1, 1): [untied_case, memory_copies_case, packed_whole_case],
         (2, 1): [
             tied_case, parted_case, heads_case, gathered_case, value_case, lora_case, spoilt_case,
             packed_case, packed_whole_case, unsplit_case,
         ],
     },
-    4: {(2, 2): [untied_case, heads_case, offload_case, published_case], (2, 1): [untied_case]},
+    4: {
+        (2, 2): [untied_case, heads_case, offload_case, published_case],
+        (2, 1): [untied_case],
+        (1, 2): [memory_copies_case],
+    },
 }  # fmt: skip
 
 

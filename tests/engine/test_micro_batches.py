@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import DistBackendError
 
 from ppo_cli.engine.micro_batches import (
     Budget,
@@ -56,34 +58,33 @@ def test_nothing_gives_nothing() -> None:
 def test_out_of_memory_halves_restarts_and_is_remembered() -> None:
     budget, tried, restarts = Budget(10_000), [], []
 
-    def work(plan: list[list[int]]) -> str:
-        tried.append(max(len(group) for group in plan))
+    def work(rows: Sequence[int], last: bool) -> None:
+        tried.append(len(rows))
         if tried[-1] > 5:
             raise RuntimeError(
                 "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
             )
-        return "done"
 
-    assert run_within_memory([7] * 40, budget, work, lambda: restarts.append(1)) == "done"
-    assert tried == [40, 20, 10, 5] and len(restarts) == 3
+    run_within_memory([7] * 40, budget, work, lambda: restarts.append(1))
+    assert tried == [40, 20, 10] + [5] * 8 and len(restarts) == 3
     assert (budget.rows, budget.halvings) == (5, 3)
 
 
 def test_packed_rows_are_halved_by_their_tokens_and_the_light_groups_stay_whole() -> None:
-    lengths, tried = [4096] * 4 + [160] * 100, []
+    lengths, tried, done = [4096] * 4 + [160] * 100, [], []
     budget = Budget(16_384, packed=True)
 
-    def work(plan: list[list[int]]) -> list[list[int]]:
-        tried.append(max(sum(lengths[i] for i in group) for group in plan))
+    def work(rows: Sequence[int], last: bool) -> None:
+        tried.append(sum(lengths[i] for i in rows))
         if tried[-1] > 9000:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return plan
+        done.append(len(rows))
 
-    plan = run_within_memory(lengths, budget, work, lambda: None)
-    assert len(tried) == 2 and budget.held() == ("tokens", tried[0] // 2)
-    assert max(len(group) for group in plan) > 40
+    run_within_memory(lengths, budget, work, lambda: None)
+    assert budget.halvings == 1 and budget.held() == ("tokens", tried[0] // 2)
+    assert sum(done) == 104 and max(done) > 40
 
-    def hungry(plan: list[list[int]]) -> None:
+    def hungry(rows: Sequence[int], last: bool) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(UserError, match="single sequence of 4096 tokens"):
@@ -112,7 +113,7 @@ def test_a_resumed_run_takes_up_halvings_of_its_own_kind(packed: bool) -> None:
 
 
 def test_one_row_that_does_not_fit_is_told() -> None:
-    def work(plan: list[list[int]]) -> None:
+    def work(rows: Sequence[int], last: bool) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(UserError, match=r"single sequence of 900 tokens.*max_response_length"):
@@ -120,12 +121,26 @@ def test_one_row_that_does_not_fit_is_told() -> None:
 
 
 def test_other_errors_pass_through() -> None:
-    def work(plan: list[list[int]]) -> None:
+    def work(rows: Sequence[int], last: bool) -> None:
         raise RuntimeError("size mismatch")
 
     with pytest.raises(RuntimeError, match="size mismatch"):
         run_within_memory([3], Budget(100), work, lambda: None)
     assert not is_out_of_memory(ValueError("not enough memory"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for "
+        "details), NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+        "Last error:\nFailed to CUDA calloc 10485760 bytes",
+        "Last error:\nCuda failure 2 'out of memory'",
+    ],
+)
+def test_nccl_without_memory_is_out_of_memory(text: str) -> None:
+    assert is_out_of_memory(DistBackendError(text))
+    assert not is_out_of_memory(DistBackendError(text.partition("Last error")[0]))
 
 
 def test_an_import_that_fails_under_a_limit_is_out_of_memory() -> None:

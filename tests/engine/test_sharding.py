@@ -236,15 +236,29 @@ def test_two_ranks_with_packed_rows_train_as_one_with_padded_ones(
     assert found["weights"] < 2e-6, found
 
 
-@pytest.mark.parametrize("case", ["memory_case-1-2", "memory_case-1-1", "memory_whole_case-1-2"])
+@pytest.mark.parametrize(
+    "case", ["memory_case-1-2", "memory_copies_case-1-1", "memory_whole_case-1-2"]
+)
 def test_memory_that_runs_out_on_one_rank_halves_on_all_and_changes_nothing(
     two: list[dict[str, Any]], case: str
 ) -> None:
-    first, second = of_case(two, case)
-    for where in ("forward", "backward"):
-        assert first[where].pop("refused") == 0 < second[where]["refused"]
-        assert first[where].pop("held") == second[where]["held"] == [1.0]
-        assert max(first[where].values()) < 2e-5 and first[where]["weights"] < 2e-6, first
+    check_halving(of_case(two, case))
+
+
+def test_memory_that_runs_out_in_one_of_two_copies_in_pieces_halves_on_all(
+    four: list[dict[str, Any]],
+) -> None:
+    check_halving(of_case(four, "memory_copies_case-1-2"))
+
+
+def check_halving(ranks: list[dict[str, Any]]) -> None:
+    """The second rank ran out of memory in each place, and all ended where a lone rank does."""
+    assert len(ranks[0]) >= 2
+    for where, first in ranks[0].items():
+        assert [rank[where]["refused"] > 0 for rank in ranks] == [n == 1 for n in range(len(ranks))]
+        assert all(rank[where]["held"] == [1.0] for rank in ranks)
+        figures = [first[name] for name in ("annotated", "counts", "means", "weights")]
+        assert max(figures) < 2e-5 and first["weights"] < 2e-6, (where, first)
 
 
 def test_weights_cast_before_they_travel_are_the_same_in_half_the_bytes(

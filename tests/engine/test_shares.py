@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import DistBackendError
 
 from ppo_cli.engine.micro_batches import Budget, run_within_memory, share_micro_batches
 from ppo_cli.engine.ranks import OutOfMemoryElsewhere, Ranks
-from ppo_cli.errors import UserError
+from ppo_cli.errors import UserError, WorkerLost
 
 
 def shares(
@@ -76,7 +79,7 @@ def test_no_rank_always_has_the_heavier_micro_batch() -> None:
 
 
 def test_ranks_that_share_layers_do_not_try_again() -> None:
-    def work(plan: list[list[int]]) -> None:
+    def work(rows: Sequence[int], last: bool) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     pair = Ranks(1, 2, tensor_size=2, mesh=object())  # type: ignore[arg-type]
@@ -87,39 +90,82 @@ def test_ranks_that_share_layers_do_not_try_again() -> None:
 class Flags(Ranks):
     """A rank whose others fail in some of the rounds; what it says is kept."""
 
-    fail: tuple[bool, ...]
+    fail: tuple[int, ...]
     said: list[bool]
 
     def agree(self, *, failed: bool = False) -> None:
         round_ = len(self.said)
         self.said.append(failed)
-        if self.fail[round_] and not failed:
+        if round_ in self.fail and not failed:
             raise OutOfMemoryElsewhere
 
 
-@pytest.mark.parametrize(
-    ("fail", "fits", "said", "rows"),
-    [
-        ((False,), 9, [False], None),
-        ((True, False), 9, [False, False], 4),  # the other fails
-        ((False, False), 4, [True, False], 4),  # this one fails, and says so
-        ((True, False), 4, [True, False], 4),  # both do
-        ((True, True, False), 4, [True, False, False], 1),  # three at most were tried
-    ],
-)
-def test_ranks_turn_back_together_and_halve_alike(
-    fail: tuple[bool, ...], fits: int, said: list[bool], rows: int | None
-) -> None:
+def second_of_two(*fail: int) -> Flags:
     ranks = Flags(1, 2, mesh=object())  # type: ignore[arg-type]
     object.__setattr__(ranks, "fail", fail)
     object.__setattr__(ranks, "said", [])
-    budget, restarts = Budget(10_000), []
+    return ranks
 
-    def work(plan: list[list[int]]) -> int:
-        if max(len(group) for group in plan) > fits:
+
+class Model:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def begin(self) -> None:
+        self.told.append("begin")
+
+    def stand_in(self) -> None:
+        self.told.append("stand in")
+
+    def forget(self) -> None:
+        self.told.append("forget")
+
+
+@pytest.mark.parametrize(
+    ("fail", "fits", "said", "tried", "rows"),
+    [
+        ((), 9, [False], [8], None),
+        ((0,), 9, [False] * 4, [8, 3, 3, 2], 4),  # the other fails
+        ((), 4, [True, *[False] * 3], [8, 0, 3, 3, 2], 4),  # this one fails, and says so
+        ((0,), 4, [True, *[False] * 3], [8, 0, 3, 3, 2], 4),  # both do
+        ((2,), 4, [True, *[False] * 11], [8, 0, 3, 3, *[1] * 8, 0], 1),  # and in a later one
+    ],
+)
+def test_ranks_turn_back_together_and_halve_alike(
+    fail: tuple[int, ...], fits: int, said: list[bool], tried: list[int], rows: int | None
+) -> None:
+    ranks, model = second_of_two(*fail), Model()
+    budget, seen, restarts = Budget(10_000), [], []
+
+    def work(rows: Sequence[int], last: bool) -> None:
+        seen.append(len(rows))
+        if len(rows) > fits:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return sum(len(group) for group in plan)
 
     # 17 rows: one rank has 9 at first, the other 8; both count what all have.
-    assert run_within_memory([7] * 17, budget, work, lambda: restarts.append(1), ranks) in (8, 9)
-    assert (ranks.said, budget.rows, len(restarts)) == (said, rows, len(said) - 1)
+    run_within_memory([7] * 17, budget, work, lambda: restarts.append(1), ranks, models=[model])
+    assert (ranks.said, seen, budget.rows) == (said, tried, rows)
+    assert len(restarts) == model.told.count("forget") == budget.halvings + said.count(True)
+    assert model.told.count("begin") == len(tried) - said.count(True)
+
+
+def test_a_rank_that_cannot_even_stand_in_says_what_helps() -> None:
+    def work(rows: Sequence[int], last: bool) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(UserError, match=r"Learner rank 1 .* shortest sequence alone.*--n_gpus"):
+        run_within_memory([7] * 4, Budget(100), work, lambda: None, second_of_two())
+
+
+def test_memory_that_runs_out_inside_a_collective_ends_the_rank() -> None:
+    """The others wait in it: a rank that asked them to turn back would wait for them, too."""
+    ranks = second_of_two()
+
+    def work(rows: Sequence[int], last: bool) -> None:
+        raise DistBackendError("NCCL error: Failed to CUDA calloc 10485760 bytes")
+
+    with pytest.raises(WorkerLost, match=r"rank 1 ran out of memory inside of a collective.*10485"):
+        run_within_memory([7] * 4, Budget(100), work, lambda: None, ranks)
+    assert ranks.said == []

@@ -1,0 +1,136 @@
+"""How often ranks talk to each other: FSDP's collectives and `agree`, of a micro-batch.
+
+torch's fake process group answers at once: this process is rank 0 of eight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ppo_cli.algo.batch import AnnotatedBatch
+from ppo_cli.config.algorithm_schema import Actor, Optim, Sharding
+from ppo_cli.engine import sharding
+from ppo_cli.engine.actor_critic import ActorLearner
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.models import Policy, split_model
+from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.ranks import Ranks, join_ranks
+from ppo_cli.engine.sharding import load_spread
+from tests.engine.packed_steps import make_batch, scored
+
+LAYERS, SIZE, MICRO_BATCHES = 3, 8, 3
+
+
+@pytest.fixture
+def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All ranks but this one are made up, and say what this one says."""
+    monkeypatch.setattr(sharding, "gather_objects", lambda ranks, value: [value] * ranks.size)
+    monkeypatch.setattr(sharding, "together", lambda ranks, work: work())
+    dist.init_process_group("fake", rank=0, world_size=SIZE, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what goes through a process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func._schema.name.split("::")
+        if namespace == "c10d":
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def lay_out(shards: int) -> Ranks:
+    mesh = init_device_mesh(
+        "cpu", (SIZE // shards, shards, 1), mesh_dim_names=("replicate", "shard", "tensor")
+    )
+    return Ranks(rank=0, size=SIZE, mesh=mesh, flags=dist.new_group())
+
+
+def load(path: str, *, empty: bool = False) -> Policy:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS,
+        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    return split_model(LlamaForCausalLM(config).eval())
+
+
+def take_step(ranks: Ranks, whole: bool, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Take an optimizer step of three micro-batches."""
+    collectives = Collectives()
+    monkeypatch.setattr(Ranks, "agree", lambda *_, **__: collectives.counts.update(["agree"]))
+    compute = Compute(torch.device("cpu"), torch.float32)
+    policy = load_spread(
+        load, "made up", ranks, Sharding(reshard_after_forward=not whole), compute,
+        gradient_checkpointing=True,
+    )  # fmt: skip
+    optimizer = Optimizer(
+        policy.model, Optim(), total_steps=1, grad_clip=0.0, clip_grad_value=None, ranks=ranks
+    )
+    actor = ActorLearner(policy, None, Actor(), 16, optimizer, compute, 1.0, 8, ranks)
+    batch = make_batch(((4, 4),) * (SIZE * 6), 0)
+    shape = batch.response_mask_BT.shape
+    annotated = AnnotatedBatch(
+        **vars(batch), old_logprobs_BT=torch.zeros(shape), entropy_BT=torch.zeros(shape),
+        ref_logprobs_BT=None, full_kl_BT=None, values_BT=None,
+    )  # fmt: skip
+    with collectives:
+        actor.step(scored(annotated, 0))
+    return collectives.counts
+
+
+@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.parametrize(("shards", "copies"), [(8, 1), (4, 2)])
+@pytest.mark.parametrize(("whole", "passes"), [(False, MICRO_BATCHES), (True, 1)])
+def test_ranks_agree_once_a_micro_batch(
+    shards: int, copies: int, whole: bool, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer and the root are gathered for each pass, and reduced after the backward one."""
+    counts = take_step(lay_out(shards), whole, monkeypatch)
+    groups = LAYERS + 1
+    assert counts["agree"] == MICRO_BATCHES
+    assert counts["_allgather_base_"] == passes * groups * (1 if whole else 2)
+    assert counts["_reduce_scatter_base_"] == passes * groups
+    assert counts["allreduce_"] == passes * groups * (copies - 1) + 1  # the gradient's norm
+
+
+def test_each_kind_of_collective_is_used_when_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before memory is measured: NCCL takes its buffers with the first of a kind in a group."""
+    used: Counter[tuple[str, int]] = Counter()
+
+    def note(name: str, use: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            used[name, dist.get_world_size(kwargs.get("group"))] += 1
+            return None if "object" in name else use(*args, **kwargs)
+
+        return called
+
+    begin = dist.init_process_group
+    monkeypatch.setattr(
+        dist, "init_process_group",
+        lambda *_, **__: begin("fake", rank=0, world_size=SIZE, store=FakeStore()),
+    )  # fmt: skip
+    monkeypatch.setattr(dist, "new_group", lambda **_: None)
+    kinds = ("all_gather_single", "reduce_scatter_single", "all_reduce")
+    for name in (*kinds, "broadcast", "all_gather_object"):
+        monkeypatch.setattr(dist, name, note(name, getattr(dist, name)))
+    join_ranks(0, SIZE, init_method="", device=torch.device("cpu"), shard_size=4)
+    dist.destroy_process_group()
+    assert {kind for kind, _ in used} == {*kinds, "broadcast", "all_gather_object"}
+    assert all(used[kind, size] >= 2 for kind in kinds for size in (SIZE, 4, 2)), used
