@@ -132,6 +132,7 @@ METRICS = (
     *(Metric(f"time/{phase}_s", "Seconds by phase", stacked=True) for phase in (
         "rollout", "reward_wait", "annotate", "advantages", "update_critic", "update_actor",
         "publish", "validate", "save")),
+    Metric("perf/agree_s", "Seconds that ranks wait for each other between micro-batches"),
     Metric("perf/tokens_per_s", "Tokens a second", "tokens/s", "Prompt and response tokens.",
            "What makes a run slow: docs/troubleshooting.md#slow"),
 )  # fmt: skip
