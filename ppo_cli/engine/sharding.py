@@ -15,7 +15,7 @@ import gc
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,14 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -48,9 +43,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ppo_cli.config.algorithm_schema import Sharding
 from ppo_cli.engine.device import M_MMAP_THRESHOLD, Compute
+from ppo_cli.engine.gathered import CountedGather, CountedReduction, Gathered, Root, sharded_modules
 from ppo_cli.engine.lean_layers import checkpoint_blocks
 from ppo_cli.engine.models import Policy, ValueModel, Work
-from ppo_cli.engine.ranks import Ranks, gather_objects, inside_collective, together
+from ppo_cli.engine.ranks import Ranks, gather_objects, together
 from ppo_cli.errors import ModelError
 
 
@@ -222,197 +218,6 @@ def fill_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> None:
         target.copy_(whole)
 
 
-class Root(nn.Module):
-    """What FSDP2 sees as the whole model: work runs inside its forward, weights gathered."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Do the work; FSDP2 hooks its backward to the tensors that come out.
-
-        A view would lose that hook to whoever edits it in place.
-        """
-        return tuple(t.clone() if t._is_view() else t for t in work(*tensors))
-
-
-class CountedGather(DefaultAllGather):
-    """FSDP2's all-gather, which counts what this rank has `joined` in a micro-batch.
-
-    While a rank stands in for itself (`Gathered.stand_in`), the first `skips` fill weights with
-    zeros: all ranks have been through these.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.joined = 0
-        self.skips = 0
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather the pieces of all ranks of the group."""
-        if self.skips:
-            self.skips -= 1
-            output_tensor.zero_()
-            return None
-        with inside_collective(self._rank):
-            work = super().__call__(output_tensor, input_tensor, group, async_op)
-        self.joined += 1
-        return work
-
-
-class CountedReduction(DefaultReduceScatter):
-    """FSDP2's reduce-scatter of a module, and the all-reduce of copies behind it, both counted.
-
-    FSDP2 lets nobody in the place of that all-reduce: to skip it, the module is told to need none,
-    until as many reductions have begun (`allocate` makes the two buffers of each).
-    """
-
-    def __init__(self, rank: int, module: FSDPModule, *, copies: bool) -> None:
-        self._rank = rank
-        self._module = module
-        self.joined = 0
-        self.all_reduced = 0
-        self.skips = 0
-        self._skipped_buffers = 0
-        if copies:
-            module.set_all_reduce_hook(self._note_all_reduce)
-
-    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """A fresh buffer."""
-        buffer = super().allocate(*args, **kwargs)
-        if self._skipped_buffers:
-            self._skipped_buffers -= 1
-            self.skip_all_reduce()
-        return buffer
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        """Add up the gradients of all ranks of the group, a piece to each."""
-        if self.skips:
-            self.skips -= 1
-            output_tensor.zero_()
-            return None
-        with inside_collective(self._rank):
-            work = super().__call__(output_tensor, input_tensor, group, op, async_op)
-        self.joined += 1
-        return work
-
-    def begin(self) -> None:
-        """Count from here."""
-        self.joined = self.all_reduced = self.skips = self._skipped_buffers = 0
-        self._module.set_requires_all_reduce(True, recurse=False)
-
-    def stand_in(self) -> None:
-        """Skip what was counted."""
-        self.skips, self._skipped_buffers = self.joined, 2 * self.all_reduced
-
-    def skip_all_reduce(self) -> None:
-        """Have the module leave out its next all-reduce, if this rank has joined it before."""
-        self._module.set_requires_all_reduce(not self._skipped_buffers, recurse=False)
-
-    def _note_all_reduce(self, reduced: Tensor) -> None:
-        self.all_reduced += 1
-
-
-class Gathered:
-    """Runs work in a sharded model, and leaves the model in pieces whatever happens.
-
-    While awake, a model that `stays_whole` gathers its weights once, and the ranks add up their
-    gradients once, in the backward pass that `sync_gradients` announces.
-    """
-
-    def __init__(self, root: FSDPModule, stays_whole: bool) -> None:
-        self._root = root
-        self._stays_whole = stays_whole
-        self._inside = False
-        self._depth = 0
-
-    def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Gather, work, let go."""
-        if self._inside:  # a reference that shares the weights, asked by the policy's work
-            return work(*tensors)
-        self._inside = True
-        try:
-            found: tuple[Tensor, ...] = self._root(work, *tensors)  # type: ignore[operator]
-        except BaseException:
-            self.forget()
-            raise
-        finally:
-            self._inside = False
-        return found
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Keep the weights that work gathers, if the model stays whole; else nothing to do."""
-        if not self._stays_whole:
-            yield
-            return
-        self._depth += 1
-        self._root.set_reshard_after_forward(False)
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                self._root.set_reshard_after_forward(True)
-                for module in _sharded_modules(self._root):
-                    module.reshard()
-
-    def sync_gradients(self, now: bool) -> None:
-        """Say whether the backward pass to come adds up the gradients of the ranks."""
-        if self._stays_whole:
-            self._root.set_requires_gradient_sync(now)
-            self._root.set_reshard_after_backward(now)
-            for _, reduction in self._collectives() if now else ():
-                reduction.skip_all_reduce()
-
-    def begin(self) -> None:
-        """Count from here which collectives this rank joins: a micro-batch begins."""
-        for group, reduction in self._collectives():
-            # One that is whole by now would have to be gathered again after `forget`.
-            group._all_gather_comm.joined = int(group.is_unsharded)
-            group._all_gather_comm.skips = 0
-            reduction.begin()
-
-    def stand_in(self) -> None:
-        """Have the next work skip the collectives that this rank has joined since `begin`."""
-        for group, reduction in self._collectives():
-            group._all_gather_comm.skips = group._all_gather_comm.joined
-            reduction.stand_in()
-            reduction.skip_all_reduce()
-
-    def _collectives(self) -> Iterator[tuple[Any, CountedReduction]]:
-        for module in _sharded_modules(self._root):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                yield group, group._reduce_scatter_comm  # type: ignore[misc]
-
-    def forget(self) -> None:
-        """Take the model apart again; gradients under way are lost."""
-        if self._root._get_fsdp_state()._is_root is None:  # never asked: there is no state yet
-            return
-        self._root.reset_iter_state()
-        # It leaves what autograd has put at whole weights and FSDP has not taken yet.
-        for module in _sharded_modules(self._root):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
-
-
 class Hosted:
     """Keeps the weights of a model on one device in host memory between uses."""
 
@@ -489,7 +294,7 @@ def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: C
         shard(loaded.head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     shard(root, mp_policy=precision)
     copies = mesh["replicate"].size() > 1
-    for module in _sharded_modules(root):
+    for module in sharded_modules(root):
         module.set_custom_all_gather(CountedGather(ranks.rank))
         module.set_custom_reduce_scatter(CountedReduction(ranks.rank, module, copies=copies))
         # Losses are normalised by what all ranks hold together: gradients add up.
@@ -511,10 +316,6 @@ def _precision(compute: Compute) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=compute.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-
-
-def _sharded_modules(root: Any) -> Sequence[FSDPModule]:
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def _return_freed_memory() -> None:

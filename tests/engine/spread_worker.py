@@ -30,6 +30,7 @@ from ppo_cli.config.memory_plan import change
 from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine import actor_critic, learner
 from ppo_cli.engine.checkpoint import stored_tensors
+from ppo_cli.engine.gathered import CountedGather, CountedReduction
 from ppo_cli.engine.lora import adapt, merged_tensors, reference_of
 from ppo_cli.engine.models import Policy, adapted, load_policy
 from ppo_cli.engine.optimizer import Optimizer
@@ -42,8 +43,6 @@ from ppo_cli.engine.ranks import (
     together,
 )
 from ppo_cli.engine.sharding import (
-    CountedGather,
-    CountedReduction,
     fill_from_rank0,
     full_tensor,
     load_spread,
