@@ -120,6 +120,7 @@ def settings(name: str, devices: int) -> Config:
             "model": {"enable_gradient_checkpointing": True},
             "rollout": {
                 "name": "vllm", "gpu_memory_utilization": 0.4, "tensor_model_parallel_size": span,
+                "weight_transfer": "memory", "sleep": "offload",
             },
             "trainer": {"engine": "ray", "n_gpus_per_node": devices // nodes, "nnodes": nodes},
         }

@@ -45,29 +45,37 @@ RESERVE = 0.1  # share of a device that the count must leave free to fit
 # for one group of ranks. Small GPUs must leave as much free even where it is more than RESERVE.
 CONTEXT_BYTES = 512 << 20
 GIB = 1 << 30
+AWAKE = ("rollout", "publishing")  # phases in which samplers work
 # Float32 copies of a chunk's logits when a token is drawn.
 DRAWN_LOGITS = 4
 
 
 @dataclass(frozen=True)
 class Place:
-    """A kind of device: what it has, what it needs in each phase, and of that for each role."""
+    """A kind of device: what it has, what it needs in each phase, and of that for each role.
+
+    `asleep` are weights of a sampler that stay while it does not work; `phases` leave them out.
+    """
 
     name: str
     there: int | None
     roles: Mapping[str, Share]
     phases: Mapping[str, int]
     contexts: int = 0  # of CUDA and NCCL
+    asleep: int = 0
 
     @property
     def phase(self) -> str:
         """The phase that needs most."""
-        return max(self.phases, key=lambda name: self.phases[name])
+        return max(self.phases, key=self._total)
 
     @property
     def needed(self) -> int:
         """Bytes at the highest."""
-        return self.phases[self.phase]
+        return self._total(self.phase)
+
+    def _total(self, phase: str) -> int:
+        return self.phases[phase] + (0 if phase in AWAKE else self.asleep)
 
     @property
     def fits(self) -> bool | None:
@@ -216,16 +224,15 @@ def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Pla
     if not placement.alone:
         published = publish_bytes(config, shapes.actor, roles.device)
         phases["publishing"] = sum(work.rest for work in roles.works.values()) + published.learner
+    asleep = awake if shared and sleep_mode(config) == "keep" else 0
     places = []
     if shared:
-        # Samplers that vLLM runs sleep while their device trains.
-        asleep = awake if sleep_mode(config) == "keep" else 0
-        phases = {name: need + sampler.rest + asleep for name, need in phases.items()}
-        phases["rollout"] += sampler.update - asleep
+        phases = {name: need + sampler.rest for name, need in phases.items()}
+        phases["rollout"] += sampler.update
         shares["sampler"] = sampler.share
     if shared and not placement.alone:
         # By memory the learner is done before the sampler's weights wake.
-        wakes = awake - asleep + published.sampler
+        wakes = awake + published.sampler
         alone = published.learner if weight_transfer(config) == "memory" else 0
         phases["publishing"] += max(0, wakes - alone)
     if shapes.rewards and scored:
@@ -235,7 +242,7 @@ def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Pla
     # A process that samples has its own; learner ranks and the transfer of weights are groups.
     processes = 1 + (bool(shared) and not placement.alone) + bool(shapes.rewards and scored)
     groups = (len(placement.train) > 1) + (not placement.alone)
-    places.append(Place("a GPU that trains", there, shares, phases, processes + groups))
+    places.append(Place("a GPU that trains", there, shares, phases, processes + groups, asleep))
     if placement.rollout and not shared:
         need = {"rollout": sampler.rest + sampler.update}
         need["publishing"] = need["rollout"] + published.sampler  # its cache stays

@@ -14,6 +14,7 @@ from ppo_cli.config.derived import (
     gen_batch,
     gpus_per_node,
     micro_batch_tokens,
+    placement_of,
     sampler_name,
     sleep_mode,
     uses_critic,
@@ -66,13 +67,19 @@ def estimate(
 
     `there` is what a device has, `host` what the host of GPUs has.
     """
-    if config.rollout.sleep == "auto" and sleep_mode(config) == "offload":
+    if _sleeps_in_host_memory(config) and config.rollout.sleep == "auto":
         # Weights that stay need not come back from host memory in each step.
         keeping = estimate(change(config, {"rollout.sleep": "keep"}), shapes, there, host)
         if keeping.fits:
             return keeping
     settled = _estimate_devices(config, shapes, there)
     return replace(settled, host=count_host(settled.config, shapes, host))
+
+
+def _sleeps_in_host_memory(config: Config) -> bool:
+    """Whether vLLM's weights go to host memory while their GPU trains."""
+    shared = gpus_per_node(config) and placement_of(config).sleepers
+    return bool(shared) and sampler_name(config) == "vllm" and sleep_mode(config) == "offload"
 
 
 def _estimate_devices(config: Config, shapes: Shapes, there: int | None) -> Estimate:
