@@ -36,9 +36,22 @@ ONE_AFTER_ANOTHER = ("test_two_node_runs.py", "test_lost_workers.py", "test_clus
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no process is left alone with one at the end."""
+    """Files with slow tests come first, so that no process is left alone with one at the end.
+
+    Where there is no GPU, tests that need one are skipped.
+    """
     slow = {item.path for item in items if "slow" in item.keywords}
     items.sort(key=lambda item: (item.path.name not in ONE_AFTER_ANOTHER, item.path not in slow))
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _finds_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="torch finds no GPU here"))
+
+
+def _finds_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available() or os.environ.get("PPO_TEST_DEVICE") == "second"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -344,22 +344,3 @@ def test_the_kernel_of_gpus_is_called_as_its_documentation_says(
     found = hidden_of(policy, rows)
     assert calls == [[0, 7, 8, 20, 27, 29]] * 2  # once a layer
     assert_near(found, plain, terms=TERMS)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_one_kernel_does_all_rows_on_a_gpu() -> None:
-    """The kernel against row after row, outputs and gradients, in bfloat16."""
-    module = torch.nn.Module()
-    module.num_key_value_groups = 2  # type: ignore[assignment]
-    ends = PackedRows.of(LENGTHS, CPU).rows_113B
-    torch.manual_seed(0)
-    first = [torch.randn(1, heads, sum(LENGTHS), 64) for heads in (4, 2, 2)]
-    found = []
-    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
-        states = [s.to(device, dtype).requires_grad_() for s in first]
-        out, _ = attend_by_rows(module, *states, ends, scaling=0.1)
-        out.float().square().sum().backward()
-        found.append([out, *(s.grad for s in states)])
-    for gpu, cpu in zip(*found, strict=True):
-        assert (gpu.cpu().float() - cpu).norm() < 0.02 * cpu.norm()

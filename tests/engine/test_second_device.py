@@ -74,3 +74,19 @@ def test_metrics_are_read_once_an_optimizer_step(report: dict[str, Any]) -> None
 
 def test_annotations_are_read_once_a_micro_batch(report: dict[str, Any]) -> None:
     assert report["waits"]["engine/learner.py:widen"] == 3 * len(RUNS)
+
+
+# The rest of these tests compares what the report above does.
+BODIES = "attention or first_step or halved or padded or BERT"
+
+
+def test_bodies_of_gpu_tests_pass_on_the_second_device() -> None:
+    files = [ROOT / "tests" / "gpu" / f"test_{name}.py" for name in ("02_numbers", "03_memory")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", BODIES, "-p", "no:cacheprovider",
+         *map(str, files)],
+        cwd=ROOT, env=environment() | {"PPO_TEST_DEVICE": "second"},
+        capture_output=True, text=True, timeout=580, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert " 8 passed" in done.stdout, done.stdout
