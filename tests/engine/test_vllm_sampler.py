@@ -170,6 +170,13 @@ class TestReal:
         assert len(found["old"]) == 3 and min(found["old"]) > 100 * TOLERANCE, found
         assert found["version"] == 3
 
+    @pytest.mark.parametrize("mode", ["keep", "offload", "discard"])
+    def test_it_samples_the_same_after_it_has_slept(self, probe: dict[str, Any], mode: str) -> None:
+        both, cache = ["kv_cache", "weights"], ["kv_cache"]
+        asleep = cache if mode == "keep" else both
+        once = [[asleep, True], [cache, True]]
+        assert probe["sleep"][mode] == {"states": [*once, *once, [[], False]], "same": True}
+
     @pytest.mark.parametrize(
         ("mistake", "words"),
         [

@@ -334,6 +334,38 @@ def save_head(folder: Path, noise: float) -> str:
     return str(folder)
 
 
+def probe_sleep(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """vLLM's own scheduler and executor through sleep and waking; the CPU gives no memory back."""
+    prompts, model = make_prompts(tokenizer), load_policy(model_folder("embedded")).model
+    sampler = build_sampler(config, tokenizer)
+    assert isinstance(sampler, VLLMSampler)
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    CPUWorker.discard = lambda self, tags: None
+    engine, found = sampler._engine, {}
+    executor = engine.engine_core.engine_core.model_executor
+
+    def state() -> list[Any]:
+        return [sorted(executor.sleeping_tags), engine.is_sleeping()]
+
+    for mode in ("keep", "offload", "discard"):
+        sampler._sleep = mode  # type: ignore[assignment]
+        before = list(sampler.generate(prompts, SAMPLINGS["plain"], 1))
+        states = []
+        for _ in range(2):  # the second time with a cache that is still asleep
+            sampler.sleep()
+            states.append(state())
+            sampler.wake_weights()
+            states.append(state())
+            sampler.load_weights(Weights(snapshot(model), 1))
+        sampler.wake_cache()
+        states.append(state())
+        after = list(sampler.generate(prompts, SAMPLINGS["plain"], 1))
+        found[mode] = {"states": states, "same": same(before, after) and len(after) == 32}
+    sampler.close()
+    return found
+
+
 def probe_mistakes(folder: Path, tokenizer: Any) -> dict[str, str]:
     """Models that vLLM does not take."""
     odd = folder / "odd"
@@ -377,6 +409,7 @@ def probe_layers(folder: Path, tokenizer: Any) -> dict[str, Any]:
             read_config("model.lora_rank=4", "model.lora_alpha=8", "model.lora_merge=true"),
             tokenizer,
         ),
+        "sleep": probe_sleep(read_config(), tokenizer),
         "mistakes": probe_mistakes(folder, tokenizer),
     }
 

@@ -59,6 +59,34 @@ def settings(way: str, **trainer: Any) -> Config:
     )
 
 
+def start_recording(*arguments: Any) -> Any:
+    """A sampler that notes the thread of each call of vLLM's engine."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from ppo_cli.engine.cluster.workers import SamplerRole
+
+    threads: dict[str, set[int]] = {}
+
+    def note(name: str, method: Any) -> Any:
+        def noted(*values: Any, **named: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return method(*values, **named)
+
+        return noted
+
+    for name in ENGINE_CALLS:
+        setattr(LLMEngine, name, note(name, getattr(LLMEngine, name)))
+    role: Any = SamplerRole(*arguments)
+    role.engine_threads = lambda: threads
+    return role
+
+
+ENGINE_CALLS = (
+    "__init__", "add_request", "step", "collective_rpc", "reset_prefix_cache",
+    "set_weight_version",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def engine(
     address: str, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
@@ -66,9 +94,11 @@ def engine(
     config = settings("gloo")
     logs = tmp_path_factory.mktemp("run") / "logs"
     given = pickle.dumps(tokenizer)
-    engine = ClusterEngine(
-        config, given, total_steps=4, placement=PLACEMENT, logs=logs, address=address
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ppo_cli.engine.cluster.engine.SAMPLER", start_recording)
+        engine = ClusterEngine(
+            config, given, total_steps=4, placement=PLACEMENT, logs=logs, address=address
+        )
     yield engine
     engine.close()
 
@@ -131,6 +161,12 @@ def test_both_samplers_hold_the_learners_weights_after_each_publish(
         engine.step(MiniBatch(scored(annotated, seed=3), actor=True, critic=False))
         engine.publish()
         assert gap(engine.annotate(batch), batch.sampler_logprobs_BT) > 100 * TOLERANCE
+
+
+def test_an_engine_is_built_loaded_and_stepped_in_one_thread(engine: ClusterEngine) -> None:
+    for threads in engine.cluster.call(engine._samplers, "engine_threads"):
+        assert threads.keys() == {*ENGINE_CALLS}
+        assert len(set.union(*threads.values())) == 1, threads
 
 
 def test_a_way_that_does_not_work_here_is_told_at_the_start(engine: ClusterEngine) -> None:
