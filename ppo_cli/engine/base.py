@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
 from ppo_cli.config.derived import sampler_name
 from ppo_cli.config.schema import Config, Transfer
-from ppo_cli.errors import ModelError, UserError
+from ppo_cli.errors import ModelError, UserError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize, count_tokens
 
@@ -182,6 +183,22 @@ class Room:
         """Take up what an earlier run had left of it; a smaller setting of this run stands."""
         if rows is not None and rows < self.rows:
             self.rows, self.halved = rows, True
+
+
+@contextmanager
+def tell_transfer_out_of_memory() -> Iterator[None]:
+    """Say what helps where memory runs out while new weights travel, on either side."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            "Bringing new weights to the samplers ran out of memory: use "
+            "rollout.weight_transfer=memory, which takes least of the GPUs, keep less there "
+            "(actor.fsdp_config.optimizer_offload=true), or give samplers GPUs of their own "
+            "(--placement)."
+        ) from error
 
 
 def room_told(rows: int, who: str = "Sampling") -> str:

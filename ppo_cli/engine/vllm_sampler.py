@@ -32,10 +32,24 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.derived import publishes_adapter, sampler_seed, sleep_mode
+from ppo_cli.config.derived import (
+    publishes_adapter,
+    sampler_seed,
+    shared_samplers,
+    sleep_mode,
+)
 from ppo_cli.config.model_limits import require_length
 from ppo_cli.config.schema import Config, Model, Sleep, Transfer
-from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, not_finite, stream_key
+from ppo_cli.engine.base import (
+    Room,
+    Sampling,
+    Weights,
+    begin,
+    go_on,
+    not_finite,
+    stream_key,
+    tell_transfer_out_of_memory,
+)
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
 from ppo_cli.engine.loading import load_config
@@ -105,7 +119,7 @@ class VLLMSampler:
     """Samples from weights of its own, with vLLM; `more` are settings of vLLM's own.
 
     `skeleton` is the model without weights, where its files name the modules of an adapter in
-    another way.
+    another way. With `sleep` it can give its GPU's memory back while others work there.
     """
 
     def __init__(
@@ -124,7 +138,7 @@ class VLLMSampler:
         lora: LoRA | None = None,
         skeleton: Any = None,
         transfer: Transfer = "memory",
-        sleep: Sleep = "offload",
+        sleep: Sleep | None = None,
         **more: Any,
     ) -> None:
         self.room = Room(max_num_seqs)
@@ -144,7 +158,7 @@ class VLLMSampler:
         self._met_at: list[str] = []
         set_environment()
         on_gpu = torch.cuda.is_available()
-        self._sleep: Sleep | None = sleep if on_gpu else None
+        self._sleep = sleep if on_gpu else None
         self._asleep: set[str] = set()  # tags of memory that was given back
         self._discarded = False  # no weights have come since they were discarded
         options: dict[str, Any] = {
@@ -159,7 +173,7 @@ class VLLMSampler:
             "max_num_batched_tokens": max(max_num_batched_tokens, max_num_seqs),
             # Compiling for the CPU takes a minute and gains nothing.
             "enforce_eager": enforce_eager or not on_gpu,
-            "enable_sleep_mode": on_gpu,
+            "enable_sleep_mode": self._sleep is not None,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "worker_extension_cls": EXTENSION,
@@ -200,6 +214,7 @@ class VLLMSampler:
             raise RuntimeError("sampling before the weights have come and the cache is awake")
         return self._generate(wanted, sampling, weight_version)
 
+    @tell_transfer_out_of_memory()
     def load_weights(self, weights: Weights) -> bool:
         """Take new weights, complete, and forget whatever was cached under the old ones."""
         if weights.adapter:
@@ -229,6 +244,7 @@ class VLLMSampler:
         self._require_memory()
         self._rpc("start_weight_update")
 
+    @tell_transfer_out_of_memory()
     def update_weights(self, update_info: Any) -> None:
         """Take weights, all or some."""
         self._rpc("update_weights", update_info=update_info)
@@ -540,7 +556,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
         enforce_eager=rollout.enforce_eager,
         **(_adapter_options(settings, model_config) if publishes_adapter(config) else {}),
         transfer=transfer,
-        sleep=sleep_mode(config),
+        sleep=None if shared_samplers(config) == "none" else sleep_mode(config),
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enable_prefix_caching=rollout.enable_prefix_caching,
         seed=sampler_seed(config),

@@ -27,7 +27,12 @@ from torch import Tensor
 
 from ppo_cli.config.derived import publishes_adapter
 from ppo_cli.config.schema import Config, Transfer
-from ppo_cli.engine.base import Sampling, Weights, build_sampler
+from ppo_cli.engine.base import (
+    Sampling,
+    Weights,
+    build_sampler,
+    tell_transfer_out_of_memory,
+)
 from ppo_cli.engine.cluster.cluster import GRACE_S, USE_MEMORY, Call, ExchangePlan, Halved, Waits
 from ppo_cli.engine.cluster.serialise import SharedTensors, shed_prompt
 from ppo_cli.engine.cluster.worker_process import free_port
@@ -62,7 +67,7 @@ class Exchange:
 
     def send(self) -> None:
         """Bring the present weights to all samplers; all ranks call."""
-        with tell_out_of_memory("Sending weights", "rollout.gpu_memory_utilization"):
+        with tell_transfer_out_of_memory():
             self._led(lambda: self._sender.send(self._learner.weight_version))
         self._proven = True
 
@@ -184,6 +189,7 @@ class LearnerRole(Learner):
         return self.remarks
 
     @torch.no_grad()
+    @tell_transfer_out_of_memory()
     def weights(self) -> Weights | None:
         """The weights; on one node, in memory that samplers share and the next call writes again.
 

@@ -197,6 +197,14 @@ def test_no_room_on_waking_is_one_sentence(room: int, advice: str, shared: Any) 
     assert advice in str(told.value) and str(told.value).endswith("GPUs of its own (--placement).")
 
 
+def test_no_room_for_a_transfer_is_one_sentence(shared: Any) -> None:
+    run = shared("memory", "offload")
+    run.gpu.size = REST + WHOLE + run.learner.bytes // 2
+    run.learner.bytes = 0
+    with pytest.raises(UserError, match="new weights to the samplers ran out of memory: use roll"):
+        sample(run)
+
+
 def test_a_sampler_refuses_what_a_gpu_would_crash_on(shared: Any) -> None:
     run = shared("ipc", "discard")
     with pytest.raises(RuntimeError, match="sampling before the weights have come"):
