@@ -47,7 +47,7 @@ from ppo_cli.config.reward_checks import (
 )
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.schema import Config
-from ppo_cli.config.torch_build import why_unusable
+from ppo_cli.config.torch_build import find_fault
 from ppo_cli.errors import ppo
 
 
@@ -272,8 +272,8 @@ def _unusable_gpus(config: Config, gpus: int, environ: Mapping[str, str]) -> Ite
     if config.trainer.engine == "verl" or environ.get("RAY_ADDRESS"):
         return
     used = gpus_per_node(config, gpus)
-    if (why := why_unusable(used, environ)) is not None:
-        yield why
+    if (fault := find_fault(used, environ)) is not None:
+        yield str(fault)
     if config.model.dtype == "bfloat16" and sampler_name(config, gpus) == "vllm":
         yield from (
             f"vLLM does not compute in bfloat16 on a {gpu.name}: leave --dtype out (float32), or "

@@ -47,7 +47,7 @@ from ppo_cli.config.model_shape import FLOAT
 from ppo_cli.config.processor import has_bfloat16
 from ppo_cli.config.reward_schema import ApiReward, Monitor, Reward
 from ppo_cli.config.schema import Config
-from ppo_cli.config.torch_build import USE_CPU, read_build, why_unusable
+from ppo_cli.config.torch_build import GpuFault, find_fault, read_build
 from ppo_cli.config.weight_files import read_json, text_config, weight_files
 from ppo_cli.errors import ModelError, did_you_mean, ppo
 
@@ -410,18 +410,18 @@ def vllm_python(environ: Mapping[str, str]) -> str | None:
     return str(own) if own.exists() else None
 
 
-def judge_fault(environ: Mapping[str, str]) -> str | None:
-    """Say why the server of a judge cannot use the GPUs here; None where it can, or has none."""
+def judge_fault(environ: Mapping[str, str]) -> GpuFault | None:
+    """Return why the server of a judge cannot use the GPUs here; None: it can, or has none."""
     python = vllm_python(environ)
-    build = read_build(python) if python and list_gpus(environ) else None
     if python == sys.executable:
-        return why_unusable(environ=environ)
+        return find_fault(environ=environ)
+    build = read_build(python) if python and list_gpus(environ) else None
     if build is None or build.cuda is not None:
         return None
     unset = "unset PPO_VLLM_PYTHON; " if environ.get("PPO_VLLM_PYTHON", "").strip() else ""
-    return (
-        f"The judge's server has a GPU here, but {build}, the one of {python}. Run "
-        f"`{unset}scripts/setup vllm`. {USE_CPU}"
+    return GpuFault(
+        f"The judge's server has a GPU here, but {build}, the one of {python}",
+        f"run `{unset}scripts/setup vllm`",
     )
 
 
@@ -498,8 +498,8 @@ def missing_for_judge(config: Config, environ: Mapping[str, str]) -> list[str]:
             "A judge that the run starts needs vLLM: run `scripts/setup vllm`, or on a machine "
             "without a GPU `scripts/setup judge`, or name a Python that has it in PPO_VLLM_PYTHON."
         )
-    elif gpus_per_node(config) and (why := judge_fault(environ)):
-        said.append(why)
+    elif gpus_per_node(config) and (fault := judge_fault(environ)):
+        said.append(str(fault))
     name = judge.settings.model
     folder = Path(model_folder(name)).expanduser()
     if (folder / "config.json").is_file():

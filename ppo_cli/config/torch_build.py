@@ -55,8 +55,19 @@ def read_build(python: str = sys.executable) -> TorchBuild | None:
     return TorchBuild(facts["__version__"], cuda)
 
 
-def why_unusable(used: int = 1, environ: Mapping[str, str] | None = None) -> str | None:
-    """Say why torch cannot compute on the first `used` GPUs, and which command repairs that.
+@dataclass(frozen=True)
+class GpuFault:
+    """Why torch cannot compute on the GPUs here, and what repairs that."""
+
+    what: str
+    repair: str
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.repair[0].upper()}{self.repair[1:]}. {USE_CPU}"
+
+
+def find_fault(used: int = 1, environ: Mapping[str, str] | None = None) -> GpuFault | None:
+    """Return why torch cannot compute on the first `used` GPUs.
 
     None: it can, there are none, or CUDA_VISIBLE_DEVICES hides all. What only a start of CUDA shows
     is found by `engine.device.require_gpus`.
@@ -65,10 +76,8 @@ def why_unusable(used: int = 1, environ: Mapping[str, str] | None = None) -> str
     gpus, inventory, build = list_gpus(environ)[:used], read_inventory(), read_build()
     visible = environ.get("CUDA_VISIBLE_DEVICES", "all")
     if inventory.fault is not None and visible and not visible.startswith("-"):
-        return (
-            "This machine has NVIDIA GPUs, but their driver does not answer: "
-            f"{inventory.fault.rstrip('.')}. {_revive(inventory.fault)} {USE_CPU}"
-        )
+        what = "This machine has NVIDIA GPUs, but their driver does not answer: "
+        return GpuFault(what + inventory.fault.rstrip("."), _revive(inventory.fault))
     if not gpus or build is None:
         return None
     lowest, highest = min(map(_capability, gpus)), max(map(_capability, gpus))
@@ -82,19 +91,19 @@ def why_unusable(used: int = 1, environ: Mapping[str, str] | None = None) -> str
         why = ", which has no code for this GPU"
     else:
         return None
-    return f"{describe(gpus)} cannot be used: {build}{why}. {_repair(build, gpus)} {USE_CPU}"
+    return GpuFault(f"{describe(gpus)} cannot be used: {build}{why}", _repair(build, gpus))
 
 
 def _repair(build: TorchBuild, gpus: Sequence[Gpu]) -> str:
-    """Return the sentence with the command that installs the build of torch for these GPUs."""
+    """Return the command that installs the build of torch for these GPUs."""
     name = _build_for(gpus)
     if name is None:
-        return f"Update NVIDIA's driver to {DRIVERS[13]} or newer."
+        return f"update NVIDIA's driver to {DRIVERS[13]} or newer"
     if (setup := _setup_command()) is not None:
-        return f"Run `{setup}`."
+        return f"run `{setup}`"
     version = build.version.partition("+")[0]
     line = [sys.executable, "-m", "pip", "install", f"torch=={version}+{name}", "--index-url"]
-    return f"Run `{shlex.join([*line, f'https://download.pytorch.org/whl/{name}'])}`."
+    return f"run `{shlex.join([*line, f'https://download.pytorch.org/whl/{name}'])}`"
 
 
 def describe(gpus: Sequence[Gpu]) -> str:
@@ -135,7 +144,7 @@ def _setup_command() -> str | None:
 
 def _revive(fault: str) -> str:
     if "mismatch" in fault:
-        return "It was updated while the machine ran: `sudo reboot`."
+        return "it was updated while the machine ran: `sudo reboot`"
     if "Not Found" in fault:
-        return "In a container, start it with `-e NVIDIA_DRIVER_CAPABILITIES=compute,utility`."
-    return "`nvidia-smi` shows its state."
+        return "in a container, start it with `-e NVIDIA_DRIVER_CAPABILITIES=compute,utility`"
+    return "`nvidia-smi` shows its state"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.config.gpus import fix_order, has_bfloat16, list_gpus
-from ppo_cli.config.torch_build import USE_CPU, describe, why_unusable
+from ppo_cli.config.torch_build import GpuFault, describe, find_fault
 from ppo_cli.errors import MissingPart, first_line
 
 
@@ -61,32 +61,30 @@ def require_gpus(planned: int) -> None:
     From here on all processes number GPUs as the plan does.
     """
     fix_order(os.environ)
-    why = why_unusable(planned) or (_cuda_fault(planned) if planned else None)
-    if why is None and not planned and torch.cuda.is_available():
-        why = (
+    if (fault := find_fault(planned) or find_cuda_fault(planned)) is not None:
+        raise MissingPart(str(fault))
+
+
+def find_cuda_fault(planned: int) -> GpuFault | None:
+    """Return why CUDA does not start here, or shows other GPUs than are planned."""
+    gpus, starts = list_gpus()[:planned], torch.cuda.is_available()
+    if not planned and starts:
+        return GpuFault(
             f"torch {torch.__version__} sees a GPU that NVIDIA's management library (NVML) does "
-            "not show, so nothing was planned for it. In a container, start it with "
-            f"`-e NVIDIA_DRIVER_CAPABILITIES=compute,utility`. {USE_CPU}"
+            "not show, so nothing was planned for it",
+            "in a container, start it with `-e NVIDIA_DRIVER_CAPABILITIES=compute,utility`",
         )
-    if why is not None:
-        raise MissingPart(why)
-
-
-def _cuda_fault(planned: int) -> str | None:
-    """Say why CUDA does not start here, or shows fewer GPUs than are planned."""
-    if torch.cuda.is_available() and torch.cuda.device_count() >= planned:
+    if not planned or (starts and torch.cuda.device_count() >= planned):
         return None
     try:
         torch.cuda.init()
         said = f"it sees {torch.cuda.device_count()} of {planned} GPUs"
     except (RuntimeError, AssertionError) as error:
-        said = first_line(error)
-    gpus = list_gpus()[:planned]
+        said = first_line(error).rstrip(".")
     who = describe(gpus) if gpus else "A GPU that NVIDIA's driver does not show"
-    return (
-        f"{who} cannot be used by torch {torch.__version__}: {said.rstrip('.')}. "
-        "`sudo nvidia-modprobe -u`, or a restart of the machine, brings a driver back that hangs. "
-        f"{USE_CPU}"
+    return GpuFault(
+        f"{who} cannot be used by torch {torch.__version__}: {said}",
+        "`sudo nvidia-modprobe -u`, or a restart of the machine, brings back a driver that hangs",
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from ppo_cli.config import torch_build
 from ppo_cli.config.gpus import fix_order, list_gpus
 from ppo_cli.config.reward_checks import judge_fault
-from ppo_cli.config.torch_build import TorchBuild, read_build, why_unusable
+from ppo_cli.config.torch_build import TorchBuild, find_fault, read_build
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, T4, Machine, environment, h100
 
 OLD_DRIVER = "driver|550.54.15|12040"
@@ -50,10 +50,10 @@ def test_what_cannot_be_used_is_named_with_its_repair(
     machine.set(*lines)
     monkeypatch.setattr(torch_build, "read_build", lambda: build)
     monkeypatch.setattr(torch_build, "_setup_command", lambda: None)
-    why = why_unusable()
-    assert why is not None and all(part in why for part in parts), why
+    why = str(find_fault())
+    assert all(part in why for part in parts), why
     assert why.endswith('To compute on the CPU: `export CUDA_VISIBLE_DEVICES=""`.')
-    assert why_unusable(environ={"CUDA_VISIBLE_DEVICES": ""}) is None
+    assert find_fault(environ={"CUDA_VISIBLE_DEVICES": ""}) is None
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_can_be_used_is_not_refused(
 ) -> None:  # fmt: skip
     machine.set(*lines)
     monkeypatch.setattr(torch_build, "read_build", lambda: build)
-    assert why_unusable() is None
+    assert find_fault() is None
 
 
 def test_an_environment_of_the_set_up_is_repaired_by_it(
@@ -82,12 +82,12 @@ def test_an_environment_of_the_set_up_is_repaired_by_it(
     (tmp_path / "ready.run").touch()
     monkeypatch.chdir(tmp_path)
     line = f"PPO_VENV={tmp_path} {ROOT}/scripts/setup"
-    assert f"Run `{line}`." in str(why_unusable())
+    assert f"Run `{line}`." in str(find_fault())
     (tmp_path / "ready.dev").touch()
     monkeypatch.chdir(ROOT)
-    assert f"Run `PPO_VENV={tmp_path} scripts/setup dev`." in str(why_unusable())
+    assert f"Run `PPO_VENV={tmp_path} scripts/setup dev`." in str(find_fault())
     monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
-    assert "Run `scripts/setup" in str(why_unusable())
+    assert "Run `scripts/setup" in str(find_fault())
 
 
 def test_the_build_is_read_from_torch_s_files(tmp_path: Path) -> None:
@@ -115,9 +115,9 @@ def test_a_driver_that_does_not_answer_is_named(machine: Machine, tmp_path: Path
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch_build, "read_inventory", lambda fault=fault: Inventory(fault=fault))
-            why = str(why_unusable(environ={}))
+            why = str(find_fault(environ={}))
             assert fault.rstrip(".") + ". " in why and advice in why
-            assert why_unusable(environ={"CUDA_VISIBLE_DEVICES": "-1"}) is None
+            assert find_fault(environ={"CUDA_VISIBLE_DEVICES": "-1"}) is None
 
 
 def test_the_order_of_unequal_cards_is_written_down(machine: Machine) -> None:

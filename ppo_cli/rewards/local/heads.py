@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from ppo_cli.config.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.known_models import Found, find_adapter, find_folder
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.config.torch_build import why_unusable
+from ppo_cli.config.torch_build import find_fault
 from ppo_cli.config.weight_files import read_json
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory
 from ppo_cli.rewards.local.base import LoadedModel, Network, Scores
@@ -505,8 +505,8 @@ def choose_device(name: str | None) -> torch.device:
 
     Raises MissingPart where torch cannot use that GPU.
     """
-    if name is None and (why := why_unusable()):
-        raise MissingPart(f"The reward model: {why}")
+    if name is None and (fault := find_fault()):
+        raise MissingPart(str(fault))
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 

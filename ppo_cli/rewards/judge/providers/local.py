@@ -115,8 +115,8 @@ class Judge(openai.Judge):
             "structured_outputs_config": COMPACT,
             "max_model_len": local.max_model_len or longest_request(self.model),
         }
-        if why := judge_fault(environ):
-            raise MissingPart(why)
+        if fault := judge_fault(environ):
+            raise MissingPart(str(fault))
         if local.devices or list_gpus(environ):
             given["gpu_memory_utilization"] = local.gpu_memory_utilization
             given["tensor_parallel_size"] = max(1, len(local.devices))
