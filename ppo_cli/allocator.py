@@ -31,7 +31,8 @@ def find_jemalloc(environ: Mapping[str, str] = os.environ) -> Path | None:
     Other processors may have larger pages than it was built for.
     """
     on_x86_64 = sys.platform == "linux" and os.uname().machine == "x86_64"
-    if not on_x86_64 or Path("/dev/nvidiactl").exists():
+    # Of a GPU under Linux, and under WSL2.
+    if not on_x86_64 or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
         return None
     if any(environ.get(name) for name in (CHOICE, "LD_PRELOAD", "MALLOC_CONF")):
         return None

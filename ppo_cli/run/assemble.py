@@ -61,6 +61,7 @@ from ppo_cli.rewards.base import Host, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run.identity import differences, run_identity
+from ppo_cli.run.network import find_network
 from ppo_cli.run_folder import (
     WRITTEN_BY,
     CheckpointStore,
@@ -268,13 +269,17 @@ class Engines:
                 self.config, self.tokenizer, total_steps=self.total_steps, tell=self.tell,
                 profiles=self.logs.absolute().parent / "profile",
             )  # fmt: skip
+        placement = placement_of(self.config)
+        if placement.nodes > 1 and placement.devices_per_node:
+            network = find_network(os.environ)
+            self.tell(f"Between nodes: {network.found}" + (network.repair and " (ppo doctor)"))
         from ppo_cli.engine.cluster.remote import ApartEngine
 
         engine = ApartEngine(
             settle_dtype(self.config),
             self.tokenizer,
             total_steps=self.total_steps,
-            placement=placement_of(self.config),
+            placement=placement,
             logs=self.logs,
             address=self.address,
             tell=self.tell,

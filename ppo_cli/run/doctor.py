@@ -10,8 +10,8 @@ import resource
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
+import sysconfig
 import time
 import urllib.error
 import urllib.request
@@ -22,21 +22,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
-from ppo_cli.config.derived import gpu_count
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.device_record import proven
+from ppo_cli.config.gpus import Gpu, driver_version, has_bfloat16, list_gpus
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.memory import GIB, host_memory
 from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.model_checks import check_folder
 from ppo_cli.config.reward_schema import ApiReward, Code
 from ppo_cli.config.schema import Config
+from ppo_cli.config.torch_build import find_fault
 from ppo_cli.errors import UserError, first_line
 from ppo_cli.redact import redact
+from ppo_cli.run.network import find_network
 
 if TYPE_CHECKING:
     from ppo_cli.rewards.judge.providers.base import SdkProvider
 
-# The oldest NVIDIA driver (its major version) that runs programs built with a major version of
-# CUDA: CUDA's release notes, table of minor version compatibility.
-DRIVERS = {11: 450, 12: 525, 13: 580}
 PATIENCE_S = 10.0  # for a program or a server that is asked something
 
 
@@ -59,13 +61,13 @@ class Machine:
 
     config: Config
     environ: Mapping[str, str]
-    gpus: int
+    gpus: tuple[Gpu, ...]
     probe: bool  # whether servers may be called, judges for a few tokens
 
 
 def examine(config: Config, environ: Mapping[str, str], *, probe: bool) -> Iterator[Finding]:
     """Look at everything, one part after another; what fails itself is a finding too."""
-    machine = Machine(config, environ, gpu_count(environ), probe)
+    machine = Machine(config, environ, list_gpus(environ), probe)
     for part, check in CHECKS.items():
         try:
             for state, found, fix in check(machine):
@@ -113,49 +115,123 @@ def _packages(machine: Machine) -> Said:
 def _torch(machine: Machine) -> Said:
     import torch
 
-    version, cuda = torch.__version__, torch.version.cuda
-    if not machine.gpus:
-        hidden = gpu_count({}) and "CUDA_VISIBLE_DEVICES hides the GPUs"
+    from ppo_cli.engine.device import find_cuda_fault
+
+    gpus, version = machine.gpus, torch.__version__
+    fault = find_fault(len(gpus), machine.environ) or find_cuda_fault(len(gpus))
+    if fault is not None:
+        yield "fail", fault.what, fault.repair
+        return
+    if not gpus:
+        hidden = list_gpus({}) and "CUDA_VISIBLE_DEVICES hides the GPUs"
         yield "ok", f"{version}; {hidden or 'no NVIDIA GPU here'}: trains on the CPU", ""
         return
-    driver = _ask_driver("driver_version")
-    if cuda is None:
-        found = f"{version} is built for CPUs, and there are GPUs here ({machine.gpus})"
-        yield "fail", found, "scripts/setup; it takes the build for GPUs where it sees one"
+    shown = ", ".join(f"{gpu.name} {gpu.memory_bytes / GIB:.0f} GiB" for gpu in gpus)
+    yield "ok", f"{version}, CUDA {torch.version.cuda}, driver {driver_version()}: {shown}", ""
+    if old := [gpu.name for gpu in gpus if not has_bfloat16([gpu])]:
+        found = f"{old[0]} has no bfloat16: models compute in float32, and vLLM refuses bfloat16"
+        yield "warn", found, "leave --dtype out, or take a GPU with compute capability 8.0 or newer"
+
+
+# Files of a distribution -> the command that installs what Triton needs to start its kernels.
+INSTALL = {
+    "apt-get": "sudo apt-get install -y gcc python{version}-dev",
+    "dnf": "sudo dnf install -y gcc python{version}-devel",
+    "zypper": "sudo zypper install -y gcc python{short}-devel",
+    "pacman": "sudo pacman -S --noconfirm gcc python",
+}
+
+
+def _compiler(machine: Machine) -> Said:
+    """Look for what Triton compiles the start of each kernel with: vLLM's, and torch.compile's."""
+    if not machine.gpus:
+        yield "ok", "only vLLM on GPUs needs one", ""
         return
-    if not torch.cuda.is_available():
-        needed = DRIVERS.get(int(cuda.split(".")[0]))
-        old = driver and needed and int(driver[0].split(".")[0]) < needed
-        why = f"the driver {driver[0]} is too old for it" if old else "it sees no GPU"
-        fix = (
-            f"install NVIDIA's driver {needed} or newer" if old else "nvidia-smi shows what it has"
+    names = [machine.environ.get("CC"), "gcc", "clang"]
+    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    absent = [] if compiler else ["no C compiler (gcc)"]
+    absent += [] if headers.exists() else [f"no {headers}"]
+    if not absent:
+        yield "ok", f"{compiler}, {headers}", ""
+        return
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    line = next((line for tool, line in INSTALL.items() if shutil.which(tool)), "install both")
+    install = line.format(version=version, short=version.replace(".", ""))
+    yield (
+        "warn",
+        f"{' and '.join(absent)}: vLLM's kernels do not compile",
+        f"{install}; without them rollout.enforce_eager=true, or --rollout_name hf",
+    )
+
+
+def _allocator(machine: Machine) -> Said:
+    """Tell whether torch's allocator is told to use expandable segments, and whether that fits."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
+    name = next((name for name in names if machine.environ.get(name)), None)
+    if name is None or not machine.gpus:
+        yield "ok", "torch's own settings", ""
+        return
+    found = f"{name}={machine.environ[name]}"
+    if not re.search("expandable_segments:true", machine.environ[name], re.IGNORECASE):
+        yield "ok", found, ""
+    elif proven("expandable_segments"):
+        yield "ok", f"{found}, passed by the self-test; vLLM leaves it for what sleeps", ""
+    else:
+        yield (
+            "warn",
+            f"{found}: not tried here. Weights by `ipc` travel several times slower, and not at "
+            "all in containers that forbid pidfd_getfd",
+            f"`ppo doctor --self-test`, or `unset {name}`",
         )
-        yield "fail", f"{version} for CUDA {cuda}: {why}", fix
+
+
+def _network(machine: Machine) -> Said:
+    if machine.config.trainer.nnodes == 1 or not machine.gpus:
+        yield "ok", "NCCL needs none: no GPUs, or one node (--nnodes)", ""
         return
-    names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    shown = ", ".join(f"{one.name} {one.total_memory / GIB:.0f} GiB" for one in names)
-    yield "ok", f"{version}, CUDA {cuda}, driver {driver[0] if driver else '?'}: {shown}", ""
-    if not torch.cuda.is_bf16_supported():
-        yield "warn", "these GPUs do not compute in bfloat16", "--dtype float32"
+    network = find_network(machine.environ)
+    state: State = "fail" if network.broken else "warn" if network.repair else "ok"
+    yield state, network.found, network.repair
 
 
-def _ask_driver(*fields: str) -> list[str]:
-    """Ask nvidia-smi; an empty list where it does not answer."""
-    asked = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+def _nodes(machine: Machine) -> Said:
+    """Look for folders that every node needs, and try the way to node 0."""
+    config, trainer = machine.config, machine.config.trainer
+    if trainer.nnodes == 1:
+        yield "ok", "one (--nnodes)", ""
+        return
+    paths = {"--model": config.model.path, "--critic_model": config.critic.model.path,
+             "ref.path": config.ref.path}  # fmt: skip
+    same = "the same path on every node: copy it, or name it on a disk that all share"
+    for flag, path in ((flag, path) for flag, path in paths.items() if path is not None):
+        try:
+            check_folder(model_folder(path), flag)
+        except UserError as error:
+            yield "fail", f"this node: {first_line(error)}", same
+    open_ports = "nodes must reach each other at all TCP ports: Ray and NCCL choose theirs"
+    place = f"MASTER_ADDR {trainer.master_addr}, port {trainer.master_port}"
+    if trainer.master_addr is None or not trainer.node_rank or not machine.probe:
+        yield "ok", f"{trainer.nnodes}; {open_ports} (--probe on nodes 1, 2 … tries node 0's)", ""
+        return
     try:
-        told = subprocess.run(asked, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return told.stdout.split("\n")[0].split(", ")
+        socket.create_connection((trainer.master_addr, trainer.master_port), PATIENCE_S).close()
+        yield "ok", f"{place} answers", ""
+    except ConnectionRefusedError:
+        yield "ok", f"{place} can be reached; node 0 is not started", ""
+    except OSError as error:
+        fix = f"open the firewall or security group: {open_ports}"
+        yield "fail", f"{place} cannot be reached ({error.strerror or error})", fix
 
 
 def _collectives(machine: Machine) -> Said:
     import torch
     from torch import distributed
 
-    if machine.gpus > 1 and torch.version.cuda:
+    if len(machine.gpus) > 1 and torch.version.cuda:
         if not distributed.is_nccl_available():
-            yield "fail", f"torch has no NCCL, and there are {machine.gpus} GPUs", "scripts/setup"
+            found = f"torch has no NCCL, and there are {len(machine.gpus)} GPUs"
+            yield "fail", found, "scripts/setup"
             return
         yield "ok", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}", ""
     elif distributed.is_gloo_available():
@@ -364,7 +440,8 @@ async def _ask(provider: SdkProvider) -> str:
 
 CHECKS: dict[str, Callable[[Machine], Said]] = {
     "python": _python, "packages": _packages, "torch": _torch, "collectives": _collectives,
-    "vllm": _vllm, "ray": _ray, "memory": _memory, "shared memory": _shared_memory, "disk": _disk,
+    "vllm": _vllm, "compiler": _compiler, "gpu memory": _allocator, "network": _network,
+    "nodes": _nodes, "ray": _ray, "memory": _memory, "shared memory": _shared_memory, "disk": _disk,
     "open files": _open_files, "hub": _hub, "sandbox": _sandbox, "judge": _judges,
 }  # fmt: skip
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import stat
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -15,11 +13,17 @@ import pytest
 from huggingface_hub import constants
 
 from ppo_cli.cli.app import main
+from ppo_cli.config import torch_build
+from ppo_cli.config.gpus import Gpu, list_gpus
 from ppo_cli.config.schema import Config
+from ppo_cli.config.torch_build import TorchBuild
 from ppo_cli.errors import WorkerLost
+from ppo_cli.run import doctor
 from ppo_cli.run.doctor import CHECKS, Finding, Machine, examine
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET
+from tests.nvml import DRIVER, H100, T4
+from tests.nvml import Machine as NvmlMachine
 
 JUDGE = ("--use_api_reward", "--rm_api_type", "openai", "--rm_model", "m")
 
@@ -31,7 +35,9 @@ def looked_at(
     return {one["part"]: one for one in json.loads(capsys.readouterr().out)}
 
 
-def check(part: str, *, gpus: int = 0, probe: bool = False, **environ: str) -> list[Any]:
+def check(
+    part: str, *, gpus: tuple[Gpu, ...] = (), probe: bool = False, **environ: str
+) -> list[Any]:
     return list(CHECKS[part](Machine(Config(), environ, gpus, probe)))
 
 
@@ -70,28 +76,101 @@ def test_what_fails_ends_with_2_and_names_its_mend(
 
 
 def test_gpus_without_their_build_or_driver_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: NvmlMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
-    if torch.version.cuda is None:
-        ((state, found, _),) = check("torch", gpus=2)
-        assert state == "fail" and "built for CPUs, and there are GPUs here (2)" in found
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 535.183.01\n")
-    smi.chmod(smi.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    ((state, found, fix),) = check("torch", gpus=1)
-    assert state == "fail" and found.endswith("CUDA 13.0: the driver 535.183.01 is too old for it")
-    assert fix == "install NVIDIA's driver 580 or newer"
+    machine.set("driver|535.183.01|12020", T4)
+    monkeypatch.setattr(torch_build, "read_build", lambda: TorchBuild("2.13.0", (13, 0)))
+    ((state, found, fix),) = check("torch", gpus=list_gpus())
+    assert state == "fail" and found.startswith("Tesla T4 (compute capability 7.5, driver 535.183")
+    assert found.endswith("built for CUDA 13.0, which needs driver 580 or newer")
+    assert fix.startswith("run `")
+    machine.set(DRIVER, T4)
+    ((state, found, fix),) = check("torch", gpus=list_gpus())
+    assert (state, "nvidia-modprobe" in fix) == ("fail", True), found
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    here, old = check("torch", gpus=list_gpus())
+    assert here[0] == "ok" and here[1].endswith("driver 580.95.05: Tesla T4 16 GiB")
+    assert old[0] == "warn" and old[1].startswith("Tesla T4 has no bfloat16")
+    ((state, found, _),) = check("torch")
+    assert state == "fail" and "management library (NVML) does not show" in found
     versions = {"vllm": "0.32.0", "torch": "2.12.0+cu130"}
     monkeypatch.setattr(metadata, "version", versions.__getitem__)
     monkeypatch.setattr(metadata, "requires", lambda name: ["numpy", "torch==2.13.0"])
-    ((state, found, fix),) = check("vllm", gpus=1)
+    ((state, found, fix),) = check("vllm", gpus=(H100,))
     assert (state, fix) == ("fail", "scripts/setup vllm")
     assert found == "vllm 0.32.0 is built for torch 2.13.0, and 2.12.0 is here"
+
+
+@pytest.mark.parametrize(
+    ("tool", "install"),
+    [("apt-get", "sudo apt-get install -y gcc python{v}-dev;"), ("dnf", "sudo dnf install -y gcc"),
+     (None, "install both;")],
+)  # fmt: skip
+def test_what_compiles_kernels_is_looked_for(
+    tool: str | None, install: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check("compiler") == [("ok", "only vLLM on GPUs needs one", "")]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    for name in filter(None, (tool,)):
+        make_program(tmp_path / name)
+    ((state, found, fix),) = check("compiler", gpus=(H100,))
+    assert state == "warn" and "no C compiler (gcc)" in found and "Python.h" in found
+    assert fix.startswith(install.format(v=f"{sys.version_info.major}.{sys.version_info.minor}"))
+    assert "rollout.enforce_eager=true" in fix
+    make_program(tmp_path / "gcc")
+    ((state, found, _),) = check("compiler", gpus=(H100,))
+    assert state == "warn" and "compiler" not in found
+    (tmp_path / "Python.h").touch()
+    ((state, found, _),) = check("compiler", gpus=(H100,))
+    assert state == "ok" and str(tmp_path / "gcc") in found
+
+
+def make_program(path: Path) -> None:
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+
+
+def test_expandable_segments_are_proven_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(**environ: str) -> tuple[str, str]:
+        ((state, found, fix),) = check("gpu memory", gpus=(H100,), **environ)
+        assert (state == "ok") == (fix == "")
+        return state, found
+
+    on = "max_split_size_mb:64,expandable_segments:True"
+    assert state() == ("ok", "torch's own settings")
+    assert state(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False")[0] == "ok"
+    assert state(PYTORCH_CUDA_ALLOC_CONF=on)[0] == "warn"
+    both = state(PYTORCH_ALLOC_CONF="max_split_size_mb:64", PYTORCH_CUDA_ALLOC_CONF=on)
+    assert both == ("ok", "PYTORCH_ALLOC_CONF=max_split_size_mb:64")
+    monkeypatch.setattr(doctor, "proven", lambda feature: feature == "expandable_segments")
+    assert state(PYTORCH_ALLOC_CONF=on)[0] == "ok"
+
+
+def test_nodes_need_the_folders_and_ports() -> None:
+    def nodes(*, probe: bool = True, model: str = "embedded", **trainer: Any) -> Any:
+        config = Config()
+        update = {
+            "model": config.model.model_copy(update={"path": model}),
+            "trainer": config.trainer.model_copy(update={"nnodes": 2, **trainer}),
+        }
+        return next(CHECKS["nodes"](Machine(config.model_copy(update=update), {}, (), probe)))
+
+    assert check("nodes") == [("ok", "one (--nnodes)", "")]
+    assert nodes(master_addr="127.0.0.1", node_rank=0)[1].startswith("2; nodes must reach each")
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+        here = {"master_addr": "127.0.0.1", "master_port": port, "node_rank": 1}
+        assert nodes(**here) == ("ok", f"MASTER_ADDR 127.0.0.1, port {port} answers", "")
+        assert nodes(**here, probe=False)[1].startswith("2; nodes must reach each")
+    assert nodes(**here)[1].endswith("can be reached; node 0 is not started")
+    state, found, fix = nodes(**here | {"master_addr": "no-such-host.invalid"})
+    assert state == "fail" and "security group" in fix, found
+    lost = nodes(model="/no/such/model")
+    assert lost[0] == "fail" and "/no/such/model" in lost[1] and "same path" in lost[2]
 
 
 def test_a_judge_is_asked_only_with_probe(

@@ -1,0 +1,111 @@
+"""By what NCCL reaches other nodes from this one, from its variables, devices and plugins.
+
+NCCL takes TCP without a word where a device is there and its plugin, or the access to it, is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ctypes.util import find_library
+from dataclasses import dataclass
+from pathlib import Path
+
+AMAZON = "0x1d0f"  # vendor of EFA devices
+READ_IT = "NCCL_DEBUG=INFO writes NET/IB, NET/OFI or NET/Socket into logs/learner-0.log"
+OFF = ("1", "true", "yes", "on")
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the collectives of several nodes travel by; `repair` is empty where nothing is wrong."""
+
+    found: str
+    repair: str = ""
+    broken: bool = False  # NCCL would not start at all
+
+
+def find_network(environ: Mapping[str, str], root: Path = Path("/")) -> Network:
+    """Return the network that NCCL would take here."""
+    interfaces = sorted(path.name for path in (root / "sys/class/net").glob("*"))
+    named = environ.get("NCCL_SOCKET_IFNAME", "")
+    usable = [name for name in interfaces if name != "lo" and _is_named(name, named)]
+    if named and not usable:
+        found = f"NCCL_SOCKET_IFNAME={named} names no interface of this node: {_listed(interfaces)}"
+        return Network(found, "unset NCCL_SOCKET_IFNAME", broken=True)
+    if environ.get("NCCL_NET", "").lower() == "socket":
+        return Network(f"NCCL_NET=Socket: TCP by {_listed(usable)}", "unset NCCL_NET")
+    return (
+        _by_plugin(environ, root, interfaces)
+        or _by_infiniband(environ, root)
+        or Network(
+            f"no InfiniBand, RoCE or EFA: TCP by {_listed(usable)}",
+            "expected without such a network; actor.fsdp_config.fsdp_size=N, with the GPUs of a "
+            f"node, then sends least between nodes. {READ_IT}",
+        )
+    )
+
+
+def _by_plugin(environ: Mapping[str, str], root: Path, interfaces: list[str]) -> Network | None:
+    """Return the clouds' networks, which NCCL reaches by a plugin alone."""
+    efa = [d.name for d in _devices(root) if _first_line(d / "device/vendor") == AMAZON]
+    net = root / "sys/class/net"
+    gvnic = [n for n in interfaces if (net / n / "device/driver").resolve().name == "gve"]
+    if not efa and not gvnic:
+        return None
+    kind = f"EFA ({_listed(efa)})" if efa else f"gVNIC ({_listed(gvnic)})"
+    if (plugin := _find_plugin(environ)) is not None:
+        return Network(f"{kind} by the plugin {plugin}")
+    package = (
+        "install aws-ofi-nccl, and put its folder (/opt/amazon/ofi-nccl/lib) into LD_LIBRARY_PATH"
+        if efa
+        else "install Google's NCCL plugin (gIB, FasTrak or Fast Socket) for this kind of machine"
+    )
+    found = f"{kind}, and NCCL's plugin for it (libnccl-net.so) is not found: TCP"
+    return Network(found, f"{package}. {READ_IT}")
+
+
+def _by_infiniband(environ: Mapping[str, str], root: Path) -> Network | None:
+    devices = [device.name for device in _devices(root)]
+    if not devices:
+        return None
+    layer = _first_line(_devices(root)[0] / "ports/1/link_layer")
+    kind = f"{'RoCE' if layer == 'Ethernet' else 'InfiniBand'} ({_listed(devices)})"
+    if environ.get("NCCL_IB_DISABLE", "").lower() in OFF:
+        return Network(f"{kind}, turned off by NCCL_IB_DISABLE: TCP", "unset NCCL_IB_DISABLE")
+    if not (root / "dev/infiniband").exists():
+        return Network(
+            f"{kind}, and this container has no /dev/infiniband: TCP",
+            f"docker run --device /dev/infiniband --ulimit memlock=-1 …. {READ_IT}",
+        )
+    return Network(kind)
+
+
+def _devices(root: Path) -> list[Path]:
+    return sorted((root / "sys/class/infiniband").glob("*"))
+
+
+def _is_named(interface: str, named: str) -> bool:
+    """Match NCCL_SOCKET_IFNAME: a list of beginnings; `=` before it: of names; `^`: of others."""
+    sign = named[:1] if named[:1] in ("=", "^") else ""
+    words = named.removeprefix(sign).split(",")
+    if sign == "=":
+        return interface in words
+    return any(map(interface.startswith, words)) != (sign == "^")
+
+
+def _find_plugin(environ: Mapping[str, str]) -> str | None:
+    name = environ.get("NCCL_NET_PLUGIN", "")
+    names = [name, f"libnccl-net-{name}.so"] if name else ["libnccl-net.so"]
+    for folder in environ.get("LD_LIBRARY_PATH", "").split(":"):
+        for file in names:
+            if (path := Path(folder) / file).is_file():
+                return str(path)
+    return find_library(f"nccl-net-{name}" if name else "nccl-net")
+
+
+def _first_line(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "none"
