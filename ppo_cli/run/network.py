@@ -56,7 +56,7 @@ def _by_plugin(environ: Mapping[str, str], root: Path, interfaces: list[str]) ->
     if (plugin := _find_plugin(environ)) is not None:
         return Network(f"{kind} by the plugin {plugin}")
     package = (
-        "install aws-ofi-nccl, and put its folder (/opt/amazon/ofi-nccl/lib) into LD_LIBRARY_PATH"
+        "install aws-ofi-nccl, and put the folder of its libnccl-net.so into LD_LIBRARY_PATH"
         if efa
         else "install Google's NCCL plugin (gIB, FasTrak or Fast Socket) for this kind of machine"
     )
