@@ -6,7 +6,9 @@ import math
 import os
 import shlex
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -29,6 +31,7 @@ from ppo_cli.config.derived import (
     train_rows,
 )
 from ppo_cli.config.layers import read_yaml
+from ppo_cli.config.memory import assume_memory
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.model_checks import (
     check_folder,
@@ -76,6 +79,7 @@ from ppo_cli.run_folder import (
 if TYPE_CHECKING:
     from ppo_cli.data_sets.rows import RowSet
     from ppo_cli.report.tracker import Screen
+    from ppo_cli.run.simulate import Simulation
 
 NO_FORECAST = "no forecast: "
 MOST_ROWS = 4_000  # a plan takes less than a second, however many rows there are
@@ -100,16 +104,41 @@ def plan(given: Given) -> None:
     problems = list(dict.fromkeys([*problems, *refused_rows(resolved.config, read)]))
     if refused_settings(resolved):  # there is nothing to lay out
         raise ConfigError(problems)
-    if given.extras["json"]:
+    with assume_memory(given.extras["device_memory"]):
+        _show_plan(resolved, read, given.extras, problems)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _show_plan(
+    resolved: Resolved, read: Read, extras: Mapping[str, Any], problems: Sequence[str]
+) -> None:
+    if extras["json"]:
         from ppo_cli.cli.screen import print_json
 
         made, judge = _lay_out(resolved, read)
-        facts = made.as_dict() | judge.facts | {"problems": problems}
-        print_json(facts)
-    else:
-        print_plan(resolved, read, every=bool(given.extras["all"]), problems=problems)
-    if problems:
-        raise ConfigError(problems)
+        facts = made.as_dict() | judge.facts
+        if extras["simulate"]:
+            facts["simulation"] = _simulate(resolved.config).as_dict()
+        print_json(facts | {"problems": problems})
+        return
+    print_plan(resolved, read, every=bool(extras["all"]), problems=problems)
+    if extras["simulate"]:
+        lines = _simulate(resolved.config).lines()
+        print("\n".join(["\nSimulation", *(f"  {line}" for line in lines)]))
+
+
+def _simulate(config: Config) -> Simulation:
+    """Run the learner on tensors without numbers, and say on stderr how far it is."""
+    from ppo_cli.run.simulate import require_simulation, run_simulation
+
+    require_simulation(config)
+    began = time.monotonic()
+
+    def report(text: str) -> None:
+        print(f"  simulation: {text} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+
+    return run_simulation(config, report)
 
 
 def _lr_notes(config: Config) -> Iterator[str]:
@@ -432,6 +461,13 @@ add_command(
         switch("all", "Also the settings at their default."),
         FORK,
         switch("json", "Machine-readable, to stdout."),
+        switch(
+            "simulate",
+            "Also run a step without numbers, and measure what it takes of a GPU (minutes).",
+        ),
+        own_flag(
+            "device_memory", str, None, "What each GPU has, if they are elsewhere: 80GB.", "SIZE"
+        ),
     ],
 )
 

@@ -8,7 +8,10 @@ and drivers take for themselves is not counted: RESERVE is left for it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ from ppo_cli.config.model_memory import Model, Share, Work
 from ppo_cli.config.model_shape import FLOAT, Device, Shape
 from ppo_cli.config.publishing import publish_bytes
 from ppo_cli.config.schema import Config
+from ppo_cli.errors import ConfigError
 
 PREFILL_TOKENS = 16_384  # of one forward pass of the hf sampler
 # Activations are kept when a step with them needs at most this share of the memory: an estimate
@@ -48,6 +52,8 @@ GIB = 1 << 30
 AWAKE = ("rollout", "publishing")  # phases in which samplers work
 # Float32 copies of a chunk's logits when a token is drawn.
 DRAWN_LOGITS = 4
+# Bytes of a GPU in a plan for another machine (`ppo plan --device_memory`).
+ASSUMED_MEMORY: ContextVar[int | None] = ContextVar("assumed_memory", default=None)
 
 
 @dataclass(frozen=True)
@@ -204,6 +210,11 @@ class _Roles:
         return phases | {phase: size for phase, size in updates.items() if size > rest}
 
 
+def count_learner(config: Config, shapes: Shapes) -> dict[str, int]:
+    """Bytes on a learner rank in each phase, samplers and reward models left out."""
+    return _Roles.count(config, shapes, None).phases(config)
+
+
 def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Place, ...]:
     """Count what each kind of device needs; `there` is what one has (the host, without GPUs)."""
     placement, roles = placement_of(config), _Roles.count(config, shapes, there)
@@ -326,7 +337,26 @@ def device_memory(config: Config) -> int | None:
     per_node = gpus_per_node(config)
     if not per_node:
         return host_memory()
+    if (assumed := ASSUMED_MEMORY.get()) is not None:
+        return assumed
     return min((gpu.memory_bytes for gpu in list_gpus()[:per_node]), default=None)
+
+
+@contextmanager
+def assume_memory(text: str | None) -> Iterator[None]:
+    """Plan for GPUs of this size, such as 80GB, instead of those that are here (None)."""
+    count = None
+    if text is not None:
+        size = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG])(i?)B", text.strip(), re.IGNORECASE)
+        if size is None or not float(size[1]):
+            raise ConfigError(f"--device_memory {text} is not a size: write 80GB, or 24564MiB.")
+        unit = (1024 if size[3] else 1000) ** ("MG".index(size[2].upper()) + 2)
+        count = int(float(size[1]) * unit)
+    token = ASSUMED_MEMORY.set(count)
+    try:
+        yield
+    finally:
+        ASSUMED_MEMORY.reset(token)
 
 
 def host_memory(root: Path = Path("/")) -> int:

@@ -292,16 +292,20 @@ def _by_key(states_hnd: Tensor, keys: int) -> Tensor:
 
 
 def _has_kernel(query_1hLd: Tensor, value_1hLd: Tensor) -> bool:
-    """Whether one kernel can do all rows: half precision on a GPU that is not too old."""
+    """Whether one kernel can do all rows: half precision, and a device that has it."""
     size = query_1hLd.shape[-1]
     return (
-        query_1hLd.is_cuda
-        and value_1hLd.shape[-1] == size
+        value_1hLd.shape[-1] == size
         and _dtype(query_1hLd) in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(query_1hLd.device) >= AMPERE
+        and has_packed_kernel(query_1hLd.device)
         and size % 8 == 0
         and size <= 256
     )
+
+
+def has_packed_kernel(device: torch.device) -> bool:
+    """Whether a device has the kernel: a GPU that is not too old."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
 
 
 def _attend_at_once(

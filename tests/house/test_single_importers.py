@@ -18,6 +18,8 @@ STANDS = {
     "engine.hf_sampler": "one sampler of several",
     "engine.cluster.engine": "the engine itself; service is the process around it",
     "engine.experts": "what routers do; with it, actor_critic holds two ideas",
+    "engine.simulation.counters": "counters for any code; benchmarks use them on other trainers",
+    "engine.simulation.device": "the device itself; with it, steps holds two ideas",
     "engine.small_models": "models to try; with them, trial is over the cap",
     "launch.ray_process": "Ray itself; with it, nodes is over the cap",
     "library": "what is offered in Python; the package itself has to stay quick to import",

@@ -1,0 +1,218 @@
+"""Count the bytes of storages that are alive on a device, and the collectives between ranks.
+
+Nothing here knows the learner: any code that computes on tensors of one device type can run in
+`Watch`, whether they are fake or hold numbers.
+
+    memory, collectives = MemoryCounter("cuda"), CollectiveCounter()
+    with Watch((memory,), collectives):
+        memory.restart()
+        step()
+    print(memory.peak_bytes, memory.at_peak, collectives.summarise())
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Function on the stack -> what it allocates; the innermost one that is listed counts. The names
+# are those of torch 2.13's FSDP2 and of this package.
+MAKERS: Mapping[str, str] = {
+    "foreach_all_gather": "all-gather buffers",
+    "_get_param_all_gather_inputs": "all-gather buffers",
+    "init_all_gather_outputs": "gathered weights",
+    "foreach_all_gather_copy_out": "gathered weights",
+    "init_unsharded_param": "gathered weights",
+    "alloc_storage": "gathered weights",
+    "foreach_reduce": "reduce-scatter buffers",
+    "foreach_reduce_scatter_copy_in": "reduce-scatter buffers",
+    "accumulate_unsharded_grad_if_needed": "whole gradients",
+    "_no_moments": "moments",
+    "_place_moments": "moments",
+    "_norm": "optimizer",
+    "apply": "optimizer",
+    "gather_logprobs_entropy": "logits",
+    "one_chunk": "logits",
+    "full_kl": "logits",
+    "_init_sharded_param": "parameters",
+    "_send": "parameters",
+}
+# Part of an operation's name -> the collective.
+KINDS: Mapping[str, str] = {
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+}
+FORWARD, BACKWARD, AGAIN = "activations", "backward pass", "activations, computed again"
+
+
+class MemoryCounter:
+    """Bytes alive on devices of one type, by what made them; remembers the highest moment."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.total_bytes = 0
+        self.by_maker: Counter[str] = Counter()
+        self.peak_bytes = 0
+        self.at_peak: Counter[str] = Counter()
+        self._alive: dict[int, tuple[int, str]] = {}  # storage -> its bytes, its maker
+        self._watchers: dict[int, Any] = {}
+        self._lock = threading.RLock()  # autograd allocates in a thread of its own
+
+    def restart(self) -> None:
+        """Forget the highest moment so far; what is alive stays counted."""
+        self.peak_bytes, self.at_peak = self.total_bytes, Counter(self.by_maker)
+
+    def record(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, if it is on such a device and was not seen before."""
+        if tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._alive:
+            # The Python object of a storage lives as long as the storage itself.
+            self._watchers[key] = weakref.ref(storage, lambda _: self._forget(key))
+            self._set(key, storage.nbytes(), find_maker())
+
+    def resize(self, storage: Any) -> None:
+        """Count a storage again that has grown or shrunk in place."""
+        if storage._cdata in self._alive:
+            self._set(storage._cdata, storage.nbytes(), self._alive[storage._cdata][1])
+
+    def rename(self, tensors: Iterator[Tensor], maker: str) -> None:
+        """Give what these tensors hold to another maker."""
+        for tensor in tensors:
+            local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            key = local.untyped_storage()._cdata
+            if key in self._alive:
+                self._set(key, self._alive[key][0], maker)
+
+    def _set(self, key: int, size: int, maker: str) -> None:
+        with self._lock:
+            before, old_maker = self._alive.get(key, (0, maker))
+            self._alive[key] = (size, maker)
+            self.by_maker[old_maker] -= before
+            self.by_maker[maker] += size
+            self.total_bytes += size - before
+            if self.total_bytes > self.peak_bytes:
+                self.restart()
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            size, maker = self._alive.pop(key)
+            del self._watchers[key]
+            self.by_maker[maker] -= size
+            self.total_bytes -= size
+
+
+def find_maker() -> str:
+    """Name what the running code allocates, by the innermost function that `MAKERS` lists."""
+    frame: Any = sys._getframe(2)
+    computed_again = False
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in MAKERS:
+            return MAKERS[name]
+        computed_again |= name == "recompute_fn"
+        frame = frame.f_back
+    if computed_again:
+        return AGAIN
+    return FORWARD if threading.current_thread() is threading.main_thread() else BACKWARD
+
+
+class CollectiveCounter:
+    """Collectives that this rank began: kind -> how many, and bytes of their largest tensors."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def record(self, func: Any, values: Sequence[Any]) -> None:
+        """Count an operation of torch.distributed; others are none."""
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace not in ("c10d", "_c10d_functional") or name.startswith("wait_tensor"):
+            return
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        kind = next((word for part, word in KINDS.items() if part in name), name)
+        if tensors and tensors[0].is_cpu:
+            kind += " on the CPU"
+        self.calls[kind] += 1
+        self.bytes[kind] += max((t.numel() * t.element_size() for t in tensors), default=0)
+
+    def clear(self) -> None:
+        """Begin again at 0."""
+        self.calls.clear()
+        self.bytes.clear()
+
+    def summarise(self) -> dict[str, dict[str, int]]:
+        """Kind -> {"calls", "bytes"}."""
+        return {kind: {"calls": n, "bytes": self.bytes[kind]} for kind, n in self.calls.items()}
+
+
+class Watch(TorchDispatchMode):
+    """Shows every operation of a block to the counters."""
+
+    def __init__(self, memories: Sequence[MemoryCounter], collectives: CollectiveCounter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memories = memories
+        self._collectives = collectives
+        self._resizing: Any = None
+
+    def __enter__(self) -> Watch:
+        """Storages that FSDP2 frees and fills again are resized below any operation."""
+        self._resizing = resizing(self._memories)
+        self._resizing.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._resizing.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and count what comes out."""
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it comes again, for the pieces
+        kwargs = kwargs or {}
+        self._collectives.record(func, pytree.tree_leaves((args, kwargs)))
+        result = self.compute(func, args, kwargs)
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, Tensor):
+                for memory in self._memories:
+                    memory.record(value)
+        return result
+
+    def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operation."""
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def resizing(memories: Sequence[MemoryCounter]) -> Iterator[None]:
+    """Tell the counters of storages that are resized."""
+    storages: Any = torch.UntypedStorage
+    resize = storages.resize_
+
+    def resize_and_count(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        for memory in memories:
+            memory.resize(storage)
+        return result
+
+    storages.resize_ = resize_and_count
+    try:
+        yield
+    finally:
+        storages.resize_ = resize

@@ -1,0 +1,392 @@
+"""A device without memory and numbers: torch's PrivateUse1, registered from Python.
+
+Tensors on it are FakeTensors. What a GPU has and the learner uses is here: streams and events that
+do nothing, the rules of CUDA's autocast (torch 2.13, aten/src/ATen/autocast_mode.h), the choice
+of an attention kernel, and a process group in which every other rank agrees with this one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed import fake_pg
+from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from ppo_cli.engine.simulation.counters import CollectiveCounter, MemoryCounter, Watch
+
+NAME = "simulated"
+DEVICE = torch.device("privateuseone", 0)  # called `NAME` once it is registered
+aten = torch.ops.aten
+
+# Operations that autocast computes in half precision, in float32, in float32 by their `dtype`, and
+# in the widest type of their arguments.
+LOWER = (
+    "_convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "prelu", "addmm", "addmv",
+    "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm",
+    "chain_matmul", "linalg_multi_dot", "scaled_dot_product_attention",
+)  # fmt: skip
+FLOAT32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p",
+    "reciprocal", "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar",
+    "softplus", "layer_norm", "native_layer_norm", "group_norm", "cosine_similarity", "nll_loss",
+    "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss",
+    "binary_cross_entropy_with_logits", "dist", "cdist", "renorm", "logsumexp",
+)  # fmt: skip
+FLOAT32_RESULT = (
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum",
+    "linalg_vector_norm",
+)  # fmt: skip
+WIDEST = ("addcdiv", "addcmul", "atan2", "cross", "dot", "index_put", "scatter_add", "tensordot")
+
+
+class _Event:
+    """An event that has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> _Event:
+        return self
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    """A stream in which nothing is queued."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def wait_event(self, *_: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> _Event:
+        return _Event()
+
+    def synchronize(self) -> None: ...
+
+
+class _Scope:
+    """The context of a stream or a device."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class _Module:
+    """What `torch.cuda` is to a GPU; torch finds it as `torch.simulated`."""
+
+    Event, Stream, stream, device = _Event, _Stream, _Scope, _Scope
+    _initialized = True
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device: Any) -> None: ...
+
+    def synchronize(self, device: Any = None) -> None: ...
+
+    def current_stream(self, device: Any = None) -> _Stream:
+        return _Stream()
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None: ...
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+class Simulator(Watch):
+    """Makes what comes to the device fake, and what leaves it; other CPU tensors stay real.
+
+    Row lengths and plans of micro-batches are thus computed as in a run. Numbers that the host
+    asks of a fake tensor are 1, and masks on the device are taken to be True everywhere.
+    """
+
+    def __init__(self) -> None:
+        self.device_memory, self.host_memory = MemoryCounter(NAME), FakeHostCounter("cpu")
+        self.collectives = CollectiveCounter()
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        super().__init__((self.device_memory, self.host_memory), self.collectives)
+
+    def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operation on shapes if a fake tensor or the device is among its arguments."""
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # DTensor derives shapes, with a mode of its own
+        values = pytree.tree_leaves((args, kwargs))
+        is_fake = any(isinstance(value, FakeTensor) for value in values)
+        if func is aten._local_scalar_dense.default and is_fake:
+            return _answer(args[0].dtype)
+        if func is aten._pin_memory.default:
+            return aten.clone.default(args[0])
+        if func is aten.copy_.default and is_fake:
+            return args[0]
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == NAME and not is_fake:
+            return self._create(func, args, kwargs)
+        if is_fake and func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return self._multiply_groups(args, kwargs)
+        if is_fake and func in (aten.index.Tensor, aten.nonzero.default):
+            args = self._select_all(func, args)
+            if func is aten.nonzero.default:
+                return args
+        return func(*args, **kwargs)
+
+    def like(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A fake tensor of the same shape and type on a device."""
+        with self.fakes:
+            return torch.empty_like(tensor, device=device)
+
+    def _create(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        with self.fakes:
+            if func is aten._to_copy.default:
+                source = args[0]
+                return torch.empty(
+                    source.shape, dtype=kwargs.get("dtype") or source.dtype, device=DEVICE
+                )
+            on_meta = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), args)
+            return func(*on_meta, **kwargs)
+
+    def _multiply_groups(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Products of experts, for which torch derives shapes in bfloat16 alone."""
+        with self.fakes:
+            operands = [torch.empty_like(operand, dtype=torch.bfloat16) for operand in args[:2]]
+            product = aten._grouped_mm.default(*operands, *args[2:], **kwargs)
+            return torch.empty_like(product, dtype=args[0].dtype)
+
+    def _select_all(self, func: Any, args: Any) -> Any:
+        """Indices, or arguments of an indexing, as if masks were True everywhere."""
+
+        def positions(mask: Tensor) -> list[Tensor]:
+            with self.fakes:
+                size = (mask.numel(),)
+                return [
+                    torch.empty(size, dtype=torch.int64, device=mask.device)
+                    for _ in range(mask.dim())
+                ]
+
+        if func is aten.nonzero.default:
+            with self.fakes:
+                return torch.stack(positions(args[0]), 1)
+        indices: list[Any] = []
+        for index in args[1]:
+            is_mask = index is not None and index.dtype == torch.bool
+            indices += positions(index) if is_mask else [index]
+        return (args[0], indices)
+
+
+class FakeHostCounter(MemoryCounter):
+    """Host memory, of which only fake tensors are part of the simulated run."""
+
+    def record(self, tensor: Tensor) -> None:
+        """Count a fake tensor."""
+        if isinstance(tensor, FakeTensor):
+            super().record(tensor)
+
+
+def _answer(dtype: torch.dtype) -> float | int | bool:
+    return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+_registered: list[Any] = []
+
+
+def register() -> torch.device:
+    """Register the device in this process, for good."""
+    if _registered:
+        return DEVICE
+    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module())
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) moves at its end
+    beneath = torch.library.Library("_", "IMPL")
+    beneath.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    rules = torch.library.Library("aten", "IMPL")
+    _registered.extend((beneath, rules))
+    casts = ((LOWER, _cast_lower), (FLOAT32, _cast_float32), (WIDEST, _cast_widest),
+             (FLOAT32_RESULT, _ask_for_float32))  # fmt: skip
+    for names, cast in casts:
+        for name in names:
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(aten, packet), overload or "default")
+            rules.impl(name, _beneath_autocast(op, cast), "AutocastPrivateUse1")
+    rules.impl("scaled_dot_product_attention", _attend, "AutogradPrivateUse1")
+    dist.Backend.register_backend(
+        NAME, fake_pg._create_fake_pg, extended_api=True, devices=["cpu", NAME]
+    )
+    clear = torch.clear_autocast_cache
+
+    def clear_caches() -> None:
+        clear()
+        _cast_weights.clear()
+
+    torch.clear_autocast_cache = clear_caches
+    return DEVICE
+
+
+Cast = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+keys: Any = torch._C.DispatchKey  # its stubs lack some
+AUTOCAST = torch._C.DispatchKeySet(keys.AutocastPrivateUse1)
+
+
+def _beneath_autocast(op: Callable[..., Any], cast: Cast) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+            args, kwargs = cast(args, kwargs)
+            return op(*args, **kwargs)
+
+    return run
+
+
+# Weights that are trained are cast once until the outermost autocast ends: parameter -> its copy.
+_cast_weights: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+
+def _is_cast(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.device.type == NAME
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+    )
+
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    if not _is_cast(value) or value.dtype == dtype:
+        return value
+    is_cached = (
+        dtype != torch.float32
+        and value.dtype == torch.float32
+        and value.requires_grad
+        and value.is_leaf
+        and not value._is_view()
+        and torch.is_autocast_cache_enabled()
+    )
+    if not is_cached:
+        return value.to(dtype)
+    reference, copy = _cast_weights.get(id(value), (None, None))
+    if reference is None or reference() is not value:
+        copy = value.to(dtype)
+        _cast_weights[id(value)] = weakref.ref(value), copy
+    return copy
+
+
+def _cast_all(args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map(lambda value: _to(value, dtype), (args, kwargs))
+
+
+def _cast_lower(args: Any, kwargs: Any) -> Any:
+    return _cast_all(args, kwargs, torch.get_autocast_dtype(NAME))
+
+
+def _cast_float32(args: Any, kwargs: Any) -> Any:
+    return _cast_all(args, kwargs, torch.float32)
+
+
+def _cast_widest(args: Any, kwargs: Any) -> Any:
+    dtypes = {value.dtype for value in pytree.tree_leaves((args, kwargs)) if _is_cast(value)}
+    wide = torch.float32 in dtypes or len(dtypes) > 1
+    return _cast_all(args, kwargs, torch.float32) if wide else (args, kwargs)
+
+
+def _ask_for_float32(args: Any, kwargs: Any) -> Any:
+    if _is_cast(args[0]) and kwargs.get("dtype") is None and _has_no_dtype(args):
+        kwargs = {**kwargs, "dtype": torch.float32}
+    return args, kwargs
+
+
+def _has_no_dtype(args: Sequence[Any]) -> bool:
+    return not any(isinstance(value, torch.dtype) for value in args)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention by the kernel that a GPU of compute capability 8.0 takes first."""
+    size = query.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if half and attn_mask is None and size <= 256 and size % 8 == 0 and size == value.shape[-1]:
+        out = aten._scaled_dot_product_flash_attention.default(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+        return out  # type: ignore[no-any-return]
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (states.repeat_interleave(repeats, 1) for states in (key, value))
+    if attn_mask is not None:
+        attn_mask = _prepare_bias(attn_mask, query, key)
+    out = aten._scaled_dot_product_efficient_attention.default(
+        query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
+    )[0]
+    return out  # type: ignore[no-any-return]
+
+
+def _prepare_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as numbers in rows of a multiple of 16, which the kernel demands."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
+            mask.logical_not(), -torch.inf
+        )
+    length = mask.shape[-1]
+    if length % 16:
+        mask = torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+@contextmanager
+def fake_ranks() -> Iterator[None]:
+    """Let `join_ranks` meet ranks that are not there; objects that they send are ours."""
+    init, new_group = dist.init_process_group, dist.new_group
+
+    def init_process_group(backend: str, *, init_method: str, **options: Any) -> None:
+        store = fake_pg.FakeStore()
+        init(f"cpu:{NAME},{NAME}:{NAME}", store=store, **options)
+
+    def make_group(**options: Any) -> Any:
+        return new_group(**options | {"backend": f"cpu:{NAME}"})
+
+    def all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> None:
+        gathered[:] = [value] * len(gathered)
+
+    with (
+        patch.object(dist, "init_process_group", init_process_group),
+        patch.object(dist, "new_group", make_group),
+        patch.object(dist, "all_gather_object", all_gather_object),
+    ):
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

@@ -1,0 +1,285 @@
+"""Run the learner of a config as rank 0 of its ranks, without weights, and measure each phase.
+
+`python -m ppo_cli.engine.simulation.steps` reads a config as JSON and writes JSON lines: progress
+while it works, at the end the measurements. It runs in a process of its own, which exchanges
+functions of torch and of this package for others and has no GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import masking_utils
+
+from ppo_cli.algo.batch import TrainBatch
+from ppo_cli.config.derived import critic_mini_batch, data_ranks, learner_ranks
+from ppo_cli.config.schema import Config
+from ppo_cli.engine import learner, packing, rows
+from ppo_cli.engine.base import MiniBatch
+from ppo_cli.engine.checkpoint import Trained
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.micro_batches import Budget, share_micro_batches
+from ppo_cli.engine.ranks import ALONE, Ranks, join_ranks
+from ppo_cli.engine.rows import row_lengths, row_prompts
+from ppo_cli.engine.simulation.device import DEVICE, NAME, Simulator, fake_ranks, register
+from ppo_cli.errors import PpoError
+
+TURNS = 2  # micro-batches of each rank in a mini-batch: from the second on there are gradients
+
+
+@dataclass(frozen=True)
+class PhaseMeasurement:
+    """What one phase took of the device and of the host of rank 0, at the highest moment.
+
+    `collectives` are those of one micro-batch: kind -> {"calls", "bytes"}.
+    """
+
+    peak_bytes: int
+    peak_by_maker: Mapping[str, int]
+    host_peak_bytes: int
+    micro_batch_tokens: int
+    collectives: Mapping[str, Mapping[str, float]]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Bytes at rest after loading, and each phase, in the plan's words."""
+
+    ranks: int
+    rest_bytes: int
+    rest_by_maker: Mapping[str, int]
+    host_rest_bytes: int
+    phases: Mapping[str, PhaseMeasurement]
+
+
+class SimulatedLearner(learner.Learner):
+    """A learner that renders no files of checkpoints."""
+
+    def _trained(self) -> list[Trained]:
+        return []
+
+
+def simulate(config: Config, report: Callable[[str], None] = lambda text: None) -> Measurements:
+    """Load the models of a config on the simulated device, annotate and update; see `report`."""
+    register()
+    simulator, size = Simulator(), learner_ranks(config)
+    with ExitStack() as stack:
+        stack.enter_context(fake_ranks())
+        stack.enter_context(_without_numbers(simulator))
+        stack.enter_context(simulator)
+        ranks = ALONE
+        if size > 1:
+            ranks = join_ranks(
+                0, size, init_method="", device=DEVICE,
+                tensor_size=config.trainer.tensor_parallel_size,
+                shard_size=config.actor.fsdp_config.fsdp_size,
+            )  # fmt: skip
+        report("loading the models")
+        rank0 = SimulatedLearner(config, range(0), ranks, total_steps=10)
+        device, host = simulator.device_memory, simulator.host_memory
+        for model in rank0._models():
+            device.rename(model.model.parameters(), "parameters")
+        gc.collect()
+        rest, by_maker = device.total_bytes, _positive(device.by_maker)
+        host_rest = host.total_bytes
+        phases = {
+            name: _measure(simulator, name, budget, work, config, ranks, report)
+            for name, budget, work in _phases(rank0)
+        }
+    return Measurements(max(1, size), rest, by_maker, host_rest, phases)
+
+
+def _phases(
+    rank0: learner.Learner,
+) -> Iterator[tuple[str, Budget, Callable[[TrainBatch], object]]]:
+    """Name, budget and work of each phase, in the order of a training step."""
+    yield "annotation", rank0._annotate_budget, rank0.annotate
+
+    def update(name: str, batch: TrainBatch) -> object:
+        return rank0.step(MiniBatch(batch, actor=name == "actor", critic=name == "critic"))
+
+    for name, part in rank0._learners().items():
+        yield f"update of the {name}", part.budget, partial(update, name)
+
+
+def _measure(
+    simulator: Simulator,
+    name: str,
+    budget: Budget,
+    work: Callable[[TrainBatch], object],
+    config: Config,
+    ranks: Ranks,
+    report: Callable[[str], None],
+) -> PhaseMeasurement:
+    """Work on a batch of full rows, and keep the highest moment."""
+    device, host, collectives = (
+        simulator.device_memory, simulator.host_memory, simulator.collectives,
+    )  # fmt: skip
+    batch = make_batch(config, name, budget)
+    began = time.monotonic()
+    report(name)
+    gc.collect()
+    for counter in (device, host):
+        counter.restart()
+    collectives.clear()
+    with _masks_as_packed(budget.packed):
+        work(batch)
+    prompts = row_prompts(batch.input_ids_BL, batch.prompt_len_B)
+    turns = len(share_micro_batches(row_lengths(batch), budget, ranks, prompts))
+    return PhaseMeasurement(
+        device.peak_bytes,
+        _positive(device.at_peak),
+        host.peak_bytes,
+        budget.tokens,
+        {
+            kind: {what: count / turns for what, count in counts.items()}
+            for kind, counts in collectives.summarise().items()
+        },
+        time.monotonic() - began,
+    )
+
+
+def make_batch(config: Config, phase: str, budget: Budget) -> TrainBatch:
+    """Rows of full length, for `TURNS` micro-batches on each rank, or a whole mini-batch."""
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    n = config.rollout.n
+    prompts = {
+        "annotation": config.data.train_batch_size,
+        "update of the actor": config.actor.ppo_mini_batch_size,
+        "update of the critic": critic_mini_batch(config),
+    }[phase]
+    at_once = max(1, budget.tokens // (prompt + response))
+    at_once = min(at_once, budget.rows or at_once)
+    count = min(prompts * n, TURNS * at_once * data_ranks(config))
+    group_B = torch.arange(count) // n
+    ids_BL = torch.zeros(count, prompt + response, dtype=torch.int64)
+    ids_BL[:, 0] = group_B  # rows of a group have one prompt
+    numbers_BT, ones_B = torch.zeros(count, response), torch.ones(count, dtype=torch.bool)
+    return TrainBatch(
+        input_ids_BL=ids_BL,
+        prompt_len_B=torch.full((count,), prompt),
+        response_len_B=torch.full((count,), response),
+        response_mask_BT=torch.ones(count, response, dtype=torch.bool),
+        sampler_logprobs_BT=numbers_BT,
+        group_B=group_B,
+        weight_version_B=torch.full((count,), -1),
+        old_logprobs_BT=numbers_BT,
+        entropy_BT=numbers_BT,
+        ref_logprobs_BT=numbers_BT,
+        full_kl_BT=None,
+        values_BT=numbers_BT,
+        scores_B=torch.zeros(count),
+        valid_B=ones_B,
+        token_rewards_BT=numbers_BT,
+        advantages_BT=numbers_BT,
+        returns_BT=numbers_BT,
+        is_weight_BT=numbers_BT,
+    )
+
+
+@contextmanager
+def _without_numbers(simulator: Simulator) -> Iterator[None]:
+    """Exchange what reads files or compares numbers, and have the learner choose our device."""
+
+    namespace: Any = learner
+
+    def choose(_: Any, dtype: str | None) -> Compute:
+        return Compute(DEVICE, getattr(torch, dtype or "bfloat16"))
+
+    def load_empty(load: Any, path: str, *, empty: bool = False, **options: Any) -> Any:
+        loaded = load(path, empty=True, **options)
+        _put_on_host(loaded.model, simulator)
+        return loaded
+
+    def judge_model(*args: Any, **options: Any) -> Any:
+        # Trials compare numbers of a small model: here on the CPU, in a run on the GPU.
+        with _disable_current_modes(), patch.object(Compute, "choose", on_cpu):
+            return judge(*args, **options)
+
+    judge, on_cpu = namespace.judge_model, Compute.__dict__["choose"]
+    memo = simulator.fakes.fake_tensor_converter.meta_converter.tensor_memo
+    swap: Any = torch.utils.swap_tensors
+
+    def swap_tensors(tensor: Tensor, other: Tensor) -> None:
+        memo.clear()  # it holds weak references to fake tensors, with which none can be swapped
+        swap(tensor, other)
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (torch.utils, "swap_tensors", swap_tensors),
+            (Compute, "choose", classmethod(choose)),
+            (namespace, "load_policy", partial(load_empty, namespace.load_policy)),
+            (namespace, "load_value_model", partial(load_empty, namespace.load_value_model)),
+            (namespace, "judge_model", judge_model),
+            # The kernel of packed rows is taken to pass its trial.
+            (packing, "_try_gradients", lambda *_: ""),
+            (rows, "has_packed_kernel", lambda device: device.type == NAME),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+def _put_on_host(model: nn.Module, simulator: Simulator) -> None:
+    """Give fake tensors in host memory to a model on the meta device; tied ones stay tied."""
+    placed: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensors live on, and with them their id
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in placed:
+                    fresh = simulator.like(tensor, torch.device("cpu"))
+                    if isinstance(tensor, nn.Parameter):
+                        fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
+                    placed[id(tensor)] = (fresh, tensor)
+                tensors[name] = placed[id(tensor)][0]  # type: ignore[assignment]
+
+
+@contextmanager
+def _masks_as_packed(packed: bool) -> Iterator[None]:
+    """Let transformers see several sequences in a row only where rows are packed.
+
+    It finds out by their positions, which have no numbers here.
+    """
+    if packed:
+        yield
+        return
+    with patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None):
+        yield
+
+
+def _positive(counts: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in sorted(counts.items(), key=lambda at: -at[1]) if size > 0}
+
+
+def main() -> None:
+    """Simulate the config on standard input; exits at once, past autograd's threads."""
+
+    def write(kind: str, value: object) -> None:
+        print(json.dumps({kind: value}), flush=True)
+
+    try:
+        config = Config.model_validate_json(sys.stdin.read())
+        write("result", asdict(simulate(config, partial(write, "progress"))))
+    except PpoError as error:
+        write("problem", str(error))
+    # Threads of autograd cannot be joined where the device is written in Python.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

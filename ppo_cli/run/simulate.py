@@ -1,0 +1,213 @@
+"""`ppo plan --simulate`: the learner on tensors without numbers, in a process without GPUs.
+
+The plan adds up what each role should need; here the learner's own code allocates it, as rank 0 of
+all ranks, and the highest moment of each phase is compared with the sum (docs/memory.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import Any
+
+from ppo_cli.config.derived import engine_name, gpus_per_node, quantised, sampler_name, uses_critic
+from ppo_cli.config.memory import (
+    GIB,
+    RESERVE,
+    Shapes,
+    count_learner,
+    count_memory,
+    device_memory,
+    read_shapes,
+)
+from ppo_cli.config.memory_plan import change, settle_memory
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import ConfigError, UserError
+
+SMALL = 0.01  # share of a peak below which a part of it is not named
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What was measured, and what the plan counts of the learner in each phase.
+
+    `memory` is what a GPU has, where that is known, and `left_free` what must stay free of it.
+    `beside` are bytes of the sampler and of reward models while the learner works, by the plan.
+    """
+
+    measured: Mapping[str, Any]
+    planned: Mapping[str, int]
+    beside: int
+    memory: int | None
+    left_free: int
+    gpus: int
+
+    @property
+    def peak(self) -> tuple[str, int]:
+        """The phase that needs most, and its bytes on a GPU."""
+        phases = self.measured["phases"]
+        phase = max(phases, key=lambda name: phases[name]["peak_bytes"])
+        return phase, phases[phase]["peak_bytes"] + self.beside
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether enough stays free at the peak; None where the memory is not known."""
+        return None if self.memory is None else self.peak[1] <= self.memory - self.left_free
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as JSON takes it."""
+        phases = {
+            name: phase | {"planned_bytes": self.planned.get(name)}
+            for name, phase in self.measured["phases"].items()
+        }
+        return {
+            **self.measured,
+            "phases": phases,
+            "beside_bytes": self.beside,
+            "memory_bytes": self.memory,
+            "fits": self.fits,
+        }
+
+    def lines(self) -> list[str]:
+        """What people read of it."""
+        ranks = self.measured["ranks"]
+        lines = [
+            f"rank 0 of {ranks} loads the models, annotates and updates, without numbers and GPUs",
+            f"at rest: {_size(self.measured['rest_bytes'])} of a GPU "
+            f"({_parts(self.measured['rest_by_maker'], self.measured['rest_bytes'])})",
+        ]
+        for name, phase in self.measured["phases"].items():
+            peak, on_paper = phase["peak_bytes"], ""
+            if name in self.planned:
+                count = self.planned[name]
+                on_paper = f"; {_size(count)} on paper, {count / peak - 1:+.0%}"
+            lines.append(f"{name}: {_size(peak)}{on_paper}")
+            lines.append(f"  at its peak: {_parts(phase['peak_by_maker'], peak)}")
+            if phase["collectives"]:
+                counts = (
+                    f"{of['calls']:g} {kind} ({_size(round(of['bytes']))})"
+                    for kind, of in phase["collectives"].items()
+                )
+                lines.append(f"  collectives of a micro-batch: {', '.join(counts)}")
+        host = max(phase["host_peak_bytes"] for phase in self.measured["phases"].values())
+        if host >= GIB // 10:
+            lines.append(
+                f"host memory: {_size(host)} a rank for offloaded weights and moments, "
+                f"{_size(host * self.gpus)} a node"
+            )
+        if self.beside:
+            lines.append(f"the sampler and reward models hold {_size(self.beside)} more, on paper")
+        phase, need = self.peak
+        if self.memory is None:
+            verdict = "how much a GPU has is not known here: add --device_memory, such as 80GB"
+        else:
+            verdict = f"of {_size(self.memory)}: " + (
+                "fits"
+                if self.fits
+                else f"of which {_size(self.left_free)} is left free: does not fit"
+            )
+        lines.append(f"a GPU that trains needs {_size(need)} ({phase}); {verdict}")
+        lines.append(
+            "not simulated: sampling and publishing (see Memory), CUDA's context, buffers of NCCL "
+            "and cuBLAS, fragmentation"
+        )
+        return lines
+
+
+def require_simulation(config: Config) -> None:
+    """Raise ConfigError for what cannot be simulated."""
+    problems = []
+    if not gpus_per_node(config):
+        problems.append(
+            "--simulate is for runs on GPUs, and this one is on the CPU: add --n_gpus (GPUs need "
+            "not be here), and --device_memory for what each has, such as 80GB."
+        )
+    reasons = [f"{key} holds weights in 4 bits" for key in quantised(config)]
+    models = ("actor", "critic") if uses_critic(config) else ("actor",)
+    reasons += [
+        f"{model}.optim.optimizer is AdamW8bit"
+        for model in models
+        if getattr(config, model).optim.optimizer == "AdamW8bit"
+    ]
+    problems += [
+        f"--simulate cannot simulate that {reason}: the code of bitsandbytes needs numbers on a "
+        "GPU. Leave --simulate out: ppo plan counts such a run on paper."
+        for reason in reasons
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def run_simulation(config: Config, report: Callable[[str], None]) -> Simulation:
+    """Simulate a run in a process of its own.
+
+    Raises UserError with what the run would end with before its first step.
+    """
+    config, memory = settle_memory(config, lambda text: None), device_memory(config)
+    gpus, shapes = gpus_per_node(config), read_shapes(config)
+    planned: Mapping[str, int] = {}
+    beside, left_free = 0, int(RESERVE * (memory or 0))
+    if isinstance(shapes, Shapes):
+        planned, place = count_learner(config, shapes), count_memory(config, shapes, memory)[0]
+        beside = place.phases["annotation"] - planned["annotation"] + place.asleep
+        left_free = place.left_free
+    # The process sees no GPU, from whose number these would follow.
+    settled = change(
+        config,
+        {
+            "trainer.n_gpus_per_node": gpus,
+            "trainer.engine": engine_name(config),
+            "rollout.name": sampler_name(config),
+        },
+    )
+    measured = _measure(settled, report)
+    return Simulation(measured, planned, beside, memory, left_free, gpus)
+
+
+def _measure(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "ppo_cli.engine.simulation.steps"]
+    messages: dict[str, Any] = {}
+    with (
+        TemporaryFile("w+") as log,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            env=environ,
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(config.model_dump_json())
+            process.stdin.close()
+            for line in process.stdout:
+                message = json.loads(line)
+                if "progress" in message:
+                    report(message["progress"])
+                messages |= message
+            process.wait()
+        except BaseException:
+            process.kill()
+            raise
+        log.seek(0)
+        errors = log.read()
+    if "problem" in messages:
+        raise UserError(messages["problem"])
+    if "result" not in messages:
+        raise RuntimeError(f"the simulation ended with code {process.returncode}:\n{errors}")
+    result: dict[str, Any] = messages["result"]
+    return result
+
+
+def _parts(parts: Mapping[str, int], whole: int) -> str:
+    return ", ".join(
+        f"{name} {_size(size)}" for name, size in parts.items() if size > SMALL * whole
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.3g} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.3g} MiB"

@@ -1,0 +1,94 @@
+"""The simulated device: bytes worked out by hand, and torch's own tracker of FSDP's memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.simulated_steps import HIDDEN, INNER, KEYS, LAYERS, RANK, VOCABULARY
+from tests.forked import SCRIPT, run_forked
+
+KEY_WIDTH = KEYS * 64
+LAYER = 2 * HIDDEN**2 + 2 * HIDDEN * KEY_WIDTH + 3 * HIDDEN * INNER + 2 * HIDDEN
+PARAMETERS = 2 * VOCABULARY * HIDDEN + LAYERS * LAYER + HIDDEN
+TENSORS = LAYERS * 9 + 3
+FREQUENCIES = 2 * 32 * 4  # of rotary positions: 32 of a head, and their first values
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    script = Path(__file__).with_name("simulated_steps.py")
+    folder = tmp_path_factory.mktemp("llama")
+    done = run_forked([str(script), str(folder)], os.environ, 600, SCRIPT)
+    assert done.returncode == 0, done.stderr
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def test_one_layer_takes_its_rows_its_weights_and_their_gradient(report: dict[str, Any]) -> None:
+    weights, rows, scalars = 4 * 64 * 32, 4 * 16 * 32, 2 * 4  # the loss and its gradient
+    assert report["one layer"] == {
+        "rest": weights + rows,
+        "peak": 2 * weights + rows + scalars,
+        "after": 2 * weights + rows,
+    }
+
+
+def test_autocast_keeps_the_copy_of_a_trained_weight_until_it_ends(report: dict[str, Any]) -> None:
+    weights, rows, copy = 4 * 64 * 32, 4 * 16 * 32, 2 * 64 * 32
+    assert report["cast"] == {
+        "trained, inside": weights + rows + copy,
+        "trained, after": weights + rows,
+        "frozen, inside": weights + rows,
+        "frozen, after": weights + rows,
+    }
+
+
+def test_the_counters_watch_tensors_with_numbers_too(report: dict[str, Any]) -> None:
+    weights = 4 * 64 * 32
+    # The product is freed before the loss exists to the counter, its gradient with the pass.
+    assert report["on the CPU"]["after"] == 2 * weights
+    assert report["on the CPU"]["during"] == weights + 4
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_rank_holds_its_share_of_weights_gradients_and_moments(
+    report: dict[str, Any], ranks: int
+) -> None:
+    measured = report[str(ranks)]
+    at_rest = measured["rest_by_maker"]
+    frequencies = FREQUENCIES if ranks > 1 else 0  # one rank lists them as activations
+    assert at_rest["parameters"] == 4 * PARAMETERS // ranks + frequencies
+    assert at_rest["moments"] == 8 * PARAMETERS // ranks + 4 * TENSORS
+    assert measured["gradients"] == [4 * PARAMETERS // ranks]
+
+
+def test_an_adapter_trains_alone_and_its_moments_are_in_host_memory(
+    report: dict[str, Any],
+) -> None:
+    measured = report["adapter, offloaded"]
+    inputs = 6 * HIDDEN + INNER
+    outputs = 3 * HIDDEN + 2 * KEY_WIDTH + 2 * INNER
+    # Of the 4 rows of A that 8 ranks share, rank 0 has one, and an eighth of the rows of B.
+    own = LAYERS * (inputs + RANK * outputs // 8)
+    assert measured["gradients"] == [4 * own]
+    assert measured["host_rest_bytes"] == 8 * own + 4 * LAYERS * 14
+    assert "moments" not in measured["rest_by_maker"]
+
+
+def test_a_micro_batch_gathers_each_group_twice_and_reduces_it_once(
+    report: dict[str, Any],
+) -> None:
+    collectives = report["8"]["phases"]["update of the actor"]["collectives"]
+    groups, half = LAYERS + 1, 2 * PARAMETERS
+    assert collectives["all-gather"] == {"calls": 2 * groups, "bytes": 2 * half}
+    assert collectives["reduce-scatter"] == {"calls": groups, "bytes": 4 * PARAMETERS}
+
+
+def test_the_peak_is_that_of_torchs_tracker(report: dict[str, Any]) -> None:
+    peaks = report["trackers"]
+    assert peaks["ours"] == peaks["torch's"] > 4 * PARAMETERS
