@@ -29,6 +29,7 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
 )
+from ppo_cli.config.memory_advice import advise_memory
 from ppo_cli.config.memory_plan import settle_dtype
 from ppo_cli.config.model_checks import spreads_weights, why_logprobs_again
 from ppo_cli.config.model_limits import require_length
@@ -123,6 +124,10 @@ class Learner:
             None,
             *self._models(),
         )
+        for budget in self._budgets().values():
+            advice = advise_memory(config, "sequence")
+            budget.too_much = f"a single sequence of {{}} tokens. {advice}"
+            budget.no_room = advise_memory(config, "weights")
         # Ranks give back what they gather layer by layer, where memory is short.
         ample = config.model.enable_gradient_checkpointing is False
         if self._compute.device.type == "cpu" and (ranks.alone or ample):
@@ -176,7 +181,7 @@ class Learner:
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step with the actor, the critic or both."""
         sums: Sums = {}
-        with tell_out_of_memory("An optimizer step", "the size of --model"):
+        with tell_out_of_memory("An optimizer step", advise_memory(self._config, "step")):
             if minibatch.actor:
                 with self.phase("update actor"):
                     sums |= self._actor.step(minibatch.batch)
@@ -542,7 +547,8 @@ class LocalEngine:
         awake = self._learner.policy.awake()
         # Greedy responses (validations, baselines) belong to no phase of training.
         phase = self._learner.phase("rollout") if sampling.temperature else nullcontext()
-        with phase, tell_out_of_memory("Sampling", "rollout.max_num_seqs"), awake:
+        advice = advise_memory(self._learner._config, "sampling")
+        with phase, tell_out_of_memory("Sampling", advice), awake:
             version = self._learner.weight_version
             yield from self._sampler.generate(prompts, sampling, version, begun)
 

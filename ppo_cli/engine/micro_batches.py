@@ -6,6 +6,7 @@ each rank has the same number of micro-batches (collectives must meet) of about 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ class Budget:
 
     `tokens` counts padded tokens (rows x longest row), or those of the rows alone where they
     are `packed`; `rows` caps the rows. Rows of one prompt stay together where they are `shared`.
-    `too_much` is said where one row does not fit.
+    `too_much` is said where one row does not fit; `no_room` is the advice where it is the weights
+    that ranks gather for which there is no room.
     """
 
     tokens: int
@@ -40,18 +42,26 @@ class Budget:
         "a single sequence of {} tokens. Lower --max_response_length or --max_prompt_length, "
         "switch on model.enable_gradient_checkpointing, or take a smaller --model."
     )
+    no_room: str = "Use more GPUs (--n_gpus, --nnodes) or take a smaller --model."
 
     def size(self, rows: int, longest: int, real: int) -> int:
         """What rows take of `tokens`, given the longest of them and their real tokens."""
         return real if self.packed else rows * longest
 
-    def halve(self, longest: int, most_rows: int, most_tokens: int = 0) -> None:
+    def halve(
+        self, longest: int, most_rows: int, most_tokens: int = 0, *, gathering: bool = False
+    ) -> None:
         """Shrink below what was just tried; raises UserError when one row is too much.
 
         Of packed rows, `most_tokens` is what the heaviest micro-batch held, and `most_rows` are
-        its rows: memory goes by tokens there.
+        its rows: memory goes by tokens there. `gathering`: it was weights that found no room.
         """
         if most_rows <= 1:
+            if gathering:
+                raise UserError(
+                    "Out of memory: the weights that a rank gathers leave no room for a single "
+                    f"sequence of {longest} tokens. {self.no_room}"
+                )
             raise UserError(f"Out of memory with {self.too_much.format(longest)}")
         if self.packed:
             self.tokens = most_tokens // 2
@@ -195,14 +205,24 @@ def _fill(
 
 
 @contextmanager
-def tell_out_of_memory(what: str, lower: str) -> Iterator[None]:
-    """Turn running out of memory into a message that says what to lower."""
+def tell_out_of_memory(what: str, advice: str) -> Iterator[None]:
+    """Turn running out of memory into a message that says what helps."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(f"{what} ran out of memory: lower {lower}.") from error
+        raise UserError(f"{what} ran out of memory. {advice}") from error
+
+
+# Functions of FSDP2 (torch 2.13) that make room for whole weights and gradients.
+GATHERS = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
+
+
+def is_gathering(error: BaseException) -> bool:
+    """Whether an error was raised while FSDP2 put weights or gradients together."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(code.co_name in GATHERS and "_fully_shard" in code.co_filename for code in codes)
 
 
 Work = Callable[[Sequence[int], bool], None]
@@ -273,12 +293,14 @@ def run_within_memory(
                     f"(now {budget.tokens} here), then start the same command again."
                 ) from error
             elsewhere = isinstance(error, OutOfMemoryElsewhere)
+            gathering = is_gathering(error)
         _start_over(models, restart)
         if not elsewhere and not ranks.alone:
-            _stand_in(models, work, last, ranks)
+            _stand_in(models, work, last, ranks, budget)
             ranks.agree(failed=True)
             _start_over(models, restart)
-        budget.halve(max(lengths), most_rows, sum(lengths[i] for i in heaviest))
+        tokens = sum(lengths[i] for i in heaviest)
+        budget.halve(max(lengths), most_rows, tokens, gathering=gathering)
 
 
 def _start_over(models: Sequence[Asked], restart: Callable[[], None]) -> None:
@@ -289,7 +311,9 @@ def _start_over(models: Sequence[Asked], restart: Callable[[], None]) -> None:
         torch.cuda.empty_cache()
 
 
-def _stand_in(models: Sequence[Asked], work: Work, last: bool, ranks: Ranks) -> None:
+def _stand_in(
+    models: Sequence[Asked], work: Work, last: bool, ranks: Ranks, budget: Budget
+) -> None:
     """Do the micro-batch that broke off again, as an idle rank; what comes of it is dropped."""
     for model in models:
         model.stand_in()
@@ -300,7 +324,5 @@ def _stand_in(models: Sequence[Asked], work: Work, last: bool, ranks: Ranks) -> 
             raise
         raise UserError(
             f"Learner rank {ranks.rank} ran out of memory with its shortest sequence alone: the "
-            "gathered weights leave no room. Use more GPUs (--n_gpus, --nnodes), "
-            "ref.param_offload=true, actor.fsdp_config.optimizer_offload=true and the critic's, "
-            "or a smaller --model."
+            f"gathered weights leave no room. {budget.no_room}"
         ) from error

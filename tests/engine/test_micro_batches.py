@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed import DistBackendError
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ppo_cli.engine.micro_batches import (
     Budget,
@@ -118,6 +125,31 @@ def test_one_row_that_does_not_fit_is_told() -> None:
 
     with pytest.raises(UserError, match=r"single sequence of 900 tokens.*max_response_length"):
         run_within_memory([900, 3], Budget(10_000), work, lambda: None)
+
+
+def test_weights_that_leave_no_room_are_told() -> None:
+    """FSDP2's own gather finds no room for its buffer."""
+
+    class NoRoom(DefaultAllGather):
+        def allocate(self, *_: Any, **__: Any) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = nn.Linear(4, 4)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        sharded: Any = model
+        sharded.set_custom_all_gather(NoRoom())
+
+        def work(rows: Sequence[int], last: bool) -> None:
+            model(torch.zeros(len(rows), 4))
+
+        budget = Budget(10_000, no_room="Use more GPUs.")
+        expected = r"weights that a rank gathers .* single sequence of 900 tokens. Use more GPUs."
+        with pytest.raises(UserError, match=expected):
+            run_within_memory([900], budget, work, sharded.reset_iter_state)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_other_errors_pass_through() -> None:

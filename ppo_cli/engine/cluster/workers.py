@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.config.derived import publishes_adapter
+from ppo_cli.config.memory_advice import advise_memory
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import (
     Sampling,
@@ -250,6 +251,7 @@ class SamplerRole:
         self, number: int, config: Config, tokenizer: bytes, transfer: Transfer, profiles: Path
     ) -> None:
         self._number = number
+        self._advice = advise_memory(config, "sampling")
         self._halved: list[Halved] = []
         self._profiler = Profiler(config, profiles, f"sampler_{number}")
         if config.model.enable_gradient_checkpointing is False and not torch.cuda.is_available():
@@ -268,7 +270,7 @@ class SamplerRole:
         # Greedy responses (validations, baselines) belong to no phase of training.
         training = sampling.temperature > 0
         phase = self._profiler.phase("rollout", weight_version + 1) if training else nullcontext()
-        with phase, tell_out_of_memory("Sampling", "rollout.max_num_seqs"):
+        with phase, tell_out_of_memory("Sampling", self._advice):
             for rollout in self._sampler.generate(prompts, sampling, weight_version, begun):
                 while self._halved:
                     yield self._halved.pop(0)

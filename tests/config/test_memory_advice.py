@@ -1,0 +1,74 @@
+"""What is advised where memory has run out: by cause, and only what is not set already."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.memory_advice import Cause, advise_memory
+from ppo_cli.config.memory_plan import change
+from ppo_cli.config.schema import Config
+
+CAUSES: tuple[Cause, ...] = ("weights", "sequence", "step", "sampling")
+OFFLOAD = {
+    f"{model}.fsdp_config.{what}": True
+    for model in ("actor", "critic")
+    for what in ("optimizer_offload", "param_offload")
+}
+
+
+def settings(gpus: int = 8, **changes: Any) -> Config:
+    trainer = {"engine": "ray", "n_gpus_per_node": gpus}
+    sampler = {"name": "vllm" if gpus else "hf"}
+    config = Config.model_validate({"trainer": trainer, "rollout": sampler})
+    return change(config, {key.replace("__", "."): value for key, value in changes.items()})
+
+
+@pytest.mark.parametrize(
+    ("cause", "first", "more_gpus"),
+    [
+        ("weights", "Add ref.param_offload=true", True),
+        ("sequence", "Lower --max_response_length", True),
+        ("step", "Add actor.fsdp_config.optimizer_offload=true critic.fsdp_config", True),
+        ("sampling", "Lower --gpu_memory_utilization", False),
+    ],
+)
+def test_each_cause_has_its_own_advice(cause: Cause, first: str, more_gpus: bool) -> None:
+    text = advise_memory(settings(), cause)
+    assert text.startswith(first)
+    assert ("use more GPUs (--n_gpus, --nnodes)" in text) == more_gpus
+    assert text.endswith("take a smaller --model.")
+    assert ("max_response_length" in text) == (cause in ("sequence", "sampling"))
+    assert ("AdamW8bit" in text) == (cause == "step")
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_what_is_to_be_added_is_valid_and_new(cause: Cause, gpus: int) -> None:
+    """A user who adds all of it is not told again."""
+    config = settings(gpus, model__enable_gradient_checkpointing=False)
+    offered = re.findall(r"([a-z_.]+)=([A-Za-z0-9]+)", advise_memory(config, cause))
+    values = {"true": True}
+    changed = {
+        key: values.get(value, int(value) if value.isdigit() else value) for key, value in offered
+    }
+    followed = Config.model_validate(change(config, changed).model_dump())
+    assert followed != config or not offered
+    again = advise_memory(followed, cause)
+    for key, value in offered:
+        if not value.isdigit():  # a smaller number of rows can be made smaller still
+            assert key not in again
+
+
+def test_without_gpus_none_are_asked_for_and_nothing_is_offloaded() -> None:
+    for cause in CAUSES:
+        text = advise_memory(settings(0), cause)
+        assert "GPUs" not in text and "offload" not in text
+
+
+def test_a_reference_that_is_the_base_of_the_adapter_has_nothing_to_offload() -> None:
+    assert "ref.param_offload" not in advise_memory(settings(model__lora_rank=8), "weights")
+    away = settings(**{key.replace(".", "__"): value for key, value in OFFLOAD.items()})
+    assert "fsdp_config" not in advise_memory(away, "weights")
