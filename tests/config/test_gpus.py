@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.derived import gpu_count
+from ppo_cli.config.derived import device_plan, gpu_count
 from ppo_cli.config.gpus import Gpu, driver_version, list_gpus, read_inventory
+from ppo_cli.config.memory import device_memory
+from ppo_cli.config.schema import Config
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, Machine, build_library, environment, h100
 
 
@@ -118,3 +120,26 @@ def test_wsl_s_library_is_outside_of_the_loader_s_path(tmp_path: Path) -> None:
     assert listed() == "[] False"
     library.symlink_to(build_library())
     assert listed() == "['GPU-4090a'] False"
+
+
+def test_a_plan_counts_the_memory_of_the_gpus_that_are_used(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(gpus: int | None = None) -> tuple[int | None, str]:
+        config = Config()
+        trainer = config.trainer.model_copy(update={"n_gpus_per_node": gpus})
+        config = config.model_copy(update={"trainer": trainer})
+        return device_memory(config), "; ".join(device_plan(config).sentences)
+
+    machine.set(DRIVER, GT_1030, RTX_4090)
+    memory, said = planned()
+    assert memory == 24 * GIB and "1 GPU here: NVIDIA GeForce RTX 4090, 24 GiB" in said
+    memory, said = planned(2)
+    assert memory == 2 * GIB and "GPU 1 is NVIDIA GeForce GT 1030, 2 GiB (memory is" in said
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1030b")
+    assert planned()[0] == 2 * GIB
+    machine.set(DRIVER, h100(0), h100(1), "split", a_slice(0))
+    assert planned()[0] == 10 * GIB
+    machine.set(DRIVER, *(h100(number) for number in range(8)))
+    memory, said = planned(8)
+    assert memory == 80 * GIB and "8 GPUs here: NVIDIA H100 80GB HBM3, 80 GiB" in said

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.config import torch_build
+from ppo_cli.config.device_checks import cluster_remarks
 from ppo_cli.config.gpus import fix_order, list_gpus
 from ppo_cli.config.reward_checks import judge_fault
+from ppo_cli.config.schema import Config
 from ppo_cli.config.torch_build import TorchBuild, find_fault, read_build
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, T4, Machine, environment, h100
 
@@ -193,3 +195,26 @@ def test_commands_refuse_a_gpu_that_torch_cannot_use(words: str, tmp_path: Path)
 def test_a_run_that_is_planned_for_the_cpu_starts(tmp_path: Path) -> None:
     code, error = ppo(tmp_path, "plan --preset embedded", DRIVER, RTX_4090, CUDA_VISIBLE_DEVICES="")
     assert code == 0, error
+
+
+def test_bfloat16_on_a_gpu_without_it_is_refused_by_vllm_and_remarked(tmp_path: Path) -> None:
+    words = "plan --preset embedded --n_gpus 1 --engine ray --rollout_name"
+    _, error = ppo(tmp_path, f"{words} vllm --dtype bfloat16", DRIVER, T4)
+    assert "vLLM does not compute in bfloat16 on a Tesla T4: leave --dtype out" in error
+    _, error = ppo(tmp_path, f"{words} vllm", DRIVER, T4)
+    assert "vLLM does not compute" not in error
+    _, error = ppo(tmp_path, f"{words} vllm --dtype bfloat16", DRIVER, RTX_4090)
+    assert "vLLM does not compute" not in error
+
+
+def test_what_a_gpu_computes_in_is_remarked(machine: Machine) -> None:
+    def remarks(dtype: str | None) -> str:
+        config = Config()
+        model = config.model.model_copy(update={"dtype": dtype})
+        return " ".join(cluster_remarks(config.model_copy(update={"model": model}), 1, {}))
+
+    machine.set(DRIVER, T4)
+    assert "A Tesla T4 has no bfloat16: models compute in float32." in remarks(None)
+    assert "A Tesla T4 emulates bfloat16" in remarks("bfloat16")
+    machine.set(DRIVER, RTX_4090)
+    assert "bfloat16" not in remarks(None) + remarks("bfloat16")
