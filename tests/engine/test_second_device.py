@@ -89,4 +89,4 @@ def test_bodies_of_gpu_tests_pass_on_the_second_device() -> None:
         capture_output=True, text=True, timeout=580, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert " 8 passed" in done.stdout, done.stdout
+    assert "\n8 passed" in done.stdout, done.stdout
