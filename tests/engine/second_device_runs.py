@@ -69,7 +69,7 @@ IN_STEPS = {
 OF_WEIGHTS = {
     "engine/hf_sampler.py:build in modeling_utils.py:to",
     "engine/hf_sampler.py:load_weights",
-    "engine/learner.py:on_host",
+    "engine/learner.py:_bring_home",
     "engine/lora.py:load_adapter",
     "engine/sharding.py:fill_from_rank0",
     "engine/sharding.py:full_tensor",
