@@ -162,6 +162,11 @@ class TestReal:
         ]
         assert probe["client"]["largest"] == 8
 
+    def test_a_chunk_by_nccl_is_full_with_the_tensor_that_fills_it(
+        self, probe: dict[str, Any]
+    ) -> None:
+        assert probe["client"]["chunks"] == [12, 6, 20, 1]
+
     def test_weights_that_come_by_gloo_are_the_ones_that_sample(
         self, probe: dict[str, Any]
     ) -> None:

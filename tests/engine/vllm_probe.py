@@ -247,7 +247,18 @@ def probe_client() -> dict[str, Any]:
     sender = Sender(Backend(), client)
     sender.send(9)
     sender.close()
-    return {"calls": calls, "largest": source.largest_bytes}
+    return {"calls": calls, "largest": source.largest_bytes, "chunks": pack_chunks()}
+
+
+def pack_chunks() -> list[int]:
+    """Sizes of vLLM's chunks by NCCL, of 4 bytes, with tensors that are smaller and larger."""
+    from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
+
+    sizes, chunks = (3, 9, 2, 2, 2, 20, 1), []
+    tensors = iter([(str(size), torch.zeros(size, dtype=torch.uint8)) for size in sizes])
+    while (chunk := pack_tensors(tensors, lambda item: item[1], 4)) is not None:
+        chunks.append(chunk.packed_tensor.numel())
+    return chunks
 
 
 def connect_gloo(learner: Learner, sampler: Any) -> Any:

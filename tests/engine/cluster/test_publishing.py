@@ -6,6 +6,7 @@ The publisher and the sampler are the product's own; vLLM's engine and the GPU's
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,11 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(vllm_sampler, "set_environment", lambda: None)
     monkeypatch.setattr(vllm_sampler, "write_adapter", lambda folder, *_: folder.mkdir())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    request = SimpleNamespace(
+        LoRARequest=lambda name, number, folder: SimpleNamespace(lora_int_id=number)
+    )
+    for module in ("vllm", "vllm.lora", "vllm.lora.request"):  # vLLM may not be installed
+        monkeypatch.setitem(sys.modules, module, request)
 
     def make(way: str, sleep: Any, lora: bool = False, size: int = GPU_BYTES) -> Any:
         model = {"lora_rank": 8, "lora_merge": False} if lora else {}
@@ -211,6 +217,9 @@ def test_a_sampler_refuses_what_a_gpu_would_crash_on(shared: Any) -> None:
         run.sampler.generate(PROMPTS, Sampling(), 0)
     with pytest.raises(RuntimeError, match="weights came before there was memory"):
         run.sampler.load_weights(Weights({}, 1))
+    adapted = shared("memory", "offload", lora=True).sampler
+    with pytest.raises(RuntimeError, match="weights came before there was memory"):
+        adapted.load_weights(Weights({}, 1, adapter=True))
     run.sampler.wake_weights()
     run.engine._update = 0
     run.sampler.wake_cache()
