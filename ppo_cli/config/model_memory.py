@@ -30,6 +30,9 @@ BACKWARD_LOGITS, KEPT_BACKWARD_LOGITS, FORWARD_LOGITS, HALF_FORWARD_LOGITS = 4, 
 # States as wide as the MLP: in a forward pass (gate, up, product; an adapter adds its own result
 # to one), and in the backward pass the gradients of the product and of both its factors.
 FORWARD_INNER, ADAPTED_FORWARD_INNER, BACKWARD_INNER = 3, 4, 3
+# Of these, states that are float32 where layers in 4 bits give what they get: one process has
+# float32 states between layers.
+IN_4_BITS_INNER, IN_4_BITS_BACKWARD_INNER = 3, 2
 # A process on the CPU keeps what it frees, and glibc's aligned allocation does not fit a block
 # into the hole of one of the same size: blocks of the forward passes (of an annotation, of an
 # update) are still held when those of the backward pass are added. Larger ones are given back.
@@ -192,12 +195,26 @@ class Model:
 
         Autocast keeps copies of weights that are trained; of frozen ones, only for one product.
         """
-        if not self.device.half or self.device.shards > 1 or self.in_4_bits:
+        if self.in_4_bits:
+            return self._dequantised
+        if not self.device.half or self.device.shards > 1:
             return 0
         head = 0 if self.is_critic else self.shape.embedding
         if self.part is None or self.lora_rank:
             return self.device.width * max(self.shape.hidden * self.shape.inner, head)
         return self.device.width * (self.shape.layers * self.shape.layer + head)
+
+    @property
+    def _dequantised(self) -> int:
+        """Bytes of a linear layer in 4 bits while it is used: float32, and what is multiplied."""
+        width = FLOAT + (self.device.width if self.device.half else 0)
+        return width * self.shape.hidden * max(self.shape.inner, self.shape.queries)
+
+    @property
+    def _widened(self) -> int:
+        """Bytes that a float32 state of the MLP takes beyond the computing precision."""
+        wide = self.in_4_bits and self.state_bytes > self.device.width
+        return (FLOAT - self.device.width) * self.shape.inner if wide else 0
 
     # Annotation.
 
@@ -212,6 +229,7 @@ class Model:
         states = tokens * (
             4 * self.state_bytes * shape.hidden
             + inner * device.width * shape.inner // device.tensor
+            + IN_4_BITS_INNER * self._widened
         )
         return max(self.first_gather, self.gathered + self.cast + max(states, self._logits(tokens)))
 
@@ -246,6 +264,10 @@ class Model:
         return -(-self.mini * self.config.rollout.n // data_ranks(self.config))
 
     @property
+    def _layer_bytes(self) -> int:
+        return self.shape.layer_bytes(self.device, _longest(self.config))
+
+    @property
     def recomputes(self) -> bool:
         """Whether layers are computed again in the backward pass."""
         model = self.config.critic.model if self.is_critic else self.config.model
@@ -258,7 +280,7 @@ class Model:
     def activations(self) -> int:
         """Bytes that a forward pass keeps for the backward pass."""
         state = self.shape.hidden * self.state_bytes
-        layer = state if self.recomputes else self.shape.layer_bytes(self.device)
+        layer = state if self.recomputes else self._layer_bytes
         kept = self.tokens * (2 * state + self.shape.layers * layer)
         if self.lora_rank and self.device.keeps_freed:
             at_once = 1 if self.recomputes else self.shape.layers
@@ -316,12 +338,11 @@ class Model:
         """Bytes of one layer in its backward pass."""
         device, shape = self.device, self.shape
         inner = BACKWARD_INNER * device.width * shape.inner // device.tensor
-        inside = self.tokens * (shape.layer_bytes(device) + inner)
+        inner += (IN_4_BITS_INNER + IN_4_BITS_BACKWARD_INNER) * self._widened
+        inside = self.tokens * (self._layer_bytes + inner)
         if not self.lora_rank:
             inside += shape.expert_gradients(device)
-        if self.in_4_bits:  # a linear layer is whole while it is used
-            inside += device.width * shape.hidden * max(shape.inner, shape.queries)
-        return inside
+        return inside + (self._dequantised if self.in_4_bits else 0)
 
 
 def _longest(config: Config) -> int:

@@ -15,6 +15,9 @@ FLOAT = 4  # bytes
 # sum; a process that keeps what it frees was measured to hold six.
 KEPT_EXPERTS = 6
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers
+# Families with two more norms in a layer, behind attention and MLP; with norms of queries and keys.
+POST_NORMS = {"gemma2", "gemma3", "gemma3_text"}
+HEAD_NORMS = {"gemma3", "gemma3_text", "olmo2", "olmo3", "qwen3", "qwen3_moe"}
 # Keys of other layers: state spaces, convolutions, latent attention, experts of attention, and
 # embeddings for each layer.
 NOT_PLAIN = re.compile(
@@ -39,6 +42,9 @@ class Shape:
     experts: int = 0  # of a layer, on average over the layers
     held: int = 0  # widths of all experts of a layer together; `inner` are those that a token takes
     routes: int = 0  # experts that a token takes
+    post_norms: bool = False
+    head_norms: bool = False
+    scores: bool = False  # attention holds the scores of all pairs: no kernel caps them
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Shape | None:
@@ -73,6 +79,9 @@ class Shape:
             vocabulary=vocabulary,
             tied=bool(told.get("tie_word_embeddings", True)),
             lean=told.get("hidden_act") == "silu" and "rms_norm_eps" in told,
+            post_norms=told.get("model_type") in POST_NORMS,
+            head_norms=told.get("model_type") in HEAD_NORMS,
+            scores=told.get("attn_logit_softcapping") is not None,
         )
         return _with_experts(plain, told) if first(*EXPERTS) else plain
 
@@ -113,18 +122,27 @@ class Shape:
         return copies * 3 * FLOAT * self.hidden * self.held // device.tensor
 
     @property
+    def _normed_heads(self) -> int:
+        return self.queries + self.keys if self.head_norms else 0
+
+    def _scored(self, row: int) -> int:
+        return self.heads * row if self.scores else 0
+
+    @property
     def _attention(self) -> int:
         return 2 * self.queries + 2 * self.keys + self.heads
 
-    def layer_bytes(self, device: Device) -> int:
-        """Bytes that autograd keeps of a token in one layer.
+    def layer_bytes(self, device: Device, row: int = 0) -> int:
+        """Bytes that autograd keeps of a token in one layer; rows have `row` tokens.
 
         These are inputs, quotients and results of two norms (6 hidden), queries, keys, values and
         results of attention with its normaliser, and four states of the MLP; where layers are
         `lean` on the CPU, a norm keeps no quotients and the MLP three states.
         In bfloat16, norms compute in float32. Without sharding the states between layers are
         float32 too, and each of five linear modules keeps its own copy of what it is given, or
-        both of a lean norm's result share one.
+        both of a lean norm's result share one. Norms of queries and keys, and those behind
+        attention and MLP, keep what they get and the quotient. Scores are kept after the cap,
+        after the softmax in float32, and as they are multiplied.
         """
         lean = self.lean and not device.gpu and device.tensor == 1
         routed = 2 * self.routes * self.hidden  # what experts are given, and what they give
@@ -132,11 +150,16 @@ class Shape:
         if not device.half:
             # Attention to packed rows on the CPU keeps each row's result and all together.
             packed = self.queries if device.packed else 0
-            split = self._attention + packed + inner
-            return FLOAT * ((4 if lean else 6) * self.hidden + routed + split // device.tensor)
-        alone = 12 if lean else 26
-        norms = (16 if device.shards > 1 else alone) * self.hidden
+            split = self._attention + packed + inner + 3 * self._scored(row)
+            split += (1 if lean else 2) * self._normed_heads
+            norms = (4 if lean else 10 if self.post_norms else 6) * self.hidden
+            return FLOAT * (norms + routed + split // device.tensor)
+        alone, ranks = (12 if lean else 26), 16
+        if self.post_norms:  # whose float32 quotients stay
+            alone, ranks = alone + 16, ranks + 20
+        norms = (ranks if device.shards > 1 else alone) * self.hidden
         split = 2 * (self._attention - self.heads + inner) + FLOAT * self.heads
+        split += 6 * self._normed_heads + 8 * self._scored(row)
         if device.packed and not device.gpu:  # attention to rows in float32, and its result
             split += 2 * self._attention + FLOAT * self.queries
         return norms + device.width * routed + split // device.tensor

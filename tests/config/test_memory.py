@@ -52,8 +52,8 @@ MODELS: dict[str, tuple[Any, float]] = {
     "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), 0.03),
     "qwen2": (lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)), 0.03),
     "mistral": (lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)), 0.03),
-    "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)), 0.25),
-    "gemma2": (lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES)), 0.35),
+    "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)), 0.03),
+    "gemma2": (lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, attn_implementation="eager")), 0.1),
     "mixtral": (lambda: MixtralForCausalLM(MixtralConfig(**SIZES, **ROUTED)), 0.35),
     "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(**GPT2, **ENDS)), 0.5),
 }
@@ -85,7 +85,7 @@ def test_activations_are_those_that_autograd_keeps(name: str) -> None:
     shape = Shape.of(model.config.to_dict())
     assert shape is not None
     plain = Device(half=False, gpu=False, shards=1, tensor=1, packed=False, keeps_freed=False)
-    a_token = shape.layers * shape.layer_bytes(plain) // 4 + 2 * shape.hidden
+    a_token = shape.layers * shape.layer_bytes(plain, 64) // 4 + 2 * shape.hidden
     counted, kept = a_token * 64, kept_by_autograd(model, 64)
     assert abs(counted - kept) <= allowed * kept, (counted, kept)
 
