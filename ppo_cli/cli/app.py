@@ -203,7 +203,7 @@ EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parqu
 COMMANDS = {
     "train": ("train:train_app", "Train a model with PPO."),
     "plan": ("train:plan_app", "Show every setting with its origin, and the batch arithmetic."),
-    "doctor": ("train:doctor_app", "Look for what this machine lacks, and say what mends it."),
+    "doctor": ("doctor:doctor_app", "Look for what this machine lacks, and say what mends it."),
     "presets": ("explain:presets_app", "List the presets, show one, or copy one."),
     "explain": ("explain:explain_app", "Say what a setting or a metric is."),
     "prompts": (

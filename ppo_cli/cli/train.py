@@ -1,4 +1,4 @@
-"""`ppo plan`: what a run would do, and refuse; `ppo train` runs it; `ppo doctor`: the machine."""
+"""`ppo plan`: what a run would do, and refuse; `ppo train` runs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -56,7 +56,6 @@ from ppo_cli.data_sets.files import check_readable, count_rows
 from ppo_cli.data_sets.sources import is_hub_name
 from ppo_cli.digests import require_resumable
 from ppo_cli.errors import (
-    EXIT_USER,
     ConfigError,
     Interrupted,
     ModelError,
@@ -556,40 +555,4 @@ add_command(
         switch("quiet", "Print warnings and the summary only."),
         FORK,
     ],
-)
-
-
-def doctor(given: Given) -> None:
-    """Look at Python, packages, GPUs, vLLM, Ray, memory, disk, hub, sandboxes and judges.
-
-    Each line says ok, warn or fail, and what mends it. The exit code is 2 where one fails.
-    The flags of a training run are taken too: then its output folder and judges are looked at.
-    """
-    config = given.resolve().config
-    from ppo_cli.cli.screen import print_json, print_text
-    from ppo_cli.run.doctor import examine
-
-    found, as_json = [], given.extras["json"]
-    for one in examine(config, os.environ, probe=given.extras["probe"]):
-        found.append(one)
-        if not as_json:
-            lines = [f"{one.state:<5} {one.part:<14} {one.found}"]
-            lines += [f"{'':<20} -> {one.fix}"] * bool(one.fix)
-            print_text("\n".join(lines))
-    if as_json:
-        print_json([asdict(one) for one in found])
-    if any(one.state == "fail" for one in found):
-        raise typer.Exit(EXIT_USER)
-
-
-doctor_app = typer.Typer(add_completion=False)
-add_command(
-    doctor_app,
-    doctor,
-    "Example: ppo doctor --use_api_reward --rm_api_type openai --probe",
-    [
-        switch("probe", "Also call the model hub, and each judge for a few tokens."),
-        switch("json", "Machine-readable, to stdout."),
-    ],
-    ("trainer.default_local_dir", "trainer.output_dir", "reward.api."),
 )

@@ -88,6 +88,14 @@ def find_cuda_fault(planned: int) -> GpuFault | None:
     )
 
 
+def expand_segments() -> None:
+    """Let CUDA's allocator grow its segments: less memory is lost between tensors.
+
+    Not in a process of vLLM's, whose own pools do not work with it.
+    """
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
 def multiply_with(library: Literal["blas", "onednn"]) -> bool:
     """Have oneDNN or torch's BLAS multiply float32 matrices on the CPU; whether it is so now.
 

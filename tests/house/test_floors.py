@@ -42,22 +42,31 @@ MAY: dict[str, set[str]] = {
     "bridge": GROUND | FLOOR_2 | {"rewards", "trust"},
     # Trains a reward model: beside run, with the formats that will score by it.
     "fitting": GROUND | FLOOR_2 | {"engine", "rewards"},
+    # Runs parts of the engine and of rewards for their numbers alone.
+    "self_test": GROUND | FLOOR_2 | {"algo", "engine", "rewards"},
     "run": GROUND | FLOOR_2 | LOOP | {"algo", "engine", "rewards", "trust"},
     # Commands reach the upper rooms through these, and only inside a function.
-    "cli": GROUND | FLOOR_2 | {"run", "fitting", "launch", "trust", "bridge"},
+    "cli": GROUND | FLOOR_2 | {"run", "fitting", "launch", "trust", "bridge", "self_test"},
     "__main__": {"cli"},
     # What `from ppo_cli import …` gives: beside cli, and imported when it is asked for.
     "library": GROUND | FLOOR_2 | {"run"},
     "__init__": {"library"},
 }
 # What a command imports only inside a function: heavy, or not for every command.
-UPPER = ("run", "fitting", "launch", "trust", "bridge")
+UPPER = ("run", "fitting", "launch", "trust", "bridge", "self_test")
 SDKS = {"openai", "anthropic", "google", "dashscope"}
 # Third-party roots -> the only places that may import them, at whatever depth.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "torch": (*LOOP, "algo", "engine", "run", "fitting", "rewards.local"),
-    "torch.distributed": ("engine",),
-    "transformers": ("engine", "run", "fitting", "data_sets", "rewards.local"),
+    "torch": (*LOOP, "algo", "engine", "run", "fitting", "rewards.local", "self_test"),
+    "torch.distributed": ("engine", "self_test.checks"),
+    "transformers": (
+        "engine",
+        "run",
+        "fitting",
+        "data_sets",
+        "rewards.local",
+        "self_test.checks",
+    ),
     "peft": ("engine.lora",),
     "ray": ("engine.cluster", "bridge.rewards"),
     "bokeh": ("report.page",),
@@ -72,7 +81,7 @@ HEAVY = {
     "vllm", "peft", "tensorboard", "wandb", "trackio", "mlflow", "swanlab", "bokeh", "genai_prices",
     *SDKS,
 }  # fmt: skip
-HEAVY_AT_TOP = {"algo", "engine", "fitting", "rewards.local", *LOOP}
+HEAVY_AT_TOP = {"algo", "engine", "fitting", "rewards.local", "self_test.checks", *LOOP}
 
 
 class Import(NamedTuple):

@@ -30,6 +30,9 @@ STANDS = {
     "rewards.judge.monitor": "a second judge and canaries; with it, reward is over the cap",
     "rewards.mixture": "the mixture itself; registry builds rewards of every kind",
     "rewards.pool": "what worker processes run; with it, function is over the cap",
+    "self_test.checks.kernels": "one check of several, behind their declarations",
+    "self_test.checks.samplers": "one check of several, behind their declarations",
+    "self_test.declarations": "where a check is declared; runner is how checks run",
     "rewards.served.client": "one client for all protocols: retries, halves, outages",
 }
 

@@ -1,0 +1,143 @@
+"""`ppo doctor`: what this machine lacks; with `--self_test`, whether its numbers are right."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ppo_cli.cli.flags import Given, add_command, switch
+from ppo_cli.config.bundled import EMBEDDED
+from ppo_cli.config.gpus import fix_order, list_gpus
+from ppo_cli.config.model_checks import read_config
+from ppo_cli.config.model_shape import Shape
+from ppo_cli.config.schema import Config
+from ppo_cli.config.torch_build import find_fault
+from ppo_cli.errors import EXIT_USER, MissingPart
+
+if TYPE_CHECKING:
+    from ppo_cli.self_test.results import LayerShape, Outcome
+    from ppo_cli.self_test.runner import Progress
+
+STATES = {"ok": "ok", "differs": "differs", "failed": "failed", "skipped": "does not apply"}
+
+
+def doctor(given: Given) -> None:
+    """Look at Python, packages, GPUs, vLLM, Ray, memory, disk, hub, sandboxes and judges.
+
+    Each line says ok, warn or fail, and what mends it. The exit code is 2 where one fails.
+    The flags of a training run are taken too: then its output folder and judges are looked at.
+    With --self_test the program's parts run on these devices instead, for about two minutes, and
+    their numbers are compared with the CPU's in float64; --model gives the sizes of layers.
+    """
+    config = given.resolve().config
+    as_json = bool(given.extras["json"])
+    if given.extras["self_test"]:
+        _self_test(config, as_json=as_json)
+        return
+    from ppo_cli.cli.screen import print_json, print_text
+    from ppo_cli.run.doctor import examine
+
+    findings = []
+    for finding in examine(config, os.environ, probe=given.extras["probe"]):
+        findings.append(finding)
+        if not as_json:
+            lines = [f"{finding.state:<5} {finding.part:<14} {finding.found}"]
+            lines += [f"{'':<20} -> {finding.fix}"] * bool(finding.fix)
+            print_text("\n".join(lines))
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    if any(finding.state == "fail" for finding in findings):
+        raise typer.Exit(EXIT_USER)
+
+
+def _self_test(config: Config, *, as_json: bool) -> None:
+    from ppo_cli.cli.screen import print_json, print_text
+    from ppo_cli.config.device_record import write_record
+    from ppo_cli.self_test.results import Setup
+    from ppo_cli.self_test.runner import make_record, run_checks
+
+    gpus = len(list_gpus())
+    fix_order(os.environ)
+    if fault := find_fault(gpus or 1):
+        raise MissingPart(str(fault))
+    setup = Setup("cuda" if gpus else "cpu", gpus, Path(), _wanted_shape(config))
+    started = time.monotonic()
+    outcomes = list(run_checks(setup, tell=_tell_progress))
+    _clear_progress()
+    record = make_record(outcomes)
+    path = write_record(record)
+    if as_json:
+        print_json(asdict(record) | {"path": None if path is None else str(path)})
+    else:
+        lines = [*_tabulate(outcomes), "", *_conclude(outcomes, setup.shape, setup.device)]
+        lines.append(f"{time.monotonic() - started:.0f} s; record: {path or 'not written'}")
+        if proven := ", ".join(record.proven):
+            lines.append(f"proven on these GPUs: {proven}")
+        print_text("\n".join(lines))
+    if any(outcome.state in ("differs", "failed") for outcome in outcomes):
+        raise typer.Exit(EXIT_USER)
+
+
+def _wanted_shape(config: Config) -> LayerShape:
+    """The sizes of the layers of --model, where it is another than the bundled one."""
+    from ppo_cli.self_test.results import LayerShape
+
+    path = config.model.path
+    shape = None if path == EMBEDDED else Shape.of(read_config(path))
+    if shape is None:
+        return LayerShape()
+    size = shape.queries // shape.heads
+    return LayerShape(shape.heads, shape.keys // size, size, shape.vocabulary, path)
+
+
+def _tell_progress(progress: Progress) -> None:
+    """One line that is written over on a terminal; a line for each check elsewhere."""
+    left = f"about {progress.seconds_left:.0f} s left"
+    line = f"self-test {progress.number}/{progress.count}: {progress.check}, {left}"
+    _clear_progress()
+    print(line, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+
+
+def _clear_progress() -> None:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _tabulate(outcomes: Sequence[Outcome]) -> list[str]:
+    from ppo_cli.cli.screen import aligned
+
+    rows = [["check", "outcome", "seconds", "what was compared"]]
+    for outcome in outcomes:
+        figures = [f"{name.replace('_', ' ')} {value}" for name, value in outcome.figures.items()]
+        detail = "; ".join([outcome.detail, *([", ".join(figures)] if figures else [])])
+        seconds = f"{outcome.seconds:.1f}" if outcome.seconds else "-"
+        rows.append([outcome.check, STATES[outcome.state], seconds, detail])
+    return aligned(rows, left=4)
+
+
+def _conclude(outcomes: Sequence[Outcome], shape: LayerShape, device: str) -> list[str]:
+    counts = {s: sum(outcome.state == s for outcome in outcomes) for s in STATES}
+    words = [f"{count} {STATES[state]}" for state, count in counts.items() if count]
+    kind = "the CPU" if device == "cpu" else "GPUs"
+    return [f"On {kind}, with layers of {shape.model}: {', '.join(words)}"]
+
+
+doctor_app = typer.Typer(add_completion=False)
+add_command(
+    doctor_app,
+    doctor,
+    "Example: ppo doctor --use_api_reward --rm_api_type openai --probe",
+    [
+        switch("self_test", "Run the program's parts on these devices and compare their numbers."),
+        switch("probe", "Also call the model hub, and each judge for a few tokens."),
+        switch("json", "Machine-readable, to stdout."),
+    ],
+    ("trainer.default_local_dir", "trainer.output_dir", "reward.api."),
+)

@@ -1,0 +1,1 @@
+"""What the self-test computes: functions that take a `Setup` and fill `Results`."""

@@ -1,0 +1,199 @@
+"""N ranks on these devices: what each collective gives, how fast it is, and one step by FSDP.
+
+The ranks are forked from a process that has not used CUDA yet. GPUs talk by NCCL, CPUs by gloo.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ppo_cli.algo.batch import AnnotatedBatch, Annotations, merge_annotations
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.memory_plan import change
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import MiniBatch, Sums, merge_sums
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects, join_ranks, sum_over
+from ppo_cli.self_test.checks.runs import LIMITS, largest_gap, make_batch, make_config, score_rows
+from ppo_cli.self_test.results import Results, Setup, describe_error
+
+Gaps = dict[str, tuple[float, float]]  # what is compared -> the gap and its limit
+MOST_RANKS = 8
+TIMEOUT_S = 90.0
+NUMBERS = 1000  # of a tensor, per rank
+ROUNDS = 100  # of `agree`
+LARGE_BYTES = {"cpu": 2**22, "cuda": 2**28}  # of the tensors whose transfer is timed
+KEPT = "step with gathered weights kept"
+WAYS: dict[str, dict[str, Any]] = {
+    "step by FSDP": {},
+    KEPT: {f"{part}.fsdp_config.reshard_after_forward": False for part in ("actor", "critic")},
+}
+
+
+def check_collectives(setup: Setup, results: Results) -> None:
+    """Run `_check_rank` on each rank; collect what the ranks find."""
+    size = min(setup.gpus, MOST_RANKS) if setup.device == "cuda" else 2
+    if size < 2:
+        results.skip("needs two GPUs")
+        return
+    reports = run_ranks(size, _check_rank, setup)
+    for rank, report in enumerate(reports):
+        for name, gaps in report["parts"].items():
+            proves = ("keep_gathered",) if name == KEPT and rank == 0 else ()
+            with results.part(f"{name}, rank {rank}", *proves):
+                if isinstance(gaps, str):
+                    raise RuntimeError(gaps)
+                for what, (gap, limit) in gaps.items():
+                    results.compare(f"{what}, rank {rank}", gap, limit)
+    results.figures |= reports[0]["figures"]
+    log = (setup.folder / "log").read_text(errors="replace") if setup.device == "cuda" else ""
+    if transports := sorted({*re.findall(r"via (\S+)", log)}):  # NCCL_DEBUG=INFO
+        results.figures["transport"] = ", ".join(transports)
+
+
+def run_ranks(
+    size: int, work: Callable[[Ranks, Setup], Mapping[str, Any]], setup: Setup
+) -> list[Mapping[str, Any]]:
+    """Fork `size` processes that meet as ranks; what each returns, by rank."""
+    context = get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        context.Process(target=_be_rank, args=(rank, size, work, setup, pipe[1]))
+        for rank, pipe in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + TIMEOUT_S
+    reports: list[Mapping[str, Any]] = []
+    for rank, (pipe, ours) in enumerate(pipes):
+        ours.close()
+        with closing(pipe):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"rank {rank} of {size} gave nothing in {TIMEOUT_S:g} s")
+            try:
+                reports.append(pipe.recv())
+            except EOFError:
+                processes[rank].join()
+                code = processes[rank].exitcode
+                raise RuntimeError(f"rank {rank} of {size} ended with exit code {code}") from None
+    return reports
+
+
+def _be_rank(
+    rank: int, size: int, work: Callable[[Ranks, Setup], Mapping[str, Any]], setup: Setup, pipe: Any
+) -> None:
+    device = torch.device(setup.device, rank) if setup.device == "cuda" else torch.device("cpu")
+    meeting = f"file://{setup.folder / 'meeting'}"
+    ranks = join_ranks(rank, size, init_method=meeting, device=device, timeout_s=TIMEOUT_S)
+    pipe.send(work(ranks, setup))
+    dist.destroy_process_group()
+
+
+def _check_rank(ranks: Ranks, setup: Setup) -> dict[str, Any]:
+    parts: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
+    works: dict[str, Callable[[], Gaps]] = {
+        "collectives": partial(_compute_collectives, ranks, setup.device),
+        "speed": partial(_measure_speed, ranks, setup.device, figures),
+    }
+    works |= {way: partial(_compare_step, ranks, setup.device, way) for way in WAYS}
+    for name, work in works.items():
+        try:
+            parts[name] = work()
+        except Exception as error:
+            parts[name] = describe_error(error)
+    return {"parts": parts, "figures": figures}
+
+
+def _compute_collectives(ranks: Ranks, device: str) -> Gaps:
+    """Each kind of collective on numbers whose result is known."""
+    rank, size = ranks.rank, ranks.size
+
+    def numbers(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(-999, 999, (NUMBERS,), generator=generator).float()
+
+    every = torch.stack([numbers(r) for r in range(size)])
+    ours = numbers(rank).to(device)
+    gaps: dict[str, Tensor] = {}
+    total, largest, first = ours.clone(), ours.clone(), ours.clone()
+    dist.all_reduce(total)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.broadcast(first, 0)
+    gaps["all-reduce"] = total.cpu() - every.sum(0)
+    gaps["all-reduce of maxima"] = largest.cpu() - every.amax(0)
+    gaps["broadcast"] = first.cpu() - every[0]
+    gathered = torch.empty((size * NUMBERS,), device=device)
+    dist.all_gather_single(gathered, ours)
+    gaps["all-gather"] = gathered.cpu() - every.flatten()
+    pieces = torch.cat([ours * (piece + 1) for piece in range(size)])
+    piece = torch.empty((NUMBERS,), device=device)
+    dist.reduce_scatter_single(piece, pieces)
+    gaps["reduce-scatter"] = piece.cpu() - every.sum(0) * (rank + 1)
+    objects = gather_objects(ranks, ("rank", rank))
+    gaps["objects"] = torch.tensor([float(objects != [("rank", r) for r in range(size)])])
+    gaps["sum"] = torch.tensor([sum_over(ranks, rank + 0.5) - (size * size / 2)])
+    ranks.agree()
+    return {name: (float(gap.abs().max()), 0.0) for name, gap in gaps.items()}
+
+
+def _measure_speed(ranks: Ranks, device: str, figures: dict[str, Any]) -> Gaps:
+    """GB/s of an all-gather, and milliseconds of `agree`."""
+    large = torch.ones(LARGE_BYTES[device] // 4 // ranks.size, device=device)
+    whole = torch.empty(large.numel() * ranks.size, device=device)
+
+    def gather() -> None:
+        dist.all_gather_single(whole, large)
+        float(whole[-1])  # waits for a GPU
+
+    gather()
+    figures["all_gather_gb_per_s"] = round(whole.nbytes / _seconds(gather) / 1e9, 2)
+    figures["agree_ms"] = round(1e3 * _seconds(ranks.agree, ROUNDS), 3)
+    return {"all-gather of many": (float((whole - 1).abs().max()), 0.0)}
+
+
+def _seconds(work: Callable[[], None], rounds: int = 3) -> float:
+    started = time.perf_counter()
+    for _ in range(rounds):
+        work()
+    return (time.perf_counter() - started) / rounds
+
+
+def _compare_step(ranks: Ranks, device: str, way: str) -> Gaps:
+    """One step of all ranks together, and the same step of this rank alone."""
+    config = change(make_config(device), WAYS[way])
+    together, alone = (_take_step(config, group) for group in (ranks, ALONE))
+    limit = LIMITS[str(config.model.dtype)]
+    gaps = {f"log-probs after a {way}": (largest_gap(together[0], alone[0]), limit)}
+    for metric in ("actor_loss", "grad_norm", "critic_loss", "critic_grad_norm"):
+        numbers = [sums[metric][0] / sums[metric][1] for sums in (together[1], alone[1])]
+        gap = abs(numbers[0] - numbers[1]) / max(1.0, abs(numbers[1]))
+        gaps[f"{metric} of a {way}"] = (gap, limit)
+    return gaps
+
+
+def _take_step(config: Config, ranks: Ranks) -> tuple[Tensor, Sums]:
+    """The log-probs after a step, and its sums over all ranks."""
+    tokenizer = load_tokenizer(model_folder(config.model.path))
+    learner = Learner(config, tokenizer, ranks, total_steps=8)
+    batch = make_batch(learner.policy.model.config.vocab_size)
+
+    def annotate() -> AnnotatedBatch:
+        shares: list[Annotations] = gather_objects(ranks, learner.annotate(batch))
+        return merge_annotations(batch, shares)
+
+    minibatch = MiniBatch(score_rows(annotate()), actor=True, critic=True)
+    sums = merge_sums(gather_objects(ranks, learner.step(minibatch)))
+    learner.publish()
+    return annotate().old_logprobs_BT, sums

@@ -1,0 +1,52 @@
+"""The devices that torch, NVML and the plan see."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ppo_cli.config.derived import gpu_count
+from ppo_cli.config.gpus import list_gpus
+from ppo_cli.config.memory import GIB, host_memory
+from ppo_cli.engine.device import Compute
+from ppo_cli.self_test.results import Results, Setup
+
+SAME_MEMORY = 0.05  # NVML counts what the driver reserves, CUDA does not
+
+
+def check_devices(setup: Setup, results: Results) -> None:
+    """Compare what counts GPUs with what computes on them, and what the plan takes for memory."""
+    gpus = list_gpus()
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    results.require(
+        f"the plan counts {gpu_count()} GPUs and NVML {len(gpus)}", gpu_count() == len(gpus)
+    )
+    results.require(f"NVML counts {len(gpus)} GPUs and torch {usable}", usable == len(gpus))
+    chosen = Compute.choose(None)
+    results.require(
+        f"torch computes on {chosen.device.type}, not on {setup.device}",
+        chosen.device.type == setup.device,
+    )
+    results.figures["cpus"] = os.cpu_count() or 1
+    results.figures["host_gib"] = round(host_memory() / GIB, 1)
+    for index, gpu in enumerate(gpus[:usable]):
+        with results.part(f"GPU {index}"):
+            _check_gpu(index, gpu.memory_bytes, results)
+
+
+def _check_gpu(index: int, planned_bytes: int, results: Results) -> None:
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    results.compare(
+        f"memory of GPU {index} by NVML and by CUDA", abs(planned_bytes / total_bytes - 1),
+        SAME_MEMORY,
+    )  # fmt: skip
+    with torch.cuda.device(index):
+        results.require(
+            f"GPU {index} computes in bfloat16 only by emulation (--dtype float32)",
+            torch.cuda.is_bf16_supported(including_emulation=False),
+        )
+        numbers = torch.arange(1000, device="cuda", dtype=torch.float32)
+        results.compare(f"sum on GPU {index}", abs(float(numbers.sum()) - 499_500), 0)
+    results.figures[f"gpu_{index}_free_gib"] = round(free_bytes / GIB, 1)
+    results.figures[f"gpu_{index}"] = torch.cuda.get_device_name(index)

@@ -1,0 +1,186 @@
+"""Samplers against the model in float64: tokens, log-probs, seeds, new weights, sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.memory import GIB
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import Sampler, Sampling, Weights, build_sampler
+from ppo_cli.engine.lora import adapter_tensors
+from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.records import Prompt, Rollout
+from ppo_cli.self_test.checks.runs import LIMITS, make_config
+from ppo_cli.self_test.checks.training import LORA, make_learner, merge_adapter
+from ppo_cli.self_test.results import Results, Setup
+
+GREEDY = Sampling(temperature=0.0, max_tokens=12)
+DRAWS = {
+    "temperature 1": Sampling(n=4, max_tokens=12, seed=1),
+    "temperature 0.7, top-k 5": Sampling(temperature=0.7, top_k=5, n=4, max_tokens=12, seed=2),
+}
+CHANGE = 0.1  # of new weights, as a share of each
+PROMPTS = 8
+
+
+def check_hf_sampler(setup: Setup, results: Results) -> None:
+    """The program's own sampler."""
+    _check_sampler(make_config(setup.device, rollout={"name": "hf"}), results)
+
+
+def check_vllm_sampler(setup: Setup, results: Results) -> None:
+    """vLLM, which sleeps on GPUs only."""
+    # Compiled graphs take a minute and say nothing about the rest.
+    rollout = {"name": "vllm", "gpu_memory_utilization": 0.3, "enforce_eager": True}
+    rollout |= {"sleep": "discard"}
+    config = make_config(setup.device, rollout=rollout)
+    _check_sampler(config, results, sleeps=setup.device == "cuda")
+    if setup.device == "cuda":
+        with results.part("LoRA adapter"):
+            lora = LORA | {"model": LORA["model"] | {"lora_merge": False}, "rollout": rollout}
+            _check_adapter(make_config(setup.device, **lora), results)
+
+
+class Exact:
+    """The bundled model in float64, with other weights at will."""
+
+    def __init__(self, config: Config) -> None:
+        folder = model_folder(config.model.path)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        ).eval()
+        self.weights = {n: p.detach().clone() for n, p in self._model.named_parameters()}
+
+    @torch.no_grad()
+    def logprobs_TV(self, rollout: Rollout, temperature: float = 1.0) -> Tensor:
+        """Log-probs of the whole vocabulary at each token of a response."""
+        ids = (*rollout.prompt.token_ids, *rollout.token_ids)
+        inputs = {"input_ids": torch.tensor([ids]), "use_cache": False}
+        output = functional_call(self._model, self.weights, kwargs=inputs)
+        logits_TV: Tensor = output.logits[0, len(rollout.prompt.token_ids) - 1 : -1]
+        return (logits_TV / temperature).log_softmax(-1)
+
+
+def make_prompts(tokenizer: Any) -> list[Prompt]:
+    """Prompts of different lengths, as the bundled model knows them."""
+    texts = [f"{i} + {7 * i * i} =" for i in range(PROMPTS)]
+    return [Prompt(f"p{i}", t, (), t, tuple(tokenizer(t).input_ids)) for i, t in enumerate(texts)]
+
+
+def _check_sampler(config: Config, results: Results, *, sleeps: bool = False) -> None:
+    tokenizer = load_tokenizer(model_folder(config.model.path))
+    prompts, exact = make_prompts(tokenizer), Exact(config)
+    limit = LIMITS[str(config.model.dtype)]
+    sampler = build_sampler(config, tokenizer)
+    try:
+        with results.part("responses"):
+            for name, sampling in {"greedy": GREEDY, **DRAWS}.items():
+                rollouts = _sample(sampler, prompts, sampling)
+                compare_logprobs(name, rollouts, exact, sampling, limit, results)
+        with results.part("seeds"):
+            sampling = DRAWS["temperature 1"]
+            first, second, other = (
+                _tokens(_sample(sampler, prompts, s))
+                for s in (sampling, sampling, Sampling(n=4, max_tokens=12, seed=7))
+            )
+            results.require("the same seed gives other tokens", first == second)
+            results.require("another seed gives the same tokens", first != other)
+            spread = [{ids for (uid, _), ids in first.items() if uid == p.uid} for p in prompts]
+            results.require("samples of a prompt are all the same", any(len(s) > 1 for s in spread))
+        with results.part("new weights"):
+            weights = _load_other_weights(sampler, exact, 1)
+            rollouts = _sample(sampler, prompts, GREEDY, 1)
+            compare_logprobs("new weights", rollouts, exact, GREEDY, limit, results)
+        if sleeps:
+            with results.part("sleep", "sleep"):
+                _check_sleep(sampler, prompts, weights, results)
+    finally:
+        sampler.close()
+
+
+def _sample(
+    sampler: Sampler, prompts: list[Prompt], sampling: Sampling, version: int = 0
+) -> list[Rollout]:
+    return sorted(sampler.generate(prompts, sampling, version), key=lambda r: r.key)
+
+
+def _tokens(rollouts: list[Rollout]) -> dict[tuple[str, int], tuple[int, ...]]:
+    return {rollout.key: rollout.token_ids for rollout in rollouts}
+
+
+def compare_logprobs(
+    name: str, rollouts: list[Rollout], exact: Exact, sampling: Sampling, limit: float,
+    results: Results,
+) -> None:  # fmt: skip
+    """Compare the log-probs of responses, and require tokens that the sampling may choose."""
+    results.require(f"{name}: too few responses", len(rollouts) == PROMPTS * sampling.n)
+    gaps, misses = [], 0
+    for rollout in rollouts:
+        all_TV = exact.logprobs_TV(rollout, sampling.temperature or 1.0)
+        expected_T = all_TV.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        gaps.append(float((torch.tensor(rollout.sampler_logprobs) - expected_T).abs().max()))
+        count = 1 if sampling.temperature == 0 else sampling.top_k
+        if count > 0:
+            least_T = all_TV.topk(count).values[:, -1]
+            misses += int((expected_T < least_T - limit).sum())
+    results.compare(f"log-probs, {name}", max(gaps), limit)
+    results.require(f"{name}: {misses} tokens are not among the likeliest", misses == 0)
+
+
+def _load_other_weights(sampler: Sampler, exact: Exact, version: int) -> Mapping[str, Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    for name, tensor in exact.weights.items():
+        noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        exact.weights[name] = tensor * (1 + CHANGE * noise)
+    tensors = {name: tensor.float() for name, tensor in exact.weights.items()}
+    sampler.load_weights(Weights(tensors, version))
+    return tensors
+
+
+def _check_sleep(
+    sampler: Sampler, prompts: list[Prompt], weights: Mapping[str, Tensor], results: Results
+) -> None:
+    """Memory comes back in sleep; after it the same weights give the same tokens."""
+    awake = _tokens(_sample(sampler, prompts, GREEDY, 1))
+    free_bytes = torch.cuda.mem_get_info()[0]
+    sampler.sleep()
+    gained_bytes = torch.cuda.mem_get_info()[0] - free_bytes
+    results.require("sleep frees no memory", gained_bytes > 0)
+    results.figures["sleep_frees_gib"] = round(gained_bytes / GIB, 2)
+    sampler.wake_weights()
+    sampler.load_weights(Weights(weights, 2))
+    sampler.wake_cache()
+    again = _tokens(_sample(sampler, prompts, GREEDY, 2))
+    results.require("other tokens after sleep with the same weights", again == awake)
+
+
+def _check_adapter(config: Config, results: Results) -> None:
+    """An adapter survives sleep, and samples what the trainer computes with it."""
+    tokenizer = load_tokenizer(model_folder(config.model.path))
+    prompts, exact = make_prompts(tokenizer), Exact(config)
+    model = make_learner(config).policy.model
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: (torch.randn(t.shape, generator=generator) * 0.05)
+        for name, t in adapter_tensors(model)
+    }
+    merge_adapter(exact.weights, tensors, config.model.lora_alpha / config.model.lora_rank)
+    sampler = build_sampler(config, tokenizer)
+    try:
+        for version in (1, 2):
+            sampler.load_weights(Weights(tensors, version, adapter=True))
+            rollouts = _sample(sampler, prompts, GREEDY, version)
+            limit = LIMITS[str(config.model.dtype)]
+            compare_logprobs("LoRA adapter", rollouts, exact, GREEDY, limit, results)
+            sampler.sleep()
+            sampler.wake_weights()
+            sampler.wake_cache()
+    finally:
+        sampler.close()

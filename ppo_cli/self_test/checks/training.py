@@ -1,0 +1,292 @@
+"""PPO steps of the bundled model against their formulas, and against themselves after a resume.
+
+The formulas see one row at a time, in float64 on the CPU: no packing, no micro-batches, no code of
+the engine. Legend: B rows, T response tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AutoModel, AutoModelForCausalLM
+
+from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, merge_annotations
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.derived import uses_critic
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import MiniBatch, merge_sums
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.lora import adapter_tensors
+from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.self_test.checks.kernels import AdamWFormulas
+from ppo_cli.self_test.checks.runs import (
+    LIMITS,
+    largest_gap,
+    make_batch,
+    make_config,
+    score_rows,
+)
+from ppo_cli.self_test.results import Results, Setup
+
+STEPS = 2
+GRPO: dict[str, Any] = {"adv_estimator": "grpo"}
+LORA: dict[str, dict[str, Any]] = {
+    "model": {"lora_rank": 4, "enable_gradient_checkpointing": True},
+    "algorithm": GRPO,
+    "rollout": {"n": 2},
+}
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "packed": {},
+    "padded": {"model": {"packing": False}, "algorithm": GRPO, "rollout": {"n": 2}},
+    "LoRA": LORA,
+}
+FLOAT32: dict[str, dict[str, Any]] = {"model": {"dtype": "float32"}}
+
+
+def check_training(setup: Setup, results: Results) -> None:
+    """Annotate and step a few times; compare log-probs, values, losses and gradient norms."""
+    runs = RUNS | ({"float32": FLOAT32} if setup.device == "cuda" else {})
+    for name, parts in runs.items():
+        proves = ("packed_attention", "shared_prompts") if name == "packed" else ()
+        with results.part(name, *proves):
+            check_run(name, make_config(setup.device, **parts), results)
+
+
+def check_run(name: str, config: Config, results: Results) -> None:
+    """Compare a few steps of a run with the formulas."""
+    limit = LIMITS[str(config.model.dtype)]
+    learner = make_learner(config)
+    formulas = Formulas(learner, config)
+    batch = make_batch(learner.policy.model.config.vocab_size)
+    mask_BT = batch.response_mask_BT
+    for turn in range(STEPS + 1):
+        annotated = merge_annotations(batch, [learner.annotate(batch)])
+        expected = formulas.annotate(batch)
+        if turn == 0:
+            gap = largest_gap(annotated.old_logprobs_BT, _reference_of(annotated), mask_BT)
+            results.compare(f"KL to the reference before the first step, {name}", gap, 1e-6)
+        for part, expected_BT in expected.items():
+            gap = largest_gap(getattr(annotated, part), expected_BT, mask_BT)
+            what = part.removesuffix("_BT").replace("_", " ")
+            results.compare(f"{what} after {turn} steps, {name}", gap, limit)
+        if turn == STEPS:
+            break
+        train_batch = score_rows(annotated, turn)
+        sums = merge_sums([learner.step(MiniBatch(train_batch, actor=True, critic=True))])
+        for metric, number in formulas.step(train_batch, expected).items():
+            total, count = sums[metric]
+            gap = abs(total / count - number) / max(1.0, abs(number))
+            results.compare(f"{metric} of step {turn + 1}, {name}", gap, limit)
+        learner.publish()
+
+
+def _reference_of(annotated: AnnotatedBatch) -> Tensor:
+    assert annotated.ref_logprobs_BT is not None
+    return annotated.ref_logprobs_BT
+
+
+def make_learner(config: Config) -> Learner:
+    """The learner of a run in this process."""
+    tokenizer = load_tokenizer(model_folder(config.model.path))
+    return Learner(config, tokenizer, total_steps=8)
+
+
+class Formulas:
+    """Actor, reference and critic of a learner as it begins, and PPO's formulas on them."""
+
+    def __init__(self, learner: Learner, config: Config) -> None:
+        folder = model_folder(config.model.path)
+        options: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
+        self._config = config
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+        self._frozen = {n: p.detach().clone() for n, p in self._model.named_parameters()}
+        weights = self._frozen
+        if config.model.lora_rank:
+            weights = dict(adapter_tensors(learner.policy.model))
+        self._actor = {n: _leaf(t) for n, t in weights.items()}
+        self._adamw = AdamWFormulas(self._actor, config.actor.optim)
+        self._critic: dict[str, Tensor] = {}
+        if uses_critic(config):
+            self._backbone: Any = AutoModel.from_pretrained(folder, **options).eval()
+            self._critic = {n: _leaf(p) for n, p in self._backbone.named_parameters()}
+            # A head that the checkpoint lacks begins at zero.
+            head = nn.Linear(self._model.config.hidden_size, 1)
+            self._critic |= {n: _leaf(torch.zeros_like(p)) for n, p in head.named_parameters()}
+            self._critic_adamw = AdamWFormulas(self._critic, config.critic.optim)
+
+    @torch.no_grad()
+    def annotate(self, batch: Batch) -> dict[str, Tensor]:
+        """Log-probs, entropy and values by the name that they have in `AnnotatedBatch`."""
+        rows = [*_rows(batch)]
+        actor, frozen = self._merged(), self._frozen
+        views = [self._view(actor, *row) for row in rows]
+        columns = {
+            "old_logprobs_BT": [logprobs_T for logprobs_T, _ in views],
+            "entropy_BT": [entropy_T for _, entropy_T in views],
+            "ref_logprobs_BT": [self._view(frozen, *row)[0] for row in rows],
+        }
+        if self._critic:
+            columns["values_BT"] = [self._values(*row) for row in rows]
+        return {name: _pad(column, batch) for name, column in columns.items()}
+
+    def step(self, batch: TrainBatch, old: dict[str, Tensor]) -> dict[str, float]:
+        """One AdamW step of each model; losses and gradient norms by the names of metrics."""
+        a, mask_BT = self._config.actor, batch.loss_mask_BT
+        tokens = int(mask_BT.sum())
+        rows = [*_rows(batch)]
+        views = [self._view(self._merged(), *row) for row in rows]
+        new_BT = _pad([logprobs_T for logprobs_T, _ in views], batch)
+        entropy_BT = _pad([entropy_T for _, entropy_T in views], batch)
+        ratio_BT = (new_BT - old["old_logprobs_BT"]).exp()
+        gain_BT = batch.advantages_BT.double()
+        clipped_BT = ratio_BT.clamp(1 - a.clip_ratio, 1 + a.clip_ratio)
+        surrogate_BT = -torch.minimum(gain_BT * ratio_BT, gain_BT * clipped_BT)
+        if a.clip_ratio_c is not None:
+            bounded_BT = torch.minimum(surrogate_BT, -gain_BT * a.clip_ratio_c)
+            surrogate_BT = torch.where(gain_BT < 0, bounded_BT, surrogate_BT)
+        x_BT = new_BT - old["ref_logprobs_BT"]
+        kl_BT = (-x_BT).exp() - 1 + x_BT
+        loss_BT = surrogate_BT - a.entropy_coeff * entropy_BT + a.kl_loss_coef * kl_BT
+        loss = loss_BT[mask_BT].sum() / tokens
+        numbers = {"actor_loss": loss.item()}
+        numbers["grad_norm"] = _apply(loss, self._actor, self._adamw, a)
+        if self._critic:
+            c = self._config.critic
+            new_BT, old_BT = _pad([self._values(*row) for row in rows], batch), old["values_BT"]
+            near_BT = old_BT + (new_BT - old_BT).clamp(-c.cliprange_value, c.cliprange_value)
+            errors_BT = [(v_BT - batch.returns_BT.double()).square() for v_BT in (new_BT, near_BT)]
+            value_loss = 0.5 * torch.maximum(*errors_BT)[mask_BT].sum() / tokens
+            loss = c.value_loss_coef * value_loss
+            numbers["critic_loss"] = loss.item()
+            numbers["critic_grad_norm"] = _apply(loss, self._critic, self._critic_adamw, c)
+        return numbers
+
+    def _merged(self) -> dict[str, Tensor]:
+        """The actor's weights; those of LoRA are W + alpha / rank B A."""
+        model = self._config.model
+        if not model.lora_rank:
+            return self._actor
+        merged = dict(self._frozen)
+        merge_adapter(merged, self._actor, model.lora_alpha / model.lora_rank)
+        return merged
+
+    def _view(
+        self, weights: dict[str, Tensor], ids_1L: Tensor, prompt: int
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy at each response token of a row."""
+        output = functional_call(
+            self._model, weights, kwargs={"input_ids": ids_1L, "use_cache": False}
+        )
+        logits_TV = output.logits[0, prompt - 1 : -1] / self._config.rollout.temperature
+        all_TV = logits_TV.log_softmax(-1)
+        return all_TV.gather(1, ids_1L[0, prompt:, None])[:, 0], -(all_TV.exp() * all_TV).sum(-1)
+
+    def _values(self, ids_1L: Tensor, prompt: int) -> Tensor:
+        weights = dict(self._critic)
+        weight_1H, bias_1 = weights.pop("weight"), weights.pop("bias")
+        output = functional_call(
+            self._backbone, weights, kwargs={"input_ids": ids_1L, "use_cache": False}
+        )
+        values_T: Tensor = output.last_hidden_state[0, prompt - 1 : -1] @ weight_1H[0] + bias_1
+        return values_T
+
+
+def merge_adapter(weights: dict[str, Tensor], adapter: Mapping[str, Tensor], scale: float) -> None:
+    """Add B A, scaled, to the weights that an adapter changes (names as in PEFT's files)."""
+    for name, a_ri in adapter.items():
+        owner = name.removesuffix(".lora_A.weight")
+        if owner != name:
+            weight = f"{owner.removeprefix('base_model.model.')}.weight"
+            change = adapter[f"{owner}.lora_B.weight"].to(weights[weight]) @ a_ri.to(
+                weights[weight]
+            )
+            weights[weight] = weights[weight] + scale * change
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().double().clone().requires_grad_()
+
+
+def _apply(loss: Tensor, weights: dict[str, Tensor], adamw: AdamWFormulas, settings: Any) -> float:
+    grads = torch.autograd.grad(loss, [*weights.values()], allow_unused=True)
+    named = {
+        n: torch.zeros_like(t) if g is None else g
+        for (n, t), g in zip(weights.items(), grads, strict=True)
+    }
+    return adamw(named, settings.optim.lr, settings.grad_clip)
+
+
+def _rows(batch: Batch) -> Iterator[tuple[Tensor, int]]:
+    """The ids of each row and the length of its prompt."""
+    sizes = zip(batch.prompt_len_B.tolist(), batch.response_len_B.tolist(), strict=True)
+    for ids_L, (prompt, response) in zip(batch.input_ids_BL, sizes, strict=True):
+        yield ids_L[None, : prompt + response], prompt
+
+
+def _pad(rows: list[Tensor], batch: Batch) -> Tensor:
+    width = batch.response_mask_BT.shape[1]
+    return torch.stack([nn.functional.pad(row, (0, width - len(row))) for row in rows])
+
+
+def check_resume(setup: Setup, results: Results) -> None:
+    """Save after a step, load into another learner, and take one more step with both."""
+    # On a GPU sums have no fixed order.
+    limit = 0.0 if setup.device == "cpu" else LIMITS["bfloat16"]
+    learner = make_learner(make_config(setup.device))
+    batch = make_batch(learner.policy.model.config.vocab_size)
+    take_step(learner, batch)
+    folder = setup.folder / "checkpoint"
+    folder.mkdir()
+    learner.begin_save(folder).result()
+    saved = state_of(learner)
+    for name, parts in {"resume": {}, "offload": OFFLOAD}.items():
+        with results.part(name):
+            other = make_learner(make_config(setup.device, **parts))
+            other.load(folder)
+            _compare_states(f"after loading ({name})", state_of(other), saved, 0.0, results)
+            if name == "resume":
+                resumed = other
+    take_step(learner, batch, 1)
+    expected = state_of(learner)
+    with results.part("resumed step"):
+        take_step(resumed, batch, 1)
+        _compare_states("after a resumed step", state_of(resumed), expected, limit, results)
+    with results.part("offloaded step"):
+        take_step(other, batch, 1)
+        _compare_states("after an offloaded step", state_of(other), expected, limit, results)
+
+
+OFFLOADED = {"fsdp_config": {"param_offload": True, "optimizer_offload": True}}
+OFFLOAD: dict[str, dict[str, Any]] = {"actor": OFFLOADED, "critic": OFFLOADED}
+
+
+def take_step(learner: Learner, batch: Batch, seed: int = 0) -> None:
+    """Annotate, step both models and raise the weight version."""
+    annotated = merge_annotations(batch, [learner.annotate(batch)])
+    learner.step(MiniBatch(score_rows(annotated, seed), actor=True, critic=True))
+    learner.publish()
+
+
+def state_of(learner: Learner) -> dict[str, Tensor]:
+    """Copies of weights and moments of all trained models, and the version."""
+    tensors: dict[str, Tensor] = {"version": torch.tensor(float(learner.weight_version))}
+    for trained in learner._trained():
+        for name, tensor in trained.weights.items():
+            tensors[f"{trained.name} {name}"] = tensor.detach().cpu().clone()
+        for name, tensor in trained.optimizer.moments().items():
+            tensors[f"{trained.name} moments {name}"] = tensor.detach().cpu().clone()
+    return tensors
+
+
+def _compare_states(
+    what: str, state: dict[str, Tensor], expected: dict[str, Tensor], limit: float, results: Results
+) -> None:
+    results.require(f"{what}: other tensors", state.keys() == expected.keys())
+    for kind in ("moments", "weights"):
+        names = [n for n in expected if (" moments " in n) == (kind == "moments") and n in state]
+        gap = max((largest_gap(state[n], expected[n]) for n in names), default=float("nan"))
+        results.compare(f"{kind} {what}", gap, limit)

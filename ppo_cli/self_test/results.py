@@ -1,0 +1,114 @@
+"""What a check compares, and the outcome that people read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ppo_cli.config.device_record import Feature
+from ppo_cli.errors import first_line
+from ppo_cli.redact import redact
+
+State = Literal["ok", "differs", "failed", "skipped"]
+Figure = float | int | str
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes of the model that a user wants to train, as far as kernels depend on them."""
+
+    heads: int = 28
+    kv_heads: int = 4
+    head_size: int = 128
+    vocabulary: int = 152_064
+    model: str = "Qwen2.5-7B"  # whose sizes these are
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What checks run on: `device` is "cpu" or "cuda"; `folder` is for files of one check."""
+
+    device: str
+    gpus: int
+    folder: Path
+    shape: LayerShape = LayerShape()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a check ended. `detail` says what was compared, differs, failed or does not apply."""
+
+    check: str
+    state: State
+    detail: str
+    seconds: float = 0.0
+    figures: dict[str, Figure] = field(default_factory=dict)
+    proven: tuple[Feature, ...] = ()
+
+
+class Results:
+    """Collects the comparisons of a check.
+
+    An error inside a `part` ends that part only; the features that parts prove count on GPUs.
+    """
+
+    def __init__(self) -> None:
+        self.figures: dict[str, Figure] = {}
+        self._differences: list[str] = []
+        self._failures: list[str] = []
+        self._skips: list[str] = []
+        self._proven: list[Feature] = []
+        self._largest = ("", 0.0, math.inf)  # name, gap and limit of the gap closest to its limit
+        self._count = 0
+
+    def compare(self, name: str, gap: float, limit: float) -> None:
+        """Require a gap to be at most `limit`; NaN is a difference."""
+        self._count += 1
+        if not gap <= limit:
+            self._differences.append(f"{name} by {gap:.2g} (limit {limit:.2g})")
+        if limit > 0 and gap / limit >= self._largest[1] / self._largest[2]:
+            self._largest = (name, gap, limit)
+
+    def require(self, name: str, holds: bool) -> None:
+        """Require something that is true or false; `name` says what is wrong if it is false."""
+        self._count += 1
+        if not holds:
+            self._differences.append(name)
+
+    def skip(self, reason: str) -> None:
+        """Say what does not apply on this machine."""
+        self._skips.append(reason)
+
+    @contextmanager
+    def part(self, name: str, *proves: Feature) -> Iterator[None]:
+        """Run a part; without a difference or an error it proves these features."""
+        before = len(self._differences) + len(self._failures)
+        try:
+            yield
+        except Exception as error:
+            self._failures.append(f"{name}: {describe_error(error)}")
+        if len(self._differences) + len(self._failures) == before:
+            self._proven += proves
+
+    def outcome(self, check: str, device: str) -> Outcome:
+        """The outcome of what was collected so far."""
+        detail = "; ".join(self._failures + self._differences)
+        state: State = "failed" if self._failures else "differs" if self._differences else "ok"
+        if not detail and not self._count:
+            state, detail = "skipped", "; ".join(self._skips)
+        elif not detail:
+            name, gap, limit = self._largest
+            closest = f"; closest to its limit: {name} {gap:.1g} of {limit:.1g}" if name else ""
+            skips = "".join(f"; {reason}" for reason in self._skips)
+            detail = f"{self._count} comparisons{closest}{skips}"
+        proven = tuple(self._proven) if device == "cuda" else ()
+        return Outcome(check, state, redact(detail), figures=self.figures, proven=proven)
+
+
+def describe_error(error: BaseException) -> str:
+    """One line about an error, without secrets."""
+    return redact(f"{type(error).__name__}: {first_line(error)}".rstrip(": "))

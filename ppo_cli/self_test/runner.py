@@ -1,0 +1,149 @@
+"""Runs the checks one after the other, each in a process that may crash, hang or break a GPU.
+
+The processes are forked from a server that has imported torch and transformers and nothing else
+has happened in: no CUDA context, no threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.config.device_record import DeviceKey, DeviceRecord
+from ppo_cli.redact import redact
+from ppo_cli.self_test.declarations import CHECKS, ROOM, Check, list_proven
+from ppo_cli.self_test.results import Outcome, Results, Setup, describe_error
+
+LOG_CHARACTERS = 300
+PRIOR_S = 30.0  # of checks at the declared pace, before the first ones say how fast this machine is
+GRACE_S = 10.0  # after its limit a process that is not ended ends itself
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a self-test is: the check that begins, how many there are, and the time left."""
+
+    number: int
+    count: int
+    check: str
+    seconds_left: float
+
+
+def run_checks(
+    setup: Setup,
+    checks: Sequence[Check] = CHECKS,
+    tell: Callable[[Progress], None] = lambda p: None,
+) -> Iterator[Outcome]:
+    """Yield the outcome of each check as soon as it ends."""
+    applicable = [check for check in checks if not why_not(check, setup)]
+    declared_s, done_s, measured_s = sum(check.seconds for check in applicable), 0.0, 0.0
+    for number, check in enumerate(checks, 1):
+        if reason := why_not(check, setup):
+            yield Outcome(check.name, "skipped", reason)
+            continue
+        pace = (measured_s + PRIOR_S) / (done_s + PRIOR_S)
+        tell(Progress(number, len(checks), check.name, pace * (declared_s - done_s)))
+        outcome = run_check(check, setup)
+        measured_s, done_s = measured_s + outcome.seconds, done_s + check.seconds
+        yield outcome
+
+
+def why_not(check: Check, setup: Setup) -> str:
+    """Why a check does not apply to this machine; empty if it does."""
+    if setup.device not in check.devices:
+        return "needs a GPU"
+    if check.needs and find_spec(check.needs) is None:
+        return f"needs {check.needs}, which is not installed"
+    return ""
+
+
+def run_check(check: Check, setup: Setup) -> Outcome:
+    """Run a check in a process; one that crashes or takes too long has failed."""
+    context: Any = get_context("forkserver")
+    modules = sorted({f"{ROOM}.{c.function.partition(':')[0]}" for c in CHECKS})
+    context.set_forkserver_preload(modules)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ppo-self-test-", ignore_cleanup_errors=True) as folder:
+        theirs, ours = context.Pipe(duplex=False)
+        setup = replace(setup, folder=Path(folder))
+        process = context.Process(target=_work, args=(check, setup, ours))
+        process.start()
+        ours.close()
+        try:
+            outcome = _await_outcome(check, process, theirs, Path(folder))
+        finally:
+            _end(process)
+    return replace(outcome, seconds=time.monotonic() - started)
+
+
+def _await_outcome(check: Check, process: Any, pipe: Connection, folder: Path) -> Outcome:
+    if not wait([pipe, process.sentinel], check.limit_s):
+        return Outcome(check.name, "failed", f"nothing came of it in {check.limit_s:g} s")
+    with contextlib.suppress(EOFError):
+        if pipe.poll():
+            outcome: Outcome = pipe.recv()
+            return outcome
+    process.join(GRACE_S)
+    code = process.exitcode
+    ended = f"exit code {code}"
+    if code is not None and code < 0:
+        ended = f"signal {signal.Signals(-code).name}"
+    lines = (folder / "log").read_text(errors="replace").split("\n") if code else []
+    said = " / ".join(line.strip() for line in lines if line.strip())[-LOG_CHARACTERS:]
+    return Outcome(check.name, "failed", redact(f"its process ended with {ended}: {said}"))
+
+
+def _end(process: Any) -> None:
+    """End a process and all that it started in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # before it has a session
+    process.join(GRACE_S)
+
+
+def _work(check: Check, setup: Setup, pipe: Connection) -> None:
+    """Run a check in this process and send its outcome."""
+    import torch
+
+    os.setsid()
+    torch.set_num_threads(1)  # the models are tiny: threads would wait for each other
+    signal.alarm(int(check.limit_s + GRACE_S))
+    log = os.open(setup.folder / "log", os.O_WRONLY | os.O_CREAT, 0o600)
+    for stream in (1, 2):  # libraries write to both
+        os.dup2(log, stream)
+    pipe.send(compute_outcome(check, setup))
+
+
+def compute_outcome(check: Check, setup: Setup) -> Outcome:
+    """Run a check here; an error is an outcome too."""
+    module, _, name = check.function.partition(":")
+    results = Results()
+    try:
+        getattr(importlib.import_module(f"{ROOM}.{module}"), name)(setup, results)
+    except Exception as error:
+        failed = results.outcome(check.name, setup.device)
+        return replace(failed, state="failed", detail=describe_error(error), proven=())
+    return results.outcome(check.name, setup.device)
+
+
+def make_record(outcomes: Sequence[Outcome]) -> DeviceRecord:
+    """The record of a self-test on this machine."""
+    rows: list[dict[str, Any]] = [
+        {"check": o.check, "state": o.state, "detail": o.detail,
+         "seconds": round(o.seconds, 1), "figures": o.figures}
+        for o in outcomes
+    ]  # fmt: skip
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return DeviceRecord(DeviceKey.of_this_machine(), now, rows, list_proven([*outcomes]))

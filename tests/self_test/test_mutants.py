@@ -1,0 +1,230 @@
+"""Each check fails when what it checks is broken, and the checks of other things do not."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ppo_cli.config.reward_schema import Code
+from ppo_cli.engine import actor_critic, hf_sampler, rows
+from ppo_cli.engine.cluster.remote import ApartEngine
+from ppo_cli.engine.hf_sampler import HFSampler
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.rows import PackedRows, Span
+from ppo_cli.rewards.code import check as code_check
+from ppo_cli.rewards.code.sandboxes import Unsandboxed, choose_sandbox
+from ppo_cli.self_test.checks import devices
+from ppo_cli.self_test.declarations import CHECKS
+from ppo_cli.self_test.results import LayerShape, Outcome, Setup
+from ppo_cli.self_test.runner import compute_outcome
+
+pytestmark = pytest.mark.slow
+Patch = pytest.MonkeyPatch
+SMALL = LayerShape(heads=4, kv_heads=2, head_size=32, vocabulary=1000, model="a small model")
+BY_NAME = {check.name: check for check in CHECKS}
+# What runs in a few seconds in this process.
+QUICK = (
+    "devices", "products", "attention", "training steps", "optimizer", "save and resume",
+    "sampler", "code sandbox",
+)  # fmt: skip
+
+
+def run(name: str, folder: Path) -> Outcome:
+    folder = folder / name.replace(" ", "-")
+    folder.mkdir()
+    return compute_outcome(BY_NAME[name], Setup("cpu", 0, folder, SMALL))
+
+
+def see_the_future(patch: Patch) -> None:
+    """Attention without the causal mask, by SDPA and by products."""
+    forward = rows.sdpa_attention_forward
+    patch.setattr(rows, "sdpa_attention_forward", partial(forward, is_causal=False))
+
+    def probabilities(self: Span, query_kqd: torch.Tensor, key_kmd: torch.Tensor) -> torch.Tensor:
+        return (query_kqd @ key_kmd.mT).softmax(-1)
+
+    patch.setattr(Span, "probabilities", probabilities)
+
+
+def drop_the_scale(patch: Patch) -> None:
+    forward = rows.sdpa_attention_forward
+    patch.setattr(rows, "_suits_products", lambda *states: False)
+
+    def unscaled(*states: Any, **options: Any) -> Any:
+        return forward(*states, **options | {"scaling": 1.0})
+
+    patch.setattr(rows, "sdpa_attention_forward", unscaled)
+
+
+def leak_between_rows(patch: Patch) -> None:
+    """The first token of the second row belongs to the row before it."""
+    build = PackedRows.of
+
+    def leaking(*values: Any) -> PackedRows:
+        packed = build(*values)
+        if packed.rows_113B.shape[-1] > 2:
+            packed.rows_113B[0, 0, 0, 1] += 1
+        return packed
+
+    patch.setattr(PackedRows, "of", leaking)
+
+
+def change_epsilon(patch: Patch) -> None:
+    start = torch.optim.AdamW.__init__
+
+    def other(self: Any, *values: Any, **options: Any) -> None:
+        start(self, *values, **options | {"eps": options["eps"] * 10})
+
+    patch.setattr(torch.optim.AdamW, "__init__", other)
+
+
+def lose_moments(patch: Patch) -> None:
+    patch.setattr(Optimizer, "load_moments", lambda self, names, read: None)
+
+
+def keep_old_weights(patch: Patch) -> None:
+    patch.setattr(HFSampler, "load_weights", lambda self, weights: False)
+
+
+def record_wrong_logprobs(patch: Patch) -> None:
+    draw = hf_sampler.draw_tokens
+
+    def shifted(*values: Any, **options: Any) -> Any:
+        tokens, logprobs, *others = draw(*values, **options)
+        return (tokens, logprobs + 0.01, *others)
+
+    patch.setattr(hf_sampler, "draw_tokens", shifted)
+
+
+def compute_wrong_logprobs(patch: Patch) -> None:
+    gather = actor_critic.gather_logprobs_entropy
+
+    def shifted(*values: Any, **options: Any) -> Any:
+        logprobs, entropy = gather(*values, **options)
+        return logprobs * 1.001, entropy
+
+    patch.setattr(actor_critic, "gather_logprobs_entropy", shifted)
+
+
+def open_the_sandbox(patch: Patch) -> None:
+    patch.setattr(code_check, "choose_sandbox", lambda settings, tell: Unsandboxed())
+
+
+def move_the_reference(patch: Patch) -> None:
+    load = Learner._load_reference
+
+    def moved(self: Learner) -> Any:
+        reference = load(self)
+        if reference is not None and reference.backbone is not self.policy.backbone:
+            with torch.no_grad():
+                next(iter(reference.model.parameters())).mul_(1.0001)
+        return reference
+
+    patch.setattr(Learner, "_load_reference", moved)
+
+
+def leave_the_adapter_out(patch: Patch) -> None:
+    from peft.tuners.lora.layer import Linear
+
+    patch.setattr(Linear, "forward", lambda self, x, *more, **named: self.base_layer(x))
+
+
+def ignore_seeds(patch: Patch) -> None:
+    numbers = itertools.count(1)
+    patch.setattr(hf_sampler, "stream_key", lambda *values: next(numbers))
+
+
+def count_a_gpu_too_many(patch: Patch) -> None:
+    patch.setattr(devices, "gpu_count", lambda: 1)
+
+
+def round_products(patch: Patch) -> None:
+    """float32 is multiplied in bfloat16, as a careless setting would have it."""
+    multiply = torch.Tensor.__matmul__
+
+    def rounded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        if left.dtype == torch.float32:
+            return multiply(left.bfloat16(), right.bfloat16()).float()
+        return multiply(left, right)
+
+    patch.setattr(torch.Tensor, "__matmul__", rounded)
+
+
+MUTANTS: dict[Callable[[Patch], None], set[str]] = {
+    see_the_future: {"attention", "training steps"},
+    drop_the_scale: {"attention", "training steps", "sampler"},
+    leak_between_rows: {"attention", "training steps"},
+    change_epsilon: {"optimizer", "training steps"},
+    lose_moments: {"save and resume"},
+    keep_old_weights: {"sampler"},
+    record_wrong_logprobs: {"sampler"},
+    compute_wrong_logprobs: {"training steps"},
+    open_the_sandbox: {"code sandbox"},
+    move_the_reference: {"training steps"},
+    leave_the_adapter_out: {"training steps"},
+    ignore_seeds: {"sampler"},
+    count_a_gpu_too_many: {"devices"},
+    round_products: {"products"},
+}
+
+
+@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
+def test_a_broken_part_fails_its_checks_and_no_others(
+    mutate: Callable[[Patch], None], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    if mutate is open_the_sandbox:
+        choose_sandbox(Code())  # without any, the check does not apply here
+    mutate(monkeypatch)
+    outcomes = [run(name, tmp_path) for name in QUICK]
+    wrong = {o.check: o.detail for o in outcomes if o.state not in ("ok", "skipped")}
+    assert wrong.keys() == MUTANTS[mutate], wrong
+
+
+def test_unbroken_parts_pass(tmp_path: Path) -> None:
+    outcomes = [run(name, tmp_path) for name in QUICK]
+    assert [o.detail for o in outcomes if o.state not in ("ok", "skipped")] == []
+
+
+def test_garbage_on_one_rank_fails_collectives(tmp_path: Path, monkeypatch: Patch) -> None:
+    reduce = dist.all_reduce
+
+    def garbled(tensor: torch.Tensor, *values: Any, **options: Any) -> Any:
+        done = reduce(tensor, *values, **options)
+        if dist.get_rank() == 1 and tensor.is_floating_point():
+            tensor.add_(1)
+        return done
+
+    assert run("collectives", tmp_path).state == "ok"
+    monkeypatch.setattr(dist, "all_reduce", garbled)
+    (tmp_path / "broken").mkdir()
+    outcome = run("collectives", tmp_path / "broken")
+    assert outcome.state == "differs" and "all-reduce, rank 1" in outcome.detail
+
+
+def test_weights_that_are_not_published_fail_the_ray_check(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(ApartEngine, "publish", lambda self: None)
+    outcome = run("Ray ranks", tmp_path)
+    assert outcome.state == "differs", outcome
+    assert "sampler and trainer, step 2" in outcome.detail
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (scripts/setup vllm)"
+)
+def test_old_weights_in_vllm_fail_its_check(tmp_path: Path, monkeypatch: Patch) -> None:
+    from ppo_cli.engine.vllm_sampler import VLLMSampler
+
+    monkeypatch.setattr(VLLMSampler, "load_weights", lambda self, weights: False)
+    outcome = run("vLLM sampler", tmp_path)
+    assert outcome.state == "differs" and "log-probs, new weights" in outcome.detail

@@ -1,0 +1,193 @@
+"""How checks are run: in processes that may crash or hang; what is proven, printed and recorded."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ppo_cli.atomic import lives
+from ppo_cli.cli import doctor
+from ppo_cli.cli.app import main
+from ppo_cli.config.device_record import FEATURES
+from ppo_cli.self_test import runner
+from ppo_cli.self_test.declarations import CHECKS, ROOM, Check, list_proven
+from ppo_cli.self_test.results import Outcome, Results, Setup
+from ppo_cli.self_test.runner import Progress, run_check, run_checks
+
+SETUP = Setup("cpu", 0, Path())
+QUICK = next(check for check in CHECKS if check.name == "optimizer")
+
+
+def test_a_check_runs_in_a_process_of_its_own() -> None:
+    outcome = run_check(QUICK, SETUP)
+    assert outcome.state == "ok" and outcome.seconds > 0
+    assert "22 comparisons" in outcome.detail
+
+
+def crash(setup: Setup, results: Results) -> None:
+    print("about to crash", flush=True)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hang(setup: Setup, results: Results) -> None:
+    (Path(os.environ["SELF_TEST_PID"])).write_text(str(os.getpid()))
+    if not os.fork():
+        (Path(os.environ["SELF_TEST_PID"] + "-child")).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def refuse(setup: Setup, results: Results) -> None:
+    results.compare("a gap", 2.0, 1.0)
+    raise ValueError("no such thing\nand more")
+
+
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the functions above be found as those of a module of checks."""
+    monkeypatch.setattr(runner, "_work", work_here)
+
+
+def work_here(check: Check, setup: Setup, pipe: Any) -> None:
+    """`_work` of the runner, where the functions of this module are checks."""
+    module = ModuleType(f"{ROOM}.trial")
+    module.__dict__.update(crash=crash, hang=hang, refuse=refuse)
+    sys.modules[module.__name__] = module
+    runner_work(check, setup, pipe)
+
+
+runner_work = runner._work
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_crash_fails_with_its_signal_and_last_words() -> None:
+    outcome = run_check(Check("trial", "trial:crash", "", 1), SETUP)
+    assert outcome.state == "failed"
+    assert "signal SIGSEGV" in outcome.detail and "about to crash" in outcome.detail
+
+
+@pytest.mark.usefixtures("functions")
+def test_an_error_fails_with_its_first_line() -> None:
+    outcome = run_check(Check("trial", "trial:refuse", "", 1), SETUP)
+    assert (outcome.state, outcome.detail) == ("failed", "ValueError: no such thing")
+
+
+@pytest.mark.usefixtures("functions")
+def test_what_takes_too_long_is_ended_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SELF_TEST_PID", str(tmp_path / "pid"))
+    monkeypatch.setattr(runner, "_work", hang_here)
+    outcome = run_check(Check("trial", "trial:hang", str(tmp_path), 1, limit_s=8.0), SETUP)
+    assert outcome.state == "failed" and "nothing came of it in 8 s" in outcome.detail
+    for name in ("pid", "pid-child"):
+        assert not lives(int((tmp_path / name).read_text()))
+
+
+def hang_here(check: Check, setup: Setup, pipe: Any) -> None:
+    os.environ["SELF_TEST_PID"] = str(Path(check.compares) / "pid")  # the server has an older one
+    work_here(check, setup, pipe)
+
+
+def test_checks_that_do_not_apply_are_listed_with_their_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Progress] = []
+    needy = replace(QUICK, name="needy", needs="no_such_package")
+    on_gpus = replace(QUICK, name="GPUs", devices=("cuda",))
+    outcomes = list(run_checks(SETUP, [needy, on_gpus, QUICK], told.append))
+    assert [o.state for o in outcomes] == ["skipped", "skipped", "ok"]
+    assert outcomes[0].detail == "needs no_such_package, which is not installed"
+    assert outcomes[1].detail == "needs a GPU"
+    assert told == [Progress(3, 3, "optimizer", QUICK.seconds)]
+
+
+def test_a_gap_that_is_not_a_number_differs() -> None:
+    results = Results()
+    results.compare("loss", math.nan, 1.0)
+    assert results.outcome("x", "cpu").state == "differs"
+
+
+def test_only_parts_without_a_difference_prove_on_gpus() -> None:
+    results = Results()
+    with results.part("good", "sleep"):
+        results.compare("a", 0.1, 1.0)
+    with results.part("wrong", "transfer_ipc"):
+        results.compare("b", 2.0, 1.0)
+    with results.part("broken", "transfer_nccl"):
+        raise RuntimeError("no NCCL")
+    outcome = results.outcome("x", "cuda")
+    assert outcome.proven == ("sleep",)
+    assert outcome.state == "failed"
+    assert outcome.detail == "broken: RuntimeError: no NCCL; b by 2 (limit 1)"
+    assert results.outcome("x", "cpu").proven == ()
+
+
+def test_nothing_compared_is_skipped_with_the_reason() -> None:
+    results = Results()
+    results.skip("needs two GPUs")
+    outcome = results.outcome("x", "cuda")
+    assert (outcome.state, outcome.detail) == ("skipped", "needs two GPUs")
+
+
+def test_a_feature_needs_each_of_its_checks() -> None:
+    attention = Outcome("attention", "ok", "", proven=("packed_attention", "shared_prompts"))
+    steps = Outcome("training steps", "ok", "", proven=("packed_attention",))
+    assert list_proven([attention, steps]) == ["packed_attention"]
+    assert list_proven([attention]) == []
+
+
+def test_each_feature_has_a_check_and_each_check_a_function() -> None:
+    import importlib
+
+    assert {f for check in CHECKS for f in check.proves} == {*FEATURES}
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    for check in CHECKS:
+        module, _, name = check.function.partition(":")
+        assert callable(getattr(importlib.import_module(f"{ROOM}.{module}"), name))
+
+
+@pytest.mark.parametrize("state", ["ok", "differs", "failed", "skipped"])
+def test_the_command_prints_a_table_and_writes_a_record(
+    state: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    outcome = Outcome("optimizer", state, "as it is", 1.25, {"agree_ms": 2})
+    monkeypatch.setattr(runner, "run_checks", lambda setup, tell: iter([outcome]))
+    code = 2 if state in ("differs", "failed") else 0
+    assert main(["doctor", "--self-test"]) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split("  ")[0] == "check"
+    assert lines[1].startswith("optimizer") and doctor.STATES[state] in lines[1]
+    assert "1.2" in lines[1] and lines[1].endswith("as it is; agree ms 2")
+    (file,) = tmp_path.glob("ppo-cli/self_tests/*.json")
+    assert str(file) in lines[-1]
+    record = json.loads(file.read_text())
+    assert record["checks"][0]["state"] == state and record["key"]["gpus"] == []
+    assert main(["doctor", "--self_test", "--json"]) == code
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.pop("path") == str(file)
+    assert printed == json.loads(file.read_text())
+
+
+def test_the_wanted_model_gives_the_sizes_of_layers(tmp_path: Path) -> None:
+    from ppo_cli.config.schema import Config
+
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "num_hidden_layers": 24, "intermediate_size": 4864,
+        "vocab_size": 151936, "hidden_act": "silu",
+    }))  # fmt: skip
+    shape = doctor._wanted_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
+    assert (shape.heads, shape.kv_heads, shape.head_size) == (14, 2, 64)
+    assert shape.vocabulary == 151_936
+    assert doctor._wanted_shape(Config()).model == "Qwen2.5-7B"
