@@ -1,7 +1,8 @@
-"""What the processor multiplies matrices with, read without torch."""
+"""What the processor multiplies matrices with, and how many cores are ours; without torch."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -59,3 +60,43 @@ def has_bfloat16() -> bool:
     """Whether the processor computes in bfloat16; without, it is slower than float32."""
     found = read_cpuinfo()
     return not found or any(word in found for word in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
+def count_cores() -> int:
+    """The cores that this process may use: those of its affinity, within the CPU quota."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """The CPUs that control groups grant this process (version 2, or 1); None where unlimited."""
+    base = root / "sys/fs/cgroup"
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    found = []
+    for line in groups:
+        _, names, path = line.split(":", 2)
+        if not names:
+            home = base / path.lstrip("/")
+            levels = [level for level in (home, *home.parents) if level.is_relative_to(base)]
+            found += [_quota(*_words(level / "cpu.max")) for level in levels]
+        elif "cpu" in names.split(","):
+            for home in (base / "cpu" / path.lstrip("/"), base / "cpu"):
+                words = (*_words(home / "cpu.cfs_quota_us"), *_words(home / "cpu.cfs_period_us"))
+                found.append(_quota(*words))
+    return min(found, default=None, key=lambda q: math.inf if q is None else q)
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:  # no limit at this level, or a group that the container does not show
+        return []
+
+
+def _quota(most: str = "max", period: str = "100000") -> float | None:
+    return None if most == "max" or int(most) <= 0 else int(most) / int(period)

@@ -329,7 +329,7 @@ class Trainer(Section):
     threads: int | None = setting(
         None,
         "CPU threads of each process that computes; unset: OMP_NUM_THREADS, else one for each "
-        "core, and one in a Ray worker without GPUs.",
+        "core; a Ray worker takes one, or on GPUs their share of the node's cores.",
         ge=1,
     )
     async_steps: int = setting(

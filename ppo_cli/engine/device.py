@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ppo_cli.config.gpus import fix_order, has_bfloat16, list_gpus
+from ppo_cli.config.processor import count_cores
 from ppo_cli.config.torch_build import GpuFault, describe, find_fault
 from ppo_cli.errors import MissingPart, first_line
 
@@ -146,46 +145,9 @@ def set_threads(wanted: int | None, environ: Mapping[str, str] = os.environ) -> 
     """
     if wanted is None:
         chosen = "OMP_NUM_THREADS" in environ
-        wanted = torch.get_num_threads() if chosen else _within_quota(torch.get_num_threads())
+        wanted = torch.get_num_threads() if chosen else min(torch.get_num_threads(), count_cores())
     if wanted != torch.get_num_threads():
         torch.set_num_threads(wanted)
-
-
-def _within_quota(threads: int) -> int:
-    quota = cpu_quota()
-    return threads if quota is None else max(1, min(threads, math.ceil(quota)))
-
-
-def cpu_quota(root: Path = Path("/")) -> float | None:
-    """The CPUs that control groups grant this process (version 2, or 1); None where unlimited."""
-    base = root / "sys/fs/cgroup"
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    found = []
-    for line in groups:
-        _, names, path = line.split(":", 2)
-        if not names:
-            home = base / path.lstrip("/")
-            levels = [level for level in (home, *home.parents) if level.is_relative_to(base)]
-            found += [_quota(*_words(level / "cpu.max")) for level in levels]
-        elif "cpu" in names.split(","):
-            for home in (base / "cpu" / path.lstrip("/"), base / "cpu"):
-                words = (*_words(home / "cpu.cfs_quota_us"), *_words(home / "cpu.cfs_period_us"))
-                found.append(_quota(*words))
-    return min(found, default=None, key=lambda q: math.inf if q is None else q)
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:  # no limit at this level, or a group that the container does not show
-        return []
-
-
-def _quota(most: str = "max", period: str = "100000") -> float | None:
-    return None if most == "max" or int(most) <= 0 else int(most) / int(period)
 
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h

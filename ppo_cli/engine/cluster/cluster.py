@@ -342,12 +342,12 @@ class Cluster:
         address: str,
         worker_timeout: float,
         node_timeout: float,
-        threads: int = 1,
+        threads: int | None = None,
         tell: Callable[[str], None] = lambda text: None,
         stop_requested: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._placement = placement
-        self._threads = threads  # of a worker without GPUs
+        self._threads = threads  # of a worker; None: one, or its GPUs' share of the cores
         self._logs = logs.absolute()
         self._node_timeout = node_timeout
         self._group: PlacementGroup | None = None
@@ -377,7 +377,7 @@ class Cluster:
         self._members += fresh
         greeted = self.waits.collect(
             [
-                self.ask(member, "start", "arrive", str(member.log), seat.gpus)
+                self.ask(member, "start", "arrive", str(member.log), seat.gpus, self._threads)
                 for member, seat in zip(fresh, seats, strict=True)
             ],
             self._node_timeout,
@@ -477,7 +477,7 @@ class Cluster:
         variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         if not seat.gpus:
             # More threads than cores, over all processes, would wait for each other.
-            variables["OMP_NUM_THREADS"] = str(self._threads)
+            variables["OMP_NUM_THREADS"] = str(self._threads or 1)
         strategy = PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=seat.node
         )

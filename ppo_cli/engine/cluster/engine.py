@@ -177,7 +177,7 @@ class ClusterEngine:
         self._learners: list[Member] = []
         self._samplers: list[Member] = []
         self.cluster = Cluster(
-            placement, logs, threads=trainer.threads or 1, address=address,
+            placement, logs, threads=trainer.threads, address=address,
             worker_timeout=trainer.worker_timeout, node_timeout=trainer.node_timeout,
             tell=tell, stop_requested=stop_requested,
         )  # fmt: skip

@@ -30,6 +30,7 @@ from typing import Any
 import ray
 
 from ppo_cli.config.gpus import fix_order
+from ppo_cli.config.processor import count_cores
 from ppo_cli.engine.leftovers import own_folder
 from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError, travels
 from ppo_cli.redact import redact
@@ -69,10 +70,11 @@ class Worker:
         self._held: Any = None
         self._thread: ThreadPoolExecutor | None = None
 
-    def arrive(self, log: str, gpus: tuple[int, ...]) -> Outcome:
+    def arrive(self, log: str, gpus: tuple[int, ...], threads: int | None) -> Outcome:
         """Open the log, see these GPUs of the node and no others, and say where this is.
 
-        In the words of a `Member`.
+        In the words of a `Member`. Without `threads` a worker of GPUs takes their share of the
+        node's cores.
         """
 
         def settle() -> dict[str, Any]:
@@ -81,6 +83,8 @@ class Worker:
             fix_order(os.environ)
             os.environ[VISIBLE] = visible_gpus(gpus, os.environ.get(VISIBLE))
             here = ray.get_runtime_context().get_node_id()
+            if gpus:  # Ray has set it to 1
+                os.environ["OMP_NUM_THREADS"] = str(threads or share_cores(len(gpus), here))
             return {
                 "node": ray.util.get_node_ip_address(), "node_id": here, "pid": os.getpid()
             }  # fmt: skip
@@ -191,6 +195,12 @@ def free_port(address: str) -> int:
     with socket.socket() as free:
         free.bind((address, 0))
         return int(free.getsockname()[1])
+
+
+def share_cores(gpus: int, node_id: str) -> int:
+    """The share of the cores of this node that goes with so many of its GPUs."""
+    (there,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
+    return max(1, count_cores() * gpus // max(gpus, int(there.get("GPU", 0))))
 
 
 def visible_gpus(gpus: Sequence[int], inherited: str | None) -> str:
