@@ -8,7 +8,7 @@ and in checkpoints, moments are float32 whatever they are held in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.config.schedule import lr_factor
 from ppo_cli.engine.device import send
+from ppo_cli.engine.host_memory import HostCopies
 from ppo_cli.engine.ranks import ALONE, Ranks, sum_over
 from ppo_cli.engine.sharding import fill_from_rank0
 from ppo_cli.errors import MissingPart, ModelError
@@ -60,6 +61,7 @@ class Optimizer:
         self._clip_grad_value = clip_grad_value
         self._ranks = ranks
         self._offload = offload
+        self._host = HostCopies()
         adamw: Any = partial(torch.optim.AdamW, fused=True)
         self._in_8_bits = optim.optimizer == "AdamW8bit"
         if self._in_8_bits:
@@ -74,8 +76,10 @@ class Optimizer:
         if not self._in_8_bits:
             # From the start: made in the first step, they would lie where activations were, and
             # those of the next steps would take memory of their own.
-            self._adamw.state.update((p, _no_moments(p)) for p in self._pieces.values())
-            self._place_moments(at_work=False)
+            pieces = [*self._pieces.values()]
+            if offload:
+                self._reserve_host(pieces)
+            self._adamw.state.update((piece, self._no_moments(piece)) for piece in pieces)
         self.set_progress(0)
 
     @property
@@ -151,12 +155,13 @@ class Optimizer:
                 continue
             self._stepped.add(name)
             piece = self._pieces[name]
-            state = _no_moments(piece)
+            state = self._no_moments(piece)
             for what in held:
                 target = state[what] if what == "step" else _like(parameter, state[what])
                 fill_from_rank0(target, read(f"{name}.{what}"), self._ranks)
             self._adamw.state[piece] = _packed(state) if self._in_8_bits else state
-        self._place_moments(at_work=False)
+        if self._in_8_bits:
+            self._place_moments(at_work=False)
 
     def _norm(self) -> float:
         """The norm of all gradients, the same on every rank."""
@@ -188,13 +193,44 @@ class Optimizer:
             torch._foreach_mul_(grads, self._grad_clip / norm)
 
     def _place_moments(self, *, at_work: bool) -> None:
-        """Hold moments where the weights are for the step; offloaded ones on the CPU after it."""
-        if not at_work and not self._offload:
-            return
-        for piece, state in self._adamw.state.items():
-            device = piece.device if at_work else torch.device("cpu")
-            for what, held in state.items():
-                state[what] = held.to(device) if isinstance(held, Tensor) else held
+        """Hold moments where the weights are for the step; offloaded ones on the CPU after it.
+
+        The count of steps stays where it was needed.
+        """
+        states = self._adamw.state
+        if at_work:
+            for piece, state in states.items():
+                for what, held in state.items():
+                    if isinstance(held, Tensor):
+                        state[what] = held.to(piece.device, non_blocking=True)
+        elif self._offload:
+            away = {
+                (piece, what): held
+                for piece, state in states.items()
+                for what, held in state.items()
+                if isinstance(held, Tensor) and held.dim() and held.device.type != "cpu"
+            }
+            for (piece, what), place in self._host.store(away).items():
+                states[piece][what] = place
+
+    def _reserve_host(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """The places of moments in host memory; pieces that never leave it need no pinned ones."""
+        on_gpu = any(piece.device.type == "cuda" for piece in pieces)
+        on_gpu |= self._ranks.alone and torch.cuda.is_available()  # weights are offloaded too
+        moments = {(piece, what): piece for piece in pieces for what in MOMENTS[1:]}
+        return [*self._host.reserve(moments, pinned=on_gpu).values()]
+
+    def _no_moments(self, piece: Tensor) -> dict[str, Tensor]:
+        """What AdamW remembers of a piece that it has not stepped yet.
+
+        Moments in 8 bits are packed where the piece is; others wait in host memory at once.
+        """
+        step = torch.zeros((), dtype=torch.float32, device=piece.device)
+        if self._offload and not self._in_8_bits:
+            zeros = [place.zero_() for place in self._reserve_host([piece])]
+        else:
+            zeros = [torch.zeros_like(piece), torch.zeros_like(piece)]
+        return {"step": step} | dict(zip(MOMENTS[1:], zeros, strict=True))
 
 
 def _piece(parameter: Tensor) -> nn.Parameter:
@@ -202,12 +238,6 @@ def _piece(parameter: Tensor) -> nn.Parameter:
     if isinstance(parameter, DTensor):
         return nn.Parameter(_local(parameter.detach()))
     return parameter  # type: ignore[return-value]
-
-
-def _no_moments(piece: Tensor) -> dict[str, Tensor]:
-    """What AdamW remembers of a piece that it has not stepped yet."""
-    step = torch.zeros((), dtype=torch.float32, device=piece.device)
-    return {"step": step, "exp_avg": torch.zeros_like(piece), "exp_avg_sq": torch.zeros_like(piece)}
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ import gc
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -44,8 +43,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ppo_cli.config.algorithm_schema import Sharding
 from ppo_cli.engine.device import M_MMAP_THRESHOLD, Compute
 from ppo_cli.engine.gathered import CountedGather, CountedReduction, Gathered, Root, sharded_modules
+from ppo_cli.engine.host_memory import Hosted
 from ppo_cli.engine.lean_layers import checkpoint_blocks
-from ppo_cli.engine.models import Policy, ValueModel, Work
+from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
 from ppo_cli.errors import ModelError
 
@@ -171,7 +171,10 @@ def load_spread(
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be in pieces, as a fresh copy on the CPU; all ranks call."""
-    return whole_tensor(tensor).cpu().clone()
+    whole = whole_tensor(tensor)
+    piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    is_live = whole.device.type == "cpu" and whole.data_ptr() == piece.data_ptr()
+    return whole.clone() if is_live else whole.cpu()
 
 
 @torch.no_grad()
@@ -216,45 +219,6 @@ def fill_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> None:
         target.to_local().copy_(_own_piece(whole, target))
     else:
         target.copy_(whole)
-
-
-class Hosted:
-    """Keeps the weights of a model on one device in host memory between uses."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model = model
-        self._device = device
-        self._depth = 0
-
-    def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Work on the device. A backward needs the weights there too: stay `awake` for it."""
-        with self.awake():
-            return work(*tensors)
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Bring the weights, with what gradients they have, and take them home at the end."""
-        if self._depth == 0:
-            self._model.to(self._device)
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                self._model.to("cpu")
-
-    def sync_gradients(self, now: bool) -> None:
-        """There are no other ranks."""
-
-    def begin(self) -> None:
-        """There are no other ranks."""
-
-    def stand_in(self) -> None:
-        """There are no other ranks."""
-
-    def forget(self) -> None:
-        """Nothing stays behind here."""
 
 
 def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: Compute) -> Loaded:

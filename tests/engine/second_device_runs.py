@@ -50,8 +50,8 @@ IN_STEPS = {
     "engine/hf_sampler.py:_record",
     "engine/learner.py:widen",
     "engine/optimizer.py:_norm",
-    "engine/optimizer.py:_place_moments",
-    "engine/sharding.py:awake in modeling_utils.py:to",
+    "engine/host_memory.py:_take_home",
+    "engine/host_memory.py:store",
     # Scores of reward models: each batch is read before the next one comes.
     "rewards/local/base.py:pad",
     "rewards/local/heads.py:find_last",
