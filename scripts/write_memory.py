@@ -52,17 +52,23 @@ ppo plan --model Qwen/Qwen2.5-7B --n_gpus 8
 ```
 
 It reads the shape of a model from `config.json` and counts parameters, gradients, optimizer
-moments, activations and logits of the largest micro-batch, and the sampler's cache. Weights,
-gradients and moments are float32 (16 bytes a trained parameter), whatever the computing precision;
-activations are in that precision (`--dtype`). One process on the CPU that computes in bfloat16
-holds the reference's linear layers in it too. {RESERVE:.0%} of a device is left for libraries and
-drivers, at least 0.5 GiB for each CUDA context and each group of NCCL. Publishing is a phase like
-the others: the samplers' weights are awake, their cache is not, and the learner puts the largest
-tensors together next to the buffers in which they travel. Next to GPUs the host's memory is
-counted too: what is offloaded, a checkpoint while it is written (12 bytes a trained parameter),
-samplers that sleep there, and the model that the first rank reads. State-space and hybrid models,
-latent attention (MLA) and embeddings for each layer (Gemma 3n, Gemma 4) are not counted, and the
-plan says so.
+moments, activations and logits of the largest micro-batch, and the sampler's cache. Trained
+weights, gradients and moments are float32 (16 bytes a trained parameter), whatever the computing
+precision; activations are in that precision (`--dtype`). {RESERVE:.0%} of a device is left for
+libraries and drivers, at least 0.5 GiB for each CUDA context and each group of NCCL. Publishing is
+a phase like the others: the samplers' weights are awake, their cache is not, and the learner puts
+the largest tensors together next to the buffers in which they travel. Next to GPUs the host's
+memory is counted too: what is offloaded, a checkpoint while it is written (12 bytes a trained
+parameter), samplers that sleep there, and the model that the first rank reads. State-space and
+hybrid models, latent attention (MLA) and embeddings for each layer (Gemma 3n, Gemma 4) are not
+counted, and the plan says so.
+
+On GPUs and over ranks frozen weights (the reference, the base of an adapter, the models of `ppo
+eval` and `ppo generate`) are in the computing precision: 2 bytes a parameter in bfloat16. Results
+stay the same, since products round all weights to it. One process keeps norms in float32, and
+experts of a reference whose actor trains its own; one process on the CPU holds the reference's
+linear layers in bfloat16. Exports merge an adapter into the base as its files have it, in
+float32.
 
 ## What was measured
 

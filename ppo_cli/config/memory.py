@@ -121,14 +121,16 @@ def _sampler(config: Config, shape: Shape, device: Device, there: int | None) ->
         claimed = int(config.rollout.gpu_memory_utilization * (there or 0)) if device.gpu else 0
         cache = max(least, claimed - weights) if device.gpu else least * rows
         return Work(Share(parameters=weights, kv_cache=cache), 0, 0, weights + cache)
-    own = 0 if engine_name(config) == "local" else FLOAT * shape.parameters()
+    alone = engine_name(config) == "local"
+    own = 0 if alone else (device.width if device.gpu else FLOAT) * shape.parameters()
     layer = 2 * device.width * shape.keys * rows * longest
     # A step makes one layer's cache anew; on a GPU keys are repeated for all heads behind a mask.
     cache = layer * (shape.layers + 1)
     if shape.keys < shape.queries and device.gpu:
         cache += layer * shape.queries // shape.keys
-    # Linear layers are cast once a rollout.
-    cast = 2 * (shape.layers * shape.layer + shape.embedding) if device.half else 0
+    # Linear layers are cast once a rollout, unless they are frozen and held so.
+    frozen = device.gpu and (not alone or config.model.lora_rank > 0)
+    cast = 2 * (shape.layers * shape.layer + shape.embedding) if device.half and not frozen else 0
     logits = DRAWN_LOGITS * FLOAT * shape.vocabulary * rows
     prompts = min(gen_batch(config), rows) * config.data.max_prompt_length
     prefill = min(prompts, max(PREFILL_TOKENS, config.data.max_prompt_length))

@@ -138,8 +138,10 @@ class Model:
         if not self.lora_rank:
             return self.trained
         base = self.device.held(self.shape, self.shape.parameters(head=not self.is_critic))
+        width = self.device.frozen_width
+        base = base * width // FLOAT
         if self.in_4_bits:
-            base -= int((FLOAT - FOUR_BITS) * self.shape.layers * self.shape.layer)
+            base -= int((width - FOUR_BITS) * self.shape.layers * self.shape.layer)
         return base + self.trained
 
     @property
@@ -193,7 +195,8 @@ class Model:
     def cast(self) -> int:
         """Bytes of the weights in bfloat16 that one process holds through a forward pass.
 
-        Autocast keeps copies of weights that are trained; of frozen ones, only for one product.
+        Autocast keeps copies of weights that are trained; of frozen ones in float32, only for one
+        product.
         """
         if self.in_4_bits:
             return self._dequantised
@@ -201,6 +204,8 @@ class Model:
             return 0
         head = 0 if self.is_critic else self.shape.embedding
         if self.part is None or self.lora_rank:
+            if self.device.frozen_width < FLOAT:
+                return 0
             return self.device.width * max(self.shape.hidden * self.shape.inner, head)
         return self.device.width * (self.shape.layers * self.shape.layer + head)
 
@@ -319,7 +324,8 @@ class Model:
         open_ = earlier + self.activations + self.gathered
         layer = self._layer_at_work()
         reduced = FLOAT * self.layer if ranks and trains_all else 0
-        if device.half and not ranks and not self.in_4_bits:
+        casts = trains_all or device.frozen_width == FLOAT
+        if device.half and not ranks and not self.in_4_bits and casts:
             copies = 1 if self.recomputes else shape.layers
             open_ += copies * device.width * shape.layer
         # Root gradients as they are and in the buffer in which they are reduced.

@@ -223,13 +223,22 @@ class Device:
         share = min(count, inside) // self.tensor + max(0, count - inside)
         return FLOAT * share // self.shards
 
+    @property
+    def frozen_width(self) -> int:
+        """Bytes of a frozen weight, but for what one process on the CPU holds."""
+        return self.width if self.gpu or self.shards > 1 else FLOAT
+
     def frozen(self, shape: Shape) -> int:
         """Bytes of a reference's weights.
 
-        In bfloat16 one process on the CPU holds its linear layers, the head among them, so.
+        In bfloat16 one process on the CPU holds its linear layers, the head among them, so; one on
+        a GPU all but experts, which an actor of one process computes in float32.
         """
         if self.gpu or self.shards > 1 or not self.half:
-            return self.held(shape, shape.parameters())
+            whole = self.held(shape, shape.parameters()) * self.frozen_width // FLOAT
+            in_float = shape.experts and self.half and self.shards == 1
+            experts = shape.layers * 3 * shape.hidden * shape.held if in_float else 0
+            return whole + (FLOAT - self.width) * experts
         return FLOAT * shape.embedding + 2 * (shape.layers * shape.layer + shape.embedding)
 
     def gathered(self, shape: Shape, whole: bool) -> int:

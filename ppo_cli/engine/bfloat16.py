@@ -30,15 +30,16 @@ BLOCK = (1 << 20) + 7  # random numbers that are drawn; they repeat
 
 @torch.no_grad()
 def make_master_weights(
-    model: nn.Module, compute: torch.dtype, seed: int, spreads: bool = True
+    model: nn.Module, compute: torch.dtype, seed: int, spreads: bool = True, sharded: bool = False
 ) -> None:
     """Give trained weights their own memory; spread those that products round to bfloat16.
 
     What products are given stays the same to the bit. Norms, biases and embeddings that are only
     looked up stay as they are, and so do weights of a float32 checkpoint. A table that is also
-    the output head is spread: lookups in it must be rounded (`round_lookups`).
+    the output head is spread: lookups in it must be rounded (`round_lookups`). Ranks that share a
+    model (`sharded`) round all weights, one process those that autocast casts.
     """
-    multiplied = _multiplied(model)
+    multiplied = _multiplied(model, everything=sharded)
     noise = torch.randint(
         1 - HALF_GAP, HALF_GAP, (BLOCK,), dtype=torch.int32,
         generator=torch.Generator().manual_seed(seed),
@@ -76,13 +77,18 @@ def round_lookups(model: nn.Module, dtype: torch.dtype, *, untied: bool) -> None
             module.__dict__["forward"] = partial(_look_up, module, dtype)
 
 
-def _multiplied(model: nn.Module) -> set[int]:
-    """The ids of parameters that are not only looked up."""
+def _multiplied(model: nn.Module, *, everything: bool = False) -> set[int]:
+    """The ids of parameters that autocast rounds, or of all that are not only looked up.
+
+    A family's own modules call theirs `weight` where they are linear, as routers are; kernels of
+    experts and of state spaces take theirs as they are.
+    """
     return {
         id(parameter)
         for module in model.modules()
         if not isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
+        for name, parameter in module.named_parameters(recurse=False)
+        if everything or name in ("weight", "bias")
     }
 
 
@@ -175,6 +181,39 @@ def hold_cast(model: nn.Module, dtype: torch.dtype) -> None:
         if parameter.dtype == torch.float32:
             # Read from a file, it is mapped: any of them would keep the whole file in memory.
             parameter.data = parameter.data.clone()
+
+
+@torch.no_grad()
+def hold_frozen(
+    model: nn.Module, dtype: torch.dtype, *, norms: bool = False, experts: bool = True
+) -> None:
+    """Hold the frozen float32 weights of a model in the precision in which it computes, in place.
+
+    Under autocast results stay what they are: layers and rounded lookups take no more of their
+    weights. `norms` casts all else too, for ranks that share a model: they compute with nothing
+    else. Kernels of experts take weights as they are, out of autocast's reach: theirs stay float32
+    unless `experts`, and where an adapter is added to them.
+    """
+    kept: set[int] = set()
+    for module in model.modules():
+        if norms or _is_product(module):
+            continue
+        adapted = hasattr(module, "parameter_name")  # PEFT's adapter on weights of experts
+        is_expert = experts and not type(module).__module__.startswith("torch.nn")
+        for parameter in module.parameters(recurse=adapted):
+            if adapted or not (is_expert and parameter.ndim == 3):
+                kept.add(id(parameter))
+    for parameter in model.parameters():
+        is_frozen = parameter.dtype == torch.float32 and not parameter.requires_grad
+        if is_frozen and id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _is_product(module: nn.Module) -> bool:
+    """Whether autocast, or a rounded lookup, casts all weights that this module takes."""
+    if isinstance(module, nn.Embedding):
+        return getattr(module.__dict__.get("forward"), "func", None) is _look_up
+    return type(module) in (nn.Linear, Conv1D) and "forward" not in module.__dict__
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -31,7 +31,7 @@ from ppo_cli.config.model_limits import column_problem, require_length
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, not_finite, stream_key
-from ppo_cli.engine.bfloat16 import CastLayer, cast_layers, round_lookups
+from ppo_cli.engine.bfloat16 import CastLayer, cast_layers, hold_frozen, round_lookups
 from ppo_cli.engine.device import Compute, multiply_with, products_by_blas, send
 from ppo_cli.engine.kv_cache import KVCache, limit_time_steps, plan_cache
 from ppo_cli.engine.lora import adapt, load_adapter
@@ -518,9 +518,13 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
     if verdict.way.packed:
         choose_attention(model)
     compute = Compute.choose(settings.dtype)
+    model.requires_grad_(False).eval()
     if compute.dtype != torch.float32:
-        round_lookups(model, compute.dtype, untied=compute.device.type != "cpu")
-    model.requires_grad_(False).eval().to(compute.device)
+        on_cpu = compute.device.type == "cpu"
+        round_lookups(model, compute.dtype, untied=not on_cpu)
+        if not on_cpu:
+            hold_frozen(model, compute.dtype)
+    model.to(compute.device)
     return sample_from(model, config, tokenizer)
 
 

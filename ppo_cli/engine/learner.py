@@ -37,7 +37,7 @@ from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner, ModelLearner, view_tokens
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, merge_sums, room_told
-from ppo_cli.engine.bfloat16 import hold_cast, make_master_weights, round_lookups
+from ppo_cli.engine.bfloat16 import hold_cast, hold_frozen, make_master_weights, round_lookups
 from ppo_cli.engine.checkpoint import (
     Trained,
     convert_layers,
@@ -395,13 +395,20 @@ class Learner:
             if self._compute.device.type == "cpu" and self._ranks.tensor_size == 1:
                 keep_less(loaded.model)
             compute = self._compute
+            alone, on_cpu = self._ranks.alone, compute.device.type == "cpu"
             if trained:
                 spreads = spreads_weights(self._config, compute.device.type)
                 seed = self._config.trainer.seed
-                make_master_weights(loaded.model, compute.dtype, seed, spreads)
-            if self._ranks.alone and compute.dtype != torch.float32:
-                untied = compute.device.type != "cpu"
-                round_lookups(loaded.model, compute.dtype, untied=untied)
+                make_master_weights(loaded.model, compute.dtype, seed, spreads, not alone)
+            else:
+                loaded.model.requires_grad_(False)
+            if compute.dtype == torch.float32:
+                return loaded
+            if alone:
+                round_lookups(loaded.model, compute.dtype, untied=not on_cpu)
+            if not (alone and on_cpu):  # there `hold_cast` packs a reference
+                # An actor that trains its experts computes them in float32, and is compared.
+                hold_frozen(loaded.model, compute.dtype, norms=not alone, experts=trained)
             return loaded
 
         # A reference of the same model then has the same verdict.
@@ -465,7 +472,6 @@ class Learner:
         flag = "ref.path" if c.ref.path else "--model"
         reference = self._load_policy(reference_path, sharding, trained=False, flag=flag)
         self._require_vocabulary(reference, reference_path)
-        reference.model.requires_grad_(False)
         if self._rounds_on_cpu():
             hold_cast(reference.model, self._compute.dtype)
         return reference

@@ -345,7 +345,7 @@ def _base_name(name: str) -> str:
 
 
 def _merge(layer: Any, tensor: Tensor, full: Callable[[Tensor], Tensor]) -> Tensor:
-    """W + scale * B @ A, computed in float32; of the weights of all experts each has its own."""
+    """W + scale * B @ A in float32; of the weights of all experts each has its own."""
     weight = full(tensor)
     a, b = (full(part[ADAPTER].weight).float() for part in (layer.lora_A, layer.lora_B))
     if weight.dim() == 3:
@@ -355,7 +355,7 @@ def _merge(layer: Any, tensor: Tensor, full: Callable[[Tensor], Tensor]) -> Tens
     else:
         change = (b @ a).T if layer.fan_in_fan_out else b @ a
     merged: Tensor = weight.float() + layer.scaling[ADAPTER] * change
-    return merged.to(weight.dtype)
+    return merged
 
 
 def split_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -237,6 +237,29 @@ def test_weights_in_4_bits_are_counted_as_bitsandbytes_holds_them() -> None:
     assert held.roles["critic"] == plain.roles["critic"]
 
 
+def test_frozen_weights_take_two_bytes_in_bfloat16_on_gpus() -> None:
+    """A reference, the base of an adapter and a separate sampler; experts of a reference four."""
+    shape = Shape.of(HUGE)
+    assert shape is not None
+
+    def weights(role: str, **parts: Any) -> int:
+        gpu = {"trainer": {"engine": "ray", "n_gpus_per_node": 1}, "rollout": {"name": "hf"}}
+        (place,) = count_memory(config(**gpu | parts), Shapes(shape, shape, shape), 80 * GIB)
+        return place.roles[role].parameters
+
+    adapted = {"model": {"lora_rank": 8}}
+    assert weights("reference") == weights("sampler") == 2 * shape.parameters()
+    assert weights("actor") == 4 * shape.parameters()
+    assert weights("actor", **adapted) == 2 * shape.parameters() + 4 * shape.adapter(8)
+    float32 = {"model": {"dtype": "float32"}}
+    assert weights("reference", **float32) == 4 * shape.parameters()
+    mixed = replace(shape, experts=4, held=4 * shape.inner, routes=1)
+    gpu = Device(half=True, gpu=True, shards=1, tensor=1, packed=True, keeps_freed=False)
+    experts = mixed.layers * 3 * mixed.hidden * mixed.held
+    assert gpu.frozen(mixed) == 2 * mixed.parameters() + 2 * experts
+    assert replace(gpu, shards=2).frozen(mixed) == mixed.parameters()
+
+
 def test_recomputed_activations_are_the_inputs_of_layers() -> None:
     place = counted(model={"enable_gradient_checkpointing": True})
     assert place.roles["actor"].activations == 300 * (2 * 40 + TOP)
@@ -303,7 +326,7 @@ def test_the_smallest_change_makes_it_fit() -> None:
         critic={"ppo_max_token_len_per_gpu": 65536},
     )
     seen = []
-    for gib in (400, 140, 110, 60, 20, 10, 1):
+    for gib in (400, 140, 110, 60, 20, 5, 1):
         there = gib * GIB
         if estimate(wide, shapes, there).fits:
             seen.append("fits")

@@ -27,13 +27,18 @@ ROWS = [(5, 9), (3, 12), (8, 4), (6, 1)]
 CASES: dict[str, tuple[str, bool, torch.dtype, dict[str, Any]]] = {
     "tied": ("qwen2", True, torch.bfloat16, {}),
     "tied, not spread": ("qwen2", True, torch.bfloat16, {"spread_weights": False}),
-    "untied": ("llama", False, torch.bfloat16, {}),
     "scaled": ("gemma2", True, torch.bfloat16, {}),
     "positions": ("gpt2", True, torch.bfloat16, {}),
     "positions from a mask": ("opt", True, torch.bfloat16, {}),
     "adapter": ("qwen2", True, torch.bfloat16, {"lora_rank": 4}),
+    "experts": ("qwen3_moe", False, torch.bfloat16, {}),
+    "adapted experts": (
+        "qwen3_moe",
+        False,
+        torch.bfloat16,
+        {"lora_rank": 4, "target_modules": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]},
+    ),
     "tied, in float32": ("qwen2", True, torch.float32, {}),
-    "adapter, in float32": ("llama", False, torch.float32, {"lora_rank": 4}),
 }
 
 
@@ -58,9 +63,13 @@ def annotate(config: Config, ranks: Ranks) -> dict[str, Any]:
     found = merge_annotations(batch, gather_objects(ranks, learner.annotate(batch)))
     mask = batch.response_mask_BT
     assert found.ref_logprobs_BT is not None and found.full_kl_BT is not None
+    reference = learner._reference
+    assert reference is not None
+    frozen = {n: p for n, p in reference.model.named_parameters() if not p.requires_grad}
     return {
         "gap": (found.old_logprobs_BT - found.ref_logprobs_BT)[mask].abs().max().item(),
         "kl": found.full_kl_BT[mask].abs().max().item(),
+        "float32": [name for name, p in frozen.items() if p.dtype == torch.float32],
         "logprobs": found.old_logprobs_BT[mask].tolist(),
     }
 
@@ -70,6 +79,8 @@ def main(rank: int, size: int, folder: Path, device: str = "cpu") -> None:
         from tests.engine.second_device import install
 
         second = install()
+        counts = torch.histc  # of integers, which CUDA alone has
+        torch.histc = lambda ids, **bins: counts(ids.float(), **bins)
         Compute.choose = classmethod(  # type: ignore[method-assign,assignment]
             lambda cls, dtype: cls(second, getattr(torch, dtype))
         )

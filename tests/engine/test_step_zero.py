@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from tests.forked import run_ranks
 pytestmark = pytest.mark.slow
 WORKER = Path(__file__).with_name("step_zero.py")
 # Where it runs: how many ranks, and the device of a lone one.
+NORMS = re.compile(r"norm|\bln_")
+EXPERTS = re.compile(r"\.experts\.|\.gate\.weight$")
 PLACES = {"cpu": (1, "cpu"), "second": (1, "second"), "ranks": (2, "cpu")}
 
 
@@ -46,6 +49,17 @@ def test_spread_weights_give_the_log_probs_of_the_checkpoint(
 ) -> None:
     spread, plain = found[place]["tied"], found[place]["tied, not spread"]
     assert spread["logprobs"] == plain["logprobs"]
+
+
+def test_frozen_weights_are_held_in_bfloat16(found: dict[str, dict[str, Any]]) -> None:
+    """But norms, and experts that are compared with an actor's, which are in float32."""
+    for case in CASES:
+        assert found["ranks"][case]["float32"] == []
+        kept = [n for n in found["second"][case]["float32"] if not NORMS.search(n)]
+        if case == "positions from a mask":
+            assert kept == ["model.decoder.embed_positions.weight"]
+        else:
+            assert all(EXPERTS.search(name) for name in kept) and (not kept or "experts" in case)
 
 
 def test_one_rank_computes_what_two_do(found: dict[str, dict[str, Any]]) -> None:
