@@ -69,6 +69,8 @@ def round_lookups(model: nn.Module, dtype: torch.dtype, *, untied: bool) -> None
 
     States stay float32. Tables that no product takes are looked up exactly unless `untied`.
     """
+    if dtype == torch.float32:
+        return
     multiplied = _multiplied(model)
     for module in model.modules():
         if not isinstance(module, nn.Embedding) or "forward" in module.__dict__:

@@ -518,12 +518,10 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
     if verdict.way.packed:
         choose_attention(model)
     compute = Compute.choose(settings.dtype)
-    model.requires_grad_(False).eval()
-    if compute.dtype != torch.float32:
-        on_cpu = compute.device.type == "cpu"
-        round_lookups(model, compute.dtype, untied=not on_cpu)
-        if not on_cpu:
-            hold_frozen(model, compute.dtype)
+    on_cpu = compute.device.type == "cpu"
+    round_lookups(model.requires_grad_(False).eval(), compute.dtype, untied=not on_cpu)
+    if not on_cpu:
+        hold_frozen(model, compute.dtype)
     model.to(compute.device)
     return sample_from(model, config, tokenizer)
 
