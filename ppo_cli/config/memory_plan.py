@@ -327,17 +327,17 @@ def _put(section: Any, names: list[str], value: Any) -> Any:
 
 def _lines(place: Place) -> Iterator[str]:
     """Say what a device needs, and what of it for which role."""
-    need = f"{place.name} needs about {_size(place.needed)} ({place.phase})"
+    need = f"{place.name} needs about {format_size(place.needed)} ({place.phase})"
     if place.there is None:
         yield f"{need}; how much it has is not known here"
     elif place.fits:
-        yield f"{need} of {_size(place.there)}: fits"
+        yield f"{need} of {format_size(place.there)}: fits"
     else:
-        free = _size(place.left_free)
-        yield f"{need} of {_size(place.there)}, of which {free} is left free: does not fit"
+        free = format_size(place.left_free)
+        yield f"{need} of {format_size(place.there)}, of which {free} is left free: does not fit"
     for role, share in place.roles.items():
         parts = [
-            f"{field.replace('_', ' ').replace('kv', 'KV')} {_size(size)}"
+            f"{field.replace('_', ' ').replace('kv', 'KV')} {format_size(size)}"
             for field, size in vars(share).items()
             if size
         ]
@@ -354,8 +354,8 @@ def _settled(asked: Config, found: Estimate, there: int | None) -> Iterator[str]
             recompute = found.config.model.enable_gradient_checkpointing
             then = "computed again (gradient" if recompute else "kept (no gradient"
             yield (
-                f"a step with all activations needs about {_size(found.ample)} of {_size(there)}: "
-                f"they are {then} checkpointing)"
+                f"a step with all activations needs about {format_size(found.ample)} of "
+                f"{format_size(there)}: they are {then} checkpointing)"
             )
     if _ranks_on_cpu(asked) and asked.actor.fsdp_config.reshard_after_forward is None:
         yield (
@@ -372,5 +372,6 @@ def _words(changes: Settings) -> str:
     )
 
 
-def _size(count: int) -> str:
+def format_size(count: int) -> str:
+    """Bytes in GiB, or MiB where they are few, to three digits."""
     return f"{count / GIB:.3g} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.3g} MiB"

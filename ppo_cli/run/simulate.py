@@ -25,7 +25,7 @@ from ppo_cli.config.memory import (
     device_memory,
     read_shapes,
 )
-from ppo_cli.config.memory_plan import change, settle_memory
+from ppo_cli.config.memory_plan import change, format_size, settle_memory
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, UserError
 
@@ -78,40 +78,42 @@ class Simulation:
         ranks = self.measured["ranks"]
         lines = [
             f"rank 0 of {ranks} loads the models, annotates and updates, without numbers and GPUs",
-            f"at rest: {_size(self.measured['rest_bytes'])} of a GPU "
+            f"at rest: {format_size(self.measured['rest_bytes'])} of a GPU "
             f"({_parts(self.measured['rest_by_maker'], self.measured['rest_bytes'])})",
         ]
         for name, phase in self.measured["phases"].items():
             peak, on_paper = phase["peak_bytes"], ""
             if name in self.planned:
                 count = self.planned[name]
-                on_paper = f"; {_size(count)} on paper, {count / peak - 1:+.0%}"
-            lines.append(f"{name}: {_size(peak)}{on_paper}")
+                on_paper = f"; {format_size(count)} on paper, {count / peak - 1:+.0%}"
+            lines.append(f"{name}: {format_size(peak)}{on_paper}")
             lines.append(f"  at its peak: {_parts(phase['peak_by_maker'], peak)}")
             if phase["collectives"]:
                 counts = (
-                    f"{of['calls']:g} {kind} ({_size(round(of['bytes']))})"
+                    f"{of['calls']:g} {kind} ({format_size(round(of['bytes']))})"
                     for kind, of in phase["collectives"].items()
                 )
                 lines.append(f"  collectives of a micro-batch: {', '.join(counts)}")
         host = max(phase["host_peak_bytes"] for phase in self.measured["phases"].values())
         if host >= GIB // 10:
             lines.append(
-                f"host memory: {_size(host)} a rank for offloaded weights and moments, "
-                f"{_size(host * self.gpus)} a node"
+                f"host memory: {format_size(host)} a rank for offloaded weights and moments, "
+                f"{format_size(host * self.gpus)} a node"
             )
         if self.beside:
-            lines.append(f"the sampler and reward models hold {_size(self.beside)} more, on paper")
+            lines.append(
+                f"the sampler and reward models hold {format_size(self.beside)} more, on paper"
+            )
         phase, need = self.peak
         if self.memory is None:
             verdict = "how much a GPU has is not known here: add --device_memory, such as 80GB"
         else:
-            verdict = f"of {_size(self.memory)}: " + (
+            verdict = f"of {format_size(self.memory)}: " + (
                 "fits"
                 if self.fits
-                else f"of which {_size(self.left_free)} is left free: does not fit"
+                else f"of which {format_size(self.left_free)} is left free: does not fit"
             )
-        lines.append(f"a GPU that trains needs {_size(need)} ({phase}); {verdict}")
+        lines.append(f"a GPU that trains needs {format_size(need)} ({phase}); {verdict}")
         lines.append(
             "not simulated: sampling and publishing (see Memory), CUDA's context, buffers of NCCL "
             "and cuBLAS, fragmentation"
@@ -205,9 +207,5 @@ def _measure(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
 
 def _parts(parts: Mapping[str, int], whole: int) -> str:
     return ", ".join(
-        f"{name} {_size(size)}" for name, size in parts.items() if size > SMALL * whole
+        f"{name} {format_size(size)}" for name, size in parts.items() if size > SMALL * whole
     )
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:.3g} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.3g} MiB"

@@ -1,4 +1,4 @@
-"""Simulate configs of a tiny Llama on 1 and 8 ranks, in a process of its own; prints JSON.
+"""Simulate tiny configs on 1 and 8 ranks, in a process of its own; prints JSON.
 
     simulated_steps.py FOLDER
 
@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from transformers import LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppo_cli.config.memory_plan import change
 from ppo_cli.config.schema import Config
@@ -28,6 +29,7 @@ from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.simulation import steps
 from ppo_cli.engine.simulation.counters import CollectiveCounter, MemoryCounter, Watch
 from ppo_cli.engine.simulation.device import DEVICE, NAME, Simulator, register
+from tests.engine.tiny_families import FAMILIES, SIZE
 
 VOCABULARY, HIDDEN, INNER, LAYERS, HEADS, KEYS = 4096, 256, 512, 2, 4, 2
 RANK = 4
@@ -172,6 +174,9 @@ def main(folder: Path) -> None:
     }
     adapter = {"model.lora_rank": RANK, "actor.fsdp_config.optimizer_offload": True}
     report["adapter, offloaded"] = measure(make_config(path, 8, **adapter))
+    experts = CONFIG_MAPPING["qwen3_moe"](**SIZE, **FAMILIES["qwen3_moe"])
+    experts.save_pretrained(folder / "experts")
+    report["experts"] = measure(make_config(str(folder / "experts"), 1))
     print(json.dumps(report), flush=True)
     os._exit(0)
 

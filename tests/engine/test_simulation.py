@@ -80,6 +80,13 @@ def test_an_adapter_trains_alone_and_its_moments_are_in_host_memory(
     assert "moments" not in measured["rest_by_maker"]
 
 
+def test_all_experts_have_gradients_in_full(report: dict[str, Any]) -> None:
+    hidden, inner, experts, heads, keys, head = 32, 24, 4, 4, 2, 8
+    attention = 2 * hidden * head * (heads + keys) + 2 * head
+    layer = attention + experts * hidden + experts * 3 * inner * hidden + 2 * hidden
+    assert report["experts"]["gradients"] == [4 * (2 * 282 * hidden + 2 * layer + hidden)]
+
+
 def test_a_micro_batch_gathers_each_group_twice_and_reduces_it_once(
     report: dict[str, Any],
 ) -> None:

@@ -140,9 +140,9 @@ class CollectiveCounter:
         self.bytes: Counter[str] = Counter()
 
     def record(self, func: Any, values: Sequence[Any]) -> None:
-        """Count an operation of torch.distributed; others are none."""
+        """Count an operation of torch.distributed; those that begin none are left out."""
         namespace, _, name = func._schema.name.partition("::")
-        if namespace not in ("c10d", "_c10d_functional") or name.startswith("wait_tensor"):
+        if namespace not in ("c10d", "_c10d_functional") or "wrap" in name or "wait" in name:
             return
         tensors = [value for value in values if isinstance(value, Tensor)]
         kind = next((word for part, word in KINDS.items() if part in name), name)
