@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import getpass
+import html
 import json
 import shlex
 import socket
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ppo_cli.atomic import replacing
+from ppo_cli.config.device_record import read_record
 from ppo_cli.errors import DataError, UserError, ppo
+from ppo_cli.redact import redact
 from ppo_cli.run_folder import METRICS_FILE, check_run_folder, read_metrics
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -78,6 +82,9 @@ def report(
             "--out", metavar="FILE", help="File to write.", show_default="RUN/report.html"
         ),
     ] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self_test", help="Add the record of this machine's self-test.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write the page about runs as one HTML file, to keep or to send.
@@ -97,8 +104,9 @@ def report(
     from ppo_cli.trust.rows import check_out
 
     check_out(out, str(runs[0]))
+    section = record_section() if self_test else ""
     data = open_runs(runs)
-    text = page_of(data)
+    text = page_of(data).replace("</body>", f"{section}</body>")
     try:
         with replacing(out) as fresh:
             fresh.write_text(text, encoding="utf-8")
@@ -110,6 +118,20 @@ def report(
     lines = [*names, f"{out} ({size / 1e6:.1f} MB)"]
     found = {"out": str(out), "bytes": size, "runs": told}
     print_result(found, lambda: "\n".join(lines), as_json=as_json)
+
+
+def record_section() -> str:
+    """The record of the last self-test as a part of the page: no secrets, no host, no home."""
+    record = read_record()
+    if record is None:
+        raise UserError(
+            "--self_test: there is no record of a self-test on these devices with these versions. "
+            f"Make one with `{ppo('doctor --self-test')}`, or leave --self_test out."
+        )
+    text = redact(json.dumps(asdict(record), indent=1, ensure_ascii=False))
+    for private, stand_in in ((socket.gethostname(), "HOST"), (str(Path.home()), "~")):
+        text = text.replace(private, stand_in) if len(private) > 1 else text
+    return f"<details><summary>Self-test</summary><pre>{html.escape(text)}</pre></details>\n"
 
 
 def check_runs(folders: list[Path], *, begun: bool) -> None:

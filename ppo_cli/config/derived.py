@@ -274,6 +274,17 @@ def sleep_mode(config: Config) -> Sleep:
     return "discard" if not publishes_adapter(config) and proven("sleep") else "offload"
 
 
+def expands_segments(config: Config) -> bool:
+    """Return whether CUDA's allocator grows segments where models train: slow to share by IPC."""
+    return weight_transfer(config) != "ipc" and proven("expandable_segments")
+
+
+def shares_prompts(config: Config, *, on_gpu: bool) -> bool:
+    """Return whether packed rows of a prompt compute it once; unset, on GPUs only where proven."""
+    unset = not on_gpu or proven("shared_prompts")
+    return unset if config.model.share_prompts is None else config.model.share_prompts
+
+
 def shared_samplers(config: Config) -> Literal["all", "some", "none"]:
     """Tell how many of the devices that sample train too; ValueError as in `train_devices`."""
     if config.trainer.placement is None:

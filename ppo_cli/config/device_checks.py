@@ -21,6 +21,7 @@ from ppo_cli.config.derived import (
     read_placement,
     sampler_name,
     shared_samplers,
+    shares_prompts,
     sleep_mode,
     train_devices,
     uses_critic,
@@ -408,20 +409,29 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
 
 def _unproven(config: Config, gpus: int) -> Iterator[str]:
     """Name what is slower than it could be, for want of a self-test on these GPUs."""
-    if sampler_name(config, gpus) != "vllm" or gpus_per_node(config, gpus) == 0:
+    if gpus_per_node(config, gpus) == 0:
         return
-    slow = []
-    way, fastest = weight_transfer(config, gpus), fastest_transfer(config, gpus)
-    if config.rollout.weight_transfer == "auto" and way != fastest:
-        slow.append(f"new weights travel by {way}, not by {fastest}")
-    shared, whole = shared_samplers(config) != "none", not publishes_adapter(config)
-    if config.rollout.sleep == "auto" and shared and whole and sleep_mode(config) != "discard":
-        slow.append("vLLM's weights are kept while the learner works")
+    slow = list(_slow_sampler(config, gpus)) if sampler_name(config, gpus) == "vllm" else []
+    if (
+        config.model.share_prompts is None
+        and config.rollout.n > 1
+        and not shares_prompts(config, on_gpu=True)
+    ):
+        slow.append("each response computes its prompt again")
     if slow:
         yield (
             f"No self-test has passed on these GPUs, so {' and '.join(slow)}: "
             f"`{ppo('doctor --self-test')}` tries the faster ways."
         )
+
+
+def _slow_sampler(config: Config, gpus: int) -> Iterator[str]:
+    way, fastest = weight_transfer(config, gpus), fastest_transfer(config, gpus)
+    if config.rollout.weight_transfer == "auto" and way != fastest:
+        yield f"new weights travel by {way}, not by {fastest}"
+    shared, whole = shared_samplers(config) != "none", not publishes_adapter(config)
+    if config.rollout.sleep == "auto" and shared and whole and sleep_mode(config) != "discard":
+        yield "vLLM's weights are kept while the learner works"
 
 
 def _partial_remarks(config: Config) -> Iterator[str]:

@@ -60,6 +60,12 @@ def proven(feature: Feature) -> bool:
     return record is not None and feature in record.proven
 
 
+def failed(feature: Feature) -> bool:
+    """Whether a self-test has run on these GPUs and has not passed for a feature."""
+    record = read_record()
+    return record is not None and feature not in record.proven
+
+
 def read_record() -> DeviceRecord | None:
     """The record of this machine with its present versions; None if there is none."""
     key = DeviceKey.of_this_machine()

@@ -16,6 +16,7 @@ from ppo_cli.config.derived import (
     micro_batch_tokens,
     placement_of,
     sampler_name,
+    shares_prompts,
     sleep_mode,
     uses_critic,
     uses_reference,
@@ -126,7 +127,7 @@ def memory_plan(config: Config) -> PlanPart:
     )
     if config.rollout.n > 1 and model.packing is not False:
         why = "" if model.share_prompts is None else ", as set"
-        once = model.share_prompts or (model.share_prompts is None and not gpus_per_node(config))
+        once = shares_prompts(config, on_gpu=gpus_per_node(config) > 0)
         layout.append(
             f"packed responses share their prompt{why}"
             if once

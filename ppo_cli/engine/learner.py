@@ -23,9 +23,11 @@ from ppo_cli.config.algorithm_schema import Actor, Critic, CriticModel, Sharding
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     critic_path,
+    expands_segments,
     micro_batch_tokens,
     publishes_adapter,
     sampler_name,
+    shares_prompts,
     uses_critic,
     uses_reference,
 )
@@ -49,7 +51,13 @@ from ppo_cli.engine.checkpoint import (
     take_snapshot,
     tokenizer_files,
 )
-from ppo_cli.engine.device import Compute, keep_freed_memory, multiply_with, set_threads
+from ppo_cli.engine.device import (
+    Compute,
+    expand_segments,
+    keep_freed_memory,
+    multiply_with,
+    set_threads,
+)
 from ppo_cli.engine.hf_sampler import HFSampler, sample_from
 from ppo_cli.engine.kv_cache import plan_cache
 from ppo_cli.engine.lean_layers import keep_less, round_norms
@@ -97,6 +105,8 @@ class Learner:
         self._tokenizer = tokenizer
         self._ranks = ranks
         self._compute = Compute.choose(config.model.dtype)
+        if self._compute.device.type == "cuda" and expands_segments(config):
+            expand_segments()
         self.remarks: list[str] = []
         if not multiply_with(matmul_library(config.model.float32_matmul)):
             self.remarks.append("oneDNN would round products of float32 here: BLAS computes them.")
@@ -436,7 +446,12 @@ class Learner:
         if not verdict.way.packed:
             return loaded
         packed = pack(
-            loaded, path, self._compute, self._ranks, settings.packing, settings.share_prompts
+            loaded,
+            path,
+            self._compute,
+            self._ranks,
+            settings.packing,
+            shares_prompts(self._config, on_gpu=self._compute.device.type != "cpu"),
         )
         if packed.packing is None:
             self.remarks.append(f"Rows of {path} are padded: packing does not suit this device.")

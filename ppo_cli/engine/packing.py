@@ -14,6 +14,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ppo_cli.config.device_record import failed
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import Budget
 from ppo_cli.engine.models import Policy, ValueModel
@@ -35,21 +36,22 @@ def pack(
     compute: Compute,
     ranks: Ranks,
     asked: bool | None = True,
-    shares: bool | None = None,
+    shares: bool = True,
 ) -> Loaded:
     """A model that a trial has found exact on packed rows, with packing on; all ranks call.
 
     Where the kernel of this device has other gradients, it comes back as it was, or ModelError is
-    raised if packing was `asked` for. `shares` asks for a prompt to be computed once for all its
-    rows; None is for where that was measured to be faster, the CPU.
+    raised if packing was `asked` for; unset, it also does where the self-test has failed for it.
+    With `shares` a prompt is computed once for all its rows.
     """
     attention = loaded.model.config._attn_implementation
     packing = choose_attention(loaded.model)
-    shares = compute.device.type == "cpu" if shares is None else shares
     packed: Loaded = replace(
         loaded, packing=packing, shares_prompts=shares and packing is Packing.BY_ROWS
     )
     wrong = _try_gradients(packed, compute)
+    if asked is None and compute.device.type == "cuda" and failed("packed_attention"):
+        wrong = wrong or "the self-test has not passed for it"
     if not any(gather_objects(ranks, wrong)):
         return packed
     if asked:

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ppo_cli.algo.batch import Batch, build_batch
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import EMBEDDED, model_folder
+from ppo_cli.config.derived import shares_prompts
 from ppo_cli.config.device_record import cache_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.actor_critic import view_tokens
@@ -354,7 +355,7 @@ def judge_model(
     conditions = Conditions(
         kernel=model.attn_implementation,
         packing=model.packing,
-        share_prompts=device == "cpu" if model.share_prompts is None else model.share_prompts,
+        share_prompts=shares_prompts(config, on_gpu=device != "cpu"),
         checkpointing=checkpointing,
         sampler=sampler,
         trains=trains,

@@ -83,6 +83,10 @@ class Results:
         """Say what does not apply on this machine."""
         self._skips.append(reason)
 
+    def prove(self, feature: Feature) -> None:
+        """Count a feature as proven by this check."""
+        self._proven.append(feature)
+
     @contextmanager
     def part(self, name: str, *proves: Feature) -> Iterator[None]:
         """Run a part; without a difference or an error it proves these features."""

@@ -90,7 +90,7 @@ def check_transfer(setup: Setup, way: str, results: Results) -> None:
     }
     config = make_config(setup.device, **_with_actor(setup.device, parts))
     tokenizer = load_tokenizer(model_folder(config.model.path))
-    limit = LIMITS[str(config.model.dtype)] / 3  # of the mean
+    limit = LIMITS[str(config.model.dtype)] / 6  # of the mean
     with _engine(config, tokenizer, setup.folder / way) as engine:
         for turn in range(STEPS + 1):
             rollouts, annotated = _annotate(engine, tokenizer)

@@ -7,6 +7,7 @@ head, N tokens, V vocabulary, H hidden size.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -25,6 +26,7 @@ from ppo_cli.self_test.results import Results, Setup
 HEAD_SIZES = (64, 128)
 ROWS = (33, 1, 7, 130)  # lengths; the longest one crosses a block of every kernel
 SHARED = ((0, 0, 0, 3), (0, 20, 11, 0))  # leads, and tokens of them that come before a row
+TIMED, TIMED_ROUNDS = (1024, 256, 8), 3  # tokens of a prompt and a response, responses
 HIDDEN = 128
 TOKENS = 16
 TEMPERATURE = 0.7
@@ -119,9 +121,35 @@ def _check_head_sizes(setup: Setup, results: Results) -> None:
         for head_size in dict.fromkeys((size, *HEAD_SIZES)):
             for dtype in dtypes:
                 _check_rows(setup, results, head_size, dtype, shared=False)
-    with results.part("shared prompts", "shared_prompts"):
+    with results.part("shared prompts"):
         for dtype in dtypes:
             _check_rows(setup, results, size, dtype, shared=True)
+        if setup.device == "cuda" and _time_rows(setup, shared=True) <= _time_rows(setup):
+            results.prove("shared_prompts")
+
+
+def _time_rows(setup: Setup, *, shared: bool = False) -> float:
+    """Seconds of attention to responses to one prompt, with its tokens once or for each row."""
+    s, (prompt, response, count) = setup.shape, TIMED
+    lengths = [prompt + response] + [response + (0 if shared else prompt)] * (count - 1)
+    counts = [0] + [prompt if shared else 0] * (count - 1)
+    leads = [0] * count if shared else [*range(count)]
+    rows = PackedRows.of(lengths, torch.device(setup.device), leads, counts).rows_113B
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = s.heads // s.kv_heads, True  # type: ignore[assignment]
+    query, key, value = (
+        torch.randn((1, heads, sum(lengths), s.head_size), device=setup.device)
+        .bfloat16()
+        .requires_grad_()
+        for heads in (s.heads, s.kv_heads, s.kv_heads)
+    )
+    for turn in range(1 + TIMED_ROUNDS):
+        if turn == 1:  # the first one compiles and allocates
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+        attend_by_rows(module, query, key, value, rows)[0].sum().backward()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def _check_rows(

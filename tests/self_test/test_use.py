@@ -1,0 +1,95 @@
+"""What runs on GPUs do with the record of a self-test, and how it is sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ppo_cli.cli.app import main
+from ppo_cli.config import derived, device_record
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.derived import expands_segments, shares_prompts
+from ppo_cli.config.device_checks import cluster_remarks
+from ppo_cli.config.device_record import DeviceKey, DeviceRecord, Feature, write_record
+from ppo_cli.config.schema import Config
+from ppo_cli.engine import packing
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.models import load_policy
+from ppo_cli.engine.packing import pack
+from ppo_cli.engine.ranks import ALONE
+from tests.report.page.runs import make_run
+
+SECRET = "sk-proj-4f8a1c9e7b2d6053e8f7a1b4c9d2e6f0"
+
+
+def prove(monkeypatch: pytest.MonkeyPatch, *features: Feature) -> None:
+    monkeypatch.setattr(derived, "proven", features.__contains__)
+
+
+def test_prompts_are_shared_on_gpus_only_where_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config()
+    prove(monkeypatch)
+    assert shares_prompts(config, on_gpu=False) and not shares_prompts(config, on_gpu=True)
+    prove(monkeypatch, "shared_prompts")
+    assert shares_prompts(config, on_gpu=True)
+    settled = Config.model_validate({"model": {"share_prompts": False}})
+    assert not shares_prompts(settled, on_gpu=True)
+
+
+def test_segments_grow_where_proven_and_weights_do_not_travel_by_ipc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_ipc = Config.model_validate({"rollout": {"weight_transfer": "ipc"}})
+    prove(monkeypatch)
+    assert not expands_segments(Config())
+    prove(monkeypatch, "expandable_segments")
+    assert expands_segments(Config()) and not expands_segments(by_ipc)
+
+
+def test_one_line_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    prove(monkeypatch)
+    config = Config.model_validate(
+        {"rollout": {"name": "hf", "n": 4}, "trainer": {"engine": "ray"}}
+    )
+    (line,) = [line for line in cluster_remarks(config, 1, {}) if "self-test" in line]
+    assert "each response computes its prompt again" in line
+    assert line.endswith("doctor --self-test` tries the faster ways.")
+    prove(monkeypatch, "shared_prompts")
+    assert not [line for line in cluster_remarks(config, 1, {}) if "self-test" in line]
+    assert not [line for line in cluster_remarks(config, 0, {}) if "self-test" in line]
+
+
+@pytest.mark.parametrize(("wrong", "packed"), [(True, False), (False, True)])
+def test_rows_are_padded_where_the_self_test_failed(
+    wrong: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_try_gradients", lambda *values: "")
+    monkeypatch.setattr(packing, "failed", lambda feature: wrong)
+    on_gpu = Compute(torch.device("cuda"), torch.bfloat16)
+    policy = load_policy(model_folder("embedded"), attn_implementation="sdpa")
+    assert (pack(policy, "m", on_gpu, ALONE, None).packing is not None) is packed
+    policy = load_policy(model_folder("embedded"), attn_implementation="sdpa")
+    assert pack(policy, "m", on_gpu, ALONE, True).packing is not None
+
+
+def test_a_report_carries_the_record_without_names_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-of-mine")
+    run = make_run(tmp_path / "run")
+    out = tmp_path / "page.html"
+    assert main(["report", str(run), "--out", str(out), "--self_test"]) == 2
+    assert "doctor --self-test" in capsys.readouterr().err
+    detail = f"node-of-mine: {Path.home()}/x <b> {SECRET}"
+    check = {"check": "products", "detail": detail}
+    record = DeviceRecord(DeviceKey.of_this_machine(), "2026-01-01", [check], [])
+    assert write_record(record) is not None
+    assert main(["report", str(run), "--out", str(out), "--self_test"]) == 0
+    text = out.read_text()
+    assert "<summary>Self-test</summary>" in text and "HOST: ~/x &lt;b&gt;" in text
+    assert "node-of-mine" not in text.rpartition("<details>")[2] and SECRET not in text
+    assert device_record.read_record() == record
