@@ -148,6 +148,15 @@ def cast_weights() -> dict[str, int]:
     return found
 
 
+def gated_unit() -> int:
+    """The highest moment of the backward pass of SiLU, which is one kernel on GPUs."""
+    simulator = Simulator()
+    with simulator:
+        rows = torch.zeros(16, 32).to(DEVICE).requires_grad_()
+        torch.nn.functional.silu(rows).sum().backward()
+    return simulator.device_memory.peak_bytes
+
+
 def numbers_on_the_cpu() -> dict[str, int]:
     """The counters around tensors with numbers: nothing in them needs the simulated device."""
     memory = MemoryCounter("cpu")
@@ -167,6 +176,7 @@ def main(folder: Path) -> None:
     report: dict[str, Any] = {
         "one layer": one_layer(),
         "cast": cast_weights(),
+        "gated unit": gated_unit(),
         "on the CPU": numbers_on_the_cpu(),
         "1": measure(make_config(path, 1)),
         "8": measure(make_config(path, 8)),

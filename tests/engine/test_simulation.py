@@ -48,6 +48,11 @@ def test_autocast_keeps_the_copy_of_a_trained_weight_until_it_ends(report: dict[
     }
 
 
+def test_the_backward_pass_of_silu_makes_nothing_but_its_gradient(report: dict[str, Any]) -> None:
+    rows, scalars = 4 * 16 * 32, 2 * 4  # the loss and its gradient
+    assert report["gated unit"] == 2 * rows + scalars
+
+
 def test_the_counters_watch_tensors_with_numbers_too(report: dict[str, Any]) -> None:
     weights = 4 * 64 * 32
     # The product is freed before the loss exists to the counter, its gradient with the pass.
