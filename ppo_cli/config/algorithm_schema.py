@@ -150,7 +150,8 @@ class Sharding(Section):
     reshard_after_forward: bool | None = setting(
         None,
         "Free gathered parameters after each pass, and reduce gradients after each micro-batch; "
-        "false: once a step. Unset: once a step on the CPU where memory is ample.",
+        "false: once a step. Unset: once a step where memory allows, on GPUs only if the self-test "
+        "has proven it (keep_gathered).",
     )
 
     @property

@@ -332,6 +332,14 @@ def learner_ranks(config: Config, gpus: int | None = None) -> int:
     return max(1, len(train_devices(config, gpus)))
 
 
+def brings_reference(config: Config) -> bool:
+    """Whether ranks bring a reference in host memory at once, for all micro-batches.
+
+    Where the actor is there too, memory is short: both come piece by piece for each of them.
+    """
+    return config.ref.param_offload and not config.actor.fsdp_config.param_offload
+
+
 def data_ranks(config: Config, gpus: int | None = None) -> int:
     """Return how many ranks share the rows of a mini-batch."""
     return max(1, learner_ranks(config, gpus) // config.trainer.tensor_parallel_size)

@@ -209,6 +209,9 @@ class _Roles:
             "annotation": rest + sum(work.brought for work in asked) + annotation,
         }
         updates = {f"update of the {name}": rest + work.update for name, work in works.items()}
+        actor = config.actor
+        if "reference" in works and actor.use_kl_loss and actor.kl_loss_type == "full":
+            updates["update of the actor"] += works["reference"].brought
         return phases | {phase: size for phase, size in updates.items() if size > rest}
 
 

@@ -21,6 +21,7 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
 )
+from ppo_cli.config.device_record import proven
 from ppo_cli.config.memory import (
     AMPLE,
     GIB,
@@ -37,8 +38,10 @@ from ppo_cli.config.model_shape import Shape
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.reward_checks import judge_place
 from ppo_cli.config.schema import Config
+from ppo_cli.errors import ppo
 
 LORA_RANK = 16  # of the adapter that is proposed
+STEP_PHASES = ("annotation", "update")  # in which those settings take memory
 SMALLEST_BUDGET = 1024  # tokens of a micro-batch; fewer leave a device idle
 Settings = Mapping[str, Any]
 
@@ -84,29 +87,63 @@ def _sleeps_in_host_memory(config: Config) -> bool:
 
 
 def _estimate_devices(config: Config, shapes: Shapes, there: int | None) -> Estimate:
-    most = 0
-    for reshard in (False, True) if _ranks_on_cpu(config) else (True,):
-        keeping = _settle(config, recompute=False, reshard=reshard)
-        kept = count_memory(keeping, shapes, there)
-        most = max(place.needed for place in kept)
-        if there is not None and most <= AMPLE * there:
-            return Estimate(keeping, kept, most)
+    ample = 0
+    for recompute, reshard in _ways_by_speed(config):
+        settled = _settle(config, recompute=recompute, reshard=reshard)
+        places = count_memory(settled, shapes, there)
+        step = max(map(_step_bytes, places))
+        if not recompute:
+            ample = step
+        if there is None:
+            continue
+        # Of activations the count may be wrong. Weights and gradients are what they are.
+        counted_well = recompute or config.model.enable_gradient_checkpointing is not None
+        if counted_well and gpus_per_node(config):
+            enough = all(place.fits for place in places)
+        else:
+            enough = step <= AMPLE * there
+        if enough:
+            return Estimate(settled, places, ample)
     saving = _settle(config, recompute=True, reshard=True)
-    return Estimate(saving, count_memory(saving, shapes, there), most)
+    return Estimate(saving, count_memory(saving, shapes, there), ample)
 
 
-def _ranks_on_cpu(config: Config) -> bool:
-    """Whether several ranks on the CPU share the weights; on GPUs no test has run."""
-    return data_ranks(config) > 1 and not gpus_per_node(config)
+def _ways_by_speed(config: Config) -> list[tuple[bool, bool]]:
+    """Ways that take memory for speed, the fastest first: (recompute layers, reshard weights).
+
+    Products take 6 FLOPs a weight and token, and 2 more where layers are computed again. Gathers
+    and reductions take 8 bytes a weight and micro-batch: in a node these are hidden behind the
+    products, between nodes they may take longer (100 Gb/s: 0.6 s of 1e9 weights, of which 16,384
+    tokens take 0.25 s at 400 TFLOPS).
+    """
+    if not _may_keep_gathered(config):
+        return [(False, True)]
+    between = [(False, True), (True, False)]
+    return [(False, False), *(between[::-1] if config.trainer.nnodes > 1 else between)]
+
+
+def _step_bytes(place: Place) -> int:
+    """Bytes that a device needs where models are asked and trained."""
+    return max(n for name, n in place.phases.items() if name.startswith(STEP_PHASES))
+
+
+def _may_keep_gathered(config: Config) -> bool:
+    """Whether ranks share weights that may stay gathered through a step."""
+    if data_ranks(config) == 1:
+        return False
+    return not gpus_per_node(config) or proven("keep_gathered")
 
 
 def _settle(config: Config, *, recompute: bool, reshard: bool) -> Config:
     """Decide whether to take memory for speed, in all settings that are unset."""
     if config.model.enable_gradient_checkpointing is None:
         config = change(config, {"model.enable_gradient_checkpointing": recompute})
-    for part in ("actor", "critic") if _ranks_on_cpu(config) else ():
-        if getattr(config, part).fsdp_config.reshard_after_forward is None:
-            config = change(config, {f"{part}.fsdp_config.reshard_after_forward": reshard})
+    for part in ("actor", "critic") if _may_keep_gathered(config) else ():
+        sharding = getattr(config, part).fsdp_config
+        if sharding.reshard_after_forward is None:
+            # Weights at home in host memory are there for want of room on the GPU.
+            frees = reshard or (sharding.param_offload and gpus_per_node(config) > 0)
+            config = change(config, {f"{part}.fsdp_config.reshard_after_forward": frees})
     return config
 
 
@@ -358,7 +395,14 @@ def _settled(asked: Config, found: Estimate, there: int | None) -> Iterator[str]
                 f"a step with all activations needs about {format_size(found.ample)} of "
                 f"{format_size(there)}: they are {then} checkpointing)"
             )
-    if _ranks_on_cpu(asked) and asked.actor.fsdp_config.reshard_after_forward is None:
+    if data_ranks(asked) == 1 or asked.actor.fsdp_config.reshard_after_forward is not None:
+        return
+    if not _may_keep_gathered(asked):
+        yield (
+            "ranks gather weights and reduce gradients with each micro-batch: "
+            f"`{ppo('doctor --self-test')}` has not proven here that once a step is right"
+        )
+    else:
         yield (
             "ranks gather weights and reduce gradients once a step: memory is ample"
             if found.config.actor.fsdp_config.stays_whole

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ppo_cli.config.algorithm_schema import Actor, Critic, Sharding
-from ppo_cli.config.derived import data_ranks, micro_batch_tokens
+from ppo_cli.config.derived import brings_reference, data_ranks, micro_batch_tokens
 from ppo_cli.config.model_shape import FLOAT, Device, Shape
 from ppo_cli.config.schema import Config
 
@@ -84,8 +84,10 @@ class Model:
         """Count it at rest, in an annotation and in an update."""
         at_home = self.sharding.param_offload and self.device.gpu
         rest = 0 if at_home else self.weights
-        # One process brings offloaded weights to the device for as long as it works with them.
-        brought = self.weights - rest if self.device.shards == 1 else self.gathered_once
+        # One process, and ranks with their pieces of a reference, bring what is offloaded to the
+        # device for as long as they work with it.
+        whole = self.device.shards == 1 or (self.part is None and brings_reference(self.config))
+        brought = (self.weights - rest if whole else 0) + self.gathered_once
         host = Share(parameters=self.weights - rest)
         if self.part is None:
             return Work(Share(parameters=self.weights), rest, self.annotation(), 0, brought, host)

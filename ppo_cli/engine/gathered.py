@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
+from ppo_cli.engine.host_memory import allocate_host
 from ppo_cli.engine.models import Work
 from ppo_cli.engine.ranks import inside_collective
 
@@ -132,19 +134,35 @@ class Gathered:
     """Runs work in a sharded model, and leaves the model in pieces whatever happens.
 
     While awake, a model that `stays_whole` gathers its weights once, and the ranks add up their
-    gradients once, in the backward pass that `sync_gradients` announces.
+    gradients once, in the backward pass that `sync_gradients` announces. A frozen model may have
+    its pieces in host memory between uses: they are brought to `device` once while it is awake.
     """
 
-    def __init__(self, root: FSDPModule, stays_whole: bool) -> None:
+    def __init__(
+        self, root: FSDPModule, stays_whole: bool, device: torch.device | None = None
+    ) -> None:
         self._root = root
         self._stays_whole = stays_whole
+        self._device = device
         self._inside = False
         self._depth = 0
+        self._homes: list[tuple[Any, Tensor]] = []  # parameters of FSDP2, their pieces there
+        if device is not None:
+            parameters = [p for group, _ in self._collectives() for p in group.fsdp_params]
+            homes = [p._sharded_param_data for p in parameters]
+            if device.type != "cpu":
+                places = allocate_host(homes, pinned=device.type == "cuda")
+                homes = [place.copy_(home) for place, home in zip(places, homes, strict=True)]
+            self._homes = list(zip(parameters, homes, strict=True))
+            self._place_pieces(torch.device("cpu"))
 
     def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Gather, work, let go."""
         if self._inside:  # a reference that shares the weights, asked by the policy's work
             return work(*tensors)
+        if self._homes and not self._depth:
+            with self.awake():
+                return self(work, *tensors)
         self._inside = True
         try:
             found: tuple[Tensor, ...] = self._root(work, *tensors)  # type: ignore[operator]
@@ -157,20 +175,31 @@ class Gathered:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep the weights that work gathers, if the model stays whole; else nothing to do."""
-        if not self._stays_whole:
-            yield
-            return
+        """Keep what work brings and gathers, if the model stays whole or waits in host memory."""
+        if self._depth == 0:
+            if self._device is not None:
+                self._place_pieces(self._device)
+            if self._stays_whole:
+                self._root.set_reshard_after_forward(False)
         self._depth += 1
-        self._root.set_reshard_after_forward(False)
         try:
             yield
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._root.set_reshard_after_forward(True)
-                for module in sharded_modules(self._root):
-                    module.reshard()
+                if self._stays_whole:
+                    self._root.set_reshard_after_forward(True)
+                    for module in sharded_modules(self._root):
+                        module.reshard()
+                self._place_pieces(torch.device("cpu"))
+
+    def _place_pieces(self, device: torch.device) -> None:
+        """Let the pieces of a frozen model be those at home, or copies of them on a device."""
+        for parameter, home in self._homes:
+            piece = home.to(device, non_blocking=True)
+            local = parameter.sharded_param._local_tensor
+            parameter._sharded_param_data = piece  # flat, with its padding
+            parameter.sharded_param._local_tensor = piece.as_strided(local.shape, local.stride())
 
     def sync_gradients(self, now: bool) -> None:
         """Say whether the backward pass to come adds up the gradients of the ranks."""

@@ -22,6 +22,7 @@ from ppo_cli.algo.batch import AnnotatedBatch, Annotations, Batch, merge_annotat
 from ppo_cli.config.algorithm_schema import Actor, Critic, CriticModel, Sharding
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
+    brings_reference,
     critic_path,
     expands_segments,
     micro_batch_tokens,
@@ -436,6 +437,7 @@ class Learner:
             sharding,
             self._compute,
             gradient_checkpointing=checkpointing,
+            brought_once=not trained and brings_reference(self._config),
             prepare=prepare,
             trust_remote_code=settings.trust_remote_code,
             attn_implementation=verdict.way.kernel,

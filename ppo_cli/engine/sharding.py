@@ -145,13 +145,15 @@ def load_spread(
     compute: Compute,
     *,
     gradient_checkpointing: bool = False,
+    brought_once: bool = False,
     prepare: Callable[[Loaded], Loaded] = lambda loaded: loaded,
     **options: Any,
 ) -> Loaded:
     """Call `load` (`load_policy`, `load_value_model`) for all ranks; all of them call.
 
     The first rank reads the weights, the others build the model `empty`; an error on one is
-    raised on all. `prepare` changes the model before it is cut, on every rank.
+    raised on all. `prepare` changes the model before it is cut, on every rank. Pieces of a frozen
+    model that is `brought_once` wait in host memory while it is not awake.
     """
     if not ranks.alone:
         _return_freed_memory()
@@ -162,7 +164,7 @@ def load_spread(
     if gradient_checkpointing:
         together(ranks, lambda: checkpoint_blocks(loaded.model))
     if not ranks.alone:
-        return _cut(loaded, path, ranks, sharding, compute)
+        return _cut(loaded, path, ranks, sharding, compute, brought_once)
     if sharding.param_offload and compute.device.type != "cpu":
         return replace(loaded, around=Hosted(loaded.model, compute.device))
     loaded.model.to(compute.device)
@@ -221,7 +223,14 @@ def fill_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> None:
         target.copy_(whole)
 
 
-def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: Compute) -> Loaded:
+def _cut(
+    loaded: Loaded,
+    path: str,
+    ranks: Ranks,
+    sharding: Sharding,
+    compute: Compute,
+    brought_once: bool,
+) -> Loaded:
     """Cut a model to pieces, layer by layer, so that at most one layer more is held whole."""
     assert ranks.mesh is not None
     model, tensor_size = loaded.model, ranks.tensor_size
@@ -240,7 +249,12 @@ def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: C
         fully_shard,
         mesh=mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"],
         reshard_after_forward=True,
-        offload_policy=CPUOffloadPolicy(pinned) if sharding.param_offload else OffloadPolicy(),
+        # FSDP2 would bring a piece for each gather: weights that no step changes can do better.
+        offload_policy=(
+            CPUOffloadPolicy(pinned)
+            if sharding.param_offload and not brought_once
+            else OffloadPolicy()
+        ),
     )
     precision = _precision(compute)
     for prefix, layer in _layers(loaded):
@@ -265,7 +279,8 @@ def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: C
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     _return_freed_memory()
-    return replace(loaded, around=Gathered(root, sharding.stays_whole))
+    device = compute.device if brought_once else None
+    return replace(loaded, around=Gathered(root, sharding.stays_whole, device))
 
 
 def _layers(loaded: Policy | ValueModel) -> list[tuple[str, nn.Module]]:

@@ -389,7 +389,6 @@ RANKS = {"engine": "ray", "n_gpus_per_node": 0, "num_workers": 2}
         ("embedded", RANKS, True, True, False, None),
         ("huge", RANKS, False, False, True, None),
         ("embedded", RANKS | {"num_workers": 1}, None, None, None, None),
-        ("embedded", RANKS | {"n_gpus_per_node": 2, "num_workers": None}, None, None, None, None),
     ],
 )
 def test_ranks_keep_whole_weights_where_memory_is_ample(

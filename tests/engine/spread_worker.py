@@ -30,7 +30,7 @@ from ppo_cli.config.memory_plan import change
 from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine import actor_critic, learner
 from ppo_cli.engine.checkpoint import stored_tensors
-from ppo_cli.engine.gathered import CountedGather, CountedReduction
+from ppo_cli.engine.gathered import CountedGather, CountedReduction, Gathered
 from ppo_cli.engine.lora import adapt, merged_tensors, reference_of
 from ppo_cli.engine.models import Policy, adapted, load_policy
 from ppo_cli.engine.optimizer import Optimizer
@@ -194,6 +194,22 @@ def whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 def offload_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return compare(*both(ranks, models["untied"], sharding=Sharding(param_offload=True)))
+
+
+def reference_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """A reference in host memory; `moves` is how often its pieces come and go in two steps."""
+    place = Gathered._place_pieces
+    config = settings(model={"path": models["tied"]}, ref={"param_offload": True})
+    moves: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Gathered, "_place_pieces",
+            lambda self, device: (moves.append(bool(self._homes)), place(self, device)),
+        )  # fmt: skip
+        spread = take_steps(config, ranks, MIXED, steps=2)
+    if ranks.rank > 0:
+        return {}
+    return gaps(spread, padded_alone(models["tied"], 0, MIXED)) | {"moves": sum(moves)}
 
 
 def value_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -535,7 +551,7 @@ CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
         (1, 2): [
             tied_case, parted_case, frozen_case, whole_case, offload_case, value_case,
             bfloat16_case, lora_case, nested_case, checkpointed_case, experts_case,
-            routers_case,
+            routers_case, reference_case,
             spoilt_case, refused_case, broken_off_case, packed_case, idle_case,
             together_case, published_case, memory_case, packed_whole_case, memory_whole_case,
         ],

@@ -270,6 +270,14 @@ def test_weights_cast_before_they_travel_are_the_same_in_half_the_bytes(
         assert merged[0] > merged[1] > plain[1]  # what is merged travels in float32
 
 
+def test_a_reference_in_host_memory_comes_once_for_all_micro_batches(
+    two: list[dict[str, Any]],
+) -> None:
+    found = of_case(two, "reference_case-1-2")[0]
+    assert found.pop("moves") == 1 + 2 * (2 + 2)  # home; to annotations and updates, and back
+    assert found["counts"] == 0 and max(found["annotated"], found["means"]) < 2e-5, found
+
+
 def test_four_ranks_train_as_one(four: list[dict[str, Any]]) -> None:
     for case in ("untied_case-2-2", "heads_case-2-2", "offload_case-2-2", "untied_case-2-1"):
         check_alike(four, case)

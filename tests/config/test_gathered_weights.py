@@ -1,0 +1,125 @@
+"""When ranks on GPUs keep what they gather, and what a reference in host memory takes there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ppo_cli.config import memory_plan
+from ppo_cli.config.memory import Shapes, count_memory
+from ppo_cli.config.memory_plan import Estimate, estimate
+from ppo_cli.config.model_shape import Shape
+from ppo_cli.config.schema import Config
+
+GB = 10**9
+QWEN_05B = Shape(896, 4864, 24, 14, 896, 128, 151936, True, True)
+QWEN_15B = Shape(1536, 8960, 28, 12, 1536, 256, 151936, True, True)
+QWEN_7B = Shape(3584, 18944, 28, 28, 3584, 512, 152064, False, True)
+
+
+def settings(nodes: int = 1, gpus: int = 8, **sections: dict[str, Any]) -> Config:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": "x", "dtype": "bfloat16"},
+        "trainer": {"n_gpus_per_node": gpus, "nnodes": nodes, "engine": "ray"},
+        "rollout": {"name": "vllm"},
+        "data": {"train_batch_size": 1024},
+        "actor": {"ppo_mini_batch_size": 256},
+    }
+    return Config.model_validate(
+        {key: base.get(key, {}) | sections.get(key, {}) for key in base | sections}
+    )
+
+
+def choose(config: Config, shape: Shape, memory_gb: int) -> Estimate:
+    return estimate(config, Shapes(shape, shape, shape), memory_gb * GB)
+
+
+@pytest.fixture
+def proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "proven", lambda feature: feature == "keep_gathered")
+
+
+@pytest.mark.usefixtures("proven")
+@pytest.mark.parametrize(
+    ("shape", "memory_gb", "recompute", "expected"),
+    [
+        (QWEN_05B, 80, None, (False, False)),  # activations and weights are kept
+        (QWEN_15B, 80, None, (True, False)),  # weights alone
+        (QWEN_15B, 80, True, (True, False)),
+        (QWEN_15B, 24, None, (True, True)),
+        (QWEN_7B, 80, True, (True, True)),  # 82 GB with all gradients
+        (QWEN_7B, 141, True, (True, False)),
+    ],
+)
+def test_gpus_keep_gathered_weights_where_they_fit(
+    shape: Shape, memory_gb: int, recompute: bool | None, expected: tuple[bool, bool]
+) -> None:
+    config = settings(model={"enable_gradient_checkpointing": recompute})
+    settled = choose(config, shape, memory_gb).config
+    for part in (settled.actor, settled.critic):
+        assert part.fsdp_config.reshard_after_forward is expected[1]
+    assert settled.model.enable_gradient_checkpointing is expected[0]
+
+
+@pytest.mark.usefixtures("proven")
+@pytest.mark.parametrize(
+    ("nodes", "memory_gb", "expected"), [(1, 80, (False, True)), (2, 73, (True, False))]
+)
+def test_between_nodes_gathered_weights_save_more_time_than_activations(
+    nodes: int, memory_gb: int, expected: tuple[bool, bool]
+) -> None:
+    """Activations are ample alone, and not with whole weights: 38 of 44 GB, 36 of 38 GB."""
+    shape = Shape(2048, 8192, 16, 16, 2048, 2048, 32000, True, True)
+    config = choose(settings(nodes), shape, memory_gb).config
+    recompute = config.model.enable_gradient_checkpointing
+    assert (recompute, config.actor.fsdp_config.reshard_after_forward) == expected
+
+
+@pytest.mark.usefixtures("proven")
+def test_what_was_set_and_what_is_in_host_memory_stays() -> None:
+    careful = {"fsdp_config": {"reshard_after_forward": True}}
+    away = {"fsdp_config": {"param_offload": True}}
+    config = choose(settings(actor=careful, critic=away), QWEN_05B, 80).config
+    assert config.actor.fsdp_config.reshard_after_forward is True
+    assert config.critic.fsdp_config.reshard_after_forward is True
+
+
+def test_without_a_self_test_nothing_is_kept_and_the_plan_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settled = choose(settings(), QWEN_05B, 80).config
+    assert settled.actor.fsdp_config.reshard_after_forward is None
+
+    def lines(config: Config) -> list[str]:
+        sentences = memory_plan.memory_plan(config).sentences
+        return [line for line in sentences if "ranks gather weights" in line]
+
+    model = {"path": "embedded"}
+    (line,) = lines(settings(model=model))
+    assert "with each micro-batch" in line and "doctor --self-test" in line
+    careful = {"fsdp_config": {"reshard_after_forward": True}, "ppo_mini_batch_size": 256}
+    assert not lines(settings(model=model, actor=careful))
+    assert not lines(settings(model=model, gpus=1))
+    monkeypatch.setattr(memory_plan, "proven", lambda feature: True)
+    monkeypatch.setattr(memory_plan, "device_memory", lambda config: 80 * GB)
+    (line,) = lines(settings(model=model))
+    assert "once a step" in line and "self-test" not in line
+
+
+def test_a_reference_in_host_memory_is_on_the_device_for_an_annotation_alone() -> None:
+    def phases(**sections: dict[str, Any]) -> dict[str, int]:
+        shapes = Shapes(QWEN_7B, QWEN_7B, QWEN_7B)
+        places = count_memory(settings(**sections), shapes, 80 * GB)
+        return dict(places[0].phases)
+
+    here, away = phases(), phases(ref={"param_offload": True})
+    assert away["annotation"] == here["annotation"]
+    piece = here["update of the actor"] - away["update of the actor"]
+    assert piece > 1.9 * GB
+    offload = {"fsdp_config": {"param_offload": True}, "ppo_mini_batch_size": 256}
+    short = phases(actor=offload), phases(actor=offload, ref={"param_offload": True})
+    assert short[0]["annotation"] - short[1]["annotation"] == piece  # it comes bit by bit there
+    full = {"use_kl_loss": True, "kl_loss_type": "full", "ppo_mini_batch_size": 256}
+    with_kl = phases(actor=full), phases(actor=full, ref={"param_offload": True})
+    assert with_kl[0]["update of the actor"] == with_kl[1]["update of the actor"]
