@@ -2,7 +2,9 @@
 
 `simulated_memory.json` holds the config.json of each model, the settings of each run, and the
 highest moment of each phase on rank 0 in GB (10^9 bytes), sampler left out. A simulation runs the
-learner on tensors without numbers: `ppo plan --simulate` repeats one for a run's settings.
+learner on tensors without numbers: `ppo plan --simulate` repeats one for a run's settings (not
+weights in 4 bits and AdamW8bit, for which the allocations of bitsandbytes were stood in for).
+References that stay on the device were simulated in float32; the figures have them in bfloat16.
 """
 
 from __future__ import annotations
