@@ -333,10 +333,7 @@ def learner_ranks(config: Config, gpus: int | None = None) -> int:
 
 
 def brings_reference(config: Config) -> bool:
-    """Whether ranks bring a reference in host memory at once, for all micro-batches.
-
-    Where the actor is there too, memory is short: both come piece by piece for each of them.
-    """
+    """Whether a reference in host memory comes once, unless the actor is there: memory is short."""
     return config.ref.param_offload and not config.actor.fsdp_config.param_offload
 
 
@@ -392,7 +389,6 @@ def rows_missing(config: Config, rows: int) -> str | None:
     """Say that the rows cannot fill a batch, where that is so."""
     batch, at_once = config.data.train_batch_size, gen_batch(config)
     if rows < batch:
-        # Say that the rows cannot fill a batch, with the whole line that fits them.
         batch_fits, mini_fits = fitting_batches(rows, batch, config.actor.ppo_mini_batch_size)
         return (
             f"{rows} prompts cannot fill a batch of {batch}. Use --batch_size {batch_fits} "
@@ -408,8 +404,7 @@ def rows_missing(config: Config, rows: int) -> str | None:
 
 def fitting_batches(rows: int, batch: int, mini: int) -> tuple[int, int]:
     """Return batch and mini-batch for few rows, with as many mini-batches a step if possible."""
-    parts = max(1, batch // mini)
-    smaller = max(1, rows // parts)
+    smaller = max(1, rows // (parts := max(1, batch // mini)))
     return (min(rows, smaller * parts), smaller) if rows >= parts else (rows, 1)
 
 
