@@ -266,6 +266,11 @@ def _cut(
         }
         split_modules(layer, inside, mesh["tensor"])
         shard(layer, mp_policy=precision)
+    if isinstance(loaded, ValueModel):
+        # The root is whole for all of a pass: a policy's for its head, a critic's for nothing.
+        embedding = loaded.backbone.get_input_embeddings()
+        weights.give(embedding, ranks, compute.device)
+        shard(embedding, mp_policy=precision)
     root: Any = Root(model)
     weights.give(root, ranks, compute.device)
     if isinstance(loaded, ValueModel) and compute.dtype != torch.float32:  # its head stays so
