@@ -268,7 +268,7 @@ def _cut(
         shard(layer, mp_policy=precision)
     if isinstance(loaded, ValueModel):
         # The root is whole for all of a pass: a policy's for its head, a critic's for nothing.
-        embedding = loaded.backbone.get_input_embeddings()
+        embedding: Any = loaded.model.get_input_embeddings()
         weights.give(embedding, ranks, compute.device)
         shard(embedding, mp_policy=precision)
     root: Any = Root(model)

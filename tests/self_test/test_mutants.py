@@ -219,6 +219,7 @@ def test_weights_that_are_not_published_fail_the_ray_check(
     assert "sampler and trainer, step 2" in outcome.detail
 
 
+@pytest.mark.filterwarnings("ignore")  # vLLM warns at its import
 @pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (scripts/setup vllm)"
 )

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from transformers import masking_utils
 from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.config.derived import critic_mini_batch, data_ranks, learner_ranks
 from ppo_cli.config.schema import Config
-from ppo_cli.engine import learner, packing, rows
+from ppo_cli.engine import gathered, host_memory, learner, packing, rows
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.checkpoint import Trained
 from ppo_cli.engine.device import Compute
@@ -218,6 +218,9 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
         memo.clear()  # it holds weak references to fake tensors, with which none can be swapped
         swap(tensor, other)
 
+    def allocate_host(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
+        return [simulator.like(tensor, torch.device("cpu")) for tensor in tensors]
+
     with ExitStack() as stack:
         for owner, name, value in (
             (torch.utils, "swap_tensors", swap_tensors),
@@ -228,6 +231,8 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
             # The kernel of packed rows is taken to pass its trial.
             (packing, "_try_gradients", lambda *_: ""),
             (rows, "has_packed_kernel", lambda device: device.type == NAME),
+            (host_memory, "allocate_host", allocate_host),
+            (gathered, "allocate_host", allocate_host),
         ):
             stack.enter_context(patch.object(owner, name, value))
         yield
