@@ -14,7 +14,6 @@ from tests.house.test_floors import own_imports
 MOST = 25
 STANDS = {
     "cli.bridge": "a command of its own; with it, train is over the cap",
-    "engine.gathered": "work between collectives; with it, sharding is over the cap",
     "engine.hf_sampler": "one sampler of several",
     "engine.cluster.engine": "the engine itself; service is the process around it",
     "engine.experts": "what routers do; with it, actor_critic holds two ideas",
