@@ -12,6 +12,7 @@ import pytest
 from ppo_cli.config.derived import device_plan, gpu_count
 from ppo_cli.config.gpus import Gpu, driver_version, list_gpus, read_inventory
 from ppo_cli.config.memory import device_memory
+from ppo_cli.config.model_checks import compute_dtype
 from ppo_cli.config.schema import Config
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, Machine, build_library, environment, h100
 
@@ -101,6 +102,26 @@ def test_a_driver_that_does_not_answer_is_a_fault_where_there_are_devices(
     assert list_gpus({}, tmp_path) == ()
     machine.set(DRIVER, RTX_4090)
     assert read_inventory(tmp_path).fault is None and len(list_gpus({}, tmp_path)) == 1
+
+
+def test_a_run_computes_in_what_all_of_its_gpus_have(machine: Machine) -> None:
+    machine.set(DRIVER, GT_1030, RTX_4090)
+    dtypes = [
+        compute_dtype(Config.model_validate({"trainer": {"n_gpus_per_node": gpus}}))
+        for gpus in (1, 2)
+    ]
+    assert dtypes == ["bfloat16", "float32"]
+
+
+def test_wsl_s_driver_that_does_not_answer_is_a_fault(machine: Machine, tmp_path: Path) -> None:
+    machine.set("error|999")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/dxg").touch()  # it is there without a driver, too
+    assert read_inventory(tmp_path).fault is None
+    library = tmp_path / "usr/lib/wsl/lib/libnvidia-ml.so.1"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert read_inventory(tmp_path).fault is not None
 
 
 def test_wsl_s_library_is_outside_of_the_loader_s_path(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def test_what_cannot_be_used_is_named_with_its_repair(
         ((DRIVER,), CPU), ((DRIVER, RTX_4090), CUDA_13), ((DRIVER, RTX_4090), CUDA_12),
         ((OLD_DRIVER, RTX_4090), CUDA_12), ((DRIVER, T4), CUDA_13), ((DRIVER, B200), CUDA_13),
         ((DRIVER, GT_1030, RTX_4090), CUDA_13), ((DRIVER, RTX_4090), None),
+        ((DRIVER, B200), TorchBuild("2.13.0+cu128", (12, 8))),
     ],
 )  # fmt: skip
 def test_what_can_be_used_is_not_refused(

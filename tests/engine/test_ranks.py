@@ -34,6 +34,11 @@ def test_tensor_parallel_neighbours_share_rows_and_one_speaks() -> None:
     assert [r.speaks for r in ranks] == [True, False] * 4
 
 
+def test_waits_count_since_they_were_last_asked_for() -> None:
+    ranks = Ranks(waits_s=[0.25, 0.5])
+    assert (ranks.take_waits(), ranks.take_waits()) == (0.75, 0.0)
+
+
 @pytest.mark.parametrize(("size", "tensor", "shard"), [(3, 2, -1), (4, 2, 4), (4, 1, 3)])
 def test_sizes_that_do_not_divide_are_refused(
     size: int, tensor: int, shard: int, tmp_path: Path

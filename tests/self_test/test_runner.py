@@ -20,6 +20,7 @@ from ppo_cli.cli import doctor
 from ppo_cli.cli.app import main
 from ppo_cli.config.device_record import FEATURES
 from ppo_cli.self_test import runner
+from ppo_cli.self_test.checks import collectives
 from ppo_cli.self_test.declarations import CHECKS, ROOM, Check, list_proven
 from ppo_cli.self_test.results import Outcome, Results, Setup
 from ppo_cli.self_test.runner import Progress, run_check, run_checks
@@ -130,6 +131,19 @@ def test_only_parts_without_a_difference_prove_on_gpus() -> None:
     assert outcome.state == "failed"
     assert outcome.detail == "broken: RuntimeError: no NCCL; b by 2 (limit 1)"
     assert results.outcome("x", "cpu").proven == ()
+
+
+@pytest.mark.parametrize(("gap", "proven"), [(0.0, ("keep_gathered",)), (1.0, ())])
+def test_gathered_weights_are_proven_where_no_rank_differs(
+    gap: float, proven: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log").touch()
+    parts = [{collectives.KEPT: {"grad_norm": (found, 0.5)}} for found in (0.0, gap)]
+    reports = [{"parts": part, "figures": {}} for part in parts]
+    monkeypatch.setattr(collectives, "run_ranks", lambda *_: reports)
+    results = Results()
+    collectives.check_collectives(Setup("cuda", 2, tmp_path), results)
+    assert results.outcome("collectives", "cuda").proven == proven
 
 
 def test_nothing_compared_is_skipped_with_the_reason() -> None:

@@ -48,12 +48,12 @@ def check_collectives(setup: Setup, results: Results) -> None:
         results.skip("needs two GPUs")
         return
     reports = run_ranks(size, _check_rank, setup)
-    for rank, report in enumerate(reports):
-        for name, gaps in report["parts"].items():
-            proves = ("keep_gathered",) if name == KEPT and rank == 0 else ()
-            with results.part(f"{name}, rank {rank}", *proves):
+    for name in reports[0]["parts"]:
+        with results.part(name, *(("keep_gathered",) if name == KEPT else ())):
+            for rank, report in enumerate(reports):
+                gaps = report["parts"][name]
                 if isinstance(gaps, str):
-                    raise RuntimeError(gaps)
+                    raise RuntimeError(f"rank {rank}: {gaps}")
                 for what, (gap, limit) in gaps.items():
                     results.compare(f"{what}, rank {rank}", gap, limit)
     results.figures |= reports[0]["figures"]
