@@ -52,6 +52,13 @@ def test_publishing_wakes_weights_next_to_what_the_learner_gathers() -> None:
     assert embedding > CHUNK_BYTES
 
 
+def test_weights_that_travel_by_memory_have_left_the_learner_when_samplers_wake() -> None:
+    place = count_gpu(settings(rollout__weight_transfer="memory"), QWEN_7B)
+    rest = place.phases["rollout"] - int(0.5 * 80 * GB)
+    module = 2 * QWEN_7B.embedding
+    assert place.phases["publishing"] == rest + 2 * QWEN_7B.parameters() + module
+
+
 def test_a_model_that_fits_but_for_publishing_does_not_fit() -> None:
     """3B on 8 GPUs that have room for a step, and less than a transfer takes."""
     tight = settings(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ LAYER = 2 * (2 * 3584 * (3584 + 512) + 3 * 3584 * 18944)
 WHOLE = 2 * EMBEDDING + 28 * LAYER
 RANKS_8 = Device(half=True, gpu=True, shards=8, tensor=1, packed=True, keeps_freed=False)
 ALONE = Device(half=True, gpu=True, shards=1, tensor=1, packed=True, keeps_freed=False)
+
+CUT_2 = replace(ALONE, tensor=2)
 
 
 def settings(way: str, rollout_tp: int = 1, **model: Any) -> Config:
@@ -43,6 +46,7 @@ def settings(way: str, rollout_tp: int = 1, **model: Any) -> Config:
         ),
         ("gloo", ALONE, PublishBytes(EMBEDDING, EMBEDDING, EMBEDDING + LAYER)),
         ("memory", RANKS_8, PublishBytes(EMBEDDING + EMBEDDING // 8, EMBEDDING, WHOLE)),
+        ("memory", CUT_2, PublishBytes(EMBEDDING + EMBEDDING // 2, EMBEDDING, WHOLE)),
     ],
 )
 def test_a_transfer_of_7b(way: str, device: Device, expected: PublishBytes) -> None:
