@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ppo_cli.engine.simulation.counters import CollectiveCounter
 from tests.engine.simulated_steps import HIDDEN, INNER, KEYS, LAYERS, RANK, VOCABULARY
 from tests.forked import SCRIPT, run_forked
 
@@ -99,6 +101,14 @@ def test_a_micro_batch_gathers_each_group_twice_and_reduces_it_once(
     groups, half = LAYERS + 1, 2 * PARAMETERS
     assert collectives["all-gather"] == {"calls": 2 * groups, "bytes": 2 * half}
     assert collectives["reduce-scatter"] == {"calls": groups, "bytes": 4 * PARAMETERS}
+
+
+def test_to_wait_for_a_collective_is_none() -> None:
+    collectives, tensor = CollectiveCounter(), torch.zeros(4, device="meta")
+    functional = torch.ops._c10d_functional
+    collectives.record(functional.all_reduce.default, [tensor, "sum", "0"])
+    collectives.record(functional.wait_tensor.default, [tensor])
+    assert collectives.summarise() == {"all-reduce": {"calls": 1, "bytes": 16}}
 
 
 def test_the_peak_is_that_of_torchs_tracker(report: dict[str, Any]) -> None:
