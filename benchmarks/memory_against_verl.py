@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = (ROOT, ROOT / "benchmarks", ROOT / "tests" / "bridge")
 PRESET = ROOT / "presets" / "qwen2.5-7b-8gpu.yaml"
 TURNS = 2
 NONE = {"calls": 0, "bytes": 0}
@@ -206,7 +207,7 @@ def main() -> None:
         output = subprocess.run(
             [options.verl, __file__, "--as-verl", name], check=True, text=True,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES))},
         ).stdout  # fmt: skip
         show(measure_ours(settings()), json.loads(output.splitlines()[-1]))
 

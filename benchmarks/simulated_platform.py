@@ -5,10 +5,10 @@ verl imports it by VERL_USE_EXTERNAL_MODULES (memory_against_verl.py).
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
+from cpu_platform import register_platform
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -16,31 +16,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
 )
-from verl.plugin.platform.platform_base import PlatformBase
-from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from ppo_cli.engine.simulation.device import DEVICE, NAME
 
-ANSWERS: dict[str, Any] = {
-    "is_available": True, "current_device": 0, "device_count": 1, "set_device": None,
-    "synchronize": None, "manual_seed": None, "manual_seed_all": None, "empty_cache": None,
-    "set_allocator_settings": None, "get_device_capability": (9, 0),
-    "communication_backend_name": "simulated", "visible_devices_envvar": "NO_DEVICES",
-    "nvtx_range": nullcontext(), "profiler_start": None, "profiler_stop": None,
-    "ray_resource_name": "CPU", "ray_noset_envvars": [], "is_ipc_supported": False, "cudart": None,
-}  # fmt: skip
-
-
-def always(answer: Any) -> Any:
-    return lambda self, *args, **kwargs: answer
-
-
-members: dict[str, Any] = {name: always(answer) for name, answer in ANSWERS.items()}
-members |= {
-    "device_name": property(always(NAME)), "vendor_name": property(always("none")),
-    "device_module": property(lambda self: getattr(torch, NAME)),
-}  # fmt: skip
-PlatformRegistry.register(platform=NAME)(type("SimulatedPlatform", (PlatformBase,), members))
+register_platform(
+    NAME, getattr(torch, NAME), current_device=0, get_device_capability=(9, 0),
+    communication_backend_name=NAME,
+)  # fmt: skip
 
 
 class FlashAttention(torch.autograd.Function):

@@ -19,13 +19,18 @@ ANSWERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def always(answer: Any) -> Any:
-    return lambda self, *args, **kwargs: answer
+def register_platform(name: str, device_module: Any, **answers: Any) -> None:
+    """Tell verl of a platform: what it answers where that differs from `ANSWERS`."""
+
+    def always(answer: Any) -> Any:
+        return lambda self, *args, **kwargs: answer
+
+    members = {method: always(answer) for method, answer in (ANSWERS | answers).items()}
+    members |= {
+        "device_name": property(always(name)), "vendor_name": property(always("none")),
+        "device_module": property(always(device_module)),
+    }  # fmt: skip
+    PlatformRegistry.register(platform=name)(type(f"{name}_platform", (PlatformBase,), members))
 
 
-members: dict[str, Any] = {name: always(answer) for name, answer in ANSWERS.items()}
-members |= {
-    "device_name": property(always("cpu")), "vendor_name": property(always("none")),
-    "device_module": property(always(torch.cpu)),
-}  # fmt: skip
-PlatformRegistry.register(platform="cpu")(type("CpuPlatform", (PlatformBase,), members))
+register_platform("cpu", torch.cpu)
