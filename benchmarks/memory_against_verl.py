@@ -48,12 +48,12 @@ def measure_verl(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     import hydra
     import torch
-    from simulated_platform import put_in_kernels
 
     from ppo_cli.engine.simulation.device import Simulator, fake_ranks, register
 
-    register()
+    register()  # the platform of verl names the device
     import verl
+    from simulated_platform import put_in_kernels
     from verl.trainer.config import CheckpointConfig
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.engine import EngineRegistry
