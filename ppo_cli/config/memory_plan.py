@@ -123,8 +123,8 @@ def _ways_by_speed(config: Config) -> list[tuple[bool, bool]]:
 
 
 def _step_bytes(place: Place) -> int:
-    """Bytes that a device needs where models are asked and trained."""
-    return max(n for name, n in place.phases.items() if name.startswith(STEP_PHASES))
+    """Bytes that a device needs where models are asked and trained; 0 where it only samples."""
+    return max((n for name, n in place.phases.items() if name.startswith(STEP_PHASES)), default=0)
 
 
 def _may_keep_gathered(config: Config) -> bool:

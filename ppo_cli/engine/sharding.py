@@ -266,9 +266,10 @@ def _cut(
         }
         split_modules(layer, inside, mesh["tensor"])
         shard(layer, mp_policy=precision)
-    if isinstance(loaded, ValueModel):
+    embedding: Any = loaded.model.get_input_embeddings()
+    if isinstance(loaded, ValueModel) and embedding.weight.requires_grad:
         # The root is whole for all of a pass: a policy's for its head, a critic's for nothing.
-        embedding: Any = loaded.model.get_input_embeddings()
+        # A frozen embedding has no backward pass, before which FSDP2 would gather it for nobody.
         weights.give(embedding, ranks, compute.device)
         shard(embedding, mp_policy=precision)
     root: Any = Root(model)

@@ -84,6 +84,7 @@ def test_devices_of_their_own_publish_with_the_cache_awake() -> None:
     assert sampler.name == "a GPU that samples"
     assert sampler.phases["publishing"] > sampler.phases["rollout"] == 40 * GB
     assert learner.phases["publishing"] > learner.phases["rollout"]
+    assert estimate(apart, shapes(QWEN_7B), 80 * GB).places == (learner, sampler)
 
 
 def test_small_gpus_leave_room_for_contexts() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,10 +23,11 @@ from ppo_cli.config.algorithm_schema import Actor, Optim, Sharding
 from ppo_cli.engine import sharding
 from ppo_cli.engine.actor_critic import ActorLearner
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.models import Policy, split_model
+from ppo_cli.engine.models import Policy, ValueModel, split_model
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import Ranks, join_ranks
 from ppo_cli.engine.sharding import load_spread
+from ppo_cli.engine.value_models import build_value_model
 from tests.engine.packed_steps import make_batch, scored
 
 LAYERS, SIZE, MICRO_BATCHES = 3, 8, 3
@@ -64,11 +66,13 @@ def lay_out(shards: int) -> Ranks:
 
 def load(path: str, *, empty: bool = False) -> Policy:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS,
-        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False,
-    )  # fmt: skip
-    return split_model(LlamaForCausalLM(config).eval())
+    return split_model(LlamaForCausalLM(CONFIG).eval())
+
+
+CONFIG = LlamaConfig(
+    vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS,
+    num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False,
+)  # fmt: skip
 
 
 def take_step(ranks: Ranks, whole: bool, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -108,6 +112,24 @@ def test_ranks_agree_once_a_micro_batch(
     assert counts["_allgather_base_"] == passes * groups * (1 if whole else 2)
     assert counts["_reduce_scatter_base_"] == passes * groups
     assert counts["allreduce_"] == passes * groups * (copies - 1) + 1  # the gradient's norm
+
+
+@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_critic_gathers_an_embedding_that_it_trains_by_itself(trained: bool) -> None:
+    """The root is whole for all of a pass, and a frozen embedding has no backward pass."""
+
+    def freeze(critic: ValueModel) -> ValueModel:
+        critic.model.requires_grad_(trained)
+        critic.head.requires_grad_(True)
+        return critic
+
+    critic = load_spread(
+        lambda path, *, empty: build_value_model(CONFIG), "made up", lay_out(SIZE), Sharding(),
+        Compute(torch.device("cpu"), torch.float32), prepare=freeze,
+    )  # fmt: skip
+    embedding = critic.model.get_input_embeddings()
+    assert isinstance(embedding, FSDPModule) is trained
 
 
 def test_each_kind_of_collective_is_used_when_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
