@@ -298,3 +298,13 @@ def test_only_samplers_that_share_devices_sleep_and_all_get_the_weights() -> Non
         "sharer sleep", "learner weights", "learner spare_memory", "sharer wake_weights",
         "sampler load_weights", "sharer load_weights", "learner spare_memory", "sharer wake_cache",
     ]  # fmt: skip
+
+
+def test_samplers_whose_weights_alone_are_awake_are_sent_to_sleep_again() -> None:
+    said: list[str] = []
+    weights = publisher(said, "sampler")
+    weights.sleep()
+    weights.send()
+    said.clear()
+    weights.sleep()
+    assert said == ["sampler sleep"]
