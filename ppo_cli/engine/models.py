@@ -208,7 +208,14 @@ def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 def split_model(model: Any) -> Policy:
     """A causal LM as backbone and head."""
     name = backbone_name(model)
+    if (layer := model.get_output_embeddings()) is not None:
+        layer.register_forward_pre_hook(_make_contiguous)
     return Policy(model=model, backbone=getattr(model, name), head=_choose_head(model, name))
+
+
+def _make_contiguous(_layer: nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copy a view: for the last states of rows oneDNN copies the weights once for each row."""
+    return tuple(state.contiguous() for state in states)
 
 
 def backbone_name(model: Any) -> str:

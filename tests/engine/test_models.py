@@ -25,6 +25,7 @@ from transformers import (
 from ppo_cli.engine.models import (
     OwnHead,
     load_policy,
+    split_model,
     stop_token_ids,
 )
 from ppo_cli.engine.value_models import load_value_model
@@ -66,6 +67,16 @@ def test_backbone_and_head_give_the_models_own_logits(name: str, tmp_path: Path)
     changed = name in ("cap", "scale", "division")
     for other in (policy, load_policy(str(tmp_path), empty=True)):
         assert isinstance(other.head, OwnHead) == changed
+
+
+def test_the_head_gets_last_states_of_rows_without_gaps() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    layer, ids = split_model(model).model.get_output_embeddings(), torch.arange(10).view(2, 5)
+    gaps = []
+    layer.register_forward_hook(lambda _, states, __: gaps.append(not states[0].is_contiguous()))
+    last = model(ids, logits_to_keep=1).logits
+    torch.testing.assert_close(last, model(ids).logits[:, -1:])
+    assert gaps == [False, False]
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
