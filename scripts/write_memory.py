@@ -30,6 +30,7 @@ MODELS = {
 }
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 SIZES = (24, 40, 80, 141)  # GB, as GPUs are sold
+SHARES = (0.4, 0.8)  # of a GPU for the sampler
 BUDGET = 4096  # tokens of a micro-batch
 # A letter for each way to train, the plainest first.
 WAYS: dict[str, dict[str, Any]] = {
@@ -55,7 +56,8 @@ It reads the shape of a model from `config.json` and counts parameters, gradient
 moments, activations and logits of the largest micro-batch, and the sampler's cache. Trained
 weights, gradients and moments are float32 (16 bytes a trained parameter), whatever the computing
 precision; activations are in that precision (`--dtype`). {RESERVE:.0%} of a device is left for
-libraries and drivers, at least 0.5 GiB for each CUDA context and each group of NCCL. Publishing is
+libraries and drivers, at least 0.5 GiB for each CUDA context and each group of NCCL. vLLM's share
+must have room for its weights and the cache of one row. Publishing is
 a phase like the others: the samplers' weights are awake, their cache is not, and the learner puts
 the largest tensors together next to the buffers in which they travel. Next to GPUs the host's
 memory is counted too: what is offloaded, a checkpoint while it is written (12 bytes a trained
@@ -80,14 +82,15 @@ since one process on the CPU keeps blocks that it has freed and
 glibc does not always use them again.
 
 On GPUs nothing was measured: the counts for them, and all of the tables below, are computed. They
-agree within 10 % with a simulation of the learner in 24 configurations from 0.5B to 72B
+agree within 10 % with a simulation of the learner in 28 configurations from 0.5B to 72B
 (`tests/config/test_simulated_memory.py`).
 
 ## What fits where
 
 PPO with a critic of the actor's size, a reference and a vLLM sampler on the same GPUs (8 a node,
-40 % of each for the sampler), FSDP over all of them, 512 + 512 tokens, micro-batches of {BUDGET}
-tokens, gradient checkpointing. Sizes are in GB (10^9 bytes), as GPUs are sold.
+40 % of each for the sampler, 80 % where its weights take more), FSDP over all of them, 512 + 512
+tokens, micro-batches of {BUDGET} tokens, gradient checkpointing. Sizes are in GB (10^9 bytes), as
+GPUs are sold.
 
 - **F** everything in full on the GPU
 - **O** weights and moments of all models offloaded: host memory must hold 60 bytes a parameter of
@@ -125,8 +128,9 @@ def settings(name: str, devices: int) -> Config:
             "ref": {"log_prob_max_token_len_per_gpu": BUDGET},
             "model": {"enable_gradient_checkpointing": True},
             "rollout": {
-                "name": "vllm", "gpu_memory_utilization": 0.4, "tensor_model_parallel_size": span,
-                "weight_transfer": "memory", "sleep": "offload",
+                "name": "vllm", "tensor_model_parallel_size": span,
+                "gpu_memory_utilization": SHARES[0], "weight_transfer": "memory",
+                "sleep": "offload",
             },
             "trainer": {"engine": "ray", "n_gpus_per_node": devices // nodes, "nnodes": nodes},
         }
@@ -139,7 +143,12 @@ def way(name: str, devices: int, size: int) -> str:
     shapes, config = Shapes(shape, shape, shape), settings(name, devices)
     there = size * 10**9
     found = (
-        letter for letter, how in WAYS.items() if estimate(change(config, how), shapes, there).fits
+        letter
+        for letter, how in WAYS.items()
+        for share in SHARES
+        if estimate(
+            change(config, how | {"rollout.gpu_memory_utilization": share}), shapes, there
+        ).fits
     )
     return next(found, "-")
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Place:
     """A kind of device: what it has, what it needs in each phase, and of that for each role.
 
     `asleep` are weights of a sampler that stay while it does not work; `phases` leave them out.
+    vLLM starts only if `vllm_least`, its weights and the cache of one row, is in `vllm_share`.
     """
 
     name: str
@@ -69,6 +70,8 @@ class Place:
     phases: Mapping[str, int]
     contexts: int = 0  # of CUDA and NCCL
     asleep: int = 0
+    vllm_least: int = 0
+    vllm_share: int = 0
 
     @property
     def phase(self) -> str:
@@ -86,7 +89,14 @@ class Place:
     @property
     def fits(self) -> bool | None:
         """Whether it has what it needs beside what is left free; None where that is not known."""
-        return None if self.there is None else self.needed <= self.there - self.left_free
+        if self.there is None:
+            return None
+        return self.needed <= self.there - self.left_free and self.vllm_starts
+
+    @property
+    def vllm_starts(self) -> bool:
+        """Whether vLLM's share of it is enough; it is where vLLM is not here."""
+        return self.vllm_least <= self.vllm_share
 
     @property
     def left_free(self) -> int:
@@ -109,15 +119,30 @@ class Shapes:
     rewards: tuple[Shape, ...] = ()
 
 
+def sampled_prompts(config: Config) -> int:
+    """Count the prompts that a sampler gets: they are dealt out whole, with all their rows."""
+    return -(-gen_batch(config) // max(1, len(placement_of(config).rollout)))
+
+
+def sampled_rows(config: Config) -> int:
+    """Count the rows that a sampler works on at once."""
+    return min(config.rollout.max_num_seqs, sampled_prompts(config) * config.rollout.n)
+
+
+def count_vllm(config: Config, shape: Shape, width: int) -> tuple[int, int]:
+    """Count the weights of vLLM on one of its devices, and the cache of one row."""
+    span = config.rollout.tensor_model_parallel_size
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    token = 2 * width * max(shape.keys // span, shape.queries // shape.heads)
+    return width * shape.parameters() // span, token * shape.layers * longest
+
+
 def _sampler(config: Config, shape: Shape, device: Device, there: int | None) -> Work:
     """Count a sampler on one of its devices: vLLM takes a share of it, ours what it needs."""
     longest = config.data.max_prompt_length + config.data.max_response_length
-    rows = min(config.rollout.max_num_seqs, gen_batch(config) * config.rollout.n)
+    rows = sampled_rows(config)
     if sampler_name(config) == "vllm":
-        span = config.rollout.tensor_model_parallel_size
-        weights = device.width * shape.parameters() // span
-        token = 2 * device.width * max(shape.keys // span, shape.queries // shape.heads)
-        least = token * shape.layers * longest
+        weights, least = count_vllm(config, shape, device.width)
         claimed = int(config.rollout.gpu_memory_utilization * (there or 0)) if device.gpu else 0
         cache = max(least, claimed - weights) if device.gpu else least * rows
         return Work(Share(parameters=weights, kv_cache=cache), 0, 0, weights + cache)
@@ -132,7 +157,7 @@ def _sampler(config: Config, shape: Shape, device: Device, there: int | None) ->
     frozen = device.gpu and (not alone or config.model.lora_rank > 0)
     cast = 2 * (shape.layers * shape.layer + shape.embedding) if device.half and not frozen else 0
     logits = DRAWN_LOGITS * FLOAT * shape.vocabulary * rows
-    prompts = min(gen_batch(config), rows) * config.data.max_prompt_length
+    prompts = min(sampled_prompts(config), rows) * config.data.max_prompt_length
     prefill = min(prompts, max(PREFILL_TOKENS, config.data.max_prompt_length))
     states = prefill * device.width * (3 * shape.inner + 4 * shape.hidden)
     share = Share(own + cast, 0, 0, states, logits, cache)
@@ -237,6 +262,10 @@ def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Pla
     scored = training & {*placement.reward} or placement.alone
     vllm = sampler_name(config) == "vllm"
     awake = sampler.share.parameters if vllm else 0  # beyond what a sampler has at rest
+    started = {}
+    if vllm and there is not None:
+        started["vllm_least"] = sum(count_vllm(config, shapes.actor, roles.device.width))
+        started["vllm_share"] = int(config.rollout.gpu_memory_utilization * there)
     if not placement.alone:
         published = publish_bytes(config, shapes.actor, roles.device)
         phases["publishing"] = sum(work.rest for work in roles.works.values()) + published.learner
@@ -258,11 +287,13 @@ def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Pla
     # A process that samples has its own; learner ranks and the transfer of weights are groups.
     processes = 1 + (bool(shared) and not placement.alone) + bool(shapes.rewards and scored)
     groups = (len(placement.train) > 1) + (not placement.alone)
-    places.append(Place("a GPU that trains", there, shares, phases, processes + groups, asleep))
+    contexts, starts = processes + groups, started if shared else {}
+    places.append(Place("a GPU that trains", there, shares, phases, contexts, asleep, **starts))
     if placement.rollout and not shared:
         need = {"rollout": sampler.rest + sampler.update}
         need["publishing"] = need["rollout"] + published.sampler  # its cache stays
-        places.append(Place("a GPU that samples", there, {"sampler": sampler.share}, need))
+        share = {"sampler": sampler.share}
+        places.append(Place("a GPU that samples", there, share, need, **started))
     if shapes.rewards and not scored:
         need = {"scoring": rewards.rest + rewards.update}
         places.append(Place("a GPU that scores", there, {"reward model": rewards.share}, need))
@@ -330,6 +361,8 @@ def read_shapes(config: Config) -> Shapes | tuple[str, ...]:
     if unread := tuple(path for path, shape in found.items() if shape is None):
         return unread
     known = {path: shape for path, shape in found.items() if shape is not None}
+    if config.model.attn_implementation == "eager":
+        known = {path: replace(shape, scores=True) for path, shape in known.items()}
     actor, critic, reference = (known.get(paths[name], known[paths["actor"]]) for name in paths)
     return Shapes(actor, critic, reference, tuple(known[p] for p in rewards if p in known))
 
@@ -362,6 +395,11 @@ def assume_memory(text: str | None) -> Iterator[None]:
         yield
     finally:
         ASSUMED_MEMORY.reset(token)
+
+
+def host_of_gpus() -> int | None:
+    """Return the memory beside the GPUs of a plan; None where these are elsewhere."""
+    return host_memory() if ASSUMED_MEMORY.get() is None else None
 
 
 def host_memory(root: Path = Path("/")) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,6 @@ from ppo_cli.config.derived import (
     PlanPart,
     data_ranks,
     engine_name,
-    gen_batch,
     gpus_per_node,
     micro_batch_tokens,
     placement_of,
@@ -29,12 +29,14 @@ from ppo_cli.config.memory import (
     Shapes,
     count_host,
     count_memory,
+    count_vllm,
     device_memory,
-    host_memory,
+    host_of_gpus,
     read_shapes,
+    sampled_rows,
 )
 from ppo_cli.config.model_checks import compute_dtype, spreads_weights, why_logprobs_again
-from ppo_cli.config.model_shape import Shape
+from ppo_cli.config.model_shape import FLOAT, Shape
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.reward_checks import judge_place
 from ppo_cli.config.schema import Config
@@ -43,6 +45,7 @@ from ppo_cli.errors import ppo
 LORA_RANK = 16  # of the adapter that is proposed
 STEP_PHASES = ("annotation", "update")  # in which those settings take memory
 SMALLEST_BUDGET = 1024  # tokens of a micro-batch; fewer leave a device idle
+LARGEST_SHARE = 0.9  # of a GPU that vLLM is offered
 Settings = Mapping[str, Any]
 
 
@@ -184,7 +187,7 @@ def memory_plan(config: Config) -> PlanPart:
             + ("spread, so that small updates count" if spreads else "trained as they are")
             + (" (model.spread_weights)" if model.spread_weights is None else ", as set")
         )
-    shapes, there, host = read_shapes(config), device_memory(config), host_memory()
+    shapes, there, host = read_shapes(config), device_memory(config), host_of_gpus()
     asked = config.model.enable_gradient_checkpointing
     if not isinstance(shapes, Shapes):
         said = [
@@ -251,7 +254,7 @@ def settle_memory(config: Config, tell: Callable[[str], None]) -> Config:
     shapes, there = read_shapes(config), device_memory(config)
     if not isinstance(shapes, Shapes) or there is None:
         return _settle(config, recompute=True, reshard=True)
-    found = estimate(config, shapes, there, host_memory())
+    found = estimate(config, shapes, there, host_of_gpus())
     for line in _settled(config, found, there):
         tell(f"Memory: {line}")
     return found.config
@@ -269,7 +272,7 @@ def smallest_change(
         merged = {key: value for one in changes for key, value in one.items()}
         return bool(estimate(change(config, merged), shapes, there, host).fits)
 
-    offered = list(_changes(config, shapes.actor))
+    offered = list(_changes(config, shapes.actor, there))
     tried: list[Settings] = []
     chosen = next(([one] for one in offered if fits([one])), None)
     for one in offered if chosen is None else ():
@@ -286,7 +289,7 @@ def smallest_change(
     return {key: value for one in chosen for key, value in one.items()}
 
 
-def _changes(config: Config, shape: Shape) -> Iterator[Settings]:
+def _changes(config: Config, shape: Shape, there: int | None) -> Iterator[Settings]:
     """Settings that save memory, those first that change nothing but speed."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     asked = {
@@ -303,12 +306,18 @@ def _changes(config: Config, shape: Shape) -> Iterator[Settings]:
     if config.model.enable_gradient_checkpointing is False:
         yield {"model.enable_gradient_checkpointing": True}
     if sampler_name(config) == "hf":
-        rows = min(config.rollout.max_num_seqs, gen_batch(config) * config.rollout.n)
+        rows = sampled_rows(config)
         while rows > 8:
             rows //= 2
             yield {"rollout.max_num_seqs": rows}
-    elif gpus_per_node(config) and config.rollout.gpu_memory_utilization > 0.3:
-        yield {"rollout.gpu_memory_utilization": 0.3}
+    elif gpus_per_node(config) and there:
+        least = _least_share(
+            sum(count_vllm(config, shape, 2 if compute_dtype(config) == "bfloat16" else FLOAT)),
+            there,
+        )
+        share = config.rollout.gpu_memory_utilization
+        if share > max(0.3, least) or share < least <= LARGEST_SHARE:
+            yield {"rollout.gpu_memory_utilization": max(0.3, least)}
     if sampler_name(config) == "vllm" and gpus_per_node(config):
         yield from _wider_samplers(config, shape)
     if gpus_per_node(config):
@@ -323,6 +332,11 @@ def _changes(config: Config, shape: Shape) -> Iterator[Settings]:
         yield {"critic.model.lora_rank": LORA_RANK}
     if gpus_per_node(config):
         yield from _more_devices(config)
+
+
+def _least_share(size: int, there: int) -> float:
+    """The least share of a device with room for `size` bytes, in steps of 0.05."""
+    return math.ceil(20 * size / there) / 20
 
 
 def _wider_samplers(config: Config, shape: Shape) -> Iterator[Settings]:
@@ -370,6 +384,15 @@ def _lines(place: Place) -> Iterator[str]:
         yield f"{need}; how much it has is not known here"
     elif place.fits:
         yield f"{need} of {format_size(place.there)}: fits"
+    elif not place.vllm_starts:
+        least = _least_share(place.vllm_least, place.there)
+        setting = f"rollout.gpu_memory_utilization to {least:.2g} or "
+        yield (
+            f"{place.name} gives vLLM {format_size(place.vllm_share)}, which needs "
+            f"{format_size(place.vllm_least)} for its weights and the cache of one row: does not "
+            f"fit; raise {setting if least <= LARGEST_SHARE else ''}"
+            "rollout.tensor_model_parallel_size (--rollout_tp)"
+        )
     else:
         free = format_size(place.left_free)
         yield f"{need} of {format_size(place.there)}, of which {free} is left free: does not fit"

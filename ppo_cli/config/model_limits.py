@@ -62,10 +62,14 @@ def encoder_problem(config: Mapping[str, Any], path: str, flag: str) -> str:
 
 def attention_problem(config: Mapping[str, Any], path: str, kernel: str | None) -> str:
     """Say that a model has no attention kernel of this name; "" where it may have."""
-    text = text_config(config)
+    return eager_only(path) if kernel == "sdpa" and needs_eager(text_config(config)) else ""
+
+
+def needs_eager(text: Mapping[str, Any]) -> bool:
+    """Whether sdpa cannot compute the attention of a model, by its `text_config`."""
     kind = text.get("model_type")
     capped = kind in _SOFT_CAPPED and text.get("attn_logit_softcapping", True) is not None
-    return eager_only(path) if kernel == "sdpa" and (kind in _EAGER_ONLY or capped) else ""
+    return kind in _EAGER_ONLY or capped
 
 
 def eager_only(path: str) -> str:

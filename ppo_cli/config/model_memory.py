@@ -129,7 +129,9 @@ class Model:
     def trained(self) -> int:
         """Bytes of the float32 weights of this rank that are trained."""
         if self.lora_rank:
-            return FLOAT * self.shape.adapter(self.lora_rank) // self.device.shards
+            model = self.config.critic.model if self.is_critic else self.config.model
+            adapter = self.shape.adapter(self.lora_rank, model.target_modules)
+            return FLOAT * adapter // self.device.shards
         return self.device.held(self.shape, self.shape.parameters(head=not self.is_critic))
 
     @property
@@ -238,7 +240,10 @@ class Model:
             + inner * device.width * shape.inner // device.tensor
             + IN_4_BITS_INNER * self._widened
         )
-        return max(self.first_gather, self.gathered + self.cast + max(states, self._logits(tokens)))
+        scored = tokens * shape.scored_bytes(device, longest)
+        routed = tokens * shape.routed_bytes(self.state_bytes)
+        most = max(states, scored, routed, self._logits(tokens))
+        return max(self.first_gather, self.gathered + self.cast + most)
 
     def _logits(self, tokens: int) -> int:
         if self.is_critic:
@@ -348,8 +353,15 @@ class Model:
         inner = BACKWARD_INNER * device.width * shape.inner // device.tensor
         inner += (IN_4_BITS_INNER + IN_4_BITS_BACKWARD_INNER) * self._widened
         inside = self.tokens * (self._layer_bytes + inner)
-        if not self.lora_rank:
-            inside += shape.expert_gradients(device)
+        scored = shape.scored_gradients(device, _longest(self.config))
+        # Two of the four states of the MLP are left when all gradients of experts are there, and
+        # none in the backward pass of attention.
+        state = device.width * shape.inner // device.tensor
+        inside = max(inside, self.tokens * (self._layer_bytes - 4 * state + scored))
+        if shape.experts and not self.lora_rank:
+            experts, kept = shape.expert_gradients(device), self.tokens * self._layer_bytes
+            routed = kept - 2 * self.tokens * state if device.gpu else inside
+            inside = max(inside, routed + experts)
         return inside + (self._dequantised if self.in_4_bits else 0)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ppo_cli.config.model_checks import EXPERTS
+from ppo_cli.config.model_limits import needs_eager
 from ppo_cli.config.weight_files import text_config
 
 FLOAT = 4  # bytes
@@ -18,6 +19,20 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kind
 # Families with two more norms in a layer, behind attention and MLP; with norms of queries and keys.
 POST_NORMS = {"gemma2", "gemma3", "gemma3_text"}
 HEAD_NORMS = {"gemma3", "gemma3_text", "olmo2", "olmo3", "qwen3", "qwen3_moe"}
+# Linear modules of a layer by their usual names, with the widths that they take and give.
+LINEAR: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "self_attn.q_proj": (["hidden"], ["queries"]),
+    "self_attn.k_proj": (["hidden"], ["keys"]),
+    "self_attn.v_proj": (["hidden"], ["keys"]),
+    "self_attn.o_proj": (["queries"], ["hidden"]),
+    "self_attn.qkv_proj": (["hidden"], ["queries", "keys", "keys"]),
+    "mlp.gate_proj": (["hidden"], ["inner"]),
+    "mlp.up_proj": (["hidden"], ["inner"]),
+    "mlp.down_proj": (["inner"], ["hidden"]),
+    "mlp.gate_up_proj": (["hidden"], ["inner", "inner"]),
+}
+FUSED = {"self_attn.qkv_proj": "self_attn.q_proj", "mlp.gate_up_proj": "mlp.gate_proj"}
+ALL_LINEAR = "all-linear"
 # Keys of other layers: state spaces, convolutions, latent attention, experts of attention, and
 # embeddings for each layer.
 NOT_PLAIN = re.compile(
@@ -81,7 +96,7 @@ class Shape:
             lean=told.get("hidden_act") == "silu" and "rms_norm_eps" in told,
             post_norms=told.get("model_type") in POST_NORMS,
             head_norms=told.get("model_type") in HEAD_NORMS,
-            scores=told.get("attn_logit_softcapping") is not None,
+            scores=needs_eager(told) or told.get("attn_logit_softcapping") is not None,
         )
         return _with_experts(plain, told) if first(*EXPERTS) else plain
 
@@ -100,16 +115,44 @@ class Shape:
         """Count all weights; a value model has no `head` over the vocabulary."""
         return self.layers * self.layer + self.embedding * (2 if head and not self.tied else 1)
 
-    def adapter(self, rank: int) -> int:
-        """Count the weights of a LoRA adapter on all linear modules of the layers.
+    def adapter(self, rank: int, targets: str | Sequence[str] = ALL_LINEAR) -> int:
+        """Count the weights of a LoRA adapter on modules of the layers, as PEFT finds them.
 
-        Gate and up projection of an expert are one weight, whose rank is twice as large.
+        Gate and up projection of an expert are one weight, whose rank is twice as large. What is
+        adapted in layers whose modules have other names is not known: all are counted.
         """
+        widths = [*self._adapted(targets)] if targets != ALL_LINEAR else []
+        if widths:
+            return rank * sum(widths)
         inputs = 5 * self.hidden + self.queries + self.inner
         spread = 0
         if self.experts:  # in place of one MLP: a router, and all experts
             spread = (3 * self.experts - 2) * self.hidden + 5 * self.held - 3 * self.inner
         return self.layers * rank * (inputs + self.outputs + spread)
+
+    def _adapted(self, targets: str | Sequence[str]) -> Iterator[int]:
+        """Widths of the modules that are named, or match a pattern; none where one is unknown."""
+        words = [targets] if isinstance(targets, str) else targets
+        modules = {
+            f"model.layers.{layer}.{name}": name for layer in range(self.layers) for name in LINEAR
+        }
+        meant = {word: [m for m in modules if f".{m}".endswith(f".{word}")] for word in words}
+        if isinstance(targets, str) and not meant[targets]:
+            try:
+                meant = {targets: [m for m in modules if re.fullmatch(targets, m)]}
+            except re.error:  # which a run refuses with the names of the modules
+                return
+        names = {module for group in meant.values() for module in group}
+        routed = self.experts and any(modules[name].startswith("mlp.") for name in names)
+        if not all(meant.values()) or routed:
+            return
+        for name in names:
+            module = modules[name]
+            split = FUSED.get(module, "")
+            if split and name.replace(module, split) in names:  # a layer has one or the other
+                continue
+            takes, gives = LINEAR[module]
+            yield sum(getattr(self, width) for width in (*takes, *gives))
 
     @property
     def outputs(self) -> int:
@@ -117,9 +160,39 @@ class Shape:
         return 2 * self.hidden + self.queries + 2 * self.keys + 2 * self.inner
 
     def expert_gradients(self, device: Device) -> int:
-        """Bytes of the gradients of one layer's experts while a backward pass adds them up."""
-        copies = KEPT_EXPERTS if device.keeps_freed else 2
-        return copies * 3 * FLOAT * self.hidden * self.held // device.tensor
+        """Bytes of the gradients of one layer's experts while a backward pass computes them."""
+        # On a GPU one product gives those of all experts at once.
+        copies = KEPT_EXPERTS if device.keeps_freed else 1 if device.gpu else 2
+        number = device.width if device.shards > 1 else FLOAT
+        return copies * 3 * number * self.hidden * self.held // device.tensor
+
+    def scored_bytes(self, device: Device, row: int) -> int:
+        """Bytes of a token in attention that holds scores, in a forward pass without gradients.
+
+        In bfloat16 the scores, float32 ones before and after the softmax, two masks (windows have
+        one of their own), three states, and queries, keys and values with those repeated for all
+        heads; in float32 two copies of the scores.
+        """
+        if not self.scores:
+            return 0
+        state = FLOAT if device.half and device.shards == 1 else device.width
+        split = device.width * (3 * self.queries + 2 * self.keys)
+        split += (10 if device.half else 8) * self._scored(row)
+        return 3 * state * self.hidden + 2 * device.width * row + split // device.tensor
+
+    def routed_bytes(self, state: int) -> int:
+        """Bytes of a token among experts in a forward pass without gradients.
+
+        What each of its experts is given, gives, and gives after its weight, and four states.
+        """
+        return state * self.hidden * (3 * self.routes + 4) if self.routes else 0
+
+    def scored_gradients(self, device: Device, row: int) -> int:
+        """Bytes of a token in the backward pass of the softmax beyond the scores that are kept.
+
+        Two float32 gradients, where the scores in bfloat16 are given back.
+        """
+        return (6 if device.half else 4) * self._scored(row) // device.tensor
 
     @property
     def _normed_heads(self) -> int:

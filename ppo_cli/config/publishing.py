@@ -45,7 +45,9 @@ def publish_bytes(config: Config, shape: Shape, device: Device) -> PublishBytes:
     modules into fresh memory before it copies it to where the graphs expect it.
     """
     if publishes_adapter(config):  # it travels through host memory, as one small file
-        return PublishBytes(0, 0, 4 * shape.adapter(config.model.lora_rank))
+        return PublishBytes(
+            0, 0, 4 * shape.adapter(config.model.lora_rank, config.model.target_modules)
+        )
     width, span = device.width, config.rollout.tensor_model_parallel_size
     largest, layer = width * shape.embedding, width * shape.layer
     experts = 3 * width * shape.hidden * shape.held

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppo_cli.config.memory import Place, Shapes, count_memory, host_memory
+from ppo_cli.config.memory import Place, Shapes, count_memory, host_memory, read_shapes
 from ppo_cli.config.memory_plan import (
     change,
     estimate,
@@ -258,6 +258,64 @@ def test_frozen_weights_take_two_bytes_in_bfloat16_on_gpus() -> None:
     experts = mixed.layers * 3 * mixed.hidden * mixed.held
     assert gpu.frozen(mixed) == 2 * mixed.parameters() + 2 * experts
     assert replace(gpu, shards=2).frozen(mixed) == mixed.parameters()
+
+
+ATTENTION_WIDTHS = (10 + 10) + (10 + 5) + (10 + 5) + (10 + 10)  # q, k, v, o: given and taken
+
+
+@pytest.mark.parametrize(
+    ("targets", "widths"),
+    [
+        ("all-linear", 2 * (ATTENTION_WIDTHS + 3 * 30)),
+        (("q_proj", "k_proj", "v_proj", "o_proj"), 2 * ATTENTION_WIDTHS),
+        (("q_proj", "self_attn.v_proj"), 2 * (20 + 15)),
+        ("down_proj", 2 * 30),
+        (r".*\.1\..*_proj", ATTENTION_WIDTHS + 3 * 30),
+        (r".*\.qkv_proj", 2 * (10 + 20)),
+        (("q_proj", "odd"), 2 * (ATTENTION_WIDTHS + 3 * 30)),  # of unknown width: all are counted
+        ("[", 2 * (ATTENTION_WIDTHS + 3 * 30)),
+    ],
+)
+def test_an_adapter_has_the_modules_that_are_named(targets: Any, widths: int) -> None:
+    assert SHAPE.adapter(4, targets) == 4 * widths
+    place = counted(model={"lora_rank": 4, "target_modules": targets})
+    assert place.roles["actor"].gradients == 4 * 4 * widths
+
+
+def test_all_scores_of_a_row_are_held_where_attention_is_eager() -> None:
+    """Gemma 2 in annotations and updates; models with sinks, whose config.json names no cap."""
+    sizes = SIZES | {"num_key_value_heads": 6}
+    gemma, sinks, llama = (
+        Shape.of(sizes | told)
+        for told in (
+            {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
+            {"model_type": "gpt_oss"},
+            {"model_type": "llama"},
+        )
+    )
+    assert gemma is not None and sinks is not None and llama is not None
+    ranks = Device(half=True, gpu=True, shards=8, tensor=1, packed=False, keeps_freed=False)
+    # Six heads at 10 bytes a pair, two masks; three states, queries three and keys two times.
+    scores = 10 * 6 * 4096 + 2 * 2 * 4096
+    assert gemma.scored_bytes(ranks, 4096) == scores + 2 * (3 * 96 + 5 * 96)
+    assert sinks.scored_bytes(ranks, 4096) == gemma.scored_bytes(ranks, 4096)
+    assert gemma.scored_gradients(ranks, 4096) == 6 * 6 * 4096
+    assert llama.scored_bytes(ranks, 4096) == llama.scored_gradients(ranks, 4096) == 0
+
+
+def test_eager_attention_is_counted_where_it_is_set(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "plain", **SIZES)
+    for kernel, scores in ((None, False), ("sdpa", False), ("eager", True)):
+        shapes = read_shapes(config(model={"path": path, "attn_implementation": kernel}))
+        assert isinstance(shapes, Shapes)
+        assert shapes.actor.scores is scores
+
+
+def test_a_gpu_computes_the_gradients_of_all_experts_at_once() -> None:
+    shape = replace(SHAPE, experts=8, held=160, routes=2)
+    gpu = Device(half=True, gpu=True, shards=8, tensor=1, packed=True, keeps_freed=False)
+    assert shape.expert_gradients(gpu) == 2 * 3 * 10 * 160
+    assert shape.expert_gradients(replace(gpu, shards=1)) == 4 * 3 * 10 * 160
 
 
 def test_recomputed_activations_are_the_inputs_of_layers() -> None:

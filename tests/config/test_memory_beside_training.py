@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.memory import CONTEXT_BYTES, Place, Shapes, count_host, count_memory
+from ppo_cli.config.memory import (
+    CONTEXT_BYTES,
+    Place,
+    Shapes,
+    assume_memory,
+    count_host,
+    count_memory,
+    host_memory,
+    host_of_gpus,
+)
 from ppo_cli.config.memory_plan import change, estimate, smallest_change
 from ppo_cli.config.model_shape import Shape
 from ppo_cli.config.publishing import CHUNK_BYTES
@@ -15,6 +24,7 @@ from ppo_cli.config.schema import Config
 GB = 10**9
 QWEN_3B = Shape(2048, 11008, 36, 16, 2048, 256, 151936, tied=True)
 QWEN_7B = Shape(3584, 18944, 28, 28, 3584, 512, 152064, tied=False)
+PHI_3 = Shape(3072, 8192, 32, 32, 3072, 3072, 32064, tied=False)
 
 
 # What `auto` takes depends on what a self-test has proven.
@@ -132,6 +142,50 @@ def test_a_run_that_fits_its_gpus_but_not_the_host_does_not_fit() -> None:
     config = settings()
     assert estimate(config, shapes(QWEN_7B), 80 * GB, 500 * GB).fits
     assert estimate(config, shapes(QWEN_7B), 80 * GB, 128 * GB).fits is False
+
+
+def test_memory_beside_gpus_that_are_elsewhere_is_not_known() -> None:
+    assert host_of_gpus() == host_memory()
+    with assume_memory("80GB"):
+        assert host_of_gpus() is None
+    elsewhere = estimate(settings(), shapes(QWEN_7B), 80 * GB, None)
+    assert elsewhere.host is not None
+    assert (elsewhere.fits, elsewhere.host.fits) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rows", "most", "cached"),
+    [(1, 2, 1024, 512), (4, 2, 1024, 128), (8, 8, 1024, 256), (8, 8, 64, 64)],
+)
+def test_samplers_share_the_rows(gpus: int, rows: int, most: int, cached: int) -> None:
+    """256 prompts are dealt to one sampler a GPU, each with all its rows."""
+    config = settings(gpus, rollout__name="hf", rollout__n=rows, rollout__max_num_seqs=most)
+    place = count_gpu(config, PHI_3)
+    layer = 2 * 2 * 3072 * cached * 1024  # keys and values of rows of 512 + 512 in bfloat16
+    assert place.roles["sampler"].kv_cache == layer * (32 + 1)
+
+
+def test_vllm_starts_with_room_for_its_weights_and_a_row() -> None:
+    """15.23 GB of weights and 0.06 of a cache, on a GPU of 40 GB of its own."""
+    for share, starts in ((0.38, False), (0.39, True)):
+        config = settings(
+            trainer__placement="train:0-3,rollout:4-7", rollout__gpu_memory_utilization=share
+        )
+        learner, sampler = count_memory(config, shapes(QWEN_7B), 40 * GB)
+        assert sampler.vllm_least == 2 * QWEN_7B.parameters() + 2 * 2 * 512 * 28 * 1024
+        assert (sampler.vllm_starts, sampler.fits, learner.vllm_starts) == (starts, starts, True)
+
+
+def test_the_change_for_vllm_is_a_larger_share_or_more_gpus() -> None:
+    frozen = ADAPTER | {"rollout__n": 8, "actor__ppo_max_token_len_per_gpu": 2048}
+    frozen |= {"ref__log_prob_max_token_len_per_gpu": 2048}
+    for gpu, share, found in (
+        (40, 0.35, {"rollout.gpu_memory_utilization": 0.4}),
+        (24, 0.45, {"rollout.gpu_memory_utilization": 0.65}),
+        (16, 0.5, {"rollout.tensor_model_parallel_size": 2}),
+    ):
+        config = settings(**frozen, rollout__gpu_memory_utilization=share)
+        assert smallest_change(config, shapes(QWEN_7B), gpu * GB) == found
 
 
 ADAPTER = {"model__lora_rank": 16, "model__lora_merge": False, "algorithm__adv_estimator": "grpo"}
