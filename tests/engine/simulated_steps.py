@@ -19,6 +19,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -32,7 +34,8 @@ from ppo_cli.engine.simulation.device import DEVICE, NAME, Simulator, register
 from tests.engine.tiny_families import FAMILIES, SIZE
 
 VOCABULARY, HIDDEN, INNER, LAYERS, HEADS, KEYS = 4096, 256, 512, 2, 4, 2
-RANK = 4
+RANK, WIDE_RANK = 4, 256
+BUDGET = 300  # tokens: 2 of the longest rows leave 44 over
 BASE: dict[str, Any] = {
     "data": {"max_prompt_length": 64, "max_response_length": 64, "train_batch_size": 64},
     "actor": {"ppo_mini_batch_size": 64},
@@ -118,6 +121,29 @@ def peaks_by_torch(config: Config) -> dict[str, int]:
     return peaks
 
 
+class RealMemory(MemoryCounter):
+    """Host memory that tensors with numbers take."""
+
+    def record(self, tensor: Tensor) -> None:
+        """Count what is not fake."""
+        if not isinstance(tensor, FakeTensor):
+            super().record(tensor)
+
+
+def load_for_real(config: Config) -> dict[str, int]:
+    """Bytes that loading a config takes of this machine, and the run of its host memory."""
+    real = RealMemory("cpu")
+
+    def build() -> Simulator:
+        simulator = Simulator()
+        simulator._memories = (*simulator._memories, real)
+        return simulator
+
+    with patch.object(steps, "Simulator", build), patch.object(steps, "_phases", lambda _: ()):
+        at_rest = steps.simulate(config).rest_by_maker
+    return {"real": real.peak_bytes, "simulated": at_rest["parameters"]}
+
+
 def one_layer() -> dict[str, int]:
     """A linear layer of 64 x 32 weights on 16 rows, forward and backward."""
     simulator = Simulator()
@@ -157,6 +183,17 @@ def gated_unit() -> int:
     return simulator.device_memory.peak_bytes
 
 
+def count_waits() -> int:
+    """How often the stream that torch names took an event of the device."""
+    module: Any = torch.get_device_module(DEVICE)
+    for waits in range(20):
+        try:
+            torch.accelerator.current_stream().wait_event(module.Event())
+        except RuntimeError:
+            return waits
+    return 20
+
+
 def numbers_on_the_cpu() -> dict[str, int]:
     """The counters around tensors with numbers: nothing in them needs the simulated device."""
     memory = MemoryCounter("cpu")
@@ -177,13 +214,20 @@ def main(folder: Path) -> None:
         "one layer": one_layer(),
         "cast": cast_weights(),
         "gated unit": gated_unit(),
+        "waits": count_waits(),
         "on the CPU": numbers_on_the_cpu(),
         "1": measure(make_config(path, 1)),
         "8": measure(make_config(path, 8)),
         "trackers": peaks_by_torch(make_config(path, 8)),
     }
-    adapter = {"model.lora_rank": RANK, "actor.fsdp_config.optimizer_offload": True}
+    adapter = {
+        "model.lora_rank": RANK,
+        "actor.fsdp_config.optimizer_offload": True,
+        "actor.ppo_max_token_len_per_gpu": BUDGET,
+    }
     report["adapter, offloaded"] = measure(make_config(path, 8, **adapter))
+    wide = {"model.lora_rank": WIDE_RANK}
+    report["wide adapter"] = load_for_real(make_config(path, 2, **wide))
     experts = CONFIG_MAPPING["qwen3_moe"](**SIZE, **FAMILIES["qwen3_moe"])
     experts.save_pretrained(folder / "experts")
     report["experts"] = measure(make_config(str(folder / "experts"), 1))

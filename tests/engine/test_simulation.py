@@ -10,8 +10,22 @@ from typing import Any
 import pytest
 import torch
 
+from ppo_cli.config.memory_plan import change
+from ppo_cli.engine.micro_batches import Budget, share_micro_batches
+from ppo_cli.engine.ranks import Ranks
+from ppo_cli.engine.rows import row_lengths, row_prompts
 from ppo_cli.engine.simulation.counters import CollectiveCounter
-from tests.engine.simulated_steps import HIDDEN, INNER, KEYS, LAYERS, RANK, VOCABULARY
+from ppo_cli.engine.simulation.steps import make_batch
+from tests.engine.simulated_steps import (
+    BUDGET,
+    HIDDEN,
+    INNER,
+    KEYS,
+    LAYERS,
+    RANK,
+    VOCABULARY,
+    make_config,
+)
 from tests.forked import SCRIPT, run_forked
 
 KEY_WIDTH = KEYS * 64
@@ -55,6 +69,11 @@ def test_the_backward_pass_of_silu_makes_nothing_but_its_gradient(report: dict[s
     assert report["gated unit"] == 2 * rows + scalars
 
 
+def test_torchs_current_stream_waits_for_events_of_the_device(report: dict[str, Any]) -> None:
+    # FSDP2 asks torch.accelerator for it where a gathered layer has no backward pass.
+    assert report["waits"] == 20
+
+
 def test_the_counters_watch_tensors_with_numbers_too(report: dict[str, Any]) -> None:
     weights = 4 * 64 * 32
     # The product is freed before the loss exists to the counter, its gradient with the pass.
@@ -84,7 +103,40 @@ def test_an_adapter_trains_alone_and_its_moments_are_in_host_memory(
     own = LAYERS * (inputs + RANK * outputs // 8)
     assert measured["gradients"] == [4 * own]
     assert measured["host_rest_bytes"] == 8 * own
-    assert "moments" not in measured["rest_by_maker"]
+    assert measured["rest_by_maker"]["moments"] == 4 * LAYERS * 7 * 2  # counts of steps
+
+
+def test_an_adapter_takes_no_memory_of_this_machine_while_models_load(
+    report: dict[str, Any],
+) -> None:
+    loaded = report["wide adapter"]
+    assert loaded["simulated"] > 2**22
+    assert loaded["real"] < 2**16
+
+
+@pytest.mark.parametrize("budget", [1100, 3000, 16_384, 18_432])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_two_micro_batches_of_each_rank_fill_a_budget_of_any_size(
+    budget: int, shared: bool, ranks: int
+) -> None:
+    config = change(make_config("unused", ranks), {"data.max_response_length": 960, "rollout.n": 8})
+    packed = Budget(budget, packed=True, shared=shared)
+    batch = make_batch(config, "update of the actor", packed)
+    lengths = row_lengths(batch)
+    assert max(lengths) <= 1024
+    prompts = row_prompts(batch.input_ids_BL, batch.prompt_len_B)
+    for rank in range(ranks):
+        places = Ranks(rank, ranks)
+        plan = share_micro_batches(lengths, packed, places, prompts)
+        assert len(plan) == 2
+        for rows in plan:
+            assert 0.99 * budget < sum(lengths[row] for row in rows) <= budget
+
+
+def test_a_micro_batch_is_reported_as_full_as_it_was(report: dict[str, Any]) -> None:
+    phase = report["adapter, offloaded"]["phases"]["update of the actor"]
+    assert phase["micro_batch_tokens"] == BUDGET
 
 
 def test_all_experts_have_gradients_in_full(report: dict[str, Any]) -> None:

@@ -227,7 +227,10 @@ def register() -> torch.device:
     """Register the device in this process, for good."""
     if _registered:
         return DEVICE
-    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module())
+    module = _Module()
+    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=module)
+    # A stream of torch takes whatever it waits for as an event of torch, and reads past ours.
+    torch.accelerator.current_stream = module.current_stream  # type: ignore[assignment]
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) moves at its end
     beneath = torch.library.Library("_", "IMPL")
     beneath.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

@@ -138,15 +138,19 @@ def _measure(
     collectives.clear()
     with _masks_as_packed(budget.packed):
         work(batch)
-    prompts = row_prompts(batch.input_ids_BL, batch.prompt_len_B)
-    turns = len(share_micro_batches(row_lengths(batch), budget, ranks, prompts))
+    lengths, prompts = row_lengths(batch), row_prompts(batch.input_ids_BL, batch.prompt_len_B)
+    plan = share_micro_batches(lengths, budget, ranks, prompts)
+    sizes = (
+        budget.size(len(part), max(part), sum(part))
+        for part in ([lengths[row] for row in turn] for turn in plan if turn)
+    )
     return PhaseMeasurement(
         device.peak_bytes,
         _positive(device.at_peak),
         host.peak_bytes,
-        budget.tokens,
+        max(sizes),
         {
-            kind: {what: count / turns for what, count in counts.items()}
+            kind: {what: count / len(plan) for what, count in counts.items()}
             for kind, counts in collectives.summarise().items()
         },
         time.monotonic() - began,
@@ -154,18 +158,18 @@ def _measure(
 
 
 def make_batch(config: Config, phase: str, budget: Budget) -> TrainBatch:
-    """Rows of full length, for `TURNS` micro-batches on each rank, or a whole mini-batch."""
-    prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    n = config.rollout.n
+    """Rows for `TURNS` micro-batches on each rank, as full as may be, or a whole mini-batch."""
+    n, ranks = config.rollout.n, data_ranks(config)
     prompts = {
         "annotation": config.data.train_batch_size,
         "update of the actor": config.actor.ppo_mini_batch_size,
         "update of the critic": critic_mini_batch(config),
     }[phase]
-    at_once = max(1, budget.tokens // (prompt + response))
-    at_once = min(at_once, budget.rows or at_once)
-    count = min(prompts * n, TURNS * at_once * data_ranks(config))
-    group_B = torch.arange(count) // n
+    at_once, length = _choose_rows(config, prompts * n, budget)
+    response = max(1, length - config.data.max_prompt_length)
+    prompt = length - response
+    count = min(prompts * n, TURNS * at_once * ranks)
+    group_B = torch.arange(count) // min(n, at_once)  # a larger group is cut where it is full
     ids_BL = torch.zeros(count, prompt + response, dtype=torch.int64)
     ids_BL[:, 0] = group_B  # rows of a group have one prompt
     numbers_BT, ones_B = torch.zeros(count, response), torch.ones(count, dtype=torch.bool)
@@ -191,6 +195,30 @@ def make_batch(config: Config, phase: str, budget: Budget) -> TrainBatch:
     )
 
 
+def _choose_rows(config: Config, most: int, budget: Budget) -> tuple[int, int]:
+    """How many rows fill a micro-batch, out of so many for all ranks, and their length.
+
+    The longest rows fill a budget that is a multiple of their length. Others are filled by more
+    rows, where they are packed: equal ones, as the longest would each be alone beside shorter ones.
+    """
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    ranks, n = data_ranks(config), config.rollout.n
+    full = max(1, min(budget.tokens // longest, budget.rows or budget.tokens))
+    step = n if budget.shared and full >= n else 1  # rows of one prompt come together
+    choices = {full // step * step: longest}
+    more = -(-budget.tokens // (longest * step)) * step
+    if budget.packed and more <= (budget.rows or more):
+        choices[more] = min(longest, budget.tokens // more)
+
+    def fill(rows: int) -> int:
+        count = min(most, TURNS * rows * ranks)
+        turns = -(-count // (rows * ranks))
+        return -(-count // (turns * ranks)) * choices[rows]
+
+    at_once = max(choices, key=fill)
+    return at_once, choices[at_once]
+
+
 @contextmanager
 def _without_numbers(simulator: Simulator) -> Iterator[None]:
     """Exchange what reads files or compares numbers, and have the learner choose our device."""
@@ -205,12 +233,26 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
         _put_on_host(loaded.model, simulator)
         return loaded
 
+    def adapt_empty(*args: Any) -> Callable[[nn.Module], nn.Module] | None:
+        inject = adapt(*args)
+        if inject is None:
+            return None
+
+        def inject_empty(model: nn.Module) -> nn.Module:
+            with torch.device("meta"):
+                adapted: nn.Module = inject(model)
+            _put_on_host(adapted, simulator)
+            return adapted
+
+        return inject_empty
+
     def judge_model(*args: Any, **options: Any) -> Any:
         # Trials compare numbers of a small model: here on the CPU, in a run on the GPU.
         with _disable_current_modes(), patch.object(Compute, "choose", on_cpu):
             return judge(*args, **options)
 
     judge, on_cpu = namespace.judge_model, Compute.__dict__["choose"]
+    adapt = namespace.adapt
     memo = simulator.fakes.fake_tensor_converter.meta_converter.tensor_memo
     swap: Any = torch.utils.swap_tensors
 
@@ -227,6 +269,7 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
             (Compute, "choose", classmethod(choose)),
             (namespace, "load_policy", partial(load_empty, namespace.load_policy)),
             (namespace, "load_value_model", partial(load_empty, namespace.load_value_model)),
+            (namespace, "adapt", adapt_empty),
             (namespace, "judge_model", judge_model),
             # The kernel of packed rows is taken to pass its trial.
             (packing, "_try_gradients", lambda *_: ""),
@@ -239,7 +282,7 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
 
 
 def _put_on_host(model: nn.Module, simulator: Simulator) -> None:
-    """Give fake tensors in host memory to a model on the meta device; tied ones stay tied."""
+    """Exchange tensors on the meta device for fake ones in host memory; tied ones stay tied."""
     placed: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensors live on, and with them their id
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
