@@ -131,7 +131,7 @@ class RealMemory(MemoryCounter):
 
 
 def load_for_real(config: Config) -> dict[str, int]:
-    """Bytes that loading a config takes of this machine, and the run of its host memory."""
+    """Bytes that loading a config takes of this machine, and of the simulated device."""
     real = RealMemory("cpu")
 
     def build() -> Simulator:

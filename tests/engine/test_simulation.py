@@ -24,6 +24,7 @@ from tests.engine.simulated_steps import (
     LAYERS,
     RANK,
     VOCABULARY,
+    WIDE_RANK,
     make_config,
 )
 from tests.forked import SCRIPT, run_forked
@@ -110,8 +111,9 @@ def test_an_adapter_takes_no_memory_of_this_machine_while_models_load(
     report: dict[str, Any],
 ) -> None:
     loaded = report["wide adapter"]
-    assert loaded["simulated"] > 2**22
-    assert loaded["real"] < 2**16
+    adapter = 4 * LAYERS * WIDE_RANK * (9 * HIDDEN + 2 * KEY_WIDTH + 3 * INNER)
+    assert loaded["simulated"] > adapter // 2  # of 2 ranks
+    assert loaded["real"] < adapter
 
 
 @pytest.mark.parametrize("budget", [1100, 3000, 16_384, 18_432])
