@@ -340,7 +340,7 @@ OWN: Final = frozenset(
     f"{group}.{name}"
     for group, names in {
         "model": "float32_matmul share_prompts spread_weights",
-        "rollout": "num_samplers weight_transfer",
+        "rollout": "num_samplers sleep weight_transfer",
         "data": "system_prompt",  # is in the rows that are written
         "trainer": "engine node_rank master_addr master_port threads max_restarts worker_timeout "
         "node_timeout max_nonfinite_steps",
