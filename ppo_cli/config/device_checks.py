@@ -29,6 +29,7 @@ from ppo_cli.config.derived import (
 )
 from ppo_cli.config.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.keys import Clash, value_of
+from ppo_cli.config.processor import count_cores
 from ppo_cli.config.reward_checks import local_clashes, local_judge
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ppo
@@ -85,7 +86,10 @@ def cluster_clashes(
     if config.trainer.engine == "verl":
         return  # it has its own ways, which ppo_cli/bridge knows
     yield from _not_offered(config)
-    yield from _nodes(config, environ.get("RAY_ADDRESS", "").strip() != "")
+    joined = environ.get("RAY_ADDRESS", "").strip() != ""
+    yield from _nodes(config, joined)
+    if not joined:  # the nodes of a Ray cluster may have more cores
+        yield from _threads(config)
     yield from _in_4_bits(config, gpus)
     broken = [*_counts(config, gpus), *_one_process(config), *_placement(config, gpus)]
     yield from broken
@@ -136,6 +140,21 @@ def _nodes(config: Config, joined: bool) -> Iterator[Clash]:
             ("trainer.nnodes", "trainer.node_rank", "trainer.master_addr"),
             f"{trainer.nnodes} nodes need {' and '.join(lacking)}: {' '.join(lacking.values())} "
             "(the first has rank 0); or name a Ray cluster that has them in RAY_ADDRESS.",
+        )
+
+
+MOST_THREADS_A_CORE = 4
+
+
+def _threads(config: Config) -> Iterator[Clash]:
+    """Threads wait for each other at every product: thousands of them stop the machine."""
+    threads, cores = config.trainer.threads, count_cores()
+    if threads is not None and threads > MOST_THREADS_A_CORE * cores:
+        yield Clash(
+            ("trainer.threads",),
+            f"trainer.threads {threads} is more than {MOST_THREADS_A_CORE} for each of the {cores} "
+            f"core{'s' * (cores > 1)} that this process may use; use trainer.threads={cores}, or "
+            "leave it out.",
         )
 
 

@@ -17,6 +17,7 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
 )
+from ppo_cli.config.memory_plan import LORA_RANK
 from ppo_cli.config.schema import Config
 
 Cause = Literal["weights", "sequence", "step", "sampling"]
@@ -27,6 +28,10 @@ def advise_memory(config: Config, cause: Cause) -> str:
     ways = [*_ways(config, cause)]
     if gpus_per_node(config) and cause != "sampling":
         ways.append("use more GPUs (--n_gpus, --nnodes)")
+    elif cause != "sampling" and (ranks := learner_ranks(config)) > 1:
+        if ranks > config.trainer.nnodes:
+            ways.append(f"run fewer of the {ranks} learner ranks on a machine (--num_workers)")
+        ways.append("use more machines (--nnodes)")
     ways.append("take a smaller --model")
     text = " or ".join((", ".join(ways[:-1]), ways[-1])) if ways[1:] else ways[0]
     return f"{text[0].upper()}{text[1:]}."
@@ -41,6 +46,7 @@ def _ways(config: Config, cause: Cause) -> Iterator[str]:
         if config.model.enable_gradient_checkpointing is False:
             yield "add model.enable_gradient_checkpointing=true"
     if not gpus_per_node(config):
+        yield from _fewer_trained(config)
         return
     if cause in ("weights", "sequence") and _keeps_reference(config):
         yield "add ref.param_offload=true"
@@ -49,6 +55,21 @@ def _ways(config: Config, cause: Cause) -> Iterator[str]:
         yield "add actor.optim.optimizer=AdamW8bit (moments in 8 bits)"
     if cause != "step" or learner_ranks(config) > 1:  # then ranks step in host memory
         yield from _offload(config, "param_offload")
+    if cause == "step":
+        yield from _fewer_trained(config)
+
+
+def _fewer_trained(config: Config) -> Iterator[str]:
+    """Gradients and moments of fewer numbers, which changes what is learned."""
+    models = {"model.": config.model}
+    if uses_critic(config):
+        models["critic.model."] = config.critic.model
+    whole = [name for name, model in models.items() if not model.lora_rank]
+    if whole:
+        yield "add " + " ".join(f"{name}lora_rank={LORA_RANK}" for name in whole)
+    if uses_critic(config):
+        group = " rollout.n=4" if config.rollout.n < 2 else ""
+        yield f"add algorithm.adv_estimator=grpo{group} (trains no critic)"
 
 
 def _keeps_reference(config: Config) -> bool:

@@ -329,7 +329,8 @@ class Trainer(Section):
     threads: int | None = setting(
         None,
         "CPU threads of each process that computes; unset: OMP_NUM_THREADS, else one for each "
-        "core; a Ray worker takes one, or on GPUs their share of the node's cores.",
+        "core; a Ray worker takes one, or on GPUs their share of the node's cores. At most 4 a "
+        "core.",
         ge=1,
     )
     async_steps: int = setting(

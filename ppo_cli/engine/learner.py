@@ -69,7 +69,7 @@ from ppo_cli.engine.lora import (
     reference_of,
     write_adapter_config,
 )
-from ppo_cli.engine.micro_batches import Budget, run_within_memory, tell_out_of_memory
+from ppo_cli.engine.micro_batches import Budget, run_within_memory, taking_step, tell_out_of_memory
 from ppo_cli.engine.models import (
     Adapt,
     Policy,
@@ -192,13 +192,13 @@ class Learner:
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step with the actor, the critic or both."""
         sums: Sums = {}
-        with tell_out_of_memory("An optimizer step", advise_memory(self._config, "step")):
-            if minibatch.actor:
-                with self.phase("update actor"):
-                    sums |= self._actor.step(minibatch.batch)
-            if minibatch.critic and self._critic is not None:
-                with self.phase("update critic"):
-                    sums |= self._critic.step(minibatch.batch)
+        advice = advise_memory(self._config, "step")
+        if minibatch.actor:
+            with self.phase("update actor"), taking_step("actor", self._ranks, advice):
+                sums |= self._actor.step(minibatch.batch)
+        if minibatch.critic and self._critic is not None:
+            with self.phase("update critic"), taking_step("critic", self._ranks, advice):
+                sums |= self._critic.step(minibatch.batch)
         if not self._ranks.alone:
             sums["perf/agree_s"] = (self._ranks.take_waits(), 1.0)
         # Only once memory has run out: what micro-batches hold since then.

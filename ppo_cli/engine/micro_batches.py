@@ -215,6 +215,15 @@ def tell_out_of_memory(what: str, advice: str) -> Iterator[None]:
         raise UserError(f"{what} ran out of memory. {advice}") from error
 
 
+@contextmanager
+def taking_step(role: str, ranks: Ranks, advice: str) -> Iterator[None]:
+    """Name the model and the rank where a step runs out of memory, or NCCL fails."""
+    where = "" if ranks.alone else f" on learner rank {ranks.rank}"
+    what = f"An optimizer step of the {role}{where}"
+    with inside_collective(ranks.rank), tell_out_of_memory(what, advice):
+        yield
+
+
 # Functions of FSDP2 (torch 2.13) that make room for whole weights and gradients.
 GATHERS = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
 
@@ -277,11 +286,11 @@ def run_within_memory(
                 ranks.agree()
             return
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
             if isinstance(error, DistError):  # FSDP2's all-reduce, which we cannot wrap
                 with inside_collective(ranks.rank):
                     raise
+            if not is_out_of_memory(error):
+                raise
             whole = _in_turns(lengths, budget, ranks, prompts)
             heaviest = max(whole, key=lambda group: sum(lengths[i] for i in group))
             most_rows = len(heaviest) if budget.packed else max(len(group) for group in whole)

@@ -124,16 +124,17 @@ def join_ranks(
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
     )
-    mesh = init_device_mesh(
-        device.type,
-        (data_size // shards, shards, tensor_size),
-        mesh_dim_names=("replicate", "shard", "tensor"),
-    )
-    # Ranks that share layers could not turn back together: see `run_within_memory`.
-    flags = None
-    if tensor_size == 1:
-        flags = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    _use_collectives(mesh, device)
+    with inside_collective(rank, FREE_DEVICE):
+        mesh = init_device_mesh(
+            device.type,
+            (data_size // shards, shards, tensor_size),
+            mesh_dim_names=("replicate", "shard", "tensor"),
+        )
+        # Ranks that share layers could not turn back together: see `run_within_memory`.
+        flags = None
+        if tensor_size == 1:
+            flags = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        _use_collectives(mesh, device)
     return Ranks(rank=rank, size=size, tensor_size=tensor_size, mesh=mesh, flags=flags)
 
 
@@ -177,23 +178,41 @@ def sum_over(ranks: Ranks, value: float) -> float:
     return float(total)
 
 
+LEAVE_MEMORY = (
+    "Leave more memory to it: lower actor.ppo_max_token_len_per_gpu, "
+    "critic.ppo_max_token_len_per_gpu or rollout.gpu_memory_utilization."
+)
+FREE_DEVICE = (  # no model is loaded yet
+    "Other programs or samplers hold the memory of its device: end them (nvidia-smi lists them), "
+    "or lower rollout.gpu_memory_utilization."
+)
+
+
 @contextmanager
-def inside_collective(rank: int) -> Iterator[None]:
-    """Turn memory that runs out inside of a collective into WorkerLost.
+def inside_collective(rank: int, advice: str = LEAVE_MEMORY) -> Iterator[None]:
+    """Turn memory that runs out inside of a collective, and what else NCCL raises, into WorkerLost.
 
     No rank can turn back from there: the others wait in it for this one, and are ended with it.
     """
     try:
         yield
     except Exception as error:
-        if not is_out_of_memory(error):
+        nccl = isinstance(error, dist.DistBackendError)
+        log = " NCCL_DEBUG=INFO logs what NCCL does." if nccl else ""
+        if is_out_of_memory(error):
+            what = f"ran out of memory inside of a collective: {_nccl_words(error)}. {advice}{log}"
+        elif nccl:
+            what = f"failed inside of a collective of NCCL: {_nccl_words(error)}.{log}"
+        else:
             raise
-        raise WorkerLost(
-            f"Learner rank {rank} ran out of memory inside of a collective: "
-            f"{first_line(error)}. Leave more memory to it: lower "
-            "actor.ppo_max_token_len_per_gpu, critic.ppo_max_token_len_per_gpu or "
-            "rollout.gpu_memory_utilization."
-        ) from error
+        raise WorkerLost(f"Learner rank {rank} {what}") from error
+
+
+def _nccl_words(error: Exception) -> str:
+    """What failed, and the last error behind it, which NCCL puts on a line of its own."""
+    _, _, last = str(error).partition("Last error:")
+    lines = last.strip().splitlines()[:1]
+    return "; ".join((first_line(error), *(line.rstrip(" .:") for line in lines)))
 
 
 def together(ranks: Ranks, work: Callable[[], Result]) -> Result:

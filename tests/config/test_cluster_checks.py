@@ -295,3 +295,11 @@ def test_no_number_of_devices_takes_all_memory_to_be_refused() -> None:
     for name in ("nnodes", "n_gpus_per_node"):
         with pytest.raises(ConfigError, match=rf"trainer\.{name}"):
             settle("trainer.nnodes=1048576", "trainer.n_gpus_per_node=1048576")
+
+
+def test_more_threads_than_a_core_can_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_checks, "count_cores", lambda: 2)
+    settle("trainer.threads=8")
+    settle("trainer.threads=9", env={"RAY_ADDRESS": "10.0.0.1:6379"})
+    with pytest.raises(ConfigError, match=r"threads 9 is more than 4 for each of the 2 cores"):
+        settle("trainer.threads=9")

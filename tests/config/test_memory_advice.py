@@ -68,6 +68,20 @@ def test_without_gpus_none_are_asked_for_and_nothing_is_offloaded() -> None:
         assert "GPUs" not in text and "offload" not in text
 
 
+@pytest.mark.parametrize("cause", ["weights", "sequence", "step"])
+def test_ranks_without_gpus_may_be_fewer_or_train_less(cause: Cause) -> None:
+    text = advise_memory(settings(0, trainer__num_workers=4), cause)
+    assert "run fewer of the 4 learner ranks on a machine (--num_workers)" in text
+    assert "dd model.lora_rank=16 critic.model.lora_rank=16" in text
+    assert "add algorithm.adv_estimator=grpo rollout.n=4 (trains no critic)" in text
+
+
+def test_a_rank_alone_without_a_critic_is_offered_an_adapter_only() -> None:
+    config = settings(0, algorithm__adv_estimator="grpo", rollout__n=4)
+    text = "Add model.lora_rank=16 or take a smaller --model."
+    assert advise_memory(config, "step") == text
+
+
 def test_a_reference_that_is_the_base_of_the_adapter_has_nothing_to_offload() -> None:
     assert "ref.param_offload" not in advise_memory(settings(model__lora_rank=8), "weights")
     away = settings(**{key.replace(".", "__"): value for key, value in OFFLOAD.items()})

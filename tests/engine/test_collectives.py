@@ -28,6 +28,7 @@ from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import Ranks, join_ranks
 from ppo_cli.engine.sharding import load_spread
 from ppo_cli.engine.value_models import build_value_model
+from ppo_cli.errors import WorkerLost
 from tests.engine.packed_steps import make_batch, scored
 
 LAYERS, SIZE, MICRO_BATCHES = 3, 8, 3
@@ -130,6 +131,37 @@ def test_a_critic_gathers_an_embedding_that_it_trains_by_itself(trained: bool) -
     )  # fmt: skip
     embedding = critic.model.get_input_embeddings()
     assert isinstance(embedding, FSDPModule) is trained
+
+
+MEMORY = "Failed to CUDA calloc 10485760 bytes: Cuda failure 2 'out of memory'"
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (MEMORY, "rank 0 ran out of memory .*calloc.*nvidia-smi.*NCCL_DEBUG=INFO"),
+        ("Failed to CUDA calloc async 608 bytes", "rank 0 ran out of memory .*calloc async 608"),
+        ("Cuda failure 'invalid'", "rank 0 failed .*unhandled cuda error; Cuda failure 'invalid'"),
+    ],
+)
+def test_nccl_that_fails_when_ranks_meet_ends_the_rank(
+    cause: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise dist.DistBackendError(f"NCCL error in: x, unhandled cuda error\nLast error:\n{cause}")
+
+    begin = dist.init_process_group
+    monkeypatch.setattr(
+        dist, "init_process_group",
+        lambda *_, **__: begin("fake", rank=0, world_size=SIZE, store=FakeStore()),
+    )  # fmt: skip
+    monkeypatch.setattr(dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(dist, "all_gather_single", fail)
+    try:
+        with pytest.raises(WorkerLost, match=words):
+            join_ranks(0, SIZE, init_method="", device=torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_each_kind_of_collective_is_used_when_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:

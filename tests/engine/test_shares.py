@@ -169,3 +169,16 @@ def test_memory_that_runs_out_inside_a_collective_ends_the_rank() -> None:
     with pytest.raises(WorkerLost, match=r"rank 1 ran out of memory inside of a collective.*10485"):
         run_within_memory([7] * 4, Budget(100), work, lambda: None, ranks)
     assert ranks.said == []
+
+
+def test_what_nccl_cannot_do_is_told_in_its_words() -> None:
+    text = "NCCL error in: x.cpp:77, unhandled cuda error\nLast error:\nCuda failure 'invalid'"
+
+    def work(rows: Sequence[int], last: bool) -> None:
+        raise DistBackendError(text)
+
+    words = (
+        r"Learner rank 1 failed .*unhandled cuda error; Cuda failure 'invalid'\. NCCL_DEBUG=INFO"
+    )
+    with pytest.raises(WorkerLost, match=words):
+        run_within_memory([7] * 4, Budget(100), work, lambda: None, second_of_two())

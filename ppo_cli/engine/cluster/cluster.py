@@ -32,7 +32,7 @@ from ppo_cli.engine.cluster.worker_process import (
     Worker,
     last_lines,
 )
-from ppo_cli.errors import Interrupted, PpoError, WorkerLost
+from ppo_cli.errors import Interrupted, UserError, WorkerLost
 
 EXIT = re.compile(r"exits with an exit code (.+?)\.?\s*$", re.MULTILINE)
 
@@ -208,7 +208,7 @@ class Waits:
         if outcome.failure is None:
             return outcome.value
         error = reported(call.member, outcome.failure)
-        if not isinstance(error, PpoError) or call.doing in EXCHANGES:
+        if not isinstance(error, UserError) or call.doing in EXCHANGES:
             self._look_for_dead(others)
         raise error
 

@@ -84,7 +84,11 @@ def lives(pid: int) -> bool:
     ("fails", "kind", "words"),
     [
         ("collective", WorkerLost, r"rank 1 ran out of memory inside of a collective"),
-        ("optimizer", UserError, r"optimizer step ran out of memory"),
+        (
+            "optimizer",
+            UserError,
+            r"optimizer step of the actor on learner rank 1 ran out of memory.*lora_rank=16",
+        ),
     ],
 )
 def test_all_ranks_end_within_a_minute(
