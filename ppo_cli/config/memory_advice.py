@@ -61,12 +61,12 @@ def _ways(config: Config, cause: Cause) -> Iterator[str]:
 
 def _fewer_trained(config: Config) -> Iterator[str]:
     """Gradients and moments of fewer numbers, which changes what is learned."""
-    models = {"model.": config.model}
+    ranks = {"model.lora_rank": config.model.lora_rank}
     if uses_critic(config):
-        models["critic.model."] = config.critic.model
-    whole = [name for name, model in models.items() if not model.lora_rank]
+        ranks["critic.model.lora_rank"] = config.critic.model.lora_rank
+    whole = [key for key, rank in ranks.items() if not rank]
     if whole:
-        yield "add " + " ".join(f"{name}lora_rank={LORA_RANK}" for name in whole)
+        yield "add " + " ".join(f"{key}={LORA_RANK}" for key in whole)
     if uses_critic(config):
         group = " rollout.n=4" if config.rollout.n < 2 else ""
         yield f"add algorithm.adv_estimator=grpo{group} (trains no critic)"
