@@ -19,7 +19,7 @@ from ppo_cli.config.model_checks import read_config
 from ppo_cli.config.model_shape import Shape
 from ppo_cli.config.schema import Config
 from ppo_cli.config.torch_build import find_fault
-from ppo_cli.errors import EXIT_USER, MissingPart
+from ppo_cli.errors import EXIT_USER, MissingPart, UserError
 
 if TYPE_CHECKING:
     from ppo_cli.self_test.results import LayerShape, Outcome
@@ -59,7 +59,7 @@ def doctor(given: Given) -> None:
 
 def _self_test(config: Config, *, as_json: bool) -> None:
     from ppo_cli.cli.screen import print_json, print_text
-    from ppo_cli.config.device_record import write_record
+    from ppo_cli.config.device_record import require_writable, write_record
     from ppo_cli.self_test.results import Setup
     from ppo_cli.self_test.runner import make_record, run_checks
 
@@ -67,17 +67,26 @@ def _self_test(config: Config, *, as_json: bool) -> None:
     fix_order(os.environ)
     if fault := find_fault(gpus or 1):
         raise MissingPart(str(fault))
+    try:
+        require_writable()
+    except UserError as error:
+        print(f"This self-test leaves no record: {error}.", file=sys.stderr, flush=True)
     setup = Setup("cuda" if gpus else "cpu", gpus, Path(), _wanted_shape(config))
     started = time.monotonic()
     outcomes = list(run_checks(setup, tell=_tell_progress))
     _clear_progress()
     record = make_record(outcomes)
-    path = write_record(record)
+    path, reason = None, None
+    try:
+        path = str(write_record(record))
+    except UserError as error:
+        reason = str(error)
     if as_json:
-        print_json(asdict(record) | {"path": None if path is None else str(path)})
+        print_json(asdict(record) | {"path": path, "not_written": reason})
     else:
         lines = [*_tabulate(outcomes), "", *_conclude(outcomes, setup.shape, setup.device)]
-        lines.append(f"{time.monotonic() - started:.0f} s; record: {path or 'not written'}")
+        where = path or f"not written: {reason}"
+        lines.append(f"{time.monotonic() - started:.0f} s; record: {where}")
         if proven := ", ".join(record.proven):
             lines.append(f"proven on these GPUs: {proven}")
         print_text("\n".join(lines))

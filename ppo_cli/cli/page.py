@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from ppo_cli.atomic import replacing
-from ppo_cli.config.device_record import read_record
+from ppo_cli.config.device_record import DeviceKey, read_record, record_path
 from ppo_cli.errors import DataError, UserError, ppo
 from ppo_cli.redact import redact
 from ppo_cli.run_folder import METRICS_FILE, check_run_folder, read_metrics
@@ -124,9 +124,13 @@ def record_section() -> str:
     """The record of the last self-test as a part of the page: no secrets, no host, no home."""
     record = read_record()
     if record is None:
+        path = record_path(DeviceKey.of_this_machine())
+        what = "there is no record of a self-test on these devices with these versions"
+        if path is not None and path.exists():
+            what = f"the record {path} is damaged"
         raise UserError(
-            "--self_test: there is no record of a self-test on these devices with these versions. "
-            f"Make one with `{ppo('doctor --self-test')}`, or leave --self_test out."
+            f"--self_test: {what}. Make one with "
+            f"`{ppo('doctor --self-test')}`, or leave --self_test out."
         )
     text = redact(json.dumps(asdict(record), indent=1, ensure_ascii=False))
     for private, stand_in in ((socket.gethostname(), "HOST"), (str(Path.home()), "~")):

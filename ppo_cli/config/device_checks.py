@@ -27,7 +27,7 @@ from ppo_cli.config.derived import (
     uses_critic,
     weight_transfer,
 )
-from ppo_cli.config.gpus import has_bfloat16, list_gpus
+from ppo_cli.config.gpus import find_idle_gpus, has_bfloat16, list_gpus
 from ppo_cli.config.keys import Clash, value_of
 from ppo_cli.config.processor import count_cores
 from ppo_cli.config.reward_checks import local_clashes, local_judge
@@ -382,6 +382,8 @@ def _ahead(config: Config, gpus: int) -> Iterator[Clash]:
 def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:
     """Say what is allowed and easily overlooked; `gpus` are those visible on this node."""
     trainer = config.trainer
+    if not environ.get("RAY_ADDRESS") and (idle := find_idle_gpus(environ)) is not None:
+        yield idle
     if gpus > 1 and trainer.n_gpus_per_node is None:
         used = gpus_per_node(config, gpus)
         if used < gpus:

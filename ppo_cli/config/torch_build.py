@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from ppo_cli.config.gpus import Gpu, list_gpus, read_inventory
+from ppo_cli.config.gpus import Gpu, chooses_cpu, list_gpus, read_inventory
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 # The oldest driver that runs programs built with a major version of CUDA: CUDA's release notes,
@@ -74,8 +74,7 @@ def find_fault(used: int = 1, environ: Mapping[str, str] | None = None) -> GpuFa
     """
     environ = os.environ if environ is None else environ
     gpus, inventory, build = list_gpus(environ)[:used], read_inventory(), read_build()
-    visible = environ.get("CUDA_VISIBLE_DEVICES", "all")
-    if inventory.fault is not None and visible and not visible.startswith("-"):
+    if inventory.fault is not None and not chooses_cpu(environ):
         what = "This machine has NVIDIA GPUs, but their driver does not answer: "
         return GpuFault(what + inventory.fault.rstrip("."), _revive(inventory.fault))
     if not gpus or build is None:

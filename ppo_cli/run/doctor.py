@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.device_record import proven
-from ppo_cli.config.gpus import Gpu, driver_version, has_bfloat16, list_gpus
+from ppo_cli.config.gpus import Gpu, driver_version, find_idle_gpus, has_bfloat16, list_gpus
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.memory import GIB, host_memory
 from ppo_cli.config.mixture import judges_of
@@ -123,6 +123,9 @@ def _torch(machine: Machine) -> Said:
         yield "fail", fault.what, fault.repair
         return
     if not gpus:
+        if (idle := find_idle_gpus(machine.environ)) is not None:
+            yield "warn", f"{version} trains on the CPU", idle
+            return
         hidden = list_gpus({}) and "CUDA_VISIBLE_DEVICES hides the GPUs"
         yield "ok", f"{version}; {hidden or 'no NVIDIA GPU here'}: trains on the CPU", ""
         return

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from ppo_cli.config.device_record import Feature
+from ppo_cli.config.device_record import Feature, State
 from ppo_cli.errors import first_line
 from ppo_cli.redact import redact
 
-State = Literal["ok", "differs", "failed", "skipped"]
 Figure = float | int | str
 
 

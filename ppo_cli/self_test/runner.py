@@ -16,18 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.device_record import DeviceKey, DeviceRecord
+from ppo_cli.config.device_record import CheckRecord, DeviceKey, DeviceRecord
 from ppo_cli.redact import redact
 from ppo_cli.self_test.declarations import CHECKS, ROOM, Check, list_proven
 from ppo_cli.self_test.results import Outcome, Results, Setup, describe_error
 
 LOG_CHARACTERS = 300
 PRIOR_S = 30.0  # of checks at the declared pace, before the first ones say how fast this machine is
+END_S = 5.0  # for a process to remove what it shares, such as semaphores
 GRACE_S = 10.0  # after its limit a process that is not ended ends itself
 
 
@@ -74,6 +75,7 @@ def run_check(check: Check, setup: Setup) -> Outcome:
     context: Any = get_context("forkserver")
     modules = sorted({f"{ROOM}.{c.function.partition(':')[0]}" for c in CHECKS})
     context.set_forkserver_preload(modules)
+    _start_server()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ppo-self-test-", ignore_cleanup_errors=True) as folder:
         theirs, ours = context.Pipe(duplex=False)
@@ -88,12 +90,23 @@ def run_check(check: Check, setup: Setup) -> Outcome:
     return replace(outcome, seconds=time.monotonic() - started)
 
 
+def _start_server() -> None:
+    """Start the server with SIGINT blocked: a Ctrl-C while it imports would print a traceback."""
+    resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _await_outcome(check: Check, process: Any, pipe: Connection, folder: Path) -> Outcome:
     if not wait([pipe, process.sentinel], check.limit_s):
         return Outcome(check.name, "failed", f"nothing came of it in {check.limit_s:g} s")
     with contextlib.suppress(EOFError):
         if pipe.poll():
             outcome: Outcome = pipe.recv()
+            process.join(END_S)
             return outcome
     process.join(GRACE_S)
     code = process.exitcode
@@ -120,9 +133,13 @@ def _work(check: Check, setup: Setup, pipe: Connection) -> None:
     os.setsid()
     torch.set_num_threads(1)  # the models are tiny: threads would wait for each other
     signal.alarm(int(check.limit_s + GRACE_S))
-    log = os.open(setup.folder / "log", os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        log = os.open(setup.folder / "log", os.O_WRONLY | os.O_CREAT, 0o600)
+    except FileNotFoundError:  # Ctrl-C came while the server started
+        return
     for stream in (1, 2):  # libraries write to both
         os.dup2(log, stream)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     pipe.send(compute_outcome(check, setup))
 
 
@@ -140,10 +157,8 @@ def compute_outcome(check: Check, setup: Setup) -> Outcome:
 
 def make_record(outcomes: Sequence[Outcome]) -> DeviceRecord:
     """The record of a self-test on this machine."""
-    rows: list[dict[str, Any]] = [
-        {"check": o.check, "state": o.state, "detail": o.detail,
-         "seconds": round(o.seconds, 1), "figures": o.figures}
-        for o in outcomes
-    ]  # fmt: skip
+    rows = [
+        CheckRecord(o.check, o.state, o.detail, round(o.seconds, 1), o.figures) for o in outcomes
+    ]
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return DeviceRecord(DeviceKey.of_this_machine(), now, rows, list_proven([*outcomes]))

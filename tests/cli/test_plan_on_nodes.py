@@ -38,6 +38,15 @@ def test_the_nodes_of_a_step_are_planned(capsys: pytest.CaptureFixture[str]) -> 
     assert sum("no GPU is visible" in note for note in plan["notes"]) == 1
 
 
+@pytest.mark.parametrize(("memory", "count"), [((), 1), (("--device_memory", "24GB"), 0)])
+def test_gpus_elsewhere_need_not_be_here(
+    memory: tuple[str, ...], count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--json", "--preset", "embedded", "--n_gpus", "1", *memory]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert sum("no GPU is visible" in note for note in notes) == count
+
+
 def test_what_is_said_outright_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--json", "--preset", "embedded", "--n_gpus", "4"]) == 0
     values = json.loads(capsys.readouterr().out)["values"]

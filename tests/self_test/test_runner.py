@@ -6,9 +6,12 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,7 +64,7 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> None:
 def work_here(check: Check, setup: Setup, pipe: Any) -> None:
     """`_work` of the runner, where the functions of this module are checks."""
     module = ModuleType(f"{ROOM}.trial")
-    module.__dict__.update(crash=crash, hang=hang, refuse=refuse)
+    module.__dict__.update(crash=crash, hang=hang, refuse=refuse, share=share)
     sys.modules[module.__name__] = module
     runner_work(check, setup, pipe)
 
@@ -189,8 +192,53 @@ def test_the_command_prints_a_table_and_writes_a_record(
     assert record["checks"][0]["state"] == state and record["key"]["gpus"] == []
     assert main(["doctor", "--self_test", "--json"]) == code
     printed = json.loads(capsys.readouterr().out)
-    assert printed.pop("path") == str(file)
+    assert (printed.pop("path"), printed.pop("not_written")) == (str(file), None)
     assert printed == json.loads(file.read_text())
+
+
+def test_a_record_that_cannot_be_written_is_announced_before_the_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    early: list[str] = []
+
+    def no_checks(setup: Setup, tell: Any) -> Iterator[Outcome]:
+        early.append(capsys.readouterr().err)
+        return iter(())
+
+    monkeypatch.setattr(runner, "run_checks", no_checks)
+    reason = f"{tmp_path}/file/ppo-cli/self_tests cannot be written: Not a directory"
+    assert main(["doctor", "--self-test"]) == 0
+    assert reason in early[0]
+    assert f"record: not written: {reason}" in capsys.readouterr().out
+    assert main(["doctor", "--self-test", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["path"] is None and printed["not_written"].startswith(reason)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 2.0])
+def test_ctrl_c_while_the_server_imports_prints_no_traceback(seconds: float) -> None:
+    command = [sys.executable, "-m", "ppo_cli", "doctor", "--self-test"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
+    assert process.stderr is not None
+    begun = process.stderr.readline()
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    rest = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "self-test 1/" in begun
+    assert "Traceback" not in rest and "leaked" not in rest
+
+
+def share(setup: Setup, results: Results) -> None:
+    sys.modules["shared"] = get_context("spawn").Lock()  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_check_may_remove_what_it_shares(capfd: pytest.CaptureFixture[str]) -> None:
+    before = {*Path("/dev/shm").glob("sem.*")}
+    assert run_check(Check("trial", "trial:share", "", 1), SETUP).state == "skipped"
+    assert {*Path("/dev/shm").glob("sem.*")} <= before
 
 
 def test_the_wanted_model_gives_the_sizes_of_layers(tmp_path: Path) -> None:

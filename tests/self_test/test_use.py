@@ -12,7 +12,7 @@ from ppo_cli.config import derived, device_record
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import expands_segments, shares_prompts
 from ppo_cli.config.device_checks import cluster_remarks
-from ppo_cli.config.device_record import DeviceKey, DeviceRecord, Feature, write_record
+from ppo_cli.config.device_record import CheckRecord, DeviceKey, DeviceRecord, Feature, write_record
 from ppo_cli.config.schema import Config
 from ppo_cli.engine import packing
 from ppo_cli.engine.device import Compute
@@ -85,9 +85,14 @@ def test_a_report_carries_the_record_without_names_of_the_machine(
     assert main(["report", str(run), "--out", str(out), "--self_test"]) == 2
     assert "doctor --self-test" in capsys.readouterr().err
     detail = f"node-of-mine: {Path.home()}/x <b> {SECRET}"
-    check = {"check": "products", "detail": detail}
+    check = CheckRecord("products", "ok", detail, 1.0, {})
     record = DeviceRecord(DeviceKey.of_this_machine(), "2026-01-01", [check], [])
-    assert write_record(record) is not None
+    path = write_record(record)
+    text = path.read_text()
+    path.write_text("null")
+    assert main(["report", str(run), "--out", str(out), "--self_test"]) == 2
+    assert f"the record {path} is damaged" in capsys.readouterr().err
+    path.write_text(text)
     assert main(["report", str(run), "--out", str(out), "--self_test"]) == 0
     text = out.read_text()
     assert "<summary>Self-test</summary>" in text and "HOST: ~/x &lt;b&gt;" in text
