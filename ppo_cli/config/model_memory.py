@@ -162,12 +162,19 @@ class Model:
         return int(2 * self.trained * bits)
 
     # What ranks gather (FSDP2): the root group, which is the embedding and the head, for all of
-    # a pass; a layer for its own work.
+    # a pass; a layer, and the embedding of a critic that trains it, for their own work.
 
     @property
     def root(self) -> int:
-        """Numbers of the embedding and of a head of its own."""
+        """Numbers of the embedding and of a head of its own, where they are gathered together."""
+        if self.embedding:
+            return 0
         return self.shape.embedding * (1 if self.shape.tied or self.is_critic else 2)
+
+    @property
+    def embedding(self) -> int:
+        """Numbers of an embedding that is gathered by itself."""
+        return self.shape.embedding if self.is_critic and not self.lora_rank else 0
 
     @property
     def layer(self) -> int:
@@ -179,14 +186,15 @@ class Model:
         """Bytes of the weights where they stay gathered through a step."""
         if self.device.shards == 1 or not self.sharding.stays_whole:
             return 0
-        return self.device.width * (self.root + self.shape.layers * self.layer)
+        numbers = self.root + self.embedding + self.shape.layers * self.layer
+        return self.device.width * numbers
 
     @property
     def first_gather(self) -> int:
-        """Bytes at the begin of a pass: root and first layer, as they come and in their places."""
+        """Bytes at the begin of a pass: what is gathered, as it comes and in its place."""
         if self.device.shards == 1 or self.gathered_once:
             return 0
-        return 2 * self.device.width * (self.root + self.layer)
+        return 2 * self.device.width * max(self.embedding, self.root + self.layer)
 
     @property
     def gathered(self) -> int:
@@ -336,14 +344,17 @@ class Model:
             copies = 1 if self.recomputes else shape.layers
             open_ += copies * device.width * shape.layer
         # Root gradients as they are and in the buffer in which they are reduced.
-        root = (number + FLOAT) * self.root if ranks else FLOAT * shape.embedding + waits
+        tables = self.root + self.embedding
+        root = (number + FLOAT) * tables if ranks else FLOAT * shape.embedding + waits
+        # The embedding is gathered next, in the place of a layer.
+        ahead = device.width * max(0, self.embedding - self.layer) if self.gathered else 0
         end = max(self.gradients, earlier)
         return {
             "the first gather": earlier + self.first_gather,
             "the forward pass": open_ + self.cast + self._logits(self.tokens),
             "the logits": open_ + self.update_logits + head,
             "the last layer": open_ + reduced + waits + layer,
-            "the first layer": end + self.gathered + reduced + waits + layer,
+            "the first layer": end + self.gathered + ahead + reduced + waits + layer,
             "the embedding": end + reduced + (root if trains_all else 0),
         }
 

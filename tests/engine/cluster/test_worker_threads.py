@@ -20,13 +20,11 @@ GPUS = 2
 PLACED = Placement(1, GPUS, (0, 1), (), ())
 
 
-class Torch:
-    """What the workers of these tests host."""
+def count_threads() -> int:
+    """Those of torch, in a worker."""
+    import torch
 
-    def threads(self) -> int:
-        import torch
-
-        return torch.get_num_threads()
+    return torch.get_num_threads()
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +43,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def threads_of(cluster: Cluster, *devices: int) -> int:
-    member = cluster.host(Torch, role="thing", devices=devices)
-    (threads,) = cluster.call([member], "threads")
+    (member,) = cluster.start([cluster.seat("thing", devices)])
+    (threads,) = cluster.waits.collect([cluster.ask(member, "start", "run", count_threads)])
     cluster.dismiss(member)
     return int(threads)
 
