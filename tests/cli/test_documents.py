@@ -16,7 +16,7 @@ import pytest
 import typer
 import yaml
 
-from ppo_cli.cli.app import app, main
+from ppo_cli.cli.app import app, main, same_spelling
 from ppo_cli.config import derived, layers, requirements, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,9 @@ def words_of(line: str) -> tuple[dict[str, str], list[str]]:
 
 def parse(words: list[str]) -> None:
     """Read a command line as `ppo` would, and run nothing; raises what is wrong with it."""
-    context = typer.Context(typer.main.get_command(app), info_name="ppo")
+    context = typer.Context(
+        typer.main.get_command(app), info_name="ppo", token_normalize_func=same_spelling
+    )
     command = context.command
     while hasattr(command, "resolve_command") and words:
         name, command, words = command.resolve_command(context, words)
