@@ -363,14 +363,17 @@ class Model:
         device, shape = self.device, self.shape
         inner = BACKWARD_INNER * device.width * shape.inner // device.tensor
         inner += (IN_4_BITS_INNER + IN_4_BITS_BACKWARD_INNER) * self._widened
-        inside = self.tokens * (self._layer_bytes + inner)
+        # Without checkpointing its states are among the activations. The CPU's allocator gives
+        # what they leave to nothing else.
+        states = self._layer_bytes if self.recomputes or not device.gpu else 0
+        inside = self.tokens * (states + inner)
         scored = shape.scored_gradients(device, _longest(self.config))
         # Two of the four states of the MLP are left when all gradients of experts are there, and
         # none in the backward pass of attention.
         state = device.width * shape.inner // device.tensor
-        inside = max(inside, self.tokens * (self._layer_bytes - 4 * state + scored))
+        inside = max(inside, self.tokens * (states - 4 * state + scored))
         if shape.experts and not self.lora_rank:
-            experts, kept = shape.expert_gradients(device), self.tokens * self._layer_bytes
+            experts, kept = shape.expert_gradients(device), self.tokens * states
             routed = kept - 2 * self.tokens * state if device.gpu else inside
             inside = max(inside, routed + experts)
         return inside + (self._dequantised if self.in_4_bits else 0)

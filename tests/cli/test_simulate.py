@@ -89,7 +89,7 @@ def test_the_bundled_model_on_8_gpus(capfd: pytest.CaptureFixture[str]) -> None:
     assert [*phases] == ["annotation", "update of the actor", "update of the critic"]
     for phase in phases.values():
         assert phase["peak_bytes"] == sum(phase["peak_by_maker"].values())
-        assert phase["planned_bytes"] > 0  # sizes of real models: test_simulated_memory.py
+        assert abs(phase["planned_bytes"] / phase["peak_bytes"] - 1) < 0.1
     assert "simulation: update of the critic" in err
 
 

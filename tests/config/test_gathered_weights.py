@@ -64,12 +64,12 @@ def test_gpus_keep_gathered_weights_where_they_fit(
 
 @pytest.mark.usefixtures("proven")
 @pytest.mark.parametrize(
-    ("nodes", "memory_gb", "expected"), [(1, 80, (False, True)), (2, 73, (True, False))]
+    ("nodes", "memory_gb", "expected"), [(1, 80, (False, True)), (2, 70, (True, False))]
 )
 def test_between_nodes_gathered_weights_save_more_time_than_activations(
     nodes: int, memory_gb: int, expected: tuple[bool, bool]
 ) -> None:
-    """Activations are ample alone, and not with whole weights: 38 of 44 GB, 36 of 38 GB."""
+    """Activations are ample alone, and not with whole weights: 36 of 42 GB, 34 of 36 GB."""
     shape = Shape(2048, 8192, 16, 16, 2048, 2048, 32000, True, True)
     config = choose(settings(nodes), shape, memory_gb).config
     recompute = config.model.enable_gradient_checkpointing
