@@ -44,6 +44,19 @@ def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`join_ranks` meets ranks that are made up."""
+    begin = dist.init_process_group
+    monkeypatch.setattr(
+        dist, "init_process_group",
+        lambda *_, **__: begin("fake", rank=0, world_size=SIZE, store=FakeStore()),
+    )  # fmt: skip
+    monkeypatch.setattr(dist, "new_group", lambda **_: None)
+    yield
+    dist.destroy_process_group()
+
+
 class Collectives(TorchDispatchMode):
     """Counts what goes through a process group."""
 
@@ -136,6 +149,7 @@ def test_a_critic_gathers_an_embedding_that_it_trains_by_itself(trained: bool) -
 MEMORY = "Failed to CUDA calloc 10485760 bytes: Cuda failure 2 'out of memory'"
 
 
+@pytest.mark.usefixtures("meeting")
 @pytest.mark.parametrize(
     ("cause", "words"),
     [
@@ -150,20 +164,12 @@ def test_nccl_that_fails_when_ranks_meet_ends_the_rank(
     def fail(*_: Any, **__: Any) -> None:
         raise dist.DistBackendError(f"NCCL error in: x, unhandled cuda error\nLast error:\n{cause}")
 
-    begin = dist.init_process_group
-    monkeypatch.setattr(
-        dist, "init_process_group",
-        lambda *_, **__: begin("fake", rank=0, world_size=SIZE, store=FakeStore()),
-    )  # fmt: skip
-    monkeypatch.setattr(dist, "new_group", lambda **_: None)
     monkeypatch.setattr(dist, "all_gather_single", fail)
-    try:
-        with pytest.raises(WorkerLost, match=words):
-            join_ranks(0, SIZE, init_method="", device=torch.device("cpu"))
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(WorkerLost, match=words):
+        join_ranks(0, SIZE, init_method="", device=torch.device("cpu"))
 
 
+@pytest.mark.usefixtures("meeting")
 def test_each_kind_of_collective_is_used_when_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before memory is measured: NCCL takes its buffers with the first of a kind in a group."""
     used: Counter[tuple[str, int]] = Counter()
@@ -175,16 +181,9 @@ def test_each_kind_of_collective_is_used_when_ranks_meet(monkeypatch: pytest.Mon
 
         return called
 
-    begin = dist.init_process_group
-    monkeypatch.setattr(
-        dist, "init_process_group",
-        lambda *_, **__: begin("fake", rank=0, world_size=SIZE, store=FakeStore()),
-    )  # fmt: skip
-    monkeypatch.setattr(dist, "new_group", lambda **_: None)
     kinds = ("all_gather_single", "reduce_scatter_single", "all_reduce")
     for name in (*kinds, "broadcast", "all_gather_object"):
         monkeypatch.setattr(dist, name, note(name, getattr(dist, name)))
     join_ranks(0, SIZE, init_method="", device=torch.device("cpu"), shard_size=4)
-    dist.destroy_process_group()
     assert {kind for kind, _ in used} == {*kinds, "broadcast", "all_gather_object"}
     assert all(used[kind, size] >= 2 for kind in kinds for size in (SIZE, 4, 2)), used
