@@ -13,6 +13,7 @@ import os
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, get_args
@@ -162,6 +163,7 @@ def cache_folder() -> Path | None:
         return None
 
 
+@cache  # a plan asks for the record hundreds of times
 def _installed_version(package: str) -> str | None:
     try:
         return metadata.version(package)
