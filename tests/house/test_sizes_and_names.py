@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-FILE_LINES = 600
+FILE_LINES = 800
 FUNCTION_LINES = 80
 # The training loop is one screen more than the rest: its stages read best in one piece.
 LONGER = {("ppo_cli/loop.py", "run"): 120}
