@@ -280,7 +280,7 @@ class Recognition:
     """How a kind of reward model is recognised, before anything is loaded.
 
     `recognise` gives the reason why a checkpoint is of this kind, if it is; the first kind that
-    does so reads it. `rewards/local/heads.py` has the network of each kind, by the same name.
+    does so reads it. `rewards/models/heads.py` has the network of each kind, by the same name.
     """
 
     recognise: Callable[[Signs], str | None]

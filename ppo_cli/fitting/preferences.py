@@ -37,8 +37,8 @@ from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, RewardError, did_you_mean
 from ppo_cli.records import Message
 from ppo_cli.report.tracker import Advance
-from ppo_cli.rewards.local.base import Encoded, Format
-from ppo_cli.rewards.local.formats import ControlToken, format_for
+from ppo_cli.rewards.models.base import Encoded, Format
+from ppo_cli.rewards.models.formats import ControlToken, format_for
 
 Messages = tuple[Message, ...]
 RESPONSE, SCORE = "response", "score"

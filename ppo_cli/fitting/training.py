@@ -31,9 +31,9 @@ from ppo_cli.engine.value_models import VALUE_HEADS
 from ppo_cli.errors import ModelError, did_you_mean
 from ppo_cli.fitting.preferences import EncodedPair
 from ppo_cli.report.tracker import Advance
-from ppo_cli.rewards.local.base import Encoded, pad
-from ppo_cli.rewards.local.checkpoint import last_BH
-from ppo_cli.rewards.local.heads import hard_limit, hidden_states
+from ppo_cli.rewards.models.base import Encoded, pad
+from ppo_cli.rewards.models.checkpoint import last_BH
+from ppo_cli.rewards.models.heads import hard_limit, hidden_states
 
 TRANSCRIPT = (
     "{%- for message in messages -%}"

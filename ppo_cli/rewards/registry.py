@@ -84,7 +84,7 @@ def _model(settings: ModelSettings, name: str, host: HostMaker) -> Reward:
 
         return ServedModelReward(settings, name=name)
     # torch comes with it, which a judge or a rule does without
-    from ppo_cli.rewards.local.reward import LocalModelReward
+    from ppo_cli.rewards.models.local import LocalModelReward
 
     return LocalModelReward(settings, name=name, host=host)
 

@@ -16,7 +16,7 @@ from ppo_cli.config.known_models import (
 )
 from ppo_cli.config.weight_files import names_in_pickle, names_in_safetensors, tensor_names
 from ppo_cli.errors import ModelError, RewardError, UserError
-from tests.rewards.local import twins
+from tests.rewards.models import twins
 
 STARLING = "its tensors v_head.weight and transformer.* are Starling's"
 FOUND: list[tuple[Callable[..., Path], dict[str, Any], str, str]] = [

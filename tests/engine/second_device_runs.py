@@ -29,10 +29,10 @@ from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.records import Prompt, Rollout
-from ppo_cli.rewards.local import heads as reward_loading
-from ppo_cli.rewards.local.reward import ModelScorer, Sample
+from ppo_cli.rewards.models import heads as reward_loading
+from ppo_cli.rewards.models.local import ModelScorer, Sample
 from tests.engine.second_device import OUTSIDE, Watch, crossings, install
-from tests.rewards.local import twins
+from tests.rewards.models import twins
 
 Numbers = dict[str, list[float]]
 Watching = Callable[[], AbstractContextManager[Any]]
@@ -53,14 +53,14 @@ IN_STEPS = {
     "engine/host_memory.py:_take_home",
     "engine/host_memory.py:store",
     # Scores of reward models: each batch is read before the next one comes.
-    "rewards/local/base.py:pad",
-    "rewards/local/heads.py:find_last",
-    "rewards/local/heads.py:forward in modeling_deberta_v2.py:build_relative_position",
-    "rewards/local/base.py:rows_of",
-    "rewards/local/checkpoint.py:pack_left",
-    "rewards/local/reward.py:_move",
-    "rewards/local/heads.py:hidden_states in masking_utils.py:_ignore_causal_mask_sdpa",
-    "rewards/local/heads.py:forward in masking_utils.py:_ignore_bidirectional_mask_sdpa",
+    "rewards/models/base.py:pad",
+    "rewards/models/heads.py:find_last",
+    "rewards/models/heads.py:forward in modeling_deberta_v2.py:build_relative_position",
+    "rewards/models/base.py:rows_of",
+    "rewards/models/checkpoint.py:pack_left",
+    "rewards/models/local.py:_move",
+    "rewards/models/heads.py:hidden_states in masking_utils.py:_ignore_causal_mask_sdpa",
+    "rewards/models/heads.py:forward in masking_utils.py:_ignore_bidirectional_mask_sdpa",
     # Looks of transformers at masks and positions, once a pass over padded rows.
     "engine/hf_sampler.py:_prefill in masking_utils.py:_ignore_causal_mask_sdpa",
     "engine/models.py:hidden_BLH in masking_utils.py:find_packed_sequence_indices",
@@ -74,7 +74,7 @@ OF_WEIGHTS = {
     "engine/sharding.py:fill_from_rank0",
     "engine/sharding.py:full_tensor",
     "engine/sharding.py:load_spread in modeling_utils.py:to",
-    "rewards/local/heads.py:load_reward_model",
+    "rewards/models/heads.py:load_reward_model",
 }
 # Before the first step, where no verdict of the trial is kept yet.
 OF_TRIALS = {

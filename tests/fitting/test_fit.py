@@ -21,8 +21,8 @@ from ppo_cli.fitting import fit as fits
 from ppo_cli.fitting.fit import fit
 from ppo_cli.fitting.training import FitSettings, Recipe
 from ppo_cli.report.tracker import Screen
-from ppo_cli.rewards.local.formats import format_for
-from ppo_cli.rewards.local.heads import load_reward_model
+from ppo_cli.rewards.models.formats import format_for
+from ppo_cli.rewards.models.heads import load_reward_model
 
 WriteSums = Callable[[int], str]
 

@@ -22,7 +22,7 @@ from ppo_cli.engine.device import Compute
 from ppo_cli.engine.export import write_weights
 from ppo_cli.errors import ModelError
 from ppo_cli.fitting.training import ScoreNetwork, load_to_fit
-from ppo_cli.rewards.local.base import Encoded
+from ppo_cli.rewards.models.base import Encoded
 
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)
 EMBEDDED_FOLDER = model_folder(EMBEDDED)

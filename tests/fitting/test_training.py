@@ -23,7 +23,7 @@ from ppo_cli.fitting.training import (
     pair_losses,
     steps_of,
 )
-from ppo_cli.rewards.local.base import Encoded
+from ppo_cli.rewards.models.base import Encoded
 
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)
 

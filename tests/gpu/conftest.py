@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ppo_cli.engine.device import Compute
-from ppo_cli.rewards.local import heads
+from ppo_cli.rewards.models import heads
 from tests.engine.second_device import install
 from tests.loop.runs import environment
 

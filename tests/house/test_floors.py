@@ -57,14 +57,14 @@ UPPER = ("run", "fitting", "launch", "trust", "bridge", "self_test")
 SDKS = {"openai", "anthropic", "google", "dashscope"}
 # Third-party roots -> the only places that may import them, at whatever depth.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "torch": (*LOOP, "algo", "engine", "run", "fitting", "rewards.local", "self_test"),
+    "torch": (*LOOP, "algo", "engine", "run", "fitting", "rewards.models", "self_test"),
     "torch.distributed": ("engine", "self_test.checks"),
     "transformers": (
         "engine",
         "run",
         "fitting",
         "data_sets",
-        "rewards.local",
+        "rewards.models",
         "self_test.checks",
     ),
     "peft": ("engine.lora",),
@@ -81,7 +81,7 @@ HEAVY = {
     "vllm", "peft", "tensorboard", "wandb", "trackio", "mlflow", "swanlab", "bokeh", "genai_prices",
     *SDKS,
 }  # fmt: skip
-HEAVY_AT_TOP = {"algo", "engine", "fitting", "rewards.local", "self_test.checks", *LOOP}
+HEAVY_AT_TOP = {"algo", "engine", "fitting", "rewards.models", "self_test.checks", *LOOP}
 
 
 class Import(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ppo_cli.rewards.local.base import BUILT_IN
+from ppo_cli.rewards.models.base import BUILT_IN
 from tests.loopback import HTML, Loopback, Occasion, cut
 
 # How a served model scores one sample: its text, or its token ids as text.

@@ -13,8 +13,8 @@ from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import RewardError, WorkerLost
 from ppo_cli.records import Rollout
 from ppo_cli.rewards.base import Factory, Host, Reward
-from ppo_cli.rewards.local.reward import LocalModelReward, ModelScorer
 from ppo_cli.rewards.mixture import CompositeReward
+from ppo_cli.rewards.models.local import LocalModelReward, ModelScorer
 from ppo_cli.rewards.registry import build_reward
 
 Build = Callable[..., Reward]

@@ -16,7 +16,7 @@ from ppo_cli.trust.score import QUIET
 from ppo_cli.trust.sources import describe, lone_judge, unsteady, with_all
 from tests.judge_server import JudgeServer
 from tests.reward_server import RewardServer
-from tests.rewards.local.twins import skywork_qwen3_twin
+from tests.rewards.models.twins import skywork_qwen3_twin
 from tests.trust.commands import Run, judge_at, read, score_until_ctrl_c
 from tests.trust.judges import honest
 from tests.trust.scripted import write_rows

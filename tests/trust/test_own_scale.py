@@ -22,7 +22,7 @@ from ppo_cli.trust.attacks import (
     ruler_for,
 )
 from ppo_cli.trust.audit import audit
-from tests.rewards.local.twins import skywork_qwen3_twin
+from tests.rewards.models.twins import skywork_qwen3_twin
 from tests.trust.scripted import Scripted, write_rows
 
 Told = dict[str, Any]

@@ -21,8 +21,8 @@ from ppo_cli.errors import RewardError, shorten
 from ppo_cli.records import Message, Prompt
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import LARGEST
-from ppo_cli.rewards.local.base import TooLong, conversation_of
-from ppo_cli.rewards.local.formats import (
+from ppo_cli.rewards.models.base import TooLong, conversation_of
+from ppo_cli.rewards.models.formats import (
     PLACE,
     ControlToken,
     question_of,

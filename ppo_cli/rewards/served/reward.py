@@ -20,7 +20,7 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind, Tell, unheard
-from ppo_cli.rewards.local.base import (
+from ppo_cli.rewards.models.base import (
     BUILT_IN,
     NO_ANSWER,
     TURN_OFF,

@@ -33,7 +33,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from tests.rewards.local.twin_tokenizers import (
+from tests.rewards.models.twin_tokenizers import (
     VOCABULARY,
     deberta_tokenizer,
     llama2_tokenizer,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.rewards.local.formats import MARKS, ControlToken, PlainText
-from tests.rewards.local.twin_tokenizers import Odd
+from ppo_cli.rewards.models.formats import MARKS, ControlToken, PlainText
+from tests.rewards.models.twin_tokenizers import Odd
 
 FRAGMENTS = (
     "<|", "|>", "<|eot_id|>", "eot_id", "<|im_end|>", "<s>", "</s>", "<s", ">", "[SEP]",

@@ -21,11 +21,11 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError, WorkerLost
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import Factory, Host, InProcess
-from ppo_cli.rewards.local.base import LoadedModel, Scores
-from ppo_cli.rewards.local.reward import LocalModelReward
 from ppo_cli.rewards.mixture import CompositeReward
-from tests.rewards.local.spawned import Spawned
-from tests.rewards.local.twins import armorm_twin
+from ppo_cli.rewards.models.base import LoadedModel, Scores
+from ppo_cli.rewards.models.local import LocalModelReward
+from tests.rewards.models.spawned import Spawned
+from tests.rewards.models.twins import armorm_twin
 from tests.rewards.scoring import score_all
 
 Make = Callable[..., LoadedModel]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from ppo_cli.engine.device import multiply_with
-from ppo_cli.rewards.local.base import LoadedModel, Scores
+from ppo_cli.rewards.models.base import LoadedModel, Scores
 
 
 @pytest.fixture(autouse=True)

@@ -31,8 +31,8 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.config.torch_build import find_fault
 from ppo_cli.config.weight_files import read_json
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory
-from ppo_cli.rewards.local.base import LoadedModel, Network, Scores
-from ppo_cli.rewards.local.checkpoint import (
+from ppo_cli.rewards.models.base import LoadedModel, Network, Scores
+from ppo_cli.rewards.models.checkpoint import (
     Checkpoint,
     check_finite,
     fetch,
@@ -43,7 +43,7 @@ from ppo_cli.rewards.local.checkpoint import (
     load_module,
     pack_left,
 )
-from ppo_cli.rewards.local.formats import (
+from ppo_cli.rewards.models.formats import (
     DAMAGED,
     ChatFormat,
     FormatClass,

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError, first_line
 from ppo_cli.records import Message
-from ppo_cli.rewards.local.base import Encoded, Format, TooLong
+from ppo_cli.rewards.models.base import Encoded, Format, TooLong
 
 SYSTEM_ROLES = ("system", "developer")
 SPEAKERS = {"user": "Human", "assistant": "Assistant"}

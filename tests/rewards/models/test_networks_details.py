@@ -12,12 +12,12 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.rewards.local import checkpoint
-from ppo_cli.rewards.local.base import LoadedModel
-from ppo_cli.rewards.local.checkpoint import pack_left
-from ppo_cli.rewards.local.heads import OBJECTIVES, find_last, load_reward_model
-from tests.rewards.local import twins
-from tests.rewards.local.straight import armorm
+from ppo_cli.rewards.models import checkpoint
+from ppo_cli.rewards.models.base import LoadedModel
+from ppo_cli.rewards.models.checkpoint import pack_left
+from ppo_cli.rewards.models.heads import OBJECTIVES, find_last, load_reward_model
+from tests.rewards.models import twins
+from tests.rewards.models.straight import armorm
 
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4."}]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.rewards.local.twins import Weights, read_weights
+from tests.rewards.models.twins import Weights, read_weights
 
 # (token ids, token types) -> outputs of the head; objectives come behind the score.
 Straight = Callable[[Sequence[int], Sequence[int]], Tensor]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Prompt
-from ppo_cli.rewards.local.base import BUILT_IN, NO_ANSWER, LoadedModel, Scores, choose_pairs
-from ppo_cli.rewards.local.reward import LocalModelReward
+from ppo_cli.rewards.models.base import BUILT_IN, NO_ANSWER, LoadedModel, Scores, choose_pairs
+from ppo_cli.rewards.models.local import LocalModelReward
 
 Make = Callable[..., LoadedModel]
 Judge = Callable[[str, str], float]

@@ -9,10 +9,10 @@ import pytest
 
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.local.base import Format, LoadedModel, TooLong
-from ppo_cli.rewards.local.formats import format_for
-from ppo_cli.rewards.local.heads import HEADS
-from tests.rewards.local.twin_tokenizers import Odd
+from ppo_cli.rewards.models.base import Format, LoadedModel, TooLong
+from ppo_cli.rewards.models.formats import format_for
+from ppo_cli.rewards.models.heads import HEADS
+from tests.rewards.models.twin_tokenizers import Odd
 
 Make = Callable[..., LoadedModel]
 FormatOf = Callable[..., Format]

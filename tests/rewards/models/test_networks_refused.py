@@ -13,8 +13,8 @@ import torch
 
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, UserError
-from ppo_cli.rewards.local.heads import load_reward_model
-from tests.rewards.local import twins
+from ppo_cli.rewards.models.heads import load_reward_model
+from tests.rewards.models import twins
 
 Build = Callable[..., Path]
 HIDDEN = twins.HIDDEN

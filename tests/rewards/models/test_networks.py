@@ -18,12 +18,12 @@ from transformers import (
 )
 
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.rewards.local.base import LoadedModel
-from ppo_cli.rewards.local.heads import load_reward_model
-from tests.rewards.local import straight as plain
-from tests.rewards.local import twins
-from tests.rewards.local.twin_tokenizers import llama3_tokenizer
-from tests.rewards.local.twins import DebertaV2ForSequenceClassification
+from ppo_cli.rewards.models.base import LoadedModel
+from ppo_cli.rewards.models.heads import load_reward_model
+from tests.rewards.models import straight as plain
+from tests.rewards.models import twins
+from tests.rewards.models.twin_tokenizers import llama3_tokenizer
+from tests.rewards.models.twins import DebertaV2ForSequenceClassification
 
 HEADER = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 HEADER_IDS: list[int] = llama3_tokenizer()(HEADER, add_special_tokens=False)["input_ids"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.local.base import (
+from ppo_cli.rewards.models.base import (
     Budget,
     Encoded,
     LoadedModel,

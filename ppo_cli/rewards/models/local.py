@@ -19,7 +19,7 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import PpoError, RewardError, WorkerLost
 from ppo_cli.records import Message, Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Host, HostMaker, InProcess, Reward, RoundKind, Tell, unheard
-from ppo_cli.rewards.local.base import (
+from ppo_cli.rewards.models.base import (
     LOOKED_AT,
     TURN_OFF,
     Batch,
@@ -38,8 +38,8 @@ from ppo_cli.rewards.local.base import (
     one_of_each_kind,
     score_batches,
 )
-from ppo_cli.rewards.local.formats import ControlToken, format_for
-from ppo_cli.rewards.local.heads import HEADS, load_reward_model
+from ppo_cli.rewards.models.formats import ControlToken, format_for
+from ppo_cli.rewards.models.heads import HEADS, load_reward_model
 
 Load = Callable[[ModelReward], LoadedModel]
 COUNTED = ("samples", "failed", "prompts_cut", "batches", "seconds")

@@ -18,9 +18,9 @@ from torch import Tensor
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
-from ppo_cli.rewards.local.base import LoadedModel, Scores
-from ppo_cli.rewards.local.reward import LocalModelReward
-from tests.rewards.local.twins import armorm_twin, deberta_twin, starling_twin
+from ppo_cli.rewards.models.base import LoadedModel, Scores
+from ppo_cli.rewards.models.local import LocalModelReward
+from tests.rewards.models.twins import armorm_twin, deberta_twin, starling_twin
 
 Make = Callable[..., LoadedModel]
 RewardOf = Callable[..., LocalModelReward]
