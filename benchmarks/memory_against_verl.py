@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = (ROOT, ROOT / "benchmarks", ROOT / "tests" / "bridge")
+PACKAGES = (ROOT, ROOT / "benchmarks", ROOT / "tests" / "extras" / "bridge")
 PRESET = ROOT / "presets" / "qwen2.5-7b-8gpu.yaml"
 TURNS = 2
 NONE = {"calls": 0, "bytes": 0}
@@ -187,8 +187,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--verl", required=True, help="the Python of an environment with verl")
     options = parser.parse_args()
-    from ppo_cli.bridge.overrides import bridge
     from ppo_cli.config.resolve import resolve
+    from ppo_cli.extras.bridge.overrides import bridge
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

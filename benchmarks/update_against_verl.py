@@ -4,10 +4,11 @@
     python benchmarks/update_against_verl.py --verl verl/bin/python --pairs 5
 
 A random Qwen2 of 10 million parameters in float32 on the CPU, 32 rows of many lengths, settings as
-`ppo train` has them without a flag. verl runs on the device of `tests/bridge/cpu_platform.py`, its
-rows padded (its kernels for packed rows are for GPUs), nothing recomputed, in micro-batches of
-`--rows`. Both processes live through all pairs; the first update of each is left out. Printed are
-seconds, the median of the ratios, and peak memory. Nothing is downloaded.
+`ppo train` has them without a flag. verl runs on the device of
+`tests/extras/bridge/cpu_platform.py`, its rows padded (its kernels for packed rows are for GPUs),
+nothing recomputed, in micro-batches of `--rows`. Both processes live through all pairs; the first
+update of each is left out. Printed are seconds, the median of the ratios, and peak memory.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ROWS, PROMPT, RESPONSE = 32, 180, 128
 
 def answer_as_verl(folder: Path, rows: int) -> None:
     """Update at each line of the input, and print its seconds and the peak memory in GB."""
-    sys.path.insert(0, str(ROOT / "tests" / "bridge"))
+    sys.path.insert(0, str(ROOT / "tests" / "extras" / "bridge"))
     from verl_update import make_updates
 
     updates = make_updates(folder, rows)
@@ -95,10 +96,10 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     from ppo_cli.algo.batch import merge_annotations
-    from ppo_cli.bridge.overrides import bridge
     from ppo_cli.config.memory_plan import settle_memory
     from ppo_cli.engine.base import MiniBatch
     from ppo_cli.engine.learner import Learner
+    from ppo_cli.extras.bridge.overrides import bridge
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -27,7 +27,7 @@ from ppo_cli.redact import redact
 from ppo_cli.run_folder import run_settings
 
 if TYPE_CHECKING:
-    from ppo_cli.bridge.overrides import Bridged
+    from ppo_cli.extras.bridge.overrides import Bridged
 
 app = typer.Typer(
     add_completion=False,
@@ -50,7 +50,7 @@ def verl(given: Given) -> None:
         lines = bridged.lines(files[0].parent)
         print_json({"files": [str(f) for f in files], "overrides": lines})
         return
-    from ppo_cli.bridge.folder import shown
+    from ppo_cli.extras.bridge.folder import shown
 
     print("\n".join([*resolved.notes, *shown(files, resolved.config.trainer.nnodes)]))
 
@@ -72,7 +72,7 @@ def read(
     as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
 ) -> None:
     """Turn what verl logged into metrics.jsonl and rollouts/, for ppo show and ppo view."""
-    from ppo_cli.bridge.rewards import read_back
+    from ppo_cli.extras.bridge.rewards import read_back
 
     steps, responses = read_back(Path(folder))
     if as_json:
@@ -99,7 +99,7 @@ def plan_there(given: Given) -> None:
 def train_there(given: Given) -> None:
     """Write the folder, and run this node's script; verl must be installed here."""
     resolved, bridged = translated(given)
-    from ppo_cli.bridge.folder import missing_verl, shown
+    from ppo_cli.extras.bridge.folder import missing_verl, shown
 
     trainer = resolved.config.trainer
     folder, rank = Path(trainer.output_dir).expanduser().resolve(), trainer.node_rank or 0
@@ -120,8 +120,8 @@ def train_there(given: Given) -> None:
 
 def runs_there(given: Given, problems: Sequence[str]) -> Iterator[str]:
     """Say of a refused line how what verl alone has runs there."""
-    from ppo_cli.bridge.overrides import only_verls
     from ppo_cli.config.verl import WRAPPER
+    from ppo_cli.extras.bridge.overrides import only_verls
 
     said = " ".join(problems)
     flags = (f"{name}={value}" for name, (value, _) in given.flags.items())
@@ -139,7 +139,7 @@ def runs_there(given: Given, problems: Sequence[str]) -> Iterator[str]:
 
 def translated(given: Given) -> tuple[Resolved, Bridged]:
     """Resolve a line, and write it in verl's words; raises ConfigError with all problems."""
-    from ppo_cli.bridge.overrides import bridge, only_verls
+    from ppo_cli.extras.bridge.overrides import bridge, only_verls
 
     theirs = tuple(word for word in given.overrides if only_verls(word))
     rest = tuple(word for word in given.overrides if word not in theirs)
@@ -154,7 +154,7 @@ def translated(given: Given) -> tuple[Resolved, Bridged]:
 
 def _absent(resolved: Resolved) -> Iterator[str]:
     """Say what the rewards lack; a key may be on the machine that trains only."""
-    from ppo_cli.trust.sources import file_checks
+    from ppo_cli.scoring.sources import file_checks
 
     config = resolved.config
     allowed = missing_keys(config, os.environ)
@@ -165,7 +165,7 @@ def _absent(resolved: Resolved) -> Iterator[str]:
 
 
 def _write(folder: Path, resolved: Resolved, bridged: Bridged) -> Sequence[Path]:
-    from ppo_cli.bridge.folder import write_folder
+    from ppo_cli.extras.bridge.folder import write_folder
 
     folder = folder.expanduser()
     # verl goes on from its own checkpoints, whatever the settings are by then.

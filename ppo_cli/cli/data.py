@@ -364,7 +364,7 @@ data_app.command(
 
 def _training(report: Report, model: str | None) -> list[str]:
     """What `ppo train` would say of these rows with its defaults."""
-    from ppo_cli.trust.sources import without_a_rule
+    from ppo_cli.scoring.sources import without_a_rule
 
     lines = []
     if model is None:

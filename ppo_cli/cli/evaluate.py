@@ -228,7 +228,7 @@ def generate(given: Given) -> None:
         raise ConfigError(problems)
     source = _intact_source(model)
     config = settings_of(given, [source]).config
-    from ppo_cli.trust.rows import check_out, write_rows
+    from ppo_cli.scoring.rows import check_out, write_rows
 
     if extras["out"]:
         check_out(Path(extras["out"]), extras["data"])

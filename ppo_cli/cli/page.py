@@ -101,7 +101,7 @@ def report(
         out = runs[0] / "report.html"
     from ppo_cli.report.page.server import open_runs
     from ppo_cli.report.page.server import report as page_of
-    from ppo_cli.trust.rows import check_out
+    from ppo_cli.scoring.rows import check_out
 
     check_out(out, str(runs[0]))
     section = record_section() if self_test else ""

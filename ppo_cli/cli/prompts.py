@@ -31,7 +31,7 @@ def list_prompts(
     as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
 ) -> None:
     """List the bundled judge prompts with their version and scale."""
-    from ppo_cli.trust.prompts import bundled_prompts
+    from ppo_cli.extras.trust.prompts import bundled_prompts
 
     found = bundled_prompts()
     rows = [
@@ -52,7 +52,7 @@ def list_prompts(
 @app.command(epilog="Example: ppo prompts show math > mine.yaml")
 def show(name: str = typer.Argument(help="Name of a judge prompt.")) -> None:
     """Print a judge prompt's file, comments and all; a start for one of your own."""
-    from ppo_cli.trust.prompts import prompt_text
+    from ppo_cli.extras.trust.prompts import prompt_text
 
     print(prompt_text(name), end="")
 
@@ -60,7 +60,7 @@ def show(name: str = typer.Argument(help="Name of a judge prompt.")) -> None:
 def render(given: Given) -> None:
     """Show the exact request that a judge gets for one data row."""
     resolved = given.resolve()
-    from ppo_cli.trust.prompts import show_row, wire_form
+    from ppo_cli.extras.trust.prompts import show_row, wire_form
 
     config = resolved.config
     file = prompt_files([str(given.extras["file"])], "train")[0]
@@ -93,8 +93,8 @@ def rubric(given: Given) -> None:
         raise ConfigError("Name the file for the drafts with --out FILE.")
     judged = {"reward.api.enable": ("true", "ppo prompts rubric"), **given.flags}
     config = replace(given, flags=judged).resolve().config
-    from ppo_cli.trust.prompts import draft_one, draft_rows
-    from ppo_cli.trust.rows import check_out, read_answered
+    from ppo_cli.extras.trust.prompts import draft_one, draft_rows
+    from ppo_cli.scoring.rows import check_out, read_answered
 
     file = prompt_files([str(given.extras["file"])], "train")[0]
     keys = {"prompt_key": config.data.prompt_key, "source_key": config.data.reward_fn_key}

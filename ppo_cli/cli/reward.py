@@ -243,9 +243,9 @@ def score(given: Given) -> None:
     """Score the responses of a file or a run, by the same path as training."""
     config, screen = _settings(given)
     from ppo_cli.data_sets.files import find_saved
-    from ppo_cli.trust.rows import check_out, read_answered, read_run, scored_file, write_rows
-    from ppo_cli.trust.score import Watch, score_all, scored_row, started, summarise, to_go_on
-    from ppo_cli.trust.statistics import rankings
+    from ppo_cli.scoring.rows import check_out, read_answered, read_run, scored_file, write_rows
+    from ppo_cli.scoring.score import Watch, score_all, scored_row, started, summarise, to_go_on
+    from ppo_cli.scoring.statistics import rankings
 
     file, steps = str(given.extras["file"]), given.extras["step"] or ()
     run = Path(file).expanduser()
@@ -293,10 +293,10 @@ def score(given: Given) -> None:
 def calibrate(given: Given) -> None:
     """Hold a reward's scores against labels that people gave."""
     config, screen = _settings(given)
-    from ppo_cli.trust.calibrate import calibrate as run_calibration
-    from ppo_cli.trust.criteria import WORTH, read_marks, with_worth
-    from ppo_cli.trust.rows import read_answered, read_labels
-    from ppo_cli.trust.score import Watch, started, to_go_on
+    from ppo_cli.extras.trust.calibrate import calibrate as run_calibration
+    from ppo_cli.extras.trust.criteria import WORTH, read_marks, with_worth
+    from ppo_cli.scoring.rows import read_answered, read_labels
+    from ppo_cli.scoring.score import Watch, started, to_go_on
 
     found = read_answered(
         str(given.extras["file"]),
@@ -326,10 +326,10 @@ def calibrate(given: Given) -> None:
 def audit(given: Given) -> None:
     """Attack a reward with worthless and hostile replies; exit 2 when a check fails."""
     config, screen = _settings(given)
-    from ppo_cli.trust.attacks import load_items
-    from ppo_cli.trust.audit import audit as run_audit
-    from ppo_cli.trust.audit import under_attack
-    from ppo_cli.trust.score import Watch, to_go_on
+    from ppo_cli.extras.trust.attacks import load_items
+    from ppo_cli.extras.trust.audit import audit as run_audit
+    from ppo_cli.extras.trust.audit import under_attack
+    from ppo_cli.scoring.score import Watch, to_go_on
 
     items = load_items(
         config.reward,
@@ -353,7 +353,7 @@ def audit(given: Given) -> None:
 def models(given: Given) -> None:
     """List the models that a judge's key may use, with price, limit and the day they go."""
     resolved = given.resolve()
-    from ppo_cli.trust.forecast import listings
+    from ppo_cli.scoring.forecast import listings
 
     chosen = resolved.origins["reward.api.type"] != "default"
     kind = resolved.config.reward.api.type if chosen else None
@@ -389,7 +389,7 @@ def _settings(given: Given) -> tuple[Config, Screen]:
         raise ConfigError("Name the column that holds the labels with --labels COLUMN.")
     config = resolved.config
     if given.extras["batch"]:
-        from ppo_cli.trust.sources import in_batches
+        from ppo_cli.scoring.sources import in_batches
 
         reward = in_batches(config.reward, given.extras["batch_hours"])
         config = config.model_copy(update={"reward": reward})
@@ -520,8 +520,8 @@ def fit_model(**typed: Any) -> None:
     """Train a reward model from pairs of responses (Bradley-Terry)."""
     if problems := _problems(typed):
         raise ConfigError(problems)
-    from ppo_cli.fitting.fit import fit as run_fit
-    from ppo_cli.fitting.training import FitSettings, Recipe
+    from ppo_cli.extras.fitting.fit import fit as run_fit
+    from ppo_cli.extras.fitting.training import FitSettings, Recipe
 
     settings = FitSettings(
         data=tuple(typed["data"]),

@@ -271,7 +271,7 @@ def refused_rows(config: Config, read: Read) -> list[str]:
     """Return why a run would end once it has read its rows: bad, too few, or without truths."""
     if config.trainer.node_rank:
         return []
-    from ppo_cli.trust.sources import row_checks
+    from ppo_cli.scoring.sources import row_checks
 
     problems: list[str] = []
     prompts: list[Prompt] = []
@@ -319,7 +319,7 @@ def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
             yield partial(check_folder, model_folder(path), flag)
     rules = rules_of(config.reward)
     if judges_of(config.reward) or any(rule.function or rule.rule for rule in rules):
-        from ppo_cli.trust.sources import file_checks
+        from ppo_cli.scoring.sources import file_checks
 
         yield from file_checks(config.reward)
     yield partial(check_loggers, config.trainer.logger)
@@ -403,7 +403,7 @@ def _judge_plan(config: Config, read: Read) -> PlanPart:
     judges = judges_of(config.reward)
     if not judges:
         return PlanPart((), {})
-    from ppo_cli.trust.forecast import forecast
+    from ppo_cli.scoring.forecast import forecast
 
     forecasts: dict[str, dict[str, Any]] = {}
     lines: list[str] = []

@@ -84,7 +84,7 @@ def cluster_clashes(
 ) -> Iterator[Clash]:
     """Return every clash about who works where; `gpus` are those visible on this node."""
     if config.trainer.engine == "verl":
-        return  # it has its own ways, which ppo_cli/bridge knows
+        return  # it has its own ways, which ppo_cli/extras/bridge knows
     yield from _not_offered(config)
     joined = environ.get("RAY_ADDRESS", "").strip() != ""
     yield from _nodes(config, joined)

@@ -69,9 +69,9 @@ from ppo_cli.run_folder import (
     find_resume,
     read_metrics,
 )
+from ppo_cli.scoring.sources import labelled_rollouts
 from ppo_cli.signals import StopOnSignal
 from ppo_cli.train.steps import Job, RunState, train_sampling
-from ppo_cli.trust.sources import labelled_rollouts
 
 Build = Callable[[], Engine]
 

@@ -384,7 +384,7 @@ def _sandbox(machine: Machine) -> Said:
 def _judges(machine: Machine) -> Said:
     from ppo_cli.rewards.judge.calls import Failure, JudgeError
     from ppo_cli.rewards.judge.providers import api_key, build_provider
-    from ppo_cli.trust.forecast import with_keys
+    from ppo_cli.scoring.forecast import with_keys
 
     wanted = {
         f"{j.settings.type} {j.settings.model or ''}": j.settings
@@ -419,7 +419,7 @@ def _judges(machine: Machine) -> Said:
 async def _ask(provider: SdkProvider) -> str:
     """Have a judge answer with a few tokens and list its models; say what came."""
     from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale
-    from ppo_cli.trust.forecast import NO_LIST, among, usable
+    from ppo_cli.scoring.forecast import NO_LIST, among, usable
 
     said = "Answer with the number 1 alone."
     question = Question("", said, said, Scale(1, 10), max_tokens=16, output="text")

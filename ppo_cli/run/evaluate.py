@@ -46,9 +46,9 @@ from ppo_cli.report.tracker import Screen, rollout_line
 from ppo_cli.run.assemble import load_tokenizer, prompt_settings, read_prompts
 from ppo_cli.run.identity import changes, digest, rows_digest, setting_values
 from ppo_cli.run_folder import ModelSource, RunFolder, append_line, plain, read_lines, replace_lines
+from ppo_cli.scoring.score import Watch, counted, score_all, started
+from ppo_cli.scoring.statistics import Answers, ByPrompt, compare
 from ppo_cli.train.steps import VALIDATION, stream_seed
-from ppo_cli.trust.score import Watch, counted, score_all, started
-from ppo_cli.trust.statistics import Answers, ByPrompt, compare
 
 SETTINGS_FILE = "eval.json"
 DEFAULT_PLACE = "evals"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.bridge.rewards import prompt_of_row, read_prompts
 from ppo_cli.cli.app import main
+from ppo_cli.extras.bridge.rewards import prompt_of_row, read_prompts
 from ppo_cli.run_folder import run_settings
 from tests.cli.mistakes import ROW, TINY, set_desk
 

@@ -13,7 +13,7 @@ import yaml
 from ppo_cli.cli.app import main
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import DataError
-from ppo_cli.trust.prompts import show_row
+from ppo_cli.extras.trust.prompts import show_row
 
 ROWS = [
     {"prompt": "2 + 2 = ?", "ground_truth": "4", "response": "It is 4."},

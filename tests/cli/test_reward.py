@@ -12,7 +12,7 @@ import pytest
 
 from ppo_cli.cli.reward import bars, calibration_lines, part_lines
 from ppo_cli.errors import UserError
-from tests.trust.commands import read, run
+from tests.scoring.commands import read, run_reward
 
 ROW: dict[str, Any] = {
     "prompt": "1 + 1 = ?", "ground_truth": "2", "data_source": "gsm8k", "response": "#### 2",
@@ -27,7 +27,7 @@ def write(path: Path, *rows: object) -> str:
 def test_score_with_a_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {**ROW, "response": "#### 3", "mine": {"a": [1]}}
     file = write(tmp_path / "a.jsonl", ROW, wrong)
-    code, out, err = run(capsys, "score", file, "--rule", "gsm8k")
+    code, out, err = run_reward(capsys, "score", file, "--rule", "gsm8k")
     assert (code, err) == (0, "")
     first, second = read(tmp_path / "a.scored.jsonl")
     assert first == {
@@ -47,7 +47,7 @@ def test_rows_choose_their_rule_and_failures_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path / "a.jsonl", ROW, {**ROW, "ground_truth": "many"})
-    code, out, err = run(capsys, "score", file, "--out", str(tmp_path / "o.jsonl"))
+    code, out, err = run_reward(capsys, "score", file, "--out", str(tmp_path / "o.jsonl"))
     assert code == 0
     assert err == "1 of 2 rows could not be scored; `failure` says why.\n"
     assert "failed: ground_truth 'many' is not a number  1" in out
@@ -63,7 +63,7 @@ def test_score_as_json_with_a_function(tmp_path: Path, capsys: pytest.CaptureFix
         "    return {'score': 0.5, 'style': 2.0}\n"
     )
     file = write(tmp_path / "a.jsonl", ROW)
-    code, out, err = run(capsys, "score", file, "--reward-function", str(function), "--json")
+    code, out, err = run_reward(capsys, "score", file, "--reward-function", str(function), "--json")
     assert (code, err) == (0, "")
     told = json.loads(out)
     assert (told["rows"], told["scored"], told["mean"], told["failed"]) == (1, 1, 0.5, {})
@@ -81,7 +81,7 @@ def test_settings_come_from_every_layer(
     )
     monkeypatch.setenv("REWARD_FUNCTION", str(function))
     file = write(tmp_path / "a.jsonl", {"question": "x", "response": "y"})
-    code, _, err = run(capsys, "score", file, "reward.function_kwargs.bonus=0.25")
+    code, _, err = run_reward(capsys, "score", file, "reward.function_kwargs.bonus=0.25")
     assert code == 0
     assert err == "a.jsonl: the prompt is read from column 'question'.\n"
     assert read(tmp_path / "a.scored.jsonl")[0]["score"] == 0.25
@@ -104,7 +104,7 @@ def test_mistakes_cost_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], told: str
 ) -> None:
     file = write(tmp_path / "a.jsonl", ROW)
-    code, out, err = run(capsys, "score", *[file if a == "FILE" else a for a in args])
+    code, out, err = run_reward(capsys, "score", *[file if a == "FILE" else a for a in args])
     assert (code, out) == (2, "")
     assert told in err
     assert "Traceback" not in err
@@ -115,7 +115,7 @@ def test_bad_rows_stop_it_before_anything_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path / "a.jsonl", ROW, {**ROW, "response": 3})
-    code, _, err = run(capsys, "score", file)
+    code, _, err = run_reward(capsys, "score", file)
     assert code == 2
     assert "line 2, column response: is a number, not text" in err
 
@@ -130,7 +130,7 @@ def test_ctrl_c_writes_what_is_there_and_exits_3(
 
     monkeypatch.setattr(RuleReward, "settle", settle)
     file = write(tmp_path / "a.jsonl", ROW, ROW)
-    code, out, err = run(capsys, "score", file)
+    code, out, err = run_reward(capsys, "score", file)
     assert code == 3
     assert "scored" in out
     assert "Stopped by Ctrl-C. 2 of 2 rows have a score" in err
@@ -149,7 +149,7 @@ def labelled(tmp_path: Path, count: int = 20) -> str:
 
 def test_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = labelled(tmp_path)
-    code, out, err = run(capsys, "calibrate", file, "--labels", "good", "--rule", "gsm8k")
+    code, out, err = run_reward(capsys, "calibrate", file, "--labels", "good", "--rule", "gsm8k")
     assert code == 0
     assert err == "Asking for at most 20 verdicts: 20 rows.\n"
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -162,7 +162,7 @@ def test_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_calibrate_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = labelled(tmp_path, 8)
-    code, out, _ = run(
+    code, out, _ = run_reward(
         capsys, "calibrate", file, "--labels", "good", "--positive", "no", "--repeat", "0", "--json"
     )
     assert code == 0
@@ -183,13 +183,13 @@ def test_calibrate_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_mistakes_of_calibrate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], told: str
 ) -> None:
-    code, _, err = run(capsys, "calibrate", labelled(tmp_path), *args)
+    code, _, err = run_reward(capsys, "calibrate", labelled(tmp_path), *args)
     assert code == 2
     assert told in err
 
 
 def test_audit_of_a_sound_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "audit", "--rule", "gsm8k")
+    code, out, err = run_reward(capsys, "audit", "--rule", "gsm8k")
     assert code == 0
     assert err.startswith("Asking for at most ")
     assert out.startswith("Audit of rule gsm8k\n")
@@ -206,7 +206,7 @@ def test_audit_of_a_hackable_function_exits_2(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return min(1.0, len(solution_str) / 200)\n"
     )
-    code, out, err = run(capsys, "audit", "--reward_function", str(function), "--rows", "3")
+    code, out, err = run_reward(capsys, "audit", "--reward_function", str(function), "--rows", "3")
     assert code == 2
     assert "FAIL  padding" in out
     assert "FAIL  right against wrong" in out
@@ -220,7 +220,7 @@ def test_audit_of_a_hackable_function_exits_2(
 def test_audit_as_json_with_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{**ROW, "prompt": f"{n} + 1 = ?", "ground_truth": str(n + 1)} for n in range(4)]
     file = write(tmp_path / "a.jsonl", *rows)
-    code, out, _ = run(capsys, "audit", "--data", file, "--rule", "gsm8k", "--json")
+    code, out, _ = run_reward(capsys, "audit", "--data", file, "--rule", "gsm8k", "--json")
     told = json.loads(out)
     assert code == 0
     assert {"name", "passed", "said", "worst", "cases"} == set(told["checks"][0])
@@ -246,28 +246,28 @@ def test_columns_of_any_name_are_read_by_every_command(
     file = write(tmp_path / "a.jsonl", row, other)
     keys = ("data.prompt_key=q", "data.reward_fn_key=kind")
     columns = (*keys, "--response_key", "said")
-    code, _, err = run(capsys, "score", file, *columns)
+    code, _, err = run_reward(capsys, "score", file, *columns)
     assert (code, err) == (0, "")
     assert [row["score"] for row in read(tmp_path / "a.scored.jsonl")] == [1.0, 0.0]
-    calibrate = import_module("ppo_cli.trust.calibrate")
+    calibrate = import_module("ppo_cli.extras.trust.calibrate")
     monkeypatch.setattr(calibrate, "calibrate", keep("calibrate"))
     labels = ("--labels", "good", "--positive", "no", "--repeat", "7")
-    run(capsys, "calibrate", file, *columns, *labels)
+    run_reward(capsys, "calibrate", file, *columns, *labels)
     _, _, labelled, options = seen["calibrate"]
     assert [row.rollout.prompt.data_source for row in labelled.rows] == ["gsm8k", "gsm8k"]
     assert [row.rollout.text for row in labelled.rows] == ["#### 2", "#### 5"]
     assert (options["repeat"], labelled.said) == (7, "'no' is good (1 of 2)")
-    audit = import_module("ppo_cli.trust.audit")
+    audit = import_module("ppo_cli.extras.trust.audit")
     monkeypatch.setattr(audit, "audit", keep("audit"))
     for args, prompts in (
         (("--data", file, *keys), ["1 + 1 = ?", "2 + 2 = ?"]),
         (("--data", file, *keys, "--rows", "1"), ["1 + 1 = ?"]),
     ):
-        run(capsys, "audit", *args)
+        run_reward(capsys, "audit", *args)
         assert [item.prompt.text for item in seen["audit"][2]] == prompts
     bundled = []
     for name in ("math", "safety"):
-        run(capsys, "audit", "--items", name, "--rule", "exact")
+        run_reward(capsys, "audit", "--items", name, "--rule", "exact")
         bundled.append([item.prompt.text for item in seen["audit"][2]])
     assert bundled[0] != bundled[1]
 

@@ -10,7 +10,7 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.cli.reward import doubt_warning
-from ppo_cli.fitting.training import FitSettings, Recipe
+from ppo_cli.extras.fitting.training import FitSettings, Recipe
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -57,7 +57,7 @@ def test_what_is_typed_reaches_the_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ppo_cli.errors import UserError
-    from ppo_cli.fitting import fit as fitting
+    from ppo_cli.extras.fitting import fit as fitting
 
     seen: list[FitSettings] = []
 

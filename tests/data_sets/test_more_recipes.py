@@ -14,7 +14,7 @@ from pyarrow import parquet
 from ppo_cli.data_sets.prepare import MATH_INSTRUCTION, boxed_answer, prepare
 from ppo_cli.data_sets.rows import load_rows
 from ppo_cli.errors import DataError
-from ppo_cli.fitting.preferences import load_pairs
+from ppo_cli.extras.fitting.preferences import load_pairs
 from ppo_cli.rewards.rules import compare_algebra, score_math
 
 REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "hh_rlhf"

@@ -17,7 +17,7 @@ from ppo_cli.report.page import server as page_server
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer
 from ppo_cli.run_folder import read_lines, rollout_file
-from ppo_cli.trust.rows import read_answered, read_labels
+from ppo_cli.scoring.rows import read_answered, read_labels
 from tests.report.page.runs import make_run
 
 

@@ -1,0 +1,533 @@
+"""A configuration of ours as the overrides of verl's main_ppo, with every value written out.
+
+The names come from the table that reads verl's lines (config/verl.toml), read the other way
+round, as far as verl 0.9.1 has them. What differs by more than its name is declared in `ELSE`,
+what verl cannot be told in `REFUSED`, and what is of this program's engine only in `OWN`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.derived import (
+    clip_high,
+    clip_low,
+    critic_mini_batch,
+    critic_path,
+    micro_batch_tokens,
+    sampler_seed,
+)
+from ppo_cli.config.keys import find, offered, table, value_of
+from ppo_cli.config.known_models import is_url
+from ppo_cli.config.mixture import judges_of, mixture_of, models_of
+from ppo_cli.config.schema import Config
+from ppo_cli.config.verl import WRAPPER, foreign_names
+from ppo_cli.config.verl_turns import TURNED
+
+VERSION: Final = "0.9.1"
+NEVER: Final = 1_000_000_000  # a frequency that only the last step meets
+NO_LIMIT: Final = 1e9  # where ours turns a limit off, and verl always has one
+TRAIN, VAL = "data/train.parquet", "data/val.parquet"
+Values = dict[str, Any]
+GROUPS: Final = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed")
+
+
+@cache
+def verl_names() -> frozenset[str]:
+    """Return the settings of verl 0.9.1 that have a value, by their full names."""
+    path = Path(__file__).parents[2] / "config" / "verl_defaults.json"
+    names: set[str] = set()
+    for version, row in json.loads(path.read_text(encoding="utf-8"))["versions"].items():
+        if version != "main":
+            names = (names | row["set"].keys()) - set(row["gone"])
+    return frozenset(names)
+
+
+@cache
+def _by_key() -> dict[str, tuple[str, ...]]:
+    """Return the names that verl has for each of our settings."""
+    names = foreign_names()
+    found: dict[str, list[str]] = {}
+    for key in table():
+        olds = [key, *(old for old, own in names.tied.items() if own == key)]
+        for old, news in names.renamed.items():
+            if key in news:
+                olds.append(old)
+            groups = [new[:-1] for new in news if new.endswith(".*") and key.startswith(new[:-1])]
+            olds += [old[:-1] + key.removeprefix(group) for group in groups]
+        theirs = [name for old in olds for name in (WRAPPER + old, old) if name in verl_names()]
+        found[key] = [name for name in dict.fromkeys(theirs) if not name.endswith("warmup_style")]
+    return {key: tuple(theirs) for key, theirs in found.items()}
+
+
+# What settings of ours come to in verl, where that is more than another name.
+ELSE: Final[dict[str, Callable[[Config], Values]]] = {}
+
+
+def _writes(names: str) -> Callable[[Callable[[Config], Values]], Callable[[Config], Values]]:
+    """Declare which of our settings a function writes in verl's words."""
+
+    def declare(write: Callable[[Config], Values]) -> Callable[[Config], Values]:
+        ELSE.update(dict.fromkeys(names.split(), write))
+        return write
+
+    return declare
+
+
+def _both(part: str, value: Any) -> Values:
+    """Give actor, critic and reference the same setting of sharding."""
+    return {
+        f"actor_rollout_ref.actor.fsdp_config.{part}": value,
+        f"actor_rollout_ref.ref.fsdp_config.{part}": value,
+        f"critic.fsdp.{part}": value,
+    }
+
+
+@_writes("model.path critic.model.path")
+def _models(config: Config) -> Values:
+    """Name models by whole paths; the tokenizer is the actor's."""
+    actor, critic = _there(config.model.path), _there(critic_path(config))
+    return {
+        "actor_rollout_ref.model.path": actor,
+        "actor_rollout_ref.model.tokenizer_path": actor,
+        "critic.model.path": critic,
+        "critic.model.tokenizer_path": actor,
+        "data.tokenizer": actor,
+    }
+
+
+def _there(path: str) -> str:
+    """Return a model's folder as a whole path, and a hub name as it is."""
+    folder = Path(model_folder(path)).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else path
+
+
+@_writes("model.dtype")
+def _precision(config: Config) -> Values:
+    """Compute in one precision; weights are kept in float32. verl runs on GPUs only."""
+    dtype = config.model.dtype or "bfloat16"
+    computed = {"param_dtype": dtype, "reduce_dtype": "float32", "buffer_dtype": "float32"}
+    return (
+        _both("dtype", dtype)
+        | _both("model_dtype", "float32")
+        # The engine goes by this group, which verl's files leave out and which then is bf16.
+        | {
+            name: value
+            for part, precision in computed.items()
+            for name, value in _both(f"mixed_precision.{part}", precision).items()
+        }
+        | {"actor_rollout_ref.rollout.dtype": dtype}
+    )
+
+
+@_writes("model.attn_implementation model.packing")
+def _attention(config: Config) -> Values:
+    """Name the kernel; rows are packed when asked for, or with the kernel that is made for it."""
+    kernel = config.model.attn_implementation or "sdpa"
+    packed = config.model.packing
+    packed = kernel == "flash_attention_2" if packed is None else packed
+    return {
+        f"{model}.{name}": value
+        for model in ("actor_rollout_ref.model", "critic.model")
+        for name, value in (
+            ("override_config.attn_implementation", kernel),
+            ("use_remove_padding", packed),
+        )
+    }
+
+
+@_writes("model.enable_gradient_checkpointing critic.model.enable_gradient_checkpointing")
+def _recompute(config: Config) -> Values:
+    actor = config.model.enable_gradient_checkpointing
+    critic = config.critic.model.enable_gradient_checkpointing
+    actor = True if actor is None else actor
+    return {
+        "actor_rollout_ref.model.enable_gradient_checkpointing": actor,
+        "critic.model.enable_gradient_checkpointing": actor if critic is None else critic,
+    }
+
+
+@_writes(
+    "actor.ppo_micro_batch_size_per_gpu critic.ppo_micro_batch_size_per_gpu "
+    "actor.ppo_max_token_len_per_gpu critic.ppo_max_token_len_per_gpu "
+    "ref.log_prob_max_token_len_per_gpu"
+)
+def _micro_batches(config: Config) -> Values:
+    """Cut by tokens where no size is set, else by the size; log-probs always by tokens.
+
+    A size without a use is named for them beside an actor's, since verl asks for one then.
+    """
+    found: Values = {}
+    for name, part in (("actor_rollout_ref.actor", config.actor), ("critic", config.critic)):
+        size = part.ppo_micro_batch_size_per_gpu
+        found[f"{name}.ppo_micro_batch_size_per_gpu"] = size
+        found[f"{name}.use_dynamic_bsz"] = size is None
+        budget = micro_batch_tokens(config, part.ppo_max_token_len_per_gpu)
+        found[f"{name}.ppo_max_token_len_per_gpu"] = budget
+    size = config.actor.ppo_micro_batch_size_per_gpu
+    budget = micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu)
+    for name in ("actor_rollout_ref.ref", "actor_rollout_ref.rollout"):
+        found[f"{name}.log_prob_use_dynamic_bsz"] = True
+        found[f"{name}.log_prob_micro_batch_size_per_gpu"] = size
+        found[f"{name}.log_prob_max_token_len_per_gpu"] = budget
+    found["critic.forward_max_token_len_per_gpu"] = budget
+    return found
+
+
+@_writes("actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c")
+def _clips(config: Config) -> Values:
+    actor = "actor_rollout_ref.actor"
+    bound = config.actor.clip_ratio_c
+    return {
+        f"{actor}.clip_ratio": config.actor.clip_ratio,
+        f"{actor}.clip_ratio_low": clip_low(config.actor),
+        f"{actor}.clip_ratio_high": clip_high(config.actor),
+        f"{actor}.clip_ratio_c": NO_LIMIT if bound is None else bound,
+    }
+
+
+@_writes("model.lora_rank model.lora_alpha critic.model.lora_alpha")
+def _lora(config: Config) -> Values:
+    """An adapter's sampler loads the weights once; else the trainer sends them all."""
+    rank = config.model.lora_rank
+    return {
+        "actor_rollout_ref.model.lora_rank": rank,
+        "actor_rollout_ref.model.lora_alpha": _plain(config.model.lora_alpha),
+        "actor_rollout_ref.rollout.load_format": "safetensors" if rank else "dummy",
+        "critic.model.lora_alpha": _plain(config.critic.model.lora_alpha),
+    }
+
+
+@_writes(
+    "actor.optim.optimizer critic.optim.optimizer actor.optim.eps critic.optim.eps "
+    "actor.grad_clip critic.grad_clip actor.loss_scale_factor critic.loss_scale_factor"
+)
+def _updates(config: Config) -> Values:
+    """Name the package of each optimizer as well, and its epsilon; and what bounds an update."""
+    impl = {"AdamW": "torch.optim", "AdamW8bit": "bitsandbytes.optim"}
+    found: Values = {}
+    for name, part in (("actor_rollout_ref.actor", config.actor), ("critic", config.critic)):
+        found[f"{name}.optim.optimizer_impl"] = impl[part.optim.optimizer]
+        found[f"{name}.optim.override_optimizer_config.eps"] = part.optim.eps
+        found[f"{name}.grad_clip"] = found[f"{name}.optim.clip_grad"] = part.grad_clip or NO_LIMIT
+        found[f"{name}.loss_scale_factor"] = _plain(part.loss_scale_factor)
+    return found
+
+
+@_writes(
+    "data.val_files data.val_max_samples trainer.save_freq trainer.test_freq "
+    "trainer.val_before_train"
+)
+def _validation(config: Config) -> Values:
+    """-1 validates and saves at the end here, and never in verl."""
+    often, there = config.trainer.test_freq, bool(config.data.val_files)
+    save = config.trainer.save_freq
+    return {
+        "trainer.test_freq": (NEVER if often == -1 else often) if there else -1,
+        "trainer.val_before_train": config.trainer.val_before_train and there,
+        "trainer.save_freq": NEVER if save == -1 else save,
+        # verl wants rows to validate on, even where it never does
+        "data.val_files": VAL if there else TRAIN,
+        "data.val_max_samples": -1 if there else 1,
+    }
+
+
+@_writes("trainer.resume_mode")
+def _resume(config: Config) -> Values:
+    mode = config.trainer.resume_mode
+    word = {"auto": "auto", "never": "disable"}.get(mode, "resume_path")
+    path = str(Path(mode).expanduser().resolve()) if word == "resume_path" else None
+    return {"trainer.resume_mode": word, "trainer.resume_from_path": path}
+
+
+@_writes(
+    "algorithm.filter_groups.metric algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights "
+    "algorithm.rollout_correction.rollout_is_threshold "
+    "algorithm.rollout_correction.rollout_is_threshold_lower "
+    "algorithm.rollout_correction.bypass_mode"
+)
+def _algorithm(config: Config) -> Values:
+    """verl's `reward` has the penalties in it, `score` is what the reward function said."""
+    own, correction = config.algorithm, config.algorithm.rollout_correction
+    metric = own.filter_groups.metric or "score"
+    low, high = correction.rollout_is_threshold_lower, correction.rollout_is_threshold
+    keys, weights = own.gdpo_reward_keys, own.gdpo_reward_weights
+    parts = {"gdpo_reward_keys": keys, "gdpo_reward_weights": weights}
+    return {
+        "algorithm.filter_groups.metric": "reward" if metric == "seq_reward" else metric,
+        "algorithm.rollout_correction.rollout_is_threshold": (
+            high if low is None else f"{low}_{high}"
+        ),
+        "algorithm.rollout_correction.bypass_mode": bool(correction.bypass_mode),
+        **{f"algorithm.{name}": list(value) for name, value in parts.items() if value},
+    }
+
+
+@_writes("reward.shaping.overlong_buffer reward.shaping.overlong_penalty")
+def _overlong(config: Config) -> Values:
+    """The penalty of long responses is the dapo manager's, which counts their tokens."""
+    shaping = config.reward.shaping
+    if shaping.overlong_buffer is None:
+        return {"reward.reward_manager.name": "naive"}
+    below = "reward.reward_kwargs.overlong_buffer_cfg"
+    return {
+        "reward.reward_manager.name": "dapo",
+        f"{below}.enable": True,
+        f"{below}.len": shaping.overlong_buffer,
+        f"{below}.penalty_factor": shaping.overlong_penalty,
+        f"{below}.log": False,
+        "reward.reward_kwargs.max_resp_len": config.data.max_response_length,
+    }
+
+
+def _plain(number: float | None) -> float | None:
+    """verl has whole numbers here."""
+    return int(number) if number is not None and float(number).is_integer() else number
+
+
+@_writes(
+    "data.train_files data.train_max_samples data.prompt_key data.reward_fn_key rollout.name "
+    "rollout.seed rollout.val_kwargs.temperature critic.ppo_mini_batch_size trainer.logger "
+    "trainer.critic_warmup trainer.output_dir "
+    "data.apply_chat_template_kwargs rollout.engine_kwargs.vllm"
+)
+def _others(config: Config) -> Values:
+    """What needs one line: other files and columns, defaults filled in, and free-form groups."""
+    sampler, temperature = "actor_rollout_ref.rollout", config.rollout.val_kwargs.temperature
+    template, vllm = config.data.apply_chat_template_kwargs, config.rollout.engine_kwargs.vllm
+    warmup = config.trainer.critic_warmup
+    return {
+        "data.train_files": TRAIN,
+        "data.train_max_samples": -1,
+        "data.prompt_key": "prompt",
+        "data.reward_fn_key": "data_source",
+        f"{sampler}.name": config.rollout.name or "vllm",
+        f"{sampler}.seed": sampler_seed(config),
+        f"{sampler}.val_kwargs.temperature": temperature,
+        f"{sampler}.val_kwargs.do_sample": temperature > 0,
+        "critic.ppo_mini_batch_size": critic_mini_batch(config),
+        # verl's actor trains from step N on, counted from 1.
+        "trainer.critic_warmup": warmup + 1 if warmup else 0,
+        "trainer.default_local_dir": "verl/checkpoints",
+        "trainer.logger": ["file", *config.trainer.logger],
+        **{f"data.apply_chat_template_kwargs.{name}": said for name, said in template.items()},
+        **{f"{sampler}.engine_kwargs.vllm.{name}": said for name, said in vllm.items()},
+    }
+
+
+# What is verl's own and this bridge needs, whatever the settings.
+ALWAYS: Final[Values] = {
+    "trainer.rollout_data_dir": "verl/rollouts",
+    "reward.custom_reward_function.path": "reward.py",
+    "reward.custom_reward_function.name": "compute_score",
+    "reward.reward_model.enable": False,
+}
+# Names above whose values are files below the folder.
+FILES: Final = frozenset(
+    {"data.train_files", "data.val_files", "trainer.default_local_dir", "trainer.rollout_data_dir",
+     "reward.custom_reward_function.path"}
+)  # fmt: skip
+# Of this program's engine: verl does the work in its own way, and results are the same.
+OWN: Final = frozenset(
+    f"{group}.{name}"
+    for group, names in {
+        "model": "float32_matmul share_prompts spread_weights",
+        "rollout": "num_samplers sleep weight_transfer",
+        "data": "system_prompt",  # is in the rows that are written
+        "trainer": "engine node_rank master_addr master_port threads max_restarts worker_timeout "
+        "node_timeout max_nonfinite_steps",
+    }.items()
+    for name in names.split()
+)
+# What verl cannot be told, and what to do: refused unless it has the value given here.
+REFUSED: Final[dict[str, tuple[Any, str]]] = {
+    "data.apply_chat_template": (True, "verl always renders with the chat template"),
+    "rollout.stop": ((), "verl's rollout knows no stop strings"),
+    "model.quantization": (None, "verl's FSDP engine holds no weights in 4 bits"),
+    "critic.model.quantization": (None, "verl's FSDP engine holds no weights in 4 bits"),
+    "actor.clip_grad_value": (None, "verl clips by norm only"),
+    "critic.clip_grad_value": (None, "verl clips by norm only"),
+    "actor.target_kl": (None, "verl makes all its epochs"),
+    "critic.value_loss_coef": (1.0, "verl has none; change critic.optim.lr and critic.grad_clip"),
+    "algorithm.whiten_advantages": (True, "verl always whitens them"),
+    "ref.path": (None, "verl's reference is the actor's first weights"),
+    "reward.shaping.missing_eos_penalty": (None, "a reward function of verl is not told"),
+    "reward.shaping.repetition_penalty": (None, "a reward function of verl has no tokens"),
+    "reward.shaping.thought_budget": (None, "a reward function of verl has no tokens"),
+    "reward.shaping.answer_budget": (None, "a reward function of verl has no tokens"),
+    "reward.shaping.budget_penalty": (1.0, "it belongs to the budgets of reward.shaping"),
+    "reward.shaping.repetition_ngram": (4, "it belongs to reward.shaping.repetition_penalty"),
+    "reward.shaping.reward_clip": (None, "scale the parts of a mixture instead"),
+    "reward.shaping.normalize": ("off", "scale the parts of a mixture instead (zscore)"),
+    "reward.api.monitor.labels": (None, "a reward function of verl knows no steps"),
+    "reward.api.monitor.labels_every": (50, "it belongs to reward.api.monitor.labels"),
+    "trainer.patience": (None, "verl makes all its steps"),
+    "trainer.num_workers": (None, "verl trains on GPUs only; name them with --n_gpus"),
+    "trainer.placement": (None, "verl puts everything on all GPUs, or see trainer.v1.* of verl"),
+    "trainer.async_steps": (0, "use verl's own trainer.v1.trainer_mode=separate_async"),
+    "rollout.partial_tokens": (None, "it belongs to trainer.async_steps"),
+    "trainer.profile_steps": ((), "use verl's own global_profiler.*"),
+    "trainer.tensor_parallel_size": (1, "use verl's own model_engine=megatron"),
+    "trainer.pipeline_parallel_size": (1, "use verl's own model_engine=megatron"),
+}
+
+
+@dataclass(frozen=True)
+class Bridged:
+    """The overrides of verl, in order; or what it cannot be told."""
+
+    values: Values
+    theirs: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    def lines(self, folder: Path) -> list[str]:
+        """Return the words after `main_ppo`; files lie below `folder`."""
+        below = {k: str(folder / v) if k in FILES else v for k, v in self.values.items()}
+        added = {name: "" if name in verl_names() else "++" for name in below}
+        return [*(f"{added[k]}{k}={spelt(v)}" for k, v in below.items()), *self.theirs]
+
+
+def bridge(config: Config, theirs: Sequence[str] = ()) -> Bridged:
+    """Write a configuration in verl's words; `theirs` are overrides that only verl knows."""
+    found, problems = dict(ALWAYS), list(_unsaid(config, theirs))
+    for key in table():
+        value = value_of(config, key)
+        if key in REFUSED:
+            allowed, said = REFUSED[key]
+            if value != allowed:
+                problems.append(f"{key} {_shown(value)} cannot be had on verl: {said}.")
+        elif key in OWN or (key.startswith("reward.") and key not in ELSE):
+            continue  # of this engine, or read by the reward function itself
+        elif _by_key()[key] or key in ELSE:
+            found |= {name: value for name in _by_key()[key] if not _idle(name, value)}
+        elif value != table()[key].default:
+            problems.append(f"{key} {_shown(value)} cannot be had on verl: it has no such setting.")
+    for write in dict.fromkeys(ELSE.values()):
+        found |= write(config)
+    given = {word.lstrip("+~").partition("=")[0]: word for word in theirs}
+    other = re.sub(".*=", "", given.get("model_engine", "dp"))
+    if other not in ("dp", "fsdp"):
+        found = dict(_on_engine(found, other))
+    kept = {name: value for name, value in found.items() if name not in given}
+    return Bridged(dict(sorted(kept.items())), tuple(theirs), tuple(problems))
+
+
+def _idle(name: str, value: Any) -> bool:
+    """A number that verl works out by itself where it is not set."""
+    return value is None and name.endswith("optim.total_training_steps")
+
+
+# Megatron's names for settings of FSDP and its optimizer.
+OF_MEGATRON: Final = {
+    "lr_scheduler_type": "lr_decay_style", "min_lr_ratio": "min_lr", "eps": "adam_eps",
+    "param_offload": "param_offload", "optimizer_offload": "optimizer_offload", "dtype": "dtype",
+    "seed": "seed",
+}  # fmt: skip
+
+
+def _on_engine(found: Values, engine: str) -> Iterator[tuple[str, Any]]:
+    """Leave out what is FSDP's only; Megatron has some of it under names of its own."""
+    for name, value in found.items():
+        group, _, leaf = name.rpartition(".")
+        sharding = ".fsdp_config" in group or group.startswith("critic.fsdp")
+        optim = leaf in ("lr_scheduler_type", "min_lr_ratio", "eps", "optimizer", "optimizer_impl")
+        if not (sharding or optim or leaf in ("strategy", "grad_clip")):
+            yield name, value
+        elif engine == "megatron" and leaf in OF_MEGATRON:
+            lr = found.get(f"{group}.lr", 0.0)
+            of = f"{group.rpartition('.')[0]}.megatron" if sharding else group
+            yield f"{of}.{OF_MEGATRON[leaf]}", value * lr if leaf == "min_lr_ratio" else value
+
+
+def _unsaid(config: Config, theirs: Sequence[str]) -> Iterator[str]:
+    """Say what must be named for verl, and what it has not."""
+    if not config.trainer.n_gpus_per_node:
+        yield "verl trains on GPUs: name how many each node has with --n_gpus 8."
+    said = {word.lstrip("+").removeprefix(WRAPPER) for word in theirs}
+    megatron = config.actor.strategy == "megatron" or "actor.strategy=megatron" in said
+    if megatron and "model_engine=megatron" not in said:
+        yield "actor.strategy megatron needs verl's own model_engine=megatron beside it."
+    if config.rollout.name == "hf":
+        yield "rollout.name hf cannot be had on verl, which has vllm, sglang and trtllm."
+    if any(judge.settings.type == "local" for judge in judges_of(config.reward)):
+        yield (
+            "reward.api.type local: on verl no GPU is left for a judge. Serve it yourself "
+            "(docs/local_judge.md) and name it with type openai and --rm_base_url."
+        )
+    if any(judge.settings.of_the_run for judge in judges_of(config.reward)):
+        yield (
+            "reward.api.mode compare cannot be had on verl, which asks for the score of each "
+            "response by itself; use --rm_compare ground_truth, or --rm_mode text."
+        )
+    for model in models_of(config.reward):
+        if not is_url(model.settings.path or "") and model.settings.device != "cpu":
+            yield (
+                f"reward.model.path {model.settings.path}: on verl no GPU is left for it. Serve it "
+                "(vLLM or SGLang) and name its URL, or set --reward_model_device cpu."
+            )
+    for word in theirs:
+        if re.match(r"\+*reward\.custom_reward_function\.(path|name)=", word):
+            yield f"{word}: the reward function is written by this program; leave it out."
+
+
+def spelt(value: Any) -> str:
+    """Write a value so that Hydra's grammar reads the same one."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "inf" if value > 0 else "-inf" if value < 0 else "nan"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{spelt(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(spelt(v) for v in value) + "]"
+    # A backslash counts only before a quote, and `${` begins an interpolation, in quotes too.
+    text = re.sub(r'(\\*)"', r'\1\1\\"', str(value)).replace("${", r"\${")
+    tail = re.search(r"\\*$", text)
+    return f'"{text}{tail[0] if tail else ""}"'
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
+
+
+def only_verls(word: str) -> bool:
+    """Whether an override is one that only verl has: it goes there as it stands."""
+    name, equals, value = word.partition("=")
+    bare = name.lstrip("+")
+    own = bare.removeprefix(WRAPPER)
+    if not equals:
+        return False
+    key = find(own)
+    if key is not None:
+        known = [*offered(key.choices), "null", "none", ""]
+        return bool(key.choices) and not key.is_list and value.strip("'\"").lower() not in known
+    if own == "trainer.device":
+        return True
+    names = foreign_names()
+    ours = own in TURNED or own in names.tied or own in names.renamed
+    if ours or own.startswith(("custom_reward_function.", "reward.custom_reward_function.")):
+        return False
+    full = (bare, WRAPPER + own)
+    known_there = any(name in verl_names() for name in full) or bare == "model_engine"
+    return known_there or name.startswith("+") or any(f".{g}." in f".{own}." for g in GROUPS)
+
+
+def columns(config: Config) -> tuple[str, ...]:
+    """Name the parts of a score that stand in verl's extra info by themselves, for all rows."""
+    reward, algorithm = config.reward, config.algorithm
+    parts = [part.name for part in mixture_of(reward)]
+    if not parts:
+        parts = ["judge"] if reward.api.enable else ["model"] if reward.model.path else []
+    metric = algorithm.filter_groups.metric
+    asked = [*parts, *algorithm.gdpo_reward_keys, *([metric] if metric else [])]
+    return tuple(dict.fromkeys(name for name in asked if name not in ("score", "seq_reward")))

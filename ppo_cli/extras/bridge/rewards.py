@@ -1,0 +1,366 @@
+"""Our rewards as verl's reward function: one server for the whole job, asked by its workers.
+
+verl holds `reward.num_workers` processes, on all nodes, and each would have limits of its own.
+Here they all ask one named Ray actor on the head node. It holds the reward, so there is one
+limiter, one cache, one budget and one pause for an outage, whatever the number of workers.
+
+verl cannot leave a sample out. One that got no verdict is given the mean of the others of its
+prompt, else of all so far, and `failed` says so; what must stop the run is raised, and written
+to `stopped`, which the script of node 0 watches.
+
+What verl logged is read back into the run folder, as metrics.jsonl and rollouts/, under our names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+import numpy as np
+
+from ppo_cli.config.mixture import has_mixture
+from ppo_cli.errors import DataError, PpoError, RewardError
+from ppo_cli.extras.bridge.overrides import TRAIN, VAL, columns
+from ppo_cli.moments import Moments
+from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.redact import redact
+from ppo_cli.rewards.base import Reward
+from ppo_cli.run_folder import (
+    METRICS_FILE,
+    append_line,
+    plain,
+    read_lines,
+    replace_lines,
+    rollout_file,
+    run_settings,
+)
+
+NAME = "ppo_cli_reward"
+ROW = "ppo_cli"  # where a row's extra_info holds what verl does not hand on
+KEYS_FILE = ".judge_keys"  # NAME=VALUE a line, until the server has read it; 0600
+STOPPED = "stopped"  # why the run must end
+SCORES, MEASURED = "verl/scores.jsonl", "verl/judge.jsonl"
+AT_ONCE = 100_000  # calls that wait for their score in the server
+QUIET_S = 2.0  # without a new response for so long, those that failed are dealt with
+# Parts that are scaled by their step wait for all of it, as verl's samplers may pause.
+QUIET_MIXED_S = 30.0
+HEAD = "node:__internal_head__"  # Ray's name for the first node
+
+Function = Callable[..., Awaitable[dict[str, Any]]]
+
+
+def reward_function(folder: Path, where: str) -> Function:
+    """Return the function that verl's reward workers call; `where` is where files lie."""
+    server: Any = None
+
+    async def compute_score(
+        data_source: str,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> dict[str, Any]:
+        nonlocal server
+        row = (extra_info or {}).get(ROW)
+        if row is None:
+            raise RewardError(f"a row without extra_info.{ROW}: train on the rows in {folder}/data")
+        if server is None:
+            server = _server(folder, where)
+        said: dict[str, Any] = await server.score.remote(row, solution_str)
+        return said
+
+    return compute_score
+
+
+def _server(folder: Path, where: str) -> Any:
+    """Return the job's server; whoever asks first makes it, on the head node if that is known."""
+    import ray
+
+    at_head = {HEAD: 0.001} if HEAD in ray.cluster_resources() else {}
+    options: dict[str, Any] = {
+        "name": NAME, "get_if_exists": True, "num_cpus": 0, "resources": at_head,
+        "max_concurrency": AT_ONCE,
+    }  # fmt: skip
+    return ray.remote(RewardServer).options(**options).remote(str(folder), where)
+
+
+class RewardServer:
+    """Holds the reward of a job; its methods run on one event loop."""
+
+    def __init__(self, folder: str, where: str) -> None:
+        self._folder = Path(folder)
+        os.chdir(where)
+        os.environ.update(take_keys(self._folder))
+        self._config = run_settings(self._folder)
+        self._known = Known(columns(self._config))
+        self._step_size = self._config.data.train_batch_size * self._config.rollout.n
+        self._quiet_s = QUIET_MIXED_S if has_mixture(self._config.reward) else QUIET_S
+        self._samples: Counter[str] = Counter()
+        self._open: set[Any] = set()
+        self._split, self._step, self._trained, self._last = "train", 0, 0, 0.0
+        self._watching: asyncio.Task[None] | None = None
+        self._reward: Reward | None = None
+        (self._folder / SCORES).parent.mkdir(exist_ok=True)
+        # No fsync for each line: it would hold up all that are waiting.
+        self._scores = (self._folder / SCORES).open("a", encoding="utf-8", buffering=1)
+        # Only the server needs the judges' own libraries.
+        from ppo_cli.rewards.registry import build_reward
+
+        try:
+            prompts = read_prompts(self._folder)
+            sources = {prompt.data_source for prompt in prompts}
+            self._reward = build_reward(self._config.reward, sources=sources)
+            self._reward.attach(self._folder)
+            self._reward.start(prompts, patient=True, tell=print)
+        except PpoError as error:
+            self._stop(error)
+
+    async def score(self, row: str, response: str) -> dict[str, Any]:
+        """Score one response to a row, as verl takes it: the same keys for every sample."""
+        self._pass_on_a_stop()
+        assert self._reward is not None
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        prompt, split = prompt_of_row(row)
+        self._begin(split)
+        rollout = Rollout(prompt, self._samples[prompt.uid], (), np.empty(0, np.float32),
+                          response, "stop")  # fmt: skip
+        self._samples[prompt.uid] += 1
+        future = asyncio.wrap_future(self._reward.submit(rollout))
+        self._open.add(future)
+        self._last = time.monotonic()
+        if split == "train" and self._trained % self._step_size == 0:
+            self._settle()
+        try:
+            score = await future
+        except PpoError as error:
+            self._stop(error)
+            raise RuntimeError(str(error)) from None
+        finally:
+            self._open.discard(future)
+        said = self._known.told(prompt.uid, score)
+        line = {"split": split, **record(rollout, score), **said}
+        self._scores.write(json.dumps(plain(line), ensure_ascii=False) + "\n")
+        return said
+
+    def _begin(self, split: str) -> None:
+        """A round is of one split; a step of training is as many responses as verl's batch."""
+        if split != self._split:
+            self._settle()
+            self._split = split
+        if split != "train":
+            return
+        if self._trained % self._step_size == 0:
+            self._measure()
+            self._step += 1
+            self._samples.clear()
+            self._known.forget()
+            assert self._reward is not None
+            self._reward.begin_step(self._step)
+        self._trained += 1
+
+    async def _watch(self) -> None:
+        """Settle what waits once nothing new has come for a while."""
+        while True:
+            await asyncio.sleep(0.2)
+            if self._open and time.monotonic() - self._last > self._quiet_s:
+                self._settle()
+
+    def _settle(self) -> None:
+        assert self._reward is not None
+        self._reward.settle("train" if self._split == "train" else "validation")
+        self._last = time.monotonic()
+
+    def _measure(self) -> None:
+        assert self._reward is not None
+        measured = self._reward.measure()
+        if self._step and measured:
+            append_line(self._folder / MEASURED, {"step": self._step, **measured})
+
+    def _stop(self, error: PpoError) -> None:
+        if not (self._folder / STOPPED).exists():
+            (self._folder / STOPPED).write_text(f"{redact(str(error))}\n", encoding="utf-8")
+
+    def _pass_on_a_stop(self) -> None:
+        if (self._folder / STOPPED).exists():
+            raise RuntimeError((self._folder / STOPPED).read_text(encoding="utf-8").strip())
+
+
+def take_keys(folder: Path) -> dict[str, str]:
+    """Return the keys that node 0's script left for this process alone, and delete their file."""
+    path = folder / KEYS_FILE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+class Known:
+    """What was scored so far, for samples that could not be scored."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = ("score", *names)
+        self._of_all = dict.fromkeys(self._names, Moments())
+        self._of_prompt: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+
+    def forget(self) -> None:
+        """Begin another step: its groups are others."""
+        self._of_prompt.clear()
+
+    def told(self, uid: str, score: Score) -> dict[str, Any]:
+        """Return a score for verl; `imputed` says that the value is a mean of other samples."""
+        given = {name: part.raw for name, part in score.parts.items()} | {"score": score.value}
+        values: dict[str, float] = {}
+        put_in = False
+        for name in self._names:
+            value = given.get(name)
+            if value is None:
+                values[name] = self._instead(uid, name)
+                put_in = put_in or name == "score"
+                continue
+            values[name] = float(value)
+            if score.judged:
+                self._of_prompt[uid][name].append(values[name])
+                self._of_all[name] = self._of_all[name].merge(Moments.of([values[name]]))
+        failure = redact(score.failure or score.imputed)
+        return {
+            **values,
+            "failed": float(not score.judged),
+            "imputed": float(put_in or bool(score.imputed)),
+            "gated": float(score.gated),
+            "failure": failure,
+            "reason": redact(score.reason),
+            "parts": json.dumps({n: [p.raw, p.scaled] for n, p in score.parts.items()}),
+        }
+
+    def _instead(self, uid: str, name: str) -> float:
+        values = self._of_prompt[uid][name]
+        return fmean(values) if values else self._of_all[name].mean
+
+
+def record(rollout: Rollout, score: Score) -> dict[str, Any]:
+    """What a line of scores.jsonl has beside what verl was told: to be joined with its dump."""
+    prompt = rollout.prompt
+    parts = {name: {"raw": p.raw, "scaled": p.scaled} for name, p in score.parts.items()}
+    return {
+        "uid": prompt.uid, "sample": rollout.sample, "prompt": prompt.text,
+        "response": rollout.text, "ground_truth": prompt.ground_truth,
+        "data_source": prompt.data_source, "own_score": score.value, "own_parts": parts,
+        "facts": score.facts,
+    }  # fmt: skip
+
+
+def read_prompts(folder: Path) -> list[Prompt]:
+    """Return the prompts that verl trains on, and those that it validates on."""
+    import pyarrow.parquet as pq
+
+    rows: list[str] = []
+    for name in (TRAIN, VAL):
+        if (folder / name).exists():
+            column = pq.read_table(folder / name, columns=["extra_info"]).column("extra_info")
+            rows += [info[ROW] for info in column.to_pylist()]
+    return [prompt_of_row(row)[0] for row in rows]
+
+
+def row_of(prompt: Prompt, split: str) -> str:
+    """Write all that scoring needs of a prompt, for a row's extra_info."""
+    messages = [dict(message) for message in prompt.messages]
+    return json.dumps(
+        {
+            "split": split, "uid": prompt.uid, "text": prompt.text, "messages": messages,
+            "data_source": prompt.data_source, "ground_truth": prompt.ground_truth,
+            "extra_info": prompt.extra_info, "opened": prompt.opened,
+        },
+        ensure_ascii=False,
+    )  # fmt: skip
+
+
+def prompt_of_row(row: str) -> tuple[Prompt, str]:
+    """Read what `row_of` wrote: the prompt, and whether it is of train or val."""
+    told = json.loads(row)
+    split = told.pop("split")
+    messages = tuple(told.pop("messages"))
+    return Prompt(**told, messages=messages, rendered="", token_ids=()), split
+
+
+# verl's name of a metric -> ours; the others keep theirs.
+NAMES: Final = {
+    "critic/score/mean": "reward_mean", "critic/score/max": "reward/max",
+    "critic/score/min": "reward/min", "actor/reward_kl_penalty": "kl_divergence",
+    "actor/reward_kl_penalty_coeff": "kl/coef", "actor/kl_loss": "kl/loss",
+    "actor/pg_loss": "policy_loss", "actor/pg_clipfrac": "clip_fraction",
+    "actor/ppo_kl": "actor/kl_to_old", "actor/entropy": "entropy", "actor/grad_norm": "grad_norm",
+    "critic/vf_loss": "value_loss", "critic/grad_norm": "critic_grad_norm",
+    "critic/vf_explained_var": "explained_variance", "response_length/mean": "response_length_mean",
+    "perf/throughput": "perf/tokens_per_s_per_gpu", "timing_s/step": "time/step_s",
+    "timing_s/gen": "time/rollout_s", "timing_s/old_log_prob": "time/old_log_probs_s",
+    "timing_s/update_actor": "time/update_actor_s",
+    "timing_s/update_critic": "time/update_critic_s",
+}  # fmt: skip
+LOGS: Final = "verl/metrics_*.jsonl"  # a file for each start, by its time
+DUMPS: Final = "verl/rollouts"
+
+
+def read_back(folder: Path) -> tuple[int, int]:
+    """Write metrics.jsonl and rollouts/ anew; returns how many steps and responses there are.
+
+    Raises DataError for a folder in which verl has not logged anything.
+    """
+    if not (folder / "overrides").exists():
+        raise DataError(f"{folder} is no folder of `ppo bridge verl`: it has no file overrides.")
+    steps = {int(line["step"]): line for line in _metrics(folder)}
+    if not steps:
+        raise DataError(f"{folder}: verl has not logged a step yet ({LOGS} has none).")
+    replace_lines(folder / METRICS_FILE, [steps[number] for number in sorted(steps)])
+    scores: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for line in reversed(read_lines(folder / SCORES)):  # of equal ones the first is taken first
+        scores[line["response"], _truth(line)].append(line)
+    count = 0
+    for dump in sorted((folder / DUMPS).glob("*.jsonl"), key=lambda path: int(path.stem)):
+        lines = [_rollout(line, scores) for line in read_lines(dump)]
+        replace_lines(rollout_file(folder, int(dump.stem)), lines)
+        count += len(lines)
+    return len(steps), count
+
+
+def _metrics(folder: Path) -> Iterator[dict[str, Any]]:
+    """Give each step as our line; a later start has the last word on a step."""
+    measured: dict[int, dict[str, Any]] = defaultdict(dict)
+    for line in read_lines(folder / MEASURED):
+        measured[line["step"]] |= line
+    for log in sorted(folder.glob(LOGS)):
+        for line in read_lines(log):
+            said = {NAMES.get(name, name): value for name, value in line["data"].items()}
+            yield measured[line["step"]] | said | {"step": line["step"]}
+
+
+def _truth(line: dict[str, Any]) -> str:
+    return "" if line["ground_truth"] is None else str(line["ground_truth"])
+
+
+def _rollout(
+    dumped: dict[str, Any], scores: dict[tuple[str, str], list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """Return a response of verl's dump with what our reward said of it, where it was asked."""
+    truth = str(dumped.get("gts") or "")
+    line = {
+        "step": dumped["step"], "uid": dumped.get("uid", ""), "sample": 0,
+        "prompt": dumped["input"], "response": dumped["output"], "ground_truth": truth,
+        "score": dumped["score"], "failure": "", "reason": "", "parts": {},
+    }  # fmt: skip
+    same = scores.get((dumped["output"], truth))
+    if not same:
+        return line
+    told = same.pop() if len(same) > 1 else same[0]
+    own = ("uid", "sample", "prompt", "ground_truth", "data_source", "reason", "failure")
+    line |= {name: told[name] for name in own}
+    line |= {"parts": told["own_parts"], **told["facts"]}
+    if told["failed"]:  # what verl learnt from was put in
+        line |= {"score": None, "imputed": told["score"]} if told["own_score"] is None else {}
+    return line

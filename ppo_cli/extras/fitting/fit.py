@@ -1,0 +1,314 @@
+"""`ppo reward fit`: fits a reward model to pairs; keeps the best by held-out accuracy.
+
+The folder of a fitted model is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppo_cli.atomic import replacing
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.gpus import list_gpus
+from ppo_cli.config.processor import matmul_library
+from ppo_cli.digests import require_intact_model
+from ppo_cli.engine.checkpoint import model_files, write_files
+from ppo_cli.engine.device import Compute, multiply_with, require_gpus
+from ppo_cli.engine.export import write_weights
+from ppo_cli.errors import (
+    ConfigError,
+    DataError,
+    Interrupted,
+    ModelError,
+    UserError,
+    refuse_out,
+    with_path,
+)
+from ppo_cli.extras.fitting.preferences import (
+    EncodedPair,
+    Split,
+    count,
+    encode_pairs,
+    keep_apart,
+    load_pairs,
+    refuse_refused,
+    split_by_prompt,
+    tell_left_out,
+    whole_format,
+)
+from ppo_cli.extras.fitting.training import (
+    Figures,
+    FitSettings,
+    ScoreNetwork,
+    Trainer,
+    batches,
+    choose_lr,
+    load_to_fit,
+    measure,
+    steps_of,
+)
+from ppo_cli.report.tracker import Screen
+from ppo_cli.run_folder import plain
+from ppo_cli.signals import StopOnSignal
+
+RECORD_FILE = "fit.json"
+
+
+class ModelFolder:
+    """Where the best model so far lies; refuses at once a place that it must not take."""
+
+    def __init__(self, out: Path, *, overwrite: bool = False) -> None:
+        refuse_out(out)
+        self.path = out.expanduser()
+        self._place = self.path.resolve()
+        if self._place.exists() and not self._place.is_dir():
+            raise ConfigError(f"--out {self.path} is a file; name a folder.")
+        if self._place.is_dir() and any(self._place.iterdir()):
+            if not (self._place / RECORD_FILE).exists():
+                raise ConfigError(
+                    f"--out {self.path} holds files that no fit wrote, and a fit replaces the "
+                    "whole folder. Name another folder."
+                )
+            if not overwrite:
+                raise ConfigError(
+                    f"--out {self.path} holds a fitted model already. Name another folder, or "
+                    "replace the model with --overwrite."
+                )
+        parent = next(p for p in self._place.parents if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ConfigError(f"--out {self.path}: the folder {parent} cannot be written.")
+
+    def write(self, save: Callable[[Path], object], record: Mapping[str, Any]) -> None:
+        """Put what `save` writes into a folder, and the record, in the place of what was there."""
+        try:
+            self._place.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self._place) as fresh:
+                fresh.mkdir()
+                save(fresh)
+                _write_record(fresh, record)
+        except OSError as error:
+            raise UserError(
+                f"The model could not be written to {self.path}: {error.strerror or error}. Free "
+                "some space, or choose another --out."
+            ) from error
+
+    def finish(self, record: Mapping[str, Any]) -> None:
+        """Replace the record of the model that lies there."""
+        _write_record(self._place, record)
+
+
+def _write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    with replacing(folder / RECORD_FILE) as fresh:
+        fresh.write_text(
+            json.dumps(plain(record), ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
+        )
+
+
+LINES = 20  # lines about steps in a fit
+MEASURED = 4  # times that the held-out pairs are scored, besides at the start
+
+
+def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
+    """Fit and save; returns the record that lies beside the model. Interrupted: see there."""
+    require_gpus(len(list_gpus()[:1]))
+    folder = ModelFolder(settings.out, overwrite=settings.overwrite)
+    split, dropped = read_split(settings, screen)
+    recipe = settings.recipe
+    require_intact_model(
+        Path(model_folder(settings.model)).expanduser(),
+        lambda other: with_path(settings.model, str(other)),
+    )
+    multiply_with(matmul_library(None))
+    network = load_to_fit(
+        model_folder(settings.model),
+        compute=Compute.choose(recipe.dtype),
+        seed=recipe.seed,
+        frozen=recipe.freeze_body,
+        template=settings.template,
+        max_length=settings.max_length,
+    )
+    form = whole_format(network.tokenizer, settings.model)
+    sides: list[tuple[EncodedPair, ...]] = []
+    with screen.phase("encode", len(split.train) + len(split.held_out)) as advance:
+        for what, pairs in (("training", split.train), ("held-out", split.held_out)):
+            found = encode_pairs(form, pairs, network.max_length, advance)
+            if not settings.skip_bad_rows:
+                refuse_refused(found)
+            tell(screen, tell_left_out(found, what, network.max_length))
+            dropped.update(too_long=len(found.too_long), refused=len(found.refused))
+            sides.append(found.pairs)
+    return Fit(settings, network, sides[0], sides[1], +dropped, folder, screen).run()
+
+
+def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, Counter[str]]:
+    """Read the pairs and set the held-out ones apart; also count what was dropped and why."""
+    found = load_pairs(settings.data, skip_bad_rows=settings.skip_bad_rows)
+    tell(screen, found.notes)
+    if not found.pairs:
+        raise DataError("No usable pair is left in --data.")
+    dropped = Counter(found.dropped)
+    if not settings.val_data:
+        return split_by_prompt(found.pairs, settings.val_share, settings.recipe.seed), dropped
+    held_out = load_pairs(settings.val_data, skip_bad_rows=settings.skip_bad_rows)
+    tell(screen, held_out.notes)
+    if not held_out.pairs:
+        raise DataError("No usable pair is left in --val_data.")
+    split = keep_apart(found.pairs, held_out.pairs)
+    if shared := len(found.pairs) - len(split.train):
+        screen.note(f"{count(shared, 'pair')} left out: the prompt is in --val_data too.")
+        dropped["in_val_data"] = shared
+    return split, dropped
+
+
+class Fit:
+    """The run itself: steps, measures, keeps, stops."""
+
+    def __init__(
+        self,
+        settings: FitSettings,
+        network: ScoreNetwork,
+        train: Sequence[EncodedPair],
+        held_out: Sequence[EncodedPair],
+        dropped: Mapping[str, int],
+        folder: ModelFolder,
+        screen: Screen,
+    ) -> None:
+        self._network = network
+        self._settings, self._folder, self._screen = settings, folder, screen
+        self._train, self._held_out, self._dropped = train, held_out, dropped
+        self._files = model_files(network.module, network.tokenizer)
+        self._lr = choose_lr(settings.recipe, self._network.size())
+        self._total = steps_of(len(train), settings.recipe)
+        self._trainer = Trainer(self._network, settings.recipe, self._lr, self._total)
+        self._step = self._best_step = 0
+        self._before: Figures | None = None
+        self._best: Figures | None = None
+        self._history: list[dict[str, float]] = []
+
+    def run(self) -> dict[str, Any]:
+        """Do all steps, or as many as a signal allows; the best model lies in the folder."""
+        recipe = self._settings.recipe
+        tell(self._screen, self._network.notes)
+        size = self._network.size()
+        chosen = "" if recipe.lr else " (unset: chosen by what is trained)"
+        what = "the head alone" if recipe.freeze_body else f"{size:,} weights"
+        self._screen.note(
+            f"{count(len(self._train), 'pair')} to train on, {len(self._held_out)} held out; "
+            f"{count(self._total, 'step')} of {recipe.batch_size}, {what}, lr {self._lr:g}{chosen}."
+        )
+        with StopOnSignal(self._screen.note) as stop:
+            self._before = self._measure()
+            if not math.isfinite(self._before.loss):
+                raise ModelError(
+                    f"{self._settings.model} gives scores that are not finite: its weights are "
+                    "damaged, or --dtype is too small for it."
+                )
+            self._screen.note(self._told(self._before))
+            self._steps(stop.reason)
+        reason = stop.reason()
+        if reason and self._best is None:
+            raise Interrupted(
+                f"{self._stopped(reason)} Nothing was saved; run the same command again."
+            )
+        record = self._record(finished=not reason)
+        self._folder.finish(record)
+        if reason and self._best:
+            raise Interrupted(
+                f"{self._stopped(reason)} {self._folder.path} holds the best model so far (step "
+                f"{self._best_step}, held-out accuracy {self._best.accuracy:.3f}), whole and ready "
+                "for --reward_model. A fit does not go on from there: for all of it run the same "
+                "command with --overwrite."
+            )
+        return record
+
+    def _stopped(self, reason: str) -> str:
+        return f"{reason}: stopped after {self._step} of {self._total} steps."
+
+    def _steps(self, stopped: Callable[[], str | None]) -> None:
+        recipe, total = self._settings.recipe, self._total
+        every = max(1, total // LINES)
+        marks = {round(total * (i + 1) / MEASURED) for i in range(MEASURED)} | {total}
+        with self._screen.phase("fit", total) as advance:
+            for number, pairs in enumerate(batches(self._train, recipe, total)):
+                if stopped():
+                    break
+                done = self._trainer.step(number, pairs)
+                self._step = number + 1
+                advance(1)
+                if not done.updated:
+                    self._screen.health(f"step {self._step}: not finite, skipped.")
+                if self._step % every == 0:
+                    figures = done.figures
+                    self._screen.note(
+                        f"step {self._step}/{total}  loss {done.loss:.4f}  "
+                        f"accuracy {figures.accuracy:.3f}  margin {figures.margin:+.3f}  "
+                        f"grad_norm {done.grad_norm:.3g}"
+                    )
+                if self._step in marks:
+                    self._keep()
+        if self._step and self._step not in marks:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Measure on the held-out pairs, and save when it is the best so far."""
+        figures = self._measure()
+        self._history.append({"step": self._step, **asdict(figures)})
+        better = math.isfinite(figures.loss) and figures.better_than(self._best)
+        self._screen.note(self._told(figures) + ("; kept" if better else ""))
+        if better:
+            self._best, self._best_step = figures, self._step
+            record = self._record(finished=False)
+            self._folder.write(self._save, record)
+
+    def _save(self, folder: Path) -> None:
+        write_files(folder, self._files)
+        write_weights(self._network.module, folder)
+
+    def _measure(self) -> Figures:
+        with self._screen.phase("held out", 2 * len(self._held_out)) as advance:
+            tokens = self._settings.recipe.batch_tokens
+            return measure(self._network, self._held_out, tokens, advance)
+
+    def _told(self, figures: Figures) -> str:
+        return (
+            f"held out after step {self._step}/{self._total}: loss {figures.loss:.4f}  "
+            f"accuracy {figures.accuracy:.3f}  margin {figures.margin:+.3f}"
+        )
+
+    def _record(self, *, finished: bool) -> dict[str, Any]:
+        assert self._best is not None and self._before is not None
+        return {
+            "model": self._settings.model,
+            "out": str(self._folder.path),
+            "finished": finished,
+            "data": list(self._settings.data),
+            "val_data": list(self._settings.val_data),
+            "pairs": {"train": len(self._train), "held_out": len(self._held_out)},
+            "dropped": dict(self._dropped),
+            "steps": {
+                "done": self._step, "all": self._total, "skipped": self._trainer.skipped,
+                "kept": self._best_step,
+            },
+            "before": asdict(self._before),
+            "after": asdict(self._best),
+            "scores": {"mean": self._best.mean, "std": self._best.std},
+            "history": self._history,
+            "recipe": asdict(self._settings.recipe) | {"lr": self._lr},
+            "max_length": self._network.max_length,
+            "torch": torch.__version__.split("+")[0],
+        }  # fmt: skip
+
+
+def tell(screen: Screen, notes: Sequence[str]) -> None:
+    """Show remarks."""
+    for note in notes:
+        screen.note(note)

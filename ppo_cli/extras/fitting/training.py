@@ -1,0 +1,430 @@
+"""The model that is fitted, and the steps of a fit.
+
+A decoder with one score, read at the last token of a sample; one without a chat template gets one,
+saved with it, so that scoring uses the same. Then the recipe, the Bradley-Terry loss of pairs,
+updates in micro-batches, evaluation.
+
+Legend: P pairs, B samples, L tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from ppo_cli.config.algorithm_schema import Optim
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.loading import load_config, load_weights
+from ppo_cli.engine.micro_batches import Budget, plan_micro_batches, run_within_memory
+from ppo_cli.engine.models import load_tokenizer, pad_token_id
+from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.value_models import VALUE_HEADS
+from ppo_cli.errors import ModelError, did_you_mean
+from ppo_cli.extras.fitting.preferences import EncodedPair
+from ppo_cli.report.tracker import Advance
+from ppo_cli.rewards.models.base import Encoded, pad
+from ppo_cli.rewards.models.checkpoint import last_BH
+from ppo_cli.rewards.models.heads import hard_limit, hidden_states
+
+TRANSCRIPT = (
+    "{%- for message in messages -%}"
+    "{%- set name = {'user': 'Human', 'assistant': 'Assistant'}.get("
+    "message['role'], message['role'] | capitalize) -%}"
+    "{{- '\\n\\n' + name + ': ' + message['content'] -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '\\n\\nAssistant: ' -}}{%- else -%}"
+    "{{- eos_token -}}{%- endif -%}"
+)
+CHATML = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+TEMPLATES = {"transcript": TRANSCRIPT, "chatml": CHATML}
+
+
+def set_template(tokenizer: Any, path: str, wanted: str | None) -> None:
+    """Give the tokenizer the template that was asked for; it must have one in the end."""
+    if wanted is not None:
+        tokenizer.chat_template = read_template(wanted)
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"The tokenizer of {path} has no chat template, so prompt and reply cannot be put "
+            "together. Name one with --template: transcript (Human: … Assistant: …), chatml, or a "
+            "file with a Jinja chat template."
+        )
+
+
+def read_template(wanted: str) -> str:
+    """Return the text of a template: by name, as text, or from a file."""
+    if wanted in TEMPLATES:
+        return TEMPLATES[wanted]
+    text = wanted
+    if "{{" not in wanted and "{%" not in wanted:
+        path = Path(wanted).expanduser()
+        if not path.is_file():
+            raise ModelError(
+                f"--template {wanted}: no such file, and none of the names "
+                f"{', '.join(TEMPLATES)}.{did_you_mean(wanted, TEMPLATES)}"
+            )
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"--template {wanted} cannot be read as text ({error}).") from error
+    if "messages" not in text:
+        raise ModelError(
+            f"--template {wanted} does not name `messages`: it is no Jinja chat template."
+        )
+    return text
+
+
+LONGEST = 2048
+PAD_WORD = "<|pad|>"
+
+
+@dataclass
+class ScoreNetwork:
+    """A sequence classifier with one row; with a frozen body, what it says is kept.
+
+    `max_length` is the most tokens of a sample; `notes` are for the user.
+    """
+
+    module: Any
+    compute: Compute
+    tokenizer: Any
+    max_length: int
+    pad_token_id: int
+    frozen: bool = False
+    notes: tuple[str, ...] = ()
+    _known: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def score_samples(self, samples: Sequence[Encoded]) -> Tensor:
+        """Score samples of any length, (B,) in float32."""
+        if not self.frozen:
+            return self._head(self._read_BH(samples))
+        fresh = {s.ids: s for s in samples if s.ids not in self._known}
+        if fresh:
+            with torch.no_grad():
+                for ids, hidden_H in zip(fresh, self._read_BH(list(fresh.values())), strict=True):
+                    self._known[ids] = hidden_H.cpu()
+        hidden_BH = torch.stack([self._known[s.ids] for s in samples])
+        return self._head(hidden_BH.to(self.compute.device))
+
+    def _read_BH(self, samples: Sequence[Encoded]) -> Tensor:
+        ids_BL, mask_BL, _ = pad(samples, self.pad_token_id, self.compute.device)
+        with self.compute.autocast():
+            hidden_BLH = hidden_states(self.module.base_model, ids_BL, mask_BL)
+        return last_BH(hidden_BLH, mask_BL)
+
+    def _head(self, hidden_BH: Tensor) -> Tensor:
+        with torch.autocast(hidden_BH.device.type, enabled=False):
+            scores: Tensor = self.module.score(hidden_BH).squeeze(-1)
+        return scores
+
+    def size(self) -> int:
+        """How many numbers the model has."""
+        return sum(p.numel() for p in self.module.parameters())
+
+
+def load_to_fit(
+    path: str,
+    *,
+    compute: Compute,
+    seed: int,
+    frozen: bool = False,
+    template: str | None = None,
+    max_length: int | None = None,
+) -> ScoreNetwork:
+    """Load a causal LM, or a reward model to go on from, ready to be fitted."""
+    tokenizer = load_tokenizer(path)
+    set_template(tokenizer, path, template)
+    model, fresh = load_classifier(path)
+    generator = torch.Generator().manual_seed(seed)
+    pad = choose_pad(tokenizer, model)
+    if fresh:
+        start_head(model.score, generator, zero=frozen)
+    if frozen:
+        model.base_model.requires_grad_(False)
+    model.to(compute.device)
+    model.eval()
+    longest = fitting_length(model.config, tokenizer, max_length)
+    notes = () if fresh else (f"{path} has a score head already: the fit goes on from it.",)
+    return ScoreNetwork(model, compute, tokenizer, longest, pad, frozen, notes)
+
+
+def load_classifier(path: str) -> tuple[Any, bool]:
+    """Load a sequence classifier with one row, and tell whether its head is a fresh one."""
+    config = load_config(path, "--model", False)
+    config.num_labels = 1
+    config.id2label, config.label2id = {0: "score"}, {"score": 0}
+    model, fresh = load_weights(
+        AutoModelForSequenceClassification,
+        path,
+        "model with one score",
+        heads=VALUE_HEADS,
+        config=config,
+        trust_remote_code=False,
+    )
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ModelError(
+            f"{path} ({type(model).__name__}) has no plain `score` head; give --model a causal "
+            "language model."
+        )
+    # The head of a value model says something else; its bias is one tensor too many.
+    return model, bool(fresh)
+
+
+def start_head(head: nn.Linear, generator: torch.Generator, *, zero: bool) -> None:
+    """Start at zero where the head alone is trained, else at a small random direction.
+
+    A zero head would pass no gradient to the body in the first step, and a tiny one later.
+    """
+    with torch.no_grad():
+        head.weight.zero_()
+        if not zero:
+            spread = 1 / math.sqrt(head.in_features + 1)
+            head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * spread)
+        if head.bias is not None:
+            head.bias.zero_()
+
+
+def choose_pad(tokenizer: Any, model: Any) -> int:
+    """Give tokenizer and model a pad token that ends no sample: pooling looks for the pads."""
+    if pad_token_id(tokenizer) == tokenizer.eos_token_id:
+        unused = tokenizer.unk_token
+        known = unused is not None and unused not in (tokenizer.eos_token, tokenizer.bos_token)
+        if known:
+            tokenizer.pad_token = unused
+        else:
+            tokenizer.add_special_tokens({"pad_token": PAD_WORD})
+    rows = model.get_input_embeddings().weight.shape[0]
+    if tokenizer.pad_token_id >= rows:
+        model.resize_token_embeddings(tokenizer.pad_token_id + 1, mean_resizing=False)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[tokenizer.pad_token_id] = 0.0
+    model.config.pad_token_id = int(tokenizer.pad_token_id)
+    return int(tokenizer.pad_token_id)
+
+
+def fitting_length(config: Any, tokenizer: Any, wanted: int | None) -> int:
+    """Return the most tokens of a sample: what was asked for, within what the model can read."""
+    made_for = hard_limit(config, tokenizer)
+    if wanted is not None and wanted > made_for:
+        raise ModelError(f"--max_length {wanted}: the model was made for {made_for} tokens.")
+    return int(wanted or min(LONGEST, made_for))
+
+
+SMALL_MODEL = 10_000_000
+HEAD_LR, SMALL_LR, USUAL_LR = 1e-3, 1e-3, 1e-5
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the weights are trained; ranges are those of the flags of `ppo reward fit`."""
+
+    epochs: int = 1
+    max_steps: int | None = None  # unset: all of the epochs
+    lr: float | None = None  # unset: chosen by what is trained
+    warmup: float = 0.05  # share of the steps with a rising rate
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0  # 0: no limit
+    batch_size: int = 32  # pairs
+    batch_tokens: int = 16384  # in memory at once, padding included
+    center: float = 0.0  # weight of (chosen + rejected)^2
+    freeze_body: bool = False
+    dtype: str | None = None  # unset: bfloat16 on a GPU, else float32
+    seed: int = 42  # of head, split and order
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """Files in, folder out, and the recipe between them."""
+
+    data: tuple[str, ...]
+    model: str
+    out: Path
+    recipe: Recipe
+    val_data: tuple[str, ...] = ()
+    val_share: float = 0.1
+    max_length: int | None = None
+    template: str | None = None
+    skip_bad_rows: bool = False
+    overwrite: bool = False
+
+
+def choose_lr(recipe: Recipe, parameters: int) -> float:
+    """Return the learning rate asked for, or one that suits what is trained."""
+    if recipe.lr is not None:
+        return recipe.lr
+    if recipe.freeze_body:
+        return HEAD_LR
+    return SMALL_LR if parameters < SMALL_MODEL else USUAL_LR
+
+
+def pair_losses(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor, center: float) -> Tensor:
+    """Loss of each pair: -log sigmoid(chosen - rejected - margin) + center (chosen + rejected)^2.
+
+    The first term is the negative log-likelihood of Bradley & Terry (1952), as in eq. 1 of
+    Ouyang et al. 2022 (arXiv 2203.02155), with the margin of Touvron et al. 2023 (2307.09288).
+    The second keeps scores around 0 (Eisenstein et al. 2023, 2312.09244): the first does not
+    change when all scores of a prompt move together.
+    """
+    losses_P = -F.logsigmoid(chosen_P - rejected_P - margin_P)
+    if center:
+        losses_P = losses_P + center * (chosen_P + rejected_P) ** 2
+    return losses_P
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Means over pairs; `mean` and `std` are of the scores of all responses."""
+
+    loss: float
+    accuracy: float
+    margin: float
+    mean: float
+    std: float
+
+    def better_than(self, other: Figures | None) -> bool:
+        """Higher accuracy; on a tie, the lower loss."""
+        return other is None or (self.accuracy, -self.loss) > (other.accuracy, -other.loss)
+
+
+@torch.no_grad()
+def measure(
+    network: ScoreNetwork, pairs: Sequence[EncodedPair], batch_tokens: int, advance: Advance
+) -> Figures:
+    """Score every pair and sum up; the loss is the plain one, without centring."""
+    samples = [s for pair in pairs for s in (pair.chosen, pair.rejected)]
+    scores_B = torch.empty(len(samples))
+    lengths = [len(s.ids) for s in samples]
+    for group in plan_micro_batches(lengths, Budget(batch_tokens)):
+        scores_B[group] = network.score_samples([samples[i] for i in group]).float().cpu()
+        advance(len(group))
+    margin_P = torch.tensor([pair.margin for pair in pairs])
+    return figures_of(scores_B[0::2], scores_B[1::2], margin_P)
+
+
+def figures_of(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor) -> Figures:
+    """Sum up scores; a tie counts half in the accuracy."""
+    chosen_P, rejected_P = chosen_P.double(), rejected_P.double()
+    all_B = torch.cat([chosen_P, rejected_P])
+    right_P = (chosen_P > rejected_P).double() + 0.5 * (chosen_P == rejected_P).double()
+    return Figures(
+        loss=float(pair_losses(chosen_P, rejected_P, margin_P.double(), 0.0).mean()),
+        accuracy=float(right_P.mean()),
+        margin=float((chosen_P - rejected_P).mean()),
+        mean=float(all_B.mean()),
+        std=float(all_B.std(correction=0)),
+    )
+
+
+MOST_BROKEN = 5
+
+
+TOO_MUCH = (
+    "a single pair of 2 x {} tokens. Lower --max_length, train the head alone with --freeze_body, "
+    "or take a smaller --model."
+)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a step came to, before its update."""
+
+    figures: Figures
+    loss: float  # with centring
+    grad_norm: float
+    updated: bool
+
+
+class Trainer:
+    """Holds what changes from step to step."""
+
+    def __init__(self, network: ScoreNetwork, recipe: Recipe, lr: float, total_steps: int) -> None:
+        self.network = network
+        self._recipe = recipe
+        # Both samples of a pair lie in a micro-batch: the loss couples them.
+        self._budget = Budget(max(1, recipe.batch_tokens // 2), too_much=TOO_MUCH)
+        self._broken = 0
+        self.skipped = 0
+        self._optimizer = Optimizer(
+            network.module,
+            Optim(
+                lr=lr, lr_warmup_steps_ratio=recipe.warmup, lr_scheduler_type="cosine",
+                min_lr_ratio=0.1, weight_decay=recipe.weight_decay,
+            ),
+            total_steps=total_steps,
+            grad_clip=recipe.grad_clip,
+            clip_grad_value=None,
+        )  # fmt: skip
+
+    def step(self, number: int, pairs: Sequence[EncodedPair]) -> Stepped:
+        """Do step `number`, counted from 0; one that is not finite changes nothing."""
+        self._optimizer.set_progress(number)
+        self._optimizer.zero_grad()
+        chosen_P, rejected_P = self._backward(pairs)
+        norm, updated = self._optimizer.apply()
+        margin_P = torch.tensor([pair.margin for pair in pairs])
+        loss = float(pair_losses(chosen_P, rejected_P, margin_P, self._recipe.center).mean())
+        self._broken = 0 if updated else self._broken + 1
+        self.skipped += not updated
+        if self._broken == MOST_BROKEN:
+            raise ModelError(
+                f"Loss or gradient was not finite in {MOST_BROKEN} steps in a row (up to step "
+                f"{number + 1}): the fit cannot go on. Lower --lr, try --dtype float32, or see "
+                "whether the weights of --model are whole."
+            )
+        return Stepped(figures_of(chosen_P, rejected_P, margin_P), loss, norm, updated)
+
+    def _backward(self, pairs: Sequence[EncodedPair]) -> tuple[Tensor, Tensor]:
+        """Leave the gradient of the mean loss; returns the scores."""
+        scores = torch.empty(2, len(pairs))
+
+        def work(group: Sequence[int], last: bool) -> None:
+            scores[:, group] = self._backward_group([pairs[i] for i in group], len(pairs))
+
+        run_within_memory(
+            [pair.length for pair in pairs], self._budget, work, self._optimizer.zero_grad
+        )
+        return scores[0], scores[1]
+
+    def _backward_group(self, pairs: Sequence[EncodedPair], step_pairs: int) -> Tensor:
+        samples = [p.chosen for p in pairs] + [p.rejected for p in pairs]
+        both = self.network.score_samples(samples).view(2, len(pairs))
+        margin_P = torch.tensor([pair.margin for pair in pairs], device=both.device)
+        losses_P = pair_losses(both[0], both[1], margin_P, self._recipe.center)
+        (losses_P.sum() / step_pairs).backward()
+        return both.detach().cpu()
+
+
+def steps_of(pairs: int, recipe: Recipe) -> int:
+    """Return how many steps a fit has."""
+    whole = recipe.epochs * -(-pairs // recipe.batch_size)
+    return min(whole, recipe.max_steps) if recipe.max_steps else whole
+
+
+def batches(
+    pairs: Sequence[EncodedPair], recipe: Recipe, total_steps: int
+) -> Iterator[list[EncodedPair]]:
+    """Yield the pairs of each step, every epoch in a seeded order of its own."""
+    done, epoch = 0, 0
+    while done < total_steps:
+        order = list(range(len(pairs)))
+        random.Random(f"order {recipe.seed} {epoch}").shuffle(order)
+        for start in range(0, len(order), recipe.batch_size):
+            if done == total_steps:
+                return
+            yield [pairs[i] for i in order[start : start + recipe.batch_size]]
+            done += 1
+        epoch += 1

@@ -1,0 +1,440 @@
+"""What a judge will cost: calls, tokens and money of a run, and the models that a key may use.
+
+Requests are rendered from real rows as training renders them. How long responses and verdicts will
+be, and how a judge tokenises text, is not known beforehand: each figure is a low and a high value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from ppo_cli.config.derived import split_files, train_rows, val_rows
+from ppo_cli.config.known_models import JUDGES, missing_settings, retirement
+from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.plan import arithmetic
+from ppo_cli.config.reward_schema import ApiReward, Reward
+from ppo_cli.config.schema import Config
+from ppo_cli.data_sets.sources import is_hub_name
+from ppo_cli.errors import DataError, UserError, did_you_mean
+from ppo_cli.records import Prompt
+from ppo_cli.redact import redact
+from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
+from ppo_cli.rewards.judge.compare import calls_for
+from ppo_cli.rewards.judge.format_check import format_checks
+from ppo_cli.rewards.judge.prices import Price, disagreement, find_price, near_models, second_list
+from ppo_cli.rewards.judge.prompt import (
+    Template,
+    check_rows,
+    criteria_of,
+    load_template,
+    material_of,
+)
+from ppo_cli.rewards.judge.providers import build_provider, monitor_of
+from ppo_cli.rewards.judge.providers.base import SdkProvider
+from ppo_cli.rewards.judge.rubric import Rubric
+from ppo_cli.scoring.rows import held_out
+
+SAMPLE = 200
+# Bytes of text in a token, low figure and high. The ledger's own estimate is a bound that no
+# call may pass, about twice what prose really takes: right for a budget, too much for a guess.
+TOKEN_BYTES = (4, 3)
+CRITERION_TOKENS = (15, 60)  # of a rubric: a word, or a long sentence
+VERDICT_TOKENS = (40, 160)  # a short reason, or three full sentences
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Tokens of some calls."""
+
+    input: float
+    output: float
+
+    def __add__(self, other: Amount) -> Amount:
+        """Return the tokens of both."""
+        return Amount(self.input + other.input, self.output + other.output)
+
+    @property
+    def total(self) -> float:
+        """Input and output together."""
+        return self.input + self.output
+
+    def cost(self, price: Price) -> float:
+        """Return what they cost in US dollars."""
+        return price.cost(Usage(input=round(self.input), output=round(self.output)))
+
+
+@dataclass(frozen=True)
+class Bill:
+    """Calls with the fewest and the most tokens that they are expected to take."""
+
+    calls: int
+    low: Amount
+    high: Amount
+
+    def times(self, calls: float) -> Bill:
+        """Return the bill of so many times as many calls."""
+        low, high = (Amount(a.input * calls, a.output * calls) for a in (self.low, self.high))
+        return Bill(round(self.calls * calls), low, high)
+
+    def __add__(self, other: Bill) -> Bill:
+        """Return both on one bill."""
+        return Bill(self.calls + other.calls, self.low + other.low, self.high + other.high)
+
+    def costs(self, price: Price | None) -> tuple[float, float] | None:
+        """Return the lowest and the highest cost; None without a price."""
+        return None if price is None else (self.low.cost(price), self.high.cost(price))
+
+    def as_dict(self, price: Price | None) -> dict[str, Any]:
+        """Return the bill as JSON takes it; pairs are low and high."""
+        return {
+            "calls": self.calls,
+            "input_tokens": [round(self.low.input), round(self.high.input)],
+            "output_tokens": [round(self.low.output), round(self.high.output)],
+            "cost_usd": self.costs(price),
+        }
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a step and a run will take; the run is None while its steps are not known."""
+
+    config: Config
+    price: Price | None
+    a_step: Bill
+    run: Bill | None
+    steps: int | None
+    rows: int
+    sampled: int
+    held_out: int = 0  # readings of labelled responses
+
+    def stops_at(self) -> tuple[int, int] | None:
+        """Return the earliest and the latest step at which a budget ends the run."""
+        if self.run is None or self.steps is None:
+            return None
+        ratios = [(most / high, most / low) for most, low, high in self._budgets() if low and high]
+        if not ratios or min(first for first, _ in ratios) >= 1:
+            return None
+        early, late = (min(one) for one in zip(*ratios, strict=True))
+        return max(1, int(self.steps * early)), min(self.steps, max(1, int(self.steps * late)))
+
+    def _budgets(self) -> Iterator[tuple[float, float, float]]:
+        """Give each budget with what the run takes of it, low and high."""
+        api, run = self.config.reward.api, self.run
+        assert run is not None
+        costs = run.costs(self.price)
+        if api.budget_usd is not None and costs is not None:
+            yield api.budget_usd, *costs
+        if api.budget_tokens is not None:
+            yield api.budget_tokens, run.low.total, run.high.total
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the forecast as JSON takes it; pairs are low and high."""
+        api = self.config.reward.api
+        return {
+            "provider": api.type,
+            "model": api.model,
+            "a_step": self.a_step.as_dict(self.price),
+            "run": None if self.run is None else self.run.as_dict(self.price),
+            "price_per_million": self.price and [self.price.input, self.price.output],
+            "price_source": self.price and self.price.source,
+            "budget_usd": api.budget_usd,
+            "budget_tokens": api.budget_tokens,
+            "stops_at_step": self.stops_at(),
+            "assumed": self.assumed(),
+        }
+
+    def lines(self) -> list[str]:
+        """Return the forecast as people read it."""
+        api, price = self.config.reward.api, self.price
+        each = ""
+        if price is not None:
+            each = (
+                f" ({api.model}: ${price.input:g} in, ${price.output:g} out per M; {price.source})"
+            )
+        whole, where = (self.a_step, " a step") if self.run is None else (self.run, "")
+        said = [f"judge: {_bill_line(whole, price)}{where}{each}"]
+        if self.run is not None:
+            said.append(f"a step: {_bill_line(self.a_step, price)}")
+        most = arithmetic(self.config).get("gen_batches_per_step_at_most")
+        if most is not None and most > 1:
+            said.append(
+                "dynamic sampling may take more, as groups that all score alike are sampled "
+                f"again: at most {_bill_line(self.a_step.times(most), price)} a step"
+            )
+        said += self._on_model()
+        said += self._on_budget()
+        if api.monitor.model is not None:
+            monitor, share = monitor_of(api), api.monitor.share
+            line = _bill_line(whole.times(share / api.votes), find_price(monitor))
+            said.append(
+                f"{share:.0%} of the responses are also sent to {monitor.type}: {line}{where} to "
+                f"the second judge {monitor.model} come on top"
+            )
+        if self.held_out and self.run is not None:
+            said.append(
+                f"{self.held_out:,} of the verdicts are on labelled responses, read anew "
+                f"({api.monitor.labels})"
+            )
+        return [*said, f"assumed: {self.assumed()}"]
+
+    def _on_model(self) -> Iterator[str]:
+        """Say what the lists of models have against this one."""
+        api, longest = self.config.reward.api, self.a_step.high
+        assert api.model is not None
+        if differ := disagreement(api):
+            yield differ
+        if api.base_url is None and (near := near_models(api.type, api.model)):
+            yield f"{api.model} is in no list of {api.type}'s models.{near}"
+        listed = second_list(api)
+        tokens = round(longest.total / max(1, self.a_step.calls))
+        if listed is not None and listed.context is not None and tokens > listed.context:
+            yield (
+                f"a call may take {tokens:,} tokens, and {api.model} reads {listed.context:,} at "
+                "most, by genai-prices: leave long prompts out, or name a model that reads more"
+            )
+
+    def _on_budget(self) -> Iterator[str]:
+        """Say whether the money is enough."""
+        api = self.config.reward.api
+        if self.price is None:
+            yield (
+                f"no price of {api.model} is known: give --rm_price_input and --rm_price_output "
+                "(US dollars for a million tokens), or a file with --rm_prices"
+            )
+        set_ = {"--rm_budget_usd": api.budget_usd, "--rm_budget_tokens": api.budget_tokens}
+        named = " and ".join(f"{flag} {most:,.12g}" for flag, most in set_.items() if most)
+        if not named or self.run is None or not list(self._budgets()):
+            return
+        stops = self.stops_at()
+        if stops is None:
+            yield f"with {named} it is enough"
+            return
+        first, last = stops
+        when = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        if last == self.steps:
+            yield f"with {named} it may not be enough: the run may stop from step {first:,} on"
+        else:
+            yield f"with {named} the run would stop at about step {when} of {self.steps:,}"
+
+    def assumed(self) -> str:
+        """Say what the figures rest on."""
+        short, full = _response_tokens(self.config)
+        low, high, calls = self.a_step.low, self.a_step.high, max(1, self.a_step.calls)
+        brief, long = round(low.output / calls), round(high.output / calls)
+        rows = f"{self.sampled:,} of {self.rows:,} rows" if self.sampled < self.rows else "all rows"
+        return (
+            f"requests rendered from {rows}; low: {TOKEN_BYTES[0]} characters a token, responses "
+            f"of {short:,} tokens, verdicts of {brief}; high: {TOKEN_BYTES[1]} characters, "
+            f"responses of {full:,} tokens, verdicts of {long} (a model that reasons writes "
+            "more); nothing from the cache, no call twice"
+        )
+
+
+def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecast:
+    """Return what the judge of a run will take; UserError where it cannot be forecast.
+
+    `read` gives the first prompts of the split train or val.
+    """
+    template, api = load_template(config.reward.api), config.reward.api
+    sums, votes, listed = arithmetic(config), api.votes, api.compare == "list"
+    alone, of_list, requests = 1, 1, 1.0  # responses of a request, and requests a response
+    if api.mode == "compare":
+        n, most = config.rollout.n, api.compare_calls
+        alone, of_list, requests = 2, n if listed else 2, 2.0
+        if api.within_group:
+            requests = calls_for(n, most and most // (2 * votes), listed=listed) / n
+    files = (*split_files(config, "train")[0], *split_files(config, "val")[0])
+    if far := [name for name in files if is_hub_name(name)]:
+        # What is not on this disk is not fetched for a forecast.
+        raise DataError(f"{', '.join(far)}: not on this disk, so its rows are not known yet.")
+    train = read("train")
+    val = read("val") if config.data.val_files else []
+    chosen = _sample(train, config.trainer.seed)
+    chosen_val = _sample(val, config.trainer.seed)
+    a_call = _a_call(template, chosen, config, of_list)
+    calls, validation = sums["reward_calls"], sums["reward_calls_validation"]
+    run = None
+    if calls is not None and validation is not None:
+        run = a_call.times((calls - validation) * votes * requests)
+        if validation:
+            bill = _a_call(template, chosen_val, config, alone)
+            run += bill.times(validation * votes * alone)
+    held = len(held_out(api.monitor.labels)) if api.monitor.labels is not None else 0
+    held *= 1 + (sums["total_steps"] or 0) // api.monitor.labels_every
+    checks = len(format_checks(api, template)) if api.canary_every else 0
+    if run is not None:
+        run += a_call.times(held + checks)
+    return Forecast(
+        config=config,
+        price=find_price(api),
+        a_step=a_call.times((sums["reward_calls_per_step"] or 0) * votes * requests),
+        run=run,
+        steps=sums["total_steps"],
+        rows=(train_rows(config) or len(train)) + (val_rows(config) or len(val)),
+        sampled=len(chosen) + len(chosen_val),
+        held_out=held,
+    )
+
+
+def _sample(prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
+    return prompts if len(prompts) <= SAMPLE else random.Random(seed).sample(prompts, SAMPLE)
+
+
+def _a_call(template: Template, prompts: Sequence[Prompt], config: Config, responses: int) -> Bill:
+    """Return the mean tokens of a call about `responses`, of half and of full length."""
+    api = config.reward.api
+    materials = [material_of(prompt, "") for prompt in prompts]
+    check_rows(api, template, materials)
+    of = criteria_of(api)
+    rubrics = [of(material) for material in materials]
+    asked = [r.alone() if r is not None and api.rubric_calls == "each" else [r] for r in rubrics]
+    calls = max(1, round(fmean(map(len, asked))))
+    short, full = _response_tokens(config)
+    brief, long = _verdict_tokens(config, fmean(len(r.criteria) if r else 0 for r in rubrics))
+    coarse, fine = TOKEN_BYTES
+
+    def input_bytes(length: int) -> float:
+        return fmean(
+            sum(_input_bytes(template, prompt, length, api, one, responses) for one in each)
+            for prompt, each in zip(prompts, asked, strict=True)
+        )
+
+    low, high = input_bytes(short * coarse) / coarse, input_bytes(full * fine) / fine
+    return Bill(calls, Amount(low, brief), Amount(high + calls * REQUEST_OVERHEAD, long))
+
+
+def _input_bytes(
+    template: Template, prompt: Prompt, length: int, api: ApiReward, rubric: Rubric | None,
+    responses: int,
+) -> int:  # fmt: skip
+    """Measure a request about responses of so many characters."""
+    text = ("and so on " * (length // 10 + 1))[:length]
+    material = material_of(prompt, *[text] * responses)
+    question = template.question(material, api, nonce="0" * 16, rubric=rubric)
+    return len((question.system + question.user).encode("utf-8", "replace"))
+
+
+def _response_tokens(config: Config) -> tuple[int, int]:
+    """Return how long responses are taken to be: half of what they may be, and all of it."""
+    most = config.data.max_response_length
+    return max(1, most // 2), most
+
+
+def _verdict_tokens(config: Config, criteria: float) -> tuple[float, float]:
+    """Return how long verdicts are taken to be; a decision endpoint writes none."""
+    if config.reward.api.mode == "decision":
+        return 0, 0
+    if criteria:
+        return criteria * CRITERION_TOKENS[0], criteria * CRITERION_TOKENS[1]
+    most = config.reward.api.max_tokens
+    return min(most, VERDICT_TOKENS[0]), min(most, VERDICT_TOKENS[1])
+
+
+def _bill_line(bill: Bill, price: Price | None) -> str:
+    """Say a bill in one line: `10,240 calls, 4.1 to 6.1 M tokens, $1.20 to $1.50`."""
+    said = f"{bill.calls:,} calls, {_tokens(bill.low.total, bill.high.total)} tokens"
+    costs = bill.costs(price)
+    return said if costs is None else f"{said}, {_dollars(*costs)}"
+
+
+def _tokens(low: float, high: float) -> str:
+    size, unit = (1e6, " M") if high >= 1e6 else (1e3, " k") if high >= 1e4 else (1, "")
+    digits = 0 if size == 1 else 1
+    ends = [f"{n / size:,.{digits}f}" for n in (low, high)]
+    return f"about {ends[0]}{unit}" if ends[0] == ends[1] else f"{' to '.join(ends)}{unit}"
+
+
+def _dollars(low: float, high: float) -> str:
+    digits = 2 if high >= 0.1 else 4
+    ends = [f"${n:,.{digits}f}" for n in (low, high)]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+
+
+PATIENCE_S = 30.0
+NO_LIST = "nothing lists here what the key may use"
+
+
+def listings(
+    settings: Reward, kind: str | None, environ: Mapping[str, str] = os.environ
+) -> Iterator[dict[str, Any]]:
+    """Yield what each provider lists to its key.
+
+    The providers are those of the reward's judges, else the one named `kind`, else all that have
+    a key. `problem` says why a list is not to be had; `models` is None where there is no list.
+    """
+    judges = [judge.settings for judge in judges_of(settings)]
+    named = [settings.api.model_copy(update={"type": kind})] if kind else []
+    for api in judges or named or [ApiReward(type=name) for name in with_keys(environ)]:
+        yield _listing(api, environ)
+
+
+def with_keys(environ: Mapping[str, str]) -> Iterator[str]:
+    """Give the types of judge that these variables let in."""
+    for name, known in JUDGES.items():
+        keyed = any(environ.get(key, "").strip() for key in known.keys)
+        ready = known.needs and known.keyless
+        if (keyed or ready) and not missing_settings(name, environ, base_url=None, key_env=None):
+            yield name
+
+
+async def usable(provider: SdkProvider) -> list[str] | None:
+    """The models that a provider lists to its key, sorted; raises only JudgeError."""
+    found = await provider.within(PATIENCE_S, provider.models)
+    return None if found is None else sorted(set(found))
+
+
+def among(model: str, names: list[str] | None) -> str:
+    """Say whether a model is among those that are listed."""
+    if names is None:
+        return NO_LIST
+    # One name may stand for its newest version, and a gateway puts its own before it.
+    if any(name == model or name.startswith(f"{model}-") for name in names):
+        return f"the key may use {len(names):,} models, this one too"
+    near = did_you_mean(model, names)
+    return f"the key may use {len(names):,} models, and {model} is none of them.{near}"
+
+
+def _listing(api: ApiReward, environ: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"provider": api.type, "models": None, "notes": []}
+    try:
+        provider = build_provider(api, environ=environ)
+        names = asyncio.run(_closed(provider))
+    except (UserError, JudgeError) as error:
+        return found | {"problem": redact(str(error))}
+    if api.model:
+        found["notes"].append(among(api.model, names))
+    elif names is None:
+        found["notes"].append(NO_LIST)
+    if names is None:
+        return found
+    each = [api.model_copy(update={"model": name}) for name in names]
+    found["models"] = [_known(one) for one in each]
+    found["notes"] += [said for one in each if (said := disagreement(one))]
+    return found
+
+
+async def _closed(provider: SdkProvider) -> list[str] | None:
+    try:
+        return await usable(provider)
+    finally:
+        await provider.close()
+
+
+def _known(api: ApiReward) -> dict[str, Any]:
+    """A model's price in US dollars for a million tokens, its limit and the day it goes."""
+    price, listed = find_price(api), second_list(api)
+    day = retirement(api.type, api.model or "") if api.base_url is None else None
+    return {
+        "model": api.model,
+        "input": price and price.input,
+        "output": price and price.output,
+        "source": price and price.source,
+        "context": listed and listed.context,
+        "until": day and day.isoformat(),
+    }

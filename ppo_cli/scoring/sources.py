@@ -1,0 +1,260 @@
+"""The sources of a reward (judges, models, rules) and their checks, for use outside training.
+
+What reads a file or knows the rules is imported for rewards that have some: every plan comes here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from ppo_cli.config.known_models import asked_at, find_adapter
+from ppo_cli.config.mixture import (
+    Judge,
+    judges_of,
+    laid_over,
+    mixture_line,
+    mixture_of,
+    model_settings,
+    models_of,
+    rule_settings,
+    rules_of,
+)
+from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward
+from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.errors import ConfigError, RewardError
+from ppo_cli.records import Prompt, Rollout
+from ppo_cli.redact import redact_url
+
+
+def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
+    """Yield what raises RewardError for a file, a rule or a price that is not there."""
+    for rule in rules_of(settings):
+        if rule.function is not None:
+            yield partial(_check_function, rule.function, rule.function_kwargs)
+        elif rule.rule is not None:
+            from ppo_cli.rewards.rules import rule_named
+
+            yield partial(rule_named, rule.rule)
+    for judge in judges_of(settings):
+        from ppo_cli.rewards.judge.prompt import criteria_of, load_template
+
+        yield partial(load_template, judge.settings)
+        yield partial(criteria_of, judge.settings)
+        yield partial(_check_prices, judge.settings)
+        if judge.settings.monitor.labels is not None:
+            yield partial(_check_held_out, judge.settings, judge.settings.monitor.labels)
+
+
+def labelled_rollouts(settings: RewardSettings) -> dict[str, list[tuple[Rollout, float]]]:
+    """Return the labelled responses of each file that a judge of the reward reads anew."""
+    from ppo_cli.scoring.rows import held_out
+
+    files = {judge.settings.monitor.labels for judge in judges_of(settings)}
+    return {file: held_out(file) for file in files if file is not None}
+
+
+def row_checks(
+    settings: RewardSettings, prompts: Sequence[Prompt], *, all_known: bool
+) -> Iterator[Callable[[], object]]:
+    """Yield what raises RewardError for rows that lack what the reward needs.
+
+    Without `all_known` there are other rows, in which a rule may find what these lack.
+    """
+    for rules in rules_of(settings):
+        from ppo_cli.rewards.rules import RULES, check_prompts, check_sources, rule_named
+
+        if rules.function is None and rules.rule is None:
+            yield partial(check_sources, {prompt.data_source for prompt in prompts})
+        if rules.function is None and all_known and (rules.rule is None or rules.rule in RULES):
+            rule = None if rules.rule is None else rule_named(rules.rule)
+            yield partial(check_prompts, rule, rules.function_kwargs, prompts)
+    for judge in judges_of(settings):
+        yield partial(_check_template, judge.settings, prompts)
+
+
+def _check_prices(settings: ApiReward) -> None:
+    from ppo_cli.rewards.judge.costs import guest_of, ledger_of
+    from ppo_cli.rewards.judge.providers import monitor_of
+
+    ledger = ledger_of(settings, os.environ)
+    if settings.monitor.model is not None:
+        guest_of(ledger, monitor_of(settings))
+
+
+def _check_held_out(settings: ApiReward, file: str) -> None:
+    from ppo_cli.scoring.rows import held_out
+
+    _check_template(settings, [rollout.prompt for rollout, _ in held_out(file)])
+
+
+def _check_template(settings: ApiReward, prompts: Sequence[Prompt]) -> None:
+    from ppo_cli.rewards.judge import prompt as judge
+
+    materials = [judge.material_of(prompt, "") for prompt in prompts]
+    judge.check_rows(settings, judge.load_template(settings), materials)
+
+
+def without_a_rule(sources: Collection[str]) -> str | None:
+    """Say which data_source has no rule, as a run by rules would; None where all have one."""
+    from ppo_cli.rewards.rules import check_sources
+
+    try:
+        check_sources(sources)
+    except RewardError as error:
+        return str(error)
+    return None
+
+
+def _check_function(spec: str, kwargs: Mapping[str, Any]) -> None:
+    from ppo_cli.rewards.function import check_source, find_file
+
+    check_source(*find_file(spec), kwargs)
+
+
+def lone_judge(settings: RewardSettings) -> Judge | None:
+    """The judge of a reward that has exactly one."""
+    judges = judges_of(settings)
+    return judges[0] if len(judges) == 1 else None
+
+
+def kind_of(settings: RewardSettings) -> str:
+    """What scores: mixture, judge, model or rule."""
+    if mixture_of(settings):
+        return "mixture"
+    if settings.api.enable:
+        return "judge"
+    return "model" if settings.model.path is not None else "rule"
+
+
+def has_own_scale(settings: RewardSettings) -> bool:
+    """Whether scores lie wherever its models and scalings put them, not between 0 and 1.
+
+    Those of a rubric do between these, but one that says nothing earns the absence of all faults.
+    """
+    kind = kind_of(settings)
+    return kind in ("mixture", "model") or (kind == "judge" and settings.api.rubric is not None)
+
+
+def with_all(
+    settings: RewardSettings, kind: Literal["judge", "model"], values: Mapping[str, Any]
+) -> RewardSettings:
+    """The same reward, with these settings in every judge or model, those of a mixture too."""
+    section = "api" if kind == "judge" else kind
+    update: dict[str, Any] = {section: laid_over(getattr(settings, section), values)}
+    if parts := mixture_of(settings):
+        own = {p.name: p.model_dump(exclude={"name"}, exclude_unset=True) for p in parts}
+        # What a part does not set is the run's own; so its own word on these is taken out.
+        for part in own.values():
+            if part.get(kind):
+                part[kind] = {k: v for k, v in part[kind].items() if k not in values}
+        update |= {"parts": (), "composite": Composite(enable=True, parts=own)}
+    return settings.model_copy(update=update)
+
+
+def in_batches(settings: RewardSettings, hours: float) -> RewardSettings:
+    """The same reward, its judges asked by their providers' batch interfaces.
+
+    Raises ConfigError for a reward that has none of these.
+    """
+    from ppo_cli.rewards.judge.providers import provider_class
+
+    judges, problems = judges_of(settings), []
+    if not judges:
+        problems.append("--batch is for a judge behind an API, and this reward has none.")
+    for judge in judges:
+        api = judge.settings
+        kind = asked_at(api.type, os.environ)
+        if not provider_class(kind).batch_rows:
+            problems.append(f"--batch: {judge.name}: {kind} has no batch interface here.")
+        if api.mode == "decision":
+            problems.append(f"--batch: {judge.name}: --rm_mode decision does not go with it.")
+        if (api.cache or "").strip().lower() == "off":
+            problems.append(f"--batch: {judge.name}: its jobs are kept beside --rm_cache; set one.")
+    if problems:
+        raise ConfigError(problems)
+    return with_all(settings, "judge", {"batch_wait": 3600.0 * hours})
+
+
+def unsteady(settings: RewardSettings) -> dict[str, RewardSettings]:
+    """What may answer otherwise when asked again, by part, as a reward of its own.
+
+    Judges and functions are; reward models and built-in rules say the same every time.
+    """
+    parts = mixture_of(settings)
+    if not parts:
+        kind = kind_of(settings)
+        steady = kind == "model" or (kind == "rule" and settings.function is None)
+        return {} if steady else {kind: settings}
+    judges = {judge.part: judge.settings for judge in judges_of(settings)}
+    found: dict[str, RewardSettings] = {}
+    for part in parts:
+        if part.name in judges:
+            found[part.name] = RewardSettings(api=judges[part.name])
+        elif part.kind == "rule" and rule_settings(settings, part).function is not None:
+            found[part.name] = rule_settings(settings, part)
+    return found
+
+
+def verdicts_each(settings: RewardSettings) -> int:
+    """How many verdicts one response takes at most: every vote, every part."""
+    votes = sum(judge.settings.votes for judge in judges_of(settings))
+    others = sum(part.kind != "judge" for part in mixture_of(settings))
+    return max(1, votes + others)
+
+
+def calls_of_criteria(settings: RewardSettings) -> str:
+    """What a forecast of verdicts adds where a verdict is several calls."""
+    each = [judge.settings for judge in judges_of(settings) if judge.settings.rubric is not None]
+    several = any(api.rubric_calls == "each" for api in each)
+    return " Each criterion is a call of its own." if several else ""
+
+
+def describe(settings: RewardSettings) -> str:
+    """What scores, in a line: the mixture, and what stands behind its parts."""
+    parts = mixture_of(settings)
+    if not parts:
+        return _source(kind_of(settings), settings.api, settings.model, settings)
+    judges = {judge.part: judge.settings for judge in judges_of(settings)}
+    behind = "; ".join(
+        f"{part.name}: "
+        + _source(
+            part.kind,
+            judges.get(part.name, settings.api),
+            model_settings(settings, part) if part.kind == "model" else settings.model,
+            rule_settings(settings, part) if part.kind == "rule" else settings,
+        )
+        for part in parts
+    )
+    return f"{mixture_line(parts)} ({behind})"
+
+
+def _source(kind: str, api: ApiReward, model: ModelReward, rule: RewardSettings) -> str:
+    if kind == "judge":
+        from ppo_cli.rewards.judge.prompt import load_template
+
+        template = load_template(api)
+        return f"judge {api.model} with prompt {template.name} {template.version}".rstrip()
+    if kind == "model":
+        path = str(model.path)
+        adapter = find_adapter(path, model.adapter).adapter
+        return f"reward model {redact_url(path)}, read as {adapter}"
+    if rule.function:
+        return f"function {rule.function}"
+    return f"rule {rule.rule}" if rule.rule else "the rules chosen by data_source"
+
+
+def default_items(settings: RewardSettings) -> str:
+    """The bundled tasks that suit a reward: those of its judge's prompt, else sums.
+
+    Rules that are chosen by data_source know the sums only.
+    """
+    parts = [rule_settings(settings, p) for p in mixture_of(settings) if p.kind == "rule"]
+    if any(rule.function is None and rule.rule is None for rule in parts):
+        return "math"
+    presets = {judge.settings.prompt_preset for judge in judges_of(settings)}
+    if len(presets) == 1:
+        return presets.pop()
+    return "dialogue" if models_of(settings) and not presets and not parts else "math"

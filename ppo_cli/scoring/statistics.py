@@ -1,0 +1,388 @@
+"""Statistics of scores and labels: correlations, separation, intervals, comparisons of models.
+
+What is not defined is None, never NaN. Ties count half everywhere: equal values share the mean of
+their ranks. Where models are compared on the same prompts, a prompt is the unit throughout: its
+responses go together, so intervals are drawn over prompts. Failed scores are left out, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ppo_cli.records import Score
+from ppo_cli.scoring.rows import Answered
+from ppo_cli.scoring.score import judged
+
+Floats = NDArray[np.float64]
+Rows = NDArray[np.intp]
+FEWEST = 10  # rows for an interval
+RESAMPLES = 1000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its bootstrap interval; all None where it is not defined."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+def as_floats(values: ArrayLike) -> Floats:
+    """Return the values as a float64 array."""
+    return np.asarray(values, dtype=np.float64)
+
+
+def levels_of(values: ArrayLike) -> tuple[NDArray[Any], NDArray[np.intp]]:
+    """Return the sorted levels, and for each value the number of its level.
+
+    Small whole numbers are their own level numbers: no sorting, which makes resampling quick.
+    """
+    x = np.asarray(values)
+    if x.size and x.dtype.kind == "i" and x.min() >= 0 and x.max() <= 4 * x.size:
+        return np.arange(x.max() + 1), x.astype(np.intp)
+    levels, numbers = np.unique(x, return_inverse=True)
+    return levels, numbers.astype(np.intp)
+
+
+def coded(values: ArrayLike) -> NDArray[np.intp]:
+    """Return level numbers: the same order and ties as the values, quicker to rank."""
+    return levels_of(as_floats(values))[1]
+
+
+def ranks(values: ArrayLike) -> Floats:
+    """Return ranks from 1; equal values share the mean of theirs."""
+    _, numbers = levels_of(values)
+    counts = np.bincount(numbers)
+    means = np.cumsum(counts) - (counts - 1) / 2.0
+    return as_floats(means[numbers])
+
+
+def pearson(x: ArrayLike, y: ArrayLike) -> float | None:
+    """Linear correlation; None when one side is constant or there are fewer than 2 values."""
+    a, b = as_floats(x), as_floats(y)
+    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    a, b = a - a.mean(), b - b.mean()
+    size = np.sqrt((a @ a) * (b @ b))
+    return None if size == 0 else float(np.clip((a @ b) / size, -1.0, 1.0))
+
+
+def spearman(x: ArrayLike, y: ArrayLike) -> float | None:
+    """Correlation of the ranks."""
+    return pearson(ranks(x), ranks(y))
+
+
+def partial_spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike) -> float | None:
+    """Rank correlation of x and y with what `given` explains of both taken out.
+
+    (r_xy - r_xz r_yz) / sqrt((1 - r_xz^2)(1 - r_yz^2)); None when `given` explains one of them
+    wholly, or when one of the three is constant.
+    """
+    xy, xz, yz = spearman(x, y), spearman(x, given), spearman(y, given)
+    if xy is None or xz is None or yz is None:
+        return None
+    left = (1 - xz * xz) * (1 - yz * yz)
+    return None if left < 1e-12 else float(np.clip((xy - xz * yz) / np.sqrt(left), -1.0, 1.0))
+
+
+def auc(scores: ArrayLike, positive: ArrayLike) -> float | None:
+    """Share of (positive, negative) pairs in which the positive has the higher score."""
+    good = np.asarray(positive, dtype=bool)
+    count = int(good.sum())
+    others = len(good) - count
+    if not count or not others:
+        return None
+    total = ranks(scores)[good].sum() - count * (count + 1) / 2.0
+    return float(total / (count * others))
+
+
+def accuracy_at(scores: ArrayLike, positive: ArrayLike, threshold: float) -> float | None:
+    """Share of rows that `score >= threshold` puts into the right class."""
+    good = np.asarray(positive, dtype=bool)
+    return float(np.mean((as_floats(scores) >= threshold) == good)) if len(good) else None
+
+
+def best_threshold(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float] | None:
+    """The threshold with the highest accuracy, and that accuracy; the lowest of equal ones.
+
+    Candidates lie half-way between neighbouring scores, and outside both ends, so that
+    "all positive" and "all negative" are among them.
+    """
+    good = np.asarray(positive, dtype=bool)
+    if not len(good):
+        return None
+    levels, numbers = levels_of(scores)
+    positives = np.bincount(numbers, weights=good, minlength=len(levels))
+    negatives = np.bincount(numbers, weights=~good, minlength=len(levels))
+    # right[k]: the k lowest levels called negative, all others positive.
+    below = np.concatenate([[0.0], np.cumsum(negatives)])
+    above = positives.sum() - np.concatenate([[0.0], np.cumsum(positives)])
+    right = below + above
+    best = int(np.argmax(right))
+    edges = np.concatenate([[levels[0]], (levels[1:] + levels[:-1]) / 2, [np.inf]])
+    return float(edges[best]), float(right[best] / len(good))
+
+
+def bootstrap(
+    statistic: Callable[[NDArray[np.intp]], float | None],
+    count: int,
+    *,
+    seed: int = 0,
+    resamples: int | None = None,
+    share: bool = False,
+) -> Estimate:
+    """Value over all rows, and the percentile interval over resampled rows.
+
+    Where all resamples agree that interval has no width, which 12 of 12 does not deserve: a
+    `share` of rows then gets Wilson's interval, anything else none.
+
+    `statistic` takes row numbers, so that all columns of a row stay together. Resamples in
+    which it is not defined are left out; with more than half of them gone there is no interval.
+    """
+    value = statistic(np.arange(count))
+    if value is None:
+        return Estimate(None)
+    random = np.random.default_rng(seed)
+    times = RESAMPLES if resamples is None else resamples
+    drawn = [statistic(random.integers(0, count, count)) for _ in range(times)]
+    known = [v for v in drawn if v is not None]
+    if len(known) * 2 < times:
+        return Estimate(value)
+    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    if high - low <= 1e-12:
+        return wilson(value, count) if share else Estimate(value)
+    return Estimate(value, float(low), float(high))
+
+
+def wilson(share: float, count: int) -> Estimate:
+    """Wilson's score interval of a share of `count` rows (Wilson 1927)."""
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    spread = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    half = spread / (1 + z * z / count)
+    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
+
+
+def agreement(verdicts: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+    """Compare every two verdicts on each row; rows with fewer than two do not count.
+
+    Returns how many rows, the share of pairs that are the same, and the mean and largest gap.
+    """
+    rows = [as_floats(v) for v in verdicts if len(v) > 1]
+    if not rows:
+        return None
+    pairs = [np.triu_indices(len(row), k=1) for row in rows]
+    gaps = [np.abs(row[one] - row[two]) for row, (one, two) in zip(rows, pairs, strict=True)]
+    return {
+        "rows": len(rows),
+        "same": float(np.mean([np.mean(gap == 0) for gap in gaps])),
+        "mean_gap": float(np.mean([gap.mean() for gap in gaps])),
+        "largest_gap": float(max(gap.max() for gap in gaps)),
+    }
+
+
+def measured(
+    rows: int, statistic: Callable[[Rows], float | None], why_not: str, *, share: bool = False
+) -> dict[str, Any]:
+    """An estimate as facts, or why there is none."""
+    if rows < FEWEST:
+        why_not = f"{rows} rows with a score; at least {FEWEST} are needed"
+    if why_not:
+        return {"value": None, "low": None, "high": None, "why": why_not}
+    made = bootstrap(statistic, rows, share=share)
+    why = "it is not defined for these rows" if made.value is None else ""
+    return {**asdict(made), "why": why}
+
+
+def flat_why(what: str, values: Floats) -> str:
+    """Why nothing can be ranked by these values; empty where it can."""
+    return f"every {what} is the same" if len(values) and np.ptp(values) == 0 else ""
+
+
+ALL = "all"
+FLIPS = 20_000  # random sign flips, where there are too many to try them all
+MOST_EXACT = 14  # differences whose 2^14 flips are all tried
+AT_ONCE = 4_000_000
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The scores of a model's responses to one prompt; None where one failed."""
+
+    data_source: str
+    scores: tuple[float | None, ...]
+
+    @property
+    def known(self) -> list[float]:
+        """The scores that did not fail."""
+        return [score for score in self.scores if score is not None]
+
+
+ByPrompt = Mapping[str, Answers]  # by the prompt's uid
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Chance that one of k responses is right, unbiased from `samples` with `right` right ones.
+
+    1 - C(n - c, k) / C(n, k), eq. 1 of Chen et al. 2021 (arXiv 2107.03374).
+    """
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def sources_of(answers: ByPrompt) -> dict[str, ByPrompt]:
+    """The prompts of each data_source; all of them together come last, where there are several."""
+    names = dict.fromkeys(a.data_source for a in answers.values())
+    found: dict[str, ByPrompt] = {
+        name or "unnamed": {u: a for u, a in answers.items() if a.data_source == name}
+        for name in names
+    }
+    return found | ({ALL: answers} if len(found) > 1 else {})
+
+
+def facts_of(answers: ByPrompt, threshold: float | None) -> dict[str, Any]:
+    """Mean and pass@k of some prompts, each with its 95 % interval.
+
+    A response is right from `threshold` on. Without one, pass@k is given where all scores are 0
+    or 1.
+    """
+    known = [a.known for a in answers.values() if a.known]
+    scores = [score for one in known for score in one]
+    binary = all(score in (0.0, 1.0) for score in scores)
+    if threshold is None and binary:
+        threshold = 1.0
+    most = max((len(one) for one in known), default=0)
+    passes = {}
+    if threshold is not None:
+        for k in [2**i for i in range(1, most.bit_length()) if 2**i < most] + [most] * (most > 1):
+            shares = [
+                pass_at_k(len(one), sum(score >= threshold for score in one), k)
+                for one in known
+                if len(one) >= k
+            ]
+            passes[str(k)] = _estimate(as_floats(shares), share=True) | {"prompts": len(shares)}
+    return {
+        "prompts": len(answers),
+        "responses": sum(len(a.scores) for a in answers.values()),
+        "failed": sum(len(a.scores) for a in answers.values()) - len(scores),
+        "mean": _estimate(as_floats([np.mean(one) for one in known]), share=binary),
+        "pass": passes,
+    }
+
+
+def difference(one: ByPrompt, other: ByPrompt) -> dict[str, Any]:
+    """Mean score of one model less that of another, over the prompts that both have scores of.
+
+    With its 95 % interval, and the p of a paired sign-flip test (Fisher's randomisation test):
+    how often the difference would be as large if each prompt's were as likely the other way round.
+    """
+    both = [uid for uid, a in one.items() if a.known and uid in other and other[uid].known]
+    gaps = as_floats([np.mean(one[uid].known) - np.mean(other[uid].known) for uid in both])
+    return {"prompts": len(both), **_estimate(gaps), "p": sign_flip_p(gaps)}
+
+
+def sign_flip_p(gaps: Floats, seed: int = 0) -> float | None:
+    """Two-sided p that paired differences are centred on 0; exact for a few, else sampled."""
+    if not len(gaps):
+        return None
+    gaps = gaps[gaps != 0]
+    found = abs(gaps.sum()) - 1e-9
+    if len(gaps) <= MOST_EXACT:
+        flips = 1 - 2 * (np.arange(2 ** len(gaps))[:, None] >> np.arange(len(gaps)) & 1)
+        return float(np.mean(np.abs(flips @ gaps) >= found))
+    random = np.random.default_rng(seed)
+    rows = max(1, AT_ONCE // len(gaps))
+    larger, tried = 0, 0
+    while tried < FLIPS:
+        flips = random.integers(0, 2, (min(rows, FLIPS - tried), len(gaps)), dtype=np.int8) * 2 - 1
+        larger += int((np.abs(flips @ gaps) >= found).sum())
+        tried += len(flips)
+    return (larger + 1) / (tried + 1)
+
+
+def _estimate(values: Floats, *, share: bool = False) -> dict[str, Any]:
+    def mean(rows: Any) -> float | None:
+        return float(values[rows].mean()) if len(values) else None
+
+    return asdict(bootstrap(mean, len(values), share=share))
+
+
+def compare(models: Sequence[tuple[str, ByPrompt]], threshold: float | None) -> dict[str, Any]:
+    """The facts of every model by data_source, and the first one's difference from each other."""
+    facts = [
+        {"name": name, "sources": {s: facts_of(a, threshold) for s, a in sources_of(all_).items()}}
+        for name, all_ in models
+    ]
+    (first, mine), *others = models
+    differences = [
+        {
+            "of": first,
+            "from": name,
+            "sources": {s: difference(a, theirs) for s, a in sources_of(mine).items()},
+        }
+        for name, theirs in others
+    ]
+    return {"models": facts, "differences": differences}
+
+
+def rankings(rows: Sequence[Answered], scores: Sequence[Score]) -> dict[str, Any] | None:
+    """How rankings move against the scores that the rows had; None where fewer than two compare.
+
+    `within` is the mean rank correlation among the responses to one prompt (of one step), which is
+    what a group estimator learns from, `turned` the share of their pairs whose order is reversed.
+    """
+    pairs = [
+        (row.record.get("step"), row.rollout.prompt.uid, float(row.record["score"]), value)
+        for row, score in zip(rows, scores, strict=True)
+        if _is_number(row.record.get("score")) and (value := judged(score)) is not None
+    ]
+    if len(pairs) < 2:
+        return None
+    groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    by_step: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for step, uid, before, now in pairs:
+        groups[step, uid].append((before, now))
+        by_step[step].append((before, now))
+    within = [r for group in groups.values() if (r := _agreement(group)) is not None]
+    apart = [
+        (a[0] - b[0]) * (a[1] - b[1])
+        for group in groups.values()
+        for a, b in combinations(group, 2)
+        if a[0] != b[0] and a[1] != b[1]
+    ]
+    return {
+        "rows": len(pairs),
+        "agreement": _agreement([pair[2:] for pair in pairs]),
+        "within": float(np.mean(within)) if within else None,
+        "groups": len(within),
+        "turned": float(np.mean([product < 0 for product in apart])) if apart else None,
+        "steps": [
+            {
+                "step": step,
+                "rows": len(found),
+                "before": float(np.mean([before for before, _ in found])),
+                "now": float(np.mean([now for _, now in found])),
+                "agreement": _agreement(found),
+            }
+            for step, found in by_step.items()
+        ],
+    }
+
+
+def _agreement(pairs: Sequence[tuple[float, float]]) -> float | None:
+    before, now = zip(*pairs, strict=True)
+    return spearman(before, now)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

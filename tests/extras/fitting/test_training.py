@@ -1,0 +1,204 @@
+"""Steps: the same gradients however they are cut, a seeded order, broken steps change nothing."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+import pytest
+import torch
+from torch import Tensor
+
+from ppo_cli.config.bundled import EMBEDDED, model_folder
+from ppo_cli.engine.device import Compute
+from ppo_cli.errors import ModelError, UserError
+from ppo_cli.extras.fitting.preferences import EncodedPair
+from ppo_cli.extras.fitting.training import (
+    Recipe,
+    ScoreNetwork,
+    Trainer,
+    batches,
+    choose_lr,
+    load_to_fit,
+    pair_losses,
+    steps_of,
+)
+from ppo_cli.rewards.models.base import Encoded
+
+FLOAT32 = Compute(torch.device("cpu"), torch.float32)
+
+
+def make_pairs(count: int) -> list[EncodedPair]:
+    """Pairs of all lengths; the longest has 2 x 14 tokens."""
+    made = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, 200, (count, 2, 16), generator=made)
+    return [
+        EncodedPair(
+            Encoded(tuple(ids[i, 0, : 4 + i % 11].tolist())),
+            Encoded(tuple(ids[i, 1, : 3 + (5 * i) % 12].tolist())),
+            margin=0.1 * (i % 3),
+        )
+        for i in range(count)
+    ]
+
+
+def fresh_network(*, frozen: bool = False) -> ScoreNetwork:
+    return load_to_fit(model_folder(EMBEDDED), compute=FLOAT32, seed=1, frozen=frozen)
+
+
+def gradient(recipe: Recipe, pairs: list[EncodedPair]) -> dict[str, Tensor]:
+    network = fresh_network()
+    Trainer(network, recipe, 1e-3, 10)._backward(pairs)
+    return {name: p.grad for name, p in network.module.named_parameters() if p.grad is not None}
+
+
+def test_micro_batches_do_not_change_the_gradient() -> None:
+    pairs = make_pairs(13)
+    whole = gradient(Recipe(center=0.1), pairs)
+    parts = gradient(Recipe(center=0.1, batch_tokens=80), pairs)
+    assert whole.keys() == parts.keys() and "score.weight" in whole
+    for name, expected in whole.items():
+        gap = (parts[name] - expected).norm() / expected.norm()
+        assert gap < 1e-5, name
+
+
+def test_the_gradient_is_that_of_the_mean_loss() -> None:
+    pairs = make_pairs(5)
+    ours = gradient(Recipe(center=0.2), pairs)["score.weight"]
+    network = fresh_network()
+    chosen = network.score_samples([p.chosen for p in pairs])
+    rejected = network.score_samples([p.rejected for p in pairs])
+    margin = torch.tensor([p.margin for p in pairs])
+    pair_losses(chosen, rejected, margin, 0.2).mean().backward()
+    theirs = network.module.score.weight.grad
+    assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_out_of_memory_is_met_with_smaller_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a gradient left behind by the failed try would show."""
+    pairs = make_pairs(8)
+    expected = gradient(Recipe(), pairs)["score.weight"]
+    seen: list[int] = []
+    real = ScoreNetwork.score_samples
+
+    def small(self: ScoreNetwork, samples: list[Encoded]) -> Tensor:
+        seen.append(len(samples))
+        if len(samples) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, samples)
+
+    monkeypatch.setattr(ScoreNetwork, "score_samples", small)
+    found = gradient(Recipe(), pairs)["score.weight"]
+    assert seen == [16, 8, 8]
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_one_pair_too_much_is_told() -> None:
+    with pytest.raises(UserError, match=r"2 x 900 tokens. Lower --max_length"):
+        Trainer(fresh_network(), Recipe(), 1e-3, 1)._budget.halve(longest=900, most_rows=1)
+
+
+def test_steps_lower_the_loss_and_two_fits_are_equal() -> None:
+    pairs = make_pairs(6)
+    ends = []
+    for _ in range(2):
+        network = fresh_network()
+        trainer = Trainer(network, Recipe(), 1e-3, 12)
+        losses = [trainer.step(number, pairs).loss for number in range(12)]
+        assert losses[-1] < 0.5 * losses[0]
+        ends.append(network.module.state_dict())
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_a_frozen_body_stays_as_it_is() -> None:
+    network = fresh_network(frozen=True)
+    before = {n: p.clone() for n, p in network.module.named_parameters()}
+    trainer = Trainer(network, Recipe(freeze_body=True), 1e-2, 5)
+    first = trainer.step(0, make_pairs(6))
+    assert first.figures.accuracy == 0.5 and first.updated  # the head begins at zero
+    changed = {n for n, p in network.module.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == {"score.weight"}
+
+
+def test_a_broken_step_changes_nothing_and_a_row_of_them_stops() -> None:
+    network = fresh_network()
+    with torch.no_grad():
+        network.module.score.weight[0, 0] = float("nan")
+    before = {n: p.clone() for n, p in network.module.named_parameters()}
+    trainer = Trainer(network, Recipe(), 1e-3, 10)
+    for number in range(4):
+        assert not trainer.step(number, make_pairs(3)).updated
+    assert trainer.skipped == 4
+    with pytest.raises(ModelError, match=r"not finite in 5 steps in a row.*Lower --lr"):
+        trainer.step(4, make_pairs(3))
+    for name, parameter in network.module.named_parameters():
+        assert torch.equal(parameter.nan_to_num(), before[name].nan_to_num()), name
+    with torch.no_grad():
+        network.module.score.weight[0, 0] = 0.0
+    assert trainer.step(5, make_pairs(3)).updated
+    with torch.no_grad():
+        network.module.score.weight[0, 0] = float("nan")
+    assert not trainer.step(6, make_pairs(3)).updated  # the first of a new row
+
+
+@pytest.mark.parametrize(
+    ("pairs", "recipe", "steps"),
+    [
+        (100, Recipe(batch_size=32), 4),
+        (96, Recipe(batch_size=32, epochs=2), 6),
+        (100, Recipe(batch_size=32, max_steps=3), 3),
+        (100, Recipe(batch_size=32, max_steps=9), 4),
+    ],
+)
+def test_the_number_of_steps(pairs: int, recipe: Recipe, steps: int) -> None:
+    assert steps_of(pairs, recipe) == steps
+    assert len(list(batches(make_pairs(pairs), recipe, steps))) == steps
+
+
+def test_every_epoch_has_every_pair_in_an_order_of_its_own() -> None:
+    pairs, recipe = make_pairs(10), Recipe(batch_size=4, epochs=2)
+    found = list(batches(pairs, recipe, 6))
+    first, second = (list(chain(*found[:3])), list(chain(*found[3:])))
+    assert [len(batch) for batch in found] == [4, 4, 2, 4, 4, 2]
+    assert sorted(map(id, first)) == sorted(map(id, second)) == sorted(map(id, pairs))
+    assert first != second
+    assert found == list(batches(pairs, recipe, 6))
+    assert found != list(batches(pairs, Recipe(batch_size=4, seed=1), 6))
+
+
+def test_the_learning_rate_suits_what_is_trained() -> None:
+    assert choose_lr(Recipe(lr=3e-4), 10**9) == 3e-4
+    assert choose_lr(Recipe(), 10**9) == 1e-5
+    assert choose_lr(Recipe(), 10**5) == choose_lr(Recipe(freeze_body=True), 10**9) == 1e-3
+
+
+def test_every_setting_of_a_recipe_reaches_the_optimizer() -> None:
+    recipe = Recipe(warmup=0.25, weight_decay=0.3, grad_clip=0.0625, batch_tokens=100)
+    network, pairs, sizes = fresh_network(), make_pairs(13), []
+    trainer = Trainer(network, recipe, 2e-3, 8)
+    real = network.score_samples
+
+    def noted(samples: list[Encoded]) -> Tensor:
+        sizes.append(len(samples) * max(len(sample.ids) for sample in samples))
+        return real(samples)
+
+    network.score_samples = noted  # type: ignore[method-assign, assignment]
+    optimizer, rates = trainer._optimizer, []
+    kept = {n: p.detach().clone() for n, p in network.module.named_parameters()}
+    for number in range(8):
+        assert trainer.step(number, pairs).grad_norm > 0.0625
+        rates.append(optimizer.lr)
+        if number == 0:  # clipped: a tenth of it is what AdamW remembers after one step
+            squares = [t.square().sum() for n, t in optimizer.moments().items() if "avg" in n
+                       and not n.endswith("_sq")]  # fmt: skip
+            assert torch.stack(squares).sum().sqrt().item() == pytest.approx(0.00625, rel=1e-4)
+            moments = optimizer.moments()
+            for name, before in kept.items():
+                first, second = (moments[f"{name}.{m}"] for m in ("exp_avg", "exp_avg_sq"))
+                step = (first / 0.1) / ((second / 0.001).sqrt() + 1e-8)
+                decayed = before * (1 - rates[0] * (0.3 if before.ndim > 1 else 0.0))
+                after = dict(network.module.named_parameters())[name]
+                torch.testing.assert_close(after.detach(), decayed - rates[0] * step)
+    floor = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 6)) for k in range(6)]
+    assert rates == pytest.approx([2e-3 * share for share in (1 / 3, 2 / 3, *floor)])
+    assert max(sizes) <= 100 and len(sizes) > 8

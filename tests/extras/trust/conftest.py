@@ -1,0 +1,4 @@
+"""Fixtures of the commands that test rewards: those of `ppo reward`."""
+
+from tests.scoring.commands import run as run
+from tests.scoring.commands import server as server
