@@ -5,8 +5,6 @@ As a library: `from ppo_cli import train, plan, load_run`; see docs/library.md.
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,13 +21,3 @@ def __getattr__(name: str) -> Any:
 
         return getattr(library, name)
     raise AttributeError(f"module 'ppo_cli' has no attribute '{name}'")
-
-
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: object) -> None:
-        # `ppo_cli.train` is the function, also once the modules in train/ are imported.
-        if name != "train" or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

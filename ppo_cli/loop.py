@@ -19,8 +19,8 @@ from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Scored
 from ppo_cli.report.metrics import resume_line, score_metrics, staleness_metrics
-from ppo_cli.train.shaping import place_steps, shape_scores, shape_step
-from ppo_cli.train.steps import (
+from ppo_cli.step.shaping import place_steps, shape_scores, shape_step
+from ppo_cli.step.stages import (
     MOST_UNSCORED,
     VALIDATION,
     Job,

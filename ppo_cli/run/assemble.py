@@ -71,7 +71,7 @@ from ppo_cli.run_folder import (
 )
 from ppo_cli.scoring.sources import labelled_rollouts
 from ppo_cli.signals import StopOnSignal
-from ppo_cli.train.steps import Job, RunState, train_sampling
+from ppo_cli.step.stages import Job, RunState, train_sampling
 
 Build = Callable[[], Engine]
 

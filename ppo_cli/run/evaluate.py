@@ -48,7 +48,7 @@ from ppo_cli.run.identity import changes, digest, rows_digest, setting_values
 from ppo_cli.run_folder import ModelSource, RunFolder, append_line, plain, read_lines, replace_lines
 from ppo_cli.scoring.score import Watch, counted, score_all, started
 from ppo_cli.scoring.statistics import Answers, ByPrompt, compare
-from ppo_cli.train.steps import VALIDATION, stream_seed
+from ppo_cli.step.stages import VALIDATION, stream_seed
 
 SETTINGS_FILE = "eval.json"
 DEFAULT_PLACE = "evals"

@@ -23,7 +23,7 @@ from ppo_cli.errors import UserError
 from ppo_cli.records import Prompt
 from ppo_cli.redact import mask_secrets
 from ppo_cli.run_folder import holds_model, run_settings
-from ppo_cli.train.steps import read_state
+from ppo_cli.step.stages import read_state
 
 ROWS = ("data.train_files", "data.val_files")  # they count by the rows that are read of them
 TRAIN_EXTRA_INFO = "data.train_files: extra_info"  # which `fingerprint` leaves out

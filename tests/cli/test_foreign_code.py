@@ -17,7 +17,7 @@ from ppo_cli.cli.app import main
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import ConfigError
-from ppo_cli.train.steps import FORMAT
+from ppo_cli.step.stages import FORMAT
 
 ROWS = Path(prompt_files(["embedded"], "val")[0]).read_text().splitlines()[:4]
 ALLOW = "model.trust_remote_code=true"

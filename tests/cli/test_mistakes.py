@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.train.steps import FORMAT
+from ppo_cli.step.stages import FORMAT
 from tests.cli.mistakes import (
     ROW,
     TINY,

@@ -19,8 +19,8 @@ from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.text import decode_text, stop_end
 from ppo_cli.records import PlacedReward, Prompt, Rollout
+from ppo_cli.step.shaping import place_steps
 from ppo_cli.thoughts import count_tokens
-from ppo_cli.train.shaping import place_steps
 from tests.engine.tokenizer_kinds import KINDS
 
 # What borders are made of: blanks, newlines, characters of two to four bytes, marks and words.

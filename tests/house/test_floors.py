@@ -24,7 +24,7 @@ GROUND = {
     "thoughts",
 }
 FLOOR_2 = {"config", "data_sets", "report", "run_folder"}
-LOOP = {"loop", "train"}
+LOOP = {"loop", "step"}
 MAY: dict[str, set[str]] = {
     **dict.fromkeys(GROUND, GROUND),
     **dict.fromkeys(FLOOR_2, GROUND | FLOOR_2),

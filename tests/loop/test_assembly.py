@@ -18,7 +18,7 @@ from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
 from ppo_cli.errors import Interrupted, UsedUp, WorkerLost
 from ppo_cli.run import assemble
 from ppo_cli.run.assemble import Engines, start_engine
-from ppo_cli.train.steps import RunState
+from ppo_cli.step.stages import RunState
 from tests.loop.scripted import Screen, ScriptedReward
 
 WHOLE = (

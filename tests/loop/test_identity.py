@@ -15,7 +15,7 @@ from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
 from ppo_cli.run.identity import ROWS, changes, differences, run_identity, setting_values
-from ppo_cli.train.steps import FORMAT
+from ppo_cli.step.stages import FORMAT
 from tests.loop.runs import metrics, train
 from tests.loop.scripted import prompts
 

@@ -11,7 +11,7 @@ import pytest
 from ppo_cli.config.reward_schema import Shaping
 from ppo_cli.moments import Moments
 from ppo_cli.records import FinishReason, PlacedReward, Prompt, Rollout, Score, Scored
-from ppo_cli.train.shaping import overlong_share, repeated_share, shape_scores
+from ppo_cli.step.shaping import overlong_share, repeated_share, shape_scores
 
 
 def scored(

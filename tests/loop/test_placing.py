@@ -11,8 +11,8 @@ import pytest
 
 from ppo_cli.engine.text import decode_text
 from ppo_cli.records import PlacedReward, Prompt, Rollout
+from ppo_cli.step.shaping import place_steps
 from ppo_cli.thoughts import Detokenize
-from ppo_cli.train.shaping import place_steps
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.moments import Moments
-from ppo_cli.train.steps import RunState, read_state, stream_seed
+from ppo_cli.step.stages import RunState, read_state, stream_seed
 
 
 def validated(*values: float) -> RunState:

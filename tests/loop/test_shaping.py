@@ -11,7 +11,7 @@ import torch
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, build_batch
 from ppo_cli.config.schema import Config
 from ppo_cli.records import Prompt, Rollout, Score, Scored
-from ppo_cli.train.shaping import shape_step
+from ppo_cli.step.shaping import shape_step
 
 
 def config(**algorithm: object) -> Config:

@@ -40,8 +40,8 @@ from ppo_cli.report.metrics import StepSums
 from ppo_cli.report.tracker import Tracker
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.run_folder import CheckpointStore
+from ppo_cli.step.shaping import penalties_of
 from ppo_cli.thoughts import Detokenize
-from ppo_cli.train.shaping import penalties_of
 
 STATE_FILE = "run.json"
 # Of all that a checkpoint's `state/` holds: raise it when any of it is written in another form.
