@@ -148,7 +148,7 @@ def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float
     with tracker.phase("publish"):
         job.engine.publish()
     job.published.append(state.step)
-    metrics = score_metrics(scored) | job.reward.measure() | fair.metrics
+    metrics = score_metrics(scored) | job.reward.pop_metrics() | fair.metrics
     metrics |= filtered | shaped.metrics | sums.means()
     if config.trainer.async_steps:
         metrics |= staleness_metrics(scored, state.step - 1)
@@ -175,7 +175,7 @@ def validate(job: Job, state: RunState) -> None:
     job.tracker.rollouts(state.step, scored, split="val")
     refuse_raising(job, scored)
     metrics = score_metrics(scored, prefix="val/")
-    metrics |= {f"val/{name}": value for name, value in job.reward.measure().items()}
+    metrics |= {f"val/{name}": value for name, value in job.reward.pop_metrics().items()}
     job.tracker.validation(state.step, metrics)
     state.note_validation(metrics)
 

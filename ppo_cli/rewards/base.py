@@ -23,7 +23,7 @@ LabelledRollouts = Sequence[tuple[Rollout, float]]
 Tell = Callable[[str], None]  # shows the user a line
 
 
-def unheard(text: str) -> None:
+def tell_nobody(text: str) -> None:
     """Show a line to nobody."""
 
 
@@ -33,7 +33,7 @@ class Reward(Protocol):
     name: str
 
     def start(
-        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = unheard
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
     ) -> None:
         """Try the reward out before any rollout, on prompts that it will have to score.
 
@@ -42,15 +42,15 @@ class Reward(Protocol):
         """
         return
 
-    def wants_first(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    def prompts_for_reference(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """Of which prompts it needs the starting model's greedy response, before any score."""
         return ()
 
-    def take_first(self, rollouts: Sequence[Rollout]) -> None:
+    def set_references(self, rollouts: Sequence[Rollout]) -> None:
         """Take these responses."""
         return
 
-    def hold_out(self, labelled: Mapping[str, LabelledRollouts]) -> None:
+    def set_labelled(self, labelled: Mapping[str, LabelledRollouts]) -> None:
         """Take responses that people have labelled, by the file that settings name."""
         return
 
@@ -66,7 +66,7 @@ class Reward(Protocol):
         """Say that what is submitted from now on belongs to `step`."""
         return
 
-    def settle(self, kind: RoundKind = "train") -> None:
+    def end_round(self, kind: RoundKind = "train") -> None:
         """Say that all of this round is submitted: now decide what becomes of failed ones.
 
         A round is the rollouts of a step, the greedy baselines beside them, or a validation;
@@ -80,7 +80,7 @@ class Reward(Protocol):
         """Say in one sentence why nothing moves at the moment, or return None."""
         return None
 
-    def measure(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Metrics of what was scored since the last call, under flat names (`judge/calls`)."""
         return {}
 

@@ -30,7 +30,7 @@ from ppo_cli.rewards.base import (
     Tell,
     describe_error,
     read_returned,
-    unheard,
+    tell_nobody,
 )
 from ppo_cli.rewards.pool import Refused, Task, WorkerPool, place_in
 from ppo_cli.rewards.rules import RULES, Rule, answer_now, check_prompts, rule_for
@@ -342,7 +342,7 @@ class RuleReward(Reward):
         _check_settings(rule, self._settings)
 
     def start(
-        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = unheard
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
     ) -> None:
         """Choose the sandbox where prompts ask for code.
 

@@ -23,7 +23,7 @@ from typing import Any
 from ppo_cli.config.mixture import Condition, MixPart
 from ppo_cli.moments import Affine, Moments, by_moments, clipped, correlation
 from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
-from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, unheard
+from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell_nobody
 
 GROUP_EPS = 1e-6  # as in GRPO, where a group's spread divides too
 CLOSED = Score(None, "its gate is closed")  # the mark of a part that was not asked
@@ -277,26 +277,26 @@ class CompositeReward(Reward):
         self._thread.start()
 
     def start(
-        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = unheard
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
     ) -> None:
         """Try every part out."""
         for reward in self._rewards.values():
             reward.start(prompts, patient=patient, tell=tell)
 
-    def wants_first(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    def prompts_for_reference(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """What any part wants."""
-        wanted = {p.uid for r in self._rewards.values() for p in r.wants_first(prompts)}
+        wanted = {p.uid for r in self._rewards.values() for p in r.prompts_for_reference(prompts)}
         return [prompt for prompt in prompts if prompt.uid in wanted]
 
-    def take_first(self, rollouts: Sequence[Rollout]) -> None:
+    def set_references(self, rollouts: Sequence[Rollout]) -> None:
         """Pass them on."""
         for reward in self._rewards.values():
-            reward.take_first(rollouts)
+            reward.set_references(rollouts)
 
-    def hold_out(self, labelled: Mapping[str, LabelledRollouts]) -> None:
+    def set_labelled(self, labelled: Mapping[str, LabelledRollouts]) -> None:
         """Pass them on."""
         for reward in self._rewards.values():
-            reward.hold_out(labelled)
+            reward.set_labelled(labelled)
 
     def check_format(self, tell: Tell) -> None:
         """Pass it on."""
@@ -319,12 +319,12 @@ class CompositeReward(Reward):
                 self._watch(current, entry, name, reward.submit(rollout))
         return entry.future
 
-    def settle(self, kind: RoundKind = "train") -> None:
+    def end_round(self, kind: RoundKind = "train") -> None:
         """Close the round; the parts that have a gate are settled when all gates are decided."""
         done, self._open = self._open, _Round()
         for name, reward in self._rewards.items():
             if name not in self._gates:
-                reward.settle(kind)
+                reward.end_round(kind)
         self._inbox.put(partial(self._settle, done, kind))
 
     def waiting_for(self) -> str | None:
@@ -332,10 +332,10 @@ class CompositeReward(Reward):
         said = (reward.waiting_for() for reward in self._rewards.values())
         return next((text for text in said if text is not None), None)
 
-    def measure(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Every part's metrics, and what the last round says of the mixture."""
         metrics, self._metrics = dict(self._metrics), {}
-        own = {name: reward.measure() for name, reward in self._rewards.items()}
+        own = {name: reward.pop_metrics() for name, reward in self._rewards.items()}
         for name, measured in own.items():
             # Of two judges the one of that name, else the first, reports as `judge/…`.
             for key, value in measured.items():
@@ -467,7 +467,7 @@ class CompositeReward(Reward):
                 decided = all(gate.part in entry.scores for entry in head.entries)
                 if decided and name not in head.settled:
                     head.settled.add(name)
-                    self._rewards[name].settle(head.kind)
+                    self._rewards[name].end_round(head.kind)
             if any(len(e.scores) < len(self._settings) for e in head.entries):
                 return
             self._finish(head.entries, head.kind)

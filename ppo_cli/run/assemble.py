@@ -181,7 +181,7 @@ def _leave(job: Job) -> None:
     a reward after those were put back.
     """
     job.engine.close()
-    job.reward.settle("train")
+    job.reward.end_round("train")
     pending: list[Future[Any]] = [f for f in job.in_flight if not f.done()]
     noted = False
     while pending and not job.stop_requested():
@@ -192,7 +192,7 @@ def _leave(job: Job) -> None:
             job.tracker.screen.health(still)
             noted = True
     job.in_flight.clear()
-    job.reward.measure()  # counts of a step that is taken again
+    job.reward.pop_metrics()  # counts of a step that is taken again
 
 
 def _begin_again(job: Job, begun: tuple[dict[str, Any], dict[str, Any]]) -> RunState:
@@ -451,7 +451,7 @@ def _start_reward(
     resolved: Resolved,
     done_of: tuple[Sequence[Mapping[str, Any]], int, int],
 ) -> None:
-    reward.hold_out(labelled_rollouts(resolved.config.reward))
+    reward.set_labelled(labelled_rollouts(resolved.config.reward))
     try:
         reward.start(prompts, patient=patient, tell=screen.note)
     except (Interrupted, WorkerLost) as stop:

@@ -118,7 +118,7 @@ def score_all(
         for rollout in rollouts:
             futures.append(reward.submit(rollout))
             futures[-1].add_done_callback(partial(_tell, watch, rollout, arrived))
-        reward.settle(kind)
+        reward.end_round(kind)
         _gather(reward, len(futures), arrived, watch)
     except Interrupted as reason:
         stopped = str(reason)
@@ -142,7 +142,7 @@ def final_metrics(reward: Reward, stopped: str) -> dict[str, float]:
     if stopped:
         with suppress(KeyboardInterrupt):
             reward.close()
-    return reward.measure()
+    return reward.pop_metrics()
 
 
 def _tell(

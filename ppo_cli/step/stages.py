@@ -304,7 +304,7 @@ def roll_out(
             pairs.append((rollout, job.reward.submit(rollout)))
             job.in_flight.append(pairs[-1][1])
             advance(1)
-    job.reward.settle(kind)
+    job.reward.end_round(kind)
     pairs.sort(key=lambda pair: (place[pair[0].prompt.uid], pair[0].sample))
     return [rollout for rollout, _ in pairs], [future for _, future in pairs]
 
@@ -337,7 +337,7 @@ def _wait(job: Job, future: Future[Score]) -> Score:
 
 def sample_first(job: Job) -> None:
     """Sample what the reward wants of the starting model: a greedy response to each prompt."""
-    wanted = job.reward.wants_first(job.prompts)
+    wanted = job.reward.prompts_for_reference(job.prompts)
     if not wanted:
         return
     size, found = gen_batch(job.config) * job.config.rollout.n, list[Rollout]()
@@ -346,7 +346,7 @@ def sample_first(job: Job) -> None:
             for rollout in job.engine.generate(wanted[start : start + size], _greedy(job, 0)):
                 found.append(rollout)
                 advance(1)
-    job.reward.take_first(found)
+    job.reward.set_references(found)
 
 
 def _greedy(job: Job, step: int) -> Sampling:

@@ -125,10 +125,10 @@ def test_ctrl_c_writes_what_is_there_and_exits_3(
 ) -> None:
     from ppo_cli.rewards.function import RuleReward
 
-    def settle(self: RuleReward, kind: str) -> None:
+    def end_round(self: RuleReward, kind: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RuleReward, "settle", settle)
+    monkeypatch.setattr(RuleReward, "end_round", end_round)
     file = write(tmp_path / "a.jsonl", ROW, ROW)
     code, out, err = run_reward(capsys, "score", file)
     assert code == 3

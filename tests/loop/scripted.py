@@ -149,10 +149,10 @@ class ScriptedReward(Reward):
         future.set_result(plain if isinstance(plain, Score) else Score(plain))
         return future
 
-    def settle(self, kind: RoundKind = "train") -> None:
+    def end_round(self, kind: RoundKind = "train") -> None:
         self.asked.append(kind)
 
-    def measure(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         lately, self._lately = self._lately, 0
         return {"scripted/scored": float(self.scored), "scripted/lately": float(lately)}
 

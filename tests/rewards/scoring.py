@@ -12,5 +12,5 @@ def score_all(
     reward: Reward, rollouts: Sequence[Rollout], kind: RoundKind = "train", seconds: float = 120.0
 ) -> list[Score]:
     futures = [reward.submit(rollout) for rollout in rollouts]
-    reward.settle(kind)
+    reward.end_round(kind)
     return [future.result(seconds) for future in futures]

@@ -23,7 +23,7 @@ PATIENCE = 20
 
 
 class Source(Reward):
-    """Scores by a function: at once, or after a while on another thread, or at `settle`."""
+    """Scores by a function: at once, or after a while on another thread, or at `end_round`."""
 
     def __init__(
         self, name: str, score: Callable[[Rollout], Score], *, when: str = "now", stage: str = ""
@@ -49,7 +49,7 @@ class Source(Reward):
             self._answer(rollout, future)
         return future
 
-    def settle(self, kind: RoundKind = "train") -> None:
+    def end_round(self, kind: RoundKind = "train") -> None:
         self.rounds.append((kind, self._fresh))
         self._fresh = 0
         held, self._held = self._held, []
@@ -62,7 +62,7 @@ class Source(Reward):
         except PpoError as stop:
             future.set_exception(stop)
 
-    def measure(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         return {f"{self._stage}/asked": float(len(self.asked))}
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def mixture() -> Iterator[Callable[..., CompositeReward]]:
 
 def score(reward: CompositeReward, made: list[Rollout], kind: RoundKind = "train") -> list[Score]:
     futures = [reward.submit(r) for r in made]
-    reward.settle(kind)
+    reward.end_round(kind)
     return [f.result(PATIENCE) for f in futures]
 
 
@@ -148,7 +148,7 @@ def test_a_gated_part_is_asked_only_where_the_gate_is_open(mixture: Build) -> No
     found = score(reward, rollouts("xx", "aaa", "yy", "aaaaa"))
     assert sorted(judge.asked) == ["aaa", "aaaaa"]
     assert [s.value for s in found] == [0.0, 4.0, 0.0, 6.0]
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert [metrics[f"reward/judge/{name}"] for name in ("gated_share", "failed")] == [0.5, 0.0]
 
 
@@ -178,9 +178,9 @@ def test_every_part_is_settled_once_a_round_with_its_own_rollouts(mixture: Build
     judge = Source("judge", by_length, when="settled")
     reward = mixture(gate, judge, judge={"only_if": "gate >= 1"})
     first = [reward.submit(r) for r in rollouts("a", "b", "aa")]
-    reward.settle("train")
+    reward.end_round("train")
     second = [reward.submit(r) for r in rollouts("aaa", "c")]
-    reward.settle("baseline")
+    reward.end_round("baseline")
     values = [f.result(PATIENCE).value for f in (*first, *second)]
     assert values == [2.0, 0.0, 3.0, 4.0, 0.0]
     assert gate.rounds == [("train", 3), ("baseline", 2)]
@@ -200,7 +200,7 @@ def test_a_part_that_stops_the_run_stops_every_open_future_and_leaves_no_trace(
     )
     before = reward.state_dict()["running"]
     futures = [reward.submit(r) for r in rollouts("a", "stop", "cc")]
-    reward.settle()
+    reward.end_round()
     with pytest.raises(Interrupted, match="the judge is down"):
         for future in futures:
             future.result(PATIENCE)
@@ -238,11 +238,11 @@ def test_a_killed_run_goes_on_with_the_same_scales_bit_for_bit(mixture: Build) -
 def test_two_judges_report_under_their_own_names(mixture: Build) -> None:
     reward = mixture(Source("a", by_length, stage="judge"), Source("b", by_length, stage="judge"))
     score(reward, rollouts("a"))
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert metrics["judge/asked"] == metrics["judge_b/asked"] == 1.0
-    assert reward.measure().keys() == {"judge/asked", "judge_b/asked"}
+    assert reward.pop_metrics().keys() == {"judge/asked", "judge_b/asked"}
     named = mixture(Source("a", by_length, stage="judge"), Source("judge", has_a))
-    assert named.measure().keys() == {"judge_a/asked", "judge/asked"}
+    assert named.pop_metrics().keys() == {"judge_a/asked", "judge/asked"}
 
 
 def test_a_steps_metrics_are_of_its_round_and_not_of_its_greedy_baselines(mixture: Build) -> None:
@@ -250,7 +250,7 @@ def test_a_steps_metrics_are_of_its_round_and_not_of_its_greedy_baselines(mixtur
         reward = mixture(Source("x", by_length), Source("y", has_a))
         for kind in rounds:
             score(reward, rollouts("a", "bbb", "cc") if kind == "train" else rollouts("d"), kind)
-        return {k: v for k, v in reward.measure().items() if k.startswith("reward/")}
+        return {k: v for k, v in reward.pop_metrics().items() if k.startswith("reward/")}
 
     assert measured("train", "baseline") == measured("train")
     assert measured("train")["reward/x/std"] > 0 and not measured("baseline")
@@ -259,13 +259,13 @@ def test_a_steps_metrics_are_of_its_round_and_not_of_its_greedy_baselines(mixtur
 
 def test_a_bug_in_a_part_reaches_who_waits(mixture: Build) -> None:
     class Wrong(Source):
-        def settle(self, kind: RoundKind = "train") -> None:
+        def end_round(self, kind: RoundKind = "train") -> None:
             raise RuntimeError("no such thing")
 
     gated = Wrong("judge", by_length)
     reward = mixture(Source("x", has_a), gated, judge={"only_if": "x >= 1"})
     future = reward.submit(rollouts("a")[0])
-    reward.settle()
+    reward.end_round()
     with pytest.raises(RuntimeError, match="no such thing"):
         future.result(PATIENCE)
 
@@ -288,15 +288,15 @@ def test_a_step_that_is_undone_teaches_nothing_even_if_its_scores_come_late(
 ) -> None:
     slow = Source("x", by_length, when="settled")
     held: list[RoundKind] = []
-    real, slow.settle = slow.settle, held.append  # type: ignore[method-assign]
+    real, slow.end_round = slow.end_round, held.append  # type: ignore[method-assign]
     reward = mixture(slow, x={"scaling": "zscore"})
     before = reward.state_dict()
     futures = [reward.submit(r) for r in rollouts("a", "bbb")]
-    reward.settle()
+    reward.end_round()
     reward.load_state_dict(before)
     real(held[0])
     assert [f.cancelled() for f in futures] == [True, True]
-    slow.settle = real  # type: ignore[method-assign]
+    slow.end_round = real  # type: ignore[method-assign]
     assert [s.value for s in score(reward, rollouts("aa", "bbbb"))] == [-1.0, 1.0]
     assert reward.state_dict()["running"]["x"]["count"] == 2
 

@@ -46,7 +46,7 @@ def test_parts_are_built_from_their_own_settings(
         composite=Composite(parts={n: p | {"scaling": "none"} for n, p in parts.items()}),
     )
     futures = [reward.submit(rollout(text)) for text in ("#### 72", "#")]
-    reward.settle()
+    reward.end_round()
     long, short = (f.result(60).parts for f in futures)
     assert (long["rule"].raw, long["short"].raw) == (1.0, 0.25)
     assert (short["rule"].raw, short["short"].raw) == (0.0, 1.0)

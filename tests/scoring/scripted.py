@@ -41,7 +41,7 @@ class Scripted(Reward):
     def begin_step(self, step: int) -> None:
         """Nothing to begin."""
 
-    def settle(self, kind: RoundKind = "train") -> None:
+    def end_round(self, kind: RoundKind = "train") -> None:
         """Count."""
         self.settled += 1
 

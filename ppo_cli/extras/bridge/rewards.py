@@ -175,12 +175,12 @@ class RewardServer:
 
     def _settle(self) -> None:
         assert self._reward is not None
-        self._reward.settle("train" if self._split == "train" else "validation")
+        self._reward.end_round("train" if self._split == "train" else "validation")
         self._last = time.monotonic()
 
     def _measure(self) -> None:
         assert self._reward is not None
-        measured = self._reward.measure()
+        measured = self._reward.pop_metrics()
         if self._step and measured:
             append_line(self._folder / MEASURED, {"step": self._step, **measured})
 

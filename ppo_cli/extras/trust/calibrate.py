@@ -503,7 +503,7 @@ def repeat_all(
         for rollout in rollouts:
             again = [past_cache(rollout, times)] if past_cache else []
             asked.append(again or [reward.submit(rollout) for _ in range(times)])
-        reward.settle()
+        reward.end_round()
         for futures in asked:
             while wait(futures, timeout=1.0).not_done:
                 pass

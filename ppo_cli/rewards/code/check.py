@@ -20,7 +20,7 @@ from typing import Any
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError, address_space, describe_address_space
 from ppo_cli.records import Score
-from ppo_cli.rewards.base import LONGEST_TEXT, Call, CannotScore, Tell, describe_error, unheard
+from ppo_cli.rewards.base import LONGEST_TEXT, Call, CannotScore, Tell, describe_error, tell_nobody
 from ppo_cli.rewards.code.channel import (
     MOST_TRUSTED,
     Gone,
@@ -321,7 +321,7 @@ class CodePool:
         self._stopped = threading.Event()
         self._sandbox: Sandbox | None = None
 
-    def start(self, tell: Tell = unheard) -> None:
+    def start(self, tell: Tell = tell_nobody) -> None:
         """Choose the sandbox; RewardError when none works."""
         memory, limit = self._settings.memory_mb, address_space()
         if limit is not None and limit >> 20 < memory:

@@ -35,7 +35,7 @@ from typing import Any, Literal
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.base import Tell, unheard
+from ppo_cli.rewards.base import Tell, tell_nobody
 from ppo_cli.rewards.code.limits import build_filter
 from ppo_cli.rewards.code.probe import SECRET
 from ppo_cli.rewards.code.processes import (
@@ -441,7 +441,7 @@ _FAULTS: dict[str, str] = {}
 _PROBING = threading.Lock()
 
 
-def choose_sandbox(settings: Code, tell: Tell = unheard) -> Sandbox:
+def choose_sandbox(settings: Code, tell: Tell = tell_nobody) -> Sandbox:
     """Return the first sandbox that works; RewardError when none does and none is not allowed."""
     known: dict[str, Sandbox] = {"bwrap": Bubblewrap(), "sandlock": Sandlock(settings.memory_mb)}
     wanted = list(known) if settings.sandbox is None else [settings.sandbox]

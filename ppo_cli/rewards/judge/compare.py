@@ -109,7 +109,7 @@ class CompareReward(JudgeReward):
                 self._loop.submit(self._canaries.ask(question))
         return entry.future
 
-    def settle(self, kind: RoundKind = "train") -> None:
+    def end_round(self, kind: RoundKind = "train") -> None:
         """Begin the contests of the round, then as for single scores."""
         arrived, self._arrived = self._arrived, []
         by_prompt: dict[str, list[Contestant]] = defaultdict(list)
@@ -119,14 +119,14 @@ class CompareReward(JudgeReward):
             asked = self._loop.submit(self._begin(entries, self._reference(entries[0], kind)))
             for entry in entries:
                 self._round.add(entry, asked)
-        super().settle(kind)
+        super().end_round(kind)
 
-    def wants_first(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    def prompts_for_reference(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """All that it does not have, when it compares with the starting model."""
         known = self._earlier["train"]
         return [p for p in prompts if p.uid not in known] if self._api.compare == "base" else ()
 
-    def take_first(self, rollouts: Sequence[Rollout]) -> None:
+    def set_references(self, rollouts: Sequence[Rollout]) -> None:
         """Keep what responses are compared with."""
         self._earlier["train"] |= {r.prompt.uid: self._seen(r) for r in rollouts}
 

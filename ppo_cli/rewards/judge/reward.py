@@ -23,7 +23,7 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, PpoError, RewardError, ppo, shorten
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
-from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, unheard
+from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell_nobody
 from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
 from ppo_cli.rewards.judge.calls import (
@@ -302,7 +302,7 @@ class JudgeReward(Reward):
         self._round = self._new_round()
 
     def start(
-        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = unheard
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
     ) -> None:
         """Check the template against the rows, and key, model and reply format by one call.
 
@@ -389,7 +389,7 @@ class JudgeReward(Reward):
         asked = (self._direct.ask(check.question) for check in checks)
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    def hold_out(self, labelled: Mapping[str, LabelledRollouts]) -> None:
+    def set_labelled(self, labelled: Mapping[str, LabelledRollouts]) -> None:
         """Take those of the file that its settings name."""
         monitor = self._api.monitor
         if monitor.labels is not None:
@@ -412,7 +412,7 @@ class JudgeReward(Reward):
                 self._loop.submit(self._canaries.ask(self._question(rollout.prompt, text)))
         return entry.future
 
-    def settle(self, kind: RoundKind = "train") -> None:
+    def end_round(self, kind: RoundKind = "train") -> None:
         """Close the step: failed verdicts are asked for again, masked or stop the run."""
         self._validating = kind == "validation"
         done, self._round = self._round, self._new_round()
@@ -428,7 +428,7 @@ class JudgeReward(Reward):
         """Ask for several fresh verdicts on one response, past the cache."""
         return self._loop.submit(self._repeat(rollout, votes))
 
-    def measure(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """`judge/…` metrics since the last call, after `close` too."""
         if self._closed:
             return asyncio.run(self._measure())

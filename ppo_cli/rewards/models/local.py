@@ -18,7 +18,7 @@ import torch
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import PpoError, RewardError, WorkerLost
 from ppo_cli.records import Message, Part, Prompt, Rollout, Score
-from ppo_cli.rewards.base import Host, HostMaker, InProcess, Reward, RoundKind, Tell, unheard
+from ppo_cli.rewards.base import Host, HostMaker, InProcess, Reward, RoundKind, Tell, tell_nobody
 from ppo_cli.rewards.models.base import (
     LOOKED_AT,
     TURN_OFF,
@@ -268,7 +268,7 @@ class LocalModelReward(Reward):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"reward-{name}")
 
     def start(
-        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = unheard
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
     ) -> None:
         """Load the model, see that its format takes the prompts, and test it."""
         host = self._ready()
@@ -288,14 +288,14 @@ class LocalModelReward(Reward):
         self._pending.append(entry)
         return entry.future
 
-    def settle(self, kind: RoundKind = "train") -> None:
+    def end_round(self, kind: RoundKind = "train") -> None:
         """Score what was submitted, in the background."""
         entries, self._pending = self._pending, []
         if entries:
             self._rounds.append(entries)
             self._thread.submit(self._score, entries)
 
-    def measure(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """`NAME/…` metrics since the last call."""
         done, self._tally = self._tally, defaultdict(float)
         if not done["samples"]:

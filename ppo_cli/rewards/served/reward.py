@@ -19,7 +19,7 @@ from ppo_cli.config.known_models import find_adapter
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
-from ppo_cli.rewards.base import Reward, RoundKind, Tell, unheard
+from ppo_cli.rewards.base import Reward, RoundKind, Tell, tell_nobody
 from ppo_cli.rewards.models.base import (
     BUILT_IN,
     NO_ANSWER,
@@ -171,7 +171,7 @@ class ServedModelReward(Reward):
         self._loop = LoopThread(f"served-{name}")
 
     def start(
-        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = unheard
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
     ) -> None:
         """Ask for one tiny score, then see that scores are raw and that good is above bad."""
         for remark in self._writer.remarks():
@@ -187,7 +187,7 @@ class ServedModelReward(Reward):
         self._loop.submit(self._take(rollout, future))
         return future
 
-    def settle(self, kind: RoundKind = "train") -> None:
+    def end_round(self, kind: RoundKind = "train") -> None:
         """Send what is left over."""
         if not self._closed:
             self._loop.submit(self._flush_all())
@@ -196,7 +196,7 @@ class ServedModelReward(Reward):
         """Say what the server is waited for, when it is down."""
         return self._client.outage.sentence()
 
-    def measure(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """`model/…` metrics since the last call, after `close` too."""
         if self._closed:
             return asyncio.run(self._measure())

@@ -247,7 +247,7 @@ class Paid(Fickle):
         time.sleep(0.005)
         return super().repeat(rollout, votes)
 
-    def measure(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         found = {"judge/calls": float(self.paid), "judge/cost_usd": self.paid * 0.01,
                  "judge/tokens_in": self.paid * 100.0}  # fmt: skip
         self.paid = 0

@@ -307,7 +307,7 @@ def test_groups_are_ranked_on_every_wire(
         assert ranks(values) == ranks([worth(r.text) for r in rollouts[5 * n : 5 * n + 5]])
         assert sum(values) / 5 == pytest.approx(0.5) and min(values) > 0 and max(values) < 1
     assert server.count == 1 + 3 * calls  # one to try it out
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert metrics["judge/place_followed"] == metrics["judge/failed_pairs"] == 0
     best = max(scores, key=lambda score: score.value or 0)
     assert best.info["wins"] == best.info["compared"] == 4 and best.info["strength"] > 1
@@ -339,7 +339,7 @@ def test_a_judge_that_prefers_a_place_is_refused_and_not_learned_from(
     rollouts = [r for n in range(4) for r in group(n, *(said(k) for k in range(4)))]
     with pytest.raises(Interrupted, match=r"16 of 16 responses .* no verdict \(place 16\)"):
         score_all(reward, rollouts)
-    assert reward.measure()["judge/place_followed"] == 1.0
+    assert reward.pop_metrics()["judge/place_followed"] == 1.0
     assert server.count == 4 * (12 if how == "pairs" else 2)  # nothing is asked twice
 
 
@@ -355,7 +355,7 @@ def test_the_place_is_counted_where_it_decides_and_the_rest_is_kept(
     server.score = close
     reward = make()
     scores = score_all(reward, group(1, said(0), said(1), said(2), said(2, "too"), said(4)))
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert metrics["judge/place_followed"] == 0.3 and metrics["judge/ties"] == pytest.approx(1 / 7)
     values = [score.value for score in scores]
     assert values[2] == values[3] and None not in values and values[4] == max(values)  # type: ignore[type-var]
@@ -375,7 +375,7 @@ def test_a_failed_comparison_leaves_its_pair_out_and_too_few_are_no_score(
     values = [score.value for score in scores]
     assert values[3] is None and scores[3].failure.startswith("form")
     assert values[0] == values[1] < values[2] < values[4]  # type: ignore[operator]
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert metrics["judge/failed_pairs"] == 0.5  # four of the odd one, and one
     assert metrics["judge/calls"] == 10 + 10 * 3  # what was answered is not asked again
 
@@ -387,7 +387,7 @@ def test_a_reference_gives_a_win_rate(make: Make, server: JudgeServer) -> None:
     )
     assert [score.value for score in scores] == [0.0, 1.0, 0.5, 0.5, 0.0]
     assert server.count == 2 * 2 * 3  # not for the same words, nor for none
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert metrics["judge/win_rate"] == 0.5 and metrics["judge/ties"] == pytest.approx(1 / 3)
     assert "the reference" in scores[0].reason
     named = make(compare="extra_info.best")
@@ -402,19 +402,19 @@ def test_validations_are_compared_with_the_first_also_after_a_resume(make: Make)
     again = make()
     again.load_state_dict(json.loads(json.dumps(reward.state_dict())))
     assert [s.value for s in score_all(again, group(1, said(1)), "validation")] == [0.0]
-    assert again.measure()["judge/win_rate"] == 0.0
+    assert again.pop_metrics()["judge/win_rate"] == 0.0
 
 
 def test_the_starting_models_responses_are_asked_for_once_and_kept(make: Make) -> None:
     reward, rollouts = make(compare="base"), group(1, said(1), said(3))
     (first,) = group(1, said(2))
-    assert list(reward.wants_first([first.prompt])) == [first.prompt]
-    assert list(make().wants_first([first.prompt])) == []
-    reward.take_first([first])
+    assert list(reward.prompts_for_reference([first.prompt])) == [first.prompt]
+    assert list(make().prompts_for_reference([first.prompt])) == []
+    reward.set_references([first])
     assert [score.value for score in score_all(reward, rollouts)] == [0.0, 1.0]
     again = make(compare="base")
     again.load_state_dict(json.loads(json.dumps(reward.state_dict())))
-    assert list(again.wants_first([first.prompt])) == []
+    assert list(again.prompts_for_reference([first.prompt])) == []
     assert [score.value for score in score_all(again, rollouts)] == [0.0, 1.0]
 
 
@@ -471,7 +471,7 @@ def test_one_wrong_reply_in_ten_makes_no_silent_number(
             assert ranks([v for _, v in there]) == ranks([w for w, _ in there])
         assert all(s.failure for _, s in mine if s.value is None)
     assert sum(s.value is not None for s in scores) > 0.8 * len(scores)
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert metrics["judge/unread"] > 0.02 and metrics["judge/calls"] == server.count
     assert metrics["judge/tokens_in"] + metrics["judge/tokens_out"] <= 3_000_000
 
@@ -521,17 +521,17 @@ def test_canaries_lose_unless_the_judge_is_fooled(
         server.score = lambda system, user: '{"better_response": "R1"}'
     reward.begin_step(1)
     futures = [reward.submit(one) for one in group(1, said(1), said(1), ground_truth=said(3))]
-    reward.settle()
+    reward.end_round()
     assert [future.result(60).value for future in futures] == [0.5, 0.5]
     reward._loop.call(asyncio.sleep(0.5), timeout=5)
-    assert reward.measure()["judge/canary_max"] == most and server.count == 4
+    assert reward.pop_metrics()["judge/canary_max"] == most and server.count == 4
 
 
 def test_a_second_judge_reads_a_share_of_the_comparisons(make: Make) -> None:
     reward = make(monitor=Monitor(type="openai", model="second", share=1.0))
     score_all(reward, group(1, *(said(k) for k in range(4))))
     reward._loop.call(asyncio.sleep(0.5), timeout=5)
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert metrics["judge/monitor_gap"] == 0.0 and metrics["judge/monitor_correlation"] > 0.99
 
 

@@ -58,7 +58,7 @@ def test_nothing_is_asked_for_a_response_without_content(make: Make, server: Jud
     scores = score_all(reward, [rollout(n, text) for n, text in enumerate(("", " :", "Solution:"))])
     assert [s.value for s in scores] == [0.0] * 3 and server.count == 0
     assert all(s.gated for s in scores)
-    assert reward.measure()["judge/gated"] == 3 and reward.measure() == {}
+    assert reward.pop_metrics()["judge/gated"] == 3 and reward.pop_metrics() == {}
     (score,) = score_all(make(gate=False), [rollout(5, ":")])
     assert score.value == 0.0 and server.count == 1
     asks = "What is a homogeneous mixture called?"
@@ -75,10 +75,10 @@ def test_votes_are_averaged_and_their_spread_is_told(server: JudgeServer, make: 
     assert score.value == pytest.approx(6 / 9) and sorted(score.info["votes"]) == [4, 7, 10]
     assert score.parts["judge"].raw == 7 and '"score": 7' in score.reply
     assert score.info["vote_spread"] == pytest.approx(np.std([3 / 9, 6 / 9, 1.0]))
-    assert reward.measure()["judge/vote_spread"] == pytest.approx(score.info["vote_spread"])
+    assert reward.pop_metrics()["judge/vote_spread"] == pytest.approx(score.info["vote_spread"])
     assert [call.body["seed"] for call in server.calls] == [0, 1, 2]
     score_all(reward, [rollout(1, "")])
-    assert "judge/vote_spread" not in reward.measure()
+    assert "judge/vote_spread" not in reward.pop_metrics()
 
 
 def test_half_of_the_votes_are_not_enough(server: JudgeServer, make: Make) -> None:
@@ -86,7 +86,7 @@ def test_half_of_the_votes_are_not_enough(server: JudgeServer, make: Make) -> No
     reward = make(votes=2, max_failure_rate=1.0)
     (score,) = score_all(reward, [right(1)])
     assert score.value is None and score.failure.startswith("refusal")
-    assert reward.measure()["judge/refusals"] == 1
+    assert reward.pop_metrics()["judge/refusals"] == 1
 
 
 def test_settings_reach_the_request(server: JudgeServer, make: Make) -> None:
@@ -138,7 +138,7 @@ def test_metrics_of_a_step(make: Make, server: JudgeServer) -> None:
     scored = score_all(
         reward, [right(1), right(2), right(3), rollout(4, "no " * 40), rollout(5, "")]
     )
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
 
     def total(name: str) -> float:
         return sum(score.info.get(name, 0) for score in scored)
@@ -157,9 +157,9 @@ def test_metrics_of_a_step(make: Make, server: JudgeServer) -> None:
     assert metrics["judge/cost_usd"] > 0 and metrics["judge/tokens_in"] > 0
     assert metrics["judge/latency_p95_s"] >= metrics["judge/latency_p50_s"] > 0
     assert metrics["judge/length_correlation"] < -0.9
-    assert reward.measure() == {}
+    assert reward.pop_metrics() == {}
     score_all(reward, [right(1), right(1)])
-    again = reward.measure()
+    again = reward.pop_metrics()
     assert again["judge/cache_hits"] == 1.0 and again["judge/cost_usd"] == 0.0
     assert again["judge/cost_usd_total"] == metrics["judge/cost_usd_total"]
 
@@ -174,7 +174,7 @@ def test_canaries_go_past_gate_and_cache(make: Make, server: JudgeServer) -> Non
         while step % 2 == 0 and server.count < (5 if step == 2 else 9) and deadline < 100:
             deadline += 1
             score_all(reward, [right(1)])
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert metrics["judge/canary_max"] == pytest.approx(8 / 9)
     assert server.count == 9  # one verdict, twice four canaries
 
@@ -191,7 +191,7 @@ def test_what_was_spent_outlives_the_process(make: Make, tmp_path: Path) -> None
     first = make(**prices)
     first.attach(tmp_path)
     score_all(first, [right(1)])
-    cost = first.measure()["judge/cost_usd_total"]
+    cost = first.pop_metrics()["judge/cost_usd_total"]
     first.close()
     assert (tmp_path / "judge_calls.jsonl").exists()
     second = make(**prices, budget_usd=cost * 1.01)

@@ -50,7 +50,7 @@ def measured(reward: JudgeReward, enough: Callable[[dict[str, float]], bool]) ->
     while not enough(total):
         assert time.monotonic() < until, total
         time.sleep(0.02)
-        total.update(reward.measure())
+        total.update(reward.pop_metrics())
     return dict(total)
 
 
@@ -90,7 +90,7 @@ def test_canaries_without_a_verdict_are_counted_once(server: JudgeServer, judge_
     assert score_all(reward, [rollout(1)])[0].value == 1.0
     told = measured(reward, lambda told: told.get("judge/canary_failed", 0) >= 4)
     assert told["judge/canary_failed"] == 4 and "judge/canary_max" not in told
-    assert "judge/canary_failed" not in reward.measure()
+    assert "judge/canary_failed" not in reward.pop_metrics()
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_a_monitor_is_compared_and_paid_at_its_own_price(
         time.sleep(0.02)
     assert [one.facts["monitor"] for one in scores] == pytest.approx([6 / 9, 5 / 9, 4 / 9])
     assert [one.facts["monitor_gap"] for one in scores] == pytest.approx([6 / 9, 4 / 9, 2 / 9])
-    told = reward.measure()
+    told = reward.pop_metrics()
     assert told["judge/monitor_mean"] == pytest.approx(5 / 9)
     assert told["judge/monitor_gap"] == pytest.approx(1 / 9 - 5 / 9)
     assert told["judge/monitor_correlation"] == pytest.approx(-1.0)
@@ -158,7 +158,7 @@ def test_a_monitor_is_compared_and_paid_at_its_own_price(
     assert told["judge/monitor_cost_usd"] == pytest.approx(cost / 1e6)
     assert sum(line["usd"] for line in paid) == pytest.approx(cost / 1e6)
     assert told["judge/cost_usd"] == pytest.approx(sum(line["usd"] for line in lines))
-    assert reward.measure() == {}
+    assert reward.pop_metrics() == {}
     # Both verdicts are in the cache now; the responses are compared all the same.
     score_all(reward, rollouts)
     again = measured(reward, lambda told: "judge/monitor_gap" in told)
@@ -174,7 +174,7 @@ def labelled(count: int = 16) -> list[tuple[Rollout, float]]:
 def held_out(opened: Make, server: JudgeServer, folder: Path, **more: object) -> JudgeReward:
     monitor = {"labels": "l.jsonl", "labels_every": 3}
     reward = opened(watched(server, folder, monitor=monitor, **more))
-    reward.hold_out({"l.jsonl": labelled()})
+    reward.set_labelled({"l.jsonl": labelled()})
     return reward
 
 
@@ -226,14 +226,14 @@ def test_readings_fail_in_silence_and_stay_out_of_validations(
     server.fail("refusal", times=10**6)
     reward = held_out(opened, server, tmp_path, budget_tokens=3000)
     reward.begin_step(1)
-    reward.settle("validation")
+    reward.end_round("validation")
     until = time.monotonic() + 30.0
     while reward._held_out is None or not reward._held_out._metrics:
         assert time.monotonic() < until
         time.sleep(0.02)
-    assert "judge/label_failed" not in reward.measure()
-    reward.settle()
-    told = reward.measure()
+    assert "judge/label_failed" not in reward.pop_metrics()
+    reward.end_round()
+    told = reward.pop_metrics()
     assert told["judge/label_failed"] == 16 and "judge/label_gap" not in told
 
 
@@ -281,7 +281,7 @@ def test_a_monitor_that_does_not_answer_is_counted_and_changes_no_reward(
     assert [s.value for s in score_all(reward, [rollout(1), rollout(2)])] == [1.0, 1.0]
     told = measured(reward, lambda told: told.get("judge/monitor_failed", 0) >= 2)
     assert told["judge/monitor_failed"] == 2 and "judge/monitor_mean" not in told
-    assert "judge/monitor_failed" not in reward.measure()
+    assert "judge/monitor_failed" not in reward.pop_metrics()
     assert told["judge/calls"] == 2, "the counts of a step are those of the judge that rewards"
 
 
@@ -308,7 +308,7 @@ def test_a_second_judge_that_nobody_asked_for_ends_no_run(
     reward.start([rollout(1).prompt], tell=told.append)
     assert len(told) == 1 and "second judge" in told[0] and "OTHER_KEY" in told[0]
     assert [s.value for s in score_all(reward, [rollout(1), rollout(2)])] == [1.0, 1.0]
-    told_of = reward.measure()
+    told_of = reward.pop_metrics()
     assert not {"judge/monitor_mean", "judge/monitor_failed"} & told_of.keys()
     if key != "k2":
         with pytest.raises(RewardError, match="OTHER_KEY"):

@@ -360,7 +360,7 @@ def test_one_wrong_reply_in_ten_makes_no_silent_number(
     assert [float(v) for _, v in there] == pytest.approx([s.value for s, _ in there], abs=1e-12)
     assert all(score.failure for score in scores if score.value is None)
     assert len(there) > 0.8 * len(rows)
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert metrics["judge/unread"] > 0.02 and metrics["judge/calls"] == server.count
     assert metrics["judge/tokens_in"] + metrics["judge/tokens_out"] <= 4_000_000
 
@@ -373,7 +373,7 @@ def test_each_wrong_reply_is_none(way: str, make: Make, server: JudgeServer) -> 
     for calls in ("one", "each"):
         reward = make(rubric_calls=calls, cache="off", on_failure="mask")
         asked = reward.submit(rollout(1, "amber dune", rubric))
-        reward.settle()
+        reward.end_round()
         score = asked.result(60)
         assert score.value is None and score.failure, (calls, score)
 

@@ -153,7 +153,7 @@ def test_the_same_scores_in_a_process_of_its_own_and_after_it_was_lost(tmp_path:
         spawned.seems_alive = True
         spawned.process.kill()
         spawned.process.join(10)
-        there.settle()
+        there.end_round()
         for future in futures:
             with pytest.raises(WorkerLost, match="reward model died in begin"):
                 future.result(timeout=60)
@@ -167,7 +167,7 @@ def test_the_same_scores_in_a_process_of_its_own_and_after_it_was_lost(tmp_path:
 
 def _steady(reward: LocalModelReward) -> dict[str, float]:
     """Metrics without the clock."""
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     return {k: v for k, v in metrics.items() if not k.endswith(("seconds", "tokens_per_s"))}
 
 
@@ -181,7 +181,7 @@ def test_what_goes_wrong_there_comes_out_here_as_itself() -> None:
     with pytest.raises(ModelError, match="no such model"):
         reward.start([])
     future = reward.submit(rollouts_of(1)[0])
-    reward.settle()
+    reward.end_round()
     with pytest.raises(ModelError, match="no such model"):
         future.result(timeout=300)
     reward.close()
@@ -196,7 +196,7 @@ def test_a_network_that_breaks_there_is_named_here(reward_of: RewardOf) -> None:
 
     reward = reward_of(lambda factory, _: Posted(factory), Broken())
     future = reward.submit(rollouts_of(1)[0])
-    reward.settle()
+    reward.end_round()
     with pytest.raises(RewardError, match=r"made/model broke while scoring: IndexError: index 7"):
         future.result(timeout=300)
 
@@ -211,7 +211,7 @@ def test_a_lost_host_stops_its_round_and_the_next_round_has_a_new_one(
     assert score_all(reward, rollouts) == expected
     Frail.made[0].dies_in = method
     futures = submit_all(reward, rollouts)
-    reward.settle()
+    reward.end_round()
     for future in futures:
         with pytest.raises(WorkerLost, match=f"died in {method}"):
             future.result(timeout=300)
@@ -266,7 +266,7 @@ def test_a_step_that_is_taken_again_stands_in_batches_of_its_own(
     left_over = submit_all(reward, rollouts_of(5, seed=8))
     reward.load_state_dict({})
     assert score_all(reward, rollouts) == expected
-    assert reward.measure()["model/samples"] == 12
+    assert reward.pop_metrics()["model/samples"] == 12
     for future in left_over:
         with pytest.raises(CancelledError):
             future.result(timeout=1)
@@ -286,14 +286,14 @@ def test_a_round_that_was_given_up_is_not_scored_to_its_end(reward_of: RewardOf)
 
     reward = reward_of(network=Slow(), batch_tokens=16)
     futures = submit_all(reward, rollouts_of(6))
-    reward.settle()
+    reward.end_round()
     assert begun.wait(10)
     reward.load_state_dict({})
     go_on.set()
     assert all(future.cancelled() for future in futures)
     assert len(score_all(reward, rollouts_of(3))) == 3
     assert len(sizes) == 1 + 3
-    assert reward.measure()["model/samples"] == 3
+    assert reward.pop_metrics()["model/samples"] == 3
 
 
 def test_a_mixture_that_takes_a_step_again_forgets_the_first_time(reward_of: RewardOf) -> None:
@@ -303,7 +303,7 @@ def test_a_mixture_that_takes_a_step_again_forgets_the_first_time(reward_of: Rew
 
     def values(reward: CompositeReward) -> list[float | None]:
         futures = [reward.submit(rollout) for rollout in rollouts_of(10)]
-        reward.settle()
+        reward.end_round()
         return [future.result(timeout=300).value for future in futures]
 
     calm, stopped = mixture(), mixture()

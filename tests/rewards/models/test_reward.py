@@ -42,7 +42,7 @@ def rollouts_of(count: int) -> list[Rollout]:
 
 def score_all(reward: LocalModelReward, rollouts: Sequence[Rollout]) -> dict[Any, Score]:
     futures = {rollout.key: reward.submit(rollout) for rollout in rollouts}
-    reward.settle()
+    reward.end_round()
     return {key: future.result(timeout=300) for key, future in futures.items()}
 
 
@@ -112,7 +112,7 @@ def test_nothing_is_scored_before_the_round_is_settled(reward_of: RewardOf) -> N
     future = reward.submit(rollout_of(0, "Yes."))
     with pytest.raises(TimeoutError):
         future.result(timeout=0.05)
-    reward.settle("validation")
+    reward.end_round("validation")
     assert future.result(timeout=300).value is not None
 
 
@@ -127,16 +127,16 @@ def test_rounds_as_the_loop_has_them(reward_of: RewardOf) -> None:
         reward.begin_step(step)
         futures = [reward.submit(rollout) for rollout in rollouts]
         baselines = [reward.submit(rollout) for rollout in rollouts[::2]]
-        reward.settle()
+        reward.end_round()
         seen.append([future.result(timeout=300).value for future in futures])
-        reward.settle("baseline")  # nothing is left
+        reward.end_round("baseline")  # nothing is left
         assert [b.result(timeout=300).value for b in baselines] == pytest.approx(
             seen[-1][::2], abs=1e-5
         )
-        metrics = reward.measure()
+        metrics = reward.pop_metrics()
         assert metrics["model/samples"] == 9
         assert metrics["model/failed"] == 0
-        assert reward.measure() == {}
+        assert reward.pop_metrics() == {}
     assert seen[0] == seen[1] == seen[2]
     assert reward.waiting_for() is None
 
@@ -156,7 +156,7 @@ def test_what_was_measured(reward_of: RewardOf, loaded: Make) -> None:
     long = rollout_of(2, "Yes.", "word " * 100)
     reward.start([long.prompt])
     score_all(reward, [rollout_of(0, "Yes."), rollout_of(1, "y" * 200), long])
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert metrics["rm/samples"] == 3
     assert metrics["rm/failed"] == 1
     assert metrics["rm/prompts_cut"] == 1
@@ -166,7 +166,7 @@ def test_what_was_measured(reward_of: RewardOf, loaded: Make) -> None:
     assert metrics["rm/tokens_per_s"] > 0
     assert all(isinstance(value, float) for value in metrics.values())
     score_all(reward, [rollout_of(3, "No.")])
-    assert reward.measure()["rm/prompts_cut"] == 0
+    assert reward.pop_metrics()["rm/prompts_cut"] == 0
 
 
 def test_a_response_that_does_not_fit_has_failed_with_the_numbers(
@@ -288,7 +288,7 @@ def test_closed_in_the_middle_of_a_round_drops_the_rest(reward_of: RewardOf, loa
 
     reward = reward_of(loaded(network=Answering(answer)), batch_tokens=16)
     futures = [reward.submit(rollout_of(i, "Yes.")) for i in range(20)]
-    reward.settle()
+    reward.end_round()
     assert at_the_third.wait(timeout=300)
     reward.close()
     assert len(seen) == 3

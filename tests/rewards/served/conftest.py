@@ -58,7 +58,7 @@ class Bench:
 
     def score_all(self, reward: ServedModelReward, rollouts: list[Rollout]) -> list[Score]:
         futures = [reward.submit(rollout) for rollout in rollouts]
-        reward.settle()
+        reward.end_round()
         return [future.result(25) for future in futures]
 
 

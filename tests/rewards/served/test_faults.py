@@ -70,7 +70,7 @@ def test_no_number_is_made_up(bench: Bench, wire: str) -> None:
         first, second = bench.score_all(reward, rollouts)
         assert first.value is None, kind
         assert first.failure.startswith("no number: the server's score is")
-        assert second.value is not None and reward.measure()["model/failed"] == 1
+        assert second.value is not None and reward.pop_metrics()["model/failed"] == 1
 
 
 @pytest.mark.parametrize("wire", ["vllm", "openrlhf", "rerank"])
@@ -100,7 +100,7 @@ def test_what_passes_is_tried_again(bench: Bench) -> None:
         bench.server.fail(kind, times=1)
         (score,) = bench.score_all(reward, [bench.rollout(1)])
         assert score.value is not None
-        metrics = reward.measure()
+        metrics = reward.pop_metrics()
         assert (metrics["model/retries"], metrics["model/requests"]) == (1, 2), kind
 
 
@@ -150,7 +150,7 @@ def sentence_of(reward: ServedModelReward, within: float = 5.0) -> str | None:
 
 def submit_all(reward: ServedModelReward, rollouts: list[Rollout]) -> list[Future[Score]]:
     futures = [reward.submit(rollout) for rollout in rollouts]
-    reward.settle()
+    reward.end_round()
     return futures
 
 
@@ -274,7 +274,7 @@ def test_a_good_server_passes_the_start(bench: Bench, wire: str) -> None:
     reward.start([bench.prompt(ground_truth="1<|im_end|>")], tell=told.append)
     assert [line for line in told if "end token" not in line and "cut long" not in line] == []
     assert len(told) == (2 if wire == "openrlhf" else 0)
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert (metrics["model/requests"], metrics["model/neutralised"]) == (0, 0)
 
 

@@ -34,10 +34,10 @@ def test_every_rollout_gets_its_own_score(bench: Bench, adapter: str) -> None:
     expected = [score_of_text(wire_text(adapter, each)) for each in rollouts]
     assert [score.value for score in scores] == expected
     assert scores[0].parts == {"model": Part(raw=expected[0], scaled=expected[0])}
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert metrics["model/samples"] == 7 and metrics["model/failed"] == 0
     assert metrics["model/requests"] >= 3 and metrics["model/latency_p50_s"] > 0
-    assert reward.measure()["model/samples"] == 0
+    assert reward.pop_metrics()["model/samples"] == 0
 
 
 def test_vllm_is_asked_for_raw_scores_in_the_chat_form(bench: Bench) -> None:
@@ -152,7 +152,7 @@ def test_with_a_tokenizer_token_ids_are_sent_with_one_bos(
     bos, start, end = tokenizer.convert_tokens_to_ids(["<s>", "<|im_start|>", "<|im_end|>"])
     for ids in (plain, spoofed):
         assert (ids.count(bos), ids.count(start), ids.count(end)) == (1, 2, 2)
-    assert spoof in tokenizer.decode(spoofed) and reward.measure()["model/neutralised"] == 0
+    assert spoof in tokenizer.decode(spoofed) and reward.pop_metrics()["model/neutralised"] == 0
 
 
 @pytest.mark.parametrize("adapter", ["vllm", "openrlhf", "rerank"])
@@ -165,7 +165,7 @@ def test_control_tokens_are_neutralised_where_the_server_tokenises(
     )
     sent = str([call.body for call in bench.server.calls])
     assert "Yes.< |im_end|>" in sent and "Yes.<|im_end|>" not in sent and "a < b" in sent
-    assert reward.measure()["model/neutralised"] == 1
+    assert reward.pop_metrics()["model/neutralised"] == 1
 
 
 def test_openrlhf_with_a_tokenizer_gets_its_chat_template(
@@ -186,7 +186,7 @@ def test_over_long_samples_fail_and_are_not_sent(
     fits, long = bench.score_all(reward, [bench.rollout(1), bench.rollout(2, "word " * 100)])
     assert fits.value is not None and long.value is None and "too long" in long.failure
     assert "word word" not in str([call.body for call in bench.server.calls])
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert metrics["model/failed"] == 1 and metrics["model/samples"] == 2
 
 
@@ -199,7 +199,7 @@ def test_long_prompts_lose_their_beginning_and_are_counted(
     (ids,) = bench.server.sent("/classify")[0]["input"]
     assert score.value is not None and len(ids) <= 300
     assert "the end?" in tokenizer.decode(ids) and "It is 2." in tokenizer.decode(ids)
-    assert reward.measure()["model/prompts_cut"] == 1
+    assert reward.pop_metrics()["model/prompts_cut"] == 1
 
 
 def test_a_template_with_a_tokenizer_becomes_ids(
@@ -271,7 +271,7 @@ def test_a_server_that_fails_a_third_loses_no_score(bench: Bench, adapter: str, 
     scores = bench.score_all(reward, rollouts)
     expected = [score_of_text(wire_text(adapter, each)) for each in rollouts]
     assert [(score.value, score.failure) for score in scores] == [(v, "") for v in expected]
-    metrics = reward.measure()
+    metrics = reward.pop_metrics()
     assert metrics["model/retries"] > 0 and metrics["model/failed"] == 0
 
 
@@ -279,7 +279,7 @@ def test_nothing_is_kept_for_a_resume(bench: Bench) -> None:
     reward = bench.make(name="helpful")
     assert reward.state_dict() == {}
     reward.load_state_dict({})
-    assert "helpful/samples" in reward.measure() and isinstance(reward._settings, ModelReward)
+    assert "helpful/samples" in reward.pop_metrics() and isinstance(reward._settings, ModelReward)
     reward.close()
     reward.close()
     with pytest.raises(RuntimeError):
