@@ -56,7 +56,7 @@ class Given:
 
     def resolve_node(self) -> Resolved:
         """Put what was typed over the other layers, with what SLURM says of this node."""
-        from ppo_cli.launch.addresses import node_variables
+        from ppo_cli.config.slurm import node_variables
 
         around = node_variables(os.environ, set(self.flags))
         return self.resolve({**os.environ, **around.values}, around.origins)

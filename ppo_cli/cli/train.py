@@ -506,7 +506,7 @@ def _run(resolved: Resolved, *, quiet: bool) -> None:
 
     screen = make_screen(quiet=quiet)
     if resolved.config.trainer.node_rank:
-        from ppo_cli.launch.nodes import join_cluster
+        from ppo_cli.cluster.nodes import join_cluster
 
         raise typer.Exit(join_cluster(resolved.config, os.environ, screen.note))
     for note in (*resolved.notes, *remarks(resolved)):
@@ -531,7 +531,7 @@ def _drive(resolved: Resolved, screen: Screen) -> None:
         train_now = _import_loop()
         train_now(resolved, screen)
         return
-    from ppo_cli.launch.nodes import open_cluster
+    from ppo_cli.cluster.nodes import open_cluster
 
     with open_cluster(resolved.config, os.environ, screen.note) as nodes:
         os.environ.update(nodes.variables)  # read when Ray is imported

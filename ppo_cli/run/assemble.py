@@ -273,7 +273,7 @@ class Engines:
         if placement.nodes > 1 and placement.devices_per_node:
             network = find_network(os.environ)
             self.tell(f"Between nodes: {network.found}" + (network.repair and " (ppo doctor)"))
-        from ppo_cli.engine.cluster.remote import ApartEngine
+        from ppo_cli.cluster.driver import ApartEngine
 
         engine = ApartEngine(
             settle_dtype(self.config),

@@ -307,7 +307,7 @@ def test_who_trains_and_who_joins(
         done.append((cluster is nodes, os.environ.get("PPO_TEST_TOKEN")))
 
     launch = types.SimpleNamespace(open_cluster=open_cluster, join_cluster=join_cluster)
-    monkeypatch.setitem(sys.modules, "ppo_cli.launch.nodes", launch)
+    monkeypatch.setitem(sys.modules, "ppo_cli.cluster.nodes", launch)
     monkeypatch.setitem(sys.modules, "ppo_cli.run.assemble", types.SimpleNamespace(train=train))
     monkeypatch.setenv("PPO_TEST_TOKEN", "")
     two = ("--nnodes", "2", "--master_addr", "127.0.0.1", "--node_rank")

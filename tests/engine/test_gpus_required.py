@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ppo_cli.cluster.worker_process import Worker
 from ppo_cli.config import torch_build
 from ppo_cli.config.schema import Config
 from ppo_cli.config.torch_build import TorchBuild
-from ppo_cli.engine.cluster.worker_process import Worker
 from ppo_cli.engine.device import Compute, require_gpus
 from ppo_cli.errors import MissingPart
 from tests.nvml import DRIVER, RTX_4090, T4, Machine

@@ -36,8 +36,8 @@ MAY: dict[str, set[str]] = {
     **{room: GROUND | FLOOR_2 | LOOP | {"algo", "engine.base", "rewards.base"} for room in LOOP},
     # Scores rows without training: no engine, no torch.
     "scoring": GROUND | FLOOR_2 | {"rewards"},
-    # Brings the nodes together before there is anything to compute: no Ray, no torch.
-    "launch": GROUND | {"config"},
+    # The engine over many processes and machines; starts Ray and brings the nodes together.
+    "cluster": GROUND | {"config", "algo", "engine"},
     # Commands next to training. Only cli/ imports them, and they do not import each other.
     "extras.trust": GROUND | FLOOR_2 | {"rewards", "scoring"},
     "extras.fitting": GROUND | FLOOR_2 | {"engine", "rewards"},
@@ -45,21 +45,30 @@ MAY: dict[str, set[str]] = {
     "extras.bridge": GROUND | FLOOR_2 | {"rewards", "scoring"},
     "extras": set(),
     # Runs parts of the engine and of rewards for their numbers alone.
-    "self_test": GROUND | FLOOR_2 | {"algo", "engine", "rewards"},
-    "run": GROUND | FLOOR_2 | LOOP | {"algo", "engine", "rewards", "scoring"},
+    "self_test": GROUND | FLOOR_2 | {"algo", "engine", "cluster", "rewards"},
+    "run": GROUND | FLOOR_2 | LOOP | {"algo", "engine", "cluster", "rewards", "scoring"},
     # Commands reach the upper rooms through these, and only inside a function.
-    "cli": GROUND | FLOOR_2 | {"run", "extras", "launch", "scoring", "self_test"},
+    "cli": GROUND | FLOOR_2 | {"run", "extras", "cluster", "scoring", "self_test"},
     "__main__": {"cli"},
     # What `from ppo_cli import …` gives: beside cli, and imported when it is asked for.
     "library": GROUND | FLOOR_2 | {"run"},
     "__init__": {"library"},
 }
 # What a command imports only inside a function: heavy, or not for every command.
-UPPER = ("run", "extras", "launch", "scoring", "self_test")
+UPPER = ("run", "extras", "cluster", "scoring", "self_test")
 SDKS = {"openai", "anthropic", "google", "dashscope"}
 # Third-party roots -> the only places that may import them, at whatever depth.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "torch": (*LOOP, "algo", "engine", "run", "extras.fitting", "rewards.models", "self_test"),
+    "torch": (
+        *LOOP,
+        "algo",
+        "engine",
+        "cluster",
+        "run",
+        "extras.fitting",
+        "rewards.models",
+        "self_test",
+    ),
     "torch.distributed": ("engine", "self_test.checks"),
     "transformers": (
         "engine",
@@ -70,7 +79,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "self_test.checks",
     ),
     "peft": ("engine.lora",),
-    "ray": ("engine.cluster", "extras.bridge.rewards"),
+    "ray": ("cluster", "extras.bridge.rewards"),
     "bokeh": ("report.page",),
     "pynvml": ("config.gpus",),
     "vllm": ("engine.vllm_sampler", "engine.weight_transfer"),
@@ -83,7 +92,15 @@ HEAVY = {
     "vllm", "peft", "tensorboard", "wandb", "trackio", "mlflow", "swanlab", "bokeh", "genai_prices",
     *SDKS,
 }  # fmt: skip
-HEAVY_AT_TOP = {"algo", "engine", "extras.fitting", "rewards.models", "self_test.checks", *LOOP}
+HEAVY_AT_TOP = {
+    "algo",
+    "engine",
+    "cluster",
+    "extras.fitting",
+    "rewards.models",
+    "self_test.checks",
+    *LOOP,
+}
 
 
 class Import(NamedTuple):

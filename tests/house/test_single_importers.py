@@ -14,13 +14,13 @@ from tests.house.test_floors import own_imports
 MOST = 25
 STANDS = {
     "cli.bridge": "a command of its own; with it, train is over the cap",
+    "cluster.engine": "the engine itself; driver_process is the process around it",
+    "cluster.ray_process": "Ray itself; nodes is the meeting of the nodes",
     "engine.hf_sampler": "one sampler of several",
-    "engine.cluster.engine": "the engine itself; service is the process around it",
     "engine.experts": "what routers do; with it, actor_critic holds two ideas",
     "engine.simulation.counters": "counters for any code; benchmarks use them on other trainers",
     "engine.simulation.device": "the device itself; with it, steps holds two ideas",
     "engine.small_models": "models to try; with them, trial is over the cap",
-    "launch.ray_process": "Ray itself; with it, nodes is over the cap",
     "library": "what is offered in Python; the package itself has to stay quick to import",
     "report.page.rollouts": "reading and choosing responses; with it, server is over the cap",
     "rewards.algebra": "what sympy compares, in workers; with it, rules is over the cap",

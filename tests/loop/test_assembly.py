@@ -238,7 +238,7 @@ def test_a_run_that_has_to_start_again_is_given_its_tries() -> None:
 def test_a_cluster_engine_is_given_all_that_it_needs(
     assembled: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ppo_cli.engine.cluster import remote
+    from ppo_cli.cluster import driver as remote
 
     made: list[SimpleNamespace] = []
 

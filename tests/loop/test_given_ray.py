@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.namespaces import Pair, Started, open_pair
+from tests.cluster.namespaces import Pair, Started, open_pair
 
 pytest.importorskip("ray")
 pytestmark = [

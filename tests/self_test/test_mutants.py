@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ppo_cli.cluster.driver import ApartEngine
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.engine import actor_critic, hf_sampler, rows
-from ppo_cli.engine.cluster.remote import ApartEngine
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.optimizer import Optimizer

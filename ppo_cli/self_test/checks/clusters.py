@@ -12,6 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, build_batch
+from ppo_cli.cluster.driver import ApartEngine
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import placement_of
 from ppo_cli.config.memory import GIB
@@ -19,7 +20,6 @@ from ppo_cli.config.model_shape import Device, Shape
 from ppo_cli.config.publishing import publish_bytes
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums
-from ppo_cli.engine.cluster.remote import ApartEngine
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.records import Rollout

@@ -1,0 +1,211 @@
+"""The process that is a run's client of Ray: it has the cluster engine, and answers for it.
+
+`python -m ppo_cli.cluster.driver_process LOG FD` is its whole life. Requests come over a
+connection and are answered from threads, several at a time; when the connection ends, so does the
+process, and with it its part in the cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from ppo_cli.algo.batch import Annotations, Batch
+from ppo_cli.cluster.driver import BEAT, BEAT_S, DROP, STOP, receive, send
+from ppo_cli.cluster.engine import ClusterEngine
+from ppo_cli.cluster.members import Member, WorkerFault
+from ppo_cli.cluster.serialise import dumps
+from ppo_cli.cluster.worker_process import ignore_signals, write_into
+from ppo_cli.config.schema import Transfer
+from ppo_cli.engine.base import Sampling
+from ppo_cli.errors import PpoError, travels
+from ppo_cli.records import Prompt, Rollout
+from ppo_cli.redact import redact
+
+# Ray wants its joining and leaving to happen in the main thread.
+IN_MAIN_THREAD = ("build", "close")
+PASSED_ON = ("step", "publish", "load")  # the engine's own
+TELLING = ("build", "generate")  # these may tell something before their end
+
+
+@dataclass(frozen=True)
+class Request:
+    """A verb, its arguments as they came, and the number by which its answer is known."""
+
+    number: int
+    verb: str
+    arguments: bytes
+
+
+class Service:
+    """An engine behind a connection.
+
+    A verb that is not passed on to the engine is a method, a generator where it streams.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._first: SimpleQueue[Request] = SimpleQueue()
+        self._stop: str | None = None
+        self._dropped: set[int] = set()
+        self._engine: ClusterEngine | None = None
+        self._hosted: dict[int, Member] = {}
+        self._numbers = count()
+        self._told_under = 0  # the request of which something is told meanwhile
+
+    def run(self) -> None:
+        """Listen, and do in this thread what belongs there."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+        while True:
+            request = self._first.get()
+            self._answer(request)
+            if request.verb == "close":
+                return
+
+    def build(self, options: dict[str, Any], number: int) -> Transfer:
+        """Make the engine, which may tell something meanwhile; returns how weights travel."""
+        self._told_under = number
+        self._engine = ClusterEngine(
+            **options,
+            tell=lambda text: self._send(self._told_under, "tell", text),
+            stop_requested=lambda: self._stop,
+        )
+        return self._engine.weight_transfer
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout], number: int
+    ) -> Iterator[Any]:
+        """Lists of rollouts without their prompts, which the other side has.
+
+        One request at a time.
+        """
+        self._told_under = number
+        yield from self._built.sample(prompts, sampling, begun)
+
+    def annotate(self, batch: Batch) -> list[Annotations]:
+        """What each rank found; the other side has the batch."""
+        return self._built.find_annotations(batch)
+
+    def save(self, directory: Path, last: bool) -> Iterator[None]:
+        """Yields when the snapshot is taken, and ends when all is on disk."""
+        saved = self._built.save(directory, last=last)
+        yield None
+        saved.result()
+
+    def host(self, factory: Any, role: str, devices: Sequence[int]) -> int:
+        """Host an object; it is known by a number from now on."""
+        number = next(self._numbers)
+        self._hosted[number] = self._built.cluster.host(factory, role=role, devices=devices)
+        return number
+
+    def call(self, hosted: int, name: str, *args: Any) -> Any:
+        """Call a method of a hosted object."""
+        return self._built.cluster.call([self._hosted[hosted]], name, *args)[0]
+
+    def dismiss(self, hosted: int) -> None:
+        """End the process of a hosted object."""
+        self._built.cluster.dismiss(self._hosted[hosted])
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        if self._engine is not None:
+            self._engine.close()
+
+    @property
+    def _built(self) -> ClusterEngine:
+        assert self._engine is not None
+        return self._engine
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                number, verb, arguments = receive(self._connection)
+                if verb == STOP:
+                    self._stop = pickle.loads(arguments)
+                elif verb == DROP:
+                    self._dropped.add(number)
+                else:
+                    self._begin(Request(number, verb, arguments))
+        except (EOFError, OSError):
+            os._exit(0)
+        except BaseException:
+            print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            self._send(0, BEAT, None)
+
+    def _begin(self, request: Request) -> None:
+        if request.verb in IN_MAIN_THREAD:
+            self._first.put(request)
+        else:
+            threading.Thread(target=self._answer, args=(request,), daemon=True).start()
+
+    def _answer(self, request: Request) -> None:
+        try:
+            args = pickle.loads(request.arguments)
+            if request.verb in TELLING:
+                args = (*args, request.number)
+            owner = self._built if request.verb in PASSED_ON else self
+            value = getattr(owner, request.verb)(*args)
+            if isinstance(value, Iterator):
+                self._stream(request.number, value)
+                value = None
+            self._send(request.number, "done", value)
+        except BaseException as error:
+            self._send(request.number, "error", portable(error))
+
+    def _stream(self, number: int, items: Any) -> None:
+        for item in items:
+            self._send(number, "item", item)
+            if number in self._dropped:
+                self._dropped.discard(number)
+                items.close()
+                return
+
+    def _send(self, number: int, kind: str, value: Any) -> None:
+        try:
+            told = dumps(value)
+            with self._sending:
+                send(self._connection, number, kind, told)
+        except OSError:
+            os._exit(0)
+
+
+def portable(error: BaseException) -> BaseException:
+    """An error as it is raised on the other side: itself, or its traceback."""
+    text = redact("".join(traceback.format_exception(error)))
+    # Other errors of the system are of Ray's connections, not of files.
+    of_files = isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError))
+    if of_files or isinstance(error, (PpoError, WorkerFault)):
+        return error if travels(error) else WorkerFault(text)
+    return WorkerFault(f"The process that talks to Ray failed:\n{text.rstrip()}")
+
+
+if __name__ == "__main__":
+    # No interpreter shutdown: Ray's own farewells would wait for what is gone by now.
+    code = 1
+    try:
+        ignore_signals()
+        write_into(Path(sys.argv[1]))
+        Service(Connection(int(sys.argv[2]))).run()
+        code = 0
+    except BaseException:
+        print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,489 @@
+"""The processes of a run: reserves nodes, hosts objects in workers, waits for them, ends them all.
+
+Each wait has a deadline, an owner, and one error at its end. While it waits, the driver checks
+several times a second: whether Ray still lives, whether the user wants to stop, whether time is up.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ppo_cli.cluster.ray_session import Session, node_answers
+from ppo_cli.cluster.serialise import send_tensors_as_arrays
+from ppo_cli.cluster.worker_process import (
+    CRASH,
+    KILLED,
+    Failure,
+    Outcome,
+    Worker,
+    last_lines,
+)
+from ppo_cli.config.derived import Placement
+from ppo_cli.config.schema import Transfer
+from ppo_cli.errors import Interrupted, UserError, WorkerLost
+
+EXIT = re.compile(r"exits with an exit code (.+?)\.?\s*$", re.MULTILINE)
+
+
+class WorkerFault(Exception):
+    """A bug in a worker; the text is its own traceback, under its role and node."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker as the driver knows it: `title` is like "learner rank 1"."""
+
+    title: str
+    log: Path
+    handle: Any
+    node: str = ""
+    node_id: str = ""
+    pid: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.title} on node {self.node}" if self.node else self.title
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A sampler, by number, ran out of memory: how many responses it samples at once now."""
+
+    sampler: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """How weights travel, to whom, and from which address of the first rank."""
+
+    transfer: Transfer
+    samplers: tuple[Member, ...]
+    workers_each: int
+    address: str
+    timeout_s: float
+
+
+USE_MEMORY = " Use rollout.weight_transfer=memory."
+
+
+def reported(member: Member, failure: Failure) -> Exception:
+    """The user's mistake as it was raised; anything else as a bug with the worker's traceback."""
+    if failure.pickled is not None:
+        error: Exception = pickle.loads(failure.pickled)
+        return error
+    return WorkerFault(f"{member} failed:\n{failure.traceback.rstrip()}")
+
+
+def lost(member: Member, doing: str, words: str, *, node_lives: bool = True) -> WorkerLost:
+    """A worker whose process is gone; `words` are Ray's, which name the cause now and then."""
+    if not node_lives:
+        return WorkerLost(
+            f"Node {member.node} does not answer any more, and {member.title} on it is lost "
+            f"(during `{doing}`)."
+        )
+    lines = last_lines(member.log, member.pid)
+    if "running low on memory" in words:
+        cause = "was ended by Ray, as its node was running out of memory"
+    elif any(line.startswith(CRASH) for line in lines):
+        cause = "crashed"
+    elif found := EXIT.search(words):
+        cause = f"ended by itself (exit code {found[1]})"
+    else:
+        cause = KILLED
+    tail = "\n  ".join([f"The last lines of its log, {member.log}:", *lines])
+    detail = tail if lines else f"Its log: {member.log} (on that node)."
+    return WorkerLost(f"{_capital(str(member))} {cause} during `{doing}`. {detail}")
+
+
+def late(members: list[Member], doing: str, seconds: float) -> WorkerLost:
+    """Workers that live and do not answer."""
+    names = ", ".join(str(member) for member in members)
+    logs = ", ".join(str(member.log) for member in members)
+    one = len(members) == 1
+    return WorkerLost(
+        f"{_capital(names)} {'has' if one else 'have'} not answered `{doing}` for {seconds:g} s; "
+        f"{'its log' if one else 'their logs'}: {logs}. If the work is only slow, raise "
+        "--worker_timeout."
+    )
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+TICK_S = 0.25
+# A fetch that is given up starts anew: long enough for large weights from another node.
+FETCH_S = 30.0
+# A rank that fails because its neighbour died may report before the death is known.
+GRACE_S = 3.0
+# In these a rank may fail because another one has gone, and call it a mistake.
+EXCHANGES = ("connect", "send_weights")
+NODE_OR_RAY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """Something that a worker was asked to do; `ref` is a reference or a stream of them."""
+
+    member: Member
+    doing: str
+    ref: Any
+
+
+@dataclass(frozen=True)
+class Waits:
+    """How long, and for what reasons, the driver waits."""
+
+    timeout_s: float
+    trouble: Callable[[], str | None]
+    stop_requested: Callable[[], str | None] = field(default=lambda: None)
+
+    def collect(
+        self, calls: Sequence[Call], seconds: float | None = None, *, may_stop: bool = False
+    ) -> list[Any]:
+        """Return what the calls gave, in their order; raises what the first of them raised.
+
+        Nobody waits for the others then: ranks that lost one of theirs never answer.
+        """
+        seconds = seconds or self.timeout_s
+        deadline = time.monotonic() + seconds
+        pending = {call.ref: call for call in calls}
+        found: dict[Any, Any] = {}
+        while pending:
+            ready = self._first(pending, deadline, seconds, may_stop)
+            call = pending.pop(ready)
+            found[ready] = self._open(call, ready, deadline, seconds, list(pending.values()))
+        return [found[call.ref] for call in calls]
+
+    def stream(self, calls: Sequence[Call]) -> Iterator[Any]:
+        """Yield what streaming calls give, as it comes; the deadline is for each silence."""
+        pending = {call.ref: call for call in calls}
+        while pending:
+            deadline = time.monotonic() + self.timeout_s
+            ready = self._first(pending, deadline, self.timeout_s, may_stop=False)
+            call = pending[ready]
+            try:
+                ref = next(ready)
+            except StopIteration:
+                del pending[ready]
+                continue
+            others = [other for other in pending.values() if other is not call]
+            yield self._open(call, ref, deadline, self.timeout_s, others)
+
+    def _first(
+        self, pending: dict[Any, Call], deadline: float, seconds: float, may_stop: bool
+    ) -> Any:
+        while True:
+            self.check(may_stop=may_stop)
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=TICK_S, fetch_local=False)
+            if ready:
+                return ready[0]
+            if time.monotonic() > deadline:
+                calls = list(pending.values())
+                raise late([call.member for call in calls], calls[0].doing, seconds)
+
+    def check(self, *, may_stop: bool = False) -> None:
+        """Raise when Ray is gone, or the user wants to stop and may."""
+        if trouble := self.trouble():
+            raise WorkerLost(trouble)
+        if may_stop and (stop := self.stop_requested()):
+            raise Interrupted(f"Stopped while starting ({stop}).")
+
+    def _open(
+        self, call: Call, ref: Any, deadline: float, seconds: float, others: list[Call]
+    ) -> Any:
+        outcome = self._fetch(call, ref, deadline, seconds)
+        if outcome.failure is None:
+            return outcome.value
+        error = reported(call.member, outcome.failure)
+        if not isinstance(error, UserError) or call.doing in EXCHANGES:
+            self._look_for_dead(others)
+        raise error
+
+    def _fetch(self, call: Call, ref: Any, deadline: float, seconds: float) -> Outcome:
+        while True:
+            try:
+                outcome: Outcome = ray.get(ref, timeout=FETCH_S)
+                return outcome
+            except GetTimeoutError:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise late([call.member], call.doing, seconds) from None
+            except RayError as error:
+                raise self._lost(call, error) from None
+
+    def _look_for_dead(self, others: list[Call]) -> None:
+        """Raise WorkerLost if one of these workers died: then what failed is only an echo."""
+        until = time.monotonic() + GRACE_S
+        refs = {call.ref: call for call in others}
+        while refs and time.monotonic() < until:
+            self.check()
+            ready, _ = ray.wait(list(refs), num_returns=1, timeout=TICK_S, fetch_local=False)
+            for ref in ready:
+                call = refs.pop(ref)
+                try:
+                    ray.get(next(ref) if hasattr(ref, "__next__") else ref, timeout=TICK_S)
+                except (GetTimeoutError, StopIteration):
+                    continue
+                except RayError as error:
+                    raise self._lost(call, error) from None
+
+    def _lost(self, call: Call, error: RayError) -> WorkerLost:
+        self.check()
+        lives = node_answers(call.member.node_id)
+        if not lives:
+            time.sleep(NODE_OR_RAY_S)  # was it that node, or Ray as a whole?
+            self.check()
+        return lost(call.member, call.doing, str(error), node_lives=lives)
+
+
+TELL_EVERY_S = 10.0
+
+
+def reserve_nodes(
+    count: int, gpus: int, waits: Waits, timeout_s: float, tell: Callable[[str], None]
+) -> PlacementGroup:
+    """Reserve `gpus` GPUs on each of `count` nodes; bundle i is node i.
+
+    Raises WorkerLost when they are not there in time, Interrupted when the user stops.
+    """
+    bundles: list[dict[str, float]] = []
+    for _ in range(count):
+        bundles.append({"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {}))
+    if home := _home(gpus):
+        bundles[0] |= {f"node:{home}": 0.001}  # the first node is ours: it holds the run folder
+    group = placement_group(bundles, strategy="STRICT_SPREAD" if count > 1 else "PACK")
+    ready, started, reported = group.ready(), time.monotonic(), time.monotonic()
+    try:
+        while not ray.wait([ready], timeout=TICK_S)[0]:
+            waits.check(may_stop=True)
+            now = time.monotonic()
+            if now - started > timeout_s:
+                raise WorkerLost(
+                    f"After {timeout_s:g} s still {waiting_for(count, gpus)}. Start the missing "
+                    "nodes, or ask for fewer (--nnodes, --n_gpus); --node_timeout sets how long "
+                    "to wait."
+                )
+            if now - reported > TELL_EVERY_S:
+                tell(waiting_for(count, gpus))
+                reported = now
+    except BaseException:
+        if waits.trouble() is None:
+            remove_placement_group(group)
+        raise
+    return group
+
+
+def waiting_for(count: int, gpus: int) -> str:
+    """Say what is wanted and what the cluster has."""
+    wanted = f"{count} node{'s' * (count > 1)}" + f" with {gpus} GPUs" * bool(gpus)
+    rooms = [_resources(node) for node in ray.nodes() if node["Alive"]]
+    fit = sum(1 for room in rooms if room.get("GPU", 0) >= gpus)
+    has = f"the cluster has {fit}"
+    if fit < len(rooms):
+        counts = ", ".join(f"{room.get('GPU', 0):g}" for room in rooms)
+        has += f" (GPUs of its {len(rooms)} nodes: {counts})"
+    elif fit >= count:
+        has += ", which another run may use"
+    return f"waiting for {wanted}; {has}"
+
+
+def _home(gpus: int) -> str | None:
+    """The address of this node, if it can take part."""
+    ours = ray.get_runtime_context().get_node_id()
+    for node in ray.nodes():
+        if node["NodeID"] == ours and _resources(node).get("GPU", 0) >= gpus:
+            return str(node["NodeManagerAddress"])
+    return None
+
+
+def _resources(node: dict[str, Any]) -> dict[str, float]:
+    return dict(node["Resources"])
+
+
+FAREWELL_S = 10.0
+MOMENT_S = 0.1  # enough to learn what has already ended
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a worker goes: the index of its node, and the GPUs that it sees there."""
+
+    title: str
+    node: int = 0
+    gpus: tuple[int, ...] = ()
+
+    @property
+    def log_name(self) -> str:
+        """`learner rank 1` writes into learner-1.log."""
+        return f"{self.title.replace(' rank ', '-').replace(' ', '-').replace('/', '-')}.log"
+
+
+class Cluster:
+    """Ray, the nodes of a run, and the workers on them."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        logs: Path,
+        *,
+        address: str,
+        worker_timeout: float,
+        node_timeout: float,
+        threads: int | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+        stop_requested: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._placement = placement
+        self._threads = threads  # of a worker; None: one, or its GPUs' share of the cores
+        self._logs = logs.absolute()
+        self._node_timeout = node_timeout
+        self._group: PlacementGroup | None = None
+        self._members: list[Member] = []
+        self._session: Session | None = Session(address, self._logs)
+        send_tensors_as_arrays()
+        self.waits = Waits(worker_timeout, self._session.trouble, stop_requested)
+        try:
+            self._group = reserve_nodes(
+                placement.nodes, placement.devices_per_node, self.waits, node_timeout, tell
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def seat(self, title: str, devices: Sequence[int], index: int = 0, of: int = 1) -> Seat:
+        """Choose the node of a worker: that of its GPUs, or, on the CPU, an even share of them."""
+        per_node = self._placement.devices_per_node
+        if not per_node or not devices:
+            return Seat(title, index * self._placement.nodes // of)
+        node = self._placement.node_of(devices[0]) or 0
+        return Seat(title, node, tuple(device % per_node for device in devices))
+
+    def start(self, seats: Sequence[Seat]) -> list[Member]:
+        """Start a process for each seat, and wait until all have said where they are."""
+        fresh = [self._member(seat) for seat in seats]
+        self._members += fresh
+        greeted = self.waits.collect(
+            [
+                self.ask(member, "start", "arrive", str(member.log), seat.gpus, self._threads)
+                for member, seat in zip(fresh, seats, strict=True)
+            ],
+            self._node_timeout,
+            may_stop=True,
+        )
+        known = [replace(member, **here) for member, here in zip(fresh, greeted, strict=True)]
+        self._members = [m for m in self._members if m not in fresh] + known
+        return known
+
+    def share(self, value: Any) -> Any:
+        """Lay a value down once, for all workers; returns the reference to pass on."""
+        self.waits.check()
+        try:
+            return ray.put(value)
+        except Exception:
+            self.waits.check()  # a Ray that died meanwhile
+            raise
+
+    def ask(self, member: Member, name: str, method: str = "call", *args: Any) -> Call:
+        """Have a worker do something; the answer is waited for by `waits`.
+
+        `method` is the worker's: "call" and "stream" go on to the object's method `name`.
+        """
+        words = (name, *args) if method in ("call", "stream") else args
+        remote = getattr(member.handle, method)
+        if method == "stream":
+            remote = remote.options(num_returns="streaming")
+        return Call(member, name, remote.remote(*words))
+
+    def call(
+        self, members: Sequence[Member], name: str, *args: Any, seconds: float | None = None
+    ) -> list[Any]:
+        """Call the same method of several workers' objects and wait for what they give."""
+        return self.waits.collect([self.ask(m, name, "call", *args) for m in members], seconds)
+
+    def host(self, factory: Callable[[], Any], *, role: str, devices: Sequence[int] = ()) -> Member:
+        """Host any object in a process of its own; `factory` is pickled."""
+        if self._session is None:
+            raise WorkerLost(f"The {role} cannot start: its cluster has ended.")
+        (member,) = self.start([self.seat(role, devices)])
+        self.waits.collect([self.ask(member, "start", "build", factory)], may_stop=True)
+        return member
+
+    def dismiss(self, member: Member) -> None:
+        """End a worker. Safe to call twice, and after `close`."""
+        if any(m.handle is member.handle for m in self._members):
+            self._members = [m for m in self._members if m.handle is not member.handle]
+            ray.kill(member.handle)
+
+    def close(self, polite: Sequence[Member] = ()) -> None:
+        """End all workers and leave Ray. Safe to call twice.
+
+        The objects of `polite` members are closed before they end: they may have processes of
+        their own.
+        """
+        session, self._session = self._session, None
+        if session is None:
+            return
+        try:
+            if session.trouble() is None:
+                self.end_workers(polite)
+                if self._group is not None:
+                    with suppress(Exception):
+                        remove_placement_group(self._group)
+        finally:
+            self._members.clear()
+            session.close()
+
+    def end_workers(self, polite: Sequence[Member] = ()) -> None:
+        """End all workers and wait until they are gone; the nodes stay reserved."""
+        # They end anyway, and why they cannot is in their logs. The others go first: a polite one
+        # may be waiting for them.
+        deadline = time.monotonic() + FAREWELL_S
+        kept = [member.handle for member in polite]
+        ends = self._end([m for m in self._members if m.handle not in kept])
+        for call in [self.ask(member, "close") for member in polite]:
+            with suppress(Exception):
+                self.waits.collect([call], max(MOMENT_S, deadline - time.monotonic()))
+        ends += self._end(polite)
+        with suppress(Exception):
+            # Devices are free for the next engine only when their processes are gone.
+            if ends:
+                ray.wait(ends, num_returns=len(ends), timeout=FAREWELL_S)
+        self._members.clear()
+
+    def _end(self, members: Sequence[Member]) -> list[Any]:
+        """End these workers; returns what is there once they are gone."""
+        ends: list[Any] = []
+        for member in members:
+            with suppress(Exception):
+                ends.append(self.ask(member, "end", "run", bool).ref)
+                ray.kill(member.handle)
+        return ends
+
+    def _member(self, seat: Seat) -> Member:
+        # Ray hides all GPUs from a worker that asks it for none; this one sees to that itself.
+        variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        if not seat.gpus:
+            # More threads than cores, over all processes, would wait for each other.
+            variables["OMP_NUM_THREADS"] = str(self._threads or 1)
+        strategy = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=seat.node
+        )
+        log = self._logs / seat.log_name
+        actor = ray.remote(Worker).options(
+            num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0,
+            scheduling_strategy=strategy, runtime_env={"env_vars": variables},
+        )  # fmt: skip
+        return Member(seat.title, log, actor.remote())

@@ -1,0 +1,161 @@
+"""What SLURM says of a node: its rank, the number of nodes, the first node's address, its GPUs.
+
+Only what is not set otherwise (NNODES, NODE_RANK, MASTER_ADDR, N_GPUS) is read from SLURM, and
+only inside a step (`srun`), where each node runs the line once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from ppo_cli.errors import ConfigError
+
+KEYS = {
+    "NNODES": "trainer.nnodes",
+    "NODE_RANK": "trainer.node_rank",
+    "MASTER_ADDR": "trainer.master_addr",
+    "N_GPUS": "trainer.n_gpus_per_node",
+}
+MOST_HOSTS = 100_000
+_SRUN = "srun --ntasks-per-node=1 ./train.sh …"
+
+
+@dataclass(frozen=True)
+class NodeVariables:
+    """Variables to add to the environment, and for each the words that say where it is from."""
+
+    values: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+
+def node_variables(environ: Mapping[str, str], given: Collection[str] = ()) -> NodeVariables:
+    """Read the node from SLURM; `given` names the keys that flags or files have set already."""
+    env = {name: text.strip() for name, text in environ.items() if text.strip()}
+    if "NNODES" not in env and "trainer.nnodes" not in given:
+        _refuse_ranks(env)
+    slurm = _slurm(env)
+    kept = {
+        name: found for name, found in slurm.items() if name not in env and KEYS[name] not in given
+    }
+    return NodeVariables(
+        {name: value for name, (value, _) in kept.items()},
+        {name: f"env {origin}" for name, (_, origin) in kept.items()},
+    )
+
+
+def slurm_hosts(environ: Mapping[str, str]) -> list[str]:
+    """Return the hosts of the SLURM step or job in the order of their node ids, if any."""
+    listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    if not listed:
+        return []
+    with contextlib.suppress(ConfigError):
+        return expand_hosts(listed)
+    return []
+
+
+def expand_hosts(listed: str) -> list[str]:
+    """Expand SLURM's short form: `a-[1-3,05],b` is a-1 a-2 a-3 a-05 b."""
+    hosts: list[str] = []
+    for item in _split(listed):
+        hosts += _expand(item, listed)
+        if len(hosts) > MOST_HOSTS:
+            raise ConfigError(f"the node list '{listed[:80]}' names more than {MOST_HOSTS} hosts.")
+    return hosts
+
+
+def outside_step(environ: Mapping[str, str]) -> bool:
+    """Whether this is a SLURM job of several nodes in which the line runs on one alone."""
+    return _count(_first(environ, _NODES)[0]) > 1 and not environ.get("SLURM_STEP_ID", "")
+
+
+_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+
+
+def _slurm(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    nodes, origin = _first(env, _NODES)
+    if env.get("SLURM_NODEID") is None or not nodes:
+        return {}
+    _refuse_tasks(env)
+    # Settings of one's own say how many nodes there are: then SLURM's count means nothing.
+    if _count(env.get("NNODES", nodes)) <= 1:
+        return {}
+    found = {"NNODES": (nodes, origin), "NODE_RANK": (env["SLURM_NODEID"], "SLURM_NODEID")}
+    hosts = slurm_hosts(env)
+    if hosts:
+        found["MASTER_ADDR"] = (hosts[0], "SLURM_JOB_NODELIST")
+    gpus = env.get("SLURM_GPUS_ON_NODE", "")
+    if gpus.isdecimal():
+        found["N_GPUS"] = (gpus, "SLURM_GPUS_ON_NODE")
+    return found
+
+
+def _refuse_tasks(env: Mapping[str, str]) -> None:
+    """Name a step that starts the line several times on a node, before they all start."""
+    in_step = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    outside = env.get("SLURM_NTASKS_PER_NODE", "1") if _count(env.get("SLURM_NNODES")) > 1 else "1"
+    tasks = max((_count(part) for part in (in_step or outside).split(",")), default=1)
+    local = _count(env.get("SLURM_LOCALID"))
+    if tasks > 1 or local > 0:
+        many = f"{tasks} times" if tasks > 1 else f"several times (SLURM_LOCALID {local})"
+        raise ConfigError(
+            f"srun starts this line {many} on each node, but ppo is started once a node, and "
+            f"starts what it needs on each GPU by itself: {_SRUN}"
+        )
+
+
+def _refuse_ranks(env: Mapping[str, str]) -> None:
+    """Name a start by torchrun and the like, which would run the whole run once a rank."""
+    world = _count(env.get("WORLD_SIZE"))
+    if world < 2 or "RANK" not in env:
+        return
+    seen = " ".join(
+        f"{name}={env[name][:20]}" for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in env
+    )
+    if "LOCAL_RANK" in env:
+        mend = "leave the launcher out, and say N_GPUS=8, and NNODES=2 NODE_RANK=0 for more nodes."
+    else:
+        mend = f"if those count nodes, say NNODES={world} NODE_RANK={env['RANK'][:20]} instead."
+    raise ConfigError(
+        f"{seen} are set as by torchrun, while NNODES is not: ppo is started once a node, not "
+        f"once a GPU; {mend}"
+    )
+
+
+def _first(env: Mapping[str, str], names: Collection[str]) -> tuple[str, str]:
+    return next(((env[n], n) for n in names if env.get(n, "").strip()), ("", ""))
+
+
+def _count(text: str | None) -> int:
+    """Return the number at the start of `4(x2)`; 0 where there is none."""
+    found = re.match(r"\s*(\d{1,9})", text or "")
+    return int(found.group(1)) if found else 0
+
+
+def _split(listed: str) -> list[str]:
+    """Split at the commas outside brackets."""
+    return [item for item in re.split(r",(?![^\[]*\])", listed) if item.strip()]
+
+
+def _expand(item: str, listed: str) -> list[str]:
+    found = re.fullmatch(r"([^\[\]]*)\[([\d,-]+)\](.*)", item.strip())
+    if found is None:
+        if "[" in item or "]" in item:
+            raise ConfigError(f"the node list '{listed[:80]}' cannot be read.")
+        return [item.strip()]
+    before, numbers, after = found.groups()
+    rests = _expand(after, listed) if after else [""]
+    return [f"{before}{n}{rest}" for n in _numbers(numbers, listed) for rest in rests]
+
+
+def _numbers(text: str, listed: str) -> list[str]:
+    numbers: list[str] = []
+    for part in text.split(","):
+        low, dash, high = part.partition("-")
+        high = high if dash else low
+        if not (low.isdecimal() and high.isdecimal()) or int(high) - int(low) > MOST_HOSTS:
+            raise ConfigError(f"the node list '{listed[:80]}' cannot be read.")
+        numbers += [str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)]
+    return numbers

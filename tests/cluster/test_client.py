@@ -1,0 +1,151 @@
+"""The connection to the process that talks to Ray: answers, errors, and its sudden end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.cluster import driver as clients
+from ppo_cli.cluster.driver import DROP, GONE, Answer, ApartEngine, Client, limit_silence
+from ppo_cli.cluster.driver_process import portable
+from ppo_cli.cluster.members import WorkerFault
+from ppo_cli.cluster.ray_session import import_paths
+from ppo_cli.cluster.worker_process import read_tail
+from ppo_cli.errors import ConfigError, WorkerLost
+
+ROOT = Path(__file__).resolve().parents[3]
+VERBS = (sys.executable, "-m", "tests.cluster.verbs")
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    monkeypatch.setattr(clients, "LEAVES_S", 1.0)
+    monkeypatch.syspath_prepend(ROOT)
+    made = Client(VERBS, os.environ | import_paths(), tmp_path / "log")
+    assert made.ask("add", 1).take(60) == ("done", 1)
+    yield made
+    made.close()
+    assert made._process.returncode is not None
+
+
+def freeze(client: Client) -> None:
+    """Stop the process, which may still answer that it has."""
+    client.ask("freeze")
+    state = Path(f"/proc/{client._process.pid}/stat")
+    until = time.monotonic() + 300
+    while state.read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def rest(answer: Answer) -> list[tuple[str, Any]]:
+    found = [answer.take(20)]
+    while found[-1][0] == "item":
+        found.append(answer.take(20))
+    return found
+
+
+def test_the_process_that_talks_to_ray_imports_no_models(client: Client) -> None:
+    assert client.ask("imported", "torch").take(20) == ("done", True)
+    assert client.ask("imported", "transformers").take(20) == ("done", False)
+
+
+def test_answers_come_to_whom_they_are_for(client: Client) -> None:
+    slow, quick = client.ask("count", 20), client.ask("add", 2, 3)
+    assert quick.take(20) == ("done", 5)
+    assert rest(slow) == [*(("item", i) for i in range(20)), ("done", None)]
+    kind, error = client.ask("refuse").take(20)
+    assert kind == "error" and isinstance(error, ConfigError)
+    assert error.problems == ("one thing", "another")
+    kind, error = client.ask("add", "x").take(20)
+    assert isinstance(error, WorkerFault) and "TypeError" in str(error)
+
+
+def test_a_stream_that_is_dropped_ends(client: Client) -> None:
+    answer = client.ask("count", 100_000)
+    answer.take(20)
+    client.say(DROP, answer=answer)
+    assert rest(answer)[-1] == ("done", None)
+
+
+def test_a_silent_end_is_told_to_all_who_wait_and_who_come(client: Client) -> None:
+    waiting = client.ask("count", 100_000)
+    client.ask("exit")
+    assert rest(waiting)[-1] == (GONE, None)
+    assert client.ending() == "ended"
+    assert client.ask("add", 1).take(20) == (GONE, None)
+
+
+def test_one_that_does_not_listen_is_killed(client: Client) -> None:
+    freeze(client)
+    client.close()
+    assert client.ask("add", 1).take(1) == (GONE, None)
+
+
+def test_one_that_hangs_sets_those_free_who_send_to_it(client: Client) -> None:
+    limit_silence(client._socket, 8)
+    time.sleep(2 * clients.BEAT_S)  # beats keep it alive, and by now it waits by the new limit
+    assert client.ask("add", 1).take(20) == ("done", 1)
+    freeze(client)
+    # More than a socket holds, so that this is stuck until the end.
+    assert client.ask("add", bytes(10_000_000)).take(20) == (GONE, None)
+    assert client.ending().startswith("said nothing for ")
+
+
+def test_errors_travel_as_themselves_or_as_text() -> None:
+    lost = portable(WorkerLost("gone"))
+    assert isinstance(pickle.loads(pickle.dumps(lost)), WorkerLost)
+
+    class Unpicklable(WorkerLost):
+        pass
+
+    for error in (Unpicklable("words"), ValueError("words")):
+        told = portable(error)
+        assert type(told) is WorkerFault and "words" in str(told)
+
+
+def test_how_it_ended_is_told_with_its_own_last_words(tmp_path: Path, client: Client) -> None:
+    log = tmp_path / "log"
+    with log.open("a") as file:
+        file.write(f"--- process 1, a day\nold words\n--- process {client.pid}, a day\n")
+    assert read_tail(log, client.pid) == f"Its log: {log}."
+    with log.open("a") as file:
+        file.write(f"new words\n--- process {client.pid}0, a day\n")
+    assert read_tail(log, client.pid).endswith(f"{log}:\n  new words")
+    waiting = client.ask("count", 100_000)
+    os.kill(client.pid, signal.SIGKILL)
+    assert rest(waiting)[-1] == (GONE, None)
+    assert client.ending() == "was killed (signal 9; out of memory?)"
+
+
+def test_a_farewell_cut_short_still_ends_the_client_and_ray() -> None:
+    closed: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def say(self, *words: object) -> None:
+            raise KeyboardInterrupt
+
+        def close(self, *patience: float) -> None:
+            closed.append(self._name)
+
+    engine = object.__new__(ApartEngine)
+    vars(engine).update(
+        _closing=threading.Lock(), _closed=False, _joins=True, _saver=ThreadPoolExecutor(1),
+        _client=Part("client"), _own=Part("Ray"),
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert closed == ["client", "Ray"]

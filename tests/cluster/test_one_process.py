@@ -1,0 +1,297 @@
+"""What reaches the workers: the cluster engine over real workers that are all in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_cli.algo.batch import build_batch
+from ppo_cli.cluster import driver as remote
+from ppo_cli.cluster import driver_process as service
+from ppo_cli.cluster import engine as cluster_engine
+from ppo_cli.cluster import worker_process, workers
+from ppo_cli.cluster.driver import Answer, ApartEngine
+from ppo_cli.cluster.engine import ClusterEngine
+from ppo_cli.cluster.members import Call, Cluster, Member, reported
+from ppo_cli.cluster.worker_process import Outcome, Worker
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.derived import Placement
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import MiniBatch, Sampling
+from ppo_cli.engine.learner import LocalEngine
+from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.engine.ranks import ALONE
+from ppo_cli.records import Prompt
+from tests.engine.packed_steps import scored
+
+PLACEMENT = Placement(1, 0, (0,), ((1,), (2,)), ())
+TRAINER = {
+    "worker_timeout": 33.0, "node_timeout": 44.0, "threads": 3, "seed": 5,
+}  # fmt: skip
+
+
+def make_config() -> Config:
+    optim = {"lr": 0.01, "lr_scheduler_type": "cosine"}
+    return Config.model_validate(
+        {
+            "model": {"path": "embedded", "dtype": "float32"},
+            "rollout": {"name": "hf", "max_num_seqs": 9},
+            "data": {"max_response_length": 8},
+            "algorithm": {"rollout_correction": {"bypass_mode": False}},
+            "actor": {"optim": optim, "fsdp_config": {"fsdp_size": 1}},
+            "trainer": TRAINER,
+        }
+    )
+
+
+class Here:
+    """A cluster whose workers are objects of this process."""
+
+    seat = Cluster.seat
+
+    def __init__(self, placement: Placement, logs: Path, **settings: Any) -> None:
+        self._placement, self.settings = placement, settings
+        self.waits, self.timeout_s = self, settings["worker_timeout"]
+        self.limits: list[float | None] = []
+
+    def start(self, seats: Sequence[Any]) -> list[Member]:
+        return [Member(seat.title, Path(), Worker(), "127.0.0.1") for seat in seats]
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def ask(self, member: Member, name: str, method: str = "call", *args: Any) -> Call:
+        words = (name, *args) if method in ("call", "stream") else args
+        return Call(member, name, getattr(member.handle, method)(*words))
+
+    def call(
+        self, members: Sequence[Member], name: str, *args: Any, seconds: float | None = None
+    ) -> list[Any]:
+        return self.collect([self.ask(m, name, "call", *args) for m in members], seconds)
+
+    def collect(self, calls: Any, seconds: float | None = None, may_stop: bool = False) -> Any:
+        self.limits.append(seconds)
+        return [self._open(call.member, call.ref) for call in calls]
+
+    def stream(self, calls: Sequence[Call]) -> Iterator[Any]:
+        for call in calls:
+            for outcome in call.ref:
+                yield self._open(call.member, outcome)
+
+    def close(self, polite: Sequence[Member] = ()) -> None:
+        self.collect([self.ask(member, "close") for member in polite])
+
+    def _open(self, member: Member, outcome: Outcome) -> Any:
+        if outcome.failure is not None:
+            raise reported(member, outcome.failure)
+        return outcome.value
+
+
+@pytest.fixture
+def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """How the ranks were asked to join; there is only one, so that it need not."""
+    asked: list[dict[str, Any]] = []
+
+    def join(rank: int, size: int, **settings: Any) -> Any:
+        asked.append({"rank": rank, "size": size} | settings)
+        return ALONE
+
+    monkeypatch.setattr(cluster_engine, "Cluster", Here)
+    monkeypatch.setattr(workers, "join_ranks", join)
+    monkeypatch.setattr("ppo_cli.cluster.serialise.send_tensors_as_arrays", lambda: None)
+    monkeypatch.setattr(worker_process, "own_folder", lambda kind: tmp_path / kind)
+    monkeypatch.setattr(cluster_engine, "POLL_S", 0.01)
+    monkeypatch.setattr("ppo_cli.engine.learner.set_threads", lambda wanted: None)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    return asked
+
+
+def train(engine: Any, prompts: list[Prompt], pad: int) -> tuple[Any, ...]:
+    drawn = engine.generate(prompts, Sampling(n=2, max_tokens=8, seed=5))
+    rollouts = sorted(drawn, key=lambda rollout: rollout.key)
+    annotated = engine.annotate(build_batch(rollouts, pad))
+    sums = engine.step(MiniBatch(scored(annotated, seed=3), actor=True, critic=True))
+    engine.publish()
+    return rollouts, annotated, sums
+
+
+def assert_same(ours: tuple[Any, ...], theirs: tuple[Any, ...], version: int) -> None:
+    assert [r.token_ids for r in ours[0]] == [r.token_ids for r in theirs[0]]
+    assert {r.weight_version for r in ours[0]} == {version}
+    for mine, other in zip(ours[0], theirs[0], strict=True):
+        assert mine.prompt is other.prompt
+        assert mine.sampler_logprobs == pytest.approx(other.sampler_logprobs, abs=1e-5)
+    for name in ("old_logprobs_BT", "ref_logprobs_BT", "entropy_BT", "values_BT"):
+        assert torch.equal(getattr(ours[1], name), getattr(theirs[1], name)), name
+    assert ours[2] == theirs[2] | {"perf/weights_by_memory": (1.0, 1.0)}
+
+
+def test_settings_weights_and_state_reach_every_worker(
+    joined: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    config, tokenizer = make_config(), load_tokenizer(model_folder("embedded"))
+    texts = [f"{i} + {7 * i} =" for i in range(5)]
+    prompts = [
+        Prompt(f"p{i}", text, (), text, tuple(tokenizer(text).input_ids))
+        for i, text in enumerate(texts)
+    ]
+    told: list[str] = []
+    engine = ClusterEngine(
+        config, pickle.dumps(tokenizer), total_steps=3, placement=PLACEMENT,
+        logs=tmp_path / "logs", address="there", tell=told.append,
+    )  # fmt: skip
+    cluster: Any = engine.cluster
+    del cluster.settings["tell"], cluster.settings["stop_requested"]
+    assert cluster.settings == {
+        "threads": 3, "address": "there", "worker_timeout": 33.0, "node_timeout": 44.0
+    }  # fmt: skip
+    assert joined == [
+        {"rank": 0, "size": 1, "init_method": f"file://{tmp_path}/ranks/meet", "shard_size": 1,
+         "device": torch.device("cpu"), "tensor_size": 1, "timeout_s": 33.0 + 60.0}
+    ]  # fmt: skip
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert told == ["Starting 1 learner rank and 2 samplers"]
+    roles = [member.handle._held for member in engine._samplers]
+    assert [role._sampler.room.rows for role in roles] == [9, 9]
+    profilers = [one.handle._held._profiler for one in (*engine._learners, *engine._samplers)]
+    rollout = config.rollout.model_copy(update={"sleep": "offload"})  # chosen once for all
+    settled = config.model_copy(update={"rollout": rollout})
+    assert [(p._config, p._folder, p._process) for p in profilers] == [
+        (settled, tmp_path / "profile", name) for name in ("rank_0", "sampler_0", "sampler_1")
+    ]
+
+    alone = LocalEngine(config, tokenizer, total_steps=3)
+    pad = tokenizer.pad_token_id
+    for version in range(2):
+        assert_same(train(engine, prompts, pad), train(alone, prompts, pad), version)
+
+    roles[1]._sampler.room.halve(8)
+    list(engine.generate(prompts, Sampling(max_tokens=2)))
+    assert told[1].startswith("Sampler 1 ran out of memory: at most 4 responses")
+    (tmp_path / "saved").mkdir()
+    engine.save(tmp_path / "saved").result(60)
+    state = json.loads((tmp_path / "saved" / "state" / "engine.json").read_text())
+    assert state["weight_version"] == 2 and state["room"] == [None, 4]
+    wanted = train(alone, prompts, pad)
+    assert_same(train(engine, prompts, pad), wanted, 2)
+
+    fresh = ClusterEngine(
+        config, pickle.dumps(tokenizer), total_steps=3, placement=PLACEMENT,
+        logs=tmp_path / "logs", address="there",
+    )  # fmt: skip
+    fresh.load(tmp_path / "saved")
+    again = [member.handle._held._sampler.room for member in fresh._samplers]
+    assert [room.rows for room in again] == [9, 4] and fresh._room == [None, 4]
+    assert_same(train(fresh, prompts, pad), wanted, 2)
+    fresh.close()
+    engine.close()
+
+
+class Told:
+    """Takes what is asked of it, and answers at once."""
+
+    def __init__(self, command: Sequence[str], environ: dict[str, str], log: Path) -> None:
+        self.command, self.environ, self.log = [*command], environ, log
+        self.asked: list[tuple[Any, ...]] = []
+
+    def ask(self, verb: str, *args: Any) -> Answer:
+        self.asked.append((verb, *args))
+        answer = Answer(1, verb)
+        answer.parts.put(("done", pickle.dumps("gloo" if verb == "build" else None)))
+        return answer
+
+    def say(self, verb: str, value: Any = None, answer: Answer | None = None) -> None:
+        self.asked.append((verb, value))
+
+    def close(self, patience_s: float) -> None:
+        self.asked.append(("gone", patience_s))
+
+
+class Own:
+    """A Ray that is there at once."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings, self.waited = settings, 0.0
+
+    def await_address(self, timeout_s: float, stop_requested: Any) -> str:
+        self.waited = timeout_s
+        return "here:1"
+
+    def trouble(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self.settings["closed"] = True
+
+
+@pytest.mark.parametrize("address", [None, "there:6379"])
+def test_all_that_builds_the_engine_crosses_to_the_other_process(
+    address: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "Client", Told)
+    monkeypatch.setattr(remote, "OwnRay", Own)
+    config, tokenizer, told = make_config(), {"a": "tokenizer"}, []
+    placement = Placement(1, 4, (0, 1), ((2,), (3,)), ())
+    engine = ApartEngine(
+        config, tokenizer, total_steps=7, placement=placement, logs=tmp_path / "logs",
+        address=address, tell=told.append,
+    )  # fmt: skip
+    client: Any = engine._client
+    log = tmp_path / "logs" / "ray.log"
+    assert client.command[-1] == str(client.log) == str(log)
+    assert engine._patience_s == 2 * 44.0 + 8 * 33.0 and engine.weight_transfer == "gloo"
+    own: Any = engine._own
+    if address is None:
+        assert own.settings == {"gpus": 4, "logs": tmp_path / "logs"} and own.waited == 44.0
+        assert remote.HERE_ONLY.items() <= client.environ.items() and told == ["Starting Ray"]
+    else:
+        assert own is None and told == ["Joining the Ray cluster at there:6379"]
+        assert not remote.HERE_ONLY.items() <= client.environ.items()
+
+    verb, options = client.asked[0]
+    assert verb == "build" and pickle.loads(options["tokenizer"]) == tokenizer
+    given: dict[str, Any] = {}
+
+    class Built:
+        weight_transfer = "ipc"
+
+        def __init__(self, **settings: Any) -> None:
+            given.update(settings)
+
+    monkeypatch.setattr(service, "ClusterEngine", Built)
+    serving, sent = service.Service(None), []  # type: ignore[arg-type]
+    monkeypatch.setattr(serving, "_send", lambda *message: sent.append(message))
+    assert serving.build(options, 12) == "ipc"
+    given.pop("tell")("a line")
+    assert sent == [(12, "tell", "a line")]
+    stop = given.pop("stop_requested")
+    assert stop() is None
+    serving._stop = "Ctrl-C"
+    assert stop() == "Ctrl-C"
+    assert given == {
+        "config": config, "tokenizer": options["tokenizer"], "total_steps": 7,
+        "placement": placement, "logs": tmp_path / "logs", "address": address or "here:1",
+    }  # fmt: skip
+
+    engine.publish()
+    engine.load(Path("saved"))
+    hosted = engine.host(dict, role="reward", devices=[3])
+    hosted.call("keys", 1)
+    hosted.close()
+    engine.close()
+    engine.close()
+    assert client.asked[1:] == [
+        ("publish",), ("load", Path("saved").absolute()), ("host", dict, "reward", (3,)),
+        ("call", None, "keys", 1), ("dismiss", None), ("stop", "closing"), ("close",),
+        ("gone", remote.LEAVES_S),
+    ]  # fmt: skip
+    assert own is None or own.settings["closed"]
+    assert not hosted.alive

@@ -1,0 +1,310 @@
+"""When samplers that share the learner's devices sleep and wake, and who makes room for them.
+
+The publisher and the sampler are the product's own; vLLM's engine and the GPU's memory are those of
+`tests/engine/gpu_engine.py`, with the sizes of a 7B model beside one of eight ranks on 80 GB.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_cli.cluster.engine import Publisher
+from ppo_cli.config.publishing import publish_bytes
+from ppo_cli.config.schema import Config
+from ppo_cli.engine import vllm_sampler
+from ppo_cli.engine.base import Sampling, Weights
+from ppo_cli.engine.lora import LoRA
+from ppo_cli.engine.vllm_sampler import VLLMSampler
+from ppo_cli.errors import UserError
+from ppo_cli.records import Prompt
+from tests.config.test_publishing import QWEN_7B, RANKS_8, WHOLE
+from tests.engine.gpu_engine import Gpu, GpuEngine
+
+GPU_BYTES = 80 * 10**9
+REST = 38 * 10**9  # of the learner between its phases
+CLAIMED = GPU_BYTES // 2  # by vLLM: weights and cache
+PROMPTS = [Prompt(f"p{i}", "", (), "", (3, 4)) for i in range(3)]
+
+
+class Learner:
+    """A rank on the same GPU; what it frees stays with it until `spare_memory`."""
+
+    def __init__(self, gpu: Gpu, samplers: list[Any], bytes_of_transfer: int) -> None:
+        self.gpu, self.samplers, self.bytes = gpu, samplers, bytes_of_transfer
+        self.version = 0
+        self.adapter = False
+        gpu.take("learner", REST)
+
+    def send_weights(self) -> None:
+        self.gpu.take("kept by the learner", self.bytes)
+        for sampler in self.samplers:
+            sampler.start_weight_update()
+            sampler.update_weights({})
+            sampler.finish_weight_update(self.version)
+
+    def weights(self) -> Weights:
+        self.gpu.take("kept by the learner", self.bytes)
+        return Weights({}, self.version, adapter=self.adapter)
+
+    def spare_memory(self) -> None:
+        self.gpu.free("kept by the learner")
+
+    def step(self) -> None:
+        self.gpu.take("kept by the learner", GPU_BYTES - REST - WHOLE)
+        self.version += 1
+
+
+class Called:
+    """A cluster that calls its members, which live here, at once."""
+
+    timeout_s = 1.0
+
+    def __init__(self) -> None:
+        self.waits = self
+
+    def ask(self, member: Any, name: str, method: str = "call", *args: Any) -> SimpleNamespace:
+        return SimpleNamespace(ref=getattr(member, name)(*args))
+
+    def call(self, members: list[Any], name: str, *args: Any, **limit: Any) -> None:
+        for member in members:
+            self.ask(member, name, "call", *args)
+
+    def collect(self, calls: list[Any], *limit: Any) -> list[Any]:
+        return [call.ref for call in calls]
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Builds a learner and a sampler on one GPU, and the publisher between them."""
+    monkeypatch.setattr(vllm_sampler, "set_environment", lambda: None)
+    monkeypatch.setattr(vllm_sampler, "write_adapter", lambda folder, *_: folder.mkdir())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    request = SimpleNamespace(
+        LoRARequest=lambda name, number, folder: SimpleNamespace(lora_int_id=number)
+    )
+    for module in ("vllm", "vllm.lora", "vllm.lora.request"):  # vLLM may not be installed
+        monkeypatch.setitem(sys.modules, module, request)
+
+    def make(way: str, sleep: Any, lora: bool = False, size: int = GPU_BYTES) -> Any:
+        model = {"lora_rank": 8, "lora_merge": False} if lora else {}
+        rollout = {"name": "vllm", "weight_transfer": way}
+        config = Config.model_validate({"rollout": rollout, "model": model})
+        transfer = publish_bytes(config, QWEN_7B, RANKS_8)
+        gpu = Gpu(size)
+        engine = GpuEngine(
+            gpu, weights=WHOLE, cache=CLAIMED - WHOLE, update=transfer.sampler, batches_ahead=2
+        )
+        monkeypatch.setattr(VLLMSampler, "_start", lambda self, *_: None)
+        sampler = VLLMSampler(
+            "m", eos_token_ids=frozenset({1}), detokenize=lambda ids, context: str(ids),
+            max_model_len=1024, sleep=sleep, lora=LoRA(8, 16.0) if lora else None,
+        )  # fmt: skip
+        sampler._engine = engine
+        monkeypatch.setattr(
+            sampler, "_submit", lambda begun, _: engine.submit(f"{begun.key} {len(engine.events)}")
+        )
+        sampler.sleep()  # before the learner's models are loaded
+        learner = Learner(gpu, [sampler], transfer.learner)
+        learner.adapter = lora
+        publisher = Publisher(Called(), [learner], [sampler], sleepers=[sampler])  # type: ignore
+        publisher._asleep = {"weights", "cache"}
+        if way != "memory":
+            publisher._connected = True
+        return SimpleNamespace(gpu=gpu, engine=engine, sampler=sampler, learner=learner,
+                               publisher=publisher)  # fmt: skip
+
+    return make
+
+
+def sample(run: Any) -> None:
+    run.publisher.wake()
+    rollouts = list(run.sampler.generate(PROMPTS, Sampling(n=2), run.learner.version))
+    assert len(rollouts) == 6 and run.sampler.weight_version == run.learner.version
+
+
+def train(run: Any) -> None:
+    run.publisher.sleep()
+    run.learner.step()
+    run.publisher.send()
+
+
+WAYS = [
+    ("ipc", "discard", False), ("ipc", "offload", False), ("ipc", "keep", False),
+    ("memory", "discard", False), ("memory", "offload", False), ("gloo", "discard", False),
+    ("memory", "offload", True), ("memory", "keep", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "sleep", "lora"), WAYS)
+def test_no_step_of_a_run_touches_memory_that_sleeps(
+    way: str, sleep: str, lora: bool, shared: Any
+) -> None:
+    run = shared(way, sleep, lora)
+    run.publisher.send()  # at the start, also of a run that is resumed
+    run.publisher.send()  # of what a checkpoint held
+    sample(run)  # a validation before the first step
+    sample(run)
+    for _ in range(2):
+        train(run)
+        sample(run)
+    run.publisher.sleep()  # for an annotation that no update follows
+    sample(run)
+    train(run)
+    train(run)  # of the critic alone: nothing is sampled in between
+    sample(run)
+
+
+@pytest.mark.parametrize(("way", "sleep", "lora"), WAYS)
+def test_the_cache_sleeps_while_weights_travel(
+    way: str, sleep: str, lora: bool, shared: Any
+) -> None:
+    run = shared(way, sleep, lora)
+    run.publisher.send()
+    sample(run)
+    train(run)
+    # By memory, ranks have put the weights together before samplers wake.
+    transfer = run.engine._update + (0 if way == "memory" else run.learner.bytes)
+    assert run.engine.peaks["update_weights"] == REST + WHOLE + transfer
+    sample(run)
+    assert run.engine.peaks["step"] == REST + CLAIMED
+    run.publisher.sleep()
+    assert run.gpu.total == REST + (WHOLE if sleep == "keep" else 0)
+    assert run.engine.pinned == (WHOLE if sleep == "offload" else 0)
+
+
+def test_the_order_of_a_step(shared: Any) -> None:
+    run = shared("ipc", "discard")
+    run.publisher.send()
+    sample(run)
+    run.engine.events.clear()
+    train(run)
+    sample(run)
+    assert [event for event in run.engine.events if event != "step"] == [
+        "sleep 2", "wake_up weights", "start_weight_update", "update_weights",
+        "finish_weight_update", "wake_up kv_cache",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("room", "advice"),
+    [(WHOLE // 2, "optimizer_offload=true"), (CLAIMED // 2, "lower --gpu_memory_utilization")],
+)
+def test_no_room_on_waking_is_one_sentence(room: int, advice: str, shared: Any) -> None:
+    run = shared("memory", "discard", size=10**12)
+    run.gpu.size = REST + room
+    run.learner.bytes = run.engine._update = 0
+    with pytest.raises(UserError, match=r"found no room beside the learner on waking: .*") as told:
+        sample(run)
+    assert advice in str(told.value) and str(told.value).endswith("GPUs of its own (--placement).")
+
+
+def test_no_room_for_a_transfer_is_one_sentence(shared: Any) -> None:
+    run = shared("memory", "offload")
+    run.gpu.size = REST + WHOLE + run.learner.bytes // 2
+    run.learner.bytes = 0
+    with pytest.raises(UserError, match="new weights to the samplers ran out of memory: use roll"):
+        sample(run)
+
+
+def test_a_sampler_refuses_what_a_gpu_would_crash_on(shared: Any) -> None:
+    run = shared("ipc", "discard")
+    with pytest.raises(RuntimeError, match="sampling before the weights have come"):
+        run.sampler.generate(PROMPTS, Sampling(), 0)
+    with pytest.raises(RuntimeError, match="weights came before there was memory"):
+        run.sampler.load_weights(Weights({}, 1))
+    adapted = shared("memory", "offload", lora=True).sampler
+    with pytest.raises(RuntimeError, match="weights came before there was memory"):
+        adapted.load_weights(Weights({}, 1, adapter=True))
+    run.sampler.wake_weights()
+    run.engine._update = 0
+    run.sampler.wake_cache()
+    with pytest.raises(RuntimeError, match="sampling before the weights have come"):
+        run.sampler.generate(PROMPTS, Sampling(), 0)
+    run.sampler.load_weights(Weights({}, 1))
+    assert len(list(run.sampler.generate(PROMPTS, Sampling(), 1))) == 3
+
+
+def publisher(said: list[str], *sleepers: str, reads_in_place: bool = False) -> Publisher:
+    """One that writes down what it asks of whom."""
+
+    def ask(member: str, name: str, *rest: Any) -> SimpleNamespace:
+        said.append(f"{member} {name}")
+        return SimpleNamespace(ref=None)
+
+    def call(members: list[str], name: str, *rest: Any, **limit: Any) -> None:
+        for member in members:
+            ask(member, name)
+
+    def collect(calls: list[Any], *limit: Any) -> list[bool]:
+        return [reads_in_place] * len(calls)
+
+    waits = SimpleNamespace(collect=collect, timeout_s=1.0)
+    cluster: Any = SimpleNamespace(ask=ask, call=call, waits=waits)
+    members: Any = [["learner"], ["sampler", *(s for s in sleepers if s != "sampler")]]
+    return Publisher(cluster, *members, sleepers=sleepers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_the_learner_makes_room_before_each_part_wakes(connected: bool) -> None:
+    said: list[str] = []
+    weights = publisher(said, "sampler")
+    if connected:
+        weights.connect(SimpleNamespace())  # type: ignore[arg-type]
+    weights.sleep()
+    said.clear()
+    weights.wake()
+    weights_wake, cache_wakes = (
+        ["learner spare_memory", f"sampler wake_{part}"] for part in ("weights", "cache")
+    )
+    sent = (
+        [*weights_wake, "learner send_weights"]
+        if connected
+        else ["learner weights", *weights_wake, "sampler load_weights"]
+    )
+    assert said == [*sent, *cache_wakes]
+    said.clear()
+    weights.wake()
+    assert not said
+
+
+def test_samplers_with_devices_of_their_own_never_sleep() -> None:
+    said: list[str] = []
+    weights = publisher(said)
+    weights.sleep()
+    weights.send()
+    weights.wake()
+    assert said == ["learner weights", "sampler load_weights"]
+
+
+def test_samplers_that_read_where_the_learner_writes_are_told_once() -> None:
+    said: list[str] = []
+    weights = publisher(said, reads_in_place=True)
+    weights.send()
+    weights.send()
+    assert said == ["learner weights", "sampler load_weights", "learner weights"]
+
+
+def test_only_samplers_that_share_devices_sleep_and_all_get_the_weights() -> None:
+    said: list[str] = []
+    weights = publisher(said, "sharer")
+    weights.sleep()
+    weights.wake()
+    assert said == [
+        "sharer sleep", "learner weights", "learner spare_memory", "sharer wake_weights",
+        "sampler load_weights", "sharer load_weights", "learner spare_memory", "sharer wake_cache",
+    ]  # fmt: skip
+
+
+def test_samplers_whose_weights_alone_are_awake_are_sent_to_sleep_again() -> None:
+    said: list[str] = []
+    weights = publisher(said, "sampler")
+    weights.sleep()
+    weights.send()
+    said.clear()
+    weights.sleep()
+    assert said == ["sampler sleep"]

@@ -1,0 +1,338 @@
+"""Workers without models: errors, deadlines, deaths, streams and logs, over one real Ray."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib
+import os
+import sys
+import threading
+import time
+import wave
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.cluster.engine import ClusterEngine
+from ppo_cli.cluster.members import Cluster, Member, WorkerFault, lost
+from ppo_cli.cluster.worker_process import _failure
+from ppo_cli.config.derived import Placement
+from ppo_cli.errors import DISK_ERRNOS, FULL_DISK_ERRNOS, ConfigError, WorkerLost
+
+ONE_NODE = Placement(1, 0, (0, 1), ((2,),), ())
+
+
+class Thing:
+    """What the workers of these tests host."""
+
+    def add(self, *numbers: int) -> int:
+        return sum(numbers)
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def say(self, text: str) -> None:
+        print(text)
+        print(f"{text}, loudly", file=sys.stderr)
+        os.write(2, f"{text}, from C\n".encode())
+
+    def make_a_bug(self) -> float:
+        try:
+            return 1 / 0
+        except ZeroDivisionError as error:
+            raise RuntimeError("the outer one") from error
+
+    def refuse(self) -> None:
+        raise ConfigError(["one thing", "another thing"])
+
+    def fill_the_disk(self) -> None:
+        raise OSError(28, "No space left on device", "some/file")
+
+    def open_nothing(self) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "some/file")
+
+    def find(self, module: str) -> str | None:
+        return importlib.import_module(module).__file__
+
+    def leave(self) -> None:
+        sys.exit(3)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def crash(self) -> None:
+        ctypes.string_at(0)
+
+    def fail_after(self, seconds: float) -> None:
+        time.sleep(seconds)
+        raise RuntimeError("Connection closed by peer")
+
+    def bunch(self, pause: float) -> Iterator[int]:
+        yield from (0, 1)
+        time.sleep(pause)
+        yield 2
+
+    def count(self, upto: int, pause: float, fails: bool = False) -> Iterator[int]:
+        for number in range(upto):
+            yield number
+            time.sleep(pause)
+        if fails:
+            raise ValueError("no more")
+
+
+class Recorder:
+    """Notes the thread of each call."""
+
+    def __init__(self) -> None:
+        self.threads = [threading.get_ident()]
+
+    def note(self) -> list[int]:
+        self.threads.append(threading.get_ident())
+        return self.threads
+
+    def count(self, upto: int) -> Iterator[int]:
+        for number in range(upto):
+            self.note()
+            yield number
+            time.sleep(0.05)
+
+
+class Hosted:
+    """A member, and the cluster that calls it."""
+
+    def __init__(
+        self, cluster: Cluster, factory: Callable[[], object], role: str, streams: bool = False
+    ) -> None:
+        self.cluster = cluster
+        if streams:
+            (self.member,) = cluster.start([cluster.seat(role, [])])
+            building = cluster.ask(self.member, "start", "build_streaming", factory)
+            cluster.waits.collect([building])
+        else:
+            self.member = cluster.host(factory, role=role)
+
+    def call(self, name: str, *args: object) -> Any:
+        return self.cluster.call([self.member], name, *args)[0]
+
+
+class Writer:
+    """Writes for some polls, then is done or fails."""
+
+    def __init__(self) -> None:
+        self.polls = 0
+
+    def write(self, polls: int, fails: bool = False) -> None:
+        self.polls, self.fails = polls, fails
+
+    def saved(self) -> bool:
+        self.polls -= 1
+        if self.polls <= 0 and self.fails:
+            raise OSError(28, "No space left on device", "some/file")
+        return self.polls <= 0
+
+    def left(self) -> int:
+        return self.polls
+
+
+class Unbuildable:
+    def __init__(self) -> None:
+        raise ConfigError("this cannot be built")
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def cluster(address: str, logs: Path) -> Iterator[Cluster]:
+    chance = logs / "here"
+    chance.mkdir()
+    (chance / "wave.py").write_text("raise SystemExit('not for us')\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(chance)
+        patch.setattr(sys, "path", [path for path in sys.path if path])
+        made = Cluster(ONE_NODE, logs, address=address, worker_timeout=30, node_timeout=90)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def things(cluster: Cluster) -> list[Hosted]:
+    return [Hosted(cluster, Thing, role=f"thing {i}", streams=True) for i in range(2)]
+
+
+def test_calls_give_values_from_any_thread(things: list[Hosted]) -> None:
+    assert things[0].call("add", 1, 2) == 3
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(things[1].call, ["add"] * 5, range(5))) == list(range(5))
+
+
+def test_workers_have_an_environment_of_their_own(things: list[Hosted]) -> None:
+    assert things[0].call("environment", "OMP_NUM_THREADS") == "1"
+    assert things[0].call("environment", "CUDA_VISIBLE_DEVICES") == ""
+
+
+def test_modules_in_the_current_folder_are_not_for_workers(things: list[Hosted]) -> None:
+    assert things[0].call("find", "wave") == wave.__file__
+
+
+def test_a_users_mistake_comes_out_as_itself(things: list[Hosted]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        things[0].call("refuse")
+    assert caught.value.problems == ("one thing", "another thing")
+    assert caught.value.__cause__ is None
+    with pytest.raises(OSError) as full:
+        things[0].call("fill_the_disk")
+    assert (full.value.errno, full.value.filename) == (28, "some/file")
+
+
+def test_of_a_disk_only_that_it_is_full_comes_out_as_itself() -> None:
+    told = {n for n in DISK_ERRNOS if _failure(OSError(n, "x", "some/file")).pickled is not None}
+    assert told == FULL_DISK_ERRNOS == DISK_ERRNOS - {errno.EACCES, errno.EPERM}
+
+
+def test_a_bug_shows_the_workers_traceback_once(things: list[Hosted]) -> None:
+    with pytest.raises(WorkerFault) as caught:
+        things[1].call("make_a_bug")
+    text = str(caught.value)
+    assert text.startswith("thing 1 on node ")
+    assert text.count("ZeroDivisionError") == 1
+    assert text.rstrip().endswith("RuntimeError: the outer one")
+    assert "ray" not in text.lower()
+    assert caught.value.__cause__ is None
+    with pytest.raises(WorkerFault, match=r"^thing 1 on node (.|\n)*FileNotFoundError"):
+        things[1].call("open_nothing")
+    with pytest.raises(WorkerFault, match="SystemExit: 3"):
+        things[1].call("leave")
+
+
+def test_streams_are_merged_as_they_come(cluster: Cluster, things: list[Hosted]) -> None:
+    members = [thing.member for thing in things]
+    calls = [cluster.ask(member, "count", "stream", 6, 0.1) for member in members]
+    seen = [number for part in cluster.waits.stream(calls) for number in part]
+    assert sorted(seen) == sorted([*range(6)] * 2)
+    assert seen[:6] != [*range(6)]  # the second did not wait for the end of the first
+
+
+def test_an_object_is_built_called_and_streamed_in_one_thread(cluster: Cluster) -> None:
+    streaming = Hosted(cluster, Recorder, role="recorder 0", streams=True)
+    items = cluster.waits.stream([cluster.ask(streaming.member, "count", "stream", 20)])
+    first = next(items)
+    # Sent while the stream is under way: it is answered when that has ended.
+    threads = streaming.call("note")
+    assert first + [item for part in items for item in part] == [*range(20)]
+    assert len(threads) == 22 and len({*threads}) == 1
+    cluster.dismiss(streaming.member)
+
+
+def test_an_object_that_does_not_stream_lives_in_the_main_thread(cluster: Cluster) -> None:
+    plain = Hosted(cluster, Recorder, role="recorder 1")
+    call = cluster.ask(plain.member, "main", "run", lambda: threading.main_thread().ident)
+    assert {*plain.call("note")} == {cluster.waits.collect([call])[0]}
+    cluster.dismiss(plain.member)
+
+
+def test_what_came_waits_for_no_other(cluster: Cluster, things: list[Hosted]) -> None:
+    call = cluster.ask(things[0].member, "bunch", "stream", 4.0)
+    started = time.monotonic()
+    came = [(n, time.monotonic() - started) for part in cluster.waits.stream([call]) for n in part]
+    assert [number for number, _ in came] == [0, 1, 2]
+    assert came[1][1] < 3.0 < came[2][1]
+
+
+def test_a_save_ends_when_all_ranks_have_ended(cluster: Cluster) -> None:
+    writers = [Hosted(cluster, Writer, role=f"writer {i}") for i in range(2)]
+    engine = object.__new__(ClusterEngine)
+    engine.cluster = cluster
+    engine._learners = [writer.member for writer in writers]
+    writers[0].call("write", 1, True)
+    writers[1].call("write", 3)
+    with pytest.raises(OSError, match="some/file"):
+        engine._await_saved(time.monotonic())
+    assert writers[1].call("left") == 0
+    for writer in writers:
+        cluster.dismiss(writer.member)
+
+
+def test_a_stream_that_fails_gives_what_it_had(cluster: Cluster, things: list[Hosted]) -> None:
+    call = cluster.ask(things[0].member, "count", "stream", 3, 0.03, True)
+    seen = []
+    with pytest.raises(WorkerFault, match="ValueError: no more"):
+        for part in cluster.waits.stream([call]):
+            seen += part
+    assert seen == [0, 1, 2]
+
+
+def test_a_deadline_names_who_and_what(cluster: Cluster, things: list[Hosted], logs: Path) -> None:
+    call = cluster.ask(things[0].member, "sleep", "call", 5.0)
+    started = time.monotonic()
+    with pytest.raises(WorkerLost) as caught:
+        cluster.waits.collect([call], 0.5)
+    assert time.monotonic() - started < 4.0
+    assert "Thing 0 on node" in str(caught.value)
+    assert "has not answered `sleep` for 0.5 s" in str(caught.value)
+    assert str(logs / "thing-0.log") in str(caught.value)
+    assert things[0].call("add", 1) == 1  # it was only slow
+
+
+def test_logs_hold_all_that_a_worker_says(
+    things: list[Hosted], logs: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    things[1].call("say", "hello there")
+    text = (logs / "thing-1.log").read_text()
+    assert "hello there\n" in text
+    assert "hello there, loudly\n" in text
+    assert "hello there, from C\n" in text
+    assert "hello there" not in (logs / "thing-0.log").read_text()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_cannot_be_built_says_so(cluster: Cluster) -> None:
+    with pytest.raises(ConfigError, match="this cannot be built"):
+        Hosted(cluster, Unbuildable, role="wreck")
+
+
+def test_a_killed_worker_is_named_at_once(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    victim = Hosted(cluster, Thing, role="victim 7")
+    threading.Timer(0.3, os.kill, (victim.member.pid, 9)).start()
+    started = time.monotonic()
+    with pytest.raises(WorkerLost) as caught:
+        victim.call("sleep", 60)
+    assert time.monotonic() - started < 30
+    assert "Victim 7 on node " in str(caught.value)
+    assert "was killed (signal 9; out of memory?) during `sleep`" in str(caught.value)
+    cluster.dismiss(victim.member)
+    time.sleep(0.5)  # Ray's own words come later, if at all
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_crash_is_told_with_its_last_words(cluster: Cluster) -> None:
+    victim = Hosted(cluster, Thing, role="victim 8")
+    with pytest.raises(WorkerLost) as caught:
+        victim.call("crash")
+    assert "crashed during `crash`" in str(caught.value)
+    assert "Fatal Python error: Segmentation fault" in str(caught.value)
+
+
+def test_one_that_ended_by_itself_was_not_killed(tmp_path: Path) -> None:
+    words = "Worker exits unexpectedly. Worker exits with an exit code 5.\nTraceback"
+    told = str(lost(Member("sampler 0", tmp_path / "log", None), "start", words))
+    assert told.startswith("Sampler 0 ended by itself (exit code 5) during `start`.")
+
+
+def test_who_died_matters_more_than_who_complains(cluster: Cluster, things: list[Hosted]) -> None:
+    victim = Hosted(cluster, Thing, role="victim 9")
+    calls = [
+        cluster.ask(things[0].member, "fail_after", "call", 0.3),
+        cluster.ask(victim.member, "sleep", "call", 60),
+    ]
+    threading.Timer(1.0, os.kill, (victim.member.pid, 9)).start()
+    with pytest.raises(WorkerLost, match="Victim 9"):
+        cluster.waits.collect(calls)
