@@ -25,8 +25,8 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.rewards.judge.calls import Question, Scale, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.costs import Ledger
-from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.providers import build_provider
+from ppo_cli.rewards.remote.limits import Limits
 
 ROOT = Path(__file__).resolve().parent.parent
 

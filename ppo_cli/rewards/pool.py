@@ -35,7 +35,7 @@ from typing import Any, BinaryIO, cast
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Score
 from ppo_cli.rewards.base import Call, CannotScore, describe_error, read_returned
-from ppo_cli.rewards.remote import LoopThread
+from ppo_cli.rewards.remote.event_loop import LoopThread
 
 MOST_OUTPUT = 2000
 SECONDS_TO_LEAVE = 1.0

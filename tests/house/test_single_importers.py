@@ -25,7 +25,6 @@ STANDS = {
     "report.page.rollouts": "reading and choosing responses; with it, server is over the cap",
     "rewards.algebra": "what sympy compares, in workers; with it, rules is over the cap",
     "rewards.code.probe": "a program of its own, inside the sandbox",
-    "rewards.judge.breaker": "when calls may start; with it, client is over the cap",
     "rewards.judge.monitor": "a second judge and canaries; with it, reward is over the cap",
     "rewards.mixture": "the mixture itself; registry builds rewards of every kind",
     "rewards.pool": "what worker processes run; with it, function is over the cap",

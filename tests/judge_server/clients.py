@@ -11,8 +11,8 @@ from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Question, Scale
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.costs import Ledger
-from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.providers import build_provider
+from ppo_cli.rewards.remote.limits import Limits
 from tests.judge_server.server import JudgeServer
 
 T = TypeVar("T")

@@ -31,7 +31,6 @@ from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Usage, Verdict, worst_case
 from ppo_cli.rewards.judge.client import JudgeClient, reach
 from ppo_cli.rewards.judge.costs import Spent, ledger_of
-from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.prompt import (
     RUBRIC_SCALE,
@@ -51,7 +50,8 @@ from ppo_cli.rewards.judge.providers import NO_KEY, build_provider, locate, prov
 from ppo_cli.rewards.judge.providers.base import Key
 from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, Draft
 from ppo_cli.rewards.judge.sanitise import content_free, cut_middle
-from ppo_cli.rewards.remote import LoopThread
+from ppo_cli.rewards.remote.event_loop import LoopThread
+from ppo_cli.rewards.remote.limits import Limits
 from ppo_cli.scoring.rows import RESPONSE, Answered, read_response, write_rows
 from ppo_cli.scoring.score import BY_HAND, POLL_S
 

@@ -18,7 +18,6 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.redact import mask_secrets, redact, redact_url
 from ppo_cli.rewards.judge.batch import BatchJudge
-from ppo_cli.rewards.judge.breaker import TOO_MANY, Admission, BadRequests, Breaker
 from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, key_of
 from ppo_cli.rewards.judge.calls import (
     Failure,
@@ -31,10 +30,11 @@ from ppo_cli.rewards.judge.calls import (
     bill,
 )
 from ppo_cli.rewards.judge.costs import Guest, Ledger
-from ppo_cli.rewards.judge.limiter import Limits, Ticket
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.verdict import read_answer, reminder
-from ppo_cli.rewards.remote import LoopThread
+from ppo_cli.rewards.remote.breaker import TOO_MANY, Admission, BadRequests, Breaker
+from ppo_cli.rewards.remote.event_loop import LoopThread
+from ppo_cli.rewards.remote.limits import Limits, Ticket
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 8.0

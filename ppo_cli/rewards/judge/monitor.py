@@ -23,8 +23,8 @@ from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale, UnlimitedCost
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
 from ppo_cli.rewards.judge.costs import Ledger, guest_of
-from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.providers import build_provider, monitor_of
+from ppo_cli.rewards.remote.limits import Limits
 
 
 @dataclass

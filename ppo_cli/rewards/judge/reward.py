@@ -39,7 +39,6 @@ from ppo_cli.rewards.judge.calls import (
 from ppo_cli.rewards.judge.client import TRIES, JudgeClient, reach, who
 from ppo_cli.rewards.judge.costs import Guest, ledger_of
 from ppo_cli.rewards.judge.format_check import FormatCheck, format_checks
-from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.monitor import NOT_YET, Canaries, HeldOut, Monitor, StepReport
 from ppo_cli.rewards.judge.prices import batch_price
 from ppo_cli.rewards.judge.prompt import (
@@ -52,7 +51,8 @@ from ppo_cli.rewards.judge.prompt import (
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.rewards.judge.sanitise import content_free
-from ppo_cli.rewards.remote import LoopThread
+from ppo_cli.rewards.remote.event_loop import LoopThread
+from ppo_cli.rewards.remote.limits import Limits
 from ppo_cli.thoughts import NO_ANSWER
 
 LONGEST_PAUSE = 30.0

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from ppo_cli.errors import Interrupted, PpoError, RewardError
 from ppo_cli.redact import hide, redact, redact_url
 from ppo_cli.rewards.base import Tell
-from ppo_cli.rewards.proxies import client_settings
-from ppo_cli.rewards.remote import read_retry_after, read_words
+from ppo_cli.rewards.remote.failures import read_retry_after, read_words
+from ppo_cli.rewards.remote.proxies import client_settings
 from ppo_cli.rewards.served.protocols import (
     EXCERPT,
     Kind,

@@ -29,7 +29,7 @@ from ppo_cli.rewards.models.formats import (
     served_format,
     shown_messages,
 )
-from ppo_cli.rewards.remote import is_page, read_words
+from ppo_cli.rewards.remote.failures import is_page, read_words
 
 
 @dataclass(frozen=True)

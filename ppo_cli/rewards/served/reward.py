@@ -31,7 +31,7 @@ from ppo_cli.rewards.models.base import (
     like,
     one_of_each_kind,
 )
-from ppo_cli.rewards.remote import LoopThread
+from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.rewards.served.client import Counters, ServedModelClient
 from ppo_cli.rewards.served.protocols import (
     RAW_SWITCHES,

@@ -18,7 +18,7 @@ from ppo_cli.rewards.judge.calls import Failure, JudgeError, Usage, Verdict, wor
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
 from ppo_cli.rewards.judge.costs import Ledger, Reservation
 from ppo_cli.rewards.judge.prices import Price
-from ppo_cli.rewards.remote import LoopThread
+from ppo_cli.rewards.remote.event_loop import LoopThread
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
 

@@ -21,10 +21,10 @@ from ppo_cli.report import health
 from ppo_cli.rewards.judge.calls import Question, Scale, Usage
 from ppo_cli.rewards.judge.client import Counters
 from ppo_cli.rewards.judge.costs import Guest, Ledger, Spent
-from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.monitor import Canaries, Monitor, call_metrics
 from ppo_cli.rewards.judge.prices import Price
 from ppo_cli.rewards.judge.reward import JudgeReward
+from ppo_cli.rewards.remote.limits import Limits
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import KEYS
 from tests.rewards.scoring import score_all

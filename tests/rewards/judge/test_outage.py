@@ -7,8 +7,8 @@ import random
 import pytest
 
 from ppo_cli.errors import Interrupted
-from ppo_cli.rewards.judge.breaker import BadRequests, Breaker
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale, Usage
+from ppo_cli.rewards.remote.breaker import BadRequests, Breaker
 from tests.judge_server.clients import Hands
 
 DOWN = JudgeError(Failure.RETRYABLE, "http_503", "overloaded", status=503)

@@ -23,7 +23,7 @@ from ppo_cli.rewards.judge.calls import (
 )
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.costs import Ledger
-from ppo_cli.rewards.judge.limiter import Limits
+from ppo_cli.rewards.remote.limits import Limits
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
 

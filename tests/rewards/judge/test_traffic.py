@@ -18,7 +18,7 @@ import pytest
 
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Usage, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.limiter import Limits
+from ppo_cli.rewards.remote.limits import Limits
 from tests.judge_server.clients import free, questions
 
 

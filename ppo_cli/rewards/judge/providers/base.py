@@ -47,8 +47,8 @@ from ppo_cli.rewards.judge.providers.lengths import (
     ReadingCheck,
     fewer_tokens,
 )
-from ppo_cli.rewards.proxies import client_settings, is_socks
-from ppo_cli.rewards.remote import LONGEST, one_line
+from ppo_cli.rewards.remote.failures import LONGEST, one_line
+from ppo_cli.rewards.remote.proxies import client_settings, is_socks
 
 logger = logging.getLogger(__name__)
 

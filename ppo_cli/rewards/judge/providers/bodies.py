@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
 from ppo_cli.rewards.judge.providers.lengths import about_length
-from ppo_cli.rewards.remote import is_page, one_line, read_words
+from ppo_cli.rewards.remote.failures import is_page, one_line, read_words
 
 if TYPE_CHECKING:
     import aiohttp

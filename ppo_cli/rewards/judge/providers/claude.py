@@ -28,7 +28,7 @@ from ppo_cli.rewards.judge.providers.base import (
 )
 from ppo_cli.rewards.judge.providers.bodies import raise_body, read_body
 from ppo_cli.rewards.judge.providers.forms import FORMAT_WORDS, verdict_schema
-from ppo_cli.rewards.proxies import client_settings
+from ppo_cli.rewards.remote.proxies import client_settings
 
 _STATES = ("processing", "succeeded", "errored", "canceled", "expired")
 _CUT = {"max_tokens", "model_context_window_exceeded"}

@@ -24,7 +24,7 @@ from ppo_cli.rewards.judge.providers.forms import (
     score_question,
 )
 from ppo_cli.rewards.judge.providers.openai import chat_messages, read_completion
-from ppo_cli.rewards.proxies import client_settings
+from ppo_cli.rewards.remote.proxies import client_settings
 
 if TYPE_CHECKING:
     import httpx

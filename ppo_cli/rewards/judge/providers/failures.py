@@ -16,7 +16,7 @@ from ppo_cli.errors import ppo
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
 from ppo_cli.rewards.judge.prices import near_models
 from ppo_cli.rewards.judge.providers.lengths import about_length
-from ppo_cli.rewards.remote import (
+from ppo_cli.rewards.remote.failures import (
     LONGEST,
     is_page,
     read_retry_after,

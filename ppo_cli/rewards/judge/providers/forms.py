@@ -9,7 +9,7 @@ from ppo_cli.errors import shorten
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.providers.base import attribute
 from ppo_cli.rewards.judge.providers.bodies import bad_body, describe
-from ppo_cli.rewards.remote import LONGEST
+from ppo_cli.rewards.remote.failures import LONGEST
 
 # A decision endpoint answers one question about the text with a probability for each level.
 QUESTION = "verdict"

@@ -33,7 +33,7 @@ from ppo_cli.rewards.judge.providers.bodies import (
 )
 from ppo_cli.rewards.judge.providers.failures import read_status, wrong_version
 from ppo_cli.rewards.judge.providers.forms import read_decision, score_question, verdict_schema
-from ppo_cli.rewards.proxies import client_settings, is_socks
+from ppo_cli.rewards.remote.proxies import client_settings, is_socks
 
 _HARMS = ("HARASSMENT", "HATE_SPEECH", "SEXUALLY_EXPLICIT", "DANGEROUS_CONTENT")
 _BLOCKED = {

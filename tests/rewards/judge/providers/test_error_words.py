@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply
-from ppo_cli.rewards.remote import read_words
+from ppo_cli.rewards.remote.failures import read_words
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET, WIRES, Ask, ask_once, judge_at
 

@@ -16,7 +16,7 @@ import pytest
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply, Usage
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.base import refused
-from ppo_cli.rewards.remote import read_retry_after
+from ppo_cli.rewards.remote.failures import read_retry_after
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import (
     KEYS,

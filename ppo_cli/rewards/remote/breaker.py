@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question
-from ppo_cli.rewards.judge.limiter import MINUTE_S, Capacity, Clock, Limits, Spacing, Ticket
+from ppo_cli.rewards.remote.limits import MINUTE_S, Capacity, Clock, Limits, Spacing, Ticket
 
 FEWEST = 5
 MOST = 20
