@@ -39,8 +39,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_cli.algo.batch import build_batch
 from ppo_cli.allocator import start_with_jemalloc
-from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.memory_plan import settle_memory
+from ppo_cli.config.memory.plan import settle_memory
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine

@@ -132,7 +132,7 @@ def update_verl(engine: Any, tokens: int, config: Any) -> None:
 
 def measure_ours(config: Any) -> dict[str, Any]:
     """Role -> rest, peak and collectives of our learner, as `ppo plan --simulate` measures them."""
-    from ppo_cli.config.memory_plan import change
+    from ppo_cli.config.memory.plan import change
 
     actor_alone = run_simulation(change(config, {"algorithm.adv_estimator": "grpo"}))
     both = run_simulation(config)

@@ -47,8 +47,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.allocator import start_with_jemalloc
-from ppo_cli.config.memory_plan import settle_dtype, settle_memory
-from ppo_cli.config.processor import matmul_library
+from ppo_cli.config.machine.processor import matmul_library
+from ppo_cli.config.memory.plan import settle_dtype, settle_memory
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.device import Compute, multiply_with

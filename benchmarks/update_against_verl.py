@@ -96,7 +96,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     from ppo_cli.algo.batch import merge_annotations
-    from ppo_cli.config.memory_plan import settle_memory
+    from ppo_cli.config.memory.plan import settle_memory
     from ppo_cli.engine.base import MiniBatch
     from ppo_cli.engine.learner import Learner
     from ppo_cli.extras.bridge.overrides import bridge

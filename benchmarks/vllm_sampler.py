@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from judge_overlap import build_model
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.text import decode_text

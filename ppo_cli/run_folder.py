@@ -32,8 +32,8 @@ from ppo_cli.atomic import (
     sweep_unfinished,
     unfinished,
 )
-from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.model_checks import check_folder
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.folder import check_folder
 from ppo_cli.digests import require_intact, write_manifest
 from ppo_cli.errors import DataError, ModelError, UserError, did_you_mean
 from ppo_cli.redact import redactor

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.memory import RESERVE, Shapes
-from ppo_cli.config.memory_plan import change, estimate
-from ppo_cli.config.model_shape import Shape
+from ppo_cli.config.memory.devices import RESERVE, Shapes
+from ppo_cli.config.memory.plan import change, estimate
+from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema import Config
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"

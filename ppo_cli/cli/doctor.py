@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from ppo_cli.cli.flags import Given, add_command, switch
-from ppo_cli.config.bundled import EMBEDDED
-from ppo_cli.config.gpus import fix_order, list_gpus
-from ppo_cli.config.model_checks import read_config
-from ppo_cli.config.model_shape import Shape
+from ppo_cli.config.machine.gpus import fix_order, list_gpus
+from ppo_cli.config.machine.torch_build import find_fault
+from ppo_cli.config.models.bundled import EMBEDDED
+from ppo_cli.config.models.folder import read_config
+from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema import Config
-from ppo_cli.config.torch_build import find_fault
 from ppo_cli.errors import EXIT_USER, MissingPart, UserError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def doctor(given: Given) -> None:
 
 def _self_test(config: Config, *, as_json: bool) -> None:
     from ppo_cli.cli.screen import print_json, print_text
-    from ppo_cli.config.device_record import require_writable, write_record
+    from ppo_cli.config.machine.device_record import require_writable, write_record
     from ppo_cli.self_test.results import Setup
     from ppo_cli.self_test.runner import make_record, run_checks
 

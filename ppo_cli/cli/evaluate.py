@@ -15,9 +15,9 @@ import typer
 
 from ppo_cli.allocator import collection_paused
 from ppo_cli.cli.flags import Given, add_command, own_flag, own_word, switch, taking
-from ppo_cli.config.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.keys import find
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE
+from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
 from ppo_cli.digests import require_intact_model

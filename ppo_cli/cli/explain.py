@@ -11,8 +11,8 @@ import typer
 
 from ppo_cli.cli.app import listed
 from ppo_cli.cli.screen import COLUMNS, aligned, print_result
-from ppo_cli.config.bundled import ALIASES, preset_names, preset_path
 from ppo_cli.config.keys import Key, find, range_words, suggest, table
+from ppo_cli.config.models.bundled import ALIASES, preset_names, preset_path
 from ppo_cli.config.requirements import effects_of
 from ppo_cli.errors import ConfigError, did_you_mean, ppo
 from ppo_cli.report.catalogue import METRICS

@@ -17,8 +17,8 @@ import typer
 from typer.core import TyperCommand
 
 from ppo_cli.cli.app import translate, unknown_flag
-from ppo_cli.config.bundled import ALIASES, preset_names
 from ppo_cli.config.keys import Key, range_words, table
+from ppo_cli.config.models.bundled import ALIASES, preset_names
 from ppo_cli.config.resolve import Resolved, resolve
 from ppo_cli.errors import ConfigError, ppo
 

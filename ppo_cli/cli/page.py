@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from ppo_cli.atomic import replacing
-from ppo_cli.config.device_record import DeviceKey, read_record, record_path
+from ppo_cli.config.machine.device_record import DeviceKey, read_record, record_path
 from ppo_cli.errors import DataError, UserError, ppo
 from ppo_cli.redact import redact
 from ppo_cli.run_folder import METRICS_FILE, check_run_folder, read_metrics

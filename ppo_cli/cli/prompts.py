@@ -13,7 +13,7 @@ import typer
 
 from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch
 from ppo_cli.cli.screen import aligned, make_screen, print_result
-from ppo_cli.config.bundled import prompt_files
+from ppo_cli.config.models.bundled import prompt_files
 from ppo_cli.errors import ConfigError, Interrupted, RewardError
 
 app = typer.Typer(

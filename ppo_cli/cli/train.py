@@ -21,7 +21,6 @@ import typer
 from ppo_cli.allocator import collection_paused
 from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Given, add_command, own_flag, switch
-from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     PlanPart,
     Split,
@@ -31,11 +30,12 @@ from ppo_cli.config.derived import (
     train_rows,
 )
 from ppo_cli.config.layers import read_yaml
-from ppo_cli.config.memory import assume_memory
+from ppo_cli.config.memory.devices import assume_memory
 from ppo_cli.config.mixture import judges_of, rules_of
-from ppo_cli.config.model_checks import (
+from ppo_cli.config.model_checks import damaged_models
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.folder import (
     check_folder,
-    damaged_models,
     has_placeholders,
     template_raises,
     vocabulary_size,

@@ -29,8 +29,8 @@ from typing import Any
 
 import ray
 
-from ppo_cli.config.gpus import fix_order
-from ppo_cli.config.processor import count_cores
+from ppo_cli.config.machine.gpus import fix_order
+from ppo_cli.config.machine.processor import count_cores
 from ppo_cli.engine.leftovers import own_folder
 from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError, travels
 from ppo_cli.redact import redact

@@ -29,7 +29,7 @@ from ppo_cli.cluster.members import GRACE_S, USE_MEMORY, Call, ExchangePlan, Hal
 from ppo_cli.cluster.serialise import SharedTensors, shed_prompt
 from ppo_cli.cluster.worker_process import free_port
 from ppo_cli.config.derived import publishes_adapter
-from ppo_cli.config.memory_advice import advise_memory
+from ppo_cli.config.memory.advice import advise_memory
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import (
     Sampling,

@@ -21,11 +21,14 @@ from typing import Any, Final, Literal, get_args
 
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.algorithm_schema import Actor
-from ppo_cli.config.bundled import prompt_files
-from ppo_cli.config.device_record import proven
-from ppo_cli.config.gpus import Gpu, list_gpus
-from ppo_cli.config.known_models import is_url
-from ppo_cli.config.mixture import models_of
+from ppo_cli.config.machine.device_record import proven
+from ppo_cli.config.machine.gpus import Gpu, has_bfloat16, list_gpus
+from ppo_cli.config.machine.processor import has_fast_bfloat16
+from ppo_cli.config.mixture import Judge, judges_of, models_of
+from ppo_cli.config.models.bundled import prompt_files
+from ppo_cli.config.models.folder import EXPERTS, read_config
+from ppo_cli.config.models.known_models import is_url
+from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.schema import Config, Sleep, Transfer
 from ppo_cli.data_sets.files import count_rows
 from ppo_cli.errors import did_you_mean
@@ -598,3 +601,75 @@ def _layout(config: Config, gpus: int | None) -> list[str]:
     elif rows > 1:
         said.append(f"{rows} ranks share the rows")
     return [", ".join(said)] if said else []
+
+
+WIDE: Final = 320  # hidden size; the smallest that was measured to be faster in bfloat16
+
+
+def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32", "bfloat16"]:
+    """Return the precision of matrix products: as set, else the one that is faster.
+
+    That is bfloat16 on a GPU that has it, and in one process on a processor with AVX512-BF16 or AMX
+    for a model that is wide enough (docs/log.md).
+    """
+    if config.model.dtype is not None:
+        return config.model.dtype
+    if per_node := gpus_per_node(config, gpus):
+        return "bfloat16" if has_bfloat16(list_gpus()[:per_node]) else "float32"
+    if engine_name(config, gpus) != "local" or config.model.quantization or not has_fast_bfloat16():
+        return "float32"
+    text = text_config(read_config(config.model.path))
+    width = text.get("hidden_size") or text.get("n_embd")
+    return "bfloat16" if isinstance(width, int) and width >= WIDE else "float32"
+
+
+def spreads_weights(config: Config, device: str) -> bool:
+    """Whether trained weights are spread over what bfloat16 rounds to them, on this device.
+
+    On GPUs it was not measured, and other trainers do not do it: there it must be asked for.
+    """
+    asked = config.model.spread_weights
+    return device == "cpu" if asked is None else asked
+
+
+def why_logprobs_again(config: Config, gpus: int | None = None) -> str:
+    """Return why the actor computes old log-probs again; "" where the sampler's are taken.
+
+    Those are the same numbers but for rounding where the sampler computes with the actor's own
+    weights in float32. `bypass_mode` alone takes them in bfloat16 and from 4-bit weights, whose
+    rounding differs more, and of a model with experts, which rounding may send to another one.
+    """
+    algorithm, asked = config.algorithm, config.algorithm.rollout_correction.bypass_mode
+    if asked is False:
+        return "as set"
+    if engine_name(config, gpus) != "local":
+        return "the sampler has weights of its own"
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
+        return "the full KL needs the actor's whole vocabulary"
+    if rollout_is(config) or algorithm.rollout_correction.rollout_rs:
+        return "rollout_is and rollout_rs compare them with the sampler's"
+    if asked:
+        return ""
+    if compute_dtype(config, gpus) == "bfloat16":
+        return "in bfloat16 sampler and trainer round differently"
+    if config.model.quantization:
+        return "with 4-bit weights sampler and trainer round differently"
+    text = text_config(read_config(config.model.path))
+    if any(text.get(name) for name in EXPERTS):
+        return "rounding may send a token to another expert"
+    return ""
+
+
+def local_judge(config: Config) -> Judge | None:
+    """The judge that the run starts, if it has one."""
+    return next((j for j in judges_of(config.reward) if j.settings.type == "local"), None)
+
+
+def judge_devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:
+    """Return the GPUs of the judge that the run starts; empty on the CPU."""
+    try:
+        placed: Placement = placement_of(config, gpus)
+    except ValueError:  # told where placements are checked
+        return ()
+    judge = local_judge(config)
+    return placed.judge or (judge.settings.local.devices if judge else ())

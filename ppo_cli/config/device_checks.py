@@ -15,6 +15,7 @@ from ppo_cli.config.derived import (
     has_package,
     hosts_reward,
     learner_ranks,
+    local_judge,
     numbered,
     publishes_adapter,
     quantised,
@@ -27,10 +28,10 @@ from ppo_cli.config.derived import (
     uses_critic,
     weight_transfer,
 )
-from ppo_cli.config.gpus import find_idle_gpus, has_bfloat16, list_gpus
 from ppo_cli.config.keys import Clash, value_of
-from ppo_cli.config.processor import count_cores
-from ppo_cli.config.reward_checks import local_clashes, local_judge
+from ppo_cli.config.machine.gpus import find_idle_gpus, has_bfloat16, list_gpus
+from ppo_cli.config.machine.processor import count_cores
+from ppo_cli.config.reward_checks import local_clashes
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ppo
 

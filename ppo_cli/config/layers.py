@@ -12,7 +12,6 @@ from typing import Any, get_origin
 
 import yaml
 
-from ppo_cli.config.bundled import EMBEDDED, preset_path
 from ppo_cli.config.derived import gpu_count
 from ppo_cli.config.keys import (
     Quoted,
@@ -24,8 +23,9 @@ from ppo_cli.config.keys import (
     repeated_keys,
     table,
 )
-from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.mixture import judges_of, models_of
+from ppo_cli.config.models.bundled import EMBEDDED, preset_path
+from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.reward_schema import Reward
 from ppo_cli.data_sets.files import saved_splits
 from ppo_cli.errors import ConfigError, did_you_mean

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 
 from ppo_cli.config.algorithm_schema import Section, checked, setting
 from ppo_cli.config.keys import Clash, Key, keys_of, nested, place, read_value, refusals
-from ppo_cli.config.known_models import JUDGES
+from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward, Reward
 from ppo_cli.errors import ConfigError, did_you_mean
 from ppo_cli.redact import mask_secrets

@@ -31,11 +31,11 @@ from ppo_cli.config.derived import (
     val_rows,
 )
 from ppo_cli.config.keys import table, value_of
-from ppo_cli.config.known_models import JUDGES, asked_at, find_adapter
 from ppo_cli.config.layers import read_yaml
-from ppo_cli.config.memory_plan import memory_plan
+from ppo_cli.config.memory.plan import memory_plan
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of
 from ppo_cli.config.model_checks import template_remark
+from ppo_cli.config.models.known_models import JUDGES, asked_at, find_adapter
 from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.resolve import DEFAULT, Resolved
 from ppo_cli.config.reward_schema import ApiReward, Reward

@@ -14,6 +14,7 @@ from typing import Final
 
 from ppo_cli.algo.estimators import POLICY_LOSSES
 from ppo_cli.config.derived import (
+    compute_dtype,
     engine_name,
     gpu_count,
     gpus_per_node,
@@ -24,19 +25,16 @@ from ppo_cli.config.derived import (
     sampler_name,
     uses_critic,
     uses_reference,
-)
-from ppo_cli.config.device_checks import cluster_remarks
-from ppo_cli.config.gpus import has_bfloat16, list_gpus
-from ppo_cli.config.keys import table, value_of
-from ppo_cli.config.known_models import is_url
-from ppo_cli.config.memory import ASSUMED_MEMORY
-from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
-from ppo_cli.config.model_checks import (
-    broken_models,
-    compute_dtype,
-    missing_models,
     why_logprobs_again,
 )
+from ppo_cli.config.device_checks import cluster_remarks
+from ppo_cli.config.keys import table, value_of
+from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
+from ppo_cli.config.machine.torch_build import find_fault
+from ppo_cli.config.memory.devices import ASSUMED_MEMORY
+from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
+from ppo_cli.config.model_checks import broken_models, missing_models
+from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.resolve import DEFAULT, Resolved
 from ppo_cli.config.reward_checks import (
     judge_remarks,
@@ -48,7 +46,6 @@ from ppo_cli.config.reward_checks import (
 )
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.schema import Config
-from ppo_cli.config.torch_build import find_fault
 from ppo_cli.errors import ppo
 
 

@@ -40,7 +40,6 @@ from ppo_cli.config.keys import (
     table,
     value_of,
 )
-from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.layers import (
     FILE,
     OF_RUN,
@@ -55,6 +54,7 @@ from ppo_cli.config.layers import (
 )
 from ppo_cli.config.mixture import has_mixture
 from ppo_cli.config.model_checks import head_clashes, model_clashes
+from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.reward_checks import judge_clashes, mixture_clashes
 from ppo_cli.config.schema import Config
 from ppo_cli.config.verl import Translator, generation_of, taken_as, verl_defaults

@@ -14,22 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
-    Placement,
     gpus_per_node,
     has_package,
-    placement_of,
+    judge_devices,
+    local_judge,
 )
-from ppo_cli.config.gpus import list_gpus
 from ppo_cli.config.keys import Clash
-from ppo_cli.config.known_models import (
-    JUDGES,
-    asked_at,
-    missing_settings,
-    retirement,
-)
-from ppo_cli.config.memory import GIB, Place, device_memory
+from ppo_cli.config.machine.gpus import list_gpus
+from ppo_cli.config.machine.torch_build import GpuFault, find_fault, read_build
+from ppo_cli.config.memory.devices import GIB, KV_GB, judge_place
 from ppo_cli.config.mixture import (
     PARTS,
     SCALINGS,
@@ -41,15 +35,18 @@ from ppo_cli.config.mixture import (
     model_settings,
     read_mixture,
 )
-from ppo_cli.config.model_checks import folder_problem, has_template
-from ppo_cli.config.model_memory import Share
-from ppo_cli.config.model_shape import FLOAT
-from ppo_cli.config.processor import has_bfloat16
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.folder import folder_problem, has_template
+from ppo_cli.config.models.known_models import (
+    JUDGES,
+    asked_at,
+    missing_settings,
+    retirement,
+)
+from ppo_cli.config.models.weight_files import read_json, text_config
 from ppo_cli.config.reward_schema import ApiReward, Monitor, Reward
 from ppo_cli.config.schema import Config
-from ppo_cli.config.torch_build import GpuFault, find_fault, read_build
-from ppo_cli.config.weight_files import read_json, text_config, weight_files
-from ppo_cli.errors import ModelError, did_you_mean, ppo
+from ppo_cli.errors import did_you_mean, ppo
 
 LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")
 MIXTURE = ("reward.parts", "reward.composite.parts", "reward.composite.weights")
@@ -390,13 +387,6 @@ def _unheard(found: Mixture, reward: Reward) -> Iterator[Clash]:
 
 
 LONGEST = 8192  # tokens of a request and its answer; more would need more memory for nothing
-KV_GB = 1  # of a server on the CPU
-OVERHEAD = 2 * GIB  # of its processes, measured with vLLM 0.32 on the CPU
-
-
-def local_judge(config: Config) -> Judge | None:
-    """The judge that the run starts, if it has one."""
-    return next((j for j in judges_of(config.reward) if j.settings.type == "local"), None)
 
 
 def vllm_python(environ: Mapping[str, str]) -> str | None:
@@ -463,7 +453,7 @@ def local_clashes(config: Config, gpus: int) -> Iterator[Clash]:
                 "--rm_api_type local, or use --rm_api_type openai.",
             )
     per_node = gpus_per_node(config, gpus)
-    devices = _devices(config, gpus)
+    devices = judge_devices(config, gpus)
     if per_node and not devices:
         yield Clash(
             ("trainer.placement", *judge.keys("type")),
@@ -476,15 +466,6 @@ def local_clashes(config: Config, gpus: int) -> Iterator[Clash]:
             f"--placement puts the judge on GPU {devices[-1]}, which is on another node; it runs "
             f"where the run begins, on GPUs 0 to {per_node - 1}.",
         )
-
-
-def _devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:
-    try:
-        placed: Placement = placement_of(config, gpus)
-    except ValueError:  # told where placements are checked
-        return ()
-    judge = local_judge(config)
-    return placed.judge or (judge.settings.local.devices if judge else ())
 
 
 def missing_for_judge(config: Config, environ: Mapping[str, str]) -> list[str]:
@@ -511,11 +492,12 @@ def missing_for_judge(config: Config, environ: Mapping[str, str]) -> list[str]:
             )
     elif name.startswith((".", "/", "~")):
         said.append(f"The judge {name} is no model folder: it has no config.json.")
-    place, there = judge_place(config), device_memory(config)
-    if place is not None and there is not None and place.fits is False:
+    place = judge_place(config)
+    if place is not None and place.there is not None and place.fits is False:
         said.append(
             f"The judge {name} needs about {place.needed / GIB:.3g} GiB on each of its devices, "
-            f"which have {there / GIB:.3g} GiB: take a smaller --rm_model, or give it more GPUs."
+            f"which have {place.there / GIB:.3g} GiB: take a smaller --rm_model, or give it more "
+            "GPUs."
         )
     return [sentence for sentence in said if sentence]
 
@@ -534,34 +516,9 @@ def local_remarks(config: Config) -> Iterator[str]:
         )
 
 
-def judge_place(config: Config) -> Place | None:
-    """What the server takes of each of its devices; None where its weights are not at hand."""
-    judge = local_judge(config)
-    if judge is None or not judge.settings.model:
-        return None
-    folder = Path(model_folder(judge.settings.model)).expanduser()
-    try:
-        weights = sum(file.stat().st_size for file in weight_files(folder))
-    except (ModelError, OSError):
-        weights = 0
-    if not weights:
-        return None
-    there, devices = device_memory(config), _devices(config)
-    if not gpus_per_node(config):
-        if not has_bfloat16() and read_json(folder / "config.json").get("dtype") == "bfloat16":
-            weights = weights * FLOAT // 2
-        share = Share(parameters=weights, kv_cache=KV_GB * GIB)
-        need = weights + KV_GB * GIB + OVERHEAD
-        return Place("the judge's server", there, {"judge": share}, {"judging": need})
-    own = weights // max(1, len(devices))
-    taken = int(judge.settings.local.gpu_memory_utilization * there) if there else own
-    share = Share(parameters=own, kv_cache=max(0, taken - own))
-    return Place("a GPU of the judge", there, {"judge": share}, {"judging": max(own, taken)})
-
-
 def with_devices(config: Config) -> Reward:
     """The reward's settings, with the GPUs that the placement gives the judge."""
-    api, devices = config.reward.api, _devices(config)
+    api, devices = config.reward.api, judge_devices(config)
     local = api.local.model_copy(update={"devices": devices})
     update: dict[str, Any] = {"api": api.model_copy(update={"local": local})}
     return config.reward.model_copy(update=update)

@@ -28,7 +28,7 @@ from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
 from ppo_cli.config.algorithm_schema import Actor as ActorSettings
 from ppo_cli.config.algorithm_schema import Critic as CriticSettings
 from ppo_cli.config.derived import clip_high, clip_low
-from ppo_cli.config.model_memory import KEPT_LOGITS, LOGIT_CHUNK
+from ppo_cli.config.memory.model import KEPT_LOGITS, LOGIT_CHUNK
 from ppo_cli.engine.base import Sums, add_sum
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.experts import ExpertMonitor, expert_metrics

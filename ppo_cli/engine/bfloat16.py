@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ppo_cli.config.processor import has_fast_bfloat16
+from ppo_cli.config.machine.processor import has_fast_bfloat16
 
 HALF_GAP = 1 << 15  # of two bfloat16 numbers, in float32's last places
 BLOCK = (1 << 20) + 7  # random numbers that are drawn; they repeat

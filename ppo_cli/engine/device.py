@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ppo_cli.config.gpus import fix_order, has_bfloat16, list_gpus
-from ppo_cli.config.processor import count_cores
-from ppo_cli.config.torch_build import GpuFault, describe, find_fault
+from ppo_cli.config.machine.gpus import fix_order, has_bfloat16, list_gpus
+from ppo_cli.config.machine.processor import count_cores
+from ppo_cli.config.machine.torch_build import GpuFault, describe, find_fault
 from ppo_cli.errors import MissingPart, first_line
 
 

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import publishes_adapter
-from ppo_cli.config.memory import PREFILL_TOKENS
-from ppo_cli.config.model_limits import column_problem, require_length
-from ppo_cli.config.processor import matmul_library
+from ppo_cli.config.machine.processor import matmul_library
+from ppo_cli.config.memory.devices import PREFILL_TOKENS
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.limits import column_problem, require_length
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, not_finite, stream_key
 from ppo_cli.engine.bfloat16 import CastLayer, cast_layers, hold_frozen, round_lookups

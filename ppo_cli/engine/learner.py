@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Annotations, Batch, merge_annotations
 from ppo_cli.config.algorithm_schema import Actor, Critic, CriticModel, Sharding
-from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     brings_reference,
     critic_path,
@@ -29,14 +28,16 @@ from ppo_cli.config.derived import (
     publishes_adapter,
     sampler_name,
     shares_prompts,
+    spreads_weights,
     uses_critic,
     uses_reference,
+    why_logprobs_again,
 )
-from ppo_cli.config.memory_advice import advise_memory
-from ppo_cli.config.memory_plan import settle_dtype
-from ppo_cli.config.model_checks import spreads_weights, why_logprobs_again
-from ppo_cli.config.model_limits import require_length
-from ppo_cli.config.processor import matmul_library
+from ppo_cli.config.machine.processor import matmul_library
+from ppo_cli.config.memory.advice import advise_memory
+from ppo_cli.config.memory.plan import settle_dtype
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.limits import require_length
 from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner, ModelLearner, view_tokens
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, merge_sums, room_told

@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from ppo_cli.config.known_models import absent_folder
-from ppo_cli.config.model_checks import again, check_folder, folder_problem, read_config
-from ppo_cli.config.model_limits import eager_only
-from ppo_cli.config.weight_files import list_tensors
+from ppo_cli.config.models.folder import again, check_folder, folder_problem, read_config
+from ppo_cli.config.models.known_models import absent_folder
+from ppo_cli.config.models.limits import eager_only
+from ppo_cli.config.models.weight_files import list_tensors
 from ppo_cli.errors import ModelError, first_line, is_out_of_memory
 
 # Its bars and advice would break into our own progress; what matters comes as an error.

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ppo_cli.config.device_record import failed
+from ppo_cli.config.machine.device_record import failed
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import Budget
 from ppo_cli.engine.models import Policy, ValueModel

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ppo_cli.config.model_shape import FLOAT
+from ppo_cli.config.models.shape import FLOAT
 from ppo_cli.errors import WorkerLost, first_line, is_out_of_memory, travels
 
 Result = TypeVar("Result")

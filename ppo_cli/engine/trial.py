@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ppo_cli.algo.batch import Batch, build_batch
 from ppo_cli.atomic import replacing
-from ppo_cli.config.bundled import EMBEDDED, model_folder
 from ppo_cli.config.derived import shares_prompts
-from ppo_cli.config.device_record import cache_folder
+from ppo_cli.config.machine.device_record import cache_folder
+from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.actor_critic import view_tokens
 from ppo_cli.engine.base import Sampler, Sampling

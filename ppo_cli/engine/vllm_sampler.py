@@ -31,14 +31,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     publishes_adapter,
     sampler_seed,
     shared_samplers,
     sleep_mode,
 )
-from ppo_cli.config.model_limits import require_length
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.limits import require_length
 from ppo_cli.config.schema import Config, Model, Sleep, Transfer
 from ppo_cli.engine.base import (
     Room,

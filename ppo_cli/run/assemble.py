@@ -25,7 +25,6 @@ from typing import Any, Protocol
 
 from ppo_cli import __version__
 from ppo_cli.allocator import has_jemalloc
-from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     Split,
     engine_name,
@@ -35,8 +34,9 @@ from ppo_cli.config.derived import (
     rows_missing,
     split_files,
 )
-from ppo_cli.config.memory_plan import cpu_plan, settle_dtype, settle_memory
-from ppo_cli.config.model_checks import vocabulary_size
+from ppo_cli.config.memory.plan import cpu_plan, settle_dtype, settle_memory
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.folder import vocabulary_size
 from ppo_cli.config.plan import as_begun, config_yaml
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import with_devices

@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
-from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.device_record import proven
-from ppo_cli.config.gpus import Gpu, driver_version, find_idle_gpus, has_bfloat16, list_gpus
-from ppo_cli.config.known_models import JUDGES
-from ppo_cli.config.memory import GIB, host_memory
+from ppo_cli.config.machine.device_record import proven
+from ppo_cli.config.machine.gpus import Gpu, driver_version, find_idle_gpus, has_bfloat16, list_gpus
+from ppo_cli.config.machine.torch_build import find_fault
+from ppo_cli.config.memory.devices import GIB, host_memory
 from ppo_cli.config.mixture import judges_of
-from ppo_cli.config.model_checks import check_folder
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.folder import check_folder
+from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward, Code
 from ppo_cli.config.schema import Config
-from ppo_cli.config.torch_build import find_fault
 from ppo_cli.errors import UserError, first_line
 from ppo_cli.redact import redact
 from ppo_cli.run.network import find_network

@@ -23,13 +23,13 @@ from threading import Lock
 from typing import Any
 
 from ppo_cli.atomic import replacing
-from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.derived import sampler_seed
-from ppo_cli.config.gpus import list_gpus
 from ppo_cli.config.keys import value_of
+from ppo_cli.config.machine.gpus import list_gpus
 from ppo_cli.config.mixture import SCALINGS, mixture_of
-from ppo_cli.config.model_checks import read_config, vocabulary_size
-from ppo_cli.config.model_limits import require_length
+from ppo_cli.config.models.bundled import model_folder, prompt_files
+from ppo_cli.config.models.folder import read_config, vocabulary_size
+from ppo_cli.config.models.limits import require_length
 from ppo_cli.config.reward_schema import Composite, Reward, Shaping
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.files import Place

@@ -16,7 +16,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from ppo_cli.config.derived import engine_name, gpus_per_node, quantised, sampler_name, uses_critic
-from ppo_cli.config.memory import (
+from ppo_cli.config.memory.devices import (
     GIB,
     RESERVE,
     Shapes,
@@ -25,7 +25,7 @@ from ppo_cli.config.memory import (
     device_memory,
     read_shapes,
 )
-from ppo_cli.config.memory_plan import change, format_size, settle_memory
+from ppo_cli.config.memory.plan import change, format_size, settle_memory
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, UserError
 

@@ -15,8 +15,8 @@ from statistics import fmean
 from typing import Any
 
 from ppo_cli.config.derived import split_files, train_rows, val_rows
-from ppo_cli.config.known_models import JUDGES, missing_settings, retirement
 from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.models.known_models import JUDGES, missing_settings, retirement
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.reward_schema import ApiReward, Reward
 from ppo_cli.config.schema import Config

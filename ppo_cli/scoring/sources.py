@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from ppo_cli.config.known_models import asked_at, find_adapter
 from ppo_cli.config.mixture import (
     Judge,
     judges_of,
@@ -22,6 +21,7 @@ from ppo_cli.config.mixture import (
     rule_settings,
     rules_of,
 )
+from ppo_cli.config.models.known_models import asked_at, find_adapter
 from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, RewardError

@@ -14,7 +14,7 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.keys import table
-from ppo_cli.config.known_models import JUDGES
+from ppo_cli.config.models.known_models import JUDGES
 
 TRAIN = "train --preset embedded --config tiny.yaml"
 TINY = """\

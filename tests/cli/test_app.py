@@ -115,8 +115,8 @@ def test_flags_and_overrides_reach_the_plan(
 def test_the_plan_of_a_small_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo_cli.config.memory_plan.matmul_library", lambda asked: "onednn")
-    monkeypatch.setattr("ppo_cli.config.memory_plan.find_jemalloc", lambda: None)
+    monkeypatch.setattr("ppo_cli.config.memory.plan.matmul_library", lambda asked: "onednn")
+    monkeypatch.setattr("ppo_cli.config.memory.plan.find_jemalloc", lambda: None)
     row = {"prompt": "a", "ground_truth": "1", "data_source": "arithmetic"}
     Path("t.jsonl").write_text((json.dumps(row) + "\n") * 20)
     Path("c.yaml").write_text(

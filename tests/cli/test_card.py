@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.bundled import bundled_path, prompt_files
+from ppo_cli.config.models.bundled import bundled_path, prompt_files
 from ppo_cli.run_folder import read_metrics
 from tests.hub_server import HubServer, Repository
 from tests.judge_server import JudgeServer

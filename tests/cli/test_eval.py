@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.bundled import model_folder, prompt_files
+from ppo_cli.config.models.bundled import model_folder, prompt_files
 from ppo_cli.config.resolve import resolve
 from ppo_cli.run.evaluate import Sampled
 from ppo_cli.run_folder import find_source, read_lines, read_metrics

@@ -24,7 +24,7 @@ from transformers import (
 
 from ppo_cli.cli.app import main
 from ppo_cli.cli.evaluate import amount
-from ppo_cli.config.bundled import bundled_path
+from ppo_cli.config.models.bundled import bundled_path
 
 ROOT = Path(__file__).parents[2]
 TINY = {

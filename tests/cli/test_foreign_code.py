@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import dynamic_module_utils
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.bundled import model_folder, prompt_files
+from ppo_cli.config.models.bundled import model_folder, prompt_files
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import ConfigError
 from ppo_cli.step.stages import FORMAT

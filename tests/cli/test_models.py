@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.known_models import JUDGES
+from ppo_cli.config.models.known_models import JUDGES
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET, WIRES
 from tests.judge_server.server import MODELS

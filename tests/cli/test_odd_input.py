@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.bundled import bundled_path
+from ppo_cli.config.models.bundled import bundled_path
 from tests.cli.mistakes import ROW, TINY, set_desk
 
 ALIASES = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(

@@ -11,8 +11,8 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.config import requirements
-from ppo_cli.config.bundled import bundled_path
 from ppo_cli.config.derived import fitting_batches, has_package
+from ppo_cli.config.models.bundled import bundled_path
 from tests.cli.mistakes import ROW, TRAIN, set_desk
 
 FILES = {

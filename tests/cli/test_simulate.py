@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.memory_plan import change
+from ppo_cli.config.memory.plan import change
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError

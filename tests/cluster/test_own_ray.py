@@ -21,7 +21,7 @@ from ppo_cli.cluster import _prepare_ray
 from ppo_cli.cluster.addresses import free_port
 from ppo_cli.cluster.ray_process import RayProcess
 from ppo_cli.cluster.ray_session import INNER, OwnRay, end_session
-from ppo_cli.config.known_models import hub_cache
+from ppo_cli.config.models.known_models import hub_cache
 from ppo_cli.errors import Interrupted
 
 ROOT = Path(__file__).resolve().parents[3]

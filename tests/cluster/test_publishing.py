@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ppo_cli.cluster.engine import Publisher
-from ppo_cli.config.publishing import publish_bytes
+from ppo_cli.config.memory.publishing import publish_bytes
 from ppo_cli.config.schema import Config
 from ppo_cli.engine import vllm_sampler
 from ppo_cli.engine.base import Sampling, Weights

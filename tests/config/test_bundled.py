@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config import bundled
+from ppo_cli.config.models import bundled
 from ppo_cli.config.plan import make_plan
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import ConfigError

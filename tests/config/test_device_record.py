@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config import device_record
-from ppo_cli.config.device_record import (
+from ppo_cli.config.machine import device_record
+from ppo_cli.config.machine.device_record import (
     FEATURES,
     CheckRecord,
     DeviceKey,
@@ -25,7 +25,7 @@ from ppo_cli.config.device_record import (
     require_writable,
     write_record,
 )
-from ppo_cli.config.gpus import Gpu
+from ppo_cli.config.machine.gpus import Gpu
 from ppo_cli.errors import UserError
 
 GPUS = (Gpu("NVIDIA A", "GPU-1", 80 * 2**30, (9, 0)), Gpu("NVIDIA A", "GPU-2", 80 * 2**30, (9, 0)))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config import memory_plan
-from ppo_cli.config.memory import Shapes, count_memory
-from ppo_cli.config.memory_plan import Estimate, estimate
-from ppo_cli.config.model_shape import Shape
+from ppo_cli.config.memory import plan as memory_plan
+from ppo_cli.config.memory.devices import Shapes, count_memory
+from ppo_cli.config.memory.plan import Estimate, estimate
+from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema import Config
 
 GB = 10**9

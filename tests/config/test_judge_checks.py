@@ -7,7 +7,7 @@ import datetime
 import pytest
 
 from ppo_cli.config.keys import table
-from ppo_cli.config.known_models import JUDGES, retirement
+from ppo_cli.config.models.known_models import JUDGES, retirement
 from ppo_cli.config.requirements import remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import judge_remarks, missing_keys

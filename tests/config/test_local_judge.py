@@ -8,13 +8,9 @@ import pytest
 
 from ppo_cli.config import reward_checks as own
 from ppo_cli.config.derived import describe, placement_of, read_placement
-from ppo_cli.config.reward_checks import (
-    judge_place,
-    local_remarks,
-    missing_for_judge,
-    vllm_python,
-    with_devices,
-)
+from ppo_cli.config.memory import devices
+from ppo_cli.config.memory.devices import judge_place
+from ppo_cli.config.reward_checks import local_remarks, missing_for_judge, vllm_python, with_devices
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError
 from tests.config.settling import settle
@@ -72,7 +68,7 @@ def test_its_memory_is_counted_and_one_that_does_not_fit_is_refused(
     assert place is not None and place.fits
     assert place.needed > place.roles["judge"].parameters > 1_000_000
     assert judge_place(config(f"{ON}Qwen/Qwen3-8B")) is None, "its weights are not here"
-    monkeypatch.setattr(own, "device_memory", lambda config: 1 << 30)
+    monkeypatch.setattr(devices, "device_memory", lambda config: 1 << 30)
     (said,) = missing_for_judge(config(f"{ON}embedded"), {"PPO_VLLM_PYTHON": "/py"})
     assert "needs about 3 GiB on each of its devices, which have 1 GiB" in said
 

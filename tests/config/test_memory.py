@@ -28,15 +28,15 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppo_cli.config.memory import Place, Shapes, count_memory, host_memory, read_shapes
-from ppo_cli.config.memory_plan import (
+from ppo_cli.config.memory.devices import Place, Shapes, count_memory, host_memory, read_shapes
+from ppo_cli.config.memory.plan import (
     change,
     estimate,
     memory_plan,
     settle_memory,
     smallest_change,
 )
-from ppo_cli.config.model_shape import Device, Shape
+from ppo_cli.config.models.shape import Device, Shape
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.lean_layers import keep_less
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.memory_advice import Cause, advise_memory
-from ppo_cli.config.memory_plan import change
+from ppo_cli.config.memory.advice import Cause, advise_memory
+from ppo_cli.config.memory.plan import change
 from ppo_cli.config.schema import Config
 
 CAUSES: tuple[Cause, ...] = ("weights", "sequence", "step", "sampling")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.memory import (
+from ppo_cli.config.memory.devices import (
     CONTEXT_BYTES,
     Place,
     Shapes,
@@ -16,9 +16,9 @@ from ppo_cli.config.memory import (
     host_memory,
     host_of_gpus,
 )
-from ppo_cli.config.memory_plan import change, estimate, smallest_change
-from ppo_cli.config.model_shape import Shape
-from ppo_cli.config.publishing import CHUNK_BYTES
+from ppo_cli.config.memory.plan import change, estimate, smallest_change
+from ppo_cli.config.memory.publishing import CHUNK_BYTES
+from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema import Config
 
 GB = 10**9

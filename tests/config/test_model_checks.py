@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config import model_checks
-from ppo_cli.config.memory_plan import cpu_plan, settle_dtype
-from ppo_cli.config.model_checks import compute_dtype, why_logprobs_again
+from ppo_cli.config import derived
+from ppo_cli.config.derived import compute_dtype, why_logprobs_again
+from ppo_cli.config.memory.plan import cpu_plan, settle_dtype
 from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle
@@ -197,7 +197,7 @@ def test_the_precision_that_is_faster(
     given: str, told: dict[str, Any], fast: bool, gpus: int, dtype: str, said: str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(model_checks, "has_fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(derived, "has_fast_bfloat16", lambda: fast)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(told))
     config = settle("model.path=./model", *given.split()).config

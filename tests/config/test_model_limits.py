@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.model_limits import column_problem, length_problem
+from ppo_cli.config.models.limits import column_problem, length_problem
 from ppo_cli.config.schema import Data
 
 ROPE = {"short_factor": [1.0], "long_factor": [4.0]}

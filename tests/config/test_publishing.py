@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.model_shape import Device, Shape
-from ppo_cli.config.publishing import CHUNK_BYTES, PublishBytes, publish_bytes
+from ppo_cli.config.memory.publishing import CHUNK_BYTES, PublishBytes, publish_bytes
+from ppo_cli.config.models.shape import Device, Shape
 from ppo_cli.config.schema import Config
 
 QWEN_7B = Shape(3584, 18944, 28, 28, 3584, 512, 152064, tied=False)

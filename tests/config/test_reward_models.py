@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.config.known_models import (
+from ppo_cli.config.models.known_models import (
     find_adapter,
     hub_cache,
 )
-from ppo_cli.config.weight_files import names_in_pickle, names_in_safetensors, tensor_names
+from ppo_cli.config.models.weight_files import names_in_pickle, names_in_safetensors, tensor_names
 from ppo_cli.errors import ModelError, RewardError, UserError
 from tests.rewards.models import twins
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.memory import Shapes
-from ppo_cli.config.memory_plan import change, estimate
-from ppo_cli.config.model_shape import Shape
+from ppo_cli.config.memory.devices import Shapes
+from ppo_cli.config.memory.plan import change, estimate
+from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema import Config
 
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("simulated_memory.json").read_text())

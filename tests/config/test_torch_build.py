@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config import torch_build
 from ppo_cli.config.device_checks import cluster_remarks
-from ppo_cli.config.gpus import fix_order, list_gpus
+from ppo_cli.config.machine import torch_build
+from ppo_cli.config.machine.gpus import fix_order, list_gpus
+from ppo_cli.config.machine.torch_build import TorchBuild, find_fault, read_build
 from ppo_cli.config.reward_checks import judge_fault
 from ppo_cli.config.schema import Config
-from ppo_cli.config.torch_build import TorchBuild, find_fault, read_build
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, T4, Machine, environment, h100
 
 OLD_DRIVER = "driver|550.54.15|12040"
@@ -109,7 +109,7 @@ def test_the_build_is_read_from_torch_s_files(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_does_not_answer_is_named(machine: Machine, tmp_path: Path) -> None:
-    from ppo_cli.config.gpus import Inventory
+    from ppo_cli.config.machine.gpus import Inventory
 
     for fault, advice in (
         ("RM has detected an NVML/RM version mismatch.", "`sudo reboot`"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.model_checks import folder_problem
+from ppo_cli.config.models.folder import folder_problem
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "tie_word_embeddings": False}
 LAYER = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.up_proj.weight", "norm.weight")

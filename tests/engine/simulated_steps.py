@@ -25,7 +25,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppo_cli.config.memory_plan import change
+from ppo_cli.config.memory.plan import change
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.simulation import steps

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_policy, load_tokenizer
 from tests.engine.packed_steps import make_batch, settings

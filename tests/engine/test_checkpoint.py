@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ppo_cli.config.algorithm_schema import Optim
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.digests import find_damage, write_manifest
 from ppo_cli.engine.checkpoint import (
     Share,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, merge_annotations
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums
 from ppo_cli.engine.experts import ExpertMonitor, expert_metrics
 from ppo_cli.engine.learner import Learner, LocalEngine

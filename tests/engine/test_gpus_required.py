@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ppo_cli.cluster.worker_process import Worker
-from ppo_cli.config import torch_build
+from ppo_cli.config.machine import torch_build
+from ppo_cli.config.machine.torch_build import TorchBuild
 from ppo_cli.config.schema import Config
-from ppo_cli.config.torch_build import TorchBuild
 from ppo_cli.engine.device import Compute, require_gpus
 from ppo_cli.errors import MissingPart
 from tests.nvml import DRIVER, RTX_4090, T4, Machine
@@ -64,8 +64,8 @@ def test_a_gpu_that_is_not_counted_is_an_error(
 def test_a_gpu_without_bfloat16_computes_in_float32(
     card: str, dtype: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ppo_cli.config.memory_plan import settle_dtype
-    from ppo_cli.config.model_checks import compute_dtype
+    from ppo_cli.config.derived import compute_dtype
+    from ppo_cli.config.memory.plan import settle_dtype
 
     machine.set(DRIVER, card)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-from ppo_cli.config.processor import has_fast_bfloat16
+from ppo_cli.config.machine.processor import has_fast_bfloat16
 from ppo_cli.engine import bfloat16, hf_sampler
 from ppo_cli.engine.base import Sampling, stream_key
 from ppo_cli.engine.device import Compute

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ppo_cli.algo.batch import build_batch
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Weights, build_sampler

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from tests.engine.layouts import FAMILIES, LORA, ROWS, UNSPLIT, train

@@ -15,10 +15,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
 from ppo_cli.algo.estimators import POLICY_LOSSES
 from ppo_cli.algo.tokens import gather_logprobs_entropy
-from ppo_cli.config import model_checks
+from ppo_cli.config import derived
 from ppo_cli.config.algorithm_schema import Actor, ActorOptim, Critic, CriticOptim, PolicyLoss
-from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import micro_batch_tokens
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine import actor_critic
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner
@@ -373,8 +373,8 @@ def test_one_process_computes_in_bfloat16_and_spreads_weights_where_that_is_fast
 
     It is held in bfloat16 itself, or packed as oneDNN reads it.
     """
-    monkeypatch.setattr(model_checks, "has_fast_bfloat16", lambda: fast)
-    monkeypatch.setattr(model_checks, "WIDE", 1)
+    monkeypatch.setattr(derived, "has_fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(derived, "WIDE", 1)
     tokenizer = load_tokenizer(model_folder("embedded"))
     stored = load_policy(model_folder("embedded")).model.bfloat16()
     stored.save_pretrained(tmp_path)

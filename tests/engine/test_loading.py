@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_policy, load_tokenizer

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
 from ppo_cli.config.algorithm_schema import CriticModel
-from ppo_cli.config.bundled import bundled_path
+from ppo_cli.config.models.bundled import bundled_path
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.export import write_model

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ppo_cli.config.processor import has_fast_bfloat16, matmul_library
+from ppo_cli.config.machine.processor import has_fast_bfloat16, matmul_library
 from ppo_cli.engine import device
 from ppo_cli.engine.device import multiply_with, products_by_blas, using_onednn
 from ppo_cli.engine.rows import (

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from ppo_cli.algo.batch import merge_annotations
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.lean_layers import checkpoint_blocks
 from ppo_cli.engine.learner import Learner

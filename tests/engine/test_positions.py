@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppo_cli.config.model_limits import (
+from ppo_cli.config.models.limits import (
     POSITION_TABLES,
     attention_problem,
     length_problem,

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
 
 from ppo_cli.cluster.workers import _shape_of
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from tests.engine.packed_steps import settings

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from tests.engine.spread_training import STEPS
 from tests.engine.tiny_families import save_model
 from tests.forked import run_ranks

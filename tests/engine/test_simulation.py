@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.config.memory_plan import change
+from ppo_cli.config.memory.plan import change
 from ppo_cli.engine.micro_batches import Budget, share_micro_batches
 from ppo_cli.engine.ranks import Ranks
 from ppo_cli.engine.rows import row_lengths, row_prompts

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AddedToken, LlamaConfig, LlamaForCausalLM
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.models import load_tokenizer

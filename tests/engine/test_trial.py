@@ -28,7 +28,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine import lean_layers, models, trial
 from ppo_cli.engine.hf_sampler import HFSampler

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine import vllm_sampler
 from ppo_cli.engine.base import Sampling, Weights, begin, build_sampler, stream_key

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Sampling, Weights, build_sampler

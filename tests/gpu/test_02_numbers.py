@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ppo_cli.algo.batch import build_batch
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.rows import PackedRows, attend_by_rows

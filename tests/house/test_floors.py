@@ -81,7 +81,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "peft": ("engine.lora",),
     "ray": ("cluster", "extras.bridge.rewards"),
     "bokeh": ("report.page",),
-    "pynvml": ("config.gpus",),
+    "pynvml": ("config.machine.gpus",),
     "vllm": ("engine.vllm_sampler", "engine.weight_transfer"),
     "genai_prices": ("rewards.judge.prices",),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),

@@ -36,7 +36,7 @@ def modules_of(root: Path, cwd: Path, *words: str, exit_code: int) -> list[str]:
     [
         ("--help", 250, 0),
         ("train --help", 650, 0),
-        ("plan --preset embedded", 380, 0),
+        ("plan --preset embedded", 400, 0),
         ("train --dry_run", 500, 0),
         ("train --engine verl", 550, 2),
         ("presets list", 500, 0),

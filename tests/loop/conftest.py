@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from tests.loop.runs import metrics, train
 from tests.loop.test_profile import PHASES, phases
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AddedToken
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.data_sets.prompts import load_prompts
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.text import decode_text

@@ -13,7 +13,7 @@ import pytest
 import ppo_cli
 from ppo_cli.cli.app import main
 from ppo_cli.cli.train import reader
-from ppo_cli.config.known_models import JUDGES
+from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import DataError, RewardError

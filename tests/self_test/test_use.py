@@ -8,11 +8,18 @@ import pytest
 import torch
 
 from ppo_cli.cli.app import main
-from ppo_cli.config import derived, device_record
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config import derived
 from ppo_cli.config.derived import expands_segments, shares_prompts
 from ppo_cli.config.device_checks import cluster_remarks
-from ppo_cli.config.device_record import CheckRecord, DeviceKey, DeviceRecord, Feature, write_record
+from ppo_cli.config.machine import device_record
+from ppo_cli.config.machine.device_record import (
+    CheckRecord,
+    DeviceKey,
+    DeviceRecord,
+    Feature,
+    write_record,
+)
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine import packing
 from ppo_cli.engine.device import Compute

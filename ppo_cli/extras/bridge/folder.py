@@ -14,8 +14,8 @@ from typing import Any
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.derived import Split, rows_missing, split_files
-from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.mixture import judges_of, models_of
+from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config

@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     clip_high,
     clip_low,
@@ -26,8 +25,9 @@ from ppo_cli.config.derived import (
     sampler_seed,
 )
 from ppo_cli.config.keys import find, offered, table, value_of
-from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.schema import Config
 from ppo_cli.config.verl import WRAPPER, foreign_names
 from ppo_cli.config.verl_turns import TURNED

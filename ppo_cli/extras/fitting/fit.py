@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from ppo_cli.atomic import replacing
-from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.gpus import list_gpus
-from ppo_cli.config.processor import matmul_library
+from ppo_cli.config.machine.gpus import list_gpus
+from ppo_cli.config.machine.processor import matmul_library
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.digests import require_intact_model
 from ppo_cli.engine.checkpoint import model_files, write_files
 from ppo_cli.engine.device import Compute, multiply_with, require_gpus

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
-from ppo_cli.config.weight_files import SAFETENSORS, has_weights, weight_files
+from ppo_cli.config.models.weight_files import SAFETENSORS, has_weights, weight_files
 from ppo_cli.errors import ModelError, first_line
 
 SMALL = ("*.json", "*.txt", "*.model", "*.jinja")

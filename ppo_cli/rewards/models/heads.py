@@ -25,11 +25,11 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from ppo_cli.config.gpus import has_bfloat16, list_gpus
-from ppo_cli.config.known_models import Found, find_adapter, find_folder
+from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
+from ppo_cli.config.machine.torch_build import find_fault
+from ppo_cli.config.models.known_models import Found, find_adapter, find_folder
+from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.config.torch_build import find_fault
-from ppo_cli.config.weight_files import read_json
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory
 from ppo_cli.rewards.models.base import LoadedModel, Network, Scores
 from ppo_cli.rewards.models.checkpoint import (
@@ -423,7 +423,7 @@ class Head:
     not_finite: str = ""
 
 
-# By the names of `HEADS` in `config/known_models.py`, which recognises a kind by its files.
+# By the names of `HEADS` in `config/models/known_models.py`, which recognises a kind by its files.
 HEADS = {
     "seqcls": Head(load_seqcls),
     "armorm": Head(

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from ppo_cli.config.known_models import find_adapter
+from ppo_cli.config.models.known_models import find_adapter
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score

@@ -7,8 +7,8 @@ import os
 import torch
 
 from ppo_cli.config.derived import gpu_count
-from ppo_cli.config.gpus import list_gpus
-from ppo_cli.config.memory import GIB, host_memory
+from ppo_cli.config.machine.gpus import list_gpus
+from ppo_cli.config.memory.devices import GIB, host_memory
 from ppo_cli.engine.device import Compute
 from ppo_cli.self_test.results import Results, Setup
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config.algorithm_schema import Optim
-from ppo_cli.config.model_memory import LOGIT_CHUNK
+from ppo_cli.config.memory.model import LOGIT_CHUNK
 from ppo_cli.config.schedule import lr_factor
 from ppo_cli.engine.device import multiply_with
 from ppo_cli.engine.optimizer import Optimizer

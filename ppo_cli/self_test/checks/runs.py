@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
-from ppo_cli.config.bundled import EMBEDDED
+from ppo_cli.config.models.bundled import EMBEDDED
 from ppo_cli.config.schema import Config
 from ppo_cli.records import Prompt, Rollout
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.memory import GIB
+from ppo_cli.config.memory.devices import GIB
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Sampler, Sampling, Weights, build_sampler
 from ppo_cli.engine.lora import adapter_tensors

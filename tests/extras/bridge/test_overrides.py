@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.bundled import preset_names
 from ppo_cli.config.keys import table, value_of
+from ppo_cli.config.models.bundled import preset_names
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
 from ppo_cli.extras.bridge.overrides import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner
 from ppo_cli.engine.base import merge_sums
 from ppo_cli.engine.models import load_policy

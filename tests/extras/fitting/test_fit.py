@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.engine.device import Compute
 from ppo_cli.errors import DataError, Interrupted

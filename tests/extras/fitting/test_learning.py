@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.bundled import EMBEDDED, prompt_files
+from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
 from tests.forked import run_forked
 
 

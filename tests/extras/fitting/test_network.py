@@ -16,7 +16,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from ppo_cli.config.bundled import EMBEDDED, model_folder
+from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.engine.checkpoint import model_files, write_files
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.export import write_weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_cli.config.bundled import EMBEDDED, model_folder
+from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.engine.device import Compute
 from ppo_cli.errors import ModelError, UserError
 from ppo_cli.extras.fitting.preferences import EncodedPair

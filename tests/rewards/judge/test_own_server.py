@@ -153,7 +153,7 @@ def instruct_model(folder: Path) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from ppo_cli.config.bundled import model_folder
+    from ppo_cli.config.models.bundled import model_folder
     from ppo_cli.engine.models import load_tokenizer
 
     tokenizer = load_tokenizer(model_folder("embedded"))

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from ppo_cli.config.known_models import JUDGES, asked_at, missing_settings
+from ppo_cli.config.models.known_models import JUDGES, asked_at, missing_settings
 from ppo_cli.config.reward_schema import ApiReward, check_judge_address
 from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.rewards.judge.providers.base import Key, SdkProvider

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from ppo_cli.config.known_models import JUDGES
+from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import shorten
 from ppo_cli.redact import hide, redact

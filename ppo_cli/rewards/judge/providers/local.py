@@ -24,10 +24,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ppo_cli import keeper
-from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.gpus import list_gpus
-from ppo_cli.config.known_models import JUDGES
-from ppo_cli.config.processor import has_bfloat16
+from ppo_cli.config.machine.gpus import list_gpus
+from ppo_cli.config.machine.processor import has_bfloat16
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.known_models import JUDGES
+from ppo_cli.config.models.weight_files import weight_files
 from ppo_cli.config.reward_checks import (
     judge_fault,
     longest_request,
@@ -35,7 +36,6 @@ from ppo_cli.config.reward_checks import (
     vllm_python,
 )
 from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.config.weight_files import weight_files
 from ppo_cli.errors import MissingPart, ModelError, RewardError
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.providers import openai

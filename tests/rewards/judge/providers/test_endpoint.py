@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.known_models import JUDGES
+from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.errors import ConfigError, MissingPart, RewardError
 from ppo_cli.rewards.judge import providers
 from ppo_cli.rewards.judge.providers import build_provider, locate, monitor_of, provider_class

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config.known_models import JUDGES
+from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.providers import NO_KEY, api_key, build_provider
 from tests.judge_server.asking import judge_api

@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from ppo_cli.config.known_models import JUDGES, asked_at
+from ppo_cli.config.models.known_models import JUDGES, asked_at
 from ppo_cli.errors import RewardError
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply

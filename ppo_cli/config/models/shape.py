@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ppo_cli.config.model_checks import EXPERTS
-from ppo_cli.config.model_limits import needs_eager
-from ppo_cli.config.weight_files import text_config
+from ppo_cli.config.models.folder import EXPERTS
+from ppo_cli.config.models.limits import needs_eager
+from ppo_cli.config.models.weight_files import text_config
 
 FLOAT = 4  # bytes
 # The gradient of one expert is as large as that of all experts of its layer, and is added to their

@@ -17,7 +17,7 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
 )
-from ppo_cli.config.memory_plan import LORA_RANK
+from ppo_cli.config.memory.plan import LORA_RANK
 from ppo_cli.config.schema import Config
 
 Cause = Literal["weights", "sequence", "step", "sampling"]

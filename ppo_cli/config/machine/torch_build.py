@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from ppo_cli.config.gpus import Gpu, chooses_cpu, list_gpus, read_inventory
+from ppo_cli.config.machine.gpus import Gpu, chooses_cpu, list_gpus, read_inventory
 
-ROOT: Final = Path(__file__).resolve().parents[2]
+ROOT: Final = Path(__file__).resolve().parents[3]
 # The oldest driver that runs programs built with a major version of CUDA: CUDA's release notes,
 # table of minor version compatibility.
 DRIVERS: Final = {11: 450, 12: 525, 13: 580}

@@ -9,10 +9,9 @@ proportional, ALiBi) do not look at the length.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from ppo_cli.config.schema import Data
-from ppo_cli.config.weight_files import text_config
+from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.errors import ModelError
 
 # Field of config.json with the size of a table of positions -> model types that have one, be it
@@ -50,6 +49,18 @@ ORIGINAL: Final = "original_max_position_embeddings"
 _PHI_ORIGINAL: Final = 4096  # of phi3 and phi4_multimodal where config.json is silent
 
 
+class RowLengths(Protocol):
+    """How long a prompt and its response may be, in tokens: the section `data` of the settings."""
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Of a prompt."""
+
+    @property
+    def max_response_length(self) -> int:
+        """Of a response."""
+
+
 def encoder_problem(config: Mapping[str, Any], path: str, flag: str) -> str:
     """Say that a model reads its prompts with an encoder; "" for decoders."""
     if config.get("is_encoder_decoder") is not True:
@@ -77,17 +88,19 @@ def eager_only(path: str) -> str:
     return f"The attention of {path} needs the eager kernel: set model.attn_implementation=eager."
 
 
-def length_problem(config: Mapping[str, Any], path: str, data: Data) -> str:
+def length_problem(config: Mapping[str, Any], path: str, lengths: RowLengths) -> str:
     """Say that prompt and response may be longer than a model takes; "" where they fit."""
     limits = [*_table_limits(text_config(config)), *_rope_limits(text_config(config))]
-    longest = data.max_prompt_length + data.max_response_length
+    longest = lengths.max_prompt_length + lengths.max_response_length
     limit, why = min(limits, default=(longest, ""))
     return (
-        "" if longest <= limit else f"{_too_long(path, why, data)} {_fitting_flags(limit, data)}."
+        ""
+        if longest <= limit
+        else f"{_too_long(path, why, lengths)} {_fitting_flags(limit, lengths)}."
     )
 
 
-def column_problem(config: Mapping[str, Any], path: str, data: Data) -> str:
+def column_problem(config: Mapping[str, Any], path: str, lengths: RowLengths) -> str:
     """Say that rows may be longer than the hf sampler is exact for; "" where they fit.
 
     Llama 4 counts positions by columns of its cache where it scales attention. The sampler pads
@@ -96,25 +109,25 @@ def column_problem(config: Mapping[str, Any], path: str, data: Data) -> str:
     text = text_config(config)
     tuned = text.get("attn_temperature_tuning", text.get("model_type") == "llama4_text")
     limit = text.get("floor_scale", _FLOOR_SCALE) // 2
-    longest = data.max_prompt_length + data.max_response_length
+    longest = lengths.max_prompt_length + lengths.max_response_length
     if not tuned or longest <= limit:
         return ""
     why = f"counts padding where it scales attention above {limit} tokens (half of floor_scale)"
-    flags = _fitting_flags(limit, data)
-    return f"{_too_long(path, why, data)} {flags}, or rollout.name=vllm on a GPU."
+    flags = _fitting_flags(limit, lengths)
+    return f"{_too_long(path, why, lengths)} {flags}, or rollout.name=vllm on a GPU."
 
 
-def _too_long(path: str, why: str, data: Data) -> str:
-    prompt, response = data.max_prompt_length, data.max_response_length
+def _too_long(path: str, why: str, lengths: RowLengths) -> str:
+    prompt, response = lengths.max_prompt_length, lengths.max_response_length
     return (
         f"{path} {why}, but a prompt and its response may have {prompt + response} "
         f"(--max_prompt_length {prompt}, --max_response_length {response}); use"
     )
 
 
-def require_length(config: Mapping[str, Any], path: str, data: Data) -> None:
+def require_length(config: Mapping[str, Any], path: str, lengths: RowLengths) -> None:
     """Raise ModelError where `length_problem` has one to report."""
-    if problem := length_problem(config, path, data):
+    if problem := length_problem(config, path, lengths):
         raise ModelError(problem)
 
 
@@ -151,9 +164,9 @@ def _rope_limits(text: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
             yield border, f"{words} above {border} tokens ({field})"
 
 
-def _fitting_flags(limit: int, data: Data) -> str:
+def _fitting_flags(limit: int, lengths: RowLengths) -> str:
     """The flags that make a row fit: the longer part is cut, or both are halved."""
-    prompt, response = data.max_prompt_length, data.max_response_length
+    prompt, response = lengths.max_prompt_length, lengths.max_response_length
     if prompt <= limit // 2:
         return f"--max_response_length {limit - prompt}"
     if response <= limit // 2:

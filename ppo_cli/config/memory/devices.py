@@ -17,28 +17,35 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.derived import (
+    compute_dtype,
     critic_mini_batch,
     critic_path,
     data_ranks,
     engine_name,
     gen_batch,
     gpus_per_node,
+    judge_devices,
+    local_judge,
     placement_of,
     sampler_name,
     sleep_mode,
     uses_critic,
     uses_reference,
     weight_transfer,
+    why_logprobs_again,
 )
-from ppo_cli.config.gpus import has_bfloat16, list_gpus
-from ppo_cli.config.known_models import is_url
+from ppo_cli.config.machine import processor
+from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
+from ppo_cli.config.memory.model import Model, Share, Work
+from ppo_cli.config.memory.publishing import publish_bytes
 from ppo_cli.config.mixture import models_of
-from ppo_cli.config.model_checks import compute_dtype, read_config, why_logprobs_again
-from ppo_cli.config.model_memory import Model, Share, Work
-from ppo_cli.config.model_shape import FLOAT, Device, Shape
-from ppo_cli.config.publishing import publish_bytes
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.folder import read_config
+from ppo_cli.config.models.known_models import is_url
+from ppo_cli.config.models.shape import FLOAT, Device, Shape
+from ppo_cli.config.models.weight_files import read_json, weight_files
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import ConfigError
+from ppo_cli.errors import ConfigError, ModelError
 
 PREFILL_TOKENS = 16_384  # of one forward pass of the hf sampler
 # Activations are kept when a step with them needs at most this share of the memory: an estimate
@@ -414,3 +421,35 @@ def host_memory(root: Path = Path("/")) -> int:
         if text.isdigit():
             limits.append(int(text))
     return min(limits)
+
+
+KV_GB = 1  # of a server on the CPU
+OVERHEAD = 2 * GIB  # of its processes, measured with vLLM 0.32 on the CPU
+
+
+def judge_place(config: Config) -> Place | None:
+    """What the server takes of each of its devices; None where its weights are not at hand."""
+    judge = local_judge(config)
+    if judge is None or not judge.settings.model:
+        return None
+    folder = Path(model_folder(judge.settings.model)).expanduser()
+    try:
+        weights = sum(file.stat().st_size for file in weight_files(folder))
+    except (ModelError, OSError):
+        weights = 0
+    if not weights:
+        return None
+    there, devices = device_memory(config), judge_devices(config)
+    if not gpus_per_node(config):
+        if (
+            not processor.has_bfloat16()
+            and read_json(folder / "config.json").get("dtype") == "bfloat16"
+        ):
+            weights = weights * FLOAT // 2
+        share = Share(parameters=weights, kv_cache=KV_GB * GIB)
+        need = weights + KV_GB * GIB + OVERHEAD
+        return Place("the judge's server", there, {"judge": share}, {"judging": need})
+    own = weights // max(1, len(devices))
+    taken = int(judge.settings.local.gpu_memory_utilization * there) if there else own
+    share = Share(parameters=own, kv_cache=max(0, taken - own))
+    return Place("a GPU of the judge", there, {"judge": share}, {"judging": max(own, taken)})

@@ -10,6 +10,7 @@ from typing import Any
 from ppo_cli.allocator import find_jemalloc
 from ppo_cli.config.derived import (
     PlanPart,
+    compute_dtype,
     data_ranks,
     engine_name,
     gpus_per_node,
@@ -18,11 +19,14 @@ from ppo_cli.config.derived import (
     sampler_name,
     shares_prompts,
     sleep_mode,
+    spreads_weights,
     uses_critic,
     uses_reference,
+    why_logprobs_again,
 )
-from ppo_cli.config.device_record import proven
-from ppo_cli.config.memory import (
+from ppo_cli.config.machine.device_record import proven
+from ppo_cli.config.machine.processor import matmul_library
+from ppo_cli.config.memory.devices import (
     AMPLE,
     GIB,
     Place,
@@ -32,13 +36,11 @@ from ppo_cli.config.memory import (
     count_vllm,
     device_memory,
     host_of_gpus,
+    judge_place,
     read_shapes,
     sampled_rows,
 )
-from ppo_cli.config.model_checks import compute_dtype, spreads_weights, why_logprobs_again
-from ppo_cli.config.model_shape import FLOAT, Shape
-from ppo_cli.config.processor import matmul_library
-from ppo_cli.config.reward_checks import judge_place
+from ppo_cli.config.models.shape import FLOAT, Shape
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ppo
 

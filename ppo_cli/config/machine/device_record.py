@@ -21,7 +21,7 @@ from typing import Literal, get_args
 from pydantic import FiniteFloat, TypeAdapter
 
 from ppo_cli.atomic import replacing
-from ppo_cli.config.gpus import driver_version, list_gpus
+from ppo_cli.config.machine.gpus import driver_version, list_gpus
 from ppo_cli.errors import UserError
 
 Feature = Literal[

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ppo_cli.config.weight_files import has_weights, read_json, tensor_names
+from ppo_cli.config.models.weight_files import has_weights, read_json, tensor_names
 from ppo_cli.errors import ModelError, RewardError, did_you_mean, ppo
 from ppo_cli.redact import redact_url
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ppo_cli.config.algorithm_schema import Actor, Critic, Sharding
 from ppo_cli.config.derived import brings_reference, data_ranks, micro_batch_tokens
-from ppo_cli.config.model_shape import FLOAT, Device, Shape
+from ppo_cli.config.models.shape import FLOAT, Device, Shape
 from ppo_cli.config.schema import Config
 
 # Response tokens whose logits exist at once. With 2,048 a step of 10 million parameters took

@@ -15,7 +15,7 @@ from ppo_cli.errors import ConfigError, did_you_mean
 
 EMBEDDED = "embedded"
 ONE_DIGIT = "one-digit-sums"
-PACKAGE = Path(__file__).resolve().parent.parent
+PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def bundled_path(*parts: str) -> Path:

@@ -1,0 +1,1 @@
+"""This machine: its GPUs, its processor, the torch build, and what its self-test recorded."""

@@ -1,0 +1,144 @@
+"""A model folder as far as its small files tell: sizes, tokenizer, chat template. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.known_models import absent_folder
+from ppo_cli.config.models.weight_files import read_json, text_config, weights_problem
+from ppo_cli.errors import ModelError
+
+# Words of a config.json.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return a model's config.json, from a folder or as the hub gave it before; {} without one."""
+    folder = Path(model_folder(path)).expanduser()
+    file: object = folder / "config.json"
+    try:
+        if not folder.is_dir():
+            from huggingface_hub import try_to_load_from_cache
+
+            file = try_to_load_from_cache(path, "config.json")
+        return read_json(Path(file)) if isinstance(file, str | Path) else {}
+    except (ModelError, ValueError):  # a damaged file, or what is no name for the hub
+        return {}
+
+
+def vocabulary_size(path: str) -> int | None:
+    """Return for how many tokens a model has embeddings; None where no config.json tells it."""
+    size = text_config(read_config(path)).get("vocab_size")
+    return size if type(size) is int else None
+
+
+def has_placeholders(folder: Path) -> bool:
+    """Whether the tokenizer in a folder has added tokens that the model has no embedding for."""
+    size = vocabulary_size(str(folder))
+    added = read_json(folder / "tokenizer.json").get("added_tokens") or ()
+    return size is not None and any(token["id"] >= size for token in added)
+
+
+def check_folder(path: str, flag: str) -> None:
+    """Raise ModelError where a path can be no model; a name that a hub may know passes."""
+    local = Path(path).expanduser()
+    if local.exists() and not local.is_dir():
+        raise ModelError(f"{flag} {path} is a file; give the folder that holds config.json.")
+    if local.is_dir() and not (local / "config.json").exists():
+        raise ModelError(
+            f"The folder {path} holds no config.json, so it is no model. Give a folder written "
+            "by save_pretrained, such as RUN/checkpoints/latest/actor."
+        )
+    if not local.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise ModelError(absent_folder(path, flag))
+
+
+SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "intermediate_size", "head_dim", "n_embd", "n_layer", "n_head",
+)  # fmt: skip
+# Every tokenizer but the byte-level ones keeps its vocabulary in a file of its own.
+_VOCABULARY = re.compile(
+    r"tokenizer\.(?!config)|vocab|spiece|sentencepiece|tekken|merges|.*\.(?:tiktoken|model|spm|bpe)$"
+)
+_BYTE_LEVEL = ("ByT5", "Canine", "Perceiver", "MyT5")
+SAVED = "to which model and tokenizer were both saved, such as RUN/checkpoints/latest/actor"
+
+
+def folder_problem(
+    folder: Path, flag: str, *, tokenizer: bool, weights: bool = True, head: bool = False
+) -> str:
+    """Say what keeps a folder with a config.json from being a model; empty when nothing is seen.
+
+    With `tokenizer` it has to hold one, and a vocabulary that the model has room for; with
+    `weights` and `head` those of a backbone, and of an output layer.
+    """
+    try:
+        config = read_json(folder / "config.json")
+        if problem := next(_size_problems(config), ""):
+            return f"{problem}. Correct it, or name another folder with {flag}."
+        read_json(folder / "generation_config.json")  # transformers ignores a damaged one
+        if weights and (problem := weights_problem(folder, config, head=head)):
+            return f"{problem}. {again(flag)}"
+        if tokenizer and (problem := _tokenizer_problem(folder, config)):
+            return f"{problem}. Name a folder with {flag} {SAVED}."
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def again(flag: str) -> str:
+    """What to do about the files of a checkpoint that are not as they were saved."""
+    return f"Fetch or save the checkpoint again, or name another with {flag}."
+
+
+def has_template(folder: Path) -> bool:
+    """Whether the tokenizer in a model's folder has a chat template."""
+    files = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates/*")]
+    written = any(file.is_file() and file.stat().st_size for file in files)
+    return written or bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
+
+
+def _size_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    text = text_config(config)
+    if not {"model_type", "auto_map"} & config.keys():
+        yield "config.json has no model_type, which says what kind of model it is"
+    for key in SIZES:
+        value = text.get(key)
+        if isinstance(value, int | float | str) and not (type(value) is int and value > 0):
+            yield f"config.json has {key} {value!r}, which is no size: a whole number from 1 up"
+
+
+def _tokenizer_problem(folder: Path, config: Mapping[str, Any]) -> str:
+    told = read_json(folder / "tokenizer_config.json")
+    kind = str(told.get("tokenizer_class", ""))
+    named = any(_VOCABULARY.match(file.name) for file in folder.iterdir())
+    if not named and not kind.startswith(_BYTE_LEVEL) and "auto_map" not in told:
+        return f"There is no tokenizer in {folder}: no tokenizer.json, and no other vocabulary"
+    tokenizer = read_json(folder / "tokenizer.json")
+    model = tokenizer.get("model")
+    words = model.get("vocab") if isinstance(model, Mapping) else None
+    room = text_config(config).get("vocab_size")
+    # Placeholders, of images for example, may be beyond: prompts are searched for them.
+    added = {token["id"] for token in tokenizer.get("added_tokens") or ()}
+    if isinstance(words, Mapping):
+        ids = {i for i in words.values() if isinstance(i, int)}
+    else:
+        ids = set(range(len(words))) if isinstance(words, list) else set()
+    last = max(ids - added, default=-1)
+    if type(room) is int and last >= room:
+        return (
+            f"config.json has vocab_size {room}, but the tokenizer of {folder} has {last + 1} words"
+        )
+    return ""
+
+
+def template_raises(folder: Path) -> bool | None:
+    """Tell whether the chat template in a model folder raises errors; None where there is none."""
+    files = [folder / "tokenizer_config.json", *folder.glob("chat_template*")]
+    text = "".join(file.read_text(errors="replace") for file in files if file.is_file())
+    return "raise_exception" in text if len(files) > 1 or '"chat_template"' in text else None
