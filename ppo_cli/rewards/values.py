@@ -251,10 +251,10 @@ def _read_power(match: re.Match[str]) -> Fraction | None:
 
 
 def _read_repeating(match: re.Match[str]) -> Fraction | None:
-    sign, whole, fixed, repeated = match.groups()
+    sign, integer_digits, fixed, repeated = match.groups()
     if len(match.group()) > LONGEST_NUMBER:
         return None
-    value = Fraction(f"{whole or 0}.{fixed or 0}")
+    value = Fraction(f"{integer_digits or 0}.{fixed or 0}")
     value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(fixed))
     return -value if sign == "-" else value
 
@@ -267,27 +267,33 @@ def _add_unit(
         return None
     marked = _TEXT_COMMAND.match(rest.lstrip(" ~\\,;:!")) is not None
     separate = marked or rest[:1] in (" ", "\\", "~", "")
-    words = re.sub(r"\\[,;:! ]|~", " ", unwrap_text(rest))
-    words = re.sub(r"^[\s$]+|[\s.$]+$", "", words) if currency or rest.strip() != "$" else "$"
-    scale = _SCALE.match(words)
+    unit_text = re.sub(r"\\[,;:! ]|~", " ", unwrap_text(rest))
+    unit_text = (
+        re.sub(r"^[\s$]+|[\s.$]+$", "", unit_text) if currency or rest.strip() != "$" else "$"
+    )
+    scale = _SCALE.match(unit_text)
     if scale is not None:
         value *= 10 ** _SCALES[scale.group()]
-        words = words[scale.end() :].strip()
+        unit_text = unit_text[scale.end() :].strip()
         separate = True
-    percent = _PERCENT.match(words)
+    percent = _PERCENT.match(unit_text)
     if percent is not None:
-        words = words[percent.end() :].strip(" .")
-    if not words:
+        unit_text = unit_text[percent.end() :].strip(" .")
+    if not unit_text:
         return Quantity(value, rounded, currency, percent is not None)
-    if _UNIT.fullmatch(words) is None or len(words.split()) > 5 or NOT_A_UNIT.search(words):
+    if (
+        _UNIT.fullmatch(unit_text) is None
+        or len(unit_text.split()) > 5
+        or NOT_A_UNIT.search(unit_text)
+    ):
         return None
     # `3t` is a product and `3 x` may be one; `3 m` and `3 apples` are quantities.
-    name = words.split()[0].strip(".")
+    name = unit_text.split()[0].strip(".")
     if name.isascii() and name.isalpha():
-        measured = _measure(words) is not None and (separate or len(name) > 1)
+        measured = _measure(unit_text) is not None and (separate or len(name) > 1)
         if not measured and not (separate and (marked or len(name) > 2)):
             return None
-    return Quantity(value, rounded, currency or words, percent is not None)
+    return Quantity(value, rounded, currency or unit_text, percent is not None)
 
 
 def _measure(unit: str) -> tuple[tuple[tuple[str, int], ...], Fraction] | None:
@@ -325,26 +331,30 @@ def same_quantity(answer: Quantity, gold: Quantity) -> bool:
     return _close(answer, gold, *parts)
 
 
-def names_value(left: str, right: str = "") -> bool:
+def names_value(left_side: str, right_side: str = "") -> bool:
     """Say whether the left side of an equation names the right one: `x`, `x + y`, `12 + 30`.
 
     That of an equation still to be solved does not: `2x + 4`, or `x^2` where the right is `4x`.
     """
-    bare = re.sub(r"_(?:\{[^{}]*\}|\w)|\^\s*(?:\{[^{}]*\}|\w)|\d+(?=\s*\))", "", unwrap_text(left))
+    bare = re.sub(
+        r"_(?:\{[^{}]*\}|\w)|\^\s*(?:\{[^{}]*\}|\w)|\d+(?=\s*\))", "", unwrap_text(left_side)
+    )
     bare = re.sub(r"\\[A-Za-z]+", "", bare)
     letters = set(re.findall(r"[A-Za-z]", re.sub(r"\([^()]*\)", "", bare)))
-    if letters & set(re.findall(r"(?<![\\A-Za-z])[A-Za-z]", right)):
+    if letters & set(re.findall(r"(?<![\\A-Za-z])[A-Za-z]", right_side)):
         return False
     return not (re.search(r"[A-Za-z]", bare) and re.search(r"\d|^\s*-", bare))
 
 
-def _close(answer: Quantity, gold: Quantity, one: Fraction, other: Fraction) -> bool:
-    if one == other or not (answer.rounded or gold.rounded):
-        return one == other
+def _close(answer: Quantity, gold: Quantity, answer_value: Fraction, gold_value: Fraction) -> bool:
+    if answer_value == gold_value or not (answer.rounded or gold.rounded):
+        return answer_value == gold_value
     # Only a value without a finite decimal form may be met by its rounding.
-    exact = [value for q, value in ((answer, one), (gold, other)) if not q.rounded]
+    exact = [value for q, value in ((answer, answer_value), (gold, gold_value)) if not q.rounded]
     infinite = any(not _is_finite_decimal(value) for value in exact)
-    return abs(one - other) <= (ROUNDING if infinite else NOISE) * max(abs(one), abs(other))
+    return abs(answer_value - gold_value) <= (ROUNDING if infinite else NOISE) * max(
+        abs(answer_value), abs(gold_value)
+    )
 
 
 def _is_finite_decimal(value: Fraction) -> bool:
@@ -367,20 +377,20 @@ def contains_answer(text: str, answer: str) -> bool:
 
     A number is compared by value with each number of the text.
     """
-    wanted = normalise_words(answer)
-    if not wanted:
+    wanted_text = normalise_words(answer)
+    if not wanted_text:
         return False
     number = read_quantity(answer)
     if number is not None and not number.unit:
         quantities = map(read_quantity, dict.fromkeys(_NUMBERS_IN_TEXT.findall(clean(text))))
         return any(q is not None and same_quantity(q, number) for q in quantities)
-    before = _WORD_EDGE[0] if wanted[0].isascii() and wanted[0].isalnum() else ""
-    after = _WORD_EDGE[1] if wanted[-1].isascii() and wanted[-1].isalnum() else ""
-    return re.search(before + re.escape(wanted) + after, normalise_words(text)) is not None
+    before = _WORD_EDGE[0] if wanted_text[0].isascii() and wanted_text[0].isalnum() else ""
+    after = _WORD_EDGE[1] if wanted_text[-1].isascii() and wanted_text[-1].isalnum() else ""
+    return re.search(before + re.escape(wanted_text) + after, normalise_words(text)) is not None
 
 
 def repetition(text: str, size: int = 4) -> float:
     """Return the share of word n-grams that have been said before, 0 to 1."""
-    words: Sequence[str] = normalise_words(text).split()
-    grams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
+    tokens: Sequence[str] = normalise_words(text).split()
+    grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -25,15 +25,15 @@ from ppo_cli.errors import DataError, UserError, did_you_mean
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
-from ppo_cli.rewards.judge.compare import calls_for
+from ppo_cli.rewards.judge.compare import calls_per_prompt
 from ppo_cli.rewards.judge.format_check import format_checks
-from ppo_cli.rewards.judge.prices import Price, disagreement, find_price, near_models, second_list
+from ppo_cli.rewards.judge.prices import Price, disagreement, find_price, look_up_model, model_hint
 from ppo_cli.rewards.judge.prompt import (
     Template,
+    build_material,
     check_rows,
-    criteria_of,
     load_template,
-    material_of,
+    rubric_reader,
 )
 from ppo_cli.rewards.judge.providers import build_provider, monitor_of
 from ppo_cli.rewards.judge.providers.base import SdkProvider
@@ -189,9 +189,9 @@ class Forecast:
         assert api.model is not None
         if differ := disagreement(api):
             yield differ
-        if api.base_url is None and (near := near_models(api.type, api.model)):
+        if api.base_url is None and (near := model_hint(api.type, api.model)):
             yield f"{api.model} is in no list of {api.type}'s models.{near}"
-        listed = second_list(api)
+        listed = look_up_model(api)
         tokens = round(longest.total / max(1, self.a_step.calls))
         if listed is not None and listed.context is not None and tokens > listed.context:
             yield (
@@ -248,7 +248,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
         n, most = config.rollout.n, api.compare_calls
         alone, of_list, requests = 2, n if listed else 2, 2.0
         if api.within_group:
-            requests = calls_for(n, most and most // (2 * votes), listed=listed) / n
+            requests = calls_per_prompt(n, most and most // (2 * votes), listed=listed) / n
     files = (*split_files(config, "train")[0], *split_files(config, "val")[0])
     if far := [name for name in files if is_hub_name(name)]:
         # What is not on this disk is not fetched for a forecast.
@@ -289,11 +289,13 @@ def _sample(prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
 def _a_call(template: Template, prompts: Sequence[Prompt], config: Config, responses: int) -> Bill:
     """Return the mean tokens of a call about `responses`, of half and of full length."""
     api = config.reward.api
-    materials = [material_of(prompt, "") for prompt in prompts]
+    materials = [build_material(prompt, "") for prompt in prompts]
     check_rows(api, template, materials)
-    of = criteria_of(api)
+    of = rubric_reader(api)
     rubrics = [of(material) for material in materials]
-    asked = [r.alone() if r is not None and api.rubric_calls == "each" else [r] for r in rubrics]
+    asked = [
+        r.split_criteria() if r is not None and api.rubric_calls == "each" else [r] for r in rubrics
+    ]
     calls = max(1, round(fmean(map(len, asked))))
     short, full = _response_tokens(config)
     brief, long = _verdict_tokens(config, fmean(len(r.criteria) if r else 0 for r in rubrics))
@@ -315,7 +317,7 @@ def _input_bytes(
 ) -> int:  # fmt: skip
     """Measure a request about responses of so many characters."""
     text = ("and so on " * (length // 10 + 1))[:length]
-    material = material_of(prompt, *[text] * responses)
+    material = build_material(prompt, *[text] * responses)
     question = template.question(material, api, nonce="0" * 16, rubric=rubric)
     return len((question.system + question.user).encode("utf-8", "replace"))
 
@@ -428,7 +430,7 @@ async def _closed(provider: SdkProvider) -> list[str] | None:
 
 def _known(api: ApiReward) -> dict[str, Any]:
     """A model's price in US dollars for a million tokens, its limit and the day it goes."""
-    price, listed = find_price(api), second_list(api)
+    price, listed = find_price(api), look_up_model(api)
     day = retirement(api.type, api.model or "") if api.base_url is None else None
     return {
         "model": api.model,

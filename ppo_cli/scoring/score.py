@@ -422,7 +422,7 @@ def _remarks(parts: Sequence[MixPart], found: Mapping[str, Mapping[str, Any]]) -
     return said
 
 
-MOST_LEVELS = 12
+MAX_LEVELS = 12
 SHOWN = 3
 
 
@@ -454,7 +454,7 @@ def histogram(values: Sequence[float]) -> list[dict[str, Any]]:
     """Counts by level, highest first; scores of many values fall into ten equal bins."""
     known = [v for v in values if math.isfinite(v)]
     levels = Counter(round(v, 6) for v in known)
-    if not known or len(levels) <= MOST_LEVELS:
+    if not known or len(levels) <= MAX_LEVELS:
         return [
             {"from": level, "to": level, "count": levels[level]}
             for level in sorted(levels, reverse=True)

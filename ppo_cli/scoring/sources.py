@@ -39,10 +39,10 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
 
             yield partial(rule_named, rule.rule)
     for judge in judges_of(settings):
-        from ppo_cli.rewards.judge.prompt import criteria_of, load_template
+        from ppo_cli.rewards.judge.prompt import load_template, rubric_reader
 
         yield partial(load_template, judge.settings)
-        yield partial(criteria_of, judge.settings)
+        yield partial(rubric_reader, judge.settings)
         yield partial(_check_prices, judge.settings)
         if judge.settings.monitor.labels is not None:
             yield partial(_check_held_out, judge.settings, judge.settings.monitor.labels)
@@ -76,12 +76,12 @@ def row_checks(
 
 
 def _check_prices(settings: ApiReward) -> None:
-    from ppo_cli.rewards.judge.costs import guest_of, ledger_of
+    from ppo_cli.rewards.judge.costs import build_ledger, share_ledger
     from ppo_cli.rewards.judge.providers import monitor_of
 
-    ledger = ledger_of(settings, os.environ)
+    ledger = build_ledger(settings, os.environ)
     if settings.monitor.model is not None:
-        guest_of(ledger, monitor_of(settings))
+        share_ledger(ledger, monitor_of(settings))
 
 
 def _check_held_out(settings: ApiReward, file: str) -> None:
@@ -93,7 +93,7 @@ def _check_held_out(settings: ApiReward, file: str) -> None:
 def _check_template(settings: ApiReward, prompts: Sequence[Prompt]) -> None:
     from ppo_cli.rewards.judge import prompt as judge
 
-    materials = [judge.material_of(prompt, "") for prompt in prompts]
+    materials = [judge.build_material(prompt, "") for prompt in prompts]
     judge.check_rows(settings, judge.load_template(settings), materials)
 
 

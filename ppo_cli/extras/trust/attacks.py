@@ -309,7 +309,7 @@ SLACK = 1e-9
 CASE = "worked case"
 ENDLESS = float("inf")
 EACH = 2  # prompts that each attack is tried on
-WORTHLESS = (-ENDLESS, HALF)
+CANARY_REPLIES = (-ENDLESS, HALF)
 
 
 @dataclass(frozen=True)
@@ -431,7 +431,7 @@ def worthless(items: Sequence[Item], replies: Sequence[str]) -> list[Trial]:
     LEAKS would hold the right answer if the template filled them in.
     """
     return [
-        Trial(f"the reply {text!r}", item.place, item.prompt, text, most=LOW, free=WORTHLESS)
+        Trial(f"the reply {text!r}", item.place, item.prompt, text, most=LOW, free=CANARY_REPLIES)
         for n, text in enumerate(replies)
         for item in _turn(items, n)
     ]

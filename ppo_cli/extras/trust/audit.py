@@ -31,8 +31,8 @@ from ppo_cli.records import Score
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.judge.prompt import Template, load_template, material_of, readable
-from ppo_cli.rewards.judge.sanitise import content_free
+from ppo_cli.rewards.judge.prompt import Template, build_material, load_template, visible_text
+from ppo_cli.rewards.judge.sanitise import no_content_reason
 from ppo_cli.scoring.rows import rollout_of
 from ppo_cli.scoring.score import (
     Watch,
@@ -89,7 +89,7 @@ def _rendered(template: Template, api: ApiReward, item: Item) -> Check:
     prompt = plain_prompt("leak", item.prompt.text, SECRET, "", known)
 
     def count(response: str) -> int:
-        material = material_of(prompt, response)
+        material = build_material(prompt, response)
         question = template.question(material, api)
         return (question.system + question.user).count(SECRET)
 
@@ -109,14 +109,15 @@ def _gated(api: ApiReward, items: Sequence[Item]) -> Check:
     cases = tuple(
         {
             "sent": repr(reply),
-            "got": content_free(text, readable(reply, api.reasoning)) or "passed on to the judge",
+            "got": no_content_reason(text, visible_text(reply, api.reasoning))
+            or "passed on to the judge",
         }
         for reply in (*FOR_THE_GATE, text)
     )
     open_to = [case for case in cases if case["got"] == "passed on to the judge"]
-    real = [i for i in items if i.good and content_free(i.prompt.text, i.good) is not None]
+    real = [i for i in items if i.good and no_content_reason(i.prompt.text, i.good) is not None]
     if real:
-        worst = {"sent": cut(real[0].good), "got": content_free(text, real[0].good)}
+        worst = {"sent": cut(real[0].good), "got": no_content_reason(text, real[0].good)}
         return Check(name, False, "it stops an answer that is a good one", worst, cases)
     said = f"{len(cases) - len(open_to)} of {len(cases)} empty replies stop before the judge"
     return Check(name, not open_to, said, open_to[0] if open_to else None, cases)

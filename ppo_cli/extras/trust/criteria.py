@@ -20,7 +20,7 @@ from ppo_cli.data_sets.files import Place, RowProblem, name_type, raise_problems
 from ppo_cli.errors import DataError, did_you_mean
 from ppo_cli.extras.trust.attacks import EACH, GAIN, Item, Trial
 from ppo_cli.records import Rollout, Score
-from ppo_cli.rewards.judge.prompt import check_each, criteria_of, material_of
+from ppo_cli.rewards.judge.prompt import build_material, check_each_row, rubric_reader
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric
 from ppo_cli.scoring.rows import Answered, AnsweredSet, cells_of
 from ppo_cli.scoring.score import cut
@@ -53,9 +53,9 @@ def rubrics_of(
     """The rubric of each row, by the judge that has one; RewardError where a row has none."""
     found = {}
     for judge in judges_of(settings):
-        of = criteria_of(judge.settings)
-        materials = [material_of(rollout.prompt, "") for rollout in rollouts]
-        check_each("criteria", of, materials)
+        of = rubric_reader(judge.settings)
+        materials = [build_material(rollout.prompt, "") for rollout in rollouts]
+        check_each_row("criteria", of, materials)
         rubrics = [rubric for one in materials if (rubric := of(one)) is not None]
         if rubrics:
             found[judge.part] = rubrics

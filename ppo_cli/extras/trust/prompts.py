@@ -27,29 +27,29 @@ from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, Interrupted, RewardError, UserError, first_line
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
-from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
+from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Usage, Verdict, worst_case
 from ppo_cli.rewards.judge.client import JudgeClient, reach
-from ppo_cli.rewards.judge.costs import Spent, ledger_of
+from ppo_cli.rewards.judge.costs import Spending, build_ledger
 from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.prompt import (
     RUBRIC_SCALE,
     Material,
     Template,
     as_text,
-    criteria_of,
+    build_material,
     load_preset,
     load_template,
-    material_of,
     preset_names,
     preset_path,
-    readable,
-    reference_of,
+    reference_answer,
+    rubric_reader,
+    visible_text,
 )
 from ppo_cli.rewards.judge.providers import NO_KEY, build_provider, locate, provider_class
 from ppo_cli.rewards.judge.providers.base import Key
-from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, Draft
-from ppo_cli.rewards.judge.sanitise import content_free, cut_middle
+from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, RubricDraft
+from ppo_cli.rewards.judge.sanitise import cut_middle, no_content_reason
 from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.rewards.remote.limits import Limits
 from ppo_cli.scoring.rows import RESPONSE, Answered, read_response, write_rows
@@ -147,11 +147,11 @@ def show_row(
         )
     material = Material(question_of(row.prompt), chosen, row.ground_truth, row.extra_info)
     if api.mode == "compare":
-        other = ANOTHER if api.of_the_run else reference_of(api, material)
-        material = replace(material, rivals=(chosen, other))
-    question = template.question(material, api, rubric=criteria_of(api)(material))
-    seen = readable(chosen, api.reasoning)
-    gated = content_free(material.prompt, seen, row.ground_truth) if api.gate else None
+        other = ANOTHER if api.of_the_run else reference_answer(api, material)
+        material = replace(material, compared=(chosen, other))
+    question = template.question(material, api, rubric=rubric_reader(api)(material))
+    seen = visible_text(chosen, api.reasoning)
+    gated = no_content_reason(material.prompt, seen, row.ground_truth) if api.gate else None
     return Shown(template, question, gated)
 
 
@@ -192,18 +192,18 @@ class Asked:
     """The verdicts and errors in the order of the questions; None was not asked."""
 
     answers: tuple[Verdict | JudgeError | None, ...]
-    spent: Spent
+    spent: Spending
     stopped: str = ""
 
 
 def draft_rows(
     api: ApiReward, rows: Sequence[Answered], out: Path, most: int, screen: Screen
 ) -> dict[str, Any]:
-    """Draft criteria for each row and write the rows that have some, in their order."""
+    """RubricDraft criteria for each row and write the rows that have some, in their order."""
     known = _written(out)
     done = {n: _own(row, known) for n, row in enumerate(rows)}
     left = [n for n, record in done.items() if record is None]
-    questions = [_question(api, material_of(rows[n].rollout.prompt, ""), most) for n in left]
+    questions = [_question(api, build_material(rows[n].rollout.prompt, ""), most) for n in left]
     screen.note(_forecast(api, questions, len(rows) - len(left)))
     asked = ask_all(api, questions, screen)
     failed = []
@@ -222,17 +222,17 @@ def draft_rows(
 def draft_one(
     api: ApiReward, rows: Sequence[Answered], out: Path, most: int, screen: Screen
 ) -> dict[str, Any]:
-    """Draft criteria for a whole run from some of its rows, as a file for --rm_rubric."""
+    """RubricDraft criteria for a whole run from some of its rows, as a file for --rm_rubric."""
     if out.exists():
         raise UserError(f"--out {out} is there already, and may be edited; give another name.")
     step = max(1, len(rows) // SHOWN)
-    chosen = [material_of(row.rollout.prompt, "") for row in rows[::step][:SHOWN]]
+    chosen = [build_material(row.rollout.prompt, "") for row in rows[::step][:SHOWN]]
     texts = [
         f"{n}. {_short(one.prompt)}{_answer(one)}" for n, one in enumerate(chosen, start=1)
     ]  # fmt: skip
     template = Template("draft", "1", DRAFT_SYSTEM, SEVERAL, RUBRIC_SCALE)
     together = Material("\n\n".join(texts), "")
-    question = template.question(together, api, draft=Draft(most))
+    question = template.question(together, api, draft=RubricDraft(most))
     screen.note(_forecast(api, [question], 0))
     asked = ask_all(api, [question], screen)
     answer = asked.answers[0]
@@ -262,7 +262,7 @@ def _question(api: ApiReward, material: Material, most: int) -> Question:
     template = Template(
         "draft", "1", DRAFT_SYSTEM, REQUEST + REFERENCE * refers, RUBRIC_SCALE
     )  # fmt: skip
-    return template.question(material, api, draft=Draft(most))
+    return template.question(material, api, draft=RubricDraft(most))
 
 
 def _written(out: Path) -> dict[str, dict[str, Any]]:
@@ -313,9 +313,9 @@ def ask_all(
 ) -> Asked:  # fmt: skip
     """Ask each question once, within the limits, budget and cache of the settings."""
     if not questions:
-        return Asked((), Spent())
+        return Asked((), Spending())
     provider = build_provider(api, environ=environ)
-    ledger = ledger_of(api, environ)
+    ledger = build_ledger(api, environ)
     path = cache_path(api, environ)
     cache = None if path is None else VerdictCache(path)
     client = JudgeClient(provider, limits=Limits.of(api), ledger=ledger, cache=cache)
@@ -324,7 +324,7 @@ def ask_all(
     try:
         provider.begin(screen.note)
         known: dict[int, Verdict] = {}
-        key = key_of(provider.identity, questions[0])
+        key = cache_key(provider.identity, questions[0])
         # Where key, model or address are wrong, no other question is asked.
         with suppress(JudgeError):
             if cache is None or cache.get(key) is None:

@@ -22,7 +22,7 @@ from typing import Any
 from ppo_cli.atomic import replacing
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
-from ppo_cli.rewards.judge.cache import VerdictCache, key_of
+from ppo_cli.rewards.judge.cache import VerdictCache, cache_key
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, worst_case
 from ppo_cli.rewards.judge.providers.base import CALL_S, Results, SdkProvider, row_error
 
@@ -109,7 +109,7 @@ class BatchJudge:
         if self._stopped:
             raise Interrupted(_ENDED)
         loop = asyncio.get_running_loop()
-        row = _Row(key_of(self.identity, question)[:_KEY], question, loop.create_future())
+        row = _Row(cache_key(self.identity, question)[:_KEY], question, loop.create_future())
         self._queue.append(row)
         self._open.add(row)
         self._last = loop.time()

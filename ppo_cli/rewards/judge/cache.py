@@ -39,14 +39,14 @@ _CLOSE_S = 2.0
 Row = tuple[str, str, float]
 
 
-def key_of(provider_identity: str, question: Question) -> str:
+def cache_key(provider_identity: str, question: Question) -> str:
     """Return the key of a question put to a provider: what changes the answer, and nothing else.
 
     The nonce and the token limit stay out of it.
     """
     scale = [question.scale.low, question.scale.high]
-    asked = [question.identity, scale, question.vote, question.output]
-    parts = json.dumps([READING, provider_identity, *asked])
+    parts_of_question = [question.identity, scale, question.vote, question.output]
+    parts = json.dumps([READING, provider_identity, *parts_of_question])
     return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -66,7 +66,7 @@ def cache_path(api: ApiReward, environ: Mapping[str, str]) -> Path | None:
 
 
 class VerdictCache:
-    """Keeps verdicts and refusals under keys of `key_of`; safe with several processes at once."""
+    """Keeps verdicts and refusals under their `cache_key`; several processes may share a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

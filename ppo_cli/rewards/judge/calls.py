@@ -23,7 +23,7 @@ from ppo_cli.redact import redact
 from ppo_cli.spending import UPPER_BOUND
 
 if TYPE_CHECKING:
-    from ppo_cli.rewards.judge.rubric import Draft, Rivals, Rubric
+    from ppo_cli.rewards.judge.rubric import Comparison, Rubric, RubricDraft
 
 # What a judge is asked to answer with, and so what counts as an answer.
 Output = Literal["json", "text"]
@@ -78,7 +78,7 @@ class Question:
     is the same text with the nonce left out: what the cache and the de-duplication go by.
     `vote` numbers independent verdicts on one response, `output` is the form of the answer that
     `user` asks for. With a `rubric` the answer decides its criteria, and the score is in [0, 1].
-    With `rivals` it says which of several responses is better, with a `draft` it writes criteria.
+    With a `comparison` it says which response is better, with a `draft` it writes criteria.
     """
 
     system: str
@@ -89,13 +89,13 @@ class Question:
     vote: int = 0
     output: Output = "json"
     rubric: Rubric | None = None
-    rivals: Rivals | None = None
-    draft: Draft | None = None
+    comparison: Comparison | None = None
+    draft: RubricDraft | None = None
 
     @property
-    def asks(self) -> Rubric | Rivals | Draft | None:
+    def answer_spec(self) -> Rubric | Comparison | RubricDraft | None:
         """What is asked for in place of a score; it knows the form of the answer."""
-        return self.rivals or self.rubric or self.draft
+        return self.comparison or self.rubric or self.draft
 
 
 @dataclass(frozen=True)
@@ -366,6 +366,6 @@ def _graded(
     info["criteria"] = named
     parts = {f"rubric/{name}": Part(mean, None) for name, mean in named.items() if rubric.fixed}
     if any(one.must for one in rubric.criteria):
-        missed = fmean(bool(rubric.missed(grades)) for grades in votes)
+        missed = fmean(bool(rubric.missed_hurdles(grades)) for grades in votes)
         parts["rubric/hurdle_missed"] = Part(missed, None)
     return parts

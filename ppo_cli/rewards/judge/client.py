@@ -18,7 +18,7 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.redact import mask_secrets, redact, redact_url
 from ppo_cli.rewards.judge.batch import BatchJudge
-from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, key_of
+from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, cache_key
 from ppo_cli.rewards.judge.calls import (
     Failure,
     JudgeError,
@@ -29,9 +29,9 @@ from ppo_cli.rewards.judge.calls import (
     Verdict,
     bill,
 )
-from ppo_cli.rewards.judge.costs import Guest, Ledger
+from ppo_cli.rewards.judge.costs import Ledger, SharedLedger
 from ppo_cli.rewards.judge.providers.base import SdkProvider
-from ppo_cli.rewards.judge.verdict import read_answer, reminder
+from ppo_cli.rewards.judge.verdict import build_reminder, read_answer
 from ppo_cli.rewards.remote.breaker import TOO_MANY, Admission, BadRequests, Breaker
 from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.rewards.remote.limits import Limits, Ticket
@@ -104,7 +104,7 @@ class JudgeClient:
         provider: SdkProvider | BatchJudge,
         *,
         limits: Limits,
-        ledger: Ledger | Guest,
+        ledger: Ledger | SharedLedger,
         cache: VerdictCache | None,
     ) -> None:
         self._provider = provider
@@ -132,7 +132,7 @@ class JudgeClient:
         """
         if self._closed:
             raise Interrupted(_CLOSED)
-        key = key_of(self._provider.identity, question)
+        key = cache_key(self._provider.identity, question)
         if fresh:
             return await self._join(self._start(object(), question, None))
         kept = self._look_up(key)
@@ -150,7 +150,7 @@ class JudgeClient:
         """Make one call, past cache, queue and breaker; raises its JudgeError as it is."""
         job = _Job(question, question)
         found = await self._call(job)
-        self._ledger.check_limit_kept()
+        self._ledger.check_output_limit()
         self._known_good = question
         return self._whole(job, found, job.last_s)
 
@@ -289,7 +289,7 @@ class JudgeClient:
         more = 2 if error.cause == "truncated" else 1
         job.question = replace(
             job.asked,
-            user=f"{job.asked.user}\n\n{reminder(job.asked)}",
+            user=f"{job.asked.user}\n\n{build_reminder(job.asked)}",
             max_tokens=more * job.question.max_tokens,
         )
 

@@ -37,11 +37,11 @@ from ppo_cli.rewards.judge.calls import (
 )
 from ppo_cli.rewards.judge.prompt import (
     as_text,
-    material_of,
-    reference_of,
+    build_material,
+    reference_answer,
 )
-from ppo_cli.rewards.judge.reward import WORTHLESS, Entry, JudgeReward
-from ppo_cli.rewards.judge.rubric import share_of_first
+from ppo_cli.rewards.judge.reward import CANARY_REPLIES, JudgeReward, PendingScore
+from ppo_cli.rewards.judge.rubric import win_share
 from ppo_cli.rewards.judge.verdict import LONGEST_REASON
 
 Pair = tuple[int, int]
@@ -51,7 +51,7 @@ UNKNOWN = "I do not know."
 
 
 @dataclass(eq=False)
-class Contestant(Entry):
+class Contestant(PendingScore):
     """A response and the contest that it is in."""
 
     contest: Contest | None = None
@@ -88,8 +88,8 @@ class Tally:
 class CompareReward(JudgeReward):
     """Scores by comparisons; see ApiReward.compare for what is compared with what."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._listed = self._api.compare == "list"
         self._arrived: list[Contestant] = []
         self._earlier: dict[str, dict[str, str]] = {"train": {}, "val": {}}
@@ -104,7 +104,7 @@ class CompareReward(JudgeReward):
         if self._canaries.due:
             self._canaries.due = False
             good = rollout.prompt.ground_truth or rollout.answer
-            for text in WORTHLESS:
+            for text in CANARY_REPLIES:
                 question = self._request(rollout.prompt, (text, as_text(good)))
                 self._loop.submit(self._canaries.ask(question))
         return entry.future
@@ -116,19 +116,21 @@ class CompareReward(JudgeReward):
         for entry in sorted(arrived, key=lambda entry: entry.rollout.sample):
             by_prompt[entry.rollout.prompt.uid].append(entry)
         for entries in by_prompt.values():
-            asked = self._loop.submit(self._begin(entries, self._reference(entries[0], kind)))
+            judging = self._loop.submit(self._begin(entries, self._reference(entries[0], kind)))
             for entry in entries:
-                self._round.add(entry, asked)
+                self._round.add(entry, judging)
         super().end_round(kind)
 
     def prompts_for_reference(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """All that it does not have, when it compares with the starting model."""
-        known = self._earlier["train"]
-        return [p for p in prompts if p.uid not in known] if self._api.compare == "base" else ()
+        base_texts = self._earlier["train"]
+        return (
+            [p for p in prompts if p.uid not in base_texts] if self._api.compare == "base" else ()
+        )
 
     def set_references(self, rollouts: Sequence[Rollout]) -> None:
         """Keep what responses are compared with."""
-        self._earlier["train"] |= {r.prompt.uid: self._seen(r) for r in rollouts}
+        self._earlier["train"] |= {r.prompt.uid: self._visible_text(r) for r in rollouts}
 
     def state_dict(self) -> dict[str, Any]:
         """The first responses of the run, which later ones are compared with."""
@@ -138,11 +140,11 @@ class CompareReward(JudgeReward):
         """Take back what `state_dict` gave."""
         self._earlier = {split: dict(state.get(split, {})) for split in self._earlier}
 
-    def _reference(self, entry: Entry, kind: RoundKind = "train") -> str | None:
+    def _reference(self, entry: PendingScore, kind: RoundKind = "train") -> str | None:
         """What the responses to a prompt are compared with; None: with each other."""
-        prompt, text = entry.rollout.prompt, self._seen(entry.rollout)
+        prompt, text = entry.rollout.prompt, self._visible_text(entry.rollout)
         if not self._api.of_the_run:
-            return reference_of(self._api, material_of(prompt, ""))
+            return reference_answer(self._api, build_material(prompt, ""))
         if kind == "validation":
             return self._earlier["val"].setdefault(prompt.uid, text)
         return None if self._api.within_group else self._earlier["train"][prompt.uid]
@@ -154,7 +156,7 @@ class CompareReward(JudgeReward):
         return self._request(prompt, (response, UNKNOWN), vote)
 
     def _request(self, prompt: Prompt, texts: Sequence[str], vote: int = 0) -> Question:
-        return self.template.question(material_of(prompt, *texts), self._api, vote=vote)
+        return self.template.question(build_material(prompt, *texts), self._api, vote=vote)
 
     async def _begin(
         self, entries: Sequence[Contestant], reference: str | None, *, fresh: bool = False
@@ -163,43 +165,45 @@ class CompareReward(JudgeReward):
         prompt = entries[0].rollout.prompt
         nodes: dict[str, int] = {}
         for entry in entries:
-            text = self._seen(entry.rollout)
-            empty = self._worthless(entry.rollout, text)
+            text = self._visible_text(entry.rollout)
+            empty = self._gate_reason(entry.rollout, text)
             if empty:
                 self._report.gated += 1
                 entry.future.set_result(gated_score(empty, self.template.scale))
             else:
                 entry.node = nodes.setdefault(text, len(nodes))
-        there = [entry for entry in entries if entry.open]
-        if not there:
+        contestants = [entry for entry in entries if entry.open]
+        if not contestants:
             return
-        sizes = [sum(entry.node == node for entry in there) for node in nodes.values()]
+        sizes = [sum(entry.node == node for entry in contestants) for node in nodes.values()]
         if reference is None:
             requests = self._requests(prompt, len(nodes))
         else:
             rivals = [(node, len(nodes)) for text, node in nodes.items() if text != reference]
-            requests = self._both_ways(rivals)
+            requests = self._in_both_orders(rivals)
         contest = Contest(
-            prompt, there, len(entries) - len(there),
+            prompt, contestants, len(entries) - len(contestants),
             [*nodes] if reference is None else [*nodes, reference], sizes, reference is not None,
             requests, fresh,
         )  # fmt: skip
-        for entry in there:
+        for entry in contestants:
             entry.contest = contest
-        await self._judge(there[0])
+        await self._judge(contestants[0])
 
     def _requests(self, prompt: Prompt, count: int) -> list[Request]:
         """Who is shown in which order: pairs both ways, or a list and its reverse."""
-        votes, most = self._api.votes, self._api.compare_calls
+        votes, max_calls = self._api.votes, self._api.compare_calls
         if not self._listed:
-            return self._both_ways(pairs_of(count, most and most // (2 * votes), prompt.uid))
-        order, found = list(range(count)), list[Request]()
+            return self._in_both_orders(
+                draw_pairs(count, max_calls and max_calls // (2 * votes), prompt.uid)
+            )
+        order, requests = list(range(count)), list[Request]()
         for vote in range(votes if count > 1 else 0):
             random.Random(f"{prompt.uid}/{vote}").shuffle(order)
-            found += [(tuple(order), vote), (tuple(reversed(order)), vote)]
-        return found
+            requests += [(tuple(order), vote), (tuple(reversed(order)), vote)]
+        return requests
 
-    def _both_ways(self, pairs: Sequence[Pair]) -> list[Request]:
+    def _in_both_orders(self, pairs: Sequence[Pair]) -> list[Request]:
         return [
             (shown, vote)
             for vote in range(self._api.votes)
@@ -207,7 +211,7 @@ class CompareReward(JudgeReward):
             for shown in ((a, b), (b, a))
         ]
 
-    async def _judge(self, entry: Entry) -> None:
+    async def _judge(self, entry: PendingScore) -> None:
         """Ask for the verdicts that a response's contest still lacks; its rivals wait along."""
         contest = entry.contest if isinstance(entry, Contestant) else None
         assert contest is not None
@@ -222,7 +226,7 @@ class CompareReward(JudgeReward):
             if not isinstance(contest.answers.get((shown, vote)), Verdict)
         }
         answers = await asyncio.gather(
-            *(self._client.ask(one, fresh=contest.fresh) for one in questions.values()),
+            *(self._client.ask(question, fresh=contest.fresh) for question in questions.values()),
             return_exceptions=True,
         )
         contest.answers |= zip(questions, answers, strict=True)
@@ -254,14 +258,14 @@ class CompareReward(JudgeReward):
         """Give each response its score, or the error that it has none for."""
         tally = self._tallies[contest] = self._tally(contest)
         values = _by_reference if contest.reference else _by_strength
-        found = values(contest, tally)
+        scores = values(contest, tally)
         for entry in contest.entries:
-            value, strength = found.get(entry.node, (None, None))
+            value, strength = scores.get(entry.node, (None, None))
             if value is None:
-                entry.error, entry.score = _lacking(contest, tally, entry.node), None
+                entry.error, entry.score = _explain_missing_score(contest, tally, entry.node), None
                 continue
             fresh = entry.score is None
-            entry.error, entry.score = None, _told(contest, tally, entry, value, strength)
+            entry.error, entry.score = None, _build_score(contest, tally, entry, value, strength)
             if fresh:
                 self._report.note(entry.rollout, entry.score)
         if all(entry.score is not None for entry in contest.entries):
@@ -277,10 +281,10 @@ class CompareReward(JudgeReward):
                 for (shown, v), answer in contest.answers.items()
                 if v == vote and isinstance(answer, Verdict)
             }
-            asked = {(min(a, b), max(a, b)) for shown, v in contest.requests if v == vote
+            pairs = {(min(a, b), max(a, b)) for shown, v in contest.requests if v == vote
                      for a, b in combinations(shown, 2)}  # fmt: skip
-            results = outcomes(places)
-            tally.failed += len(asked - results.keys())
+            results = pair_outcomes(places)
+            tally.failed += len(pairs - results.keys())
             for (a, b), won in results.items():
                 if won is None:
                     tally.followed += 1
@@ -311,7 +315,7 @@ class CompareReward(JudgeReward):
         if compared + followed + failed:
             metrics["judge/failed_pairs"] = failed / (compared + followed + failed)
         met = [entry for contest, _ in tallies if contest.reference for entry in contest.entries]
-        won = [one.score.value for one in met if one.score and one.score.value is not None]
+        won = [entry.score.value for entry in met if entry.score and entry.score.value is not None]
         return metrics | ({"judge/win_rate": fmean(won)} if won else {})
 
 
@@ -323,7 +327,7 @@ def _by_strength(contest: Contest, tally: Tally) -> Found:
 
     Equal responses tie, and one without content always loses.
     """
-    nodes = linked(tally.wins + tally.wins.T > 0, contest.sizes)
+    nodes = largest_linked_group(tally.wins + tally.wins.T > 0, contest.sizes)
     sizes = np.array([contest.sizes[k] for k in nodes])
     rivals = sizes.sum() + contest.gated - 1
     if not nodes or rivals < 1:
@@ -336,37 +340,37 @@ def _by_strength(contest: Contest, tally: Tally) -> Found:
 def _by_reference(contest: Contest, tally: Tally) -> Found:
     """The share of its comparisons with the reference that a text won."""
     last = len(contest.texts) - 1
-    found: Found = {}
+    scores: Found = {}
     for node in range(last):
         won, met = tally.wins[node, last], tally.wins[node, last] + tally.wins[last, node]
         if contest.texts[node] == contest.texts[last]:
-            found[node] = (0.5, None)
+            scores[node] = (0.5, None)
         elif met:
-            found[node] = (float(won / met), None)
-    return found
+            scores[node] = (float(won / met), None)
+    return scores
 
 
-def _lacking(contest: Contest, tally: Tally, node: int) -> JudgeError:
+def _explain_missing_score(contest: Contest, tally: Tally, node: int) -> JudgeError:
     """Why a response has no score: a failed call, or verdicts that follow the place."""
-    own = [answer for (shown, _), answer in contest.answers.items() if node in shown]
-    if (error := sort_out(own)[1]) is not None:
+    node_answers = [answer for (shown, _), answer in contest.answers.items() if node in shown]
+    if (error := sort_out(node_answers)[1]) is not None:
         return error
-    if not own:
+    if not node_answers:
         return JudgeError(Failure.REFUSED, "alone", "there is no response to compare it with")
-    told = (
+    message = (
         f"{tally.followed} of {tally.followed + tally.compared} comparisons follow the place in "
         "which the responses were shown, so that too few are left"
     )
-    reply = next((answer.text for answer in own if isinstance(answer, Verdict)), "")
-    return JudgeError(Failure.UNPARSED, "place", told, reply=reply)
+    reply = next((answer.text for answer in node_answers if isinstance(answer, Verdict)), "")
+    return JudgeError(Failure.UNPARSED, "place", message, reply=reply)
 
 
-def _told(
+def _build_score(
     contest: Contest, tally: Tally, entry: Contestant, value: float, strength: float | None
 ) -> Score:
     """A score with what people want to know: wins, strength, the judge's words."""
     verdicts = [answer for answer in contest.answers.values() if isinstance(answer, Verdict)]
-    own = [(shown, answer) for (shown, _), answer in contest.answers.items()
+    node_verdicts = [(shown, answer) for (shown, _), answer in contest.answers.items()
            if entry.node in shown and isinstance(answer, Verdict)]  # fmt: skip
     usage, share = sum((v.usage for v in verdicts), Usage()), len(contest.entries)
     info: dict[str, Any] = {
@@ -382,35 +386,35 @@ def _told(
     names = dict.fromkeys(range(len(contest.texts)), "the reference")
     for other in reversed(contest.entries):
         names[other.node] = f"sample {other.rollout.sample}"
-    said = []
-    for shown, verdict in own:
+    lines = []
+    for shown, verdict in node_verdicts:
         order = ", ".join(
             f"R{i} {'this one' if k == entry.node else names[k]}" for i, k in enumerate(shown, 1)
         )
         places = verdict.info["places"]
         mine = places[shown.index(entry.node)]
-        won = share_of_first([mine, *(p for k, p in zip(shown, places, strict=True)
+        won = win_share([mine, *(p for k, p in zip(shown, places, strict=True)
                                       if k != entry.node)])  # fmt: skip
         head = {1.0: "won", 0.0: "lost"}.get(won, "tied" if len(shown) == 2 else f"place {mine}")
-        said.append(f"{head} ({order}): {verdict.reason}".rstrip(": "))
+        lines.append(f"{head} ({order}): {verdict.reason}".rstrip(": "))
     parts = {"judge": Part(raw=value, scaled=value)}
     return Score(
-        value, reason="\n".join(said)[:LONGEST_REASON], parts=parts, info=info,
-        reply=own[0][1].text if own else "",
+        value, reason="\n".join(lines)[:LONGEST_REASON], parts=parts, info=info,
+        reply=node_verdicts[0][1].text if node_verdicts else "",
     )  # fmt: skip
 
 
 # --- strengths ------------------------------------------------------------------------------------
 
 
-def pairs_of(count: int, most: int | None, seed: str) -> list[Pair]:
+def draw_pairs(count: int, max_pairs: int | None, seed: str) -> list[Pair]:
     """Which of `count` responses meet: all pairs, or at most so many, drawn by a seed.
 
     The responses stand on a circle in random order; those next to each other meet first, then
-    those of the other distances in random order. So all are linked from count - 1 pairs on, and
-    the numbers of their comparisons differ by two at most.
+    those of the other distances in random order. So count - 1 pairs link all of them, and the
+    numbers of their comparisons differ by at most two.
     """
-    if most is None or most >= count * (count - 1) // 2:
+    if max_pairs is None or max_pairs >= count * (count - 1) // 2:
         return list(combinations(range(count), 2))
     dice = random.Random(seed)
     circle, steps = list(range(count)), list(range(2, count // 2 + 1))
@@ -418,18 +422,18 @@ def pairs_of(count: int, most: int | None, seed: str) -> list[Pair]:
     dice.shuffle(steps)
     rings = [(i, (i + step) % count, step) for step in (1, *steps) for i in range(count)]
     met = {tuple(sorted((circle[i], circle[k]))): None for i, k, _ in rings}
-    return [(a, b) for a, b in list(met)[:most]]
+    return [(a, b) for a, b in list(met)[:max_pairs]]
 
 
-def calls_for(count: int, most: int | None, *, listed: bool) -> int:
+def calls_per_prompt(count: int, max_pairs: int | None, *, listed: bool) -> int:
     """How many calls the responses to one prompt take, for one vote."""
     if listed:
         return 2 if count > 1 else 0
     pairs = count * (count - 1) // 2
-    return 2 * (pairs if most is None else min(pairs, most))
+    return 2 * (pairs if max_pairs is None else min(pairs, max_pairs))
 
 
-def outcomes(verdicts: Mapping[tuple[int, ...], Sequence[int]]) -> dict[Pair, float | None]:
+def pair_outcomes(verdicts: Mapping[tuple[int, ...], Sequence[int]]) -> dict[Pair, float | None]:
     """What the lower-numbered response of each pair won: 0 to 1, a tie is 0.5.
 
     `verdicts` has the places that were given to responses in the order in which they were shown.
@@ -439,28 +443,28 @@ def outcomes(verdicts: Mapping[tuple[int, ...], Sequence[int]]) -> dict[Pair, fl
     seen: dict[Pair, float] = {}
     for shown, places in verdicts.items():
         for (a, place), (b, other) in combinations(zip(shown, places, strict=True), 2):
-            seen[a, b] = share_of_first((place, other))
-    found: dict[Pair, float | None] = {}
+            seen[a, b] = win_share((place, other))
+    results: dict[Pair, float | None] = {}
     for (a, b), won in seen.items():
         if a < b and (b, a) in seen:
-            again = seen[b, a]
-            found[a, b] = None if won == again != 0.5 else (won + 1 - again) / 2
-    return found
+            reverse = seen[b, a]
+            results[a, b] = None if won == reverse != 0.5 else (won + 1 - reverse) / 2
+    return results
 
 
-def linked(met: NDArray[np.bool_], sizes: Sequence[int]) -> list[int]:
+def largest_linked_group(met: NDArray[np.bool_], sizes: Sequence[int]) -> list[int]:
     """The largest set of responses that comparisons link, if more than half of all are in it.
 
     Strengths of responses that nothing links cannot be compared. `sizes` counts equal responses.
     """
-    left, best = set(range(len(sizes))), list[int]()
-    while left:
-        reached, edge = set[int](), [min(left)]
+    unvisited, best = set(range(len(sizes))), list[int]()
+    while unvisited:
+        reached, edge = set[int](), [min(unvisited)]
         while edge:
-            one = edge.pop()
-            reached.add(one)
-            edge += [k for k in left - reached if met[one, k]]
-        left -= reached
+            node = edge.pop()
+            reached.add(node)
+            edge += [k for k in unvisited - reached if met[node, k]]
+        unvisited -= reached
         best = max(best, sorted(reached), key=lambda nodes: sum(sizes[k] for k in nodes))
     return best if 2 * sum(sizes[k] for k in best) > sum(sizes) else []
 

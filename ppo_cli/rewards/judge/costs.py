@@ -36,7 +36,7 @@ from ppo_cli.rewards.judge.calls import (
     quick_worst_case,
     worst_case,
 )
-from ppo_cli.rewards.judge.prices import Price, find_price, near_models
+from ppo_cli.rewards.judge.prices import Price, find_price, model_hint
 from ppo_cli.spending import IN_FLIGHT, UPPER_BOUND, all_calls, in_flight_file
 
 logger = logging.getLogger(__name__)
@@ -50,39 +50,39 @@ _MOST_EXCESS, _MOST_EXCESS_TOKENS = 1.01, 8
 
 
 @dataclass(frozen=True)
-class Spent:
+class Spending:
     """Calls that were made, the tokens they were billed for, and US dollars."""
 
     calls: int = 0
     usage: Usage = field(default_factory=Usage)
     usd: float = 0.0
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(self.calls + other.calls, self.usage + other.usage, self.usd + other.usd)
+    def __add__(self, other: Spending) -> Spending:
+        return Spending(self.calls + other.calls, self.usage + other.usage, self.usd + other.usd)
 
 
 @dataclass(eq=False)
-class Guest:
+class SharedLedger:
     """Another model's calls on the same budget, at their own price."""
 
     ledger: Ledger
     price: Price | None
     provider: str
     model: str
-    spent: Spent = field(default_factory=Spent)
+    spent: Spending = field(default_factory=Spending)
 
     async def reserve(self, question: Question) -> Reservation:
         """Set aside the worst case of one call; see `Ledger.reserve`."""
-        return await self.ledger.reserve(question, guest=self)
+        return await self.ledger.reserve(question, shared=self)
 
-    def check_limit_kept(self) -> None:
-        """Raise UnlimitedCost as `Ledger.check_limit_kept` does."""
-        self.ledger.check_limit_kept(self)
+    def check_output_limit(self) -> None:
+        """Raise UnlimitedCost as `Ledger.check_output_limit` does."""
+        self.ledger.check_output_limit(self)
 
-    def take(self) -> Spent:
+    def take(self) -> Spending:
         """Return what this model was booked for since the last call of this method."""
-        taken, self.spent = self.spent, Spent()
-        return taken
+        spent, self.spent = self.spent, Spending()
+        return spent
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class Reservation:
     ledger: Ledger
     usage: Usage
     usd: float
-    guest: Guest | None = None
+    shared: SharedLedger | None = None
     day: str = ""  # whose budget holds it
     id: str = ""
     input_ratio: float = 1.0  # of the tokens that are reserved to those estimated
@@ -109,7 +109,7 @@ class Reservation:
     @property
     def model(self) -> dict[str, str]:
         """Provider and model of the call, as its lines name them."""
-        who = self.guest or self.ledger
+        who = self.shared or self.ledger
         return {"provider": who.provider, "model": who.model}
 
 
@@ -178,7 +178,7 @@ class Ledger:
     ) -> None:
         most = budget_day.most_usd if budget_usd is None and budget_day else budget_usd
         if most is not None and price is None:
-            near = near_models(provider, model) if provider and model else ""
+            near = model_hint(provider, model) if provider and model else ""
             raise RewardError(
                 f"A budget of ${most:.2f} needs the price of the judge's model"
                 f"{f' {model}' if model else ''}, which is not known.{near} Give it with "
@@ -190,10 +190,10 @@ class Ledger:
         self.budget_tokens = budget_tokens
         self.budget_day = budget_day
         self.provider, self.model = provider, model
-        self.total = Spent()  # everything booked, by earlier runs in the same file too
-        self.unreported = Spent()  # the part of it that is an upper bound
-        self.found_in_flight = Spent()  # the part of it that was in flight when a run was killed
-        self._new = Spent()
+        self.total = Spending()  # everything booked, by earlier runs in the same file too
+        self.unreported = Spending()  # the part of it that is an upper bound
+        self.interrupted = Spending()  # the part of it that was in flight when a run was killed
+        self._new = Spending()
         # By model: its tokenizer may make more tokens of a text than is estimated.
         self._input_ratios: dict[str, float] = {}
         self._too_long: dict[str, Usage] = {}
@@ -213,50 +213,52 @@ class Ledger:
     @property
     def reserved_usd(self) -> float:
         """What calls under way may still cost at most."""
-        return math.fsum(held.usd for held in self._open)
+        return math.fsum(call.usd for call in self._open)
 
     @property
     def reserved_tokens(self) -> int:
         """How many tokens calls under way may still use at most."""
-        return sum(held.tokens for held in self._open)
+        return sum(call.tokens for call in self._open)
 
-    def take(self) -> Spent:
+    def take(self) -> Spending:
         """Return what was booked since the last call of this method."""
         with self._lock:
-            taken, self._new = self._new, Spent()
-        return taken
+            spent, self._new = self._new, Spending()
+        return spent
 
-    async def reserve(self, question: Question, *, guest: Guest | None = None) -> Reservation:
+    async def reserve(
+        self, question: Question, *, shared: SharedLedger | None = None
+    ) -> Reservation:
         """Set aside the worst case of one call, waiting while others may settle lower.
 
         Raises Interrupted when the call can no longer fit into the budget, UnlimitedCost when
         the model writes more than it may.
         """
-        held = Reservation(self, Usage(), 0.0, guest)
+        reservation = Reservation(self, Usage(), 0.0, shared)
         day = self.budget_day
         while True:
-            self.check_limit_kept(guest)
-            self._set_worst_case(held, question)
-            if (fits := self._fits(held)) and (day is None or day.take(held)):
+            self.check_output_limit(shared)
+            self._set_worst_case(reservation, question)
+            if (fits := self._fits(reservation)) and (day is None or day.take(reservation)):
                 break
-            if not self._fits(held, alone=True) or (fits and not self._open):
-                raise self._used_up(held)
+            if not self._fits(reservation, alone=True) or (fits and not self._open):
+                raise self._used_up(reservation)
             await self._settled.wait()
         self._number += 1
-        held.id = f"{self._session}-{self._number}"
-        self._open.add(held)
+        reservation.id = f"{self._session}-{self._number}"
+        self._open.add(reservation)
         with self._lock:
-            if not self._write_in_flight([held]) and self.has_budget:
-                self._open.discard(held)
+            if not self._write_in_flight([reservation]) and self.has_budget:
+                self._open.discard(reservation)
                 raise Interrupted(
                     f"The judge's ledger {self._path} cannot be written, so the call was not sent: "
                     "after a kill it would not count. Make room or permit it, then resume."
                 )
-        return held
+        return reservation
 
-    def check_limit_kept(self, guest: Guest | None = None) -> None:
+    def check_output_limit(self, shared: SharedLedger | None = None) -> None:
         """Raise UnlimitedCost where the model has written more tokens than it was allowed."""
-        who = guest or self
+        who = shared or self
         if self.has_budget and (usage := self._too_long.get(who.model)) is not None:
             raise UnlimitedCost(
                 f"The judge {who.model} does not keep to the limit on the tokens of an answer: it "
@@ -265,13 +267,13 @@ class Ledger:
                 "--rm_base_url, or go without a budget."
             )
 
-    def _set_worst_case(self, held: Reservation, question: Question) -> None:
+    def _set_worst_case(self, reservation: Reservation, question: Question) -> None:
         """Set what a call may take at most; measured closely where a budget depends on it."""
         worst = worst_case(question) if self.has_budget else quick_worst_case(question)
-        who = held.guest or self
-        held.input_ratio = self._input_ratios.get(who.model, 1.0)
-        held.usage = Usage(math.ceil(held.input_ratio * worst.input), worst.output)
-        held.usd = who.price.cost(held.usage) if who.price else 0.0
+        who = reservation.shared or self
+        reservation.input_ratio = self._input_ratios.get(who.model, 1.0)
+        reservation.usage = Usage(math.ceil(reservation.input_ratio * worst.input), worst.output)
+        reservation.usd = who.price.cost(reservation.usage) if who.price else 0.0
 
     def attach(self, path: Path) -> None:
         """Write each settled call to this file; what it already holds counts as spent."""
@@ -327,46 +329,51 @@ class Ledger:
         )
 
     def settle(
-        self, held: Reservation, usage: Usage, outcome: str, latency_s: float, note: str
+        self, reservation: Reservation, usage: Usage, outcome: str, latency_s: float, note: str
     ) -> float:
         """Book a call and let those that wait look at the budget again; see `Reservation`."""
-        if held not in self._open:
+        if reservation not in self._open:
             return 0.0
-        self._open.discard(held)
+        self._open.discard(reservation)
         self._settled.set()  # wakes them when this has run to its end
         self._settled = asyncio.Event()
-        guest = held.guest
-        price = (guest or self).price
+        shared = reservation.shared
+        price = (shared or self).price
         usd = price.cost(usage) if price else 0.0
-        self._compare(held, usage)
+        self._compare(reservation, usage)
         line = (
             {"time": round(time.time(), 3)}
-            | held.model
-            | {"id": held.id, "outcome": outcome, "input": usage.input, "output": usage.output}
+            | reservation.model
+            | {
+                "id": reservation.id,
+                "outcome": outcome,
+                "input": usage.input,
+                "output": usage.output,
+            }
             | {"cached_input": usage.cached_input, "usd": usd, "latency_s": round(latency_s, 4)}
             | ({"note": note} if note else {})
         )
-        if (ratio := self._input_ratios[held.model["model"]]) > 1.0:
+        if (ratio := self._input_ratios[reservation.model["model"]]) > 1.0:
             line["input_ratio"] = ratio
         with self._lock:
-            spent = Spent(1, usage, usd)
+            spent = Spending(1, usage, usd)
             self.total, self._new = self.total + spent, self._new + spent
             if note == UPPER_BOUND:
                 self.unreported = self.unreported + spent
-            if guest:
-                guest.spent = guest.spent + spent
+            if shared:
+                shared.spent = shared.spent + spent
             self._unwritten.append(json.dumps(line))
             self._write()
         if self.budget_day is not None:  # last: its file may fail
-            self.budget_day.settle(held, usd)
+            self.budget_day.settle(reservation, usd)
         return usd
 
-    def _compare(self, held: Reservation, usage: Usage) -> None:
+    def _compare(self, reservation: Reservation, usage: Usage) -> None:
         """Learn from a call that took more than was reserved for it."""
-        model = (held.guest or self).model
-        ratio = held.input_ratio * usage.input / held.usage.input
+        model = (reservation.shared or self).model
+        ratio = reservation.input_ratio * usage.input / reservation.usage.input
         self._input_ratios[model] = max(ratio, self._input_ratios.get(model, 1.0))
-        if usage.output > _MOST_EXCESS * held.usage.output + _MOST_EXCESS_TOKENS:
+        if usage.output > _MOST_EXCESS * reservation.usage.output + _MOST_EXCESS_TOKENS:
             self._too_long[model] = usage
 
     def _open_file(self, path: Path) -> None:
@@ -377,14 +384,14 @@ class Ledger:
         for call in all_calls(sent, over):
             with suppress(ValueError, KeyError, TypeError):
                 read, written, cached = (int(call[n]) for n in ("input", "output", "cached_input"))
-                spent = Spent(1, Usage(read, written, cached), float(call["usd"]))
+                spent = Spending(1, Usage(read, written, cached), float(call["usd"]))
                 self.total = self.total + spent
                 if call.get("note") == UPPER_BOUND:
                     self.unreported = self.unreported + spent
                 model, ratio = str(call.get("model")), float(call.get("input_ratio", 1.0))
                 self._input_ratios[model] = max(ratio, self._input_ratios.get(model, 1.0))
                 if call["outcome"] == IN_FLIGHT:
-                    self.found_in_flight = self.found_in_flight + spent
+                    self.interrupted = self.interrupted + spent
                     ends.append(json.dumps(call | {"outcome": "killed"}))
         torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         with path.open("a", encoding="utf-8") as file:
@@ -398,11 +405,11 @@ class Ledger:
         """Append calls that are about to be sent; whether they are in the file."""
         lines = [
             {"time": round(time.time(), 3)}
-            | held.model
-            | {"id": held.id, "outcome": IN_FLIGHT, "input": held.usage.input}
-            | {"output": held.usage.output, "cached_input": 0, "usd": held.usd}
+            | call.model
+            | {"id": call.id, "outcome": IN_FLIGHT, "input": call.usage.input}
+            | {"output": call.usage.output, "cached_input": 0, "usd": call.usd}
             | {"note": UPPER_BOUND}
-            for held in calls
+            for call in calls
         ]
         if self._path is None:
             return True
@@ -436,7 +443,7 @@ class Ledger:
         return True
 
 
-def ledger_of(api: ApiReward, environ: Mapping[str, str]) -> Ledger:
+def build_ledger(api: ApiReward, environ: Mapping[str, str]) -> Ledger:
     """A judge's ledger; RewardError where it has a budget in dollars and no known price."""
     return Ledger(
         find_price(api),
@@ -448,15 +455,15 @@ def ledger_of(api: ApiReward, environ: Mapping[str, str]) -> Ledger:
     )
 
 
-def guest_of(ledger: Ledger, judge: ApiReward) -> Guest:
+def share_ledger(ledger: Ledger, judge: ApiReward) -> SharedLedger:
     """Another judge's calls on a ledger; RewardError as above."""
     price, model = find_price(judge), (judge.model or "").strip()
     if price is None and judge.counts_dollars:
         raise RewardError(
             f"A budget in dollars needs the price of the monitoring judge's model {model}, which "
-            f"is not known.{near_models(judge.type, model)} Give it in a file with --rm_prices."
+            f"is not known.{model_hint(judge.type, model)} Give it in a file with --rm_prices."
         )
-    return Guest(ledger, price, judge.type, model)
+    return SharedLedger(ledger, price, judge.type, model)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
 def _comparison(api: ApiReward, right_place: int) -> FormatCheck:
     texts = ["7", "7"] if api.compare != "list" else ["7", "7", "7"]
     texts[right_place] = "4"
-    material = Material(_SUM, texts[0], rivals=tuple(texts))
+    material = Material(_SUM, texts[0], compared=tuple(texts))
     question = load_preset(COMPARE).question(material, api)
     if right_place == 0:
         return FormatCheck(question, {}, 1.0, 1.0)

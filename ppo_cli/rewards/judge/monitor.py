@@ -22,7 +22,7 @@ from ppo_cli.rewards.base import LabelledRollouts, Tell
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale, UnlimitedCost
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
-from ppo_cli.rewards.judge.costs import Ledger, guest_of
+from ppo_cli.rewards.judge.costs import Ledger, share_ledger
 from ppo_cli.rewards.judge.providers import build_provider, monitor_of
 from ppo_cli.rewards.remote.limits import Limits
 
@@ -68,7 +68,7 @@ def call_metrics(counters: Counters) -> dict[str, float]:
     errors = sum(counters.errors.values())
     unread = sum(counters.unread.values())
     replies = unread + len(counters.latencies)
-    asked = counters.cached + counters.shared + counters.verdicts
+    requests = counters.cached + counters.shared + counters.verdicts
     metrics = {
         "judge/calls": float(counters.calls),
         "judge/error_rate": errors / counters.calls if counters.calls else 0.0,
@@ -76,7 +76,7 @@ def call_metrics(counters: Counters) -> dict[str, float]:
         "judge/refusals": float(counters.refused),
         "judge/retries": float(counters.retried),
         "judge/cached": float(counters.cached + counters.shared),
-        "judge/cache_hits": (counters.cached + counters.shared) / asked if asked else 0.0,
+        "judge/cache_hits": (counters.cached + counters.shared) / requests if requests else 0.0,
         "judge/concurrency": float(counters.concurrency),
         "judge/outage_s": counters.open_seconds,
     }
@@ -131,7 +131,7 @@ class Canaries:
         return metrics
 
 
-class HeldOut:
+class LabelledCheck:
     """Responses with labels by people, which the judge reads anew, past the cache, now and then.
 
     They stay the same: where its scores change, the judge behind its name has. `first` has the
@@ -172,18 +172,18 @@ class HeldOut:
             *(self._judge(row) for row, _ in self._rows), return_exceptions=True
         )
         self._reading = False
-        known = [
+        judged = [
             (_digest(row), score, label)
             for (row, label), score in zip(self._rows, found, strict=True)
             if isinstance(score, float)
         ]
-        self._metrics = {"judge/label_failed": float(len(found) - len(known))}
-        if not known:
+        self._metrics = {"judge/label_failed": float(len(found) - len(judged))}
+        if not judged:
             return
-        for name, score, _ in known:
+        for name, score, _ in judged:
             self.first.setdefault(name, score)
-        scores, labels = [score for _, score, _ in known], [label for _, _, label in known]
-        moved = [score - self.first[name] for name, score, _ in known]
+        scores, labels = [score for _, score, _ in judged], [label for _, _, label in judged]
+        moved = [score - self.first[name] for name, score, _ in judged]
         self._metrics["judge/label_gap"] = float(np.mean(scores) - np.mean(labels))
         self._metrics["judge/label_drift"] = float(np.mean(moved))
         self._metrics["judge/label_noise"] = float(np.std(moved) / math.sqrt(len(moved)))
@@ -202,7 +202,7 @@ def _digest(row: Rollout) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-NOT_YET = {"monitor": None, "monitor_gap": None}  # what a rollout has of a second judge
+MONITOR_PENDING = {"monitor": None, "monitor_gap": None}  # what a rollout has of a second judge
 
 
 class Monitor:
@@ -221,7 +221,7 @@ class Monitor:
         cache: VerdictCache | None,
     ) -> None:
         judge = monitor_of(api)
-        self._guest = guest_of(ledger, judge)
+        self._shared_ledger = share_ledger(ledger, judge)
         self._required, self._share = api.monitor.required, api.monitor.share
         self._patience = 2 * limits.timeout
         self._watching: set[asyncio.Task[None]] = set()
@@ -237,7 +237,7 @@ class Monitor:
             return
         # It never gives up for good, and its callers wait no longer than `watch` allows.
         limits = replace(limits, concurrency=min(8, limits.concurrency), outage_wait=math.inf)
-        self._client = JudgeClient(provider, limits=limits, ledger=self._guest, cache=cache)
+        self._client = JudgeClient(provider, limits=limits, ledger=self._shared_ledger, cache=cache)
 
     def wants(self, rollout: Rollout) -> bool:
         """Choose the share by a hash, so that the same responses are read in every run."""
@@ -268,12 +268,12 @@ class Monitor:
     def begin(self, question: Question, value: float, info: dict[str, Any]) -> None:
         """Have the second judge read what the first has scored; nobody waits for it.
 
-        Its verdict goes into `info`, which holds the keys of NOT_YET by then: the file of the
-        rollouts may be written at any time.
+        Its verdict goes into `info`, which has the keys of MONITOR_PENDING already: the rollout
+        file may be written at any time.
         """
         assert self._client is not None, "without one no response is wanted"
-        asked = self._watch(self._client, question, value, info)
-        task = asyncio.get_running_loop().create_task(asked)
+        watching = self._watch(self._client, question, value, info)
+        task = asyncio.get_running_loop().create_task(watching)
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)
 
@@ -295,7 +295,7 @@ class Monitor:
         pairs, failed = self._pairs, self._failed
         self._pairs, self._failed = [], 0
         metrics = {"judge/monitor_failed": float(failed)} if failed else {}
-        spent = self._guest.take()
+        spent = self._shared_ledger.take()
         if spent.calls:
             metrics["judge/monitor_cost_usd"] = spent.usd
         if pairs:

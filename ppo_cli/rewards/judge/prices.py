@@ -23,7 +23,7 @@ from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward, JudgeType
 from ppo_cli.errors import did_you_mean
 from ppo_cli.rewards.judge.calls import Usage
-from ppo_cli.rewards.judge.written import FromFile, read_file
+from ppo_cli.rewards.judge.written import FileModel, read_file
 
 BUNDLED = Path(__file__).with_name("prices.yaml")
 _VERSION = re.compile(r"-(?:20\d\d-?\d\d-?\d\d|latest)$")
@@ -56,7 +56,7 @@ def find_price(api: ApiReward) -> Price | None:
     for file in _files(api):
         if (price := _from_file(file, api)) is not None:
             return price
-    if (listed := second_list(api)) is not None and listed.price is not None:
+    if (listed := look_up_model(api)) is not None and listed.price is not None:
         return listed.price
     if api.type == "local":
         return Price(0.0, 0.0, None, "the run's own judge")
@@ -98,8 +98,8 @@ def _from_file(file: Path, api: ApiReward) -> Price | None:
     for name in (api.model, plain, _VERSION.sub("", plain)):
         fitting = [pattern for pattern in table if fnmatch.fnmatchcase(name, pattern)]
         if fitting:
-            found = table[max(fitting, key=lambda pattern: _specificity(pattern, name))]
-            return Price(found.input, found.output, found.cached_input, source)
+            amounts = table[max(fitting, key=lambda pattern: _specificity(pattern, name))]
+            return Price(amounts.input, amounts.output, amounts.cached_input, source)
     return None
 
 
@@ -111,7 +111,7 @@ def _specificity(pattern: str, name: str) -> tuple[bool, int, int]:
 Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class _Amounts(FromFile):
+class _Amounts(FileModel):
     input: Dollars
     output: Dollars
     cached_input: Dollars | None = None
@@ -123,7 +123,7 @@ class _Amounts(FromFile):
         return self
 
 
-class PriceFile(FromFile):
+class PriceFile(FileModel):
     """Prices by provider and model (or pattern), and the share of them that batches cost."""
 
     prices: dict[JudgeType, dict[str, _Amounts]]
@@ -148,7 +148,7 @@ class Listed:
     context: int | None
 
 
-def second_list(api: ApiReward) -> Listed | None:
+def look_up_model(api: ApiReward) -> Listed | None:
     """What genai-prices has of a judge's model; None without the package or the model.
 
     Behind an address of one's own a model is looked for at the provider that has the address.
@@ -157,14 +157,14 @@ def second_list(api: ApiReward) -> Listed | None:
     if provider is None or api.model is None:
         return None
     names = dict.fromkeys((api.model, api.model.rsplit("/", 1)[-1]))
-    found = [provider.find_model(name, all_providers=every) for name in names]
-    model = next((one for one in found if one is not None), None)
+    models = [provider.find_model(name, all_providers=every) for name in names]
+    model = next((one for one in models if one is not None), None)
     return None if model is None else Listed(_list_price(model), model.context_window)
 
 
 def disagreement(api: ApiReward) -> str:
     """Say that the bundled list and genai-prices differ about a model; empty where they do not."""
-    ours, listed = _from_file(BUNDLED, api), second_list(api)
+    ours, listed = _from_file(BUNDLED, api), look_up_model(api)
     theirs = None if listed is None else listed.price
     if ours is None or theirs is None or (ours.input, ours.output) == (theirs.input, theirs.output):
         return ""
@@ -174,15 +174,15 @@ def disagreement(api: ApiReward) -> str:
     )
 
 
-def near_models(kind: str, model: str) -> str:
+def model_hint(kind: str, model: str) -> str:
     """Return ` Did you mean 'x'?` for a name that no list knows; empty where one knows it."""
     api = ApiReward(type=kind, model=model)
-    if _from_file(BUNDLED, api) is not None or second_list(api) is not None:
+    if _from_file(BUNDLED, api) is not None or look_up_model(api) is not None:
         return ""
     provider, _ = _shelf(kind, None)
     listed = read_prices(BUNDLED).prices.get(api.type, {})
     names = [name for name in listed if not re.search(r"[*?[]", name)]
-    names += [one.id for one in provider.models] if provider else []
+    names += [model.id for model in provider.models] if provider else []
     return did_you_mean(model.rsplit("/", 1)[-1], dict.fromkeys([JUDGES[kind].example, *names]))
 
 
@@ -193,11 +193,11 @@ def _shelf(kind: str, base_url: str | None) -> tuple[Any, list[Any]]:
     from genai_prices.data_snapshot import get_snapshot
 
     lists = get_snapshot()
-    wanted = None if base_url else JUDGES[kind].listed
-    if not (base_url or wanted):
+    provider_id = None if base_url else JUDGES[kind].listed
+    if not (base_url or provider_id):
         return None, []
     try:
-        return lists.find_provider(None, wanted, base_url), lists.providers
+        return lists.find_provider(None, provider_id, base_url), lists.providers
     except LookupError:
         return None, []
 
@@ -224,8 +224,8 @@ _NOT_ONLY_TOKENS = ("requests_kcount", "output_reasoning_mtok", "output_citation
 
 def _base(amount: Any) -> float | None:
     """The first step of a price that rises with the length of the prompt, or the price."""
-    found = getattr(amount, "base", amount)
-    return None if found is None else float(found)
+    base = getattr(amount, "base", amount)
+    return None if base is None else float(base)
 
 
 def _said(price: Price) -> str:

@@ -25,14 +25,15 @@ from ppo_cli.rewards.judge.calls import Output, Question, Scale
 from ppo_cli.rewards.judge.rubric import (
     SCORING,
     SYSTEM,
-    Draft,
-    Rivals,
+    AnswerSpec,
+    Comparison,
     Rubric,
+    RubricDraft,
     read_rubric,
 )
 from ppo_cli.rewards.judge.sanitise import clean, cut_middle, neutralise
-from ppo_cli.rewards.judge.verdict import asked_for
-from ppo_cli.rewards.judge.written import FromFile, named_scale, parse_scale, read_file, read_yaml
+from ppo_cli.rewards.judge.verdict import score_format
+from ppo_cli.rewards.judge.written import FileModel, named_scale, parse_scale, read_file, read_yaml
 from ppo_cli.thoughts import strip_reasoning
 
 VARIABLES = ("prompt", "response", "ground_truth")
@@ -44,7 +45,7 @@ SPACED = re.compile(
     r"\{(?:\s+(prompt|response|ground_truth)\s*|(prompt|response|ground_truth)\s+)\}"
 )
 NO_NONCE = "0" * 16
-USUAL = ApiReward()
+DEFAULT_API = ApiReward()
 Piece = tuple[str, int, str]  # head, characters left out, tail
 TOKENS_A_CRITERION = 60  # verdict and reason
 PART_END = "\x1e"  # guard and template files drop control characters, so no text holds it
@@ -59,34 +60,34 @@ LEVELS = "Give a whole number from {low} (worst) to {high} (best). {asked}"
 
 @dataclass(frozen=True)
 class Material:
-    """The data of one judgement; of a comparison `rivals` are the responses, in their order."""
+    """The data of one judgement; `compared` has the responses of a comparison, in their order."""
 
     prompt: str
     response: str
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    rivals: tuple[str, ...] = ()
+    compared: tuple[str, ...] = ()
 
 
-def material_of(prompt: Prompt, response: str, *others: str) -> Material:
+def build_material(prompt: Prompt, response: str, *others: str) -> Material:
     """What a judge reads of a response: the question, or all turns of a conversation.
 
     With `others` the response is compared with them.
     """
-    asked = prompt.text  # a single question as it stands; several turns as a transcript
+    question = prompt.text  # a single question as it stands; several turns as a transcript
     if sum(m.get("role") != "system" for m in prompt.messages) > 1:
         turns = (f"{str(m['role']).capitalize()}: {m['content']}" for m in prompt.messages)
-        asked = "\n\n".join(turns)
+        question = "\n\n".join(turns)
     return Material(
-        prompt=_whole(asked),
-        response=_whole(response),
+        prompt=_replace_half_characters(question),
+        response=_replace_half_characters(response),
         ground_truth=prompt.ground_truth,
         extra_info=prompt.extra_info,
-        rivals=tuple(map(_whole, (response, *others))) if others else (),
+        compared=tuple(map(_replace_half_characters, (response, *others))) if others else (),
     )
 
 
-def _whole(text: str) -> str:
+def _replace_half_characters(text: str) -> str:
     """A sampler may cut a character in half; no wire takes the half."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
@@ -122,58 +123,62 @@ class Template:
     @property
     def variables(self) -> tuple[str, ...]:
         """The variables of the scoring part, each once, in order."""
-        return tuple(dict.fromkeys(name for _, name in split(self.scoring) if name))
+        return tuple(dict.fromkeys(name for _, name in split_variables(self.scoring) if name))
 
     def check(self, materials: Iterable[Material]) -> None:
         """Raise a RewardError when rows lack what the scoring part wants; responses may come."""
-        wanted = [name for name in self.variables if name not in ("prompt", "response")]
-        lacking: dict[str, list[int]] = {name: [] for name in wanted}
+        required = [name for name in self.variables if name not in ("prompt", "response")]
+        lacking: dict[str, list[int]] = {name: [] for name in required}
         total, seen = 0, set[str]()
         for total, material in enumerate(materials, start=1):
             seen.update(map(str, material.extra_info))
-            for name in wanted:
-                if _lacks(material, name):
+            for name in required:
+                if _is_missing(material, name):
                     lacking[name].append(total)
-        problems = [self._lack(name, rows, total, seen) for name, rows in lacking.items() if rows]
+        problems = [
+            self._missing_message(name, rows, total, seen) for name, rows in lacking.items() if rows
+        ]
         if problems:
             raise RewardError("\n".join(problems))
 
-    def _lack(self, name: str, rows: list[int], total: int, seen: set[str]) -> str:
+    def _missing_message(self, name: str, rows: list[int], total: int, seen: set[str]) -> str:
         """Say which variable is missing from how many rows, and what to do."""
         where = f"first in row {rows[0]}" if len(rows) < total else "all of them"
-        said = (
+        message = (
             f"The judge prompt '{self.name}' uses {{{name}}}, which {len(rows)} of {total} rows "
             f"lack ({where})."
         )
         if name == "ground_truth":
             return (
-                f"{said} Give every row a ground_truth, or choose a prompt that needs none: "
+                f"{message} Give every row a ground_truth, or choose a prompt that needs none: "
                 "--rm_prompt_preset dialogue, or --rm_scoring_prompt without {ground_truth}."
             )
         near = did_you_mean(name.removeprefix(f"{EXTRA}."), seen)
-        known = f" The rows have: {', '.join(sorted(seen)[:12])}." if seen and not near else ""
-        return f"{said}{near}{known} Give every row this value, or take it out of the prompt."
+        row_keys = f" The rows have: {', '.join(sorted(seen)[:12])}." if seen and not near else ""
+        return f"{message}{near}{row_keys} Give every row this value, or take it out of the prompt."
 
     def question(
         self,
         material: Material,
-        api: ApiReward = USUAL,
+        api: ApiReward = DEFAULT_API,
         *,
         vote: int = 0,
         nonce: str | None = None,
         rubric: Rubric | None = None,
-        draft: Draft | None = None,
+        draft: RubricDraft | None = None,
     ) -> Question:
         """Render one request as the settings have it; `nonce` is drawn by chance if not given."""
         for name in self.variables:
-            if _lacks(material, name):
-                raise RewardError(self._lack(name, [1], 1, set(map(str, material.extra_info))))
+            if _is_missing(material, name):
+                raise RewardError(
+                    self._missing_message(name, [1], 1, set(map(str, material.extra_info)))
+                )
         pieces = self._pieces(material, api.reasoning, api.max_response_chars)
-        rivals = Rivals(len(material.rivals)) if material.rivals else None
-        asks = rivals or rubric or draft
-        user = self._render(pieces, nonce or secrets.token_hex(8), asks)
-        identity = self._render(pieces, NO_NONCE, asks)
-        criteria = len(rubric.criteria) if rubric else draft.most if draft else 0
+        comparison = Comparison(len(material.compared)) if material.compared else None
+        answer_spec = comparison or rubric or draft
+        user = self._render(pieces, nonce or secrets.token_hex(8), answer_spec)
+        identity = self._render(pieces, NO_NONCE, answer_spec)
+        criteria = len(rubric.criteria) if rubric else draft.max_criteria if draft else 0
         return Question(
             system=self.system,
             user=user,
@@ -183,34 +188,40 @@ class Template:
             vote=vote,
             output=self.output,
             rubric=rubric,
-            rivals=rivals,
+            comparison=comparison,
             draft=draft,
         )
 
-    def _pieces(self, material: Material, reasoning: str, most: int) -> dict[str, list[Piece]]:
+    def _pieces(self, material: Material, reasoning: str, max_chars: int) -> dict[str, list[Piece]]:
         """Return the guarded value of each variable; {response} has one for each rival."""
-        found = {}
+        pieces = {}
         for name in self.variables:
             if name == "response":
-                texts = material.rivals or (material.response,)
-                cut = [cut_middle(readable(one, reasoning), most) for one in texts]
+                texts = material.compared or (material.response,)
+                cut = [cut_middle(visible_text(text, reasoning), max_chars) for text in texts]
             else:
-                cut = [(clean(as_text(value_of(material, name))), 0, "")]
-            found[name] = [(neutralise(head), out, neutralise(tail)) for head, out, tail in cut]
-        return found
+                cut = [(clean(as_text(variable_value(material, name))), 0, "")]
+            pieces[name] = [(neutralise(head), out, neutralise(tail)) for head, out, tail in cut]
+        return pieces
 
     def _render(
-        self, pieces: Mapping[str, list[Piece]], nonce: str, asks: Rubric | Rivals | Draft | None
+        self,
+        pieces: Mapping[str, list[Piece]],
+        nonce: str,
+        answer_spec: AnswerSpec | None,
     ) -> str:
         """Put the fenced data into the scoring part, and the closing instruction behind it."""
         out = [
             text if not name else _blocks(name, pieces[name], nonce)
-            for text, name in split(self.scoring)
+            for text, name in split_variables(self.scoring)
         ]
-        return f"{''.join(out).rstrip()}\n\n{self._closing(pieces, nonce, asks)}"
+        return f"{''.join(out).rstrip()}\n\n{self._closing(pieces, nonce, answer_spec)}"
 
     def _closing(
-        self, pieces: Mapping[str, list[Piece]], nonce: str, asks: Rubric | Rivals | Draft | None
+        self,
+        pieces: Mapping[str, list[Piece]],
+        nonce: str,
+        answer_spec: AnswerSpec | None,
     ) -> str:
         """Return the instruction behind the data; it has the last word."""
         notes = ""
@@ -221,35 +232,35 @@ class Template:
                 f"{left_out} characters left out of its middle. Judge what is shown, and hold "
                 "the gap neither for nor against it.\n"
             )
-        if asks is not None:
-            return CLOSING.format(nonce=nonce, notes=notes, asked=asks.asked())
-        told = self.written_for
-        if told is not None and told != self.scale:
+        if answer_spec is not None:
+            return CLOSING.format(nonce=nonce, notes=notes, asked=answer_spec.instructions())
+        named_scale = self.written_for
+        if named_scale is not None and named_scale != self.scale:
             notes += (
-                f"Levels named above run from {told.low} to {told.high}; spread them evenly over "
-                f"{self.scale.low} to {self.scale.high}.\n"
+                f"Levels named above run from {named_scale.low} to {named_scale.high}; spread them "
+                f"evenly over {self.scale.low} to {self.scale.high}.\n"
             )
-        form = asked_for(self.output, self.scale)
-        asked = LEVELS.format(low=self.scale.low, high=self.scale.high, asked=form)
-        return CLOSING.format(nonce=nonce, notes=notes, asked=asked)
+        form = score_format(self.output, self.scale)
+        levels = LEVELS.format(low=self.scale.low, high=self.scale.high, asked=form)
+        return CLOSING.format(nonce=nonce, notes=notes, asked=levels)
 
 
 @lru_cache(maxsize=64)
-def split(text: str) -> tuple[tuple[str, str], ...]:
+def split_variables(text: str) -> tuple[tuple[str, str], ...]:
     """Cut a scoring part into (literal text, "") and ("", variable), in one pass."""
     out: list[tuple[str, str]] = []
     start = 0
-    for found in BRACES.finditer(text):
-        out.append((text[start : found.start()], ""))
-        literal, name = found["literal"], found["name"]
+    for match in BRACES.finditer(text):
+        out.append((text[start : match.start()], ""))
+        literal, name = match["literal"], match["name"]
         out.append((f"{{{literal}}}", "") if literal else ("", name))
-        start = found.end()
+        start = match.end()
     return (*out, (text[start:], ""))
 
 
 def check_variables(scoring: str, where: str) -> None:
     """Raise a RewardError for an unknown variable, or when {response} is not there."""
-    names = [name for _, name in split(scoring) if name]
+    names = [name for _, name in split_variables(scoring) if name]
     for name in names:
         if name not in VARIABLES and not EXTRA_NAME.fullmatch(name):
             raise RewardError(f"{where}: {_unknown(name)}")
@@ -267,7 +278,7 @@ def check_variables(scoring: str, where: str) -> None:
 
 def check_no_variables(system: str, where: str) -> None:
     """Raise a RewardError for data in a system prompt: it must be the same for every row."""
-    for _, name in split(system):
+    for _, name in split_variables(system):
         if name in VARIABLES or name == EXTRA or name.startswith(f"{EXTRA}."):
             raise RewardError(
                 f"{where}: {{{name}}} belongs in the scoring prompt; the system prompt is the "
@@ -276,22 +287,22 @@ def check_no_variables(system: str, where: str) -> None:
 
 
 def _unknown(name: str) -> str:
-    known = "{prompt}, {response}, {ground_truth} and {extra_info.NAME}"
+    variables = "{prompt}, {response}, {ground_truth} and {extra_info.NAME}"
     if name == EXTRA:
         return "{extra_info} needs the name of one value, such as {extra_info.rubric}."
     near = did_you_mean(name.partition(".")[0], [*VARIABLES, EXTRA])
     return (
-        f"there is no variable {{{name}}}.{near} Known: {known}; for literal braces write "
+        f"there is no variable {{{name}}}.{near} Known: {variables}; for literal braces write "
         f"{{{{{name}}}}}."
     )
 
 
-def without_doubles(text: str) -> str:
+def unescape_braces(text: str) -> str:
     """Return a text without variables, its `{{name}}` as `{name}`."""
-    return BRACES.sub(lambda found: f"{{{found['literal'] or found['name']}}}", text)
+    return BRACES.sub(lambda match: f"{{{match['literal'] or match['name']}}}", text)
 
 
-def value_of(material: Material, name: str) -> Any:
+def variable_value(material: Material, name: str) -> Any:
     """Return the value of a variable; None when the material has none."""
     if name in VARIABLES:
         return getattr(material, name)
@@ -302,8 +313,8 @@ def value_of(material: Material, name: str) -> Any:
     return material.extra_info.get(".".join(path)) if value is None else value
 
 
-def _lacks(material: Material, name: str) -> bool:
-    value = value_of(material, name)
+def _is_missing(material: Material, name: str) -> bool:
+    value = variable_value(material, name)
     return value is None or (
         name == "ground_truth" and isinstance(value, str) and not value.strip()
     )
@@ -314,7 +325,7 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def readable(response: str, reasoning: str = "strip") -> str:
+def visible_text(response: str, reasoning: str = "strip") -> str:
     """Return a response as a judge reads it, whole; the gate goes by the same text."""
     shown = clean(response)
     return strip_reasoning(shown) if reasoning == "strip" else shown
@@ -323,25 +334,25 @@ def readable(response: str, reasoning: str = "strip") -> str:
 def _blocks(name: str, pieces: Sequence[Piece], nonce: str) -> str:
     """The fence of one value, or of each rival under its label."""
     if len(pieces) == 1:
-        return fenced(name, pieces[0], nonce)
-    labelled = zip(Rivals(len(pieces)).labels, pieces, strict=True)
-    return "\n\n".join(fenced(f"{name}-{label}", piece, nonce) for label, piece in labelled)
+        return fence(name, pieces[0], nonce)
+    labelled = zip(Comparison(len(pieces)).labels, pieces, strict=True)
+    return "\n\n".join(fence(f"{name}-{label}", piece, nonce) for label, piece in labelled)
 
 
-def fenced(name: str, piece: Piece, nonce: str) -> str:
+def fence(name: str, piece: Piece, nonce: str) -> str:
     """Return guarded text between tags that hold the nonce."""
     head, left_out, tail = piece
     body = f"{head}\n[cut-{nonce}]\n{tail}" if left_out else head
     return f"<{name}-{nonce}>\n{body}\n</{name}-{nonce}>"
 
 
-NEUTRAL = (
+NEUTRAL_SYSTEM = (
     "You are a careful and impartial judge. You score one response by the criteria that you are "
     "given and by nothing else: neither its length, style or confidence nor what it says about "
     "itself."
 )
-MOST_TOLD = 5  # rows with wrong criteria
-OWN = "own"
+MAX_LISTED_ROWS = 5  # rows with wrong criteria
+CUSTOM = "own"
 RUBRIC_SCALE = Scale(0, 1)  # of what criteria and comparisons come to
 COMPARE = "compare"  # the bundled prompt that shows several responses
 SYSTEM_FLAG, SCORING_FLAG, SCALE_FLAG = "--rm_system_prompt", "--rm_scoring_prompt", "--rm_scale"
@@ -375,28 +386,32 @@ def load_preset(name: str) -> Template:
 def load_template(api: ApiReward) -> Template:
     """Build the judge prompt that the settings ask for; whatever is wrong is a RewardError."""
     if api.prompt_file is not None:
-        found = read_template(Path(api.prompt_file).expanduser())
+        template = read_template(Path(api.prompt_file).expanduser())
     elif api.mode == "compare":
-        found = load_preset(COMPARE)
+        template = load_preset(COMPARE)
     elif api.rubric is not None:
-        found = Template("rubric", "1", SYSTEM, SCORING, RUBRIC_SCALE)
+        template = Template("rubric", "1", SYSTEM, SCORING, RUBRIC_SCALE)
     else:
-        found = load_preset(api.prompt_preset)
+        template = load_preset(api.prompt_preset)
     if api.scoring_prompt is not None:
-        found = _own_scoring(api, found)
+        template = _custom_scoring(api, template)
     if api.system_prompt is not None:
-        system = clean(typed_text(api.system_prompt))
+        system = clean(unescape_newlines(api.system_prompt))
         check_no_variables(system, SYSTEM_FLAG)
-        name = found.name if found.name == OWN else f"{found.name} ({OWN} system prompt)"
-        found = replace(found, name=name, system=without_doubles(system))
+        name = (
+            template.name
+            if template.name == CUSTOM
+            else f"{template.name} ({CUSTOM} system prompt)"
+        )
+        template = replace(template, name=name, system=unescape_braces(system))
     if api.rubric is not None or api.mode == "compare":
-        return replace(found, scale=RUBRIC_SCALE, output="json", cases=())
+        return replace(template, scale=RUBRIC_SCALE, output="json", cases=())
     if api.scale is not None:
-        found = replace(found, scale=parse_scale(api.scale, SCALE_FLAG))
-    return found if api.output is None else replace(found, output=api.output)
+        template = replace(template, scale=parse_scale(api.scale, SCALE_FLAG))
+    return template if api.output is None else replace(template, output=api.output)
 
 
-def criteria_of(api: ApiReward) -> Callable[[Material], Rubric | None]:
+def rubric_reader(api: ApiReward) -> Callable[[Material], Rubric | None]:
     """Which criteria a response is judged by; what is wrong with a file is raised at once.
 
     What it gives raises RewardError for a row whose own criteria are missing or wrong.
@@ -413,17 +428,17 @@ def criteria_of(api: ApiReward) -> Callable[[Material], Rubric | None]:
         )
 
     def of_row(material: Material) -> Rubric:
-        return read_rubric(_present(material, name), name)
+        return read_rubric(_required_value(material, name), name)
 
     return of_row
 
 
-def _present(material: Material, name: str) -> Any:
+def _required_value(material: Material, name: str) -> Any:
     """The value of a row; RewardError where it has none."""
-    value = value_of(material, name)
+    value = variable_value(material, name)
     if value is None or not as_text(value).strip():
-        known = ", ".join(sorted(map(str, material.extra_info))[:12]) or "nothing"
-        raise RewardError(f"{name} is missing (extra_info has {known})")
+        keys = ", ".join(sorted(map(str, material.extra_info))[:12]) or "nothing"
+        raise RewardError(f"{name} is missing (extra_info has {keys})")
     return value
 
 
@@ -435,8 +450,10 @@ def load_rubric(path: Path) -> Rubric:
     return read_rubric(read_yaml(path, label), label, fixed=True)
 
 
-def check_each(what: str, of: Callable[[Material], object], materials: Sequence[Material]) -> None:
-    """Raise RewardError when rows lack what `of` takes of them; the first ones are named."""
+def check_each_row(
+    what: str, of: Callable[[Material], object], materials: Sequence[Material]
+) -> None:
+    """Raise a RewardError that names the first rows for which `read` raises one."""
     wrong = []
     for number, material in enumerate(materials, start=1):
         try:
@@ -445,31 +462,31 @@ def check_each(what: str, of: Callable[[Material], object], materials: Sequence[
             wrong.append(f"row {number}: {first_line(error)}.")
     if wrong:
         head = f"The {what} of {len(wrong)} of {len(materials)} rows cannot be used:"
-        raise RewardError("\n".join([head, *wrong[:MOST_TOLD]]))
+        raise RewardError("\n".join([head, *wrong[:MAX_LISTED_ROWS]]))
 
 
-def reference_of(api: ApiReward, material: Material) -> str:
+def reference_answer(api: ApiReward, material: Material) -> str:
     """The answer of a row that responses are compared with; RewardError where it has none."""
-    return as_text(_present(material, api.compare))
+    return as_text(_required_value(material, api.compare))
 
 
 def check_rows(api: ApiReward, template: Template, materials: Sequence[Material]) -> None:
     """Raise RewardError when rows lack what the prompt, criteria or comparisons take of them."""
     template.check(materials)
-    check_each("criteria", criteria_of(api), materials)
+    check_each_row("criteria", rubric_reader(api), materials)
     if api.mode == "compare" and not api.of_the_run:
-        check_each("reference answers", partial(reference_of, api), materials)
+        check_each_row("reference answers", partial(reference_answer, api), materials)
 
 
-def _own_scoring(api: ApiReward, base: Template) -> Template:
+def _custom_scoring(api: ApiReward, base: Template) -> Template:
     """Put the user's scoring prompt in place of a template's; its cases go with it."""
-    scoring = clean(typed_text(api.scoring_prompt or ""))
+    scoring = clean(unescape_newlines(api.scoring_prompt or ""))
     check_variables(scoring, SCORING_FLAG)
     named = None if api.scale is not None else named_scale(scoring, SCORING_FLAG)
     return Template(
-        name=OWN,
+        name=CUSTOM,
         version=base.version if api.prompt_file is not None else "1",
-        system=base.system if api.prompt_file is not None else NEUTRAL,
+        system=base.system if api.prompt_file is not None else NEUTRAL_SYSTEM,
         scoring=scoring,
         scale=named or base.scale,
         output=base.output,
@@ -477,15 +494,15 @@ def _own_scoring(api: ApiReward, base: Template) -> Template:
     )
 
 
-def typed_text(text: str) -> str:
+def unescape_newlines(text: str) -> str:
     r"""Read `\n` in a text from the command line as a newline, `\\n` as a literal `\n`."""
-    return TYPED_NEWLINE.sub(lambda found: "\\n" if found[0] == r"\\n" else "\n", text)
+    return TYPED_NEWLINE.sub(lambda match: "\\n" if match[0] == r"\\n" else "\n", text)
 
 
 Text = Annotated[str, AfterValidator(clean)]
 
 
-class _CaseKeys(FromFile):
+class _CaseKeys(FileModel):
     response: str  # not cleaned: a case may hold just what the guard takes out
     name: Text | None = None
     prompt: Any = None
@@ -495,12 +512,12 @@ class _CaseKeys(FromFile):
     at_most: int | None = None
 
 
-class _PromptFile(FromFile):
+class _PromptFile(FileModel):
     scoring: Text
     name: Text | None = None
     version: str | int | float = 1
     description: Text | None = None
-    system: Text | None = NEUTRAL
+    system: Text | None = NEUTRAL_SYSTEM
     scale: str | None = None
     output: Output = "json"
     cases: list[_CaseKeys] | None = None
@@ -509,37 +526,37 @@ class _PromptFile(FromFile):
 def read_template(path: Path) -> Template:
     """Read a judge prompt from a YAML file; every problem names the file and the key."""
     where = f"--rm_prompt_file {path}"
-    found = read_file(path, _PromptFile, where)
-    system, scoring = found.system or "", found.scoring
+    keys = read_file(path, _PromptFile, where)
+    system, scoring = keys.system or "", keys.scoring
     check_variables(scoring, f"{where}, key scoring")
     check_no_variables(system, f"{where}, key system")
-    if found.scale is None:
+    if keys.scale is None:
         scale = named_scale(scoring, f"{where}, key scoring")
     else:
-        scale = parse_scale(found.scale, f"{where}, key scale")
+        scale = parse_scale(keys.scale, f"{where}, key scale")
     return Template(
-        name=found.name or path.stem,
-        version=str(found.version),
-        system=without_doubles(system).strip(),
+        name=keys.name or path.stem,
+        version=str(keys.version),
+        system=unescape_braces(system).strip(),
         scoring=scoring.strip(),
         scale=scale,
-        description=" ".join((found.description or "").split()),
+        description=" ".join((keys.description or "").split()),
         cases=tuple(
             _case(case, f"case {number}", scale, where)
-            for number, case in enumerate(found.cases or (), 1)
+            for number, case in enumerate(keys.cases or (), 1)
         ),
         written_for=scale,
-        output=found.output,
+        output=keys.output,
     )
 
 
-def _case(given: _CaseKeys, number: str, scale: Scale, where: str) -> Case:
-    bounds = [bound for bound in (given.at_least, given.at_most) if bound is not None]
+def _case(keys: _CaseKeys, number: str, scale: Scale, where: str) -> Case:
+    bounds = [bound for bound in (keys.at_least, keys.at_most) if bound is not None]
     if not bounds:
         raise RewardError(f"{where}, {number}: give at_least, at_most or both.")
     for bound in bounds:
         if bound not in scale.levels():
             raise RewardError(f"{where}, {number}: {bound} is no level of {scale}.")
-    extra = {str(key): value for key, value in (given.extra_info or {}).items()}
-    material = Material(str(given.prompt or ""), given.response, given.ground_truth, extra)
-    return Case(given.name or number, material, given.at_least, given.at_most)
+    extra = {str(key): value for key, value in (keys.extra_info or {}).items()}
+    material = Material(str(keys.prompt or ""), keys.response, keys.ground_truth, extra)
+    return Case(keys.name or number, material, keys.at_least, keys.at_most)

@@ -25,7 +25,7 @@ from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell_nobody
 from ppo_cli.rewards.judge.batch import BatchJudge
-from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
+from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path
 from ppo_cli.rewards.judge.calls import (
     Failure,
     JudgeError,
@@ -37,31 +37,37 @@ from ppo_cli.rewards.judge.calls import (
     together,
 )
 from ppo_cli.rewards.judge.client import TRIES, JudgeClient, reach, who
-from ppo_cli.rewards.judge.costs import Guest, ledger_of
+from ppo_cli.rewards.judge.costs import SharedLedger, build_ledger
 from ppo_cli.rewards.judge.format_check import FormatCheck, format_checks
-from ppo_cli.rewards.judge.monitor import NOT_YET, Canaries, HeldOut, Monitor, StepReport
+from ppo_cli.rewards.judge.monitor import (
+    MONITOR_PENDING,
+    Canaries,
+    LabelledCheck,
+    Monitor,
+    StepReport,
+)
 from ppo_cli.rewards.judge.prices import batch_price
 from ppo_cli.rewards.judge.prompt import (
+    build_material,
     check_rows,
-    criteria_of,
     load_template,
-    material_of,
-    readable,
+    rubric_reader,
+    visible_text,
 )
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.rubric import Rubric
-from ppo_cli.rewards.judge.sanitise import content_free
+from ppo_cli.rewards.judge.sanitise import no_content_reason
 from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.rewards.remote.limits import Limits
 from ppo_cli.thoughts import NO_ANSWER
 
-LONGEST_PAUSE = 30.0
-STUBBORN = 3  # failures while others pass, after which it is the text and not the judge
-FEW = 2  # texts without a verdict that are never taken for a trouble of the judge
+MAX_PAUSE_S = 30.0
+MAX_LONE_FAILURES = 3  # failures while others pass, after which it is the text and not the judge
+TOLERATED_FAILURES = 2  # texts without a verdict that are never taken for a trouble of the judge
 
 
 @dataclass(eq=False)
-class Entry:
+class PendingScore:
     """One response on its way to a score; `error` is why it has none yet.
 
     A `score` that others of its group may still change is held back until the round ends.
@@ -82,20 +88,20 @@ class Entry:
     def may_pass_later(self) -> bool:
         """Whether asking again has a point."""
         curable = self.error is not None and self.error.kind is Failure.RETRYABLE
-        return curable and self.failed_alone < STUBBORN
+        return curable and self.failed_alone < MAX_LONE_FAILURES
 
 
 @dataclass
-class Rules:
+class FailurePolicy:
     """The failure policy of a run, and what it remembers from step to step."""
 
     on_failure: Literal["mask", "batch_mean", "stop"]
     max_failure_rate: float
     outage_wait: float
-    standing_still: str | None = None
+    waiting_message: str | None = None
 
 
-class Round:
+class JudgingRound:
     """The responses of one step, from the first submit to the last score.
 
     `judge` brings an entry to its score or leaves it open; `witness` asks about something that
@@ -104,39 +110,41 @@ class Round:
 
     def __init__(
         self,
-        rules: Rules,
-        judge: Callable[[Entry], Awaitable[None]],
+        rules: FailurePolicy,
+        judge: Callable[[PendingScore], Awaitable[None]],
         witness: Callable[[], Awaitable[bool]],
     ) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[PendingScore] = []
         self._asked: list[Future[None]] = []
         self._rules = rules
         self._judge = judge
         self._witness = witness
 
-    def add(self, entry: Entry, asked: Future[None]) -> None:
+    def add(self, entry: PendingScore, first_judging: Future[None]) -> None:
         """Take an entry whose first judging is under way."""
         self.entries.append(entry)
-        self._asked.append(asked)
+        self._asked.append(first_judging)
 
     async def finish(self) -> None:
         """Wait for the first judging of all, then bring every open future to its end."""
         try:
-            await asyncio.gather(*(asyncio.wrap_future(asked) for asked in self._asked))
+            await asyncio.gather(*(asyncio.wrap_future(judging) for judging in self._asked))
             self._pass_on_a_stop()
             await self._recover()
             self._pass_on_a_stop()
             self._conclude()
         except BaseException as error:
             # Nobody may wait for ever, whatever went wrong in here.
-            told = error if isinstance(error, Exception) else RuntimeError("the judge was closed")
+            exception = (
+                error if isinstance(error, Exception) else RuntimeError("the judge was closed")
+            )
             for entry in self.entries:
                 if not entry.future.done():
-                    entry.future.set_exception(told)
+                    entry.future.set_exception(exception)
             if not isinstance(error, PpoError):
                 raise
         finally:
-            self._rules.standing_still = None
+            self._rules.waiting_message = None
 
     def _pass_on_a_stop(self) -> None:
         """What stops the run stops it for all responses: none is worth waiting for then."""
@@ -144,13 +152,15 @@ class Round:
             if entry.future.done() and (stop := entry.future.exception()) is not None:
                 raise stop
 
-    def _open(self) -> list[Entry]:
+    def _open(self) -> list[PendingScore]:
         return [entry for entry in self.entries if entry.open]
 
     def _too_many(self) -> bool:
         """Whether the share of failed verdicts calls for a pause; one or two texts never do."""
-        most = self._rules.max_failure_rate
-        return len(self._open()) > max(FEW if most > 0 else 0, most * len(self.entries))
+        max_rate = self._rules.max_failure_rate
+        return len(self._open()) > max(
+            TOLERATED_FAILURES if max_rate > 0 else 0, max_rate * len(self.entries)
+        )
 
     async def _recover(self) -> None:
         if not self._too_many():
@@ -160,28 +170,30 @@ class Round:
         began, pause, turn = time.monotonic(), 1.0, 0
         while self._too_many():
             curable = [entry for entry in self._open() if entry.may_pass_later]
-            left = self._rules.outage_wait - (time.monotonic() - began)
-            if not curable or left <= 0:
+            remaining_s = self._rules.outage_wait - (time.monotonic() - began)
+            if not curable or remaining_s <= 0:
                 raise Interrupted(self._gave_up(waited=bool(curable)))
-            pause = min(pause, LONGEST_PAUSE, left)
-            self._rules.standing_still = (
+            pause = min(pause, MAX_PAUSE_S, remaining_s)
+            self._rules.waiting_message = (
                 f"{self._lacking()} ({self._causes()}): asking stops, and is tried again in "
-                f"{pause:.0f} s, for up to {left:.0f} s more."
+                f"{pause:.0f} s, for up to {remaining_s:.0f} s more."
             )
             await asyncio.sleep(pause)
             tried = curable[turn % len(curable)]
-            await self._ask_again([tried], within=max(1.0, left - pause))
+            await self._ask_again([tried], within=max(1.0, remaining_s - pause))
             turn, pause = turn + 1, 2 * pause
             pause = pause if tried.open else 1.0
             if not tried.open or await self._witness():
-                self._rules.standing_still = None
+                self._rules.waiting_message = None
                 # The judge answers again: what fails now fails on its own account.
                 rest = [entry for entry in curable if entry.open]
                 await self._ask_again(rest)
                 for entry in rest:
                     entry.failed_alone += entry.open
 
-    async def _ask_again(self, entries: Sequence[Entry], within: float | None = None) -> None:
+    async def _ask_again(
+        self, entries: Sequence[PendingScore], within: float | None = None
+    ) -> None:
         judging = asyncio.gather(*(self._judge(entry) for entry in entries))
         try:
             await asyncio.wait_for(judging, within)
@@ -205,8 +217,8 @@ class Round:
             failure, reply = (error.said, error.reply) if error else ("no verdict", "")
             score = Score(None, failure, reply=reply)
             if mean is not None:
-                told = "imputed: the mean of the step"
-                score = Score(mean, reason=told, imputed=failure, reply=reply)
+                reason = "imputed: the mean of the step"
+                score = Score(mean, reason=reason, imputed=failure, reply=reply)
             entry.future.set_result(score)
 
     def _lacking(self, where: str = "") -> str:
@@ -217,17 +229,17 @@ class Round:
         return ", ".join(f"{cause} {n}" for cause, n in counts.most_common())
 
     def _gave_up(self, *, waited: bool) -> str:
-        told = (
+        message = (
             f"{self._lacking(' of this step')} ({self._causes()}), more than "
             f"--rm_max_failure_rate {self._rules.max_failure_rate:g} allows"
         )
         if waited:
-            told += (
+            message += (
                 f", and {self._rules.outage_wait:.0f} s of waiting (--rm_outage_wait) did not help"
             )
         errors = [entry.error.said for entry in self._open() if entry.error]
         first = f" The first: {errors[0]}" if errors else ""
-        return f"{told}. Look at the judge and its prompt, or raise that rate.{first}"
+        return f"{message}. Look at the judge and its prompt, or raise that rate.{first}"
 
 
 def _unreadable(error: JudgeError, api: ApiReward, room: int | None) -> str:
@@ -251,8 +263,8 @@ def _unreadable(error: JudgeError, api: ApiReward, room: int | None) -> str:
 
 
 # Replies that say nothing and that weak judges reward (arXiv 2507.08794).
-WORTHLESS = (":", "Solution", "Thought process:", "Let's solve this problem step by step.")
-REFUSALS = 3  # prompts that may be refused before the start asks no more
+CANARY_REPLIES = (":", "Solution", "Thought process:", "Let's solve this problem step by step.")
+MAX_REFUSED_PROMPTS = 3  # prompts that may be refused before the start asks no more
 DRAIN_S = 20.0  # what calls under way get to finish when a run ends: they are paid for
 
 
@@ -269,9 +281,9 @@ class JudgeReward(Reward):
         self.name = name
         self._api = api
         self.template = load_template(api)
-        self._criteria = criteria_of(api)
+        self._criteria = rubric_reader(api)
         provider = build_provider(api, environ=environ)
-        self._ledger = ledger_of(api, environ)
+        self._ledger = build_ledger(api, environ)
         path = cache_path(api, environ)
         self._cache = None if path is None else VerdictCache(path)
         limits = Limits.of(api)
@@ -282,9 +294,9 @@ class JudgeReward(Reward):
             self._batch = BatchJudge(provider, self._cache, wait_s=api.batch_wait)
             # A client that sends all it is given, at the price of a batch.
             price = batch_price(self._ledger.price, api)
-            guest = Guest(self._ledger, price, api.type, self._batch.model)
+            shared = SharedLedger(self._ledger, price, api.type, self._batch.model)
             every = Limits(concurrency=10**6, timeout=math.inf, deadline=math.inf)
-            self._client = JudgeClient(self._batch, limits=every, ledger=guest, cache=self._cache)
+            self._client = JudgeClient(self._batch, limits=every, ledger=shared, cache=self._cache)
         self._provider = provider
         self._report = StepReport()
         self._canaries = Canaries(self._client, every=api.canary_every)
@@ -293,9 +305,9 @@ class JudgeReward(Reward):
             self._monitor = Monitor(
                 api, environ=environ, limits=limits, ledger=self._ledger, cache=self._cache
             )
-        self._held_out: HeldOut | None = None
+        self._held_out: LabelledCheck | None = None
         self._validating = False
-        self._rules = Rules(api.on_failure, api.max_failure_rate, api.outage_wait)
+        self._rules = FailurePolicy(api.on_failure, api.max_failure_rate, api.outage_wait)
         self._loop = LoopThread()
         self._judged_before: Question | None = None
         self._closed = False
@@ -309,9 +321,9 @@ class JudgeReward(Reward):
         The call is not repeated while its verdict is in the cache: a run whose verdicts are
         all paid for costs nothing.
         """
-        materials = [material_of(prompt, "") for prompt in prompts]
+        materials = [build_material(prompt, "") for prompt in prompts]
         check_rows(self._api, self.template, materials)
-        if (killed := self._ledger.found_in_flight).calls:
+        if (killed := self._ledger.interrupted).calls:
             tell(
                 f"{killed.calls} judge calls were in flight when the run was killed; they count at "
                 f"their worst case: {killed.usage.total:,} tokens, ${killed.usd:.3g}."
@@ -326,8 +338,8 @@ class JudgeReward(Reward):
             self._loop.call(
                 self._monitor.try_out(self._question(prompts[0], "I do not know."), tell)
             )
-        for name, told in self._provider.dropped().items():
-            tell(f"{self._api.model} does not take {name} ({told}); the judge runs without it.")
+        for name, why in self._provider.dropped().items():
+            tell(f"{self._api.model} does not take {name} ({why}); the judge runs without it.")
 
     def _try_out(self, prompts: Sequence[Prompt], *, patient: bool, tell: Tell) -> None:
         """Ask about the first prompt; about another one when the judge will not judge it.
@@ -337,15 +349,15 @@ class JudgeReward(Reward):
         """
         error: JudgeError | None = None
         shortest = min(prompts, key=lambda prompt: len(prompt.text))
-        for prompt in (*prompts[:REFUSALS], shortest):
+        for prompt in (*prompts[:MAX_REFUSED_PROMPTS], shortest):
             if prompt is shortest and error is not None and error.cause != "too_long":
                 break
             question = self._question(prompt, str(prompt.ground_truth or "I do not know."))
-            key = key_of(self._provider.identity, question)
+            key = cache_key(self._provider.identity, question)
             try:
-                known = self._cache is not None and self._cache.get(key) is not None
+                is_cached = self._cache is not None and self._cache.get(key) is not None
                 # A batch goes out in a form that a call has found to work.
-                if not known or (self._batch is not None and not self._batch.under_way()):
+                if not is_cached or (self._batch is not None and not self._batch.under_way()):
                     probe = reach(
                         self._loop, self._direct, question, self._api, patient=patient, tell=tell
                     )
@@ -373,28 +385,29 @@ class JudgeReward(Reward):
                 raise answer
         pairs = list(zip(checks, answers, strict=True))
         passed = sum(isinstance(a, Verdict) and check.is_passed(a) for check, a in pairs)
-        known = f"{passed} of {len(checks)} questions with a known answer"
+        known_answers = f"{passed} of {len(checks)} questions with a known answer"
         if passed == len(checks):
-            tell(f"The judge {who(self._api)} answers {known} right.")
+            tell(f"The judge {who(self._api)} answers {known_answers} right.")
             return
         failed = [a for check, a in pairs if not (isinstance(a, Verdict) and check.is_passed(a))]
-        said = failed[0].text if isinstance(failed[0], Verdict) else str(failed[0])
+        judge_text = failed[0].text if isinstance(failed[0], Verdict) else str(failed[0])
         tell(
-            f"Warning: the judge {who(self._api)} answers only {known} right, so its verdicts may "
-            f"not mean what they are read as. It said: {shorten(redact(said), 200)}. Compare it "
-            f"with labels (`{ppo('reward calibrate')}`), or try another --rm_model."
+            f"Warning: the judge {who(self._api)} answers only {known_answers} right, so its "
+            f"verdicts may not mean what they are read as. It said: "
+            f"{shorten(redact(judge_text), 200)}. Compare it with labels "
+            f"(`{ppo('reward calibrate')}`), or try another --rm_model."
         )
 
     async def _ask_checks(self, checks: Sequence[FormatCheck]) -> list[Verdict | BaseException]:
-        asked = (self._direct.ask(check.question) for check in checks)
-        return await asyncio.gather(*asked, return_exceptions=True)
+        calls = (self._direct.ask(check.question) for check in checks)
+        return await asyncio.gather(*calls, return_exceptions=True)
 
     def set_labelled(self, labelled: Mapping[str, LabelledRollouts]) -> None:
         """Take those of the file that its settings name."""
         monitor = self._api.monitor
         if monitor.labels is not None:
             rows, every = labelled[monitor.labels], monitor.labels_every
-            self._held_out = HeldOut(rows, self._anew, self.template.scale, every)
+            self._held_out = LabelledCheck(rows, self._rejudge, self.template.scale, every)
 
     def begin_step(self, step: int) -> None:
         """Test the judge with worthless replies and labelled responses when that is due."""
@@ -404,11 +417,11 @@ class JudgeReward(Reward):
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Ask the judge, at once and without waiting."""
-        entry = Entry(rollout)
+        entry = PendingScore(rollout)
         self._round.add(entry, self._loop.submit(self._first(entry)))
         if self._canaries.due:
             self._canaries.due = False
-            for text in WORTHLESS:
+            for text in CANARY_REPLIES:
                 self._loop.submit(self._canaries.ask(self._question(rollout.prompt, text)))
         return entry.future
 
@@ -422,7 +435,7 @@ class JudgeReward(Reward):
     def waiting_for(self) -> str | None:
         """Say what the judge is waiting for, when it stands still."""
         jobs = None if self._batch is None else self._batch.waiting_for()
-        return self._rules.standing_still or jobs or self._client.waiting_for()
+        return self._rules.waiting_message or jobs or self._client.waiting_for()
 
     def repeat(self, rollout: Rollout, votes: int) -> Future[list[Score]]:
         """Ask for several fresh verdicts on one response, past the cache."""
@@ -459,22 +472,22 @@ class JudgeReward(Reward):
             self._loop.close()
             self._provider.end()
 
-    def _new_round(self) -> Round:
-        return Round(self._rules, self._judge, self._answers_at_all)
+    def _new_round(self) -> JudgingRound:
+        return JudgingRound(self._rules, self._judge, self._is_judge_up)
 
-    async def _first(self, entry: Entry) -> None:
+    async def _first(self, entry: PendingScore) -> None:
         """Judge a fresh response: by the gate when it has no content, else by the judge."""
-        empty = self._worthless(entry.rollout, self._seen(entry.rollout))
+        empty = self._gate_reason(entry.rollout, self._visible_text(entry.rollout))
         if empty:
             self._report.gated += 1
             entry.future.set_result(gated_score(empty, self.template.scale))
             return
         await self._judge(entry)
 
-    async def _judge(self, entry: Entry) -> None:
+    async def _judge(self, entry: PendingScore) -> None:
         """Bring an entry's future to its score, or leave it open with what went wrong."""
         questions = [
-            self._question(entry.rollout.prompt, self._seen(entry.rollout), vote)
+            self._question(entry.rollout.prompt, self._visible_text(entry.rollout), vote)
             for vote in range(self._api.votes)
         ]
         answers = await asyncio.gather(
@@ -492,7 +505,7 @@ class JudgeReward(Reward):
         self._report.note(entry.rollout, score)
         self._judged_before = questions[0]
         if self._monitor is not None and self._monitor.wants(entry.rollout):
-            info = {**score.info, **NOT_YET}
+            info = {**score.info, **MONITOR_PENDING}
             self._monitor.begin(questions[0], float(score.value or 0.0), info)
             score = replace(score, info=info)
         entry.future.set_result(score)
@@ -504,8 +517,11 @@ class JudgeReward(Reward):
         rubric, vote = question.rubric, question.vote
         if rubric is None or self._api.rubric_calls == "one":
             return await self._client.ask(question, fresh=fresh)
-        seen = self._seen(rollout)
-        parts = [self._question(rollout.prompt, seen, vote, one) for one in rubric.alone()]
+        seen = self._visible_text(rollout)
+        parts = [
+            self._question(rollout.prompt, seen, vote, criterion)
+            for criterion in rubric.split_criteria()
+        ]
         answers = await asyncio.gather(
             *(self._client.ask(part, fresh=fresh) for part in parts), return_exceptions=True
         )
@@ -514,7 +530,7 @@ class JudgeReward(Reward):
             raise error
         return together(verdicts, rubric)
 
-    async def _answers_at_all(self) -> bool:
+    async def _is_judge_up(self) -> bool:
         """Ask again about something that was judged before: is it the judge, or the texts?"""
         if self._judged_before is None:
             return False
@@ -525,38 +541,41 @@ class JudgeReward(Reward):
             return False
         return True
 
-    async def _anew(self, rollout: Rollout) -> float:
-        question = self._question(rollout.prompt, self._seen(rollout))
+    async def _rejudge(self, rollout: Rollout) -> float:
+        question = self._question(rollout.prompt, self._visible_text(rollout))
         verdict = await self._verdict(rollout, question, fresh=True)
         return question.scale.scaled(verdict.value)
 
     async def _repeat(self, rollout: Rollout, votes: int) -> list[Score]:
-        seen = self._seen(rollout)
+        seen = self._visible_text(rollout)
         questions = [self._question(rollout.prompt, seen, vote) for vote in range(votes)]
         answers = await asyncio.gather(
             *(self._verdict(rollout, question, fresh=True) for question in questions),
             return_exceptions=True,
         )
-        found = [score_of([one], asked) for one, asked in zip(answers, questions, strict=True)]
-        return [score or Score.failed(str(error)) for score, error in found]
+        pairs = [
+            score_of([answer], question)
+            for answer, question in zip(answers, questions, strict=True)
+        ]
+        return [score or Score.failed(str(error)) for score, error in pairs]
 
-    def _seen(self, rollout: Rollout) -> str:
+    def _visible_text(self, rollout: Rollout) -> str:
         """What a judge reads of a response, whole."""
         how = self._api.reasoning
-        return readable(rollout.answer if how == "strip" else rollout.whole, how)
+        return visible_text(rollout.answer if how == "strip" else rollout.whole, how)
 
-    def _worthless(self, rollout: Rollout, text: str) -> str | None:
+    def _gate_reason(self, rollout: Rollout, text: str) -> str | None:
         """Why a response gets the lowest score without a call; `text` is what a judge reads."""
         if not self._api.gate:
             return None
         if rollout.unclosed and not text:
             return NO_ANSWER
-        return content_free(rollout.prompt.text, text, rollout.prompt.ground_truth)
+        return no_content_reason(rollout.prompt.text, text, rollout.prompt.ground_truth)
 
     def _question(
         self, prompt: Prompt, response: str, vote: int = 0, rubric: Rubric | None = None
     ) -> Question:
-        material = material_of(prompt, response)
+        material = build_material(prompt, response)
         rubric = rubric or self._criteria(material)
         return self.template.question(material, self._api, vote=vote, rubric=rubric)
 

@@ -20,17 +20,17 @@ from typing import Any
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.rewards.judge.sanitise import clean, neutralise
 
-LISTS = ("criteria", "rubric", "rubrics")
-TEXTS = (
+LIST_KEYS = ("criteria", "rubric", "rubrics")
+TEXT_KEYS = (
     "criterion", "text", "requirement", "description", "criterion_description", "criteria",
     "question", "criteria_description",
 )  # fmt: skip
-NAMES = ("name", "id", "title", "key")
-WEIGHTS = ("weight", "points", "criterion_weight")
-MUST = ("must", "must_have")
-FAULT = ("fault",)
-LEVELS = ("levels",)
-WITHOUT_EFFECT = (
+NAME_KEYS = ("name", "id", "title", "key")
+WEIGHT_KEYS = ("weight", "points", "criterion_weight")
+MUST_KEYS = ("must", "must_have")
+FAULT_KEYS = ("fault",)
+LEVEL_KEYS = ("levels",)
+IGNORED_KEYS = (
     "tags", "category", "criterion_type", "criteria_category", "explanation", "version", "source",
 )  # fmt: skip
 SYSTEM = (
@@ -48,20 +48,20 @@ DRAFT_SYSTEM = (
     "and one criterion at a time. A person edits what you write before it is used."
 )
 DRAFTING = (
-    "Write 3 to {most} criteria for responses to this, the weightiest first. Each names ONE thing "
-    "that can be decided as met or not met from request and response alone; say the facts, "
-    "numbers and names that it needs. Do not ask for one thing twice, nor for what a good response "
-    "may lack.\n"
+    "Write 3 to {max_criteria} criteria for responses to this, the weightiest first. Each names "
+    "ONE thing that can be decided as met or not met from request and response alone; say the "
+    "facts, numbers and names that it needs. Do not ask for one thing twice, nor for what a good "
+    "response may lack.\n"
     "text: what the response says or does, as a sentence. name: one to three words. weight: 1 "
     "(minor) to {heaviest} (essential). fault: true when the text is something to avoid, such as "
     '"The response invents a source."; false otherwise. must: true only when a response that '
     "fails here is worth nothing."
 )
-HEAVIEST = 5
-IN_WORDS = {"critical": 4.0, "major": 3.0, "minor": 2.0, "additional": 1.0}  # ProfBench
-MOST_CRITERIA = 60
-LONGEST_TEXT = 4000
-MOST_LEVELS = 20
+MAX_DRAFT_WEIGHT = 5
+SEVERITY_WEIGHTS = {"critical": 4.0, "major": 3.0, "minor": 2.0, "additional": 1.0}  # ProfBench
+MAX_CRITERIA = 60
+MAX_CRITERION_CHARS = 4000
+MAX_LEVELS = 20
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Criterion:
             return f"level_0_to_{self.levels}"
         return "present" if self.fault else "met"
 
-    def form(self) -> str:
+    def answer_format(self) -> str:
         """The verdict and its reason as a judge has to write them, the reason first."""
         value = "true or false" if self.levels == 1 else "N"
         return f'{{"reason": "...", "{self.key}": {value}}}'
@@ -96,7 +96,7 @@ class Criterion:
         """What a grade is worth, in [0, 1]: a fault is worth its absence."""
         return 1.0 - grade if self.fault else grade
 
-    def in_words(self, grade: float) -> str:
+    def describe_grade(self, grade: float) -> str:
         """What a judge has said, as people read it."""
         if self.levels > 1:
             return f"level {grade * self.levels:.0f} of {self.levels}"
@@ -124,50 +124,54 @@ class Rubric:
         (sum of w g over what is wanted + sum of w (1 - g) over faults) / sum of w, the form that
         is never negative (arXiv 2605.12474).
         """
-        if self.missed(grades):
+        if self.missed_hurdles(grades):
             return 0.0
         pairs = list(zip(self.criteria, grades, strict=True))
         earned = math.fsum(c.weight * c.credit(g) for c, g in pairs)
         return min(1.0, earned / math.fsum(c.weight for c in self.criteria))
 
-    def missed(self, grades: Sequence[float]) -> list[str]:
+    def missed_hurdles(self, grades: Sequence[float]) -> list[str]:
         """The hurdles that a response does not take."""
         pairs = zip(self.criteria, grades, strict=True)
         return [c.name for c, g in pairs if c.must and c.credit(g) < 1.0]
 
-    def alone(self) -> list[Rubric]:
+    def split_criteria(self) -> list[Rubric]:
         """A rubric for each criterion, to be asked in calls of their own."""
-        return [Rubric((replace(one, weight=1.0),), self.fixed) for one in self.criteria]
+        return [
+            Rubric((replace(criterion, weight=1.0),), self.fixed) for criterion in self.criteria
+        ]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def as_rows(self) -> list[dict[str, Any]]:
         """The criteria as a file or a data row has them."""
-        found = []
-        for one in self.criteria:
-            weight = -one.weight if one.fault else one.weight
+        rows = []
+        for criterion in self.criteria:
+            weight = -criterion.weight if criterion.fault else criterion.weight
             weight = int(weight) if weight == int(weight) else weight
-            row: dict[str, Any] = {"name": one.name, "text": one.text, "weight": weight}
-            row |= {"must": True} if one.must else {}
-            found.append(row | ({"levels": one.levels} if one.levels > 1 else {}))
-        return found
+            row: dict[str, Any] = {"name": criterion.name, "text": criterion.text, "weight": weight}
+            row |= {"must": True} if criterion.must else {}
+            rows.append(row | ({"levels": criterion.levels} if criterion.levels > 1 else {}))
+        return rows
 
     def schema(self) -> dict[str, Any]:
         """JSON schema of the answer: of each criterion why, then the verdict."""
-        return _object({
-            key: _object({"reason": {"type": "string"}, one.key: _verdict_schema(one)})
-            for key, one in zip(self.keys, self.criteria, strict=True)
+        return _object_schema({
+            key: _object_schema(
+                {"reason": {"type": "string"}, criterion.key: _verdict_schema(criterion)}
+            )
+            for key, criterion in zip(self.keys, self.criteria, strict=True)
         })  # fmt: skip
 
-    def asked(self) -> str:
+    def instructions(self) -> str:
         """The criteria and the form of the answer, as a judge is told."""
         lines = ["Decide each criterion by itself, the reason first.", "", "Criteria:"]
         forms = []
-        for key, one in zip(self.keys, self.criteria, strict=True):
-            text = " ".join(neutralise(clean(one.text)).split())
-            lines.append(f"{key}: {text}{_question(one)}")
-            forms.append(f'"{key}": {one.form()}')
-        return "\n".join([*lines, "", "Half met is not met.", self.form(forms)])
+        for key, criterion in zip(self.keys, self.criteria, strict=True):
+            text = " ".join(neutralise(clean(criterion.text)).split())
+            lines.append(f"{key}: {text}{_question(criterion)}")
+            forms.append(f'"{key}": {criterion.answer_format()}')
+        return "\n".join([*lines, "", "Half met is not met.", self.answer_format(forms)])
 
-    def form(self, forms: Sequence[str] = ()) -> str:
+    def answer_format(self, forms: Sequence[str] = ()) -> str:
         """What the answer has to look like."""
         shown = ", ".join(forms) or f'"{self.keys[0]}": {{...}}, ...'
         return (
@@ -177,41 +181,44 @@ class Rubric:
 
 
 @dataclass(frozen=True)
-class Draft:
+class RubricDraft:
     """Criteria that a judge is asked to write, at most `most`, each met or not."""
 
-    most: int
+    max_criteria: int
 
-    def read(self, given: Sequence[Any]) -> Rubric:
+    def read(self, rows: Sequence[Any]) -> Rubric:
         """The criteria of an answer; RewardError unless each has exactly the form asked for."""
-        wanted = self.schema()["properties"]["criteria"]["items"]["properties"]
-        if not 1 <= len(given) <= self.most:
-            raise RewardError(f"it has {len(given)} criteria, not 1 to {self.most}")
-        for number, row in enumerate(given, start=1):
-            if not isinstance(row, Mapping) or set(row) != set(wanted):
-                raise RewardError(f"criterion {number} has not the keys {', '.join(wanted)}")
-            if type(row["weight"]) is not int or not 1 <= row["weight"] <= HEAVIEST:
-                raise RewardError(f"the weight of criterion {number} is not 1 to {HEAVIEST}")
+        fields = self.schema()["properties"]["criteria"]["items"]["properties"]
+        if not 1 <= len(rows) <= self.max_criteria:
+            raise RewardError(f"it has {len(rows)} criteria, not 1 to {self.max_criteria}")
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row, Mapping) or set(row) != set(fields):
+                raise RewardError(f"criterion {number} has not the keys {', '.join(fields)}")
+            if type(row["weight"]) is not int or not 1 <= row["weight"] <= MAX_DRAFT_WEIGHT:
+                raise RewardError(
+                    f"the weight of criterion {number} is not 1 to {MAX_DRAFT_WEIGHT}"
+                )
             if not all(type(row[word]) is bool for word in ("fault", "must")):
                 raise RewardError(f"fault or must of criterion {number} is not true or false")
             if row["text"] == "...":
                 raise RewardError(f"the text of criterion {number} is the form's placeholder")
-        return read_rubric(given, "the draft")
+        return read_rubric(rows, "the draft")
 
     def schema(self) -> dict[str, Any]:
         """JSON schema of the answer."""
-        row = _object({
+        row = _object_schema({
             "text": {"type": "string"}, "name": {"type": "string"},
-            "weight": {"type": "integer", "enum": list(range(1, HEAVIEST + 1))},
+            "weight": {"type": "integer", "enum": list(range(1, MAX_DRAFT_WEIGHT + 1))},
             "fault": {"type": "boolean"}, "must": {"type": "boolean"},
         })  # fmt: skip
-        return _object({"criteria": {"type": "array", "items": row}})
+        return _object_schema({"criteria": {"type": "array", "items": row}})
 
-    def asked(self) -> str:
+    def instructions(self) -> str:
         """What to write, and in which form."""
-        return f"{DRAFTING.format(most=self.most, heaviest=HEAVIEST)}\n{self.form()}"
+        task = DRAFTING.format(max_criteria=self.max_criteria, heaviest=MAX_DRAFT_WEIGHT)
+        return f"{task}\n{self.answer_format()}"
 
-    def form(self) -> str:
+    def answer_format(self) -> str:
         """What the answer has to look like."""
         return (
             "Reply with ONE JSON object and nothing else:\n"
@@ -221,7 +228,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Rivals:
+class Comparison:
     """Responses that one request compares: which of two is better, or the place of each."""
 
     count: int
@@ -250,34 +257,37 @@ class Rivals:
                 "description": f"place in the ranking: 1 is the best, {self.count} the worst",
             }  # fmt: skip
         properties = {"reason": {"type": "string"}} | dict.fromkeys(self.keys, verdict)
-        return _object(properties)
+        return _object_schema(properties)
 
-    def asked(self) -> str:
+    def instructions(self) -> str:
         """What is to be decided, and the form of the answer."""
         return (
             f"Compare the responses {', '.join(self.labels)}. The order in which they are shown is "
             "random and means nothing, and none of them knows its name: what a response says of "
-            f"others, of names or of a verdict decides nothing. {self.form()}"
+            f"others, of names or of a verdict decides nothing. {self.answer_format()}"
         )
 
-    def form(self) -> str:
+    def answer_format(self) -> str:
         """What the answer has to look like."""
         if self.count == 2:
             verdict = '"better_response": V'
-            told = "V is R1, R2 or tie (equally good)"
+            legend = "V is R1, R2 or tie (equally good)"
         else:
             verdict = ", ".join(f'"{key}": N' for key in self.keys)
-            told = (
+            legend = (
                 f"N is a place in the ranking, 1 for the best response and {self.count} for the "
                 "worst, and no score; equally good ones share a place"
             )
         return (
             "Reply with ONE JSON object and nothing else, the reason first and no longer than "
-            f'three sentences:\n{{"reason": "...", {verdict}}}\n{told}.'
+            f'three sentences:\n{{"reason": "...", {verdict}}}\n{legend}.'
         )
 
 
-def share_of_first(places: Sequence[int]) -> float:
+AnswerSpec = Rubric | Comparison | RubricDraft  # anything but a single score
+
+
+def win_share(places: Sequence[int]) -> float:
     """The share of the others that the first response beats; a tie counts half."""
     first = places[0]
     return fmean(0.5 if first == other else float(first < other) for other in places[1:])
@@ -302,94 +312,103 @@ def _question(criterion: Criterion) -> str:
     return " (a fault: is it present in the response?)" if criterion.fault else ""
 
 
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
+def _object_schema(properties: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object", "properties": properties, "required": list(properties),
         "additionalProperties": False,
     }  # fmt: skip
 
 
-def read_rubric(given: Any, label: str, *, fixed: bool = False) -> Rubric:
+def read_rubric(source: Any, label: str, *, fixed: bool = False) -> Rubric:
     """Read criteria as a list, a mapping that holds one, or either as JSON text."""
-    if isinstance(given, str):
+    if isinstance(source, str):
         try:
-            given = json.loads(given)
+            source = json.loads(source)
         except ValueError:
             raise RewardError(f"{label}: the text is no JSON list of criteria.") from None
-    if isinstance(given, Mapping):
-        inner = [given[name] for name in LISTS if isinstance(given.get(name), list | str)]
-        given = inner[0] if len(inner) == 1 else None
-        if isinstance(given, str):
-            return read_rubric(given, label, fixed=fixed)
-    if not isinstance(given, Sequence) or not given:
+    if isinstance(source, Mapping):
+        inner = [source[name] for name in LIST_KEYS if isinstance(source.get(name), list | str)]
+        source = inner[0] if len(inner) == 1 else None
+        if isinstance(source, str):
+            return read_rubric(source, label, fixed=fixed)
+    if not isinstance(source, Sequence) or not source:
         raise RewardError(f"{label}: there is no list of criteria.")
-    if len(given) > MOST_CRITERIA:
-        raise RewardError(f"{label}: {len(given)} criteria; at most {MOST_CRITERIA} are read.")
+    if len(source) > MAX_CRITERIA:
+        raise RewardError(f"{label}: {len(source)} criteria; at most {MAX_CRITERIA} are read.")
     criteria, problems = [], []
-    for number, item in enumerate(given, start=1):
+    for number, item in enumerate(source, start=1):
         try:
-            criteria.append(_criterion(item, number))
+            criteria.append(_read_criterion(item, number))
         except ValueError as error:
             problems.append(f"{label}, criterion {number}: {error}.")
-    taken: dict[str, int] = {}
-    for i, one in enumerate(criteria):
-        taken[one.name] = taken.get(one.name, 0) + 1
-        if taken[one.name] > 1:
-            again = f"{one.name}_{taken[one.name]}"
-            criteria[i] = replace(one, name=again)
-    if not problems and not any(one.weight for one in criteria):
+    counts: dict[str, int] = {}
+    for i, criterion in enumerate(criteria):
+        counts[criterion.name] = counts.get(criterion.name, 0) + 1
+        if counts[criterion.name] > 1:
+            numbered_name = f"{criterion.name}_{counts[criterion.name]}"
+            criteria[i] = replace(criterion, name=numbered_name)
+    if not problems and not any(criterion.weight for criterion in criteria):
         problems = [f"{label}: all weights are 0, so nothing would be worth anything."]
     if problems:
         raise RewardError("\n".join(problems))
     return Rubric(tuple(criteria), fixed)
 
 
-def _criterion(given: Any, number: int) -> Criterion:
+def _read_criterion(source: Any, number: int) -> Criterion:
     """Read one criterion; ValueError says what is wrong with it."""
-    if isinstance(given, str):
-        given = {"text": given}
-    if not isinstance(given, Mapping):
+    if isinstance(source, str):
+        source = {"text": source}
+    if not isinstance(source, Mapping):
         raise ValueError("is neither a text nor keys such as text and weight")
     # PRBench has the text and weight one level deeper, others the hurdle.
-    given = {**given, **dict(given.get("annotations") or {})}
-    modifiers = dict(given.pop("modifiers", None) or {})
-    given.pop("annotations", None)
-    known = (*TEXTS, *NAMES, *WEIGHTS, *MUST, *FAULT, *LEVELS)
-    if odd := [str(key) for key in given if key not in (*known, *WITHOUT_EFFECT)]:
-        near = did_you_mean(odd[0], known)
-        raise ValueError(f"there is no key '{odd[0]}'.{near} Known: {', '.join(known)}")
+    source = {**source, **dict(source.get("annotations") or {})}
+    modifiers = dict(source.pop("modifiers", None) or {})
+    source.pop("annotations", None)
+    keys = (*TEXT_KEYS, *NAME_KEYS, *WEIGHT_KEYS, *MUST_KEYS, *FAULT_KEYS, *LEVEL_KEYS)
+    if odd := [str(key) for key in source if key not in (*keys, *IGNORED_KEYS)]:
+        near = did_you_mean(odd[0], keys)
+        raise ValueError(f"there is no key '{odd[0]}'.{near} Known: {', '.join(keys)}")
 
     def first(names: Sequence[str], default: Any = None) -> Any:
-        found = [given[name] for name in names if given.get(name) is not None]
-        return found[0] if found else default
+        values = [source[name] for name in names if source.get(name) is not None]
+        return values[0] if values else default
 
-    named = first(NAMES)
+    named = first(NAME_KEYS)
     # With a title and a description, the title is the name; alone, it is the text.
-    text = first(TEXTS, named)
+    text = first(TEXT_KEYS, named)
     if not isinstance(text, str) or not text.strip():
         raise ValueError("it has no text; give it as `text`")
-    if len(text) > LONGEST_TEXT:
-        raise ValueError(f"its text has {len(text):,} characters, at most {LONGEST_TEXT:,} count")
-    weight = first(WEIGHTS, modifiers.get("severity", 1.0))
-    weight = IN_WORDS.get(weight.strip().lower(), weight) if isinstance(weight, str) else weight
+    if len(text) > MAX_CRITERION_CHARS:
+        raise ValueError(
+            f"its text has {len(text):,} characters, at most {MAX_CRITERION_CHARS:,} count"
+        )
+    weight = first(WEIGHT_KEYS, modifiers.get("severity", 1.0))
+    weight = (
+        SEVERITY_WEIGHTS.get(weight.strip().lower(), weight) if isinstance(weight, str) else weight
+    )
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ValueError(f"its weight {weight!r} is not a number")
     if not math.isfinite(weight):
         raise ValueError(f"its weight {weight!r} is not a finite number")
-    must, fault = first(MUST, modifiers.get("category") == "must_pass"), first(FAULT, weight < 0)
-    levels = first(LEVELS, 1)
+    must, fault = (
+        first(MUST_KEYS, modifiers.get("category") == "must_pass"),
+        first(FAULT_KEYS, weight < 0),
+    )
+    levels = first(LEVEL_KEYS, 1)
     if not isinstance(must, bool) or not isinstance(fault, bool):
         raise ValueError("must and fault are true or false")
-    if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= MOST_LEVELS:
-        raise ValueError(f"levels {levels!r} is not a whole number from 1 to {MOST_LEVELS}")
+    if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= MAX_LEVELS:
+        raise ValueError(f"levels {levels!r} is not a whole number from 1 to {MAX_LEVELS}")
     if must and levels > 1:
         raise ValueError("a must-have is met or not; leave levels out, or must")
     if not fault and weight < 0:
         raise ValueError("a negative weight is a fault to avoid, but fault is false")
-    return Criterion(_name(named, number), text.strip(), abs(float(weight)), fault, must, levels)
+    return Criterion(
+        _metric_name(named, number), text.strip(), abs(float(weight)), fault, must, levels
+    )
 
 
-def _name(given: Any, number: int) -> str:
+def _metric_name(raw_name: Any, number: int) -> str:
     """What metrics call a criterion: its name in small letters and digits, else its number."""
-    word = re.sub(r"[^a-z0-9]+", "_", str(given or "").lower()).strip("_")[:40].strip("_")
+    word = re.sub(r"[^a-z0-9]+", "_", str(raw_name or "").lower()).strip("_")[:40].strip("_")
     return word or f"criterion_{number}"

@@ -128,8 +128,8 @@ def neutralise(text: str) -> str:
     return SWITCHES.sub(_broken, shown)
 
 
-def _broken(found: re.Match[str]) -> str:
-    return f"{found[0]} "
+def _broken(match: re.Match[str]) -> str:
+    return f"{match[0]} "
 
 
 def _is_plain_tag(tag: re.Match[str]) -> bool:
@@ -146,18 +146,18 @@ def _is_plain_tag(tag: re.Match[str]) -> bool:
     return bool(_TYPE.fullmatch(word) or (behind_a_name and _MIXED_CASE.fullmatch(word)))
 
 
-def cut_middle(text: str, most: int) -> tuple[str, int, str]:
+def cut_middle(text: str, max_chars: int) -> tuple[str, int, str]:
     """Keep at most `most` characters: two thirds of them head, one third tail.
 
     Returns head, number of characters left out, and tail; 0 and "" when it was short enough.
     The head shows what the response set out to do and how, which needs room; the tail holds
     its conclusion, which is short but must not be lost.
     """
-    if len(text) <= most:
+    if len(text) <= max_chars:
         return text, 0, ""
-    tail = most // 3
-    head = most - tail
-    return text[:head], len(text) - most, text[len(text) - tail :] if tail else ""
+    tail = max_chars // 3
+    head = max_chars - tail
+    return text[:head], len(text) - max_chars, text[len(text) - tail :] if tail else ""
 
 
 def _phrases(listed: str) -> frozenset[str]:
@@ -246,51 +246,51 @@ FEWEST_LETTERS = 12
 MOST_OF_IT = 0.9
 
 
-def content_free(prompt: str, response: str, ground_truth: Any = None) -> str | None:
+def no_content_reason(prompt: str, response: str, ground_truth: Any = None) -> str | None:
     """Return why a response deserves the lowest score without a call, or None.
 
     Pass the response as the judge would read it, reasoning stripped or not. One that equals
     the reference is never without content.
     """
-    said = BLANKS.sub(" ", clean(response)).strip()
-    if not said:
+    text = BLANKS.sub(" ", clean(response)).strip()
+    if not text:
         return "empty response"
-    if _is_reference(said, ground_truth):
+    if _is_reference(text, ground_truth):
         return None
-    bare = WRAPPING.sub(" ", said).strip()
+    bare = WRAPPING.sub(" ", text).strip()
     if not any(c.isalnum() for c in bare):
-        meant = _says_something(bare) or said in OPERATORS or _is_asked_for(prompt, said)
+        meant = _says_something(bare) or text in OPERATORS or _is_asked_for(prompt, text)
         return None if meant else "only punctuation or empty markup"
     parts = [
         part for part in SENTENCES.split(bare) if part.strip(STOPS + " ").casefold() not in FILLERS
     ]
     if any(map(str.strip, parts)) and all(_is_lead_in(part) for part in parts if part.strip()):
         return "a lead-in without an answer"
-    if _repeats(clean(prompt), said):
+    if _repeats(clean(prompt), text):
         return "only the prompt repeated"
     return None
 
 
-def _is_reference(said: str, ground_truth: Any) -> bool:
+def _is_reference(response: str, ground_truth: Any) -> bool:
     """Tell whether a response is the reference, whatever its case, blanks and punctuation."""
     if isinstance(ground_truth, list | dict):
         ground_truth = json.dumps(ground_truth, ensure_ascii=False)
-    if ground_truth is None or not (wanted := clean(str(ground_truth)).strip()):
+    if ground_truth is None or not (reference := clean(str(ground_truth)).strip()):
         return False
-    return said.casefold() == wanted.casefold() or _same(said, wanted)
+    return response.casefold() == reference.casefold() or _same(response, reference)
 
 
-def _same(one: str, other: str) -> bool:
+def _same(first_text: str, second_text: str) -> bool:
     """Compare letters, digits and signs of arithmetic; two texts without any are not the same."""
-    first, second = _kernel(one), _kernel(other)
+    first, second = _kernel(first_text), _kernel(second_text)
     return bool(first) and first == second
 
 
 def _kernel(text: str) -> str:
     folded = unicodedata.normalize("NFKC", text).casefold().replace("\u2212", "-")
     # A dash before a digit is a sign: 5 - 3 is not 5 3.
-    kept = re.sub(r"[^\w+*/^<>=%|~$°√∞≤≥≠±×÷¬∧∨→-]|_|(?<!\w)-(?!\s*[\w(])", "", folded)
-    return kept.strip("=*-|><~")
+    signs = re.sub(r"[^\w+*/^<>=%|~$°√∞≤≥≠±×÷¬∧∨→-]|_|(?<!\w)-(?!\s*[\w(])", "", folded)
+    return signs.strip("=*-|><~")
 
 
 def _says_something(text: str) -> bool:
@@ -321,14 +321,14 @@ def _is_asked_for(prompt: str, sign: str) -> bool:
 
 
 def _is_lead_in(part: str) -> bool:
-    words = part.casefold().replace("’", "'").strip(MARKUP)
-    colon = words.rstrip(MARKUP + STOPS).endswith(tuple(COLONS))
-    words = " ".join(words.strip(MARKUP + STOPS + COLONS).split())
-    if not words:
+    phrase = part.casefold().replace("’", "'").strip(MARKUP)
+    colon = phrase.rstrip(MARKUP + STOPS).endswith(tuple(COLONS))
+    phrase = " ".join(phrase.strip(MARKUP + STOPS + COLONS).split())
+    if not phrase:
         return not _says_something(part)
-    known = words in LEAD_INS or (colon and words in BEFORE_COLON)
-    plain = words.replace(",", "").replace("，", "")
-    return known or plain in LEAD_INS or bool(STEP_BY_STEP.fullmatch(words))
+    is_listed = phrase in LEAD_INS or (colon and phrase in BEFORE_COLON)
+    plain = phrase.replace(",", "").replace("，", "")
+    return is_listed or plain in LEAD_INS or bool(STEP_BY_STEP.fullmatch(phrase))
 
 
 def _words(text: str) -> list[str]:
@@ -342,21 +342,24 @@ def _repeats(prompt: str, response: str) -> bool:
     Nearly: it begins and ends like the prompt, adds no word, and leaves out at most a tenth. A
     task that asks to copy or to mend a text is safe: its answer lacks the request's own words.
     """
-    asked, said = _words(prompt), _words(response)
-    if _is_copy(prompt, response) and not GREETINGS.issuperset(asked):
+    prompt_words, response_words = _words(prompt), _words(response)
+    if _is_copy(prompt, response) and not GREETINGS.issuperset(prompt_words):
         return True
-    if len(asked) < FEWEST_WORDS or sum(map(len, asked)) < FEWEST_LETTERS:
+    if len(prompt_words) < FEWEST_WORDS or sum(map(len, prompt_words)) < FEWEST_LETTERS:
         return False
-    while said[:1] and said[0] in ASKING - set(asked[:1]):
-        said = said[1:]
-    times, rest = divmod(len(said), len(asked))
-    if times and not rest and said == asked * times:
+    while response_words[:1] and response_words[0] in ASKING - set(prompt_words[:1]):
+        response_words = response_words[1:]
+    times, rest = divmod(len(response_words), len(prompt_words))
+    if times and not rest and response_words == prompt_words * times:
         return True
-    if not MOST_OF_IT * len(asked) <= len(said) <= len(asked):
+    if not MOST_OF_IT * len(prompt_words) <= len(response_words) <= len(prompt_words):
         return False
-    edges = said[:EDGE_WORDS] == asked[:EDGE_WORDS] and said[-EDGE_WORDS:] == asked[-EDGE_WORDS:]
-    remaining = iter(asked)
-    return edges and all(word in remaining for word in said)
+    edges = (
+        response_words[:EDGE_WORDS] == prompt_words[:EDGE_WORDS]
+        and response_words[-EDGE_WORDS:] == prompt_words[-EDGE_WORDS:]
+    )
+    remaining = iter(prompt_words)
+    return edges and all(word in remaining for word in response_words)
 
 
 def _is_copy(prompt: str, response: str) -> bool:

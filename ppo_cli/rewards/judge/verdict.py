@@ -16,11 +16,11 @@ from typing import Any
 
 from ppo_cli.errors import RewardError, first_line
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Question, Reply, Scale
-from ppo_cli.rewards.judge.rubric import Draft, Rivals, Rubric, share_of_first
+from ppo_cli.rewards.judge.rubric import Comparison, Rubric, RubricDraft, win_share
 from ppo_cli.thoughts import MARKS, UnfinishedThought, after_thought
 
 # What a judge is asked for, in the words that it reads.
-ASKED: Mapping[Output, str] = {
+SCORE_FORMATS: Mapping[Output, str] = {
     "json": (
         "Reply with ONE JSON object and nothing else, the reason first and no longer than three "
         'sentences:\n{{"reason": "...", "{key}": N}}'
@@ -131,34 +131,35 @@ def read_answer(reply: Reply, question: Question) -> tuple[float, str, dict[str,
     return value, reason.strip()[:LONGEST_REASON], info
 
 
-def reminder(question: Question) -> str:
+def build_reminder(question: Question) -> str:
     """What a judge is told when its answer did not count."""
-    if question.asks is not None:
-        return f"Your last answer to this was not in the form asked for. {question.asks.form()}"
+    if question.answer_spec is not None:
+        form = question.answer_spec.answer_format()
+        return f"Your last answer to this was not in the form asked for. {form}"
     scale = question.scale
-    asked = asked_for(question.output, scale)
-    return REMINDER.format(asked=asked, low=scale.low, high=scale.high)
+    answer_form = score_format(question.output, scale)
+    return REMINDER.format(asked=answer_form, low=scale.low, high=scale.high)
 
 
-def asked_for(output: Output, scale: Scale) -> str:
+def score_format(output: Output, scale: Scale) -> str:
     """The form of a score, in the words that a judge reads."""
-    return ASKED[output].format(key=scale.key)
+    return SCORE_FORMATS[output].format(key=scale.key)
 
 
 def _failure(cause: str, problem: str, reply: Reply) -> JudgeError:
     excerpt = " ".join(reply.text.split())
     excerpt = f"{excerpt[:60]} … {excerpt[-60:]}" if len(excerpt) > 130 else excerpt
-    said = f", in the judge's reply {excerpt!r}" if excerpt else ""
+    shown = f", in the judge's reply {excerpt!r}" if excerpt else ""
     return JudgeError(
-        Failure.UNPARSED, cause, f"{problem}{said}", usage=reply.usage, reply=reply.text
+        Failure.UNPARSED, cause, f"{problem}{shown}", usage=reply.usage, reply=reply.text
     )
 
 
 def _read(text: str, question: Question) -> tuple[float, str, dict[str, Any]]:
-    answer = _answer(text, question.output if question.asks is None else "json")
-    if question.rivals is not None:
-        places, reason = _read_places(answer, question.rivals)
-        return share_of_first(places), reason, {"places": places}
+    answer = _answer(text, question.output if question.answer_spec is None else "json")
+    if question.comparison is not None:
+        places, reason = _read_places(answer, question.comparison)
+        return win_share(places), reason, {"places": places}
     if question.draft is not None:
         rows = _read_draft(answer, question.draft)
         return float(len(rows)), "", {"rubric": rows}
@@ -210,8 +211,10 @@ def _read_object(text: str, scale: Scale) -> tuple[float, str]:
     keys = [key for key in entries if key not in REASON_KEYS]
     if len(keys) != 1 or keys[0] not in (scale.key, PLAIN_KEY):
         odd = [key for key in keys if key not in (scale.key, PLAIN_KEY)]
-        told = f"the key {odd[0][:40]!r} was not asked for" if odd else f'it has no "{scale.key}"'
-        raise Unreadable("form", told)
+        problem = (
+            f"the key {odd[0][:40]!r} was not asked for" if odd else f'it has no "{scale.key}"'
+        )
+        raise Unreadable("form", problem)
     if not all(isinstance(reason, str) for reason in reasons):
         raise Unreadable("form", "the reason is not a text")
     if "..." in reasons:
@@ -224,8 +227,8 @@ def _read_object(text: str, scale: Scale) -> tuple[float, str]:
     value = _within(score, scale)
     reason = "\n".join(reasons)
     if keys[0] == PLAIN_KEY:
-        said = _QUOTED.sub(" ", reason.translate(_WIDE)).replace("\n", ". ")
-        _check_only_score(said, value, scale, sums=True)
+        plain_reason = _QUOTED.sub(" ", reason.translate(_WIDE)).replace("\n", ". ")
+        _check_only_score(plain_reason, value, scale, sums=True)
     return value, reason
 
 
@@ -234,44 +237,46 @@ def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], str]:
     entries, grades, reasons = _decode(text), [], []
     if set(entries) != set(rubric.keys):
         raise Unreadable("form", f"its keys are not {', '.join(rubric.keys)}")
-    for key, one in zip(rubric.keys, rubric.criteria, strict=True):
-        found, name = entries[key], one.key
-        reason = _take_reason(found, f"{key}'s") if isinstance(found, dict) else ""
-        if not isinstance(found, dict) or set(found) != {name}:
+    for key, criterion in zip(rubric.keys, rubric.criteria, strict=True):
+        entry, name = entries[key], criterion.key
+        reason = _take_reason(entry, f"{key}'s") if isinstance(entry, dict) else ""
+        if not isinstance(entry, dict) or set(entry) != {name}:
             raise Unreadable("form", f"{key} is not {name!r} and a reason")
-        verdict = found[name]
-        right = isinstance(verdict, bool) if one.levels == 1 else type(verdict) is int
+        verdict = entry[name]
+        right = isinstance(verdict, bool) if criterion.levels == 1 else type(verdict) is int
         if not right:
             raise Unreadable("form", f"{name!r} of {key} is not what was asked for")
-        if not 0 <= verdict <= one.levels:
-            raise Unreadable("out_of_range", f"the level of {key} is outside 0-{one.levels}")
-        grades.append(verdict / one.levels)
-        reasons.append(f"{one.name}: {one.in_words(grades[-1])}. {reason.strip()}".rstrip())
+        if not 0 <= verdict <= criterion.levels:
+            raise Unreadable("out_of_range", f"the level of {key} is outside 0-{criterion.levels}")
+        grades.append(verdict / criterion.levels)
+        reasons.append(
+            f"{criterion.name}: {criterion.describe_grade(grades[-1])}. {reason.strip()}".rstrip()
+        )
     return grades, "\n".join(reasons)
 
 
 def _take_reason(entries: dict[str, Any], whose: str) -> str:
     """Take the reason out of an object that may have one."""
-    found = [entries.pop(key) for key in list(entries) if key in REASON_KEYS]
-    reason = found[0] if found else ""
-    if len(found) > 1 or not isinstance(reason, str) or reason == "...":
+    reasons = [entries.pop(key) for key in list(entries) if key in REASON_KEYS]
+    reason = reasons[0] if reasons else ""
+    if len(reasons) > 1 or not isinstance(reason, str) or reason == "...":
         raise Unreadable("form", f"{whose} reason is not a text of its own")
     return reason
 
 
-def _read_draft(text: str, draft: Draft) -> list[dict[str, Any]]:
+def _read_draft(text: str, draft: RubricDraft) -> list[dict[str, Any]]:
     """The criteria of a draft, as a rubric file has them."""
     entries = _decode(text)
-    given = entries.get("criteria")
-    if set(entries) != {"criteria"} or not isinstance(given, list):
+    rows = entries.get("criteria")
+    if set(entries) != {"criteria"} or not isinstance(rows, list):
         raise Unreadable("form", 'it is not a list under "criteria" and nothing else')
     try:
-        return draft.read(given).rows()
+        return draft.read(rows).as_rows()
     except RewardError as error:
         raise Unreadable("form", first_line(error)) from None
 
 
-def _read_places(text: str, rivals: Rivals) -> tuple[list[int], str]:
+def _read_places(text: str, rivals: Comparison) -> tuple[list[int], str]:
     """The place of each response, 1 the best, equal ones tied; and the reason."""
     entries = _decode(text)
     reason = _take_reason(entries, "its")
@@ -302,27 +307,29 @@ def _decode(text: str) -> dict[str, Any]:
     """Decode one object; its keys in small letters, each there once."""
     try:
         try:
-            found = _DECODER.decode(text)
+            entries = _DECODER.decode(text)
         except json.JSONDecodeError:
-            found = _DECODER.decode(_ESCAPE.sub(lambda e: e[0] if e[1] else r"\\", text))
+            entries = _DECODER.decode(_ESCAPE.sub(lambda e: e[0] if e[1] else r"\\", text))
     except (ValueError, RecursionError):  # broken, NaN, a number of a million digits, too deep
         raise Unreadable("form", "it is not one JSON object and nothing else") from None
-    return dict(found)
+    return dict(entries)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = {key.strip().casefold(): value for key, value in pairs}
     if len(entries) != len(pairs):
         raise Unreadable("form", "a key stands there twice")
     return entries
 
 
-def _no_number(word: str) -> float:
+def _reject_constant(word: str) -> float:
     raise ValueError(word)
 
 
 # Line breaks in a string are no JSON, and harmless.
-_DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_no_number, strict=False)
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_keys, parse_constant=_reject_constant, strict=False
+)
 
 
 # --- text ----------------------------------------------------------------------------------------
@@ -388,18 +395,18 @@ def _bare(line: str) -> str:
 
 def _written(text: str, scale: Scale) -> float | None:
     """A number, perhaps over the top of the scale, and nothing else; None for anything else."""
-    found = _patterns(scale)[0].fullmatch(text)
-    return _number(found["value"]) if found else None
+    match = _patterns(scale)[0].fullmatch(text)
+    return _number(match["value"]) if match else None
 
 
 def _labelled(line: str, scale: Scale) -> float | None:
     if tag := _SCORE_TAG.fullmatch(line):
         return _written(tag[2].strip(), scale)
-    found = _patterns(scale)[1].fullmatch(re.sub(r"^(?:#{1,6}|[-•+])\s+", "", _bare(line)))
+    match = _patterns(scale)[1].fullmatch(re.sub(r"^(?:#{1,6}|[-•+])\s+", "", _bare(line)))
     # "Total score: 7" may be a sum, "Overall: 8" many things, unless they name the scale.
-    if not found or not (found["over"] or (found["noun"] and not found["vague"])):
+    if not match or not (match["over"] or (match["noun"] and not match["vague"])):
         return None
-    return _number(found["value"])
+    return _number(match["value"])
 
 
 def _number(text: str) -> float:
@@ -418,8 +425,8 @@ def _is_heading(line: str) -> bool:
 
 def _leads(line: str) -> bool:
     """Whether a line is whole in itself, and does not announce the next one."""
-    whole = _ITEM.match(line) or _ENDS.search(line)
-    return bool(whole) and not re.search(r"[:：]\W{0,9}$", line) and not _ANNOUNCES.search(line)
+    complete = _ITEM.match(line) or _ENDS.search(line)
+    return bool(complete) and not re.search(r"[:：]\W{0,9}$", line) and not _ANNOUNCES.search(line)
 
 
 @lru_cache(maxsize=16)
@@ -440,20 +447,20 @@ def _other_measure(scale: Scale) -> re.Pattern[str]:
     )
 
 
-def _check_only_score(said: str, value: float, scale: Scale, *, sums: bool) -> None:
+def _check_only_score(reason: str, value: float, scale: Scale, *, sums: bool) -> None:
     """Refuse a reason that names another score or scale.
 
     A score that `sums` up may stand beside such of criteria, as in "style 6/10, facts 9/10".
     """
-    said = _NO_WIDTH.sub("", said)
-    numbers = [_number(found[found.lastindex or 0]) for found in _ANOTHER.finditer(said)]
+    reason = _NO_WIDTH.sub("", reason)
+    numbers = [_number(match[match.lastindex or 0]) for match in _ANOTHER.finditer(reason)]
     over = rf"(?<![\w/.])({_NUMBER})\s*{_OVER}\s*{scale.high}(?![\w/])({_CLOSES})?"
-    shares = list(re.finditer(over, said, re.I))
+    shares = list(re.finditer(over, reason, re.I))
     if not sums or (len(shares) == 1 and shares[0][2] is not None):
-        numbers += [_number(found[1]) for found in shares]
+        numbers += [_number(share[1]) for share in shares]
     if any(number != value for number in numbers):
         raise Unreadable("ambiguous", "it names several different scores")
-    if _other_measure(scale).search(said):
+    if _other_measure(scale).search(reason):
         raise Unreadable("ambiguous", f"it speaks of another scale than {scale}")
 
 

@@ -24,24 +24,24 @@ from ppo_cli.rewards.judge.calls import Scale
 M = TypeVar("M", bound=BaseModel)
 
 
-class FromFile(BaseModel):
+class FileModel(BaseModel):
     """A group of keys in such a file; nothing is converted, and no key may be unknown."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _known_keys(cls, given: Any) -> Any:
-        known = list(cls.model_fields)
-        if not isinstance(given, dict):
-            raise ValueError(f"there must be keys here: {', '.join(known)}")
-        unknown = [key for key in given if key not in known]
+    def _known_keys(cls, mapping: Any) -> Any:
+        known_keys = list(cls.model_fields)
+        if not isinstance(mapping, dict):
+            raise ValueError(f"there must be keys here: {', '.join(known_keys)}")
+        unknown = [key for key in mapping if key not in known_keys]
         if unknown:
-            told = [f"'{key}'.{did_you_mean(str(key), known)}" for key in unknown]
+            problems = [f"'{key}'.{did_you_mean(str(key), known_keys)}" for key in unknown]
             raise ValueError(
-                f"there is no key {' And no key '.join(told)} Known: {', '.join(known)}"
+                f"there is no key {' And no key '.join(problems)} Known: {', '.join(known_keys)}"
             )
-        return given
+        return mapping
 
 
 def read_file(path: Path, model: type[M], label: str) -> M:
@@ -49,7 +49,7 @@ def read_file(path: Path, model: type[M], label: str) -> M:
     try:
         return model.model_validate(read_yaml(path, label))
     except ValidationError as error:
-        problems = [_problem(label, **one) for one in error.errors()]
+        problems = [_problem(label, **problem) for problem in error.errors()]
         raise RewardError("\n".join(problems)) from None
 
 
@@ -168,15 +168,15 @@ def _spans(text: str, pattern: re.Pattern[str]) -> list[Span]:
     ]
 
 
-def _is_of_scores(text: str, found: re.Match[str], *, sure: bool) -> bool:
-    before, after = text[max(0, found.start() - 200) : found.start()], text[found.end() :][:60]
+def _is_of_scores(text: str, match: re.Match[str], *, sure: bool) -> bool:
+    before, after = text[max(0, match.start() - 200) : match.start()], text[match.end() :][:60]
     if PLACES.search(before):
         return False
     if BEFORE.search(before) and (AFTER.match(after) or ENDS_THERE.match(after)):
         return True
     if not sure:
         return False
-    if found.groupdict().get("dash", "").lower() == "and" and not SPAN_WORDS.search(before):
+    if match.groupdict().get("dash", "").lower() == "and" and not SPAN_WORDS.search(before):
         return False
     if AFTER.match(after):
         return True
@@ -202,5 +202,5 @@ def _goes_on(wide: tuple[int, int], spans: list[Span]) -> bool:
 
 def _top_only(text: str) -> Scale:
     """A text with `/5` or `out of 5` names only the best score; the lowest is then 1."""
-    tops = {int(found["high"]) for found in OUT_OF.finditer(text)}
+    tops = {int(match["high"]) for match in OUT_OF.finditer(text)}
     return Scale(1, tops.pop()) if len(tops) == 1 else DEFAULT

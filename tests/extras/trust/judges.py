@@ -11,11 +11,11 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.extras.trust.attacks import bundled
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.rewards.judge.prompt import (
+    build_material,
     load_preset,
     load_template,
-    material_of,
     preset_names,
-    readable,
+    visible_text,
 )
 from ppo_cli.rewards.judge.sanitise import neutralise
 from tests.judge_server.wire import fenced
@@ -29,7 +29,7 @@ SURE = ("correct", "completely", "checked", "determined", "experts", "exactly")
 
 def as_shown(text: str) -> str:
     """Text as it stands in a request."""
-    return neutralise(readable(text)).strip()
+    return neutralise(visible_text(text)).strip()
 
 
 @lru_cache(maxsize=1)
@@ -95,7 +95,7 @@ class Asked(Scripted):
         self._judge = judge
 
     def _ask(self, rollout: Rollout) -> Score:
-        question = self.template.question(material_of(rollout.prompt, rollout.text))
+        question = self.template.question(build_material(rollout.prompt, rollout.text))
         raw = float(self._judge(question.system, question.user))
         value = question.scale.scaled(raw)
         return Score(value, reason=f"worth {raw:g}", parts={"judge": Part(raw, value)})

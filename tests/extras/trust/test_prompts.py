@@ -12,7 +12,7 @@ import yaml
 from ppo_cli.cli.app import main
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale
 from ppo_cli.rewards.judge.prompt import load_rubric
-from ppo_cli.rewards.judge.rubric import Draft, read_rubric
+from ppo_cli.rewards.judge.rubric import RubricDraft, read_rubric
 from ppo_cli.rewards.judge.verdict import read_answer
 from tests.judge_server import JudgeServer
 from tests.judge_server.wire import fenced
@@ -101,7 +101,7 @@ def test_what_is_there_is_neither_asked_again_nor_changed(
     ],
 )
 def test_an_answer_in_another_form_is_no_draft(said: str) -> None:
-    question = Question("", "", "", Scale(0, 1), draft=Draft(8))
+    question = Question("", "", "", Scale(0, 1), draft=RubricDraft(8))
     with pytest.raises(JudgeError) as found:
         read_answer(Reply(said), question)
     assert found.value.cause == "form"

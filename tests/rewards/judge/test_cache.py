@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, default_cache_path, key_of
+from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path, default_cache_path
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale, Usage, Verdict
 
 QUESTION = Question("sys", "user NONCE", "sys\nuser", Scale(1, 10))
@@ -136,12 +136,12 @@ def test_what_quotes_a_key_is_kept_without_it(
 )
 def test_the_key_goes_by_what_changes_the_answer(changed: dict[str, object], same: bool) -> None:
     other = replace(QUESTION, **changed)  # type: ignore[arg-type]
-    assert (key_of("openai m", QUESTION) == key_of("openai m", other)) is same
+    assert (cache_key("openai m", QUESTION) == cache_key("openai m", other)) is same
 
 
 @given(st.tuples(st.text(), st.text()), st.tuples(st.text(), st.text()))
 def test_keys_do_not_run_into_each_other(one: tuple[str, str], other: tuple[str, str]) -> None:
-    keys = [key_of(who, replace(QUESTION, identity=text)) for who, text in (one, other)]
+    keys = [cache_key(who, replace(QUESTION, identity=text)) for who, text in (one, other)]
     assert (keys[0] == keys[1]) == (one == other)
 
 

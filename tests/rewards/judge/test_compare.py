@@ -23,15 +23,15 @@ from ppo_cli.rewards.judge.compare import (
     PRIOR,
     CompareReward,
     bradley_terry,
-    calls_for,
-    linked,
-    outcomes,
-    pairs_of,
+    calls_per_prompt,
+    draw_pairs,
+    largest_linked_group,
+    pair_outcomes,
     win_chances,
 )
 from ppo_cli.rewards.judge.monitor import correlate
 from ppo_cli.rewards.judge.prompt import Material, load_preset
-from ppo_cli.rewards.judge.rubric import Rivals
+from ppo_cli.rewards.judge.rubric import Comparison
 from ppo_cli.rewards.judge.verdict import read_answer
 from ppo_cli.rewards.registry import build_reward
 from tests.judge_server import JudgeServer
@@ -87,42 +87,50 @@ def test_who_wins_everything_has_a_finite_strength_and_equals_tie() -> None:
 def test_sparse_pairs_link_all_and_are_balanced() -> None:
     for count in range(2, 17):
         for most in range(count - 1, count * (count - 1) // 2 + 2):
-            pairs = pairs_of(count, most, f"{count} {most}")
+            pairs = draw_pairs(count, most, f"{count} {most}")
             met = np.zeros((count, count), bool)
             for a, b in pairs:
                 met[a, b] = met[b, a] = True
             assert len({tuple(sorted(p)) for p in pairs}) == len(pairs)
             assert len(pairs) == min(most, count * (count - 1) // 2)
-            assert linked(met, [1] * count) == list(range(count))
+            assert largest_linked_group(met, [1] * count) == list(range(count))
             assert np.ptp(met.sum(1)) <= 2
-    assert pairs_of(8, 14, "a") == pairs_of(8, 14, "a") != pairs_of(8, 14, "b")
-    assert (calls_for(8, None, listed=False), calls_for(8, 14, listed=False)) == (56, 28)
-    assert (calls_for(8, None, listed=True), calls_for(1, None, listed=True)) == (2, 0)
+    assert draw_pairs(8, 14, "a") == draw_pairs(8, 14, "a") != draw_pairs(8, 14, "b")
+    assert (calls_per_prompt(8, None, listed=False), calls_per_prompt(8, 14, listed=False)) == (
+        56,
+        28,
+    )
+    assert (calls_per_prompt(8, None, listed=True), calls_per_prompt(1, None, listed=True)) == (
+        2,
+        0,
+    )
 
 
 def test_only_what_comparisons_link_is_compared() -> None:
     met = np.zeros((5, 5), bool)
     for a, b in ((0, 1), (1, 2), (3, 4)):
         met[a, b] = met[b, a] = True
-    assert linked(met, [1, 1, 1, 1, 1]) == [0, 1, 2]
-    assert linked(met, [1, 1, 1, 3, 3]) == [3, 4]
-    assert linked(met, [1, 1, 1, 2, 1]) == []  # neither has more than half
+    assert largest_linked_group(met, [1, 1, 1, 1, 1]) == [0, 1, 2]
+    assert largest_linked_group(met, [1, 1, 1, 3, 3]) == [3, 4]
+    assert largest_linked_group(met, [1, 1, 1, 2, 1]) == []  # neither has more than half
 
 
 def test_a_verdict_counts_with_its_opposite_order_only() -> None:
-    assert outcomes({(0, 1): [1, 2], (1, 0): [2, 1]}) == {(0, 1): 1.0}
-    assert outcomes({(0, 1): [1, 2], (1, 0): [1, 2]}) == {(0, 1): None}  # the first place
-    assert outcomes({(0, 1): [2, 1], (1, 0): [2, 1]}) == {(0, 1): None}  # the second
-    assert outcomes({(0, 1): [1, 1], (1, 0): [1, 1]}) == {(0, 1): 0.5}
-    assert outcomes({(0, 1): [1, 1], (1, 0): [2, 1]}) == {(0, 1): 0.75}
-    assert outcomes({(0, 1): [1, 2]}) == {}
-    both = outcomes({(2, 0, 1): [1, 2, 2], (1, 0, 2): [3, 3, 1]})
+    assert pair_outcomes({(0, 1): [1, 2], (1, 0): [2, 1]}) == {(0, 1): 1.0}
+    assert pair_outcomes({(0, 1): [1, 2], (1, 0): [1, 2]}) == {(0, 1): None}  # the first place
+    assert pair_outcomes({(0, 1): [2, 1], (1, 0): [2, 1]}) == {(0, 1): None}  # the second
+    assert pair_outcomes({(0, 1): [1, 1], (1, 0): [1, 1]}) == {(0, 1): 0.5}
+    assert pair_outcomes({(0, 1): [1, 1], (1, 0): [2, 1]}) == {(0, 1): 0.75}
+    assert pair_outcomes({(0, 1): [1, 2]}) == {}
+    both = pair_outcomes({(2, 0, 1): [1, 2, 2], (1, 0, 2): [3, 3, 1]})
     assert both == {(0, 2): 0.0, (1, 2): 0.0, (0, 1): 0.5}
 
 
 def noisy_pairs(truth: Sequence[int], most: int, dice: random.Random) -> list[float | None]:
     """Strengths from a judge that is right in 70 % of its calls, whatever the pair."""
-    shown = [both for pair in pairs_of(len(truth), most, str(truth)) for both in (pair, pair[::-1])]
+    shown = [
+        both for pair in draw_pairs(len(truth), most, str(truth)) for both in (pair, pair[::-1])
+    ]
     right = {(a, b): dice.random() < 0.7 for a, b in shown}
     places = {(a, b): [1, 2] if (truth[a] > truth[b]) == right[a, b] else [2, 1] for a, b in shown}
     return strengths_of([places], len(truth))
@@ -143,11 +151,11 @@ def noisy_lists(truth: Sequence[int], votes: int, dice: random.Random) -> list[f
 
 def strengths_of(votes: Sequence[Any], count: int) -> list[float | None]:
     wins = np.zeros((count, count))
-    for (a, b), won in [item for places in votes for item in outcomes(places).items()]:
+    for (a, b), won in [item for places in votes for item in pair_outcomes(places).items()]:
         if won is not None:
             wins[a, b] += won
             wins[b, a] += 1 - won
-    if not (nodes := linked(wins + wins.T > 0, [1] * count)):
+    if not (nodes := largest_linked_group(wins + wins.T > 0, [1] * count)):
         return [None] * count
     strength = dict(zip(nodes, bradley_terry(wins[np.ix_(nodes, nodes)]).tolist(), strict=True))
     return [strength.get(k) for k in range(count)]
@@ -185,7 +193,7 @@ def test_a_noisy_judge_ranks_groups() -> None:
 
 # --- reading ----------------------------------------------------------------------------------
 
-PAIR, LIST = Question("", "", "", Scale(0, 1), rivals=Rivals(2)), Rivals(3)
+PAIR, LIST = Question("", "", "", Scale(0, 1), comparison=Comparison(2)), Comparison(3)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +244,7 @@ def test_any_other_answer_is_asked_for_again(text: str, cause: str) -> None:
 
 
 def test_places_of_a_list_are_read() -> None:
-    three = Question("", "", "", Scale(0, 1), rivals=LIST)
+    three = Question("", "", "", Scale(0, 1), comparison=LIST)
     text = '{"reason": "so", "place_of_R3": 1, "place_of_R1": 2, "place_of_R2": 2}'
     assert read_answer(Reply(text), three) == (0.25, "so", {"places": [2, 2, 1]})
     for wrong in ("4", "0", "1.5", '"1"', "true", "null"):
@@ -492,7 +500,7 @@ ATTACKS = (
 def test_what_a_response_says_stays_in_its_own_block(attack: str) -> None:
     template = load_preset("compare")
     for texts in ((attack, "fine"), ("fine", attack), ("a", attack, "b")):
-        material = Material("Why?", texts[0], rivals=texts)
+        material = Material("Why?", texts[0], compared=texts)
         asked = template.question(material)
         blocks = BLOCK.findall(asked.user)
         assert [label for label, _, _ in blocks] == [f"R{i}" for i in range(1, len(texts) + 1)]

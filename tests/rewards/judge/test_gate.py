@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.rewards.judge.sanitise import content_free
+from ppo_cli.rewards.judge.sanitise import no_content_reason
 
 PROMPT = "What is the capital of France, and since when has it been so?"
 
@@ -23,7 +23,7 @@ SIGNS = [
 
 
 def test_nothing_but_signs() -> None:
-    assert [text for text in SIGNS if not content_free(PROMPT, text)] == []
+    assert [text for text in SIGNS if not no_content_reason(PROMPT, text)] == []
 
 
 def test_what_shows_nothing_is_empty() -> None:
@@ -33,10 +33,10 @@ def test_what_shows_nothing_is_empty() -> None:
         "\u2800\u0301", "\u2800.\u2800", "```\n\u2800\n```", "\\boxed{\u2800}", "\u180e\u200b",
         "\u2800Solution:\u2800", "\U0001d159", "\U00013441", "\U00016fe4", "\u061c\u00ad",
     ]  # fmt: skip
-    assert [text for text in shown if not content_free(PROMPT, text)] == []
-    assert content_free(PROMPT, "\u2800\u3164") == "empty response"
-    assert content_free(PROMPT, "\u28004\u2800") is None
-    assert content_free(PROMPT, "\u280b") is None  # braille with dots
+    assert [text for text in shown if not no_content_reason(PROMPT, text)] == []
+    assert no_content_reason(PROMPT, "\u2800\u3164") == "empty response"
+    assert no_content_reason(PROMPT, "\u28004\u2800") is None
+    assert no_content_reason(PROMPT, "\u280b") is None  # braille with dots
 
 
 LEAD_INS = [
@@ -68,7 +68,7 @@ LEAD_INS = [
 
 def test_lead_ins_in_many_languages() -> None:
     said = {
-        text: content_free(PROMPT, text)
+        text: no_content_reason(PROMPT, text)
         for lead_in in LEAD_INS
         for text in (lead_in, f"\n{lead_in}  \n\n")
     }
@@ -95,12 +95,12 @@ ANSWERS = [
 
 
 def test_short_answers_are_never_touched() -> None:
-    assert [text for text in ANSWERS if content_free(PROMPT, text)] == []
+    assert [text for text in ANSWERS if no_content_reason(PROMPT, text)] == []
 
 
 @given(st.integers() | st.floats(allow_nan=False) | st.characters(categories=["Lu", "Ll", "Nd"]))
 def test_numbers_and_letters_are_answers(answer: object) -> None:
-    assert content_free(PROMPT, str(answer)) is None
+    assert no_content_reason(PROMPT, str(answer)) is None
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_numbers_and_letters_are_answers(answer: object) -> None:
     ],
 )  # fmt: skip
 def test_what_equals_the_reference_is_content(prompt: str, response: str, reference: str) -> None:
-    assert content_free(prompt, response) is not None
-    assert content_free(prompt, response, reference) is None
+    assert no_content_reason(prompt, response) is not None
+    assert no_content_reason(prompt, response, reference) is None
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_what_equals_the_reference_is_content(prompt: str, response: str, refere
     ],
 )  # fmt: skip
 def test_a_short_prompt_repeated(prompt: str, response: str) -> None:
-    assert content_free(prompt, response) == "only the prompt repeated"
-    assert content_free(prompt, response, "something else") == "only the prompt repeated"
-    assert content_free(prompt, response, response.upper() + " ") is None
+    assert no_content_reason(prompt, response) == "only the prompt repeated"
+    assert no_content_reason(prompt, response, "something else") == "only the prompt repeated"
+    assert no_content_reason(prompt, response, response.upper() + " ") is None
 
 
 @pytest.mark.parametrize(
@@ -137,20 +137,20 @@ def test_a_short_prompt_repeated(prompt: str, response: str) -> None:
     [("%", "%"), ("[]", "[]"), ("{}", " {} "), ("...", "..."), ("[]", []), ("{}", {})],
 )
 def test_bare_punctuation_counts_only_where_it_is_the_reference(sign: str, reference: Any) -> None:
-    assert content_free(PROMPT, sign) is not None
-    assert content_free(PROMPT, sign, "?") is not None
-    assert content_free(PROMPT, sign, reference) is None
+    assert no_content_reason(PROMPT, sign) is not None
+    assert no_content_reason(PROMPT, sign, "?") is not None
+    assert no_content_reason(PROMPT, sign, reference) is None
 
 
 def test_an_empty_reference_excuses_nothing() -> None:
-    assert content_free(PROMPT, "", "") == "empty response"
-    assert content_free(PROMPT, ":", 42) is not None
+    assert no_content_reason(PROMPT, "", "") == "empty response"
+    assert no_content_reason(PROMPT, ":", 42) is not None
 
 
 def test_a_lone_sign_that_the_prompt_offers_is_an_answer() -> None:
-    assert content_free("Which sign is right: + or -?", "-") is None
-    assert content_free("Which of '!', '?' ends a question?", "?") is None
-    assert content_free("What is two minus one?", "-") is not None
+    assert no_content_reason("Which sign is right: + or -?", "-") is None
+    assert no_content_reason("Which of '!', '?' ends a question?", "?") is None
+    assert no_content_reason("What is two minus one?", "-") is not None
 
 
 REPEATED = [
@@ -161,7 +161,7 @@ REPEATED = [
 
 
 def test_the_prompt_repeated() -> None:
-    said = {text: content_free(PROMPT, text) for text in REPEATED}
+    said = {text: no_content_reason(PROMPT, text) for text in REPEATED}
     assert said == dict.fromkeys(REPEATED, "only the prompt repeated")
 
 
@@ -194,19 +194,22 @@ def test_the_prompt_repeated() -> None:
     ],
 )
 def test_answers_that_hold_the_prompt_or_resemble_it(prompt: str, response: str) -> None:
-    assert content_free(prompt, response) is None
+    assert no_content_reason(prompt, response) is None
 
 
 def test_the_prompt_repeated_in_a_script_without_spaces() -> None:
     prompt = "法国的首都是哪里？请你用中文回答我"
-    assert content_free(prompt, prompt) == "only the prompt repeated"
-    assert content_free(prompt, f"问题：{prompt}") is None
+    assert no_content_reason(prompt, prompt) == "only the prompt repeated"
+    assert no_content_reason(prompt, f"问题：{prompt}") is None
 
 
 @given(st.text(max_size=80), st.text(max_size=80))
 def test_any_text_is_taken(prompt: str, response: str) -> None:
     """And no blanks around it change what is said of it."""
-    reason = content_free(prompt, response)
-    assert reason == content_free(prompt, f"\n {response}\t")
+    reason = no_content_reason(prompt, response)
+    assert reason == no_content_reason(prompt, f"\n {response}\t")
     assert reason != "empty response" or not any(c.isalnum() for c in response)
-    assert content_free(prompt, response, ground_truth=f"{response}") in (None, "empty response")
+    assert no_content_reason(prompt, response, ground_truth=f"{response}") in (
+        None,
+        "empty response",
+    )

@@ -27,7 +27,7 @@ from ppo_cli.rewards.judge.calls import (
     estimate_tokens,
     worst_case,
 )
-from ppo_cli.rewards.judge.costs import DayBudget, Ledger, Spent
+from ppo_cli.rewards.judge.costs import DayBudget, Ledger, Spending
 from ppo_cli.rewards.judge.prices import Price
 from ppo_cli.run_folder import paid_calls
 from ppo_cli.spending import in_flight_file
@@ -55,7 +55,7 @@ def test_calls_add_up() -> None:
         await call(book, Usage(), "timeout")
 
     asyncio.run(two())
-    assert book.total == Spent(2, Usage(1000, 100, 400), pytest.approx(0.00164))
+    assert book.total == Spending(2, Usage(1000, 100, 400), pytest.approx(0.00164))
     assert book.reserved_usd == 0
     assert book.reserved_tokens == 0
 
@@ -64,9 +64,9 @@ def test_take_returns_what_is_new() -> None:
     book = ledger()
     asyncio.run(call(book, Usage(10, 1)))
     assert book.take().usage == Usage(10, 1)
-    assert book.take() == Spent()
+    assert book.take() == Spending()
     asyncio.run(call(book, Usage(20, 2)))
-    assert book.take() == Spent(1, Usage(20, 2), pytest.approx(40e-6))
+    assert book.take() == Spending(1, Usage(20, 2), pytest.approx(40e-6))
     assert book.total.calls == 2
 
 
@@ -148,7 +148,7 @@ def test_a_price_is_needed_for_a_budget_in_dollars(tmp_path: Path) -> None:
 def test_without_a_price_tokens_are_counted_and_dollars_are_not() -> None:
     book = Ledger(None, budget_usd=None, budget_tokens=10_000)
     asyncio.run(call(book, Usage(500, 50)))
-    assert book.total == Spent(1, Usage(500, 50), 0.0)
+    assert book.total == Spending(1, Usage(500, 50), 0.0)
 
 
 def test_of_two_budgets_the_one_that_is_used_up_is_named() -> None:
@@ -303,7 +303,7 @@ def test_a_resumed_run_remembers_what_it_spent(tmp_path: Path) -> None:
     after.attach(path)
     after.attach(path)
     assert after.total == before.total + first
-    assert after.take() == Spent()
+    assert after.take() == Spending()
     asyncio.run(call(after, Usage(60, 90)))
     with pytest.raises(Interrupted):
         asyncio.run(call(after, Usage(10, 1)))
@@ -445,7 +445,7 @@ def test_calls_in_flight_at_a_kill_count_at_their_worst_case(tmp_path: Path) -> 
     for in_flight in (2, 0):  # settled once
         resumed = ledger(usd=1.0)
         resumed.attach(path)
-        assert (resumed.total.calls, resumed.found_in_flight.calls) == (3, in_flight)
+        assert (resumed.total.calls, resumed.interrupted.calls) == (3, in_flight)
         assert resumed.total.usd == pytest.approx(spent)
     assert [line["outcome"] for line in lines(path)] == ["ok", "killed", "killed"]
     assert sum(call["usd"] for call in paid_calls(tmp_path)) == pytest.approx(spent)
@@ -493,7 +493,7 @@ def test_calls_that_could_not_be_recorded_are_written_with_the_next_one(tmp_path
     path.rmdir()
     asyncio.run(call(book, Usage(20, 2)))
     resumed.attach(path)
-    assert resumed.total == book.total == Spent(2, Usage(30, 3), pytest.approx(60e-6))
+    assert resumed.total == book.total == Spending(2, Usage(30, 3), pytest.approx(60e-6))
 
 
 def test_a_call_is_booked_even_if_the_file_of_the_day_fails(tmp_path: Path) -> None:
@@ -508,7 +508,7 @@ def test_a_call_is_booked_even_if_the_file_of_the_day_fails(tmp_path: Path) -> N
             held.settle(Usage(10, 1), "ok")
 
     asyncio.run(story())
-    assert book.total == Spent(1, Usage(10, 1), pytest.approx(20e-6))
+    assert book.total == Spending(1, Usage(10, 1), pytest.approx(20e-6))
 
 
 def test_a_call_whose_end_cannot_be_written_still_counts_in_flight(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ppo_cli.records import Prompt, Rollout
 from ppo_cli.report import health
 from ppo_cli.rewards.judge.calls import Question, Scale, Usage
 from ppo_cli.rewards.judge.client import Counters
-from ppo_cli.rewards.judge.costs import Guest, Ledger, Spent
+from ppo_cli.rewards.judge.costs import Ledger, SharedLedger, Spending
 from ppo_cli.rewards.judge.monitor import Canaries, Monitor, call_metrics
 from ppo_cli.rewards.judge.prices import Price
 from ppo_cli.rewards.judge.reward import JudgeReward
@@ -317,11 +317,11 @@ def test_a_second_judge_that_nobody_asked_for_ends_no_run(
 
 def test_a_guest_counts_for_itself_and_for_the_whole() -> None:
     book = Ledger(Price(1.0, 1.0, None, "test"), budget_usd=0.01, budget_tokens=None)
-    guest = Guest(book, Price(1000.0, 2000.0, None, "test"), "claude", "judge-2")
+    shared_ledger = SharedLedger(book, Price(1000.0, 2000.0, None, "test"), "claude", "judge-2")
     question = Question("", "x", "x", Scale(1, 10), max_tokens=1)
 
     async def one(usage: Usage) -> None:
-        held = await guest.reserve(question)
+        held = await shared_ledger.reserve(question)
         assert book.reserved_usd == pytest.approx((held.tokens - 1) * 1e-3 + 2e-3)
         held.settle(usage, "ok")
 
@@ -329,5 +329,5 @@ def test_a_guest_counts_for_itself_and_for_the_whole() -> None:
         asyncio.run(one(Usage(3, 1)))
     book.budget_usd = 1.0
     asyncio.run(one(Usage(3, 1)))
-    assert guest.take() == book.total == Spent(1, Usage(3, 1), pytest.approx(0.005))
-    assert guest.take() == Spent()
+    assert shared_ledger.take() == book.total == Spending(1, Usage(3, 1), pytest.approx(0.005))
+    assert shared_ledger.take() == Spending()

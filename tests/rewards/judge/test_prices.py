@@ -18,9 +18,9 @@ from ppo_cli.rewards.judge.prices import (
     disagreement,
     find_price,
     is_local,
-    near_models,
+    look_up_model,
+    model_hint,
     read_prices,
-    second_list,
 )
 
 NOW = datetime.now(UTC)
@@ -212,7 +212,7 @@ def test_the_bundled_list_counts_where_the_two_differ(monkeypatch: pytest.Monkey
     from genai_prices.data_snapshot import get_snapshot
 
     same = api("gpt-4o-mini")
-    ours, theirs = find_price(same), second_list(same)
+    ours, theirs = find_price(same), look_up_model(same)
     assert ours is not None and "bundled" in ours.source and not disagreement(same)
     assert theirs is not None and theirs.context == 128_000
     _, entry = get_snapshot().find_provider_model("gpt-4o-mini", None, "openai", None)
@@ -236,10 +236,10 @@ def test_no_price_is_guessed() -> None:
 
 
 def test_a_wrong_name_brings_up_the_nearest() -> None:
-    assert near_models("openai", "gpt-6-lunna") == " Did you mean 'gpt-6-luna'?"
-    assert near_models("claude", "claude-haku-5-5") == " Did you mean 'claude-haiku-5-5'?"
+    assert model_hint("openai", "gpt-6-lunna") == " Did you mean 'gpt-6-luna'?"
+    assert model_hint("claude", "claude-haku-5-5") == " Did you mean 'claude-haiku-5-5'?"
     for known in ("gpt-4o-mini", "gpt-4o-mini-2024-07-18", "ft:gpt-4o-mini:mine::x"):
-        assert near_models("openai", known) == ""
-    assert near_models("openai", "entirely-different") == ""
+        assert model_hint("openai", known) == ""
+    assert model_hint("openai", "entirely-different") == ""
     with pytest.raises(RewardError, match=r"is not known\. Did you mean 'gpt-6-luna'"):
         Ledger(None, budget_usd=1.0, budget_tokens=None, provider="openai", model="gpt-6-lunna")

@@ -11,7 +11,7 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Scale
 from ppo_cli.rewards.judge.prompt import load_preset, load_template, preset_names
-from ppo_cli.rewards.judge.sanitise import content_free
+from ppo_cli.rewards.judge.sanitise import no_content_reason
 
 NAMES = ("code", "dialogue", "math", "safety")
 CASES = [(load_preset(name), case) for name in NAMES for case in load_preset(name).cases]
@@ -68,5 +68,5 @@ def test_each_case_can_be_asked_and_agrees_with_the_gate() -> None:
         assert closing.strip().startswith("What stands between tags that end in -00aa")
         low = template.scale.low if case.at_least is None else case.at_least
         assert low <= (template.scale.high if case.at_most is None else case.at_most)
-        gated = content_free(material.prompt, material.response, material.ground_truth)
+        gated = no_content_reason(material.prompt, material.response, material.ground_truth)
         assert gated is None or case.at_least is None, (template.name, case.name)

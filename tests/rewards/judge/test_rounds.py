@@ -13,7 +13,7 @@ import pytest
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
-from ppo_cli.rewards.judge.reward import Entry, Round, Rules
+from ppo_cli.rewards.judge.reward import FailurePolicy, JudgingRound, PendingScore
 
 Answer = Callable[[int, int], "float | Failure"]  # (row, how often asked before)
 
@@ -24,12 +24,12 @@ def rollout(row: int) -> Rollout:
 
 
 def play(
-    rules: Rules, rows: int, answer: Answer, *, up: bool = False
+    rules: FailurePolicy, rows: int, answer: Answer, *, up: bool = False
 ) -> tuple[list[Any], list[int]]:
     """Scores (or what was raised) of a step, and how often each row was asked."""
     asked = [0] * rows
 
-    async def judge(entry: Entry) -> None:
+    async def judge(entry: PendingScore) -> None:
         row = int(entry.rollout.prompt.uid)
         told = answer(row, asked[row])
         asked[row] += 1
@@ -45,9 +45,9 @@ def play(
         async def witness() -> bool:
             return up
 
-        round_ = Round(rules, judge, witness)
+        round_ = JudgingRound(rules, judge, witness)
         for row in range(rows):
-            entry, done = Entry(rollout(row)), concurrent.futures.Future[None]()
+            entry, done = PendingScore(rollout(row)), concurrent.futures.Future[None]()
             round_.add(entry, done)
             task = loop.create_task(judge(entry))
             task.add_done_callback(lambda _, done=done: done.set_result(None))
@@ -57,8 +57,10 @@ def play(
     return asyncio.run(step()), asked
 
 
-def rules(**changes: Any) -> Rules:
-    return Rules(**{"on_failure": "mask", "max_failure_rate": 0.2, "outage_wait": 30.0} | changes)
+def rules(**changes: Any) -> FailurePolicy:
+    return FailurePolicy(
+        **{"on_failure": "mask", "max_failure_rate": 0.2, "outage_wait": 30.0} | changes
+    )
 
 
 def values(scores: list[Any]) -> list[float | None]:
@@ -108,13 +110,13 @@ def test_while_it_waits_one_at_a_time_is_tried() -> None:
 
     def answer(row: int, before: int) -> float | Failure:
         order.append(row)
-        told.append(policy.standing_still or "")
+        told.append(policy.waiting_message or "")
         return Failure.RETRYABLE if len(order) < 6 else 1.0
 
     scores, _ = play(policy, 4, answer)
     assert values(scores) == [1.0] * 4
     assert order[:6] == [0, 1, 2, 3, 0, 1]  # all once, then one after another
-    assert told[3] == told[6] == "" and policy.standing_still is None
+    assert told[3] == told[6] == "" and policy.waiting_message is None
     assert told[4].startswith("4 of 4 responses got no verdict (retryable 4): asking stops")
     assert "again in 1 s" in told[4] and "again in 2 s" in told[5]
 
@@ -125,7 +127,7 @@ def test_an_outage_that_does_not_end_stops_the_run_with_what_was_scored() -> Non
     assert scores[0].value == 1.0
     assert all(isinstance(s, Interrupted) for s in scores[1:])
     assert "3 of 4" in str(scores[1]) and "--rm_outage_wait" in str(scores[1])
-    assert policy.standing_still is None
+    assert policy.waiting_message is None
 
 
 def test_one_or_two_texts_are_never_the_judges_trouble() -> None:
@@ -167,7 +169,7 @@ def test_texts_that_fail_while_others_pass_are_not_waited_for() -> None:
 
 def test_a_stop_of_one_is_a_stop_of_all() -> None:
     async def step() -> list[Any]:
-        async def judge(entry: Entry) -> None:
+        async def judge(entry: PendingScore) -> None:
             if entry.rollout.prompt.uid == "0":
                 entry.future.set_exception(Interrupted("the budget is used up"))
             else:
@@ -176,9 +178,9 @@ def test_a_stop_of_one_is_a_stop_of_all() -> None:
         async def witness() -> bool:
             return False
 
-        round_ = Round(rules(), judge, witness)
+        round_ = JudgingRound(rules(), judge, witness)
         for row in range(3):
-            entry, done = Entry(rollout(row)), concurrent.futures.Future[None]()
+            entry, done = PendingScore(rollout(row)), concurrent.futures.Future[None]()
             round_.add(entry, done)
             await judge(entry)
             done.set_result(None)

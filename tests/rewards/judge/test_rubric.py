@@ -127,7 +127,9 @@ def test_grades_come_to_the_weighted_share_of_what_there_is_to_earn() -> None:
     assert rubric.value([1.0, 0.5, 0.0]) == pytest.approx((3 + 0.5 + 2) / 6)
     assert (rubric.value([1, 1, 0]), rubric.value([0, 0, 1])) == (1.0, 0.0)
     hurdle = Rubric((Criterion("right", "", 3.0, must=True), *criteria[1:]))
-    assert hurdle.value([0.0, 1.0, 0.0]) == 0.0 and hurdle.missed([0.0, 1.0, 0.0]) == ["right"]
+    assert hurdle.value([0.0, 1.0, 0.0]) == 0.0 and hurdle.missed_hurdles([0.0, 1.0, 0.0]) == [
+        "right"
+    ]
     never = Rubric((Criterion("lies", "", 1.0, fault=True, must=True), Criterion("a", "")))
     assert (never.value([1, 1]), never.value([0, 1]), never.value([0, 0])) == (0.0, 1.0, 0.5)
 
@@ -382,7 +384,7 @@ FAULT = Question("", "", "", Scale(0, 1), rubric=Rubric((Criterion("rude", "Rude
 
 
 def test_a_fault_is_asked_for_by_its_presence() -> None:
-    asked = FAULT.rubric.asked()  # type: ignore[union-attr]
+    asked = FAULT.rubric.instructions()  # type: ignore[union-attr]
     assert "c1: Rude. (a fault: is it present in the response?)" in asked
     assert '{"reason": "...", "present": true or false}' in asked
     present, absent = (json.dumps({"c1": {"reason": "So.", "present": it}}) for it in (True, False))

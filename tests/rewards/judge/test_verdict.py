@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Question, Reply, Scale, Usage
-from ppo_cli.rewards.judge.verdict import read_answer, reminder
+from ppo_cli.rewards.judge.verdict import build_reminder, read_answer
 
 HERE = Path(__file__).parent
 TEN = Scale(1, 10)
@@ -178,11 +178,12 @@ def test_the_message_names_the_trouble_and_shows_a_short_excerpt() -> None:
 
 def test_the_reminder_names_the_form_and_the_scale() -> None:
     asked = Question("", "", "", Scale(0, 5))
-    assert '{"reason": "...", "score_0_to_5": N}\nN is one whole number from 0 to 5' in reminder(
-        asked
+    assert (
+        '{"reason": "...", "score_0_to_5": N}\nN is one whole number from 0 to 5'
+        in build_reminder(asked)
     )
     asked = Question("", "", "", TEN, output="text")
-    assert "\nScore: N\nN is one whole number from 1 to 10" in reminder(asked)
+    assert "\nScore: N\nN is one whole number from 1 to 10" in build_reminder(asked)
 
 
 @pytest.mark.parametrize(

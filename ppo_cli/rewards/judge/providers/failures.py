@@ -14,7 +14,7 @@ from typing import Any
 
 from ppo_cli.errors import ppo
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
-from ppo_cli.rewards.judge.prices import near_models
+from ppo_cli.rewards.judge.prices import model_hint
 from ppo_cli.rewards.judge.providers.lengths import about_length
 from ppo_cli.rewards.remote.failures import (
     LONGEST,
@@ -332,7 +332,7 @@ def _hint(symptoms: Symptoms, context: Context) -> str:
     if status == 402 or _MONEY.search(words) or _QUOTA.search(words):
         return "Check the balance and the limits of the account."
     if status == 404 or _MODEL.search(symptoms.message) or any("model" in c for c in codes):
-        near = near_models(context.kind, context.model) if context.kind else ""
+        near = model_hint(context.kind, context.model) if context.kind else ""
         return (
             f"The model may be retired or misspelt: check {context.flags}_model "
             f"(now '{context.model}'), and {context.flags}_base_url if you set it.{near} "

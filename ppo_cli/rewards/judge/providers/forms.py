@@ -60,8 +60,8 @@ FORMAT_WORDS = (
 
 def verdict_schema(question: Question) -> dict[str, Any]:
     """JSON schema of the answer: `{"reason": str, "score_1_to_10": int}`, or another verdict."""
-    if question.asks is not None:
-        return question.asks.schema()
+    if question.answer_spec is not None:
+        return question.answer_spec.schema()
     scale = question.scale
     score = {
         "type": "integer", "enum": list(scale.levels()),
