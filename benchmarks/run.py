@@ -51,9 +51,10 @@ from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.memory.plan import settle_dtype, settle_memory
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
-from ppo_cli.engine.device import Compute, multiply_with
-from ppo_cli.engine.hf_sampler import HFSampler
+from ppo_cli.engine.cpu.products import multiply_with
+from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.samplers.hf import HFSampler
 from ppo_cli.records import Prompt
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
 from ppo_cli.engine.base import Sampling
-from ppo_cli.engine.hf_sampler import HFSampler
+from ppo_cli.engine.samplers.hf import HFSampler
 from ppo_cli.records import Prompt
 
 VOCAB = 512

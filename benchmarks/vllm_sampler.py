@@ -22,8 +22,8 @@ from judge_overlap import build_model
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.text import decode_text
-from ppo_cli.engine.vllm_sampler import VLLMSampler, set_environment
+from ppo_cli.engine.samplers.text import decode_text
+from ppo_cli.engine.samplers.vllm import VLLMSampler, set_environment
 from ppo_cli.records import Prompt
 
 ROWS, TOKENS, WIDTH = 64, 64, 32

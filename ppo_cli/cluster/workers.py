@@ -37,9 +37,10 @@ from ppo_cli.engine.base import (
     build_sampler,
     tell_transfer_out_of_memory,
 )
-from ppo_cli.engine.device import Compute, keep_freed_memory
+from ppo_cli.engine.batches.micro_batches import tell_out_of_memory
+from ppo_cli.engine.cpu.runtime import keep_freed_memory
+from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
-from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import join_ranks
 from ppo_cli.errors import ConfigError, PpoError
@@ -73,11 +74,11 @@ class Exchange:
         self._proven = True
 
     def _connect(self, rank: int) -> Any:
-        from ppo_cli.engine.vllm_sampler import set_environment
+        from ppo_cli.engine.samplers.vllm import set_environment
 
         set_environment()
         # Only with this choice is vLLM needed, which other runs may lack.
-        from ppo_cli.engine import weight_transfer
+        from ppo_cli.engine.samplers import weight_transfer
 
         plan = self._plan
         published = self._learner.published
@@ -98,7 +99,7 @@ class Exchange:
         )  # fmt: skip
 
     def _gather(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        from ppo_cli.engine.sharding import whole_tensor
+        from ppo_cli.engine.sharding.tensors import whole_tensor
 
         return whole_tensor(tensor, dtype).to(self._device)
 

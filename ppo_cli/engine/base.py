@@ -305,10 +305,10 @@ class Sampler(Protocol):
 
 
 def build_sampler(config: Config, tokenizer: Any, *, transfer: Transfer = "memory") -> Sampler:
-    """Build the run's sampler with a model of its own, by `build` of engine/NAME_sampler.py.
+    """Build the run's sampler with a model of its own, by `build` of engine/samplers/NAME.py.
 
     `transfer` is how new weights reach it: as `Weights`, or by a `Sender` of vLLM's.
     """
-    module = import_module(f"ppo_cli.engine.{sampler_name(config)}_sampler")
+    module = import_module(f"ppo_cli.engine.samplers.{sampler_name(config)}")
     sampler: Sampler = module.build(config, tokenizer, transfer)
     return sampler

@@ -30,10 +30,10 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ppo_cli.atomic import replacing
 from ppo_cli.digests import write_part
-from ppo_cli.engine.loading import DAMAGED
-from ppo_cli.engine.optimizer import MOMENTS, Optimizer
+from ppo_cli.engine.models.loading import DAMAGED
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
-from ppo_cli.engine.sharding import fill_from_rank0, full_tensor, whole_tensor
+from ppo_cli.engine.sharding.tensors import fill_from_rank0, full_tensor, whole_tensor
+from ppo_cli.engine.training.optimizer import MOMENTS, Optimizer
 from ppo_cli.errors import ModelError, first_line
 
 NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")

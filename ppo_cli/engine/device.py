@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ppo_cli.config.machine.gpus import fix_order, has_bfloat16, list_gpus
-from ppo_cli.config.machine.processor import count_cores
 from ppo_cli.config.machine.torch_build import GpuFault, describe, find_fault
 from ppo_cli.errors import MissingPart, first_line
 
@@ -93,73 +88,3 @@ def expand_segments() -> None:
     Not in a process of vLLM's, whose own pools do not work with it.
     """
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-
-
-def multiply_with(library: Literal["blas", "onednn"]) -> bool:
-    """Have oneDNN or torch's BLAS multiply float32 matrices on the CPU; whether it is so now.
-
-    torch gives these products to oneDNN where bfloat16 is allowed inside of them. Without AMX
-    oneDNN computes them in float32 nonetheless, twice as fast as MKL on AMD's processors with
-    AVX-512 (docs/log.md). That it does so is tried: where products are rounded, BLAS stays.
-    """
-    products = _products()
-    products.fp32_precision = "bf16" if library == "onednn" else "none"
-    if library == "onednn" and not _multiplies_exactly():
-        products.fp32_precision = "none"
-    return using_onednn() == (library == "onednn")
-
-
-def using_onednn() -> bool:
-    """Whether oneDNN multiplies float32 matrices."""
-    return bool(_products().fp32_precision == "bf16")
-
-
-def _products() -> Any:
-    backend: Any = torch.backends.mkldnn  # torch puts an object in the place of the module
-    return backend.matmul
-
-
-@contextmanager
-def products_by_blas() -> Iterator[None]:
-    """Leave products in this block to BLAS: many small ones at once are slower with oneDNN."""
-    products = _products()
-    held, products.fp32_precision = products.fp32_precision, "none"
-    try:
-        yield
-    finally:
-        products.fp32_precision = held
-
-
-def _multiplies_exactly() -> bool:
-    """Whether a product of numbers that bfloat16 cannot hold is right to float32's precision."""
-    number = 1 + 2.0**-12
-    product = torch.full((64, 64), number) @ torch.full((64, 64), number)
-    return bool(((product.double() / (64 * number**2) - 1).abs() < 1e-6).all())
-
-
-def set_threads(wanted: int | None, environ: Mapping[str, str] = os.environ) -> None:
-    """Take `wanted` threads; None: OMP_NUM_THREADS, else torch's choice within the CPU quota.
-
-    They stay fixed during a run: another number of threads sums in another order, and a resumed
-    run would no longer be the same bit for bit.
-    """
-    if wanted is None:
-        chosen = "OMP_NUM_THREADS" in environ
-        wanted = torch.get_num_threads() if chosen else min(torch.get_num_threads(), count_cores())
-    if wanted != torch.get_num_threads():
-        torch.set_num_threads(wanted)
-
-
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what tensors free for the next ones; elsewhere nothing happens.
-
-    By default it maps each large block anew, and the system clears it page by page.
-    """
-    library = ctypes.CDLL(None)
-    if sys.platform == "linux" and hasattr(library, "mallopt"):
-        library.mallopt(M_MMAP_THRESHOLD, 1 << 30)
-        library.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
-        library.mallopt(M_TOP_PAD, 1 << 26)

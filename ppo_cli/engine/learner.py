@@ -39,9 +39,15 @@ from ppo_cli.config.memory.plan import settle_dtype
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.limits import require_length
 from ppo_cli.config.schema import Config, Model
-from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner, ModelLearner, view_tokens
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, merge_sums, room_told
-from ppo_cli.engine.bfloat16 import hold_cast, hold_frozen, make_master_weights, round_lookups
+from ppo_cli.engine.batches.micro_batches import (
+    Budget,
+    run_within_memory,
+    taking_step,
+    tell_out_of_memory,
+)
+from ppo_cli.engine.batches.packing import Loaded, micro_batch_budget, pack
+from ppo_cli.engine.batches.rows import cut_slice, row_lengths, row_prompts
 from ppo_cli.engine.checkpoint import (
     Trained,
     convert_layers,
@@ -53,40 +59,35 @@ from ppo_cli.engine.checkpoint import (
     take_snapshot,
     tokenizer_files,
 )
-from ppo_cli.engine.device import (
-    Compute,
-    expand_segments,
-    keep_freed_memory,
-    multiply_with,
-    set_threads,
-)
-from ppo_cli.engine.hf_sampler import HFSampler, sample_from
-from ppo_cli.engine.kv_cache import plan_cache
-from ppo_cli.engine.lean_layers import keep_less, round_norms
-from ppo_cli.engine.lora import (
+from ppo_cli.engine.cpu.bfloat16 import hold_cast, hold_frozen, make_master_weights, round_lookups
+from ppo_cli.engine.cpu.lean_layers import keep_less, round_norms
+from ppo_cli.engine.cpu.products import multiply_with
+from ppo_cli.engine.cpu.runtime import keep_freed_memory, set_threads
+from ppo_cli.engine.device import Compute, expand_segments
+from ppo_cli.engine.models import Policy, ValueModel, count_embeddings, load_policy
+from ppo_cli.engine.models.lora import (
     adapt,
     adapter_tensors,
     merged_tensors,
     reference_of,
     write_adapter_config,
 )
-from ppo_cli.engine.micro_batches import Budget, run_within_memory, taking_step, tell_out_of_memory
-from ppo_cli.engine.models import (
-    Adapt,
-    Policy,
-    ValueModel,
-    adapted,
-    count_embeddings,
-    load_policy,
-)
-from ppo_cli.engine.optimizer import Optimizer
-from ppo_cli.engine.packing import Loaded, micro_batch_budget, pack
+from ppo_cli.engine.models.policy import Adapt, adapted
+from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks, together
-from ppo_cli.engine.rows import cut_slice, row_lengths, row_prompts
-from ppo_cli.engine.sharding import full_tensor, load_spread, whole_tensor
+from ppo_cli.engine.samplers.hf import HFSampler, sample_from
+from ppo_cli.engine.samplers.kv_cache import plan_cache
+from ppo_cli.engine.sharding.load import load_spread
+from ppo_cli.engine.sharding.tensors import full_tensor, whole_tensor
+from ppo_cli.engine.training.actor_critic import (
+    ActorLearner,
+    CriticLearner,
+    ModelLearner,
+    view_tokens,
+)
+from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.engine.trial import judge_model
-from ppo_cli.engine.value_models import load_value_model
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt, Rollout
 

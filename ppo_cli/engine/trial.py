@@ -31,23 +31,26 @@ from ppo_cli.config.derived import shares_prompts
 from ppo_cli.config.machine.device_record import cache_folder
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.config.schema import Config
-from ppo_cli.engine.actor_critic import view_tokens
 from ppo_cli.engine.base import Sampler, Sampling
+from ppo_cli.engine.batches.packing import choose_attention
+from ppo_cli.engine.batches.rows import cut_slice
+from ppo_cli.engine.cpu.lean_layers import keep_less
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.lean_layers import checkpoint_blocks, keep_less
-from ppo_cli.engine.loading import DAMAGED, load_config
-from ppo_cli.engine.models import Policy, ValueModel, split_model
-from ppo_cli.engine.packing import choose_attention
-from ppo_cli.engine.ranks import Ranks, gather_objects, together
-from ppo_cli.engine.rows import Packing, cut_slice
-from ppo_cli.engine.small_models import (
+from ppo_cli.engine.models import Policy, ValueModel
+from ppo_cli.engine.models.attention import Packing
+from ppo_cli.engine.models.gradient_checkpointing import checkpoint_blocks
+from ppo_cli.engine.models.loading import DAMAGED, load_config
+from ppo_cli.engine.models.policy import split_model
+from ppo_cli.engine.models.small_models import (
     MOST_PARAMETERS,
     SPECIAL,
     count_parameters,
     draw_weights,
     shrink_config,
 )
-from ppo_cli.engine.value_models import CRITIC_FLAG, build_value_model
+from ppo_cli.engine.models.value_models import CRITIC_FLAG, build_value_model
+from ppo_cli.engine.ranks import Ranks, gather_objects, together
+from ppo_cli.engine.training.actor_critic import view_tokens
 from ppo_cli.errors import ModelError, first_line, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 
@@ -459,6 +462,6 @@ def _verdict_file(config: PreTrainedConfig, conditions: Conditions) -> Path | No
 @cache
 def _digest_code() -> bytes:
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.digest()

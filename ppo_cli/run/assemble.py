@@ -49,7 +49,7 @@ from ppo_cli.engine.device import require_gpus
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
 from ppo_cli.engine.models import pad_token_id
-from ppo_cli.engine.text import decode_text
+from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, ppo
 from ppo_cli.loop import load, run
 from ppo_cli.records import Prompt, Scored

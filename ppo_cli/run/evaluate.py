@@ -36,9 +36,10 @@ from ppo_cli.data_sets.files import Place
 from ppo_cli.data_sets.prompts import Renderer, render_prompts
 from ppo_cli.data_sets.rows import Columns, Row, RowSet
 from ppo_cli.engine.base import Sampler, Sampling, build_sampler
-from ppo_cli.engine.device import require_gpus, set_threads
+from ppo_cli.engine.cpu.runtime import set_threads
+from ppo_cli.engine.device import require_gpus
 from ppo_cli.engine.export import base_name, write_model
-from ppo_cli.engine.lora import ADAPTER_CONFIG
+from ppo_cli.engine.models.lora import ADAPTER_CONFIG
 from ppo_cli.errors import ConfigError, Interrupted, MissingPart, UserError, first_line
 from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.redact import redact

@@ -44,7 +44,7 @@ class Recording:
 def record_run(adapter: bool = False) -> Recording:
     """Record the run that this process is about to start; an `adapter` has no full gradients."""
     from ppo_cli.engine.learner import LocalEngine
-    from ppo_cli.engine.optimizer import Optimizer
+    from ppo_cli.engine.training.optimizer import Optimizer
 
     recording = Recording()
     gradients: dict[int, Tensor] = {}  # by id of the parameter

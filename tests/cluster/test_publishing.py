@@ -16,10 +16,10 @@ import torch
 from ppo_cli.cluster.engine import Publisher
 from ppo_cli.config.memory.publishing import publish_bytes
 from ppo_cli.config.schema import Config
-from ppo_cli.engine import vllm_sampler
 from ppo_cli.engine.base import Sampling, Weights
-from ppo_cli.engine.lora import LoRA
-from ppo_cli.engine.vllm_sampler import VLLMSampler
+from ppo_cli.engine.models.lora import LoRA
+from ppo_cli.engine.samplers import vllm as vllm_sampler
+from ppo_cli.engine.samplers.vllm import VLLMSampler
 from ppo_cli.errors import UserError
 from ppo_cli.records import Prompt
 from tests.config.test_publishing import QWEN_7B, RANKS_8, WHOLE

@@ -22,8 +22,8 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import gather_objects, join_ranks
+from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import PpoError, UserError, WorkerLost
 from tests.engine.packed_steps import MIXED, make_batch, scored, settings
 

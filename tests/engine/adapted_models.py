@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ppo_cli.config.schema import Config
-from ppo_cli.engine.lora import adapt, adapter_tensors
+from ppo_cli.engine.models.lora import adapt, adapter_tensors
 
 TINY = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,

@@ -16,10 +16,11 @@ from ppo_cli.config.algorithm_schema import Optim, Sharding
 from ppo_cli.engine.checkpoint import Trained, restore, saved_model, take_snapshot
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import load_policy
-from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import Ranks, join_ranks
-from ppo_cli.engine.sharding import full_tensor, load_spread
-from ppo_cli.engine.value_models import load_value_model
+from ppo_cli.engine.sharding.load import load_spread
+from ppo_cli.engine.sharding.tensors import full_tensor
+from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError
 
 CPU = Compute(torch.device("cpu"), torch.float32)

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppo_cli.config.algorithm_schema import Optim
-from ppo_cli.engine.host_memory import Hosted
-from ppo_cli.engine.optimizer import Optimizer
-from ppo_cli.engine.sharding import full_tensor
+from ppo_cli.engine.sharding.host_memory import Hosted
+from ppo_cli.engine.sharding.tensors import full_tensor
+from ppo_cli.engine.training.optimizer import Optimizer
 from tests.engine.second_device import SecondTensor, install
 
 STEPS = 3

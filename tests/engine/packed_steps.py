@@ -15,7 +15,7 @@ from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
-from ppo_cli.engine.sharding import full_tensor
+from ppo_cli.engine.sharding.tensors import full_tensor
 from ppo_cli.records import Prompt, Rollout
 
 Rows = tuple[tuple[int, int], ...]

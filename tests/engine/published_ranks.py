@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE, Ranks, join_ranks
-from ppo_cli.engine.sharding import whole_tensor
+from ppo_cli.engine.sharding.tensors import whole_tensor
 from tests.engine.packed_steps import settings
 
 KINDS = ("mixtral", "qwen3_5")

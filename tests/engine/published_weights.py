@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import Ranks
-from ppo_cli.engine.sharding import whole_tensor
+from ppo_cli.engine.sharding.tensors import whole_tensor
 
 
 class Traffic(TorchDispatchMode):

@@ -45,13 +45,13 @@ SAMPLINGS = (
 # Where the host may wait for the device, in every step: for drawn tokens, annotations (once a
 # micro-batch), metrics and the gradient's norm (once an optimizer step), and offloaded tensors.
 IN_STEPS = {
-    "engine/actor_critic.py:read_sums",
-    "engine/hf_sampler.py:_compact",
-    "engine/hf_sampler.py:_record",
+    "engine/training/actor_critic.py:read_sums",
+    "engine/samplers/hf.py:_compact",
+    "engine/samplers/hf.py:_record",
     "engine/learner.py:widen",
-    "engine/optimizer.py:_norm",
-    "engine/host_memory.py:_take_home",
-    "engine/host_memory.py:store",
+    "engine/training/optimizer.py:_norm",
+    "engine/sharding/host_memory.py:_take_home",
+    "engine/sharding/host_memory.py:store",
     # Scores of reward models: each batch is read before the next one comes.
     "rewards/models/base.py:pad",
     "rewards/models/heads.py:find_last",
@@ -62,26 +62,26 @@ IN_STEPS = {
     "rewards/models/heads.py:hidden_states in masking_utils.py:_ignore_causal_mask_sdpa",
     "rewards/models/heads.py:forward in masking_utils.py:_ignore_bidirectional_mask_sdpa",
     # Looks of transformers at masks and positions, once a pass over padded rows.
-    "engine/hf_sampler.py:_prefill in masking_utils.py:_ignore_causal_mask_sdpa",
-    "engine/models.py:hidden_BLH in masking_utils.py:find_packed_sequence_indices",
+    "engine/samplers/hf.py:_prefill in masking_utils.py:_ignore_causal_mask_sdpa",
+    "engine/models/policy.py:hidden_BLH in masking_utils.py:find_packed_sequence_indices",
 }
 # Only where weights come, are published or saved.
 OF_WEIGHTS = {
-    "engine/hf_sampler.py:build in modeling_utils.py:to",
-    "engine/hf_sampler.py:load_weights",
+    "engine/samplers/hf.py:build in modeling_utils.py:to",
+    "engine/samplers/hf.py:load_weights",
     "engine/learner.py:_bring_home",
-    "engine/lora.py:load_adapter",
-    "engine/sharding.py:fill_from_rank0",
-    "engine/sharding.py:full_tensor",
-    "engine/sharding.py:load_spread in modeling_utils.py:to",
+    "engine/models/lora.py:load_adapter",
+    "engine/sharding/tensors.py:fill_from_rank0",
+    "engine/sharding/tensors.py:full_tensor",
+    "engine/sharding/load.py:load_spread in modeling_utils.py:to",
     "rewards/models/heads.py:load_reward_model",
 }
 # Before the first step, where no verdict of the trial is kept yet.
 OF_TRIALS = {
-    "engine/models.py:hidden_BLH in masking_utils.py:eager_mask",
-    "engine/packing.py:<listcomp>",
-    "engine/packing.py:compare_gradients",
-    "engine/small_models.py:normal",
+    "engine/models/policy.py:hidden_BLH in masking_utils.py:eager_mask",
+    "engine/batches/packing.py:<listcomp>",
+    "engine/batches/packing.py:compare_gradients",
+    "engine/models/small_models.py:normal",
     "engine/trial.py:_build in modeling_utils.py:to",
     "engine/trial.py:_compare_gradients",
     "engine/trial.py:_compare_outputs",

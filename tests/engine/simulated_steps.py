@@ -27,10 +27,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppo_cli.config.memory.plan import change
 from ppo_cli.config.schema import Config
-from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.simulation import steps
 from ppo_cli.engine.simulation.counters import CollectiveCounter, MemoryCounter, Watch
 from ppo_cli.engine.simulation.device import DEVICE, NAME, Simulator, register
+from ppo_cli.engine.training.optimizer import Optimizer
 from tests.engine.tiny_families import FAMILIES, SIZE
 
 VOCABULARY, HIDDEN, INNER, LAYERS, HEADS, KEYS = 4096, 256, 512, 2, 4, 2

@@ -12,9 +12,9 @@ from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
-from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import Ranks, sum_over
-from ppo_cli.engine.sharding import full_tensor
+from ppo_cli.engine.sharding.tensors import full_tensor
+from ppo_cli.engine.training.optimizer import Optimizer
 
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)
 BFLOAT16 = Compute(torch.device("cpu"), torch.bfloat16)

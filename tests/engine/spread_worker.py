@@ -28,12 +28,12 @@ from ppo_cli.algo.tokens import full_kl
 from ppo_cli.config.algorithm_schema import CriticModel, Optim, Sharding
 from ppo_cli.config.memory.plan import change
 from ppo_cli.config.schema import Config, Model
-from ppo_cli.engine import actor_critic, learner
+from ppo_cli.engine import learner
 from ppo_cli.engine.checkpoint import stored_tensors
-from ppo_cli.engine.gathered import CountedGather, CountedReduction, Gathered
-from ppo_cli.engine.lora import adapt, merged_tensors, reference_of
-from ppo_cli.engine.models import Policy, adapted, load_policy
-from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.models import Policy, load_policy
+from ppo_cli.engine.models.lora import adapt, merged_tensors, reference_of
+from ppo_cli.engine.models.policy import adapted
+from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import (
     ALONE,
     Ranks,
@@ -42,12 +42,11 @@ from ppo_cli.engine.ranks import (
     sum_over,
     together,
 )
-from ppo_cli.engine.sharding import (
-    fill_from_rank0,
-    full_tensor,
-    load_spread,
-)
-from ppo_cli.engine.value_models import load_value_model
+from ppo_cli.engine.sharding.gathered import CountedGather, CountedReduction, Gathered
+from ppo_cli.engine.sharding.load import load_spread
+from ppo_cli.engine.sharding.tensors import fill_from_rank0, full_tensor
+from ppo_cli.engine.training import actor_critic
+from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ConfigError
 
 Found = dict[str, Any]

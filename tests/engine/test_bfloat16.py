@@ -12,8 +12,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from ppo_cli.engine import bfloat16
-from ppo_cli.engine.bfloat16 import (
+from ppo_cli.engine.cpu import bfloat16
+from ppo_cli.engine.cpu.bfloat16 import (
     HALF_GAP,
     cast_layers,
     hold_cast,

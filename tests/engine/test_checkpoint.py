@@ -37,9 +37,9 @@ from ppo_cli.engine.checkpoint import (
     write_files,
 )
 from ppo_cli.engine.models import load_policy, load_tokenizer, pad_token_id
-from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import ALONE, Ranks
-from ppo_cli.engine.value_models import load_value_model
+from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError
 
 TINY = {

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.engine.checkpoint import restore, saved_model
 from ppo_cli.engine.models import load_policy
-from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import ALONE
-from ppo_cli.engine.value_models import load_value_model
+from ppo_cli.engine.training.optimizer import Optimizer
 from tests.forked import run_ranks
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")

@@ -20,14 +20,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch
 from ppo_cli.config.algorithm_schema import Actor, Optim, Sharding
-from ppo_cli.engine import sharding
-from ppo_cli.engine.actor_critic import ActorLearner
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.models import Policy, ValueModel, split_model
-from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.models import Policy, ValueModel
+from ppo_cli.engine.models.policy import split_model
+from ppo_cli.engine.models.value_models import build_value_model
 from ppo_cli.engine.ranks import Ranks, join_ranks
-from ppo_cli.engine.sharding import load_spread
-from ppo_cli.engine.value_models import build_value_model
+from ppo_cli.engine.sharding import load as sharding
+from ppo_cli.engine.sharding.load import load_spread
+from ppo_cli.engine.training.actor_critic import ActorLearner
+from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import WorkerLost
 from tests.engine.packed_steps import make_batch, scored
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, merge_annotations
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums
-from ppo_cli.engine.experts import ExpertMonitor, expert_metrics
+from ppo_cli.engine.batches.rows import cut_slice
 from ppo_cli.engine.learner import Learner, LocalEngine
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.rows import cut_slice
+from ppo_cli.engine.training.experts import ExpertMonitor, expert_metrics
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import make_batch, settings
 from tests.engine.tiny_families import FAMILIES, make_model, save_model

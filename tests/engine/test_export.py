@@ -23,7 +23,7 @@ from transformers import (
 from ppo_cli.config.schema import Model
 from ppo_cli.engine import export
 from ppo_cli.engine.export import write_model
-from ppo_cli.engine.lora import (
+from ppo_cli.engine.models.lora import (
     ADAPTER_WEIGHTS,
     adapt,
     adapter_tensors,

@@ -29,12 +29,13 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from ppo_cli.config.machine.processor import has_fast_bfloat16
-from ppo_cli.engine import bfloat16, hf_sampler
 from ppo_cli.engine.base import Sampling, stream_key
+from ppo_cli.engine.cpu import bfloat16
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.hf_sampler import HFSampler, compute_uniforms, draw_tokens
-from ppo_cli.engine.kv_cache import KVCache
-from ppo_cli.engine.rows import BY_ROWS
+from ppo_cli.engine.models.attention import BY_ROWS
+from ppo_cli.engine.samplers import hf as hf_sampler
+from ppo_cli.engine.samplers.hf import HFSampler, compute_uniforms, draw_tokens
+from ppo_cli.engine.samplers.kv_cache import KVCache
 from ppo_cli.errors import DataError, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
 

@@ -16,8 +16,8 @@ from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Weights, build_sampler
 from ppo_cli.engine.learner import LocalEngine
-from ppo_cli.engine.lora import adapt, adapter_tensors
 from ppo_cli.engine.models import load_policy, load_tokenizer
+from ppo_cli.engine.models.lora import adapt, adapter_tensors
 from ppo_cli.errors import MissingPart, ModelError
 from ppo_cli.records import Prompt, Rollout
 from tests.engine.packed_steps import scored

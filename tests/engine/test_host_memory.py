@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ppo_cli.engine import host_memory
-from ppo_cli.engine.host_memory import HostCopies, allocate_host
-from ppo_cli.engine.sharding import full_tensor
+from ppo_cli.engine.sharding import host_memory
+from ppo_cli.engine.sharding.host_memory import HostCopies, allocate_host
+from ppo_cli.engine.sharding.tensors import full_tensor
 from tests.forked import run_ranks
 
 WORKER = Path(__file__).with_name("host_copies.py")

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ppo_cli.engine.lean_layers import GatedUnit, RootMeanSquare, keep_less, round_norms
+from ppo_cli.engine.cpu.lean_layers import GatedUnit, RootMeanSquare, keep_less, round_norms
 from tests.engine.tiny_families import make_model as make_family
 
 HALF = torch.bfloat16

@@ -20,9 +20,8 @@ from ppo_cli.config.algorithm_schema import Actor, ActorOptim, Critic, CriticOpt
 from ppo_cli.config.derived import micro_batch_tokens
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
-from ppo_cli.engine import actor_critic
-from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner
 from ppo_cli.engine.base import MiniBatch, merge_sums
+from ppo_cli.engine.batches.rows import cut_slice
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner, LocalEngine
 from ppo_cli.engine.models import (
@@ -31,9 +30,10 @@ from ppo_cli.engine.models import (
     load_policy,
     load_tokenizer,
 )
-from ppo_cli.engine.optimizer import Optimizer
-from ppo_cli.engine.rows import cut_slice
-from ppo_cli.engine.value_models import load_value_model
+from ppo_cli.engine.models.value_models import load_value_model
+from ppo_cli.engine.training import actor_critic
+from ppo_cli.engine.training.actor_critic import ActorLearner, CriticLearner
+from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt, Rollout
 from tests.rounding import assert_near

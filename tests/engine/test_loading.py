@@ -33,7 +33,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_policy, load_tokenizer
-from ppo_cli.engine.value_models import load_value_model
+from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.errors import ModelError
 
 TINY = {

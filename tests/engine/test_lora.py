@@ -14,15 +14,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config.derived import publishes_adapter
 from ppo_cli.config.schema import Config
-from ppo_cli.engine.lean_layers import checkpoint_blocks
-from ppo_cli.engine.lora import (
+from ppo_cli.engine.models import Policy
+from ppo_cli.engine.models.gradient_checkpointing import checkpoint_blocks
+from ppo_cli.engine.models.lora import (
     adapt,
     adapter_tensors,
     merged_tensors,
     reference_of,
     without_adapter,
 )
-from ppo_cli.engine.models import Policy
 from tests.engine.adapted_models import (
     FAMILIES,
     IDS,

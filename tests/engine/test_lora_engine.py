@@ -17,9 +17,10 @@ from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.learner import Learner, LocalEngine
-from ppo_cli.engine.lora import PREFIX, adapt, adapter_tensors, merged_tensors
-from ppo_cli.engine.models import Policy, ValueModel, adapted, load_tokenizer
-from ppo_cli.engine.value_models import load_value_model
+from ppo_cli.engine.models import Policy, ValueModel, load_tokenizer
+from ppo_cli.engine.models.lora import PREFIX, adapt, adapter_tensors, merged_tensors
+from ppo_cli.engine.models.policy import adapted
+from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt
 from tests.engine.adapted_models import trained, whole

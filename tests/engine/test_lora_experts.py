@@ -18,7 +18,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema import Model
 from ppo_cli.engine.export import write_model
-from ppo_cli.engine.lora import (
+from ppo_cli.engine.models.lora import (
     ADAPTER_WEIGHTS,
     LoRA,
     adapt,

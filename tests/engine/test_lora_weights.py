@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ppo_cli.engine.base import Sampling
-from ppo_cli.engine.hf_sampler import HFSampler
-from ppo_cli.engine.lora import (
+from ppo_cli.engine.models import load_policy
+from ppo_cli.engine.models.lora import (
     ADAPTER_WEIGHTS,
     adapt,
     adapter_tensors,
@@ -26,7 +26,7 @@ from ppo_cli.engine.lora import (
     merged_tensors,
     write_adapter_config,
 )
-from ppo_cli.engine.models import load_policy
+from ppo_cli.engine.samplers.hf import HFSampler
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt
 from tests.engine.adapted_models import (

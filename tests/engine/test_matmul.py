@@ -11,16 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from ppo_cli.config.machine.processor import has_fast_bfloat16, matmul_library
-from ppo_cli.engine import device
-from ppo_cli.engine.device import multiply_with, products_by_blas, using_onednn
-from ppo_cli.engine.rows import (
-    LONGEST,
-    PackedRows,
-    RowProducts,
-    Span,
-    _longest,
-    attend_by_rows,
-)
+from ppo_cli.engine.cpu import products
+from ppo_cli.engine.cpu.products import multiply_with, products_by_blas, using_onednn
+from ppo_cli.engine.cpu.row_products import RowProducts, Span
+from ppo_cli.engine.models.attention import LONGEST, PackedRows, _longest, attend_by_rows
 from tests.rounding import assert_near
 
 WIDE = "avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16"
@@ -162,7 +156,7 @@ def test_rows_by_products_are_those_of_sdpa(keys: int, leads: list[int], shared:
 def test_attention_by_rows_has_the_scaling_of_the_model(
     monkeypatch: pytest.MonkeyPatch, longest: int, library: str, scaling: float | None
 ) -> None:
-    monkeypatch.setattr(device, "_multiplies_exactly", lambda: True)
+    monkeypatch.setattr(products, "_multiplies_exactly", lambda: True)
     torch.manual_seed(0)
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = 2, True
@@ -214,8 +208,8 @@ def test_a_token_that_looks_back_leaves_its_products_to_blas(
         seen.append(using_onednn())
         return torch.zeros(1), None
 
-    monkeypatch.setattr("ppo_cli.engine.rows.sdpa_attention_forward", attend)
-    monkeypatch.setattr(device, "_multiplies_exactly", lambda: True)
+    monkeypatch.setattr("ppo_cli.engine.models.attention.sdpa_attention_forward", attend)
+    monkeypatch.setattr(products, "_multiplies_exactly", lambda: True)
     multiply_with("onednn")
     past = torch.zeros(1, 2, 9, SIZE)
     for queries in (1, 9):

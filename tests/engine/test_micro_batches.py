@@ -18,11 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ppo_cli.engine.micro_batches import (
-    Budget,
-    plan_micro_batches,
-    run_within_memory,
-)
+from ppo_cli.engine.batches.micro_batches import Budget, plan_micro_batches, run_within_memory
 from ppo_cli.errors import UserError, is_out_of_memory
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)

@@ -22,13 +22,9 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from ppo_cli.engine.models import (
-    OwnHead,
-    load_policy,
-    split_model,
-    stop_token_ids,
-)
-from ppo_cli.engine.value_models import load_value_model
+from ppo_cli.engine.models import load_policy, stop_token_ids
+from ppo_cli.engine.models.policy import OwnHead, split_model
+from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.errors import ModelError
 
 TINY = {

@@ -12,9 +12,9 @@ from transformers import AutoConfig
 from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import MiniBatch
-from ppo_cli.engine.lean_layers import checkpoint_blocks
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_policy, load_tokenizer
+from ppo_cli.engine.models.gradient_checkpointing import checkpoint_blocks
 from ppo_cli.errors import ModelError
 from tests.engine.packed_steps import MIXED, make_batch, scored, settings
 from tests.engine.tiny_families import make_model, save_model

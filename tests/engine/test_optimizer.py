@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.config.schedule import lr_factor
-from ppo_cli.engine.optimizer import Optimizer, _quantise, _unpacked
 from ppo_cli.engine.ranks import Ranks
+from ppo_cli.engine.training.optimizer import Optimizer, _quantise, _unpacked
 from ppo_cli.errors import MissingPart, ModelError
 
 COSINE = {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1}

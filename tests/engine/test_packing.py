@@ -33,15 +33,21 @@ from transformers import (
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.batches.micro_batches import Budget, share_micro_batches
+from ppo_cli.engine.batches.packing import (
+    MASKED_TOKENS,
+    compare_gradients,
+    micro_batch_budget,
+    pack,
+)
+from ppo_cli.engine.batches.rows import cut_slice
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.lean_layers import checkpoint_blocks
 from ppo_cli.engine.learner import LocalEngine
-from ppo_cli.engine.micro_batches import Budget, share_micro_batches
 from ppo_cli.engine.models import Policy, load_tokenizer
-from ppo_cli.engine.packing import MASKED_TOKENS, compare_gradients, micro_batch_budget, pack
+from ppo_cli.engine.models.attention import BY_ROWS, PackedRows, Packing, attend_by_rows
+from ppo_cli.engine.models.gradient_checkpointing import checkpoint_blocks
+from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import ALONE, Ranks
-from ppo_cli.engine.rows import BY_ROWS, PackedRows, Packing, attend_by_rows, cut_slice
-from ppo_cli.engine.value_models import load_value_model
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import MIXED, RATE, gaps, make_batch, settings, take_steps
 from tests.rounding import allowed, assert_near
@@ -141,13 +147,13 @@ def test_a_kernel_with_other_gradients_is_found_out(monkeypatch: pytest.MonkeyPa
         module, query, key, value, ends = given
         return attend_by_rows(module, query, key, value.detach() + 0 * value, ends, **told)
 
-    monkeypatch.setattr("ppo_cli.engine.packing.attend_by_rows", without_values)
+    monkeypatch.setattr("ppo_cli.engine.batches.packing.attend_by_rows", without_values)
     assert "other gradients" in compare_gradients(4, 2, 8, FLOAT32)
 
     def broken(*given: Any, **told: Any) -> Any:
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr("ppo_cli.engine.packing.attend_by_rows", broken)
+    monkeypatch.setattr("ppo_cli.engine.batches.packing.attend_by_rows", broken)
     assert "no kernel image" in compare_gradients(4, 2, 8, FLOAT32)
 
 
@@ -340,7 +346,7 @@ def test_the_kernel_of_gpus_is_called_as_its_documentation_says(
     policy, rows = made("llama"), token_rows()
     plain = hidden_of(policy, rows)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setattr("ppo_cli.engine.rows._has_kernel", lambda *_: True)
+    monkeypatch.setattr("ppo_cli.engine.models.attention._has_kernel", lambda *_: True)
     found = hidden_of(policy, rows)
     assert calls == [[0, 7, 8, 20, 27, 29]] * 2  # once a layer
     assert_near(found, plain, terms=TERMS)

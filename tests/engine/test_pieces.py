@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ppo_cli.engine.sharding import _own_piece
+from ppo_cli.engine.sharding.tensors import _own_piece
 
 # FSDP is the first axis of the mesh, tensor parallelism the second: ranks (0, 0) to (1, 1). Where
 # both cut rows, tensor parallelism has cut first, and FSDP cuts what it has left.

@@ -15,11 +15,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Sampling
-from ppo_cli.engine.hf_sampler import HFSampler
-from ppo_cli.engine.kv_cache import KVCache, plan_cache
+from ppo_cli.engine.batches.packing import choose_attention
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.packing import choose_attention
+from ppo_cli.engine.samplers.hf import HFSampler
+from ppo_cli.engine.samplers.kv_cache import KVCache, plan_cache
 from ppo_cli.records import Prompt, Rollout
 
 VOCAB = 64

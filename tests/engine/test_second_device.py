@@ -67,9 +67,9 @@ ACTOR_STEPS, CRITIC_STEPS = STEPS * len(RUNS), STEPS * (len(RUNS) - 1)  # one ha
 
 def test_metrics_are_read_once_an_optimizer_step(report: dict[str, Any]) -> None:
     waits = report["waits"]
-    assert waits["engine/actor_critic.py:read_sums"] == ACTOR_STEPS + CRITIC_STEPS
+    assert waits["engine/training/actor_critic.py:read_sums"] == ACTOR_STEPS + CRITIC_STEPS
     # The actor's gradient is measured again after it is clipped by value.
-    assert waits["engine/optimizer.py:_norm"] == 2 * ACTOR_STEPS + CRITIC_STEPS
+    assert waits["engine/training/optimizer.py:_norm"] == 2 * ACTOR_STEPS + CRITIC_STEPS
 
 
 def test_annotations_are_read_once_a_micro_batch(report: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import DistBackendError
 
-from ppo_cli.engine.micro_batches import Budget, run_within_memory, share_micro_batches
+from ppo_cli.engine.batches.micro_batches import Budget, run_within_memory, share_micro_batches
 from ppo_cli.engine.ranks import OutOfMemoryElsewhere, Ranks
 from ppo_cli.errors import UserError, WorkerLost
 

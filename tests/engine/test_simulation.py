@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ppo_cli.config.memory.plan import change
-from ppo_cli.engine.micro_batches import Budget, share_micro_batches
+from ppo_cli.engine.batches.micro_batches import Budget, share_micro_batches
+from ppo_cli.engine.batches.rows import row_lengths, row_prompts
 from ppo_cli.engine.ranks import Ranks
-from ppo_cli.engine.rows import row_lengths, row_prompts
 from ppo_cli.engine.simulation.counters import CollectiveCounter
 from ppo_cli.engine.simulation.steps import make_batch
 from tests.engine.simulated_steps import (

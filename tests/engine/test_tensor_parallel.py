@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from ppo_cli.engine.sharding import plan_split
+from ppo_cli.engine.sharding.tensor_parallel import plan_split
 from ppo_cli.errors import ModelError
 
 TINY = {

@@ -15,9 +15,9 @@ from transformers import AddedToken, LlamaConfig, LlamaForCausalLM
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import Sampling
-from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.text import decode_text, stop_end
+from ppo_cli.engine.samplers.hf import HFSampler
+from ppo_cli.engine.samplers.text import decode_text, stop_end
 from ppo_cli.records import PlacedReward, Prompt, Rollout
 from ppo_cli.step.shaping import place_steps
 from ppo_cli.thoughts import count_tokens

@@ -30,14 +30,16 @@ from transformers import (
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
-from ppo_cli.engine import lean_layers, models, trial
-from ppo_cli.engine.hf_sampler import HFSampler
-from ppo_cli.engine.lean_layers import GatedUnit
-from ppo_cli.engine.loading import load_config
-from ppo_cli.engine.models import OwnHead
+from ppo_cli.engine import trial
+from ppo_cli.engine.batches.rows import Slice
+from ppo_cli.engine.cpu.lean_layers import GatedUnit
+from ppo_cli.engine.models import gradient_checkpointing, policy
+from ppo_cli.engine.models.attention import BY_ROWS, attend_by_rows
+from ppo_cli.engine.models.loading import load_config
+from ppo_cli.engine.models.policy import OwnHead
+from ppo_cli.engine.models.small_models import shrink_config
 from ppo_cli.engine.ranks import ALONE
-from ppo_cli.engine.rows import BY_ROWS, Slice, attend_by_rows
-from ppo_cli.engine.small_models import shrink_config
+from ppo_cli.engine.samplers.hf import HFSampler
 from ppo_cli.engine.trial import Conditions, Verdict, Way, judge_model, run_trial
 from ppo_cli.errors import ModelError
 
@@ -146,17 +148,17 @@ def test_blocks_are_tried_as_they_are_computed_again(monkeypatch: pytest.MonkeyP
         with torch.no_grad():
             return type(block).forward(block, *args, **options)
 
-    monkeypatch.setattr(lean_layers, "_recompute", lose_gradient)
+    monkeypatch.setattr(gradient_checkpointing, "_recompute", lose_gradient)
     assert [*run_trial(llama(), RUN).differences] == ["update"]
 
 
 def test_logits_without_their_cap_are_the_learners_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler has the whole model; annotation and update have its head."""
-    monkeypatch.setattr(models, "_choose_head", lambda model, _: model.get_output_embeddings())
+    monkeypatch.setattr(policy, "_choose_head", lambda model, _: model.get_output_embeddings())
     config = Gemma2Config(**SHAPE, **ENDS)
     assert [*run_trial(config, RUN).differences] == ["annotation", "update"]
     monkeypatch.undo()
-    assert isinstance(models.split_model(trial._build(config, "eager", RUN).model).head, OwnHead)
+    assert isinstance(policy.split_model(trial._build(config, "eager", RUN).model).head, OwnHead)
 
 
 @pytest.mark.parametrize(

@@ -26,16 +26,17 @@ from ppo_cli.engine.checkpoint import model_files as files_of
 from ppo_cli.engine.checkpoint import restore, saved_model, stored_tensors, take_snapshot
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.learner import LocalEngine
-from ppo_cli.engine.lora import (
+from ppo_cli.engine.models import ValueModel, pad_token_id
+from ppo_cli.engine.models.lora import (
     ADAPTER_WEIGHTS,
     adapt,
     adapter_tensors,
     merged_tensors,
     write_adapter_config,
 )
-from ppo_cli.engine.models import ValueModel, adapted, pad_token_id
+from ppo_cli.engine.models.policy import adapted
+from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import ALONE
-from ppo_cli.engine.value_models import load_value_model
 from ppo_cli.errors import ModelError
 from tests.engine.test_checkpoint import train
 

@@ -20,12 +20,12 @@ import torch
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
-from ppo_cli.engine import vllm_sampler
 from ppo_cli.engine.base import Sampling, Weights, begin, build_sampler, stream_key
 from ppo_cli.engine.leftovers import OWNER
-from ppo_cli.engine.lora import LoRA
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.vllm_sampler import CPU_CACHE_BYTES, VLLMSampler
+from ppo_cli.engine.models.lora import LoRA
+from ppo_cli.engine.samplers import vllm as vllm_sampler
+from ppo_cli.engine.samplers.vllm import CPU_CACHE_BYTES, VLLMSampler
 from ppo_cli.errors import DataError, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
 

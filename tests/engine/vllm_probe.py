@@ -24,12 +24,12 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Sampling, Weights, build_sampler
-from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.learner import Learner
-from ppo_cli.engine.lora import adapt, adapter_tensors
 from ppo_cli.engine.models import load_policy, load_tokenizer, stop_token_ids
-from ppo_cli.engine.text import decode_text
-from ppo_cli.engine.vllm_sampler import VLLMSampler
+from ppo_cli.engine.models.lora import adapt, adapter_tensors
+from ppo_cli.engine.samplers.hf import HFSampler
+from ppo_cli.engine.samplers.text import decode_text
+from ppo_cli.engine.samplers.vllm import VLLMSampler
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt, Rollout
 from tests.engine.tiny_families import save_model
@@ -226,7 +226,7 @@ def probe_lora(config: Config, tokenizer: Any) -> dict[str, Any]:
 
 def probe_client() -> dict[str, Any]:
     """How two samplers of two GPUs each are led through an exchange; no GPU takes part."""
-    from ppo_cli.engine.weight_transfer import SamplerClient, Sender, TensorSource
+    from ppo_cli.engine.samplers.weight_transfer import SamplerClient, Sender, TensorSource
 
     calls: list[tuple[str, list[tuple[Any, ...]]]] = []
 
@@ -263,7 +263,7 @@ def pack_chunks() -> list[int]:
 
 def connect_gloo(learner: Learner, sampler: Any) -> Any:
     """A sender of the learner's weights to the sampler, through a group of their own."""
-    from ppo_cli.engine.weight_transfer import SamplerClient, TensorSource, connect
+    from ppo_cli.engine.samplers.weight_transfer import SamplerClient, TensorSource, connect
 
     def ask_all(method: str, words: list[tuple[Any, ...]]) -> None:
         getattr(sampler, method)(*words[0])

@@ -15,7 +15,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Sampling, Weights, build_sampler
 from ppo_cli.engine.models import load_policy, load_tokenizer
-from ppo_cli.engine.vllm_sampler import VLLMSampler
+from ppo_cli.engine.samplers.vllm import VLLMSampler
 from tests.engine.second_device_runs import prompts_of
 
 GREEDY = Sampling(temperature=0.0, max_tokens=16)

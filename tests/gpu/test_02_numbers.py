@@ -14,7 +14,7 @@ from ppo_cli.algo.batch import build_batch
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.rows import PackedRows, attend_by_rows
+from ppo_cli.engine.models.attention import PackedRows, attend_by_rows
 from tests.engine import second_device_runs as scenarios
 from tests.engine.second_device import Watch
 from tests.gpu.conftest import CPU, OnDevice

@@ -78,11 +78,11 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "rewards.models",
         "self_test.checks",
     ),
-    "peft": ("engine.lora",),
+    "peft": ("engine.models.lora",),
     "ray": ("cluster", "extras.bridge.rewards"),
     "bokeh": ("report.page",),
     "pynvml": ("config.machine.gpus",),
-    "vllm": ("engine.vllm_sampler", "engine.weight_transfer"),
+    "vllm": ("engine.samplers",),
     "genai_prices": ("rewards.judge.prices",),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),
 }

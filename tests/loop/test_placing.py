@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.engine.text import decode_text
+from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.records import PlacedReward, Prompt, Rollout
 from ppo_cli.step.shaping import place_steps
 from ppo_cli.thoughts import Detokenize

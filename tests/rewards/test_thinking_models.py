@@ -14,7 +14,7 @@ from transformers import AddedToken
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.data_sets.prompts import load_prompts
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.text import decode_text
+from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.records import Prompt, Rollout, Scored
 from ppo_cli.report.metrics import score_metrics
 from ppo_cli.rewards.function import RuleReward

@@ -15,11 +15,14 @@ import torch.distributed as dist
 
 from ppo_cli.cluster.driver import ApartEngine
 from ppo_cli.config.reward_schema import Code
-from ppo_cli.engine import actor_critic, hf_sampler, rows
-from ppo_cli.engine.hf_sampler import HFSampler
+from ppo_cli.engine.cpu.row_products import Span
 from ppo_cli.engine.learner import Learner
-from ppo_cli.engine.optimizer import Optimizer
-from ppo_cli.engine.rows import PackedRows, Span
+from ppo_cli.engine.models import attention
+from ppo_cli.engine.models.attention import PackedRows
+from ppo_cli.engine.samplers import hf as hf_sampler
+from ppo_cli.engine.samplers.hf import HFSampler
+from ppo_cli.engine.training import actor_critic
+from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.rewards.code import check as code_check
 from ppo_cli.rewards.code.sandboxes import Unsandboxed, choose_sandbox
 from ppo_cli.self_test.checks import devices
@@ -46,8 +49,8 @@ def run(name: str, folder: Path) -> Outcome:
 
 def see_the_future(patch: Patch) -> None:
     """Attention without the causal mask, by SDPA and by products."""
-    forward = rows.sdpa_attention_forward
-    patch.setattr(rows, "sdpa_attention_forward", partial(forward, is_causal=False))
+    forward = attention.sdpa_attention_forward
+    patch.setattr(attention, "sdpa_attention_forward", partial(forward, is_causal=False))
 
     def probabilities(self: Span, query_kqd: torch.Tensor, key_kmd: torch.Tensor) -> torch.Tensor:
         return (query_kqd @ key_kmd.mT).softmax(-1)
@@ -56,13 +59,13 @@ def see_the_future(patch: Patch) -> None:
 
 
 def drop_the_scale(patch: Patch) -> None:
-    forward = rows.sdpa_attention_forward
-    patch.setattr(rows, "_suits_products", lambda *states: False)
+    forward = attention.sdpa_attention_forward
+    patch.setattr(attention, "_suits_products", lambda *states: False)
 
     def unscaled(*states: Any, **options: Any) -> Any:
         return forward(*states, **options | {"scaling": 1.0})
 
-    patch.setattr(rows, "sdpa_attention_forward", unscaled)
+    patch.setattr(attention, "sdpa_attention_forward", unscaled)
 
 
 def leak_between_rows(patch: Patch) -> None:
@@ -224,7 +227,7 @@ def test_weights_that_are_not_published_fail_the_ray_check(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (scripts/setup vllm)"
 )
 def test_old_weights_in_vllm_fail_its_check(tmp_path: Path, monkeypatch: Patch) -> None:
-    from ppo_cli.engine.vllm_sampler import VLLMSampler
+    from ppo_cli.engine.samplers.vllm import VLLMSampler
 
     monkeypatch.setattr(VLLMSampler, "load_weights", lambda self, weights: False)
     outcome = run("vLLM sampler", tmp_path)

@@ -21,10 +21,10 @@ from ppo_cli.config.machine.device_record import (
 )
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
-from ppo_cli.engine import packing
+from ppo_cli.engine.batches import packing
+from ppo_cli.engine.batches.packing import pack
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import load_policy
-from ppo_cli.engine.packing import pack
 from ppo_cli.engine.ranks import ALONE
 from tests.report.page.runs import make_run
 

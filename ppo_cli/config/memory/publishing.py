@@ -1,7 +1,7 @@
 """What it takes of a device and of the host to bring new weights to the samplers.
 
-`engine/weight_transfer.py` allocates by these sizes, and the memory plan counts them. Written from
-the sources of vLLM 0.32; not measured on a GPU yet.
+`engine/samplers/weight_transfer.py` allocates by these sizes, and the memory plan
+counts them. Written from the sources of vLLM 0.32; not measured on a GPU yet.
 """
 
 from __future__ import annotations

@@ -27,13 +27,16 @@ from transformers import masking_utils
 from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.config.derived import critic_mini_batch, data_ranks, learner_ranks
 from ppo_cli.config.schema import Config
-from ppo_cli.engine import gathered, host_memory, learner, packing, rows
+from ppo_cli.engine import learner
 from ppo_cli.engine.base import MiniBatch
+from ppo_cli.engine.batches import packing
+from ppo_cli.engine.batches.micro_batches import Budget, share_micro_batches
+from ppo_cli.engine.batches.rows import row_lengths, row_prompts
 from ppo_cli.engine.checkpoint import Trained
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.micro_batches import Budget, share_micro_batches
+from ppo_cli.engine.models import attention
 from ppo_cli.engine.ranks import ALONE, Ranks, join_ranks
-from ppo_cli.engine.rows import row_lengths, row_prompts
+from ppo_cli.engine.sharding import gathered, host_memory
 from ppo_cli.engine.simulation.device import DEVICE, NAME, Simulator, fake_ranks, register
 from ppo_cli.errors import PpoError
 
@@ -273,7 +276,7 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
             (namespace, "judge_model", judge_model),
             # The kernel of packed rows is taken to pass its trial.
             (packing, "_try_gradients", lambda *_: ""),
-            (rows, "has_packed_kernel", lambda device: device.type == NAME),
+            (attention, "has_packed_kernel", lambda device: device.type == NAME),
             (host_memory, "allocate_host", allocate_host),
             (gathered, "allocate_host", allocate_host),
         ):

@@ -22,7 +22,8 @@ from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.digests import require_intact_model
 from ppo_cli.engine.checkpoint import model_files, write_files
-from ppo_cli.engine.device import Compute, multiply_with, require_gpus
+from ppo_cli.engine.cpu.products import multiply_with
+from ppo_cli.engine.device import Compute, require_gpus
 from ppo_cli.engine.export import write_weights
 from ppo_cli.errors import (
     ConfigError,

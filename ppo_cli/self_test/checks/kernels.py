@@ -1,7 +1,7 @@
 """Products, attention and AdamW on a device, against the formulas in float64 on the CPU.
 
-Legend as in `engine/rows.py`: L tokens of rows end to end, h heads, k heads of keys, d size of a
-head, N tokens, V vocabulary, H hidden size.
+Legend: L tokens of rows end to end, h heads, k heads of keys, d size of a head, N tokens,
+V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.config.memory.model import LOGIT_CHUNK
 from ppo_cli.config.schedule import lr_factor
-from ppo_cli.engine.device import multiply_with
-from ppo_cli.engine.optimizer import Optimizer
-from ppo_cli.engine.rows import PackedRows, attend_by_rows
+from ppo_cli.engine.cpu.products import multiply_with
+from ppo_cli.engine.models.attention import PackedRows, attend_by_rows
+from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.self_test.results import Results, Setup
 
 HEAD_SIZES = (64, 128)

@@ -14,8 +14,8 @@ from ppo_cli.config.memory.devices import GIB
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Sampler, Sampling, Weights, build_sampler
-from ppo_cli.engine.lora import adapter_tensors
 from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.engine.models.lora import adapter_tensors
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.self_test.checks.runs import LIMITS, make_config
 from ppo_cli.self_test.checks.training import LORA, make_learner, merge_adapter

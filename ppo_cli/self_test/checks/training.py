@@ -20,8 +20,8 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.learner import Learner
-from ppo_cli.engine.lora import adapter_tensors
 from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.engine.models.lora import adapter_tensors
 from ppo_cli.self_test.checks.kernels import AdamWFormulas
 from ppo_cli.self_test.checks.runs import (
     LIMITS,

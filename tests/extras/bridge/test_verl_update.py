@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner
 from ppo_cli.engine.base import merge_sums
 from ppo_cli.engine.models import load_policy
-from ppo_cli.engine.optimizer import Optimizer
-from ppo_cli.engine.value_models import load_value_model
+from ppo_cli.engine.models.value_models import load_value_model
+from ppo_cli.engine.training.actor_critic import ActorLearner, CriticLearner
+from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.extras.bridge.overrides import bridge
 from tests.engine.test_learners import COMPUTE, LONGEST, TOKENS, make_batch
 from tests.extras.bridge.settled import settled

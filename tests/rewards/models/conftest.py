@@ -21,7 +21,7 @@ from tokenizers import (
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from ppo_cli.engine.device import multiply_with
+from ppo_cli.engine.cpu.products import multiply_with
 from ppo_cli.rewards.models.base import LoadedModel, Scores
 
 

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.config.schedule import lr_factor
 from ppo_cli.engine.device import send
-from ppo_cli.engine.host_memory import HostCopies
+from ppo_cli.engine.models.loading import import_bitsandbytes
 from ppo_cli.engine.ranks import ALONE, Ranks, sum_over
-from ppo_cli.engine.sharding import fill_from_rank0
-from ppo_cli.errors import MissingPart, ModelError
+from ppo_cli.engine.sharding.host_memory import HostCopies
+from ppo_cli.engine.sharding.tensors import fill_from_rank0
+from ppo_cli.errors import ModelError
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 EIGHT_BITS = "optim.optimizer AdamW8bit"
@@ -242,18 +243,6 @@ def _piece(parameter: Tensor) -> nn.Parameter:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def import_bitsandbytes(setting: str) -> Any:
-    """Import it, or raise MissingPart with the `setting` that asks for it."""
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise MissingPart(
-            f"{setting} needs the package bitsandbytes, which is not installed: pip install "
-            "bitsandbytes, or leave that out."
-        ) from error
-    return bitsandbytes
 
 
 def _unpacked(state: Mapping[str, Any]) -> dict[str, Tensor]:

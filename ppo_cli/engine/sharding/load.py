@@ -10,12 +10,8 @@ them and arrives at the same gradient.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
-import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -23,30 +19,28 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from ppo_cli.config.algorithm_schema import Sharding
-from ppo_cli.engine.device import M_MMAP_THRESHOLD, Compute
-from ppo_cli.engine.gathered import CountedGather, CountedReduction, Gathered, Root, sharded_modules
-from ppo_cli.engine.host_memory import Hosted
-from ppo_cli.engine.lean_layers import checkpoint_blocks
+from ppo_cli.engine.cpu.runtime import return_freed_memory
+from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
+from ppo_cli.engine.models.gradient_checkpointing import checkpoint_blocks
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
+from ppo_cli.engine.sharding.gathered import (
+    CountedGather,
+    CountedReduction,
+    Gathered,
+    Root,
+    sharded_modules,
+)
+from ppo_cli.engine.sharding.host_memory import Hosted
+from ppo_cli.engine.sharding.tensor_parallel import plan_split, split_modules
 from ppo_cli.errors import ModelError
 
 
@@ -129,8 +123,6 @@ def _placeholder(tensor: Tensor) -> Tensor:
     return empty
 
 
-LARGE_BLOCK = 1_000_000  # bytes
-
 # It advises against layouts that FSDP2 itself makes of tensor-parallel weights.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
@@ -156,7 +148,7 @@ def load_spread(
     model that is `brought_once` wait in host memory while it is not awake.
     """
     if not ranks.alone:
-        _return_freed_memory()
+        return_freed_memory()
     loaded = together(ranks, lambda: prepare(load(path, empty=ranks.rank != 0, **options)))
     # A model in training mode draws at random; log-probs that are compared would then come from
     # different functions. The modules of an adapter begin in that mode.
@@ -169,58 +161,6 @@ def load_spread(
         return replace(loaded, around=Hosted(loaded.model, compute.device))
     loaded.model.to(compute.device)
     return loaded
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be in pieces, as a fresh copy on the CPU; all ranks call."""
-    whole = whole_tensor(tensor)
-    piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    is_live = whole.device.type == "cpu" and whole.data_ptr() == piece.data_ptr()
-    return whole.clone() if is_live else whole.cpu()
-
-
-@torch.no_grad()
-def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The whole of a tensor where it was put together, or itself if it is in one piece.
-
-    With a `dtype`, pieces are cast before they travel: the same numbers in fewer bytes.
-    """
-    pieces: Any = tensor.detach().to(dtype or tensor.dtype)
-    if not isinstance(tensor, DTensor):
-        return pieces  # type: ignore[no-any-return]
-    device = tensor.device_mesh.device_type
-    if pieces.device.type != device:  # pieces in host memory
-        pieces = pieces.to(device)
-    whole: Tensor = pieces.full_tensor()
-    return whole
-
-
-@torch.no_grad()
-def fill_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> None:
-    """Put a whole tensor that the first rank has into one that may be in pieces; all call.
-
-    Raises ValueError, on all ranks, when the shapes differ.
-    """
-    fits = full is not None and full.shape == target.shape
-    if ranks.alone:
-        if full is None or not fits:
-            raise ValueError(_misfit(target))
-        target.copy_(full)
-        return
-    assert ranks.mesh is not None
-    device = torch.device(ranks.mesh.device_type)
-    agreed = torch.tensor([int(fits)], device=device)
-    dist.broadcast(agreed, 0)
-    if not agreed.item():
-        raise ValueError(_misfit(target))
-    whole = torch.empty(target.shape, dtype=target.dtype, device=device)
-    if full is not None and ranks.rank == 0:
-        whole.copy_(full)
-    dist.broadcast(whole, 0)
-    if isinstance(target, DTensor):
-        target.to_local().copy_(_own_piece(whole, target))
-    else:
-        target.copy_(whole)
 
 
 def _cut(
@@ -284,7 +224,7 @@ def _cut(
         # Losses are normalised by what all ranks hold together: gradients add up.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    _return_freed_memory()
+    return_freed_memory()
     device = compute.device if brought_once else None
     return replace(loaded, around=Gathered(root, sharding.stays_whole, device))
 
@@ -301,151 +241,3 @@ def _precision(compute: Compute) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=compute.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-
-
-def _return_freed_memory() -> None:
-    """Have the C library give large freed blocks back to the system, now and from now on.
-
-    Weights are gathered and let go layer by layer; kept for reuse and cut up by what comes
-    between, such blocks cost half as much memory again as is in use.
-    """
-    if sys.platform != "linux":
-        return
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt") and hasattr(library, "malloc_trim"):
-        library.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
-        gc.collect()
-        library.malloc_trim(0)
-
-
-def _own_piece(whole: Tensor, target: DTensor) -> Tensor:
-    """This rank's part of a whole tensor, laid out as `target` is."""
-    mesh, coordinate = target.device_mesh, target.device_mesh.get_coordinate()
-    assert coordinate is not None
-    cuts = [
-        (isinstance(placement, _StridedShard), placement.dim, coordinate[axis], mesh.size(axis))
-        for axis, placement in enumerate(target.placements)
-        if isinstance(placement, (Shard, _StridedShard))
-    ]
-    # A strided cut is one through pieces that the other cuts have made.
-    for _, dim, index, count in sorted(cuts, key=lambda cut: cut[0]):
-        pieces = whole.chunk(count, dim)
-        empty = whole.narrow(dim, 0, 0)
-        whole = pieces[index] if index < len(pieces) else empty
-    return whole
-
-
-def _misfit(target: Tensor) -> str:
-    return f"no whole tensor of shape {tuple(target.shape)} was given"
-
-
-COLUMNS = ("colwise", "colwise_gather_output")
-ROWS = ("rowwise", "rowwise_split_input")
-NORM = "replicated_with_grad_allreduce"
-KEPT_WHOLE = ("embedding_rowwise", "embedding_colwise")
-
-
-def plan_split(model: Any, backbone: nn.Module, size: int) -> dict[str, str]:
-    """Module name inside the backbone -> how it is split over `size` ranks.
-
-    Raises ModelError for a model that cannot be split so.
-    """
-    config = model.config.get_text_config()
-    published = config.base_model_tp_plan or {}
-    names = [name for name, _ in backbone.named_modules()]
-    names += [name for name, _ in backbone.named_parameters()]
-    plan = {
-        name: style
-        for pattern, style in published.items()
-        if style not in KEPT_WHOLE
-        for name in names
-        if _matches(pattern, name)
-    }
-    if not plan:
-        raise ModelError(
-            f"--tensor_parallel_size {size}: {_family(config)} does not say how its layers are "
-            "split. Leave it at 1, or take another --model."
-        )
-    _check_sizes(config, backbone, plan, size)
-    return plan
-
-
-def split_modules(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Split what `plan` names inside `module`; every rank must hold the same weights whole."""
-    for name, style in plan.items():
-        for part, how in _parts(module.get_submodule(name), style):
-            trained = {parameter: p.requires_grad for parameter, p in part.named_parameters()}
-            parallelize_module(part, mesh, how, src_data_rank=None)
-            # torch makes parameters of norms that are trained, also of frozen ones.
-            for parameter, p in part.named_parameters():
-                p.requires_grad_(trained[parameter])
-
-
-def _parts(module: nn.Module, style: str) -> list[tuple[nn.Module, ParallelStyle]]:
-    """A layer and its style; a low-rank adapter beside it is split where the layer is."""
-    base = getattr(module, "base_layer", None)
-    if not isinstance(base, nn.Module):
-        return [(module, _style(style))]
-    found = [(base, _style(style))]
-    # Columns of the layer are columns of B, rows of the layer are rows of A.
-    beside = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
-    if beside is not None:
-        found += [(part, _style(style)) for part in getattr(module, beside).values()]
-    return found
-
-
-def _style(name: str) -> ParallelStyle:
-    if name == "colwise":
-        return ColwiseParallel()
-    if name == "colwise_gather_output":
-        return ColwiseParallel(output_layouts=Replicate())
-    if name == "rowwise":
-        return RowwiseParallel()
-    if name == "rowwise_split_input":
-        return RowwiseParallel(input_layouts=Replicate())
-    # A norm over one head, weights whole, heads spread: its gradient is summed over the ranks.
-    return SequenceParallel(sequence_dim=2, use_local_output=True)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
-
-
-def _check_sizes(config: Any, backbone: nn.Module, plan: Mapping[str, str], size: int) -> None:
-    """Every rank must get whole heads and an equal share of each split layer."""
-    heads = config.num_attention_heads
-    for what, count in (
-        ("attention heads", heads),
-        ("key-value heads", getattr(config, "num_key_value_heads", None) or heads),
-    ):
-        if count % size:
-            raise ModelError(
-                f"--tensor_parallel_size {size} does not divide the {count} {what} of "
-                f"{_family(config)}: take a divisor of {count}."
-            )
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    for name, style in plan.items():
-        if style not in (*COLUMNS, *ROWS, NORM):
-            raise ModelError(
-                f"--tensor_parallel_size {size}: {_family(config)} splits {name} in a way that "
-                f"is not known here ({style}). Leave it at 1, or take another --model."
-            )
-        module = backbone.get_submodule(name)
-        weight: Any = getattr(module, "base_layer", module).weight
-        if style == NORM:
-            if weight.numel() != head_size:
-                raise ModelError(
-                    f"--tensor_parallel_size {size}: {_family(config)} normalises all heads "
-                    f"together ({name}), which cannot be split. Leave it at 1, or take another "
-                    "--model."
-                )
-        elif weight.shape[0 if style in COLUMNS else 1] % size:
-            shape = " x ".join(str(n) for n in weight.shape)
-            raise ModelError(
-                f"--tensor_parallel_size {size} does not divide {name} ({shape}) of "
-                f"{_family(config)}: take another size."
-            )
-
-
-def _family(config: Any) -> str:
-    return f"this {config.model_type} model"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import OutputRecorder
 
 from ppo_cli.engine.base import Sums
-from ppo_cli.engine.rows import Slice
+from ppo_cli.engine.batches.rows import Slice
 
 AUX, Z = "actor/router_aux_loss", "actor/router_z_loss"
 

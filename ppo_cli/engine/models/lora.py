@@ -27,10 +27,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_cli.config.algorithm_schema import CriticModel
 from ppo_cli.config.schema import Model
-from ppo_cli.engine.models import Policy
-from ppo_cli.engine.optimizer import import_bitsandbytes
-from ppo_cli.engine.rows import PackedRows
-from ppo_cli.engine.value_models import VALUE_HEADS, value_head
+from ppo_cli.engine.models.attention import PackedRows
+from ppo_cli.engine.models.loading import import_bitsandbytes
+from ppo_cli.engine.models.policy import Policy
+from ppo_cli.engine.models.value_models import VALUE_HEADS, value_head
 from ppo_cli.errors import MissingPart, ModelError, did_you_mean
 
 FUSED = 2  # gate and up projection of an expert, in one weight; each has a rank of its own

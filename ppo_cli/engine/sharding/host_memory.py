@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppo_cli.engine.models import Work
+from ppo_cli.engine.models.policy import Work
 
 SLAB_BYTES = 1 << 30  # of pinned memory at once: torch rounds each request up to a power of two
 ALIGNMENT = 64  # bytes

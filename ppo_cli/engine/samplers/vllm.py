@@ -52,16 +52,16 @@ from ppo_cli.engine.base import (
 )
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
-from ppo_cli.engine.loading import load_config
-from ppo_cli.engine.lora import LoRA, name_as_files, peft_renames, write_adapter
 from ppo_cli.engine.models import stop_token_ids
+from ppo_cli.engine.models.loading import load_config
+from ppo_cli.engine.models.lora import LoRA, name_as_files, peft_renames, write_adapter
 from ppo_cli.engine.ranks import GLOO
-from ppo_cli.engine.text import decode_text, stop_end
+from ppo_cli.engine.samplers.text import decode_text, stop_end
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
 
-EXTENSION = "ppo_cli.engine.weight_transfer.WorkerExtension"
+EXTENSION = "ppo_cli.engine.samplers.weight_transfer.WorkerExtension"
 TRANSFERS = {"memory": "ppo_memory", "gloo": GLOO, "nccl": "nccl", "ipc": "ipc"}
 # What vLLM raises for models and settings that it does not take; all else is a bug.
 REFUSALS = (

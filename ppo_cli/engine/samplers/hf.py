@@ -31,22 +31,18 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.limits import column_problem, require_length
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, not_finite, stream_key
-from ppo_cli.engine.bfloat16 import CastLayer, cast_layers, hold_frozen, round_lookups
-from ppo_cli.engine.device import Compute, multiply_with, products_by_blas, send
-from ppo_cli.engine.kv_cache import KVCache, limit_time_steps, plan_cache
-from ppo_cli.engine.lora import adapt, load_adapter
-from ppo_cli.engine.micro_batches import LEAST_TOKENS, MOST_PADDING
-from ppo_cli.engine.models import (
-    adapted,
-    count_embeddings,
-    load_policy,
-    pad_token_id,
-    stop_token_ids,
-)
-from ppo_cli.engine.packing import choose_attention
+from ppo_cli.engine.batches.micro_batches import LEAST_TOKENS, MOST_PADDING
+from ppo_cli.engine.batches.packing import choose_attention
+from ppo_cli.engine.cpu.bfloat16 import CastLayer, cast_layers, hold_frozen, round_lookups
+from ppo_cli.engine.cpu.products import multiply_with, products_by_blas
+from ppo_cli.engine.device import Compute, send
+from ppo_cli.engine.models import count_embeddings, load_policy, pad_token_id, stop_token_ids
+from ppo_cli.engine.models.attention import BY_ROWS
+from ppo_cli.engine.models.lora import adapt, load_adapter
+from ppo_cli.engine.models.policy import adapted
 from ppo_cli.engine.ranks import ALONE
-from ppo_cli.engine.rows import BY_ROWS
-from ppo_cli.engine.text import decode_text, stop_end
+from ppo_cli.engine.samplers.kv_cache import KVCache, limit_time_steps, plan_cache
+from ppo_cli.engine.samplers.text import decode_text, stop_end
 from ppo_cli.engine.trial import judge_model
 from ppo_cli.errors import DataError, ModelError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout

@@ -20,8 +20,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ppo_cli.engine.loading import load_config, load_part, load_weights
-from ppo_cli.engine.rows import PackedRows, Packing
+from ppo_cli.engine.models.attention import PackedRows, Packing
+from ppo_cli.engine.models.loading import load_config, load_part, load_weights
 from ppo_cli.errors import ModelError
 
 Work = Callable[..., tuple[Tensor, ...]]

@@ -20,9 +20,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from ppo_cli.engine.host_memory import allocate_host
-from ppo_cli.engine.models import Work
+from ppo_cli.engine.models.policy import Work
 from ppo_cli.engine.ranks import inside_collective
+from ppo_cli.engine.sharding.host_memory import allocate_host
 
 
 class Root(nn.Module):

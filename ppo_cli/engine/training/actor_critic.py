@@ -30,14 +30,14 @@ from ppo_cli.config.algorithm_schema import Critic as CriticSettings
 from ppo_cli.config.derived import clip_high, clip_low
 from ppo_cli.config.memory.model import KEPT_LOGITS, LOGIT_CHUNK
 from ppo_cli.engine.base import Sums, add_sum
+from ppo_cli.engine.batches.micro_batches import Work, run_within_memory
+from ppo_cli.engine.batches.packing import micro_batch_budget
+from ppo_cli.engine.batches.rows import Slice, cut_slice, row_lengths, row_prompts
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.experts import ExpertMonitor, expert_metrics
-from ppo_cli.engine.micro_batches import Work, run_within_memory
 from ppo_cli.engine.models import Policy, ValueModel
-from ppo_cli.engine.optimizer import Optimizer
-from ppo_cli.engine.packing import micro_batch_budget
 from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
-from ppo_cli.engine.rows import Slice, cut_slice, row_lengths, row_prompts
+from ppo_cli.engine.training.experts import ExpertMonitor, expert_metrics
+from ppo_cli.engine.training.optimizer import Optimizer
 
 # Metric -> scalars that stay on the device: a sum over a micro-batch, and how many tokens it counts
 # (None: as count 0 of `Sums`).

@@ -27,7 +27,7 @@ from ppo_cli.config.models.folder import again, check_folder, folder_problem, re
 from ppo_cli.config.models.known_models import absent_folder
 from ppo_cli.config.models.limits import eager_only
 from ppo_cli.config.models.weight_files import list_tensors
-from ppo_cli.errors import ModelError, first_line, is_out_of_memory
+from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory
 
 # Its bars and advice would break into our own progress; what matters comes as an error.
 transformers_logging.disable_progress_bar()
@@ -236,3 +236,15 @@ def foreign_code(path: str, error: Exception) -> str:
         "there, then add model.trust_remote_code=true to the command (ppo export: "
         "--trust_remote_code; reward models run none)."
     )
+
+
+def import_bitsandbytes(setting: str) -> Any:
+    """Import it, or raise MissingPart with the `setting` that asks for it."""
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise MissingPart(
+            f"{setting} needs the package bitsandbytes, which is not installed: pip install "
+            "bitsandbytes, or leave that out."
+        ) from error
+    return bitsandbytes

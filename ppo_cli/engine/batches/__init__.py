@@ -1,0 +1,1 @@
+"""How rows of a batch are grouped and laid out for a model."""

@@ -1,0 +1,136 @@
+"""Rows of a batch as a model takes them: padded, or end to end in one, and what is read of them.
+
+Only response tokens meet the vocabulary: prompt positions cost no logits. Where rows lie end to
+end, the list of their ends goes in the place of an attention mask: each row is then attended to by
+itself, and the work grows with the rows, not with the square of what they hold together. A row may
+go on from the first tokens of another: the prompt of several responses is then computed once, but
+for attention (the idea of PrefixGrouper, arXiv 2506.05433).
+Legend: B rows, L tokens, T response tokens, N response tokens of all rows, H hidden size, h heads,
+d size of a head; of attention by products n tokens and m that they look at, k heads of keys, q
+queries of all heads that share a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_cli.algo.batch import Batch, TrainBatch
+from ppo_cli.engine.device import send
+from ppo_cli.engine.models.attention import PackedRows
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows of a batch on the compute device, cut to their longest row.
+
+    `targets_N` are the ids of the response tokens, rows after rows. Their places are indices,
+    not masks: for a mask the host would wait until the device has counted it.
+    With `packed` the ids are one row, in which the rows lie end to end. An `idle`
+    slice is there only because other ranks have work in this turn: its row is computed like
+    any other, and counts for nothing.
+    """
+
+    row_B: Tensor  # on the CPU
+    input_ids_BL: Tensor
+    source_N: Tensor  # in the flattened ids, where a token's log-prob and value are read
+    place_N: Tensor  # of the response tokens among rows of responses, flattened
+    targets_N: Tensor
+    width: int
+    count_BL: Tensor  # rows that each token belongs to: several of a shared prompt, none of padding
+    idle: bool = False
+    packed: PackedRows | None = None
+
+    def pick(self, states_BLX: Tensor) -> Tensor:
+        """Values at the positions before each response token, rows after rows: (N, …)."""
+        # Rows share the last token of a prompt: the gradient adds up in the same order always.
+        return states_BLX.flatten(0, 1).index_select(0, self.source_N)
+
+    def spread(self, values_N: Tensor) -> Tensor:
+        """Put values of response tokens into rows, zero elsewhere: (B, T)."""
+        places = torch.zeros(len(self.row_B) * self.width, device=values_N.device)
+        return places.index_copy(0, self.place_N, values_N.float()).view(-1, self.width)
+
+    def take(self, tensor_BT: Tensor) -> Tensor:
+        """The same rows of a whole-batch response tensor, cut to the same width."""
+        return send(tensor_BT[self.row_B][:, : self.width], self.input_ids_BL.device)
+
+    def loss_mask_BT(self, batch: TrainBatch) -> Tensor:
+        """The response tokens of these rows that enter a loss; none when idle."""
+        mask_BT = self.take(batch.loss_mask_BT)
+        return torch.zeros_like(mask_BT) if self.idle else mask_BT
+
+
+def cut_slice(
+    batch: Batch,
+    rows: Sequence[int],
+    device: torch.device,
+    *,
+    packed: bool = False,
+    shared: bool = False,
+) -> Slice:
+    """Take rows of a batch, without the padding that they do not need, or `packed` without any.
+
+    With `shared`, too, a prompt of several packed rows lies there once, before the first of them.
+    No rows give an idle slice of the shortest row.
+    """
+    idle = not rows
+    if idle:
+        rows = [int((batch.prompt_len_B + batch.response_len_B).argmin())]
+    row_B = torch.as_tensor(rows)
+    prompt_len_B = batch.prompt_len_B[row_B]
+    response_len_B = batch.response_len_B[row_B]
+    length_B = prompt_len_B + response_len_B
+    length = int(length_B.max())
+    width = int(response_len_B.max())
+    position_BT = prompt_len_B[:, None] - 1 + torch.arange(width)[None, :]
+    ids_BL = batch.input_ids_BL[row_B, :length]
+    mask_BT = batch.response_mask_BT[row_B, :width]
+    targets_N = ids_BL.gather(1, (position_BT + 1).clamp(max=length - 1))[mask_BT]
+    ends = None
+    count_BL = (torch.arange(length)[None, :] < length_B[:, None]).float()
+    if packed:
+        lead_B = torch.arange(len(rows))
+        if shared:
+            first: dict[bytes, int] = {}
+            prompts = row_prompts(ids_BL, prompt_len_B)
+            lead_B = torch.tensor([first.setdefault(p, at) for at, p in enumerate(prompts)])
+        shared_B = torch.where(lead_B == torch.arange(len(rows)), 0, prompt_len_B)
+        own_B = length_B - shared_B
+        ends = PackedRows.of(own_B.tolist(), device, lead_B.tolist(), shared_B.tolist())
+        at_L = torch.arange(length)[None, :]
+        ids_BL = ids_BL[(at_L >= shared_B[:, None]) & (at_L < length_B[:, None])][None]
+        start_B = own_B.cumsum(0) - own_B
+        count_BL = torch.ones(ids_BL.shape)
+        for lead, count in zip(lead_B.tolist(), shared_B.tolist(), strict=True):
+            count_BL[0, start_B[lead] : start_B[lead] + count] += 1
+        position_BT += (start_B - shared_B)[:, None]
+        position_BT[:, 0] = start_B[lead_B] + prompt_len_B - 1
+    else:
+        position_BT += torch.arange(len(rows))[:, None] * length
+    return Slice(
+        row_B=row_B,
+        input_ids_BL=send(ids_BL, device),
+        source_N=send(position_BT[mask_BT], device),
+        place_N=send(mask_BT.flatten().nonzero()[:, 0], device),
+        targets_N=send(targets_N, device),
+        width=width,
+        count_BL=send(count_BL * (not idle), device),
+        idle=idle,
+        packed=ends,
+    )
+
+
+def row_prompts(ids_BL: Tensor, prompt_len_B: Tensor) -> list[bytes]:
+    """The ids of each row's prompt, to tell which rows have the same."""
+    rows = zip(ids_BL.numpy(), prompt_len_B.tolist(), strict=True)
+    return [ids_L[:length].tobytes() for ids_L, length in rows]
+
+
+def row_lengths(batch: Batch) -> list[int]:
+    """Prompt and response tokens of each row."""
+    lengths: list[int] = (batch.prompt_len_B + batch.response_len_B).tolist()
+    return lengths

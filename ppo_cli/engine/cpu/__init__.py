@@ -1,0 +1,1 @@
+"""What is only about processors: layers, products, threads and memory."""

@@ -1,0 +1,138 @@
+"""Attention on the CPU as matrix products: of rows that lie end to end, and of one new token.
+
+Legend: L tokens, h heads, d size of a head, n tokens and m that they look at, k heads of keys, q
+queries of all heads that share a key, R rows, C columns of a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+STEP = 32  # lengths are rounded up to multiples: oneDNN writes code for each shape that it meets
+
+
+def look_back(
+    query_Rh1d: Tensor,
+    key_RkCd: Tensor,
+    value_RkCd: Tensor,
+    mask_R11C: Tensor | None,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """Heads that share a key as tokens of one head: transformers would copy the keys for each."""
+    query_Rkqd = query_Rh1d.unflatten(1, (key_RkCd.shape[1], -1)).squeeze(3)
+    out_Rkqd = scaled_dot_product_attention(
+        query_Rkqd, key_RkCd, value_RkCd, mask_R11C,
+        dropout_p=options.get("dropout", 0.0), scale=options.get("scaling"),
+    )  # fmt: skip
+    out_R1hd: Tensor = out_Rkqd.flatten(1, 2)[:, None]
+    return out_R1hd
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens of a row among all: its `own`, and those of another row that it goes on from.
+
+    `wide` and `wide_lead` go on beyond them, so that few lengths occur; what lies there is masked.
+    """
+
+    own: slice
+    wide: slice
+    lead: slice
+    wide_lead: slice
+
+    @classmethod
+    def of(cls, ends: Sequence[int], at: int, lead: int, shared: int) -> Span:
+        """Row `at` of rows with these ends, which goes on from so many tokens of row `lead`."""
+
+        def widened(start: int, length: int) -> slice:
+            return slice(start, min(start + -(-length // STEP) * STEP, ends[-1]))
+
+        start, first = ends[at], ends[lead]
+        return cls(
+            slice(start, ends[at + 1]), widened(start, ends[at + 1] - start),
+            slice(first, first + shared), widened(first, shared),
+        )  # fmt: skip
+
+    def seen(self, states_kLd: Tensor) -> Tensor:
+        """Of keys or values: what this row looks at."""
+        own_knd = states_kLd[:, self.wide]
+        if self.lead.start == self.lead.stop:
+            return own_knd
+        return torch.cat((states_kLd[:, self.wide_lead], own_knd), dim=1)
+
+    def add(self, total_kLd: Tensor, part_kmd: Tensor) -> None:
+        """Add gradients of what was `seen` to those of all tokens."""
+        leads = self.wide_lead.stop - self.wide_lead.start
+        shared, own = (at.stop - at.start for at in (self.lead, self.own))
+        total_kLd[:, self.lead] += part_kmd[:, :shared]
+        total_kLd[:, self.own] += part_kmd[:, leads : leads + own]
+
+    def probabilities(self, query_kqd: Tensor, key_kmd: Tensor) -> Tensor:
+        """softmax(q k^T), each query blind to what comes after it."""
+        count = self.wide.stop - self.wide.start
+        mask_nm = query_kqd.new_full((count, count), -torch.inf).triu_(1)
+        leads = key_kmd.shape[1] - count
+        if leads:
+            blind_l = query_kqd.new_zeros(leads)
+            blind_l[self.lead.stop - self.lead.start :] = -torch.inf
+            mask_nm = torch.cat((blind_l.expand(count, leads), mask_nm), dim=1)
+        mask_qm = mask_nm.repeat(query_kqd.shape[1] // count, 1)
+        return torch.baddbmm(mask_qm, query_kqd, key_kmd.mT).softmax(-1)
+
+
+class RowProducts(torch.autograd.Function):
+    """Attention of each row by itself as matrix products: softmax(q k^T) v, q scaled already.
+
+    Keys and values may have fewer heads (k) than queries (h). Probabilities are computed again in
+    the backward pass, so that nothing is kept but what autograd holds anyway.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_hLd: Tensor, key_kLd: Tensor, value_kLd: Tensor, spans: Sequence[Span]
+    ) -> Tensor:
+        """(tokens, heads, size of a value)."""
+        ctx.save_for_backward(query_hLd, key_kLd, value_kLd)
+        ctx.spans = spans
+        heads, tokens, _ = query_hLd.shape
+        out_Lhd = query_hLd.new_empty((tokens, heads, value_kLd.shape[-1]))
+        for span in spans:
+            query_kqd = _by_key(query_hLd[:, span.wide], len(key_kLd))
+            p_kqm = span.probabilities(query_kqd, span.seen(key_kLd))
+            found_hnd = (p_kqm @ span.seen(value_kLd)).unflatten(1, (heads // len(key_kLd), -1))
+            own = span.own.stop - span.own.start
+            out_Lhd[span.own] = found_hnd.flatten(0, 1)[:, :own].transpose(0, 1)
+        return out_Lhd
+
+    @staticmethod
+    def backward(ctx: Any, grad_Lhd: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of queries, keys and values."""
+        query_hLd, key_kLd, value_kLd = ctx.saved_tensors
+        keys = len(key_kLd)
+        repeats = len(query_hLd) // keys
+        grads = (torch.empty_like(query_hLd), *map(torch.zeros_like, (key_kLd, value_kLd)))
+        for span in ctx.spans:
+            own = span.own.stop - span.own.start
+            query_kqd = _by_key(query_hLd[:, span.wide], keys)
+            grad_kqd = _by_key(grad_Lhd[span.wide].transpose(0, 1), keys)
+            key_kmd, value_kmd = span.seen(key_kLd), span.seen(value_kLd)
+            p_kqm = span.probabilities(query_kqd, key_kmd)
+            p_kqm.unflatten(1, (repeats, -1))[:, :, own:] = 0.0
+            span.add(grads[2], p_kqm.mT @ grad_kqd)
+            ds_kqm = torch._softmax_backward_data(grad_kqd @ value_kmd.mT, p_kqm, -1, p_kqm.dtype)
+            found_hnd = (ds_kqm @ key_kmd).unflatten(1, (repeats, -1)).flatten(0, 1)
+            grads[0][:, span.own] = found_hnd[:, :own]
+            span.add(grads[1], ds_kqm.mT @ query_kqd)
+        return *grads, None
+
+
+def _by_key(states_hnd: Tensor, keys: int) -> Tensor:
+    """Queries of all heads that share a key, one after the other: (k, q, d)."""
+    states_krnd: Tensor = states_hnd.unflatten(0, (keys, -1))
+    return states_krnd.flatten(1, 2)

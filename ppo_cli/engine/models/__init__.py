@@ -1,0 +1,21 @@
+"""Models: loaded, adapted, and taken as a backbone and a head."""
+
+from ppo_cli.engine.models.policy import (
+    Policy,
+    ValueModel,
+    count_embeddings,
+    load_policy,
+    load_tokenizer,
+    pad_token_id,
+    stop_token_ids,
+)
+
+__all__ = [
+    "Policy",
+    "ValueModel",
+    "count_embeddings",
+    "load_policy",
+    "load_tokenizer",
+    "pad_token_id",
+    "stop_token_ids",
+]

@@ -1,0 +1,219 @@
+"""Attention for rows that lie end to end, registered with transformers as `sdpa_by_rows`.
+
+Where rows lie end to end, the list of their ends goes in the place of an attention mask: each row
+is then attended to by itself, and the work grows with the rows, not with the square of what they
+hold together. A row may go on from the first tokens of another: the prompt of several responses is
+then computed once, but for attention (the idea of PrefixGrouper, arXiv 2506.05433).
+Legend: B rows, L tokens, h heads, d size of a head, k heads of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ppo_cli.engine.cpu.products import products_by_blas, using_onednn
+from ppo_cli.engine.cpu.row_products import RowProducts, Span, look_back
+from ppo_cli.engine.device import pin, send
+
+# Tokens of a row on the CPU up to which products of float32 by oneDNN are faster than SDPA's
+# kernel, and float32 faster than half precision.
+LONGEST = 512
+
+
+BY_ROWS = "sdpa_by_rows"  # a model's attention that takes ends of rows for a mask
+
+
+ENDS = torch.int32  # real masks are bool or floating
+
+
+AMPERE = (8, 0)
+
+
+class Packing(Enum):
+    """How a model is kept from looking beyond the borders of packed rows."""
+
+    BY_ROWS = "by rows"  # `attend_by_rows`, told where they end
+    MASKED = "masked"  # transformers masks all pairs, told by positions that begin again
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows in the order in which they lie; positions begin again with each.
+
+    `rows_113B` has a 0 and the end of each row; whose first tokens come before it; how many.
+    It is on the CPU, where it is read.
+    """
+
+    positions_1L: Tensor
+    rows_113B: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        device: torch.device,
+        leads: Sequence[int] | None = None,
+        shared: Sequence[int] | None = None,
+    ) -> PackedRows:
+        """Rows that add so many tokens to the first `shared` ones of the rows `leads`."""
+        leads, shared = leads or range(len(lengths)), shared or [0] * len(lengths)
+        pairs = zip(shared, lengths, strict=True)
+        positions = torch.cat([torch.arange(start, start + length) for start, length in pairs])
+        rows = torch.tensor([[0, *accumulate(lengths)], [0, *leads], [0, *shared]], dtype=ENDS)
+        # Pinned, as the kernel of GPUs takes the ends in each layer.
+        return cls(send(positions[None], device), pin(rows[None, None], device))
+
+    def arguments(self, packing: Packing | None) -> dict[str, Tensor]:
+        """What a backbone is told beside the ids."""
+        if packing is None:
+            raise ValueError("packed rows for a model that does not take them")
+        told = {"position_ids": self.positions_1L}
+        return told | ({"attention_mask": self.rows_113B} if packing is Packing.BY_ROWS else {})
+
+
+def attend_by_rows(
+    module: nn.Module,
+    query_1hLd: Tensor,
+    key_1hLd: Tensor,
+    value_1hLd: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """SDPA; given `rows_113B` for a mask, causal within each row and blind beyond it."""
+    if attention_mask is None or attention_mask.dtype != ENDS:
+        # A token that looks back makes many small products, for which oneDNN is slow.
+        with products_by_blas() if query_1hLd.shape[2] == 1 else nullcontext():
+            shares = _shares_keys(query_1hLd, key_1hLd, attention_mask)
+            if shares and options.get("position_bias") is None:
+                return look_back(query_1hLd, key_1hLd, value_1hLd, attention_mask, options), None
+            found: tuple[Tensor, None] = sdpa_attention_forward(
+                module, query_1hLd, key_1hLd, value_1hLd, attention_mask, **options
+            )
+        return found
+    for more in ("sliding_window", "position_bias"):
+        if options.get(more) is not None:
+            raise ValueError(f"rows are attended to plainly, without a {more}")
+    states = (query_1hLd, key_1hLd, value_1hLd)
+    ends, leads, shared = attention_mask[0, 0]
+    if _is_slow_in_half(query_1hLd, ends, shared):
+        with torch.autocast("cpu", enabled=False):
+            query, key, value = (s.float() for s in states)
+            return attend_by_rows(module, query, key, value, attention_mask, **options)
+    if _has_kernel(query_1hLd, value_1hLd) and not shared.any():
+        return _attend_at_once(*states, ends, options.get("scaling")), None
+    if _suits_products(query_1hLd, ends, shared) and not options.get("dropout"):
+        size = query_1hLd.shape[-1]
+        scaled_hLd = query_1hLd[0] * (options.get("scaling") or size**-0.5)
+        bounds = ends.tolist()
+        told = enumerate(zip(leads[1:].tolist(), shared[1:].tolist(), strict=True))
+        spans = [Span.of(bounds, at, *row) for at, row in told]
+        out_Lhd: Tensor = RowProducts.apply(scaled_hLd, key_1hLd[0], value_1hLd[0], spans)  # type: ignore[no-untyped-call]
+        return out_Lhd[None], None
+    rows = zip(
+        *(_whole_rows(s, ends.diff().tolist(), leads[1:].tolist(), shared[1:].tolist())
+          for s in states),
+        strict=True,
+    )  # fmt: skip
+    out = [sdpa_attention_forward(module, *row, None, **options)[0] for row in rows]
+    return torch.cat([o[:, p:] for o, p in zip(out, shared[1:].tolist(), strict=True)], 1), None
+
+
+def _shares_keys(query_RhLd: Tensor, key_RkCd: Tensor, mask: Tensor | None) -> bool:
+    """Whether each row has one token whose heads share keys and mask, on the CPU."""
+    _, heads, tokens, _ = query_RhLd.shape
+    shares = heads > key_RkCd.shape[1] and (mask is None or mask.shape[1] == 1)
+    return tokens == 1 and shares and query_RhLd.device.type == "cpu"
+
+
+def _whole_rows(
+    states_1hLd: Tensor, lengths: Sequence[int], leads: Sequence[int], shared: Sequence[int]
+) -> list[Tensor]:
+    """The states of each row by itself, with the tokens that it shares in front."""
+    # Split, not sliced: the gradient of a slice would be as long as all rows.
+    own = states_1hLd.split(lengths, dim=2)
+    return [
+        torch.cat((own[lead][:, :, :count], row), dim=2) if count else row
+        for row, lead, count in zip(own, leads, shared, strict=True)
+    ]
+
+
+def _is_slow_in_half(query_1hLd: Tensor, ends: Tensor, shared: Tensor) -> bool:
+    """Whether SDPA's kernel on the CPU, its backward pass above all, is faster in float32."""
+    return (
+        query_1hLd.device.type == "cpu"
+        and _dtype(query_1hLd) != torch.float32
+        and _longest(ends, shared) <= LONGEST
+    )
+
+
+def _suits_products(query_1hLd: Tensor, ends: Tensor, shared: Tensor) -> bool:
+    """Whether `RowProducts` is the faster way: short rows in float32 that oneDNN multiplies."""
+    return (
+        query_1hLd.device.type == "cpu"
+        and _dtype(query_1hLd) == torch.float32
+        and using_onednn()
+        and _longest(ends, shared) <= LONGEST
+    )
+
+
+def _longest(ends: Tensor, shared: Tensor) -> int:
+    """Tokens of the longest row, those included that it shares with another."""
+    return int((ends.diff() + shared[1:]).max())
+
+
+def _has_kernel(query_1hLd: Tensor, value_1hLd: Tensor) -> bool:
+    """Whether one kernel can do all rows: half precision, and a device that has it."""
+    size = query_1hLd.shape[-1]
+    return (
+        value_1hLd.shape[-1] == size
+        and _dtype(query_1hLd) in (torch.bfloat16, torch.float16)
+        and has_packed_kernel(query_1hLd.device)
+        and size % 8 == 0
+        and size <= 256
+    )
+
+
+def has_packed_kernel(device: torch.device) -> bool:
+    """Whether a device has the kernel: a GPU that is not too old."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
+
+
+def _attend_at_once(
+    query_1hLd: Tensor, key_1hLd: Tensor, value_1hLd: Tensor, ends: Tensor, scaling: float | None
+) -> Tensor:
+    # Imported on use: only GPUs have the kernel.
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = (
+        states[0].transpose(0, 1).to(_dtype(query_1hLd))
+        for states in (query_1hLd, key_1hLd, value_1hLd)
+    )
+    longest = int(ends.diff().max())
+    at = ends.to(query.device, non_blocking=True)
+    out: Any = varlen_attn(
+        query, key, value, at, at, longest, longest,
+        scale=scaling, window_size=(-1, 0), enable_gqa=True,
+    )  # fmt: skip
+    whole: Tensor = out[None]
+    return whole
+
+
+def _dtype(states: Tensor) -> torch.dtype:
+    """What SDPA would compute these states in."""
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+
+
+AttentionInterface.register(BY_ROWS, attend_by_rows)
+AttentionMaskInterface.register(BY_ROWS, sdpa_mask)

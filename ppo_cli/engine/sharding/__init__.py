@@ -1,0 +1,1 @@
+"""Models over several ranks (FSDP2, tensor parallelism), or with weights in host memory."""

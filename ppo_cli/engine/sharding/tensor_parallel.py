@@ -1,0 +1,141 @@
+"""Tensor parallelism: layers split over neighbouring ranks by the plan that their family publishes.
+
+Embeddings, norms and the output head stay whole: every neighbour computes the same with them and
+arrives at the same gradient.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ppo_cli.errors import ModelError
+
+COLUMNS = ("colwise", "colwise_gather_output")
+
+
+ROWS = ("rowwise", "rowwise_split_input")
+
+
+NORM = "replicated_with_grad_allreduce"
+
+
+KEPT_WHOLE = ("embedding_rowwise", "embedding_colwise")
+
+
+def plan_split(model: Any, backbone: nn.Module, size: int) -> dict[str, str]:
+    """Module name inside the backbone -> how it is split over `size` ranks.
+
+    Raises ModelError for a model that cannot be split so.
+    """
+    config = model.config.get_text_config()
+    published = config.base_model_tp_plan or {}
+    names = [name for name, _ in backbone.named_modules()]
+    names += [name for name, _ in backbone.named_parameters()]
+    plan = {
+        name: style
+        for pattern, style in published.items()
+        if style not in KEPT_WHOLE
+        for name in names
+        if _matches(pattern, name)
+    }
+    if not plan:
+        raise ModelError(
+            f"--tensor_parallel_size {size}: {_family(config)} does not say how its layers are "
+            "split. Leave it at 1, or take another --model."
+        )
+    _check_sizes(config, backbone, plan, size)
+    return plan
+
+
+def split_modules(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Split what `plan` names inside `module`; every rank must hold the same weights whole."""
+    for name, style in plan.items():
+        for part, how in _parts(module.get_submodule(name), style):
+            trained = {parameter: p.requires_grad for parameter, p in part.named_parameters()}
+            parallelize_module(part, mesh, how, src_data_rank=None)
+            # torch makes parameters of norms that are trained, also of frozen ones.
+            for parameter, p in part.named_parameters():
+                p.requires_grad_(trained[parameter])
+
+
+def _parts(module: nn.Module, style: str) -> list[tuple[nn.Module, ParallelStyle]]:
+    """A layer and its style; a low-rank adapter beside it is split where the layer is."""
+    base = getattr(module, "base_layer", None)
+    if not isinstance(base, nn.Module):
+        return [(module, _style(style))]
+    found = [(base, _style(style))]
+    # Columns of the layer are columns of B, rows of the layer are rows of A.
+    beside = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
+    if beside is not None:
+        found += [(part, _style(style)) for part in getattr(module, beside).values()]
+    return found
+
+
+def _style(name: str) -> ParallelStyle:
+    if name == "colwise":
+        return ColwiseParallel()
+    if name == "colwise_gather_output":
+        return ColwiseParallel(output_layouts=Replicate())
+    if name == "rowwise":
+        return RowwiseParallel()
+    if name == "rowwise_split_input":
+        return RowwiseParallel(input_layouts=Replicate())
+    # A norm over one head, weights whole, heads spread: its gradient is summed over the ranks.
+    return SequenceParallel(sequence_dim=2, use_local_output=True)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
+
+
+def _check_sizes(config: Any, backbone: nn.Module, plan: Mapping[str, str], size: int) -> None:
+    """Every rank must get whole heads and an equal share of each split layer."""
+    heads = config.num_attention_heads
+    for what, count in (
+        ("attention heads", heads),
+        ("key-value heads", getattr(config, "num_key_value_heads", None) or heads),
+    ):
+        if count % size:
+            raise ModelError(
+                f"--tensor_parallel_size {size} does not divide the {count} {what} of "
+                f"{_family(config)}: take a divisor of {count}."
+            )
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    for name, style in plan.items():
+        if style not in (*COLUMNS, *ROWS, NORM):
+            raise ModelError(
+                f"--tensor_parallel_size {size}: {_family(config)} splits {name} in a way that "
+                f"is not known here ({style}). Leave it at 1, or take another --model."
+            )
+        module = backbone.get_submodule(name)
+        weight: Any = getattr(module, "base_layer", module).weight
+        if style == NORM:
+            if weight.numel() != head_size:
+                raise ModelError(
+                    f"--tensor_parallel_size {size}: {_family(config)} normalises all heads "
+                    f"together ({name}), which cannot be split. Leave it at 1, or take another "
+                    "--model."
+                )
+        elif weight.shape[0 if style in COLUMNS else 1] % size:
+            shape = " x ".join(str(n) for n in weight.shape)
+            raise ModelError(
+                f"--tensor_parallel_size {size} does not divide {name} ({shape}) of "
+                f"{_family(config)}: take another size."
+            )
+
+
+def _family(config: Any) -> str:
+    return f"this {config.model_type} model"

@@ -1,0 +1,86 @@
+"""Tensors that may be in pieces over ranks: put together, and filled from the first rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ppo_cli.engine.ranks import Ranks
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be in pieces, as a fresh copy on the CPU; all ranks call."""
+    whole = whole_tensor(tensor)
+    piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    is_live = whole.device.type == "cpu" and whole.data_ptr() == piece.data_ptr()
+    return whole.clone() if is_live else whole.cpu()
+
+
+@torch.no_grad()
+def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The whole of a tensor where it was put together, or itself if it is in one piece.
+
+    With a `dtype`, pieces are cast before they travel: the same numbers in fewer bytes.
+    """
+    pieces: Any = tensor.detach().to(dtype or tensor.dtype)
+    if not isinstance(tensor, DTensor):
+        return pieces  # type: ignore[no-any-return]
+    device = tensor.device_mesh.device_type
+    if pieces.device.type != device:  # pieces in host memory
+        pieces = pieces.to(device)
+    whole: Tensor = pieces.full_tensor()
+    return whole
+
+
+@torch.no_grad()
+def fill_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> None:
+    """Put a whole tensor that the first rank has into one that may be in pieces; all call.
+
+    Raises ValueError, on all ranks, when the shapes differ.
+    """
+    fits = full is not None and full.shape == target.shape
+    if ranks.alone:
+        if full is None or not fits:
+            raise ValueError(_misfit(target))
+        target.copy_(full)
+        return
+    assert ranks.mesh is not None
+    device = torch.device(ranks.mesh.device_type)
+    agreed = torch.tensor([int(fits)], device=device)
+    dist.broadcast(agreed, 0)
+    if not agreed.item():
+        raise ValueError(_misfit(target))
+    whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+    if full is not None and ranks.rank == 0:
+        whole.copy_(full)
+    dist.broadcast(whole, 0)
+    if isinstance(target, DTensor):
+        target.to_local().copy_(_own_piece(whole, target))
+    else:
+        target.copy_(whole)
+
+
+def _own_piece(whole: Tensor, target: DTensor) -> Tensor:
+    """This rank's part of a whole tensor, laid out as `target` is."""
+    mesh, coordinate = target.device_mesh, target.device_mesh.get_coordinate()
+    assert coordinate is not None
+    cuts = [
+        (isinstance(placement, _StridedShard), placement.dim, coordinate[axis], mesh.size(axis))
+        for axis, placement in enumerate(target.placements)
+        if isinstance(placement, (Shard, _StridedShard))
+    ]
+    # A strided cut is one through pieces that the other cuts have made.
+    for _, dim, index, count in sorted(cuts, key=lambda cut: cut[0]):
+        pieces = whole.chunk(count, dim)
+        empty = whole.narrow(dim, 0, 0)
+        whole = pieces[index] if index < len(pieces) else empty
+    return whole
+
+
+def _misfit(target: Tensor) -> str:
+    return f"no whole tensor of shape {tuple(target.shape)} was given"
