@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_cli.config.keys import table
 from ppo_cli.config.model_checks import damaged_models
-from ppo_cli.config.plan import Plan, make_plan, with_second_judge
+from ppo_cli.config.plan import Plan, add_second_judge, make_plan
 from ppo_cli.config.requirements import missing_gpus, missing_inputs, missing_parts
 from ppo_cli.config.resolve import Resolved, resolve
 from ppo_cli.config.reward_checks import missing_keys
@@ -148,7 +148,7 @@ def _resolve(
         overrides=[],
         environ=os.environ,
     )
-    return with_second_judge(resolved, os.environ)
+    return add_second_judge(resolved, os.environ)
 
 
 def _as_typed(value: Any) -> Any:

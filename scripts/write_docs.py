@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ppo_cli.cli.app import listed
-from ppo_cli.config.keys import find
+from ppo_cli.config.keys import find_key
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.schema import Config
 
@@ -82,7 +82,7 @@ def table(section: type[BaseModel], above: str) -> list[str]:
     lines = ["| key | default | values | flag, variable | stays for | meaning |"]
     lines.append("|---|---|---|---|---|---|")
     for key, field in rows(section, above):
-        known = find(key)
+        known = find_key(key)
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         names = ", ".join(f"`{extra[n]}`" for n in ("flag", "env") if n in extra)
         meaning = (field.description or "").replace("|", "\\|")

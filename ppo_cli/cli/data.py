@@ -15,7 +15,7 @@ import typer
 from ppo_cli.cli.flags import own_flag, own_word, switch, taking
 from ppo_cli.cli.screen import print_text, table
 from ppo_cli.config.algorithm_schema import Actor
-from ppo_cli.config.derived import lowered_batches
+from ppo_cli.config.derived import describe_lowered_batches
 from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.models.folder import vocabulary_size
 from ppo_cli.config.schema import Data
@@ -373,7 +373,7 @@ def _training(report: Report, model: str | None) -> list[str]:
         )
     if 0 < report.usable < _DEFAULTS.train_batch_size:
         mini = Actor().ppo_mini_batch_size
-        lines.append(lowered_batches(report.usable, _DEFAULTS.train_batch_size, mini))
+        lines.append(describe_lowered_batches(report.usable, _DEFAULTS.train_batch_size, mini))
     if refused := without_a_rule(report.data_sources):
         lines.append(f"Training by rules refuses these rows. {refused} A judge needs neither.")
     return lines

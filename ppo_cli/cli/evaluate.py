@@ -15,7 +15,7 @@ import typer
 
 from ppo_cli.allocator import collection_paused
 from ppo_cli.cli.flags import Given, add_command, own_flag, own_word, switch, taking
-from ppo_cli.config.keys import find
+from ppo_cli.config.keys import find_key
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE
 from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.resolve import Resolved
@@ -215,7 +215,7 @@ def generate(given: Given) -> None:
     """Let a model answer: one prompt, a file of them, or you in a chat (Ctrl-D ends it)."""
     extras = given.extras
     model, prompt = extras["source"], extras["prompt"]
-    if prompt and "=" in prompt and find(prompt.partition("=")[0]) is not None:
+    if prompt and "=" in prompt and find_key(prompt.partition("=")[0]) is not None:
         given, prompt = replace(given, overrides=(prompt, *given.overrides)), None
     problems = []
     if not model:

@@ -11,9 +11,9 @@ import typer
 
 from ppo_cli.cli.app import listed
 from ppo_cli.cli.screen import COLUMNS, aligned, print_result
-from ppo_cli.config.keys import Key, find, range_words, suggest, table
+from ppo_cli.config.keys import Key, describe_range, find_key, suggest_key, table
 from ppo_cli.config.models.bundled import ALIASES, preset_names, preset_path
-from ppo_cli.config.requirements import effects_of
+from ppo_cli.config.requirements import describe_unused
 from ppo_cli.errors import ConfigError, did_you_mean, ppo
 from ppo_cli.report.catalogue import METRICS
 from ppo_cli.report.health import Limits
@@ -39,7 +39,7 @@ def explain(
     found = setting_facts(meant) or metric_facts(meant)
     if not found:
         known = [*(k.flag for k in table().values() if k.flag), *(m.key for m in METRICS)]
-        near = suggest(name) or did_you_mean(name, [*table(), *known])
+        near = suggest_key(name) or did_you_mean(name, [*table(), *known])
         raise ConfigError(f"There is no setting and no metric '{name}'.{near}")
     print_result(found, lambda: explained(found), as_json=as_json)
 
@@ -59,7 +59,7 @@ def type_words(key: Key) -> str:
 def setting_facts(name: str) -> dict[str, Any]:
     """Return the facts of a setting by its key, the key's end, flag or variable; {} for none."""
     spelt = "--" + name.removeprefix("--").replace("-", "_")
-    key = next((k for k in table().values() if name == k.env or spelt == k.flag), find(name))
+    key = next((k for k in table().values() if name == k.env or spelt == k.flag), find_key(name))
     ending = [k for k in table().values() if k.name.endswith(f".{name}")]
     key = ending[0] if key is None and len(ending) == 1 else key
     if key is None:
@@ -70,13 +70,13 @@ def setting_facts(name: str) -> dict[str, Any]:
         "key": key.name,
         "is": key.help,
         "type": type_words(key),
-        "range": range_words(key),
+        "range": describe_range(key),
         "usual": usual,
         "default": "unset" if key.default in (None, ()) else key.default,
         "flag": key.flag,
         "variable": key.env,
         "stays_for": key.identity,
-        "no_effect": list(effects_of(key.name)),
+        "no_effect": list(describe_unused(key.name)),
         "beside": [k for k in table() if k.rpartition(".")[0] == group and k != key.name],
     }  # fmt: skip
     return {what: said for what, said in facts.items() if said not in (None, "", [])}

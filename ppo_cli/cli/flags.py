@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from ppo_cli.cli.app import translate, unknown_flag
-from ppo_cli.config.keys import Key, range_words, table
+from ppo_cli.config.keys import Key, describe_range, table
 from ppo_cli.config.models.bundled import ALIASES, preset_names
 from ppo_cli.config.resolve import Resolved, resolve
 from ppo_cli.errors import ConfigError, ppo
@@ -313,8 +313,8 @@ def _parameter(name: str, key: Key) -> inspect.Parameter:
 def help_line(key: Key) -> str:
     """Return one setting's help: what it is, range, default, variable, key."""
     facts = [key.name]
-    if range_words(key):
-        facts.append(range_words(key))
+    if describe_range(key):
+        facts.append(describe_range(key))
     facts.append(f"default {_shown(key.default)}")
     if key.env:
         facts.append(f"env {key.env}")

@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 
 from ppo_cli.cli.flags import own_flag, own_word, switch, taking
 from ppo_cli.cli.screen import COLUMNS, aligned, number, print_result, table, validation_value
-from ppo_cli.config.plan import arithmetic
+from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.resolve import DEFAULT
 from ppo_cli.errors import ConfigError, DataError, Interrupted, UsedUp, UserError, ppo
 from ppo_cli.report.drift import judge_drift, people_of
@@ -253,7 +253,7 @@ def how_to_go_on(run: Path, history: Sequence[Line]) -> str:
     config = run_settings(run)
     words = ["train", "--config", str(file), "--output_dir", str(run), "--resume", "auto"]
     command, api, calls = ppo(shlex.join(words)), config.reward.api, paid_calls(run)
-    sums = arithmetic(config)
+    sums = batch_arithmetic(config)
     tokens = sum(call["input"] + call["output"] for call in calls)
     for flag, most, spent in (
         ("--rm_budget_usd", api.budget_usd, sum(call["usd"] for call in calls)),
@@ -393,7 +393,7 @@ def run_facts(run: Path) -> dict[str, Any]:
     total = None
     with suppress(UserError):
         if file.exists():
-            total = arithmetic(run_settings(run))["total_steps"]
+            total = batch_arithmetic(run_settings(run))["total_steps"]
     step = max((int(line["step"]) for line in lines), default=0)
     rewards = [line["reward_mean"] for line in lines if line.get("reward_mean") is not None]
     values = [v for line in lines if (v := validation_value(line)) is not None]

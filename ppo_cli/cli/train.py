@@ -22,10 +22,10 @@ from ppo_cli.allocator import collection_paused
 from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Given, add_command, own_flag, switch
 from ppo_cli.config.derived import (
+    DataSplit,
     PlanPart,
-    Split,
+    describe_missing_rows,
     engine_name,
-    rows_missing,
     split_files,
     train_rows,
 )
@@ -40,7 +40,7 @@ from ppo_cli.config.models.folder import (
     template_raises,
     vocabulary_size,
 )
-from ppo_cli.config.plan import Plan, arithmetic, make_plan, with_second_judge
+from ppo_cli.config.plan import Plan, add_second_judge, batch_arithmetic, make_plan
 from ppo_cli.config.requirements import (
     missing_gpus,
     missing_inputs,
@@ -82,8 +82,8 @@ if TYPE_CHECKING:
 
 NO_FORECAST = "no forecast: "
 MOST_ROWS = 4_000  # a plan takes less than a second, however many rows there are
-SPLITS: tuple[Split, ...] = ("train", "val")
-Read = Callable[[Split], Sequence[Prompt]]
+SPLITS: tuple[DataSplit, ...] = ("train", "val")
+Read = Callable[[DataSplit], Sequence[Prompt]]
 PLAN_EPILOG = (
     "Example: ppo plan --preset gsm8k --batch_size 128   or, for programs: ppo plan --json"
 )
@@ -96,7 +96,7 @@ def plan(given: Given) -> None:
 
         plan_there(given)
         return
-    resolved = with_second_judge(forked(given), os.environ)
+    resolved = add_second_judge(forked(given), os.environ)
     read = reader(resolved.config)
     resolved = replace(resolved, notes=(*resolved.notes, *_lr_notes(resolved.config)))
     problems = [*refusals(resolved), *refused_checkpoint(resolved.config)]
@@ -147,7 +147,7 @@ def _lr_notes(config: Config) -> Iterator[str]:
     store = CheckpointStore(Path(config.trainer.output_dir).expanduser() / "checkpoints", None)
     with suppress(ModelError):  # `refused_checkpoint` reports it
         checkpoint = find_resume(store, config.trainer.resume_mode)
-        total = arithmetic(config)["total_steps"]
+        total = batch_arithmetic(config)["total_steps"]
         if checkpoint is not None and total:
             for jump in lr_jumps(config, checkpoint, total):
                 yield f"The run goes on from {checkpoint}: {jump}."
@@ -181,7 +181,7 @@ def forked(given: Given) -> Resolved:
     resolved = replace(given, flags=flags, run=source.run).resolve_node()
     if Path(resolved.config.trainer.output_dir).expanduser().resolve() == source.run:
         raise ConfigError(f"--fork {word} takes a folder of its own: another --output_dir.")
-    total, done = arithmetic(resolved.config)["total_steps"], int(checkpoint.name[5:])
+    total, done = batch_arithmetic(resolved.config)["total_steps"], int(checkpoint.name[5:])
     if total and total <= done:
         raise ConfigError(
             f"--fork {word} begins after step {done}, and this run ends with step {total}: raise "
@@ -208,7 +208,7 @@ def refusals(resolved: Resolved) -> list[str]:
 def reader(config: Config) -> Read:
     """Return what reads the first MOST_ROWS prompts of a split that are on this disk, once."""
 
-    def read(split: Split) -> list[Prompt]:
+    def read(split: DataSplit) -> list[Prompt]:
         from ppo_cli.data_sets.rows import prompt_of
 
         return [
@@ -218,7 +218,7 @@ def reader(config: Config) -> Read:
     return cache(read)
 
 
-def _first_rows(config: Config, split: Split) -> list[RowSet]:
+def _first_rows(config: Config, split: DataSplit) -> list[RowSet]:
     """Read the first MOST_ROWS rows of a split that are on this disk."""
     from ppo_cli.data_sets.rows import load_sets
 
@@ -232,7 +232,7 @@ def _first_rows(config: Config, split: Split) -> list[RowSet]:
     )
 
 
-def _refused_by_template(config: Config, splits: Sequence[Split]) -> Iterator[str]:
+def _refused_by_template(config: Config, splits: Sequence[DataSplit]) -> Iterator[str]:
     """Yield why the chat template of a model on this disk refuses the first rows, if it does."""
     folder = Path(model_folder(config.model.path or "")).expanduser()
     if not folder.is_dir():
@@ -282,7 +282,7 @@ def refused_rows(config: Config, read: Read) -> list[str]:
         except UserError as error:
             problems.append(str(error))
     rows = train_rows(config)
-    if rows and (said := rows_missing(config, rows)):
+    if rows and (said := describe_missing_rows(config, rows)):
         problems.append(said)
     if not problems and prompts:
         far = any(is_hub_name(name) for files in named.values() for name in files)
@@ -484,7 +484,7 @@ def train(given: Given) -> None:
 
         (plan_there if given.extras["dry_run"] else train_there)(given)
         return
-    resolved = with_second_judge(forked(given), os.environ)
+    resolved = add_second_judge(forked(given), os.environ)
     problems = refusals(resolved)
     if given.extras["dry_run"]:
         read = reader(resolved.config)

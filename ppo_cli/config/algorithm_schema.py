@@ -71,16 +71,16 @@ def checked(check: Callable[[Any], object]) -> AfterValidator:
     return AfterValidator(refuse)
 
 
-def not_zero(number: int) -> None:
+def check_not_zero(number: int) -> None:
     """Refuse a 0 where -1 stands for never, or for all."""
     if number == 0:
         raise ValueError("0 means nothing; use -1 or 1 and up")
 
 
-NotZero = Annotated[int, checked(not_zero)]
+NotZero = Annotated[int, checked(check_not_zero)]
 
 
-def _decays(betas: tuple[float, float]) -> None:
+def _check_betas(betas: tuple[float, float]) -> None:
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(
             f"must each be at least 0 and below 1, but are {betas[0]:g} and {betas[1]:g}"
@@ -117,7 +117,7 @@ class Optim(Section):
     )
     min_lr_ratio: float = setting(0.0, "Floor of the cosine, as a share of lr.", ge=0.0, le=1.0)
     weight_decay: float = setting(0.01, "Decoupled weight decay.", ge=0.0, le=1.0)
-    betas: Annotated[tuple[float, float], checked(_decays)] = setting(
+    betas: Annotated[tuple[float, float], checked(_check_betas)] = setting(
         (0.9, 0.999), "AdamW's moment decays."
     )
     eps: float = setting(1e-8, "AdamW's epsilon.", gt=0.0, le=1e-2)

@@ -26,7 +26,7 @@ from ppo_cli.config.machine.gpus import Gpu, has_bfloat16, list_gpus
 from ppo_cli.config.machine.processor import has_fast_bfloat16
 from ppo_cli.config.mixture import Judge, judges_of, models_of
 from ppo_cli.config.models.bundled import prompt_files
-from ppo_cli.config.models.folder import EXPERTS, read_config
+from ppo_cli.config.models.folder import EXPERT_KEYS, read_config
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.schema import Config, Sleep, Transfer
@@ -39,7 +39,7 @@ def gpu_count(environ: Mapping[str, str] | None = None) -> int:
     return len(list_gpus(environ))
 
 
-Split = Literal["train", "val"]
+DataSplit = Literal["train", "val"]
 Role = Literal["train", "rollout", "reward", "judge"]
 Roles = dict[Role, tuple[int, ...]]
 
@@ -49,7 +49,7 @@ _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 def read_placement(text: str) -> Roles:
     """Return the devices of each role, sorted; ValueError says in words what is wrong."""
-    found: dict[Role, list[int]] = {}
+    devices_of: dict[Role, list[int]] = {}
     role: Role | None = None
     for piece in filter(None, (part.strip() for part in text.split(","))):
         name, colon, numbers = piece.rpartition(":")
@@ -59,15 +59,15 @@ def read_placement(text: str) -> Roles:
             how = "write ROLE:DEVICES for each role, such as train:0-5,rollout:6-7"
             how = f"write train:{piece}" if _RANGE.fullmatch(piece) else how
             raise ValueError(f"'{piece}' stands before any role; {how}")
-        found.setdefault(role, []).extend(_numbers(numbers.strip()))
-    for name, devices in found.items():
+        devices_of.setdefault(role, []).extend(_numbers(numbers.strip()))
+    for name, devices in devices_of.items():
         twice = sorted({device for device in devices if devices.count(device) > 1})
         if twice:
             raise ValueError(f"device {twice[0]} is named twice for {name}; name it once")
-    return {name: tuple(sorted(devices)) for name, devices in found.items()}
+    return {name: tuple(sorted(devices)) for name, devices in devices_of.items()}
 
 
-def numbered(devices: tuple[int, ...]) -> str:
+def format_devices(devices: tuple[int, ...]) -> str:
     """Write device numbers as `read_placement` takes them: `0-5,7`."""
     runs: list[list[int]] = []
     for device in devices:
@@ -87,29 +87,29 @@ def _role(name: str) -> Role:
 
 
 def _numbers(text: str) -> range:
-    found = _RANGE.fullmatch(text)
-    if found is None:
+    match = _RANGE.fullmatch(text)
+    if match is None:
         raise ValueError(f"'{text}' is no device; write a number or a range, such as 0-5")
-    first, last = int(found[1]), int(found[2] or found[1])
+    first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise ValueError(f"the range {text} runs backwards; write {last}-{first}")
     return range(first, last + 1)
 
 
-def clip_low(actor: Actor) -> float:
+def lower_clip(actor: Actor) -> float:
     """Return the lower clip range: clip_ratio unless clip_ratio_low is set."""
     return actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
 
 
-def clip_high(actor: Actor) -> float:
+def upper_clip(actor: Actor) -> float:
     """Return the upper clip range: clip_ratio unless clip_ratio_high is set."""
     return actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
 
 
 def critic_mini_batch(config: Config) -> int:
     """Return the prompts in a critic mini-batch: the actor's unless set."""
-    own = config.critic.ppo_mini_batch_size
-    return config.actor.ppo_mini_batch_size if own is None else own
+    mini_batch = config.critic.ppo_mini_batch_size
+    return config.actor.ppo_mini_batch_size if mini_batch is None else mini_batch
 
 
 def critic_path(config: Config) -> str:
@@ -157,7 +157,7 @@ def rejections(config: Config) -> list[tuple[str, float | None, float]]:
     limits = limits * len(names) if len(limits) == 1 else limits
     if len(limits) != len(names):
         raise ValueError(f"{key}_threshold has {len(limits)} values for {len(names)} of {key}.")
-    found: list[tuple[str, float | None, float]] = []
+    limits_of: list[tuple[str, float | None, float]] = []
     for name, limit in zip(names, limits, strict=True):
         try:
             numbers = [float(word) for word in limit.split("_")]
@@ -170,17 +170,17 @@ def rejections(config: Config) -> list[tuple[str, float | None, float]]:
         low = numbers[0] if two else 1 / numbers[0] if name.endswith("k1") else None
         if low is not None and low > numbers[-1]:
             raise ValueError(f"{key}_threshold: {limit} must be 1 or more; or write 0.5_2.0.")
-        found.append((name, low, numbers[-1]))
-    return found
+        limits_of.append((name, low, numbers[-1]))
+    return limits_of
 
 
-def usual_gpus(there: int, sampler: int, tensor: int) -> int:
+def default_gpus(visible: int, sampler: int, tensor: int) -> int:
     """Return the GPUs of a node that are used when nobody says how many.
 
     One, or as many as `sampler` and `tensor` (GPUs that one sampler, and one split of each
     layer, span) need.
     """
-    return min(there, math.lcm(sampler, tensor))
+    return min(visible, math.lcm(sampler, tensor))
 
 
 def gpus_per_node(config: Config, gpus: int | None = None) -> int:
@@ -188,14 +188,14 @@ def gpus_per_node(config: Config, gpus: int | None = None) -> int:
 
     `gpus` is how many are visible here; None looks.
     """
-    wanted = config.trainer.n_gpus_per_node
-    if wanted is not None:
-        return wanted
-    there = gpu_count() if gpus is None else gpus
+    configured = config.trainer.n_gpus_per_node
+    if configured is not None:
+        return configured
+    visible = gpu_count() if gpus is None else gpus
     if config.trainer.num_workers:
         return 0
     span = config.rollout.tensor_model_parallel_size
-    return usual_gpus(there, span, config.trainer.tensor_parallel_size)
+    return default_gpus(visible, span, config.trainer.tensor_parallel_size)
 
 
 def engine_name(config: Config, gpus: int | None = None) -> Literal["local", "ray"]:
@@ -231,11 +231,11 @@ def sampler_name(config: Config, gpus: int | None = None) -> Literal["hf", "vllm
 
 def quantised(config: Config) -> list[str]:
     """Return the settings that hold a model's frozen weights in 4 bits."""
-    held = {
+    bits_of = {
         "model.quantization": config.model.quantization,
         "critic.model.quantization": uses_critic(config) and config.critic.model.quantization,
     }
-    return [key for key, bits in held.items() if bits]
+    return [key for key, bits in bits_of.items() if bits]
 
 
 def publishes_adapter(config: Config) -> bool:
@@ -258,8 +258,8 @@ def weight_transfer(config: Config, gpus: int | None = None) -> Transfer:
 
 def fastest_transfer(config: Config, gpus: int | None = None) -> Transfer:
     """Return the way that `auto` takes once it is proven."""
-    whole = sampler_name(config, gpus) == "vllm" and not publishes_adapter(config)
-    if not whole or gpus_per_node(config, gpus) == 0:
+    sends_weights = sampler_name(config, gpus) == "vllm" and not publishes_adapter(config)
+    if not sends_weights or gpus_per_node(config, gpus) == 0:
         return "memory"
     ways: dict[str, Transfer] = {"all": "ipc", "none": "nccl", "some": "memory"}
     return ways[shared_samplers(config)]
@@ -312,10 +312,12 @@ def train_devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:
     all_gpus = gpus_per_node(config, gpus) * trainer.nnodes
     if all_gpus == 0:
         return tuple(range(trainer.num_workers or trainer.nnodes))
-    return tuple(range(all_gpus - (_set_apart(config, all_gpus) if trainer.async_steps else 0)))
+    return tuple(
+        range(all_gpus - (_count_sampling_gpus(config, all_gpus) if trainer.async_steps else 0))
+    )
 
 
-def _set_apart(config: Config, gpus: int) -> int:
+def _count_sampling_gpus(config: Config, gpus: int) -> int:
     """Return how many GPUs only sample: about a quarter, whole samplers, the rest divisible."""
     span = config.rollout.tensor_model_parallel_size
     group = config.trainer.tensor_parallel_size * max(1, config.actor.fsdp_config.fsdp_size)
@@ -335,7 +337,7 @@ def learner_ranks(config: Config, gpus: int | None = None) -> int:
     return max(1, len(train_devices(config, gpus)))
 
 
-def brings_reference(config: Config) -> bool:
+def loads_reference_once(config: Config) -> bool:
     """Whether a reference in host memory comes once, unless the actor is there: memory is short."""
     return config.ref.param_offload and not config.actor.fsdp_config.param_offload
 
@@ -345,16 +347,16 @@ def data_ranks(config: Config, gpus: int | None = None) -> int:
     return max(1, learner_ranks(config, gpus) // config.trainer.tensor_parallel_size)
 
 
-def micro_batch_tokens(config: Config, asked: int | None) -> int:
+def micro_batch_tokens(config: Config, configured: int | None) -> int:
     """Return the token budget of a micro-batch: as set, else what keeps a device busy.
 
     On the CPU few tokens are as fast, and hold fewer activations (docs/log.md), where weights are
     not gathered for each micro-batch.
     """
-    if asked is not None:
-        return asked
-    whole = learner_ranks(config) == 1 or config.actor.fsdp_config.stays_whole
-    return 2048 if whole and not gpus_per_node(config) else 16384
+    if configured is not None:
+        return configured
+    gathered_once = learner_ranks(config) == 1 or config.actor.fsdp_config.stays_whole
+    return 2048 if gathered_once and not gpus_per_node(config) else 16384
 
 
 def train_rows(config: Config) -> int | None:
@@ -367,7 +369,7 @@ def val_rows(config: Config) -> int | None:
     return _count_rows(*split_files(config, "val"))
 
 
-def split_files(config: Config, split: Split) -> tuple[tuple[str, ...], int]:
+def split_files(config: Config, split: DataSplit) -> tuple[tuple[str, ...], int]:
     """Return the files of a split, and the most rows that are used of them; -1 is all."""
     data = config.data
     if split == "train":
@@ -388,11 +390,11 @@ def most_gen_batches(config: Config, rows: int) -> int:
     return groups.max_num_gen_batches or math.ceil(rows / gen_batch(config))
 
 
-def rows_missing(config: Config, rows: int) -> str | None:
+def describe_missing_rows(config: Config, rows: int) -> str | None:
     """Say that the rows cannot fill a batch, where that is so."""
     batch, at_once = config.data.train_batch_size, gen_batch(config)
     if rows < batch:
-        batch_fits, mini_fits = fitting_batches(rows, batch, config.actor.ppo_mini_batch_size)
+        batch_fits, mini_fits = fit_batches(rows, batch, config.actor.ppo_mini_batch_size)
         return (
             f"{rows} prompts cannot fill a batch of {batch}. Use --batch_size {batch_fits} "
             f"--mini_batch_size {mini_fits}, or give more prompts."
@@ -405,27 +407,27 @@ def rows_missing(config: Config, rows: int) -> str | None:
     return None
 
 
-def fitting_batches(rows: int, batch: int, mini: int) -> tuple[int, int]:
+def fit_batches(rows: int, batch: int, mini: int) -> tuple[int, int]:
     """Return batch and mini-batch for few rows, with as many mini-batches a step if possible."""
     smaller = max(1, rows // (parts := max(1, batch // mini)))
     return (min(rows, smaller * parts), smaller) if rows >= parts else (rows, 1)
 
 
-def lowered_batches(rows: int, batch: int, mini: int) -> str:
+def describe_lowered_batches(rows: int, batch: int, mini: int) -> str:
     """Say how batch sizes that nobody chose are fitted to the rows."""
-    batch_fits, mini_fits = fitting_batches(rows, batch, mini)
+    batch_fits, mini_fits = fit_batches(rows, batch, mini)
     return (
         f"There are {rows} training rows: --batch_size is lowered to {batch_fits} and "
         f"--mini_batch_size to {mini_fits}."
     )
 
 
-def _count_rows(names: Sequence[str], most: int) -> int | None:
+def _count_rows(names: Sequence[str], max_rows: int) -> int | None:
     counts = [count_rows(name) for name in names]
     if not counts or None in counts:
         return None
     total = sum(count for count in counts if count is not None)
-    return total if most < 0 else min(total, most)
+    return total if max_rows < 0 else min(total, max_rows)
 
 
 @dataclass(frozen=True)
@@ -465,14 +467,14 @@ def placement_of(config: Config, gpus: int | None = None) -> Placement:
     if config.trainer.placement is not None:
         roles = read_placement(config.trainer.placement)
     else:
-        roles = _usual(config, train_devices(config, gpus), per_node * nodes)
+        roles = _default_roles(config, train_devices(config, gpus), per_node * nodes)
     train, rollout = roles.get("train", ()), roles.get("rollout", ())
     reward = roles.get("reward") or _reward_devices(config, train, rollout, per_node)
     samplers = tuple(rollout[at : at + span] for at in range(0, len(rollout), span))
     return Placement(nodes, per_node, train, samplers, reward, judge=roles.get("judge", ()))
 
 
-def _usual(config: Config, train: tuple[int, ...], gpus: int) -> Roles:
+def _default_roles(config: Config, train: tuple[int, ...], gpus: int) -> Roles:
     """Place roles that nobody placed: all GPUs do both, or, on the CPU, each has its own slot."""
     first = len(train)
     if gpus == 0:
@@ -501,7 +503,7 @@ def hosts_reward(config: Config) -> bool:
     )
 
 
-def describe(placement: Placement) -> list[str]:
+def describe_placement(placement: Placement) -> list[str]:
     """Say who works where, in sentences."""
     size = placement.devices_per_node
     if placement.alone:
@@ -509,40 +511,42 @@ def describe(placement: Placement) -> list[str]:
 
     def on(devices: Sequence[int]) -> str:
         kind = "GPU" if size else "CPU slot"
-        return f"{kind}{'s' if len(devices) > 1 else ''} {numbered(tuple(devices))}"
+        return f"{kind}{'s' if len(devices) > 1 else ''} {format_devices(tuple(devices))}"
 
     rollout = tuple(device for sampler in placement.rollout for device in sampler)
-    samplers = _count(len(placement.rollout), "sampler")
+    samplers = _count_noun(len(placement.rollout), "sampler")
     if size:
-        samplers += f" of {_count(len(rollout) // len(placement.rollout), 'GPU')}"
+        samplers += f" of {_count_noun(len(rollout) // len(placement.rollout), 'GPU')}"
     asleep = tuple(device for i in placement.sleepers for device in placement.rollout[i])
-    said = [
-        f"{_count(len(placement.train), 'learner rank')} on {on(placement.train)}, "
+    sentences = [
+        f"{_count_noun(len(placement.train), 'learner rank')} on {on(placement.train)}, "
         f"{samplers} on {on(rollout)}"
         + (f" (asleep on {on(asleep)} while training)" if asleep else "")
     ]
     if placement.reward:  # these never sleep
         shared = [
-            f"{numbered(both)} with {what}"
+            f"{format_devices(both)} with {what}"
             for what, used in (("training", placement.train), ("sampling", rollout))
             if (both := tuple(device for device in placement.reward if device in used))
         ]
         beside = f" (shares {' and '.join(shared)})" if shared else ""
-        said.append(f"reward models on {on(placement.reward)}{beside}")
+        sentences.append(f"reward models on {on(placement.reward)}{beside}")
     if placement.judge and size:
-        said.append(f"the judge's server on {on(placement.judge)}")
+        sentences.append(f"the judge's server on {on(placement.judge)}")
     busy = {*placement.train, *placement.reward, *placement.judge, *rollout}
     if idle := [device for device in range(placement.nodes * size) if device not in busy]:
-        said.append(f"{on(idle)} {'does' if len(idle) == 1 else 'do'} nothing")
+        sentences.append(f"{on(idle)} {'does' if len(idle) == 1 else 'do'} nothing")
     if placement.nodes > 1 and size:
         spans = [range(node * size, (node + 1) * size) for node in range(placement.nodes)]
-        said.append(", ".join(f"node {node} has {on(span)}" for node, span in enumerate(spans)))
+        sentences.append(
+            ", ".join(f"node {node} has {on(span)}" for node, span in enumerate(spans))
+        )
     elif placement.nodes > 1:
-        said.append(f"the slots are spread over {placement.nodes} nodes")
-    return said
+        sentences.append(f"the slots are spread over {placement.nodes} nodes")
+    return sentences
 
 
-def _count(number: int, what: str) -> str:
+def _count_noun(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
@@ -558,11 +562,17 @@ def device_plan(config: Config, gpus: int | None = None) -> PlanPart:
     """Lay out who works where; `gpus` are those visible on this node, None looks."""
     placement = placement_of(config, gpus)
     engine, sampler = engine_name(config, gpus), sampler_name(config, gpus)
-    said = [*describe(placement), *_models_of_gpus(list_gpus()[: placement.devices_per_node])]
+    sentences = [
+        *describe_placement(placement),
+        *_describe_gpus(list_gpus()[: placement.devices_per_node]),
+    ]
     if engine == "ray":
-        said += [*_layout(config, gpus), f"the sampler is {sampler}, the processes are Ray's"]
+        sentences += [
+            *_describe_ranks(config, gpus),
+            f"the sampler is {sampler}, the processes are Ray's",
+        ]
     if sampler == "vllm":
-        said.append(f"new weights travel by {weight_transfer(config, gpus)}")
+        sentences.append(f"new weights travel by {weight_transfer(config, gpus)}")
     facts = {
         "engine": engine,
         **asdict(placement),
@@ -570,40 +580,41 @@ def device_plan(config: Config, gpus: int | None = None) -> PlanPart:
         "sampler": sampler,
         "learner_ranks": learner_ranks(config, gpus),
         "data_ranks": data_ranks(config, gpus),
-        "sentences": tuple(said),
+        "sentences": tuple(sentences),
     }
-    return PlanPart(tuple(said), facts)
+    return PlanPart(tuple(sentences), facts)
 
 
-def _models_of_gpus(gpus: Sequence[Gpu]) -> list[str]:
+def _describe_gpus(gpus: Sequence[Gpu]) -> list[str]:
     """Name the GPUs of this node that are used, with their memory."""
     shown = [f"{gpu.name}, {gpu.memory_bytes / 2**30:.3g} GiB" for gpu in gpus]
     if len(set(shown)) < 2:
-        return [f"{_count(len(gpus), 'GPU')} here: {name}" for name in shown[:1]]
+        return [f"{_count_noun(len(gpus), 'GPU')} here: {name}" for name in shown[:1]]
     every = "; ".join(f"GPU {number} is {name}" for number, name in enumerate(shown))
     return [f"{every} (memory is counted by the smallest)"]
 
 
-def _layout(config: Config, gpus: int | None) -> list[str]:
+def _describe_ranks(config: Config, gpus: int | None) -> list[str]:
     """Tell how several ranks hold the models and share the rows."""
     ranks, rows = learner_ranks(config, gpus), data_ranks(config, gpus)
     tensor, size = config.trainer.tensor_parallel_size, config.actor.fsdp_config.fsdp_size
     shards = rows if size == -1 else size
-    said = []
+    parts = []
     if shards > 1:
-        said.append(f"each model is sharded over {shards} ranks")
+        parts.append(f"each model is sharded over {shards} ranks")
     if tensor > 1:
-        said.append(f"each layer is split over {tensor} ranks")
+        parts.append(f"each layer is split over {tensor} ranks")
     if shards < rows:
-        said.append(f"there are {rows // shards} copies of each model")
+        parts.append(f"there are {rows // shards} copies of each model")
     if 1 < rows < ranks:
-        said.append(f"{rows} groups of ranks share the rows")
+        parts.append(f"{rows} groups of ranks share the rows")
     elif rows > 1:
-        said.append(f"{rows} ranks share the rows")
-    return [", ".join(said)] if said else []
+        parts.append(f"{rows} ranks share the rows")
+    return [", ".join(parts)] if parts else []
 
 
-WIDE: Final = 320  # hidden size; the smallest that was measured to be faster in bfloat16
+# Hidden size of the smallest model that was measured to train faster in bfloat16 on a CPU.
+MIN_BFLOAT16_WIDTH: Final = 320
 
 
 def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32", "bfloat16"]:
@@ -620,27 +631,27 @@ def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32",
         return "float32"
     text = text_config(read_config(config.model.path))
     width = text.get("hidden_size") or text.get("n_embd")
-    return "bfloat16" if isinstance(width, int) and width >= WIDE else "float32"
+    return "bfloat16" if isinstance(width, int) and width >= MIN_BFLOAT16_WIDTH else "float32"
 
 
 def spreads_weights(config: Config, device: str) -> bool:
     """Whether trained weights are spread over what bfloat16 rounds to them, on this device.
 
-    On GPUs it was not measured, and other trainers do not do it: there it must be asked for.
+    On GPUs it was not measured, and other trainers do not do it: there it must be configured for.
     """
-    asked = config.model.spread_weights
-    return device == "cpu" if asked is None else asked
+    configured = config.model.spread_weights
+    return device == "cpu" if configured is None else configured
 
 
-def why_logprobs_again(config: Config, gpus: int | None = None) -> str:
+def why_recompute_logprobs(config: Config, gpus: int | None = None) -> str:
     """Return why the actor computes old log-probs again; "" where the sampler's are taken.
 
     Those are the same numbers but for rounding where the sampler computes with the actor's own
     weights in float32. `bypass_mode` alone takes them in bfloat16 and from 4-bit weights, whose
     rounding differs more, and of a model with experts, which rounding may send to another one.
     """
-    algorithm, asked = config.algorithm, config.algorithm.rollout_correction.bypass_mode
-    if asked is False:
+    algorithm, bypass = config.algorithm, config.algorithm.rollout_correction.bypass_mode
+    if bypass is False:
         return "as set"
     if engine_name(config, gpus) != "local":
         return "the sampler has weights of its own"
@@ -648,14 +659,14 @@ def why_logprobs_again(config: Config, gpus: int | None = None) -> str:
         return "the full KL needs the actor's whole vocabulary"
     if rollout_is(config) or algorithm.rollout_correction.rollout_rs:
         return "rollout_is and rollout_rs compare them with the sampler's"
-    if asked:
+    if bypass:
         return ""
     if compute_dtype(config, gpus) == "bfloat16":
         return "in bfloat16 sampler and trainer round differently"
     if config.model.quantization:
         return "with 4-bit weights sampler and trainer round differently"
     text = text_config(read_config(config.model.path))
-    if any(text.get(name) for name in EXPERTS):
+    if any(text.get(name) for name in EXPERT_KEYS):
         return "rounding may send a token to another expert"
     return ""
 

@@ -11,12 +11,12 @@ from ppo_cli.config.derived import (
     data_ranks,
     engine_name,
     fastest_transfer,
+    format_devices,
     gpus_per_node,
     has_package,
     hosts_reward,
     learner_ranks,
     local_judge,
-    numbered,
     publishes_adapter,
     quantised,
     read_placement,
@@ -38,35 +38,37 @@ from ppo_cli.errors import ppo
 KEY = "rollout.weight_transfer"
 
 
-def _transfer(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_transfer(config: Config, gpus: int) -> Iterator[Clash]:
     """Check `rollout.weight_transfer`; the placement must be readable."""
     way, shared = config.rollout.weight_transfer, shared_samplers(config)
     if way in ("auto", "memory"):
         return
     if sampler_name(config, gpus) != "vllm":
         key = "rollout.name"
-        said = "is a way to vLLM, and the sampler here is hf; use --rollout_name vllm"
+        problem = "is a way to vLLM, and the sampler here is hf; use --rollout_name vllm"
     elif publishes_adapter(config):
         key = "model.lora_merge"
-        said = "takes whole weights, but only the LoRA adapter travels; use model.lora_merge=true"
+        problem = (
+            "takes whole weights, but only the LoRA adapter travels; use model.lora_merge=true"
+        )
     elif way == "gloo":
         return
     elif gpus_per_node(config, gpus) == 0:
         key = "trainer.n_gpus_per_node"
-        said = "goes from GPU to GPU, and none is used; use memory or gloo"
-    elif shared != (wanted := {"ipc": "all", "nccl": "none"}[way]):
+        problem = "goes from GPU to GPU, and none is used; use memory or gloo"
+    elif shared != (expected := {"ipc": "all", "nccl": "none"}[way]):
         key = PLACEMENT
         use = {"all": "ipc", "none": "nccl", "some": "memory or gloo"}[shared]
-        said = (
-            f"needs {wanted} of the samplers on GPUs that train, and here {shared} of them are; "
+        problem = (
+            f"needs {expected} of the samplers on GPUs that train, and here {shared} of them are; "
             f"use {use}"
         )
     else:
         return
-    yield Clash((KEY, key), f"{KEY} {way} {said}, or leave it out.")
+    yield Clash((KEY, key), f"{KEY} {way} {problem}, or leave it out.")
 
 
-def _sleep(config: Config) -> Iterator[Clash]:
+def _check_sleep(config: Config) -> Iterator[Clash]:
     if config.rollout.sleep == "discard" and publishes_adapter(config):
         yield Clash(
             ("rollout.sleep", "model.lora_merge"),
@@ -77,7 +79,7 @@ def _sleep(config: Config) -> Iterator[Clash]:
 
 PLACEMENT = "trainer.placement"
 SPAN = "rollout.tensor_model_parallel_size"
-SHARED = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
+SHARDING_NOTE = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
 
 
 def cluster_clashes(
@@ -86,32 +88,36 @@ def cluster_clashes(
     """Return every clash about who works where; `gpus` are those visible on this node."""
     if config.trainer.engine == "verl":
         return  # it has its own ways, which ppo_cli/extras/bridge knows
-    yield from _not_offered(config)
+    yield from _check_unsupported(config)
     joined = environ.get("RAY_ADDRESS", "").strip() != ""
-    yield from _nodes(config, joined)
+    yield from _check_nodes(config, joined)
     if not joined:  # the nodes of a Ray cluster may have more cores
-        yield from _threads(config)
-    yield from _in_4_bits(config, gpus)
-    broken = [*_counts(config, gpus), *_one_process(config), *_placement(config, gpus)]
+        yield from _check_threads(config)
+    yield from _check_quantization(config, gpus)
+    broken = [
+        *_check_worker_counts(config, gpus),
+        *_check_local_engine(config),
+        *_check_placement(config, gpus),
+    ]
     yield from broken
     if not broken:
         yield from local_clashes(config, gpus)
-        yield from _ranks(config, gpus)
-        yield from _samplers(config, gpus)
-        yield from _ahead(config, gpus)
-        yield from _transfer(config, gpus)
-        yield from _sleep(config)
+        yield from _check_tensor_parallel(config, gpus)
+        yield from _check_sampler_span(config, gpus)
+        yield from _check_async(config, gpus)
+        yield from _check_transfer(config, gpus)
+        yield from _check_sleep(config)
 
 
-def _not_offered(config: Config) -> Iterator[Clash]:
+def _check_unsupported(config: Config) -> Iterator[Clash]:
     """Megatron and pipelines are refused alike: what is not there, what is, and what to do."""
     for who, part in (("actor", config.actor), ("critic", config.critic)):
         if part.strategy == "megatron":
-            text = f"{who}.strategy megatron is not offered: {SHARED}. Use fsdp2."
+            text = f"{who}.strategy megatron is not offered: {SHARDING_NOTE}. Use fsdp2."
             yield Clash((f"{who}.strategy",), text)
     if config.trainer.pipeline_parallel_size > 1:
         key, size = "trainer.pipeline_parallel_size", config.trainer.pipeline_parallel_size
-        yield Clash((key,), f"{key} {size} is not offered: {SHARED}. Use 1.")
+        yield Clash((key,), f"{key} {size} is not offered: {SHARDING_NOTE}. Use 1.")
     if config.rollout.name in ("sglang", "trtllm"):
         yield Clash(
             ("rollout.name",),
@@ -120,7 +126,7 @@ def _not_offered(config: Config) -> Iterator[Clash]:
         )
 
 
-def _nodes(config: Config, joined: bool) -> Iterator[Clash]:
+def _check_nodes(config: Config, joined: bool) -> Iterator[Clash]:
     """Check the nodes; a Ray cluster that is `joined` has them already."""
     trainer = config.trainer
     if trainer.node_rank is not None and trainer.node_rank >= trainer.nnodes:
@@ -144,22 +150,23 @@ def _nodes(config: Config, joined: bool) -> Iterator[Clash]:
         )
 
 
-MOST_THREADS_A_CORE = 4
+MAX_THREADS_PER_CORE = 4
 
 
-def _threads(config: Config) -> Iterator[Clash]:
+def _check_threads(config: Config) -> Iterator[Clash]:
     """Threads wait for each other at every product: thousands of them stop the machine."""
     threads, cores = config.trainer.threads, count_cores()
-    if threads is not None and threads > MOST_THREADS_A_CORE * cores:
+    if threads is not None and threads > MAX_THREADS_PER_CORE * cores:
         yield Clash(
             ("trainer.threads",),
-            f"trainer.threads {threads} is more than {MOST_THREADS_A_CORE} for each of the {cores} "
+            f"trainer.threads {threads} is more than {MAX_THREADS_PER_CORE} for each of the "
+            f"{cores} "
             f"core{'s' * (cores > 1)} that this process may use; use trainer.threads={cores}, or "
             "leave it out.",
         )
 
 
-def _counts(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_worker_counts(config: Config, gpus: int) -> Iterator[Clash]:
     trainer = config.trainer
     used = gpus if trainer.n_gpus_per_node is None else trainer.n_gpus_per_node
     if trainer.num_workers is not None and used:
@@ -170,7 +177,7 @@ def _counts(config: Config, gpus: int) -> Iterator[Clash]:
         )
 
 
-def _one_process(config: Config) -> Iterator[Clash]:
+def _check_local_engine(config: Config) -> Iterator[Clash]:
     """What a run cannot have with --engine local."""
     trainer = config.trainer
     if trainer.engine != "local":
@@ -186,17 +193,17 @@ def _one_process(config: Config) -> Iterator[Clash]:
         PLACEMENT: trainer.placement is not None,
         "trainer.async_steps": trainer.async_steps > 0,
     }
-    keys = [key for key, asked in wants.items() if asked]
+    keys = [key for key, is_set in wants.items() if is_set]
     if keys:
-        wanted = " and ".join(f"{key} {value_of(config, key)}" for key in keys)
+        settings = " and ".join(f"{key} {value_of(config, key)}" for key in keys)
         yield Clash(
             ("trainer.engine", *keys),
-            f"the engine local is one process on one device and cannot have {wanted}; use "
+            f"the engine local is one process on one device and cannot have {settings}; use "
             "--engine ray, or leave this out.",
         )
 
 
-def _in_4_bits(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_quantization(config: Config, gpus: int) -> Iterator[Clash]:
     """Weights in 4 bits are frozen, and two share a byte, so that FSDP2 cannot cut them."""
     for key in quantised(config):
         part = key.removesuffix("model.quantization") or "actor."
@@ -217,7 +224,7 @@ def _in_4_bits(config: Config, gpus: int) -> Iterator[Clash]:
             )
 
 
-def _placement(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_placement(config: Config, gpus: int) -> Iterator[Clash]:
     text = config.trainer.placement
     if text is None or config.trainer.engine == "local":
         return
@@ -234,42 +241,43 @@ def _placement(config: Config, gpus: int) -> Iterator[Clash]:
                 f"{PLACEMENT} names no device for {role}; write train:0-3,rollout:4-7 to part "
                 "them, or train:0-7,rollout:0-7 to let them take turns.",
             )
-    yield from _existing(config, roles, gpus)
-    yield from _slots(config, roles, gpus)
+    yield from _check_devices_exist(config, roles, gpus)
+    yield from _check_slots(config, roles, gpus)
 
 
-def _existing(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
+def _check_devices_exist(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
     trainer, per_node = config.trainer, gpus_per_node(config, gpus)
-    there = per_node * trainer.nnodes
+    total = per_node * trainer.nnodes
     highest = max((devices[-1] for devices in roles.values()), default=-1)
-    if there and highest >= there:
+    if total and highest >= total:
         role = next(name for name, devices in roles.items() if devices[-1] == highest)
         least = -(-(highest + 1) // trainer.nnodes)
         yield Clash(
             (PLACEMENT, "trainer.n_gpus_per_node", "trainer.nnodes"),
-            f"{PLACEMENT} names GPU {highest} for {role}, but the last of the run's {there} is GPU "
-            f"{there - 1}; use lower numbers, or --n_gpus {least}.",
+            f"{PLACEMENT} names GPU {highest} for {role}, but the last of the run's {total} is GPU "
+            f"{total - 1}; use lower numbers, or --n_gpus {least}.",
         )
         return
     rollout, span = roles.get("rollout", ()), config.rollout.tensor_model_parallel_size
-    if there and len(rollout) % span:
+    if total and len(rollout) % span:
         yield Clash(
             (PLACEMENT, SPAN),
             f"{PLACEMENT} gives rollout {len(rollout)} GPU(s), which cannot be split into samplers "
             f"of {span}; change that number, or --rollout_tp.",
         )
         return
-    for at in range(0, len(rollout), span) if there else ():
+    for at in range(0, len(rollout), span) if total else ():
         sampler = rollout[at : at + span]
         if sampler[0] // per_node != sampler[-1] // per_node:
             yield Clash(
                 (PLACEMENT, SPAN),
-                f"{PLACEMENT} puts one sampler on GPUs {numbered(sampler)}, which are on two nodes "
+                f"{PLACEMENT} puts one sampler on GPUs {format_devices(sampler)}, which are on two "
+                "nodes "
                 f"(each has {per_node}); a sampler stays on one.",
             )
 
 
-def _slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
+def _check_slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
     """On the CPU the numbers of processes may be said twice, and must agree then."""
     if gpus_per_node(config, gpus):
         return
@@ -285,21 +293,22 @@ def _slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
             )
 
 
-def _ranks(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_tensor_parallel(config: Config, gpus: int) -> Iterator[Clash]:
     ranks, tensor = learner_ranks(config, gpus), config.trainer.tensor_parallel_size
     if ranks % tensor:
-        more = -(-ranks // tensor) * tensor
+        next_multiple = -(-ranks // tensor) * tensor
         yield Clash(
             ("trainer.tensor_parallel_size", *_rank_keys(config, gpus)),
             f"{ranks} learner rank(s) cannot be split into groups of "
-            f"trainer.tensor_parallel_size {tensor}; use a divisor of {ranks}, or {more} ranks "
+            f"trainer.tensor_parallel_size {tensor}; use a divisor of {ranks}, or {next_multiple} "
+            "ranks "
             "(train in --placement, else --n_gpus on each node, or without GPUs --num_workers).",
         )
         return
-    yield from _shards(config, gpus)
+    yield from _check_sharding(config, gpus)
 
 
-def _shards(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_sharding(config: Config, gpus: int) -> Iterator[Clash]:
     """One mesh of ranks serves both models, so their sharding groups are the same."""
     ranks = data_ranks(config, gpus)
     sizes = {"actor.fsdp_config.fsdp_size": config.actor.fsdp_config.fsdp_size}
@@ -328,7 +337,7 @@ def _rank_keys(config: Config, gpus: int) -> tuple[str, ...]:
     return (f"trainer.{count}", "trainer.nnodes")
 
 
-def _samplers(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_sampler_span(config: Config, gpus: int) -> Iterator[Clash]:
     span, per_node = config.rollout.tensor_model_parallel_size, gpus_per_node(config, gpus)
     if span == 1:
         return
@@ -352,7 +361,7 @@ def _samplers(config: Config, gpus: int) -> Iterator[Clash]:
         )
 
 
-def _ahead(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_async(config: Config, gpus: int) -> Iterator[Clash]:
     """Sampling ahead of training needs devices that do not train."""
     steps, placement = config.trainer.async_steps, config.trainer.placement
     if steps == 0:
@@ -369,7 +378,8 @@ def _ahead(config: Config, gpus: int) -> Iterator[Clash]:
             yield Clash(
                 ("trainer.async_steps", PLACEMENT),
                 f"trainer.async_steps {steps} samples while it trains, but {PLACEMENT} has both "
-                f"take turns on {numbered(shared)}; give each its own, or use --async_steps 0.",
+                f"take turns on {format_devices(shared)}; give each its own, or use --async_steps "
+                "0.",
             )
     elif not train_devices(config, gpus):
         span = config.rollout.tensor_model_parallel_size
@@ -392,8 +402,8 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
                 f"{gpus} GPUs are visible, and {'one is' if used == 1 else f'{used} are'} used; "
                 f"--n_gpus {gpus} uses them all."
             )
-    here = list_gpus(environ)[: gpus_per_node(config, gpus)]
-    old = [gpu for gpu in here if not has_bfloat16([gpu])]
+    used_gpus = list_gpus(environ)[: gpus_per_node(config, gpus)]
+    old = [gpu for gpu in used_gpus if not has_bfloat16([gpu])]
     if old and config.model.dtype == "bfloat16":
         yield f"A {old[0].name} emulates bfloat16: float32, the default there, is faster."
     elif old:
@@ -421,7 +431,7 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
             "algorithm.rollout_correction.rollout_is is token unless you set it."
         )
     yield from _partial_remarks(config)
-    yield from _unproven(config, gpus)
+    yield from _self_test_remarks(config, gpus)
     roles = read_placement(trainer.placement or "")
     if "judge" in roles and local_judge(config) is None:
         yield "--placement names devices for judge, but no judge is started (--rm_api_type local)."
@@ -429,7 +439,7 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
         yield "--placement names devices for reward, but no reward model runs on any of them."
 
 
-def _unproven(config: Config, gpus: int) -> Iterator[str]:
+def _self_test_remarks(config: Config, gpus: int) -> Iterator[str]:
     """Name what is slower than it could be, for want of a self-test on these GPUs."""
     if gpus_per_node(config, gpus) == 0:
         return
@@ -451,8 +461,13 @@ def _slow_sampler(config: Config, gpus: int) -> Iterator[str]:
     way, fastest = weight_transfer(config, gpus), fastest_transfer(config, gpus)
     if config.rollout.weight_transfer == "auto" and way != fastest:
         yield f"new weights travel by {way}, not by {fastest}"
-    shared, whole = shared_samplers(config) != "none", not publishes_adapter(config)
-    if config.rollout.sleep == "auto" and shared and whole and sleep_mode(config) != "discard":
+    shared, sends_weights = shared_samplers(config) != "none", not publishes_adapter(config)
+    if (
+        config.rollout.sleep == "auto"
+        and shared
+        and sends_weights
+        and sleep_mode(config) != "discard"
+    ):
         yield "vLLM's weights are kept while the learner works"
 
 

@@ -30,7 +30,7 @@ from ppo_cli.errors import did_you_mean
 NOT_OFFERED: Final = frozenset({"megatron", "sglang", "trtllm"})
 
 
-def offered(choices: Iterable[Any]) -> list[str]:
+def offered_choices(choices: Iterable[Any]) -> list[str]:
     """Return the words of a choice that work."""
     return [str(choice) for choice in choices if choice not in NOT_OFFERED]
 
@@ -81,7 +81,7 @@ def table() -> dict[str, Key]:
 @cache
 def keys_of(kind: type[Section]) -> dict[str, Key]:
     """Return the settings of one section by their dotted names below it."""
-    return dict(_walk(kind, ""))
+    return dict(_collect_keys(kind, ""))
 
 
 @cache
@@ -94,42 +94,42 @@ def sections() -> frozenset[str]:
     return frozenset(names)
 
 
-def find(name: str) -> Key | None:
+def find_key(name: str) -> Key | None:
     """Return the setting of this name; `a.b.c` finds `a.b` when that takes free-form keys."""
-    known = table()
-    if name in known:
-        return known[name]
+    settings = table()
+    if name in settings:
+        return settings[name]
     parts = name.split(".")
     for cut in range(len(parts) - 1, 0, -1):
-        owner = known.get(".".join(parts[:cut]))
+        owner = settings.get(".".join(parts[:cut]))
         if owner is not None:
             return owner if get_origin(owner.kind) is dict else None
     return None
 
 
-def suggest(name: str, *, strict: bool = False) -> str:
+def suggest_key(name: str, *, strict: bool = False) -> str:
     """Return ` Did you mean …?` for a key that is not known, or an empty string.
 
     `strict` takes it for another program's key, of which ours is no other spelling unless it stands
     in the same group and has the same words.
     """
-    known = table()
+    settings = table()
     group, _, leaf = name.rpartition(".")
     if strict:
-        beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
-        words = [k for k in beside if len(k.split("_")) == len(leaf.split("_"))]
-        near = get_close_matches(leaf, words, n=1, cutoff=0.85)
+        beside = {k.rpartition(".")[2]: k for k in settings if k.rpartition(".")[0] == group}
+        siblings = [k for k in beside if len(k.split("_")) == len(leaf.split("_"))]
+        near = get_close_matches(leaf, siblings, n=1, cutoff=0.85)
         return f" Did you mean '{beside[near[0]]}'?" if near else ""
-    for key in known.values():
+    for key in settings.values():
         if key.flag and leaf == key.flag.removeprefix("--"):
             return f" Did you mean '{key.name}' ({key.flag})?"
-    same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
+    same_leaf = [k for k in settings if k.rsplit(".", 1)[-1] == leaf]
     if len(same_leaf) == 1:
         return f" Did you mean '{same_leaf[0]}'?"
     if same_leaf:
         return did_you_mean(name, same_leaf) or f" Known: {', '.join(same_leaf)}."
-    leaves = get_close_matches(leaf, {k.rpartition(".")[2] for k in known}, n=len(known))
-    return did_you_mean(name, [k for k in known if k.rpartition(".")[2] in leaves])
+    leaves = get_close_matches(leaf, {k.rpartition(".")[2] for k in settings}, n=len(settings))
+    return did_you_mean(name, [k for k in settings if k.rpartition(".")[2] in leaves])
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -140,7 +140,7 @@ def value_of(config: Config, key: str) -> Any:
     return node
 
 
-def place(tree: dict[str, Any], name: str, value: Any) -> str:
+def set_nested(tree: dict[str, Any], name: str, value: Any) -> str:
     """Put a value into a tree of groups; return the name of a plain value in its way, if any."""
     *path, leaf = name.split(".")
     for depth, part in enumerate(path):
@@ -153,52 +153,58 @@ def place(tree: dict[str, Any], name: str, value: Any) -> str:
     return ""
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by dotted name as the tree of groups that pydantic takes."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
-        place(tree, name, value)
+        set_nested(tree, name, value)
     return tree
 
 
-def refusals(error: ValidationError, keys: Mapping[str, Key]) -> dict[str, str]:
+def validation_messages(error: ValidationError, keys: Mapping[str, Key]) -> dict[str, str]:
     """Return what pydantic refuses of values, by the dotted name of the setting."""
-    found = {}
-    for one in error.errors():
-        dotted = [".".join(map(str, one["loc"][:cut])) for cut in range(len(one["loc"]), 0, -1)]
+    messages = {}
+    for detail in error.errors():
+        dotted = [
+            ".".join(map(str, detail["loc"][:cut])) for cut in range(len(detail["loc"]), 0, -1)
+        ]
         for name in [name for name in dotted if name in keys][:1]:
-            words = range_words(keys[name]) or one["msg"]
-            own = one["type"] == "value_error"  # a sentence of ours
-            found[name] = (
-                str(one["ctx"]["error"]) if own else f"must be {words}, but is {one['input']}"
+            expected = describe_range(keys[name]) or detail["msg"]
+            from_validator = detail["type"] == "value_error"  # a sentence of ours
+            messages[name] = (
+                str(detail["ctx"]["error"])
+                if from_validator
+                else f"must be {expected}, but is {detail['input']}"
             )
-    return found
+    return messages
 
 
-def range_words(key: Key) -> str:
+def describe_range(key: Key) -> str:
     """Return the range of a setting in words: `above 0, at most 1`."""
     if key.choices:
-        return "one of " + ", ".join(offered(key.choices))
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    said = [f"{words[name]} {_shown(limit)}" for name, limit in key.limits if name in words]
-    said += ["not empty" for name, _ in key.limits if name == "min_length"]
-    return ", ".join(said)
+        return "one of " + ", ".join(offered_choices(key.choices))
+    comparisons = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    limits = [
+        f"{comparisons[name]} {_shown(limit)}" for name, limit in key.limits if name in comparisons
+    ]
+    limits += ["not empty" for name, _ in key.limits if name == "min_length"]
+    return ", ".join(limits)
 
 
 def _shown(limit: float) -> str:
     return f"{limit:g}" if isinstance(limit, float) else str(limit)
 
 
-def _walk(section: type[Section], prefix: str) -> list[tuple[str, Key]]:
-    found: list[tuple[str, Key]] = []
+def _collect_keys(section: type[Section], prefix: str) -> list[tuple[str, Key]]:
+    keys: list[tuple[str, Key]] = []
     for name, field in section.model_fields.items():
         dotted = f"{prefix}{name}"
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            found += _walk(kind, f"{dotted}.")
+            keys += _collect_keys(kind, f"{dotted}.")
         else:
-            found.append((dotted, _key(dotted, field, section.identity)))
-    return found
+            keys.append((dotted, _key(dotted, field, section.identity)))
+    return keys
 
 
 def _key(name: str, field: FieldInfo, identity: Identity) -> Key:
@@ -235,7 +241,7 @@ def _without_none(kind: Any) -> tuple[Any, bool]:
 
 
 # Far more than settings need, few enough to be read in a second.
-MOST_NODES = 100_000
+MAX_YAML_NODES = 100_000
 YES = frozenset({"true", "yes", "on", "1"})
 NO = frozenset({"false", "no", "off", "0"})
 UNSET = frozenset({"null", "none", "~"})
@@ -247,7 +253,7 @@ class Quoted(str):
     __slots__ = ()
 
 
-def given_text(raw: str) -> str:
+def unquote(raw: str) -> str:
     """Return what a variable or an override says, without quotes around the whole of it."""
     text = raw.strip()
     mark = text[:1]
@@ -298,7 +304,7 @@ def load_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
     if root is None:
         return None
     for key in repeated_keys(root):
-        raise _refused(key, f"the key '{key.value}' stands twice in one group")
+        raise _yaml_error(key, f"the key '{key.value}' stands twice in one group")
     maker = loader("")
     try:
         return maker.construct_document(root)
@@ -316,13 +322,13 @@ def _count_nodes(node: yaml.Node, sizes: dict[int, int]) -> int:
     if size > 0:
         return size
     if size == 0:
-        raise _refused(node, "what stands here contains itself by an alias (*)")
+        raise _yaml_error(node, "what stands here contains itself by an alias (*)")
     sizes[id(node)] = 0
     pairs = isinstance(node, yaml.MappingNode)
     inner = [item for pair in node.value for item in pair] if pairs else node.value
     size = 1 + sum(_count_nodes(item, sizes) for item in inner)
-    if size > MOST_NODES:
-        raise _refused(node, f"with its aliases (*) it holds more than {MOST_NODES} values")
+    if size > MAX_YAML_NODES:
+        raise _yaml_error(node, f"with its aliases (*) it holds more than {MAX_YAML_NODES} values")
     sizes[id(node)] = size
     return size
 
@@ -341,7 +347,7 @@ def repeated_keys(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
         yield from repeated_keys(item)
 
 
-def _refused(node: yaml.Node, why: str) -> yaml.YAMLError:
+def _yaml_error(node: yaml.Node, why: str) -> yaml.YAMLError:
     return yaml.composer.ComposerError(None, None, why, node.start_mark)
 
 
@@ -374,9 +380,9 @@ def _read(kind: Any, raw: Any) -> Any:
     return _SCALARS[kind](raw)
 
 
-def _scalar(raw: Any, wanted: str) -> str:
+def _scalar(raw: Any, expected: str) -> str:
     if isinstance(raw, list | tuple | dict):
-        raise ValueError(f"is a {'group' if isinstance(raw, dict) else 'list'}, not {wanted}")
+        raise ValueError(f"is a {'group' if isinstance(raw, dict) else 'list'}, not {expected}")
     return str(raw).strip()
 
 
@@ -404,7 +410,7 @@ def _number(raw: Any) -> float:
     return value
 
 
-def _whole(raw: Any) -> int:
+def _integer(raw: Any) -> int:
     text = _scalar(raw, "a whole number")
     try:
         return int("" if isinstance(raw, bool) or "_" in text else text)
@@ -430,13 +436,13 @@ def _choice(choices: tuple[Any, ...], raw: Any) -> Any:
     text = _scalar(raw, "one word")
     if text in choices:
         return text
-    known = offered(choices)
-    near = did_you_mean(text, known)
-    raise ValueError(f"'{text}' is not one of {', '.join(known)}.{near}")
+    offered = offered_choices(choices)
+    near = did_you_mean(text, offered)
+    raise ValueError(f"'{text}' is not one of {', '.join(offered)}.{near}")
 
 
 def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
-    parts = listed(raw, text=items[0] is str)
+    parts = parse_list(raw, text=items[0] is str)
     if items[1:] == (...,):
         if items[0] is str:  # in quotes, spaces around an item are a part of it
             return tuple(_utf8(str(p)) if isinstance(p, Quoted) else _text(p) for p in parts)
@@ -446,19 +452,19 @@ def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
     return tuple(_read(kind, part) for kind, part in zip(items, parts, strict=True))
 
 
-def listed(raw: Any, *, text: bool = False) -> list[Any]:
+def parse_list(raw: Any, *, text: bool = False) -> list[Any]:
     """Return the items of a list in any of its spellings; ValueError where it is none.
 
     Where items are `text`, a comma inside quotes is a part of the item.
     """
     if isinstance(raw, tuple):
-        return [part for item in raw for part in listed(item, text=text)]
+        return [part for item in raw for part in parse_list(item, text=text)]
     if isinstance(raw, list):
         return raw
     if not isinstance(raw, str):
         return [raw]
     if _bracketed(raw):
-        return _flow(raw)
+        return _parse_flow_list(raw)
     if text and isinstance(raw, Quoted):
         return [raw]
     return [part.strip() for part in raw.split(",") if part.strip()]
@@ -472,14 +478,14 @@ def list_files(raw: Any) -> list[Any]:
     if isinstance(raw, tuple):
         return [name for item in raw for name in list_files(item)]
     if not isinstance(raw, str) or (isinstance(raw, Quoted) and not _bracketed(raw)):
-        parts = listed(raw, text=True)
+        parts = parse_list(raw, text=True)
         return _join_existing(
             parts, lambda first, end: [sep.join(parts[first:end]) for sep in (",", ", ")]
         )
     if not _bracketed(raw):
         pieces = raw.split(",")
         return _join_existing(pieces, lambda first, end: [",".join(pieces[first:end])])
-    listed(raw)  # refuses what is not a list
+    parse_list(raw)  # refuses what is not a list
     text = f"[{raw[1:-1]}]"
     node = parse_yaml(text, yaml.BaseLoader)
     nodes = node.value if isinstance(node, yaml.SequenceNode) else []
@@ -518,7 +524,7 @@ def _bracketed(raw: Any) -> bool:
     return isinstance(raw, str) and raw[:1] in ("[", "(") and raw[-1:] in ("]", ")")
 
 
-def _flow(raw: str) -> list[Any]:
+def _parse_flow_list(raw: str) -> list[Any]:
     try:
         parsed = load_yaml(f"[{raw[1:-1]}]", yaml.BaseLoader)
     except yaml.YAMLError:
@@ -541,6 +547,6 @@ def _mapping(raw: Any) -> dict[str, Any]:
 _SCALARS: dict[Any, Callable[[Any], Any]] = {
     str: _text,
     float: _number,
-    int: _whole,
+    int: _integer,
     bool: read_switch,
 }

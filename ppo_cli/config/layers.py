@@ -15,13 +15,13 @@ import yaml
 from ppo_cli.config.derived import gpu_count
 from ppo_cli.config.keys import (
     Quoted,
-    find,
-    given_text,
+    find_key,
     is_unset,
-    listed,
+    parse_list,
     parse_yaml,
     repeated_keys,
     table,
+    unquote,
 )
 from ppo_cli.config.mixture import judges_of, models_of
 from ppo_cli.config.models.bundled import EMBEDDED, preset_path
@@ -30,8 +30,8 @@ from ppo_cli.config.reward_schema import Reward
 from ppo_cli.data_sets.files import saved_splits
 from ppo_cli.errors import ConfigError, did_you_mean
 
-CONFIG_FILE, OF_RUN = "config.yaml", "settings of "  # a run folder's file, and its origin
-LARGEST_FILE = 2**20  # bytes; the largest preset has 3,000
+CONFIG_FILE, RUN_ORIGIN = "config.yaml", "settings of "  # a run folder's file, and its origin
+MAX_FILE_BYTES = 2**20  # bytes; the largest preset has 3,000
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ Lookup = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
-class Late:
+class DerivedValue:
     """A raw value that depends on other settings; computed once these are known.
 
     One that `yields` gives way to a plain value for the same setting.
@@ -62,7 +62,7 @@ class Late:
 
 
 @dataclass(frozen=True)
-class Demand:
+class Expectation:
     """Something that must hold of the whole configuration, because a setting said so."""
 
     origin: str
@@ -81,10 +81,12 @@ def read_yaml(path: Path, label: str, example: str = "actor:") -> list[Entry]:
             f"{label}: the file is empty. Write settings such as '{example}' into it."
         )
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{label}: expected settings such as '{example}', found {_kind(root)}.")
+        raise ConfigError(
+            f"{label}: expected settings such as '{example}', found {_describe_node(root)}."
+        )
     problems: list[str] = []
-    entries = _flatten(root, "", label, problems)
-    problems += _twice(entries)
+    entries = _flatten_yaml(root, "", label, problems)
+    problems += _find_duplicates(entries)
     if problems:
         raise ConfigError(problems)
     return entries
@@ -96,24 +98,24 @@ def read_settings_text(path: Path, label: str) -> str:
     Never waits, as a pipe would have it, and never reads more than LARGEST_FILE.
     """
     try:
-        there = path.stat()
-        if stat.S_ISDIR(there.st_mode):
-            said = "this is a folder; name a YAML file."
-        elif not stat.S_ISREG(there.st_mode):
-            said = "this is a pipe or a device; write the text to a file and name that."
-        elif there.st_size > LARGEST_FILE:
-            most = f"more than the {LARGEST_FILE:,} that are read"
-            said = f"this file has {there.st_size:,} bytes, {most}."
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            problem = "this is a folder; name a YAML file."
+        elif not stat.S_ISREG(status.st_mode):
+            problem = "this is a pipe or a device; write the text to a file and name that."
+        elif status.st_size > MAX_FILE_BYTES:
+            limit = f"more than the {MAX_FILE_BYTES:,} that are read"
+            problem = f"this file has {status.st_size:,} bytes, {limit}."
         else:
             return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         beside = path.parent.glob("*") if path.parent.is_dir() else ()
-        said = f"there is no such file.{did_you_mean(path.name, [p.name for p in beside])}"
+        problem = f"there is no such file.{did_you_mean(path.name, [p.name for p in beside])}"
     except UnicodeDecodeError:
-        said = "this is not a text file in UTF-8."
+        problem = "this is not a text file in UTF-8."
     except (OSError, ValueError) as error:  # a path may hold what no path can
-        said = f"cannot be read ({getattr(error, 'strerror', None) or error})."
-    raise ConfigError(f"{label}: {said}")
+        problem = f"cannot be read ({getattr(error, 'strerror', None) or error})."
+    raise ConfigError(f"{label}: {problem}")
 
 
 def yaml_problem(error: yaml.YAMLError, label: str) -> str:
@@ -126,7 +128,9 @@ def yaml_problem(error: yaml.YAMLError, label: str) -> str:
     return f"{where}: not valid YAML: {error.problem or error.context}{since}."
 
 
-def _flatten(node: yaml.MappingNode, prefix: str, label: str, problems: list[str]) -> list[Entry]:
+def _flatten_yaml(
+    node: yaml.MappingNode, prefix: str, label: str, problems: list[str]
+) -> list[Entry]:
     entries: list[Entry] = []
     for key, value in node.value:
         where = f"{label} line {key.start_mark.line + 1}"
@@ -135,18 +139,18 @@ def _flatten(node: yaml.MappingNode, prefix: str, label: str, problems: list[str
             continue
         name = f"{prefix}{key.value}"
         if isinstance(value, yaml.MappingNode) and value.value:
-            entries += _flatten(value, f"{name}.", label, problems)
+            entries += _flatten_yaml(value, f"{name}.", label, problems)
         else:
             problems += [
                 f"{label} line {inner.start_mark.line + 1}: the key '{inner.value}' stands twice "
                 "in one group; keep one."
                 for inner in repeated_keys(value)
             ]
-            entries.append(Entry(name, _raw(value), where))
+            entries.append(Entry(name, _raw_value(value), where))
     return entries
 
 
-def _twice(entries: list[Entry]) -> list[str]:
+def _find_duplicates(entries: list[Entry]) -> list[str]:
     first: dict[str, Entry] = {}
     problems = []
     for entry in entries:
@@ -159,18 +163,18 @@ def _twice(entries: list[Entry]) -> list[str]:
     return problems
 
 
-def _raw(node: yaml.Node) -> Any:
+def _raw_value(node: yaml.Node) -> Any:
     if isinstance(node, yaml.SequenceNode):
-        return [_raw(item) for item in node.value]
+        return [_raw_value(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
-        return {key.value: _raw(value) for key, value in node.value}
+        return {key.value: _raw_value(value) for key, value in node.value}
     if node.tag.endswith(":null"):
         return None
     style = node.style if isinstance(node, yaml.ScalarNode) else None
     return Quoted(node.value) if style in ("'", '"', "|", ">") else node.value
 
 
-def _kind(node: yaml.Node) -> str:
+def _describe_node(node: yaml.Node) -> str:
     return "a list" if isinstance(node, yaml.SequenceNode) else f"'{node.value}'"
 
 
@@ -208,31 +212,31 @@ _SECRET = re.compile(r"(?:^|_)(?:api_?keys?|key|token|secret|password)$|^authori
 _VARIABLE = re.compile(r"\$\{?(?:oc\.env:)?([A-Za-z_]\w*)\}?")
 
 
-def reward_files_here(reward: Reward, *, named: bool) -> list[str]:
+def find_reward_files(reward: Reward, *, named: bool) -> list[str]:
     """Return the reward files in the current folder that concern a reward; `named` takes none."""
-    wanted = {JUDGE_FILE: bool(judges_of(reward)), MODEL_FILE: bool(models_of(reward))}
-    return [file for file, used in wanted.items() if used and not named and Path(file).is_file()]
+    uses = {JUDGE_FILE: bool(judges_of(reward)), MODEL_FILE: bool(models_of(reward))}
+    return [file for file, used in uses.items() if used and not named and Path(file).is_file()]
 
 
 def read_reward_file(path: Path, label: str) -> list[Entry]:
     """Return the entries of a reward file under the schema's names; all problems at once."""
-    given = read_yaml(path.expanduser(), label, example="api:")
-    if not given:
+    file_entries = read_yaml(path.expanduser(), label, example="api:")
+    if not file_entries:
         raise ConfigError(f"{label}: the file holds no setting. Write settings such as 'api:'.")
     problems: list[str] = []
     entries: list[Entry] = []
-    rules = any(_plain(e.name) in ("function", "rule", "reward_function") for e in given)
-    for entry in given:
+    rules = any(_plain(e.name) in ("function", "rule", "reward_function") for e in file_entries)
+    for entry in file_entries:
         try:
-            name = _own_name(entry, given, rules=rules)
+            name = _own_name(entry, file_entries, rules=rules)
         except ValueError as error:
             problems.append(f"{entry.origin}: {error}")
             continue
         raw = entry.raw
         if name == f"{API}scale" and isinstance(raw, list) and len(raw) == 2:  # its two ends
-            raw = "-".join(str(end) for end in listed(raw))
+            raw = "-".join(str(end) for end in parse_list(raw))
         entries.append(Entry(name, raw, entry.origin))
-    problems += _twice(entries)
+    problems += _find_duplicates(entries)
     if problems:
         raise ConfigError(problems)
     # A file that sets a judge up, and does not say whether, switches it on.
@@ -242,7 +246,7 @@ def read_reward_file(path: Path, label: str) -> list[Entry]:
     return entries
 
 
-def _own_name(entry: Entry, given: list[Entry], *, rules: bool) -> str:
+def _own_name(entry: Entry, file_entries: list[Entry], *, rules: bool) -> str:
     """Return the schema's name of an entry; ValueError says why it has none."""
     parts = entry.name.split(".")
     path = [_plain(part) for part in parts]
@@ -253,7 +257,7 @@ def _own_name(entry: Entry, given: list[Entry], *, rules: bool) -> str:
     # Names of parts, and arguments of a function, are free.
     named = path[3:] if section == "composite" and path[1] in ("parts", "weights") else path
     if "function_kwargs" not in path and any(_SECRET.search(part) for part in named):
-        raise ValueError(_no_secrets(entry, given))
+        raise ValueError(_no_secrets(entry, file_entries))
     if path == ["timeout"] and rules and not rooted:
         raise ValueError(
             "timeout may be the judge's or the rule's; write api.timeout or reward.timeout."
@@ -265,9 +269,9 @@ def _own_name(entry: Entry, given: list[Entry], *, rules: bool) -> str:
         empty = section == "composite" and entry.raw == {}
     if section == "model" and path in (["enable"], ["enabled"]):
         return MODEL_SWITCH
-    found = [_setting(group, path, parts) for group in groups]
-    found.append(_by_flag(path, groups[0] if section else "reward."))
-    name = next((name for name in found if name is not None), None)
+    candidates = [_setting(group, path, parts) for group in groups]
+    candidates.append(_by_flag(path, groups[0] if section else "reward."))
+    name = next((name for name in candidates if name is not None), None)
     if name is None or empty:
         raise ValueError(_unknown(entry, path, section, empty=empty))
     return name
@@ -280,22 +284,22 @@ def _plain(word: str) -> str:
 
 def _setting(group: str, path: list[str], parts: list[str]) -> str | None:
     """Return the setting of a key in a group; free words below it stay as `parts` has them."""
-    own = group.removeprefix("reward.").removesuffix(".")
-    leaf = OTHER_WORDS.get(own, {}).get(path[0], path[0])
+    section = group.removeprefix("reward.").removesuffix(".")
+    leaf = OTHER_WORDS.get(section, {}).get(path[0], path[0])
     names = (f"{group}{'.'.join([leaf, *path[1:]])}", f"{group}{'.'.join([leaf, *parts[1:]])}")
-    known = names[0] if names[0] in table() else names[1]
-    return known if find(known) is not None and known != FILE else None
+    setting_name = names[0] if names[0] in table() else names[1]
+    return setting_name if find_key(setting_name) is not None and setting_name != FILE else None
 
 
 def _by_flag(path: list[str], group: str) -> str | None:
-    own = (k for k in table().values() if k.name.startswith(group) and k.name != FILE)
-    return next((k.name for k in own if [k.flag] == [f"--{word}" for word in path]), None)
+    group_keys = (k for k in table().values() if k.name.startswith(group) and k.name != FILE)
+    return next((k.name for k in group_keys if [k.flag] == [f"--{word}" for word in path]), None)
 
 
-def _no_secrets(entry: Entry, given: list[Entry]) -> str:
+def _no_secrets(entry: Entry, file_entries: list[Entry]) -> str:
     """Say where a key belongs; its value is shown nowhere."""
-    said = {_plain(e.name.rsplit(".", 1)[-1]): str(e.raw) for e in given}
-    kind = next((said[k] for k in ("type", "api_type", "rm_api_type") if k in said), "")
+    raw_values = {_plain(e.name.rsplit(".", 1)[-1]): str(e.raw) for e in file_entries}
+    kind = next((raw_values[k] for k in ("type", "api_type", "rm_api_type") if k in raw_values), "")
     usual = (
         JUDGES[kind].keys
         if kind in JUDGES
@@ -319,17 +323,17 @@ def _unknown(entry: Entry, path: list[str], section: str, *, empty: bool) -> str
     owner = _setting(API, path[:1], path[:1]) or _by_flag(path[:1], "reward.")
     if owner is not None and len(path) > 1:
         return f"{entry.name}: {owner} is one value, not a group."
-    if find(entry.name) is not None and not entry.name.startswith("reward."):
+    if find_key(entry.name) is not None and not entry.name.startswith("reward."):
         return f"{entry.name} is not a setting of the reward; put it in a --config file."
-    known = [k for k in table().values() if k.name.startswith(f"reward.{section}")]
-    words = [k.name.rsplit(".", 1)[-1] for k in known]
+    section_keys = [k for k in table().values() if k.name.startswith(f"reward.{section}")]
+    leaves = [k.name.rsplit(".", 1)[-1] for k in section_keys]
     if section:
-        near = did_you_mean(path[0], [*words, *OTHER_WORDS.get(section, {})])
+        near = did_you_mean(path[0], [*leaves, *OTHER_WORDS.get(section, {})])
         where = ".".join(entry.name.split(".")[: -len(path)])
-        near = near or f" Known: {', '.join(words)}."
+        near = near or f" Known: {', '.join(leaves)}."
         return f"there is no setting '{path[0]}' in {where}.{near}"
-    flags = [k.flag.removeprefix("--") for k in known if k.flag]
-    near = did_you_mean(path[-1], [*words, *flags, *OTHER_WORDS["api"], *SECTIONS])
+    flags = [k.flag.removeprefix("--") for k in section_keys if k.flag]
+    near = did_you_mean(path[-1], [*leaves, *flags, *OTHER_WORDS["api"], *SECTIONS])
     return f"there is no setting '{entry.name}' of the reward.{near}"
 
 
@@ -352,7 +356,7 @@ PROMPTS_NOTE = (
 
 
 @dataclass
-class Gathered:
+class Layers:
     """The layers in order, and what was found wrong or worth a remark while reading them."""
 
     layers: list[list[Entry]] = field(default_factory=list)
@@ -368,7 +372,7 @@ class Gathered:
             return []
 
 
-def gather(
+def read_layers(
     flags: Mapping[str, tuple[Any, str]],
     preset: str | None,
     config_files: Sequence[Path],
@@ -377,38 +381,42 @@ def gather(
     origins: Mapping[str, str] | None = None,
     reward_files: Sequence[str] = (),
     run: Path | None = None,
-) -> Gathered:
+) -> Layers:
     """Read all layers: preset < run < files < reward file < variables < flags < overrides.
 
     `run` is the folder of a run whose settings are the defaults. `origins` says of variables where
     they really come from, such as SLURM's. `reward_files` were named by nobody and lie below the
     settings files.
     """
-    found = Gathered()
-    low = [_preset(found, preset)] if preset else []
-    low += [found.read(Path(name), name, read_reward_file) for name in reward_files]
+    gathered = Layers()
+    low = [_read_preset(gathered, preset)] if preset else []
+    low += [gathered.read(Path(name), name, read_reward_file) for name in reward_files]
     if run is not None:
-        entries = found.read(run / CONFIG_FILE, f"{OF_RUN}{run}")
+        entries = gathered.read(run / CONFIG_FILE, f"{RUN_ORIGIN}{run}")
         low.append([e for e in entries if e.name != REWARD_FILE])  # its settings are among them
-    low += [found.read(Path(path), str(path)) for path in config_files]
-    given = [Entry(name, raw, origin) for name, (raw, origin) in flags.items()]
-    high = [_variables(environ, origins or {}), given, _overrides(found, overrides)]
-    _take_data_folder(low, high)
-    layers = _with_reward_file(found, low, high)
-    if not preset and not _names(layers, MODEL_KEYS) and gpu_count(environ) == 0:
-        layers.insert(0, _preset(found, "embedded"))
-        found.notes.append(EMBEDDED_NOTE_GPUS if _names(layers, GPU_KEYS) else EMBEDDED_NOTE)
-    elif not preset and not _names(layers, PROMPT_KEYS[:1]):
+    low += [gathered.read(Path(path), str(path)) for path in config_files]
+    flag_entries = [Entry(name, raw, origin) for name, (raw, origin) in flags.items()]
+    high = [
+        _read_variables(environ, origins or {}),
+        flag_entries,
+        _read_overrides(gathered, overrides),
+    ]
+    _expand_data_path(low, high)
+    layers = _insert_reward_file(gathered, low, high)
+    if not preset and not _sets_any(layers, MODEL_KEYS) and gpu_count(environ) == 0:
+        layers.insert(0, _read_preset(gathered, "embedded"))
+        gathered.notes.append(EMBEDDED_NOTE_GPUS if _sets_any(layers, GPU_KEYS) else EMBEDDED_NOTE)
+    elif not preset and not _sets_any(layers, PROMPT_KEYS[:1]):
         # A preset is made for prompts of its own; anything else may start on the bundled ones.
         origin = "bundled prompts (no --train_files)"
-        absent = [key for key in PROMPT_KEYS if not _names(layers, (key,))]
+        absent = [key for key in PROMPT_KEYS if not _sets_any(layers, (key,))]
         layers.insert(0, [Entry(key, [EMBEDDED], origin) for key in absent])
-        found.notes.append(PROMPTS_NOTE)
-    found.layers = layers
-    return found
+        gathered.notes.append(PROMPTS_NOTE)
+    gathered.layers = layers
+    return gathered
 
 
-def code_of_run(
+def find_run_code(
     entries: Mapping[str, Entry], values: Mapping[str, Any], run: Path
 ) -> Iterator[str]:
     """Say which settings of a run folder would run code that comes with it, or let it run.
@@ -417,10 +425,10 @@ def code_of_run(
     before.
     """
     for name, entry in entries.items():
-        key = find(name)
-        if key is None or not entry.origin.startswith(OF_RUN):
+        key = find_key(name)
+        if key is None or not entry.origin.startswith(RUN_ORIGIN):
             continue
-        for text in (name.removeprefix(key.name), *_texts(values.get(name))):
+        for text in (name.removeprefix(key.name), *_iterate_texts(values.get(name))):
             file = Path(os.path.expanduser(text.partition(":")[0]))
             is_code = bool(text) and (file.suffix == ".py" or name.endswith("function"))
             inside = is_code and file.resolve().is_relative_to(run.resolve())
@@ -433,35 +441,37 @@ def code_of_run(
                 break
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     """Yield all texts of a value, the keys of groups too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from (text for item in value.items() for inner in item for text in _texts(inner))
+        yield from (
+            text for item in value.items() for inner in item for text in _iterate_texts(inner)
+        )
     elif isinstance(value, list | tuple):
-        yield from (text for inner in value for text in _texts(inner))
+        yield from (text for inner in value for text in _iterate_texts(inner))
 
 
-def _preset(found: Gathered, name: str) -> list[Entry]:
+def _read_preset(gathered: Layers, name: str) -> list[Entry]:
     try:
-        return found.read(preset_path(name), f"preset {name}")
+        return gathered.read(preset_path(name), f"preset {name}")
     except ConfigError as error:
-        found.problems += (f"flag --preset: {problem}" for problem in error.problems)
+        gathered.problems += (f"flag --preset: {problem}" for problem in error.problems)
         return []
 
 
-def _variables(environ: Mapping[str, str], origins: Mapping[str, str]) -> list[Entry]:
+def _read_variables(environ: Mapping[str, str], origins: Mapping[str, str]) -> list[Entry]:
     """Variables that are set; an empty one counts as not set."""
     named = ((key, environ.get(key.env, "")) for key in table().values() if key.env)
     return [
-        Entry(key.name, given_text(text), origins.get(str(key.env), f"env {key.env}"))
+        Entry(key.name, unquote(text), origins.get(str(key.env), f"env {key.env}"))
         for key, text in named
-        if given_text(text)
+        if unquote(text)
     ]
 
 
-def _overrides(found: Gathered, overrides: Sequence[str]) -> list[Entry]:
+def _read_overrides(gathered: Layers, overrides: Sequence[str]) -> list[Entry]:
     entries: list[Entry] = []
     for text in overrides:
         if text.startswith("~") and "=" not in text:
@@ -470,22 +480,22 @@ def _overrides(found: Gathered, overrides: Sequence[str]) -> list[Entry]:
         name, equals, raw = text.partition("=")
         name = name.lstrip("+").strip()
         if not equals or not name:
-            found.problems.append(
+            gathered.problems.append(
                 f"'{text}' is neither a flag nor an override: write key=value, such as "
                 "actor.clip_ratio=0.1."
             )
             continue
-        entry = Entry(name, given_text(raw), "override")
+        entry = Entry(name, unquote(raw), "override")
         earlier = next((e for e in entries if e.name == name), entry)
         if earlier.raw != entry.raw and not isinstance(earlier.raw, Reset):
-            found.notes.append(
+            gathered.notes.append(
                 f"{name} is given as '{earlier.raw}', then as '{entry.raw}'; the last one counts."
             )
         entries.append(entry)
     return entries
 
 
-def _take_data_folder(low: list[list[Entry]], high: list[list[Entry]]) -> None:
+def _expand_data_path(low: list[list[Entry]], high: list[list[Entry]]) -> None:
     """Read `data.path`: a file of prompts, or a folder with files named after their split.
 
     Validation prompts found there lie below the settings that name the folder.
@@ -510,13 +520,13 @@ def _split_files(folder: str, splits: Sequence[str]) -> list[str]:
         return [f"{folder}:{split}"]
     names = sorted(p.name for p in path.iterdir() if p.is_file()) if path.is_dir() else []
     for split in splits:
-        if found := [name for name in names if re.fullmatch(split + DATA_FILE, name)]:
-            return [str(path / name) for name in found]
+        if matches := [name for name in names if re.fullmatch(split + DATA_FILE, name)]:
+            return [str(path / name) for name in matches]
     return []
 
 
-def _with_reward_file(
-    found: Gathered, low: list[list[Entry]], high: list[list[Entry]]
+def _insert_reward_file(
+    gathered: Layers, low: list[list[Entry]], high: list[list[Entry]]
 ) -> list[list[Entry]]:
     """Lay the file of `reward.config_file` just below the settings that name it.
 
@@ -530,10 +540,10 @@ def _with_reward_file(
         return layers
     place, entry = naming[-1]
     label = str(entry.raw)
-    inside = found.read(Path(label), label, read_reward_file)
+    inside = gathered.read(Path(label), label, read_reward_file)
     place = min(place, len(low))
     return [*layers[:place], inside, *layers[place:]]
 
 
-def _names(layers: list[list[Entry]], keys: Collection[str]) -> bool:
+def _sets_any(layers: list[list[Entry]], keys: Collection[str]) -> bool:
     return any(e.name in keys for layer in layers for e in layer)

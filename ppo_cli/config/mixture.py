@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from ppo_cli.config.algorithm_schema import Section, checked, setting
-from ppo_cli.config.keys import Clash, Key, keys_of, nested, place, read_value, refusals
+from ppo_cli.config.keys import (
+    Clash,
+    Key,
+    keys_of,
+    nest_values,
+    read_value,
+    set_nested,
+    validation_messages,
+)
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward, Reward
 from ppo_cli.errors import ConfigError, did_you_mean
@@ -29,16 +37,16 @@ Kind = Literal["judge", "model", "rule"]
 
 @dataclass(frozen=True)
 class Scaling:
-    """A way of scaling: `own` settings (`needed`: it cannot do without), and whether it compares
-    the responses to a prompt (`grouped`).
+    """A way to scale raw scores.
 
-    A `relative` scale comes from what the model answers, so no two models share it. `bound` is
-    where scaled values are cut unless the part says so: else the first hit of a rare rule is all
-    there is.
+    `constants` are the settings that it reads, `needed` whether they must be set. A `grouped`
+    scaling compares the responses to one prompt. A `relative` one depends on the responses of the
+    trained model, so scores of two models cannot be compared. `bound` is the default of `clip`:
+    without it, the first hit of a rare rule would dominate the sum.
     """
 
     help: str
-    own: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
     needed: bool = False
     grouped: bool = False
     relative: bool = False
@@ -48,8 +56,8 @@ class Scaling:
 # A new way is a row here, and its arithmetic in rewards/mixture.py.
 SCALINGS = {
     "none": Scaling("raw"),
-    "affine": Scaling("(raw - mean) / std", own=("mean", "std"), needed=True),
-    "sigmoid": Scaling("of the affine value", own=("mean", "std")),
+    "affine": Scaling("(raw - mean) / std", constants=("mean", "std"), needed=True),
+    "sigmoid": Scaling("of the affine value", constants=("mean", "std")),
     "zscore": Scaling("with mean and spread of the run so far", relative=True, bound=5.0),
     "group": Scaling("with those of the prompt's responses", grouped=True, relative=True),
 }
@@ -81,16 +89,16 @@ class Condition:
 
 def read_condition(text: str) -> Condition:
     """Read `format >= 1`; ValueError says how it is written."""
-    found = _CONDITION.fullmatch(text)
+    match = _CONDITION.fullmatch(text)
     number = math.nan
-    if found is not None:
+    if match is not None:
         try:
-            number = float(found[3])
+            number = float(match[3])
         except ValueError:
-            found = None
-    if found is None or not math.isfinite(number):
+            match = None
+    if match is None or not math.isfinite(number):
         raise ValueError(f"'{text}' is not a condition; write PART >= NUMBER, such as format >= 1")
-    return Condition(found[1], found[2], number)
+    return Condition(match[1], match[2], number)
 
 
 class MixPart(Section):
@@ -141,16 +149,16 @@ Problem = tuple[str, str]  # the key below the section, and what is wrong with i
 
 
 def read_settings(
-    kind: type[Section], given: Mapping[str, Any], known: Collection[str] = ()
+    kind: type[Section], raw_values: Mapping[str, Any], allowed: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return typed values by dotted key, and what is wrong with the others.
 
     `known` narrows which keys of the section may be given; without it all may.
     """
-    keys = {k: v for k, v in keys_of(kind).items() if not known or k in known}
+    keys = {k: v for k, v in keys_of(kind).items() if not allowed or k in allowed}
     values: dict[str, Any] = {}
     problems: list[Problem] = []
-    for name, raw in _flat(given, keys):
+    for name, raw in _flatten(raw_values, keys):
         try:
             if name not in keys:
                 raise ValueError(_unknown(name, keys))
@@ -158,39 +166,43 @@ def read_settings(
         except ValueError as error:
             problems.append((name, str(error)))
     try:
-        kind.model_validate(nested(values))
+        kind.model_validate(nest_values(values))
     except ValidationError as error:
-        wrong = {name: said for name, said in refusals(error, keys).items() if name in values}
+        wrong = {
+            name: message
+            for name, message in validation_messages(error, keys).items()
+            if name in values
+        }
         problems += wrong.items()
         values = {name: value for name, value in values.items() if name not in wrong}
     return values, problems
 
 
-def laid_over(base: S, values: Mapping[str, Any], fresh: Collection[str] = ()) -> S:
+def override_section(base: S, values: Mapping[str, Any], fresh: Collection[str] = ()) -> S:
     """Return a section with these values over it; what `fresh` names is not inherited."""
     tree = {k: v for k, v in base.model_dump().items() if k not in fresh}
     for name, value in values.items():
-        place(tree, name, value)
+        set_nested(tree, name, value)
     return type(base).model_validate(tree)
 
 
-def _flat(
-    given: Mapping[str, Any], keys: Mapping[str, Key], prefix: str = ""
+def _flatten(
+    raw_values: Mapping[str, Any], keys: Mapping[str, Key], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """Give each setting with its dotted name; a group that is a value stays whole."""
-    for word, raw in given.items():
+    for word, raw in raw_values.items():
         name = f"{prefix}{word}"
         if isinstance(raw, Mapping) and raw and name not in keys:
-            yield from _flat(raw, keys, f"{name}.")
+            yield from _flatten(raw, keys, f"{name}.")
         else:
             yield name, raw
 
 
 def _unknown(name: str, keys: Mapping[str, Key]) -> str:
-    words = {key.rsplit(".", 1)[-1]: key for key in keys}
-    near = did_you_mean(name, keys) or did_you_mean(name.rsplit(".", 1)[-1], words)
-    known = "" if near else f" Known: {', '.join(k for k in keys if '.' not in k)}."
-    return f"there is no such setting.{near}{known}"
+    leaves = {key.rsplit(".", 1)[-1]: key for key in keys}
+    near = did_you_mean(name, keys) or did_you_mean(name.rsplit(".", 1)[-1], leaves)
+    choices = "" if near else f" Known: {', '.join(k for k in keys if '.' not in k)}."
+    return f"there is no such setting.{near}{choices}"
 
 
 FLAG = "reward.parts"
@@ -198,32 +210,33 @@ WEIGHTS = "reward.composite.weights"
 PARTS = "reward.composite.parts"
 KINDS = ("judge", "model", "rule")
 # Which kind of part a setting belongs to.
-SOURCES = {
+SOURCE_KINDS = {
     "rule": "rule", "function": "rule", "function_kwargs": "rule", "model": "model",
     "judge": "judge",
 }  # fmt: skip
 # Names of scores that people have for a kind; rm_score may be either of two.
-SCORES = {
+SCORE_NAMES = {
     "judge_score": "judge", "api_score": "judge", "rule_score": "rule", "function_score": "rule",
 }  # fmt: skip
-EITHER = ("rm_score", "model_score")
-_NEAR = {"function": "rule", "api": "judge", "llm": "judge", "rm": "model"}
+AMBIGUOUS_SCORES = ("rm_score", "model_score")
+_KIND_ALIASES = {"function": "rule", "api": "judge", "llm": "judge", "rm": "model"}
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The parts that could be read, and what is wrong; `told` says where each part is set."""
+    """The parts that could be read, and what is wrong; `set_by` names the keys that set each "
+    "part."""
 
     parts: tuple[MixPart, ...] = ()
     clashes: tuple[Clash, ...] = ()
-    told: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    set_by: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=8)
 def read_mixture(reward: Reward) -> Mixture:
     """Read the mixture of a reward, once for each reward; an empty one where there is none."""
-    return Mixture() if reward.composite.enable is False else _Reader(reward).read()
+    return Mixture() if reward.composite.enable is False else _MixtureReader(reward).read()
 
 
 def has_mixture(reward: Reward) -> bool:
@@ -233,192 +246,202 @@ def has_mixture(reward: Reward) -> bool:
 
 
 @dataclass
-class _Part:
+class _PartDraft:
     """What was said of a part so far."""
 
     name: str
     kind: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     weights: list[tuple[float, str, str]] = field(default_factory=list)  # value, words, key
-    told: list[str] = field(default_factory=list)
+    set_by: list[str] = field(default_factory=list)
 
 
-class _Reader:
+class _MixtureReader:
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _PartDraft] = {}
         self._clashes: list[Clash] = []
 
     def read(self) -> Mixture:
         for text in self._reward.parts:
             self._flag(text)
-        for name, given in self._reward.composite.parts.items():
-            self._settings(str(name), given)
+        for name, raw_settings in self._reward.composite.parts.items():
+            self._settings(str(name), raw_settings)
         for word, raw in self._reward.composite.weights.items():
             self._weight(str(word), raw)
-        made = [part for one in self._parts.values() if (part := self._made(one)) is not None]
-        told = {one.name: tuple(one.told) for one in self._parts.values()}
-        return Mixture(tuple(made), tuple(self._clashes), told)
+        parts = [
+            part for draft in self._parts.values() if (part := self._build_part(draft)) is not None
+        ]
+        set_by = {draft.name: tuple(draft.set_by) for draft in self._parts.values()}
+        return Mixture(tuple(parts), tuple(self._clashes), set_by)
 
-    def _wrong(self, key: str, text: str, *more: str) -> None:
-        self._clashes.append(Clash((key, *more), text))
+    def _report(self, key: str, text: str, *other_keys: str) -> None:
+        self._clashes.append(Clash((key, *other_keys), text))
 
     def _flag(self, text: str) -> None:
         """Read `judge:0.5` or `rule:format:0.2`."""
         kind, *rest = (word.strip() for word in text.split(":"))
         weight = _number(rest[-1]) if 1 <= len(rest) <= 2 else None
         name = rest[0] if len(rest) == 2 else kind
-        said = ""
+        problem = ""
         if kind not in KINDS:
-            near = did_you_mean(_NEAR.get(kind, kind), KINDS)
-            said = f"'{kind}' is not one of {', '.join(KINDS)}.{near}"
+            near = did_you_mean(_KIND_ALIASES.get(kind, kind), KINDS)
+            problem = f"'{kind}' is not one of {', '.join(KINDS)}.{near}"
         elif not 1 <= len(rest) <= 2:
-            said = "write KIND:WEIGHT or KIND:NAME:WEIGHT, such as judge:0.5 or rule:format:0.2."
+            problem = "write KIND:WEIGHT or KIND:NAME:WEIGHT, such as judge:0.5 or rule:format:0.2."
         elif weight is None:
             mend = f"; or is it the name? Then write {kind}:{rest[0]}:1" if len(rest) == 1 else ""
-            said = f"the weight '{rest[-1]}' is no number{mend}."
+            problem = f"the weight '{rest[-1]}' is no number{mend}."
         elif name in self._parts and name == kind:
-            said = (
+            problem = (
                 f"there is a {kind} already; with several of one kind give each a name, such as "
                 f"--reward {kind}:NAME:WEIGHT."
             )
         elif name in self._parts:
-            said = f"another part is called {name}; rename one."
-        if said:
-            self._wrong(FLAG, f"--reward {text}: {said}")
-        elif weight is not None and self._is_name(name, FLAG, f"--reward {text}"):
-            self._weigh(self._part(name, FLAG, kind), weight, "--reward", FLAG)
+            problem = f"another part is called {name}; rename one."
+        if problem:
+            self._report(FLAG, f"--reward {text}: {problem}")
+        elif weight is not None and self._check_name(name, FLAG, f"--reward {text}"):
+            self._add_weight(self._part(name, FLAG, kind), weight, "--reward", FLAG)
 
-    def _part(self, name: str, key: str, kind: str | None = None) -> _Part:
+    def _part(self, name: str, key: str, kind: str | None = None) -> _PartDraft:
         """Return a part, which may be new, and note where it is told of."""
-        part = self._parts.setdefault(name, _Part(name, kind))
-        part.told.append(key)
+        part = self._parts.setdefault(name, _PartDraft(name, kind))
+        part.set_by.append(key)
         return part
 
-    def _weigh(self, part: _Part, weight: float, where: str, key: str) -> None:
+    def _add_weight(self, part: _PartDraft, weight: float, where: str, key: str) -> None:
         part.weights.append((weight, f"{weight:g} in {where}", key))
 
-    def _is_name(self, name: str, key: str, where: str) -> bool:
+    def _check_name(self, name: str, key: str, where: str) -> bool:
         rule = "a small letter first, then small letters, digits, _ or -"
         if _NAME.fullmatch(name):
             if mask_secrets({name: 1}) == {name: 1}:
                 return True
             rule = "what stands under such a word is hidden as a secret; take another"
-        self._wrong(key, f"{where}: '{name}' cannot name a part: {rule}.")
+        self._report(key, f"{where}: '{name}' cannot name a part: {rule}.")
         return False
 
-    def _settings(self, name: str, given: Any) -> None:
+    def _settings(self, name: str, raw_settings: Any) -> None:
         """Take what composite.parts says of a part."""
         key = f"{PARTS}.{name}"
-        if _number(given) is not None:
-            given = {"weight": given}
-        if given is not None and not isinstance(given, Mapping):
-            self._wrong(key, f"{key}: '{given}' is not a group of settings such as weight: 0.5.")
+        if _number(raw_settings) is not None:
+            raw_settings = {"weight": raw_settings}
+        if raw_settings is not None and not isinstance(raw_settings, Mapping):
+            self._report(
+                key, f"{key}: '{raw_settings}' is not a group of settings such as weight: 0.5."
+            )
             return
-        if not self._is_name(name, key, PARTS):
+        if not self._check_name(name, key, PARTS):
             return
         part = self._part(name, key)
-        known = set(MixPart.model_fields) - {"name"}
-        given = dict(given or {})
+        allowed = set(MixPart.model_fields) - {"name"}
+        raw_settings = dict(raw_settings or {})
         for word, leaf in (("model", "path"), ("judge", "model")):  # `model: DIR`, `judge: NAME`
-            if isinstance(given.get(word), str):
-                given[word] = {leaf: given[word]}
-        values = self._read(MixPart, given, key, known)
+            if isinstance(raw_settings.get(word), str):
+                raw_settings[word] = {leaf: raw_settings[word]}
+        values = self._read(MixPart, raw_settings, key, allowed)
         weight, kind = values.pop("weight", None), values.pop("kind", None)
         if weight is not None:
-            self._weigh(part, weight, f"{key}.weight", f"{key}.weight")
+            self._add_weight(part, weight, f"{key}.weight", f"{key}.weight")
         part.settings = values
-        sources = sorted({SOURCES[word] for word in values if word in SOURCES})
+        sources = sorted({SOURCE_KINDS[word] for word in values if word in SOURCE_KINDS})
         if part.kind is not None and kind not in (None, part.kind):
-            said = f"{key}.kind is {kind}, but --reward says that {part.name} is a {part.kind}"
-            self._wrong(f"{key}.kind", f"{said}; keep one.", FLAG)
+            problem = f"{key}.kind is {kind}, but --reward says that {part.name} is a {part.kind}"
+            self._report(f"{key}.kind", f"{problem}; keep one.", FLAG)
         usual = part.name if part.name in KINDS else None
         part.kind = part.kind or kind or usual or (sources[0] if len(sources) == 1 else None)
         if part.kind is None:
-            self._wrong(
+            self._report(
                 key,
                 f"{key} does not say what {part.name} is: add kind: judge, model or rule, or name "
                 "its rule, function, model or judge.",
             )
         else:
-            self._of_kind(part, key)
+            self._check_source(part, key)
 
     def _read(
-        self, section: type[Section], given: Mapping[str, Any], key: str, known: Collection[str]
+        self,
+        section: type[Section],
+        raw_values: Mapping[str, Any],
+        key: str,
+        allowed: Collection[str],
     ) -> dict[str, Any]:
-        values, problems = read_settings(section, given, known)
-        for word, said in problems:
-            end = "" if said[-1:] in ".?" else "."
-            self._wrong(f"{key}.{word}", f"{key}.{word}: {said}{end}")
+        values, problems = read_settings(section, raw_values, allowed)
+        for word, message in problems:
+            end = "" if message[-1:] in ".?" else "."
+            self._report(f"{key}.{word}", f"{key}.{word}: {message}{end}")
         return values
 
-    def _of_kind(self, part: _Part, key: str) -> None:
+    def _check_source(self, part: _PartDraft, key: str) -> None:
         """Refuse settings of another kind, and two ways to score for one part."""
-        for word, kind in SOURCES.items():
+        for word, kind in SOURCE_KINDS.items():
             if word in part.settings and kind != part.kind:
-                said = f"{part.name} is of kind {part.kind}, and {word} is for parts of kind {kind}"
-                self._wrong(f"{key}.{word}", f"{key}.{word}: {said}; leave it out.")
+                problem = (
+                    f"{part.name} is of kind {part.kind}, and {word} is for parts of kind {kind}"
+                )
+                self._report(f"{key}.{word}", f"{key}.{word}: {problem}; leave it out.")
         if part.settings.get("rule") and part.settings.get("function"):
-            self._wrong(f"{key}.rule", f"{key} has a rule and a function; keep one.")
+            self._report(f"{key}.rule", f"{key} has a rule and a function; keep one.")
         for word, section in (("judge", ApiReward), ("model", ModelReward)):
-            if given := part.settings.get(word):
-                known = [name for name in keys_of(section) if name != "enable"]
-                part.settings[word] = self._read(section, given, f"{key}.{word}", known)
+            if raw_values := part.settings.get(word):
+                allowed = [name for name in keys_of(section) if name != "enable"]
+                part.settings[word] = self._read(section, raw_values, f"{key}.{word}", allowed)
 
     def _weight(self, word: str, raw: Any) -> None:
         """Take one entry of composite.weights: the name of a part, or of a kind's score."""
         key = f"{WEIGHTS}.{word}"
         weight = _number(raw)
         if weight is None:
-            self._wrong(key, f"{key}: '{raw}' is not a number; write a weight such as 0.5.")
+            self._report(key, f"{key}: '{raw}' is not a number; write a weight such as 0.5.")
             return
-        if name := self._meant(word, key):
+        if name := self._find_part(word, key):
             part = self._part(name, key, name if name in KINDS else None)
-            self._weigh(part, weight, key, key)
+            self._add_weight(part, weight, key, key)
 
-    def _meant(self, word: str, key: str) -> str:
+    def _find_part(self, word: str, key: str) -> str:
         """Return the part that a word in composite.weights stands for; empty for none."""
         if word in self._parts or word in KINDS:
             return word
-        kind = self._either() if word in EITHER else SCORES.get(word)
-        there = [part.name for part in self._parts.values() if part.kind == kind]
-        if kind and len(there) <= 1:
-            return there[0] if there else kind
+        kind = self._ambiguous_kind() if word in AMBIGUOUS_SCORES else SCORE_NAMES.get(word)
+        names = [part.name for part in self._parts.values() if part.kind == kind]
+        if kind and len(names) <= 1:
+            return names[0] if names else kind
         if kind:
-            said = f"{word} may be {' or '.join(there)}; use the part's own name."
-        elif word in EITHER:
-            said = (
+            problem = f"{word} may be {' or '.join(names)}; use the part's own name."
+        elif word in AMBIGUOUS_SCORES:
+            problem = (
                 "neither a reward model nor a judge is named; add --reward_model PATH, or "
                 "--use_api_reward for a judge."
             )
         else:
-            known = [*self._parts, *KINDS, *SCORES, *EITHER]
-            said = (
-                f"there is no part '{word}'.{did_you_mean(word, known)} Set it up below "
+            names_known = [*self._parts, *KINDS, *SCORE_NAMES, *AMBIGUOUS_SCORES]
+            problem = (
+                f"there is no part '{word}'.{did_you_mean(word, names_known)} Set it up below "
                 f"{PARTS}.{word}, or with --reward KIND:{word}:WEIGHT."
             )
-        self._wrong(key, f"{key}: {said}")
+        self._report(key, f"{key}: {problem}")
         return ""
 
-    def _either(self) -> str | None:
+    def _ambiguous_kind(self) -> str | None:
         """Return what `rm_score` is: the reward model where there is one, else the judge."""
-        there = {part.kind for part in self._parts.values()}
-        if self._reward.model.path is not None or "model" in there:
+        kinds = {part.kind for part in self._parts.values()}
+        if self._reward.model.path is not None or "model" in kinds:
             return "model"
-        return "judge" if self._reward.api.enable or "judge" in there else None
+        return "judge" if self._reward.api.enable or "judge" in kinds else None
 
-    def _made(self, part: _Part) -> MixPart | None:
+    def _build_part(self, part: _PartDraft) -> MixPart | None:
         """Return the finished part; None where it cannot be told what it is."""
         if len({weight for weight, _, _ in part.weights}) > 1:
-            said = " and ".join(words for _, words, _ in part.weights)
-            self._wrong(
+            weights = " and ".join(text for _, text, _ in part.weights)
+            self._report(
                 part.weights[-1][2],
-                f"the weight of part {part.name} is {said}; keep one.",
+                f"the weight of part {part.name} is {weights}; keep one.",
                 part.weights[0][2],
             )
         if not part.weights and any(other.weights for other in self._parts.values()):
-            self._wrong(
-                part.told[-1],
+            self._report(
+                part.set_by[-1],
                 f"part {part.name} has no weight, and others have; set "
                 f"{PARTS}.{part.name}.weight=0.5.",
             )
@@ -449,16 +472,16 @@ OF_CHECKPOINT = (
 
 def mixture_of(reward: Reward) -> tuple[MixPart, ...]:
     """Return the parts of a mixture, () without one; ConfigError tells every problem."""
-    found = read_mixture(reward)
-    if found.clashes:
-        raise ConfigError(clash.text for clash in found.clashes)
-    return found.parts
+    mixture = read_mixture(reward)
+    if mixture.clashes:
+        raise ConfigError(clash.text for clash in mixture.clashes)
+    return mixture.parts
 
 
 def judge_settings(reward: Reward, part: MixPart) -> ApiReward:
     """Return the settings of a part's judge: reward.api with the part's own over it."""
     other = part.judge.get("type", reward.api.type) != reward.api.type
-    api = laid_over(reward.api, part.judge | {"enable": True}, OF_PROVIDER if other else ())
+    api = override_section(reward.api, part.judge | {"enable": True}, OF_PROVIDER if other else ())
     if not (api.model or "").strip() and JUDGES[api.type].default:
         return api.model_copy(update={"model": JUDGES[api.type].default})
     return api
@@ -467,7 +490,7 @@ def judge_settings(reward: Reward, part: MixPart) -> ApiReward:
 def model_settings(reward: Reward, part: MixPart) -> ModelReward:
     """Return the settings of a part's reward model: reward.model with the part's own over it."""
     other = part.model.get("path", reward.model.path) != reward.model.path
-    return laid_over(reward.model, part.model, OF_CHECKPOINT if other else ())
+    return override_section(reward.model, part.model, OF_CHECKPOINT if other else ())
 
 
 def rule_settings(reward: Reward, part: MixPart) -> Reward:
@@ -476,25 +499,29 @@ def rule_settings(reward: Reward, part: MixPart) -> Reward:
     if part.rule is None and part.function is None:
         kwargs = reward.function_kwargs | part.function_kwargs
         return reward.model_copy(update=alone | {"function_kwargs": kwargs})
-    own = {"rule": part.rule, "function": part.function, "function_kwargs": part.function_kwargs}
-    return reward.model_copy(update=alone | own)
+    overrides = {
+        "rule": part.rule,
+        "function": part.function,
+        "function_kwargs": part.function_kwargs,
+    }
+    return reward.model_copy(update=alone | overrides)
 
 
 def mixture_line(parts: tuple[MixPart, ...]) -> str:
     """Return a mixture in one line: `total = 0.7 x zscore(model) + 0.3 x rule`."""
-    said = ""
+    formula = ""
     for part in parts:
-        sign = "-" if part.weight < 0 else "+" if said else ""
-        gap = " " if said and sign else ""
-        said += f"{gap}{sign}{gap}{abs(part.weight):g} x {_scaled(part)}"
-    return f"total = {said}"
+        sign = "-" if part.weight < 0 else "+" if formula else ""
+        gap = " " if formula and sign else ""
+        formula += f"{gap}{sign}{gap}{abs(part.weight):g} x {_scaled(part)}"
+    return f"total = {formula}"
 
 
 def _scaled(part: MixPart) -> str:
     """Say what becomes of a part's raw score before its weight."""
     scaled = part.name if part.scaling == "none" else f"{part.scaling}({part.name})"
-    kept = f"clip({scaled}, {part.clip:g})" if part.clip is not None else scaled
-    return f"{kept} (if {part.only_if})" if part.only_if else kept
+    clipped = f"clip({scaled}, {part.clip:g})" if part.clip is not None else scaled
+    return f"{clipped} (if {part.only_if})" if part.only_if else clipped
 
 
 @dataclass(frozen=True)
@@ -511,8 +538,8 @@ class Source(Generic[S]):
         """The judge or reward model as sentences call it."""
         judge = isinstance(self.settings, ApiReward)
         what = "the judge" if judge else "the reward model"
-        own = self.part not in (None, "judge" if judge else "model")
-        return f"{what} '{self.part}'" if own else what
+        is_named = self.part not in (None, "judge" if judge else "model")
+        return f"{what} '{self.part}'" if is_named else what
 
     def keys(self, *leaves: str) -> tuple[str, ...]:
         """Return where settings of it stand: in its part, or else among the run's."""
@@ -530,7 +557,7 @@ def judges_of(reward: Reward) -> tuple[Judge, ...]:
     if not has_mixture(reward):
         return (Judge(None, "reward.api", reward.api),) if reward.api.enable else ()
     return tuple(
-        Judge(p.name, _place(p, p.judge, "reward.api"), judge_settings(reward, p), p.only_if)
+        Judge(p.name, _settings_key(p, p.judge, "reward.api"), judge_settings(reward, p), p.only_if)
         for p in read_mixture(reward).parts
         if p.kind == "judge"
     )
@@ -542,15 +569,15 @@ def models_of(reward: Reward) -> tuple[Scorer, ...]:
     if not has_mixture(reward):
         return (Scorer(None, "reward.model", reward.model),) if reward.model.path else ()
     return tuple(
-        Scorer(p.name, _place(p, p.model, "reward.model"), model_settings(reward, p))
+        Scorer(p.name, _settings_key(p, p.model, "reward.model"), model_settings(reward, p))
         for p in read_mixture(reward).parts
         if p.kind == "model"
     )
 
 
-def _place(part: MixPart, own: Mapping[str, Any], usual: str) -> str:
+def _settings_key(part: MixPart, part_settings: Mapping[str, Any], usual: str) -> str:
     """Return where the settings of a part's judge or model stand: its own, else the run's."""
-    return f"{PARTS}.{part.name}.{part.kind}" if own else usual
+    return f"{PARTS}.{part.name}.{part.kind}" if part_settings else usual
 
 
 @lru_cache(maxsize=8)

@@ -21,7 +21,7 @@ from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.config.models.folder import folder_problem, has_template, read_config
 from ppo_cli.config.models.known_models import (
     SERVED,
-    find_adapter,
+    choose_adapter,
     is_url,
 )
 from ppo_cli.config.models.limits import (
@@ -53,21 +53,21 @@ def head_clashes(config: Config) -> Iterator[Clash]:
     size = config.trainer.tensor_parallel_size
     if size == 1 or config.trainer.engine == "local":
         return
-    told: set[str] = set()
-    for key, path in _models(config):
-        heads = {} if path in told else _heads(path)
-        told.add(path)
+    checked_paths: set[str] = set()
+    for key, path in _trained_models(config):
+        heads = {} if path in checked_paths else _count_heads(path)
+        checked_paths.add(path)
         wrong = next(((what, count) for what, count in heads.items() if count % size), None)
         if wrong is not None:
             what, count = wrong
             yield Clash(
                 (TENSOR, key),
                 f"{TENSOR} {size} does not divide the {count} {what} of {path}; use "
-                f"--tensor_parallel_size {_dividing(math.gcd(*heads.values()))}.",
+                f"--tensor_parallel_size {_list_divisors(math.gcd(*heads.values()))}.",
             )
 
 
-def _models(config: Config) -> Iterator[tuple[str, str]]:
+def _trained_models(config: Config) -> Iterator[tuple[str, str]]:
     yield "model.path", config.model.path
     if uses_critic(config):
         yield "critic.model.path", critic_path(config)
@@ -75,21 +75,21 @@ def _models(config: Config) -> Iterator[tuple[str, str]]:
         yield "ref.path", config.ref.path
 
 
-def _heads(path: str) -> dict[str, int]:
+def _count_heads(path: str) -> dict[str, int]:
     """Return how many heads a model has; empty where that cannot be read here."""
     try:
-        told = read_json(Path(model_folder(path)).expanduser() / "config.json")
+        model_config = read_json(Path(model_folder(path)).expanduser() / "config.json")
     except (ModelError, RuntimeError):  # a home that is nobody's
         return {}
-    attention = told.get("num_attention_heads")
+    attention = model_config.get("num_attention_heads")
     both: dict[str, Any] = {
         "attention heads": attention,
-        "key-value heads": told.get("num_key_value_heads") or attention,
+        "key-value heads": model_config.get("num_key_value_heads") or attention,
     }
     return both if all(type(n) is int and n > 0 for n in both.values()) else {}
 
 
-def _dividing(count: int) -> str:
+def _list_divisors(count: int) -> str:
     """Write the sizes that divide a number of heads: `1, 2 or 4`."""
     sizes = [str(n) for n in range(1, min(count, 1024) + 1) if count % n == 0]
     return " or ".join(part for part in (", ".join(sizes[:-1]), sizes[-1]) if part)
@@ -99,20 +99,20 @@ def model_clashes(config: Config, gpus: int) -> Iterator[Clash]:
     """Return every clash between the settings of a reward model."""
     for model in models_of(config.reward):
         if model.settings.path is not None:
-            yield from _path(model)
-            yield from _of_protocol(model)
-            yield from _device(model, gpus)
+            yield from _check_path(model)
+            yield from _check_protocol(model)
+            yield from _check_device(model, gpus)
 
 
 def missing_models(config: Config, environ: Mapping[str, str]) -> list[str]:
     """Return one sentence for each reward model, or key of one, that is not there."""
-    said = []
+    problems = []
     for model in models_of(config.reward):
-        said += [_unreadable(model), _missing_key(model, environ)]
-    return [sentence for sentence in dict.fromkeys(said) if sentence]
+        problems += [_describe_unreadable(model), _missing_served_key(model, environ)]
+    return [sentence for sentence in dict.fromkeys(problems) if sentence]
 
 
-def _path(model: Scorer) -> Iterator[Clash]:
+def _check_path(model: Scorer) -> Iterator[Clash]:
     path, adapter = str(model.settings.path), model.settings.adapter
     if path == EMBEDDED:
         yield Clash(
@@ -135,13 +135,13 @@ def _path(model: Scorer) -> Iterator[Clash]:
         )
 
 
-def _of_protocol(model: Scorer) -> Iterator[Clash]:
+def _check_protocol(model: Scorer) -> Iterator[Clash]:
     """Name settings that the protocol of a served model cannot honour."""
     settings = model.settings
     if not is_url(str(settings.path)):
         return
     try:
-        adapter = find_adapter(str(settings.path), settings.adapter).adapter
+        adapter = choose_adapter(str(settings.path), settings.adapter).adapter
     except UserError:  # `missing_models` says so
         return
     idle: dict[str, str] = {}  # setting -> why it has no effect
@@ -172,30 +172,30 @@ def _of_protocol(model: Scorer) -> Iterator[Clash]:
         )
 
 
-def _device(model: Scorer, gpus: int) -> Iterator[Clash]:
+def _check_device(model: Scorer, gpus: int) -> Iterator[Clash]:
     device = model.settings.device
     if device is None or is_url(str(model.settings.path)):
         return
-    found = DEVICE.fullmatch(device)
-    if found is None or device == "cpu" or int(found[1] or 0) < gpus:
+    match = DEVICE.fullmatch(device)
+    if match is None or device == "cpu" or int(match[1] or 0) < gpus:
         return
     if gpus == 0:
-        said = f"is {device}, but no GPU is visible here; use cpu, or leave it out."
+        problem = f"is {device}, but no GPU is visible here; use cpu, or leave it out."
     else:
-        said = f"is {device}, but the last of {gpus} GPU(s) is cuda:{gpus - 1}."
-    yield Clash(model.keys("device"), f"{model.key}.device {said}")
+        problem = f"is {device}, but the last of {gpus} GPU(s) is cuda:{gpus - 1}."
+    yield Clash(model.keys("device"), f"{model.key}.device {problem}")
 
 
-def _unreadable(model: Scorer) -> str:
+def _describe_unreadable(model: Scorer) -> str:
     """Say why a reward model cannot be read: no such folder, no head, no weights."""
     try:
-        find_adapter(str(model.settings.path), model.settings.adapter)
+        choose_adapter(str(model.settings.path), model.settings.adapter)
     except UserError as error:
         return str(error)
     return ""
 
 
-def _missing_key(model: Scorer, environ: Mapping[str, str]) -> str:
+def _missing_served_key(model: Scorer, environ: Mapping[str, str]) -> str:
     name = model.settings.key_env
     served = is_url(model.settings.path or "")
     if name is None or not served or environ.get(name, "").strip():
@@ -206,7 +206,7 @@ def _missing_key(model: Scorer, environ: Mapping[str, str]) -> str:
 def broken_models(config: Config) -> list[str]:
     """Return one sentence for each model of a run that cannot be trained, as its files tell."""
     problems = []
-    for path, key in {path: key for key, path in reversed([*_models(config)])}.items():
+    for path, key in {path: key for key, path in reversed([*_trained_models(config)])}.items():
         folder, flag = Path(model_folder(path)).expanduser(), table()[key].flag or key
         written = read_config(path)
         if problem := encoder_problem(written, path, flag):
@@ -224,7 +224,7 @@ def broken_models(config: Config) -> list[str]:
 
 def damaged_models(config: Config) -> list[str]:
     """Return one sentence for each model in a checkpoint of a run that is not as it was saved."""
-    flags = {path: table()[key].flag or key for key, path in reversed([*_models(config)])}
+    flags = {path: table()[key].flag or key for key, path in reversed([*_trained_models(config)])}
     rewards = [model.settings.path for model in models_of(config.reward)]
     rewards += [j.settings.model for j in judges_of(config.reward) if j.settings.type == "local"]
     paths = dict.fromkeys([*flags, *(str(path) for path in rewards if path)])

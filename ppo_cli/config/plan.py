@@ -35,7 +35,7 @@ from ppo_cli.config.layers import read_yaml
 from ppo_cli.config.memory.plan import memory_plan
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of
 from ppo_cli.config.model_checks import template_remark
-from ppo_cli.config.models.known_models import JUDGES, asked_at, find_adapter
+from ppo_cli.config.models.known_models import JUDGES, choose_adapter, effective_provider
 from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.resolve import DEFAULT, Resolved
 from ppo_cli.config.reward_schema import ApiReward, Reward
@@ -45,35 +45,39 @@ from ppo_cli.redact import mask_secrets, redact, redact_url
 
 # Providers that need no more than a key.
 _PUBLIC = ("claude", "openai", "gemini", "dashscope")
-_GROUP = "reward.api.monitor"
+_MONITOR = "reward.api.monitor"
 
 
-def with_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolved:
+def add_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolved:
     """Return the settings with a second judge, where none was asked for and one can be had.
 
     None where a budget is set: what nobody asked for must not use it up. All judges of the run
     must be at public addresses: what is judged at an own server may not be meant for others.
     """
     judges = [judge.settings for judge in judges_of(resolved.config.reward)]
-    asked = (resolved.origins[f"{_GROUP}.{name}"] for name in ("model", "base_url", "key_env"))
-    if resolved.verl or not judges or any(origin != DEFAULT for origin in asked):
+    monitor_origins = (
+        resolved.origins[f"{_MONITOR}.{name}"] for name in ("model", "base_url", "key_env")
+    )
+    if resolved.verl or not judges or any(origin != DEFAULT for origin in monitor_origins):
         return resolved
     if any(api.monitor.model or not _is_public(api.type, api, environ) for api in judges):
         return resolved
-    named = resolved.origins[f"{_GROUP}.type"] != DEFAULT
-    wanted = (resolved.config.reward.api.monitor.type,) if named else _PUBLIC
-    taken = {api.type for api in judges}
-    own = {api.key_env for api in judges}  # of the first judge, whatever the variable's name says
-    there = [
+    named = resolved.origins[f"{_MONITOR}.type"] != DEFAULT
+    candidates = (resolved.config.reward.api.monitor.type,) if named else _PUBLIC
+    used_types = {api.type for api in judges}
+    used_keys = {
+        api.key_env for api in judges
+    }  # of the first judge, whatever the variable's name says
+    available = [
         (kind, key)
-        for kind in wanted
-        if kind not in taken and _is_public(kind, None, environ)
+        for kind in candidates
+        if kind not in used_types and _is_public(kind, None, environ)
         for key in JUDGES[kind].keys
-        if key not in own and environ.get(key, "").strip()
+        if key not in used_keys and environ.get(key, "").strip()
     ]
-    if not there:
+    if not available:
         return resolved
-    kind, key = there[0]
+    kind, key = available[0]
     model, share = JUDGES[kind].example, judges[0].monitor.share
     if any(api.has_budget for api in judges):
         note = (
@@ -86,13 +90,15 @@ def with_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolve
         "second judge that rewards nothing (judge/drift); --rm_monitor_model none switches it off."
     )
     values: dict[str, Any] = {"type": kind, "model": model}
-    if resolved.origins[f"{_GROUP}.required"] == DEFAULT:
+    if resolved.origins[f"{_MONITOR}.required"] == DEFAULT:
         values["required"] = False
-    found = _laid(resolved, values, f"default: {key} is set")
-    return replace(found, notes=(*found.notes, note))
+    changed = _set_monitor(resolved, values, f"default: {key} is set")
+    return replace(changed, notes=(*changed.notes, note))
 
 
-def as_begun(resolved: Resolved, checkpoint: Path | None, tell: Callable[[str], None]) -> Resolved:
+def restore_second_judge(
+    resolved: Resolved, checkpoint: Path | None, tell: Callable[[str], None]
+) -> Resolved:
     """Return the settings with the second judge, or none, that the run of a checkpoint began with.
 
     A drift is measured against one and the same judge, and a run that has sent its responses to
@@ -107,35 +113,40 @@ def as_begun(resolved: Resolved, checkpoint: Path | None, tell: Callable[[str], 
     except ConfigError:  # not of a run that this program has written
         return resolved
     names = ("type", "model", "required")
-    values: dict[str, Any] = {name: table()[f"{_GROUP}.{name}"].default for name in names}
-    if then.get(f"{_GROUP}.required") == "false":
-        values = {name: str(then[f"{_GROUP}.{name}"]) for name in ("type", "model")}
-    found = _laid(resolved, values, "as the run began")
-    now = found.config.reward.api.monitor
+    values: dict[str, Any] = {name: table()[f"{_MONITOR}.{name}"].default for name in names}
+    if then.get(f"{_MONITOR}.required") == "false":
+        values = {name: str(then[f"{_MONITOR}.{name}"]) for name in ("type", "model")}
+    changed = _set_monitor(resolved, values, "as the run began")
+    now = changed.config.reward.api.monitor
     if now == monitor:
         return resolved
     tell(f"This run began with {now.model or 'no model'} as its second judge, and goes on so.")
-    return found
+    return changed
 
 
 def _is_public(kind: str, api: ApiReward | None, environ: Mapping[str, str]) -> bool:
     """Whether a judge is asked at the public address of its provider."""
     moved = any(environ.get(name, "").strip() for name in JUDGES[kind].url_variables)
-    own = api is not None and api.base_url is not None
-    return kind in _PUBLIC and asked_at(kind, environ) == kind and not moved and not own
+    own_address = api is not None and api.base_url is not None
+    return (
+        kind in _PUBLIC
+        and effective_provider(kind, environ) == kind
+        and not moved
+        and not own_address
+    )
 
 
-def _laid(resolved: Resolved, values: Mapping[str, Any], origin: str) -> Resolved:
+def _set_monitor(resolved: Resolved, values: Mapping[str, Any], origin: str) -> Resolved:
     """Return the settings with these values of the second judge."""
     reward = resolved.config.reward
     monitor = reward.api.monitor.model_copy(update=dict(values))
     api = reward.api.model_copy(update={"monitor": monitor})
     config = resolved.config.model_copy(update={"reward": reward.model_copy(update={"api": api})})
-    origins = resolved.origins | {f"{_GROUP}.{name}": origin for name in values}
+    origins = resolved.origins | {f"{_MONITOR}.{name}": origin for name in values}
     return replace(resolved, config=config, origins=origins)
 
 
-SHOWN = ("name", "kind", "weight", "scaling", "mean", "std", "clip", "only_if", "on_failure")
+SHOWN_FIELDS = ("name", "kind", "weight", "scaling", "mean", "std", "clip", "only_if", "on_failure")
 
 
 def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
@@ -145,28 +156,28 @@ def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
     """
     parts = mixture_of(reward)
     total = mixture_line(parts) if parts else None
-    said, models, calls = [total] if total else [], [], {}
+    sentences, models, calls = [total] if total else [], [], {}
     for model in models_of(reward):
         path, name = redact_url(str(model.settings.path)), model.name.removeprefix("the ")
         facts: dict[str, Any] = {"part": model.part, "path": path, "adapter": None}
         try:
-            found = find_adapter(str(model.settings.path), model.settings.adapter)
-            facts |= {"adapter": found.adapter, "reason": redact(found.reason)}
-            said.append(f"{name}: {path} is read as {found.adapter} ({facts['reason']})")
+            choice = choose_adapter(str(model.settings.path), model.settings.adapter)
+            facts |= {"adapter": choice.adapter, "reason": redact(choice.reason)}
+            sentences.append(f"{name}: {path} is read as {choice.adapter} ({facts['reason']})")
         except UserError as error:
             facts["problem"] = redact(str(error))
-            said.append(f"{name}: {path} cannot be read: {facts['problem']}")
+            sentences.append(f"{name}: {path} cannot be read: {facts['problem']}")
         models.append(facts)
     for judge in judges_of(reward):
         if judge.part is not None:
-            count = calls[judge.part] = _times(responses, judge.settings.votes)
+            count = calls[judge.part] = _multiply(responses, judge.settings.votes)
             number = "unknown calls" if count is None else f"{count:,} calls"
             fewer = f" at most: it is asked only if {judge.only_if}" if judge.only_if else ""
             name = judge.name.removeprefix("the ")
-            said.append(f"{name}: {number} for responses in the run{fewer}")
-    shown = [part.model_dump(include=set(SHOWN)) for part in parts]
+            sentences.append(f"{name}: {number} for responses in the run{fewer}")
+    shown = [part.model_dump(include=set(SHOWN_FIELDS)) for part in parts]
     laid = {"total": total, "parts": shown, "models": models, "judge_calls": calls}
-    return PlanPart(tuple(said), laid)
+    return PlanPart(tuple(sentences), laid)
 
 
 @dataclass(frozen=True)
@@ -201,9 +212,9 @@ def make_plan(resolved: Resolved) -> Plan:
     """
     if wrong := refused_settings(resolved):
         raise ConfigError(wrong)
-    sums = arithmetic(resolved.config)
+    sums = batch_arithmetic(resolved.config)
     values = {
-        key: (_plain(value_of(resolved.config, key)), origin)
+        key: (_to_plain(value_of(resolved.config, key)), origin)
         for key, origin in resolved.origins.items()
     }
     notes = [
@@ -216,7 +227,7 @@ def make_plan(resolved: Resolved) -> Plan:
     return Plan(
         values,
         sums,
-        tuple(_sentences(sums)),
+        tuple(_describe_arithmetic(sums)),
         tuple(dict.fromkeys(redact(note) for note in notes)),
         reward_plan(resolved.config.reward, sums["reward_calls"]),
         device_plan(resolved.config),
@@ -224,7 +235,7 @@ def make_plan(resolved: Resolved) -> Plan:
     )
 
 
-def arithmetic(config: Config) -> dict[str, int | None]:
+def batch_arithmetic(config: Config) -> dict[str, int | None]:
     """Return the batch arithmetic of a step and of the run; None is not known before it."""
     batch, n, rows = config.data.train_batch_size, config.rollout.n, train_rows(config)
     sums: dict[str, int | None] = {
@@ -235,24 +246,26 @@ def arithmetic(config: Config) -> dict[str, int | None]:
     }
     steps = _steps(config, rows)
     sums["total_steps"] = steps
-    sums |= _updates("actor", config, config.actor, config.actor.ppo_mini_batch_size)
+    sums |= _count_updates("actor", config, config.actor, config.actor.ppo_mini_batch_size)
     if uses_critic(config):
-        sums |= _updates("critic", config, config.critic, critic_mini_batch(config))
+        sums |= _count_updates("critic", config, config.critic, critic_mini_batch(config))
     for who in ("actor", "critic"):
         a_step = sums.get(f"{who}_optimizer_steps_per_step")
         if a_step is not None:
-            sums[f"{who}_optimizer_steps"] = _times(a_step, steps)
+            sums[f"{who}_optimizer_steps"] = _multiply(a_step, steps)
     calls = _reward_calls(config, steps)
     groups = config.algorithm.filter_groups
     if groups.enable:
-        most = groups.max_num_gen_batches or (rows and most_gen_batches(config, rows))
-        sums["gen_batches_per_step_at_most"] = most
-        sums["reward_calls_per_step_at_most"] = _times(most, calls["reward_calls_per_step"])
-        sums["reward_calls_at_most"] = _times(sums["reward_calls_per_step_at_most"], steps)
+        max_batches = groups.max_num_gen_batches or (rows and most_gen_batches(config, rows))
+        sums["gen_batches_per_step_at_most"] = max_batches
+        sums["reward_calls_per_step_at_most"] = _multiply(
+            max_batches, calls["reward_calls_per_step"]
+        )
+        sums["reward_calls_at_most"] = _multiply(sums["reward_calls_per_step_at_most"], steps)
     return sums | calls
 
 
-def _updates(who: str, config: Config, part: Trained, mini: int) -> dict[str, int]:
+def _count_updates(who: str, config: Config, part: Trained, mini: int) -> dict[str, int]:
     sequences = mini * config.rollout.n
     epochs: int = value_of(config, f"{who}.ppo_epochs")
     minis = config.data.train_batch_size // mini
@@ -267,10 +280,10 @@ def _updates(who: str, config: Config, part: Trained, mini: int) -> dict[str, in
 
 def _micro_batches(config: Config, part: Trained, sequences: int) -> int:
     """Return the micro-batches of one rank when every response is as long as it may be."""
-    own = math.ceil(sequences / data_ranks(config))
+    rank_sequences = math.ceil(sequences / data_ranks(config))
     longest = config.data.max_prompt_length + config.data.max_response_length
     fits = max(1, micro_batch_tokens(config, part.ppo_max_token_len_per_gpu) // longest)
-    return math.ceil(own / (part.ppo_micro_batch_size_per_gpu or fits))
+    return math.ceil(rank_sequences / (part.ppo_micro_batch_size_per_gpu or fits))
 
 
 def _steps(config: Config, rows: int | None) -> int | None:
@@ -287,16 +300,16 @@ def _reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:
         a_step += config.data.train_batch_size
     rounds = _validations(config, steps) if config.data.val_files else 0
     rows = val_rows(config)
-    a_round = _times(config.rollout.val_kwargs.n, rows)
-    validation = _times(a_round, rounds) if rounds != 0 else 0
-    training = _times(a_step, steps)
-    whole = None if training is None or validation is None else training + validation
+    a_round = _multiply(config.rollout.val_kwargs.n, rows)
+    validation = _multiply(a_round, rounds) if rounds != 0 else 0
+    training = _multiply(a_step, steps)
+    total = None if training is None or validation is None else training + validation
     return {
         "reward_calls_per_step": a_step,
         "validation_rows": rows,
         "validation_rounds": rounds,
         "reward_calls_validation": validation,
-        "reward_calls": whole,
+        "reward_calls": total,
     }
 
 
@@ -311,39 +324,39 @@ def _validations(config: Config, steps: int | None) -> int | None:
     return start + math.ceil(steps / freq)
 
 
-def _times(a: int | None, b: int | None) -> int | None:
+def _multiply(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a * b
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in mask_secrets(value).items()}
+        return {k: _to_plain(v) for k, v in mask_secrets(value).items()}
     return mask_secrets(value)
 
 
-def _sentences(sums: dict[str, int | None]) -> list[str]:
+def _describe_arithmetic(sums: dict[str, int | None]) -> list[str]:
     """Tell the arithmetic as one reads it: from prompts to optimizer steps."""
-    said = [
+    lines = [
         "a step: {prompts_per_step} prompts x {responses_per_prompt} = "
         "{responses_per_step} responses = {reward_calls_per_step} reward calls",
     ]
     if "gen_batches_per_step_at_most" in sums:
-        said.append(
+        lines.append(
             "dynamic sampling: a step samples 1 to {gen_batches_per_step_at_most} batches of "
             "prompts, so up to {reward_calls_per_step_at_most} reward calls; the run up to "
             "{reward_calls_at_most}"
         )
     for who in ("actor", "critic"):
         if f"{who}_epochs" in sums:
-            said.append(
+            lines.append(
                 f"{who}: {{{who}_mini_batches_per_epoch}} mini-batches of "
                 f"{{{who}_mini_batch_responses}} responses x {{{who}_epochs}} epochs = "
                 f"{{{who}_optimizer_steps_per_step}} optimizer steps a step, each in at most "
                 f"{{{who}_micro_batches_at_most}} micro-batches"
             )
-    said.append(
+    lines.append(
         "the run: {train_rows} training rows, {total_steps} steps, "
         "{actor_optimizer_steps} actor optimizer steps"
     )
@@ -352,12 +365,12 @@ def _sentences(sums: dict[str, int | None]) -> list[str]:
         "{validation_rows} rows"
     )
     none = "none of them for validation (--val_files)"
-    said.append(
+    lines.append(
         "reward: {reward_calls} calls in all, "
         + (none if sums["validation_rounds"] == 0 else validations)
     )
-    words = {k: "unknown" if v is None else f"{v:,}" for k, v in sums.items()}
-    return [_singular(line.format(**words)) for line in said]
+    texts = {k: "unknown" if v is None else f"{v:,}" for k, v in sums.items()}
+    return [_singular(line.format(**texts)) for line in lines]
 
 
 def _singular(line: str) -> str:
@@ -366,12 +379,14 @@ def _singular(line: str) -> str:
     return re.sub(rf"(?<![\d,])1 ((?:actor |training )?(?:{things}))(?:es|s)\b", r"1 \1", line)
 
 
-HEAD = "# Resolved settings, each with where it came from. Use again: ppo train --config FILE\n"
+YAML_HEADER = (
+    "# Resolved settings, each with where it came from. Use again: ppo train --config FILE\n"
+)
 
 
 def config_yaml(resolved: Resolved) -> str:
     """Return every setting as YAML with its origin as a comment, without secrets."""
-    return HEAD + "\n".join(_yaml_lines(resolved)) + "\n"
+    return YAML_HEADER + "\n".join(_yaml_lines(resolved)) + "\n"
 
 
 def _yaml_lines(resolved: Resolved) -> Iterator[str]:

@@ -25,7 +25,7 @@ from ppo_cli.config.derived import (
     sampler_name,
     uses_critic,
     uses_reference,
-    why_logprobs_again,
+    why_recompute_logprobs,
 )
 from ppo_cli.config.device_checks import cluster_remarks
 from ppo_cli.config.keys import table, value_of
@@ -53,43 +53,43 @@ def missing_parts(
     resolved: Resolved, gpus: int | None = None, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
     """Return one sentence for each thing that is asked for and cannot be honoured."""
-    config, there = resolved.config, gpu_count() if gpus is None else gpus
+    config, visible = resolved.config, gpu_count() if gpus is None else gpus
     return [
-        *(missing_gpus(config, there, environ) if config.trainer.engine != "verl" else []),
-        *_unusable_gpus(config, there, environ),
-        *_missing_packages(config, there),
-        *refused_settings(resolved, there),
+        *(missing_gpus(config, visible, environ) if config.trainer.engine != "verl" else []),
+        *_unusable_gpus(config, visible, environ),
+        *_missing_packages(config, visible),
+        *refused_settings(resolved, visible),
     ]
 
 
 def refused_settings(resolved: Resolved, gpus: int | None = None) -> list[str]:
     """Return one sentence for each setting that no machine could honour, or that has no effect."""
-    there = gpu_count() if gpus is None else gpus
-    return [*_not_offered(resolved.config), *idle_settings(resolved, there)[0]]
+    visible = gpu_count() if gpus is None else gpus
+    return [*_unsupported_settings(resolved.config), *find_unused(resolved, visible)[0]]
 
 
 def remarks(
     resolved: Resolved, gpus: int | None = None, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
     """Return what does not stop a run, but may surprise."""
-    there = gpu_count() if gpus is None else gpus
+    visible = gpu_count() if gpus is None else gpus
     config = resolved.config
     return [
-        *idle_settings(resolved, there)[1],
-        *_unusual(resolved),
-        *_two_kls(config),
-        *_gspo(config),
-        *(_not_as_verl(resolved) if resolved.verl else ()),
+        *find_unused(resolved, visible)[1],
+        *_range_remarks(resolved),
+        *_kl_remarks(config),
+        *_gspo_remarks(config),
+        *(_verl_remarks(resolved) if resolved.verl else ()),
         *judge_remarks(config),
         *local_remarks(config),
         *mixture_remarks(config.reward),
-        *cluster_remarks(config, there, environ),
+        *cluster_remarks(config, visible, environ),
     ]
 
 
 def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return what a run cannot start without: prompts, reward models, and keys."""
-    said = [
+    problems = [
         *broken_models(config),
         *missing_keys(config, environ),
         *missing_for_sdks(config, environ),
@@ -97,15 +97,15 @@ def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> l
         *missing_for_judge(config, environ),
     ]
     if not config.data.train_files:
-        said.append(
+        problems.append(
             "There are no prompts to train on: name them with --train_files FILE. "
             f"`{ppo('data prepare gsm8k --source openai/gsm8k --out data/gsm8k')}` makes a set, "
             "and --preset embedded trains on the bundled one."
         )
-    return said
+    return problems
 
 
-def _unusual(resolved: Resolved) -> Iterator[str]:
+def _range_remarks(resolved: Resolved) -> Iterator[str]:
     """Remark on values far from what works elsewhere; presets and defaults are tried."""
     kind = resolved.config.actor.policy_loss.loss_mode
     for name, key in table().items():
@@ -119,7 +119,7 @@ def _unusual(resolved: Resolved) -> Iterator[str]:
             yield f"{origin}: {name} {value:g} is far from what is usual: {low:g} to {high:g}."
 
 
-def _two_kls(config: Config) -> Iterator[str]:
+def _kl_remarks(config: Config) -> Iterator[str]:
     if config.actor.use_kl_loss and config.actor.kl_loss_coef == 0:
         yield "actor.use_kl_loss is on with weight 0: the KL to the reference is only reported."
         return
@@ -131,7 +131,7 @@ def _two_kls(config: Config) -> Iterator[str]:
         )
 
 
-def _gspo(config: Config) -> Iterator[str]:
+def _gspo_remarks(config: Config) -> Iterator[str]:
     actor, mode = config.actor, config.actor.loss_agg_mode
     if actor.policy_loss.loss_mode != "gspo":
         return
@@ -147,16 +147,16 @@ def _gspo(config: Config) -> Iterator[str]:
         )
 
 
-def _not_as_verl(resolved: Resolved) -> Iterator[str]:
+def _verl_remarks(resolved: Resolved) -> Iterator[str]:
     """Remark on what verl does otherwise, or leaves undone, with the same settings."""
     config, origins = resolved.config, resolved.origins
     if config.trainer.save_freq == -1:
         yield "trainer.save_freq -1: verl would save nothing; here the end of the run is saved."
     if config.trainer.test_freq == -1 and config.data.val_files:
         yield "trainer.test_freq -1: verl would not validate at the end; here it is done."
-    asked = not origins["actor.clip_ratio"].startswith((DEFAULT, "preset "))
+    is_chosen = not origins["actor.clip_ratio"].startswith((DEFAULT, "preset "))
     clips = [origins[f"actor.clip_ratio_{side}"] for side in ("low", "high")]
-    if asked and all(origin.startswith("verl ") for origin in clips):
+    if is_chosen and all(origin.startswith("verl ") for origin in clips):
         yield (
             f"actor.clip_ratio {config.actor.clip_ratio:g} changes nothing, as in verl: "
             "actor.clip_ratio_low and actor.clip_ratio_high are 0.2 there; set these."
@@ -164,7 +164,7 @@ def _not_as_verl(resolved: Resolved) -> Iterator[str]:
 
 
 # Arguments of vLLM that follow from settings of ours, and which; None: from no single one.
-OURS_OF_VLLM: Final = {
+VLLM_ARGUMENTS: Final = {
     "model": "model.path",
     "tokenizer": "model.path",
     "dtype": "model.dtype",
@@ -189,18 +189,18 @@ OURS_OF_VLLM: Final = {
 }  # fmt: skip
 
 
-def _not_offered(config: Config) -> Iterator[str]:
+def _unsupported_settings(config: Config) -> Iterator[str]:
     # Refuse arguments of vLLM that the program sets by itself.
-    for name in config.rollout.engine_kwargs.vllm.keys() & OURS_OF_VLLM.keys():
-        own = OURS_OF_VLLM[name]
-        use = "leave it out" if own is None else f"set {own} instead"
+    for name in config.rollout.engine_kwargs.vllm.keys() & VLLM_ARGUMENTS.keys():
+        setting_name = VLLM_ARGUMENTS[name]
+        use = "leave it out" if setting_name is None else f"set {setting_name} instead"
         yield f"rollout.engine_kwargs.vllm.{name}: the program chooses it for vLLM; {use}."
     try:
         rejections(config)
     except ValueError as error:
         yield str(error)
     correction = config.algorithm.rollout_correction
-    if correction.bypass_mode and (why := why_logprobs_again(config)):
+    if correction.bypass_mode and (why := why_recompute_logprobs(config)):
         yield (
             "algorithm.rollout_correction.bypass_mode: the actor must compute old log-probs, as "
             f"{why}; leave it out."
@@ -253,18 +253,23 @@ def missing_gpus(
     config: Config, gpus: int | None = None, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
     """Say why a number of GPUs cannot be had; of a running cluster this machine may know none."""
-    there = gpu_count() if gpus is None else gpus
-    wanted = config.trainer.n_gpus_per_node
-    if wanted is None or 0 < wanted <= there or wanted == there or environ.get("RAY_ADDRESS"):
+    present = gpu_count() if gpus is None else gpus
+    configured = config.trainer.n_gpus_per_node
+    if (
+        configured is None
+        or 0 < configured <= present
+        or configured == present
+        or environ.get("RAY_ADDRESS")
+    ):
         return []
-    if wanted and ASSUMED_MEMORY.get() is not None:  # the plan is of GPUs elsewhere
+    if configured and ASSUMED_MEMORY.get() is not None:  # the plan is of GPUs elsewhere
         return []
-    if wanted == 0:
+    if configured == 0:
         mend = 'to train on the CPU set CUDA_VISIBLE_DEVICES="" and leave --n_gpus out'
     else:
-        mend = f"use {there}" if there else "leave --n_gpus out to train on the CPU"
-    visible = f"{there or 'no'} GPU{'s are' if there > 1 else ' is'} visible here"
-    return [f"trainer.n_gpus_per_node is {wanted}, but {visible}; {mend}."]
+        mend = f"use {present}" if present else "leave --n_gpus out to train on the CPU"
+    visible = f"{present or 'no'} GPU{'s are' if present > 1 else ' is'} visible here"
+    return [f"trainer.n_gpus_per_node is {configured}, but {visible}; {mend}."]
 
 
 def _unusable_gpus(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:
@@ -284,7 +289,7 @@ def _unusable_gpus(config: Config, gpus: int, environ: Mapping[str, str]) -> Ite
 
 
 @dataclass(frozen=True)
-class Idle:
+class UnusedReason:
     """Why a setting changes nothing: a row of unused.toml, which explains it."""
 
     condition: str
@@ -293,7 +298,7 @@ class Idle:
     tuning: bool = False
 
 
-def _every_judge(true: Callable[[ApiReward], bool]) -> Callable[[Config], bool]:
+def _all_judges(true: Callable[[ApiReward], bool]) -> Callable[[Config], bool]:
     """Tell whether something is true of all judges, and there are some."""
 
     def when(config: Config) -> bool:
@@ -303,7 +308,7 @@ def _every_judge(true: Callable[[ApiReward], bool]) -> Callable[[Config], bool]:
     return when
 
 
-def _every_model(served: bool) -> Callable[[Config], bool]:
+def _all_models(served: bool) -> Callable[[Config], bool]:
     """Tell whether all reward models are served, or all are on this machine."""
 
     def when(config: Config) -> bool:
@@ -313,21 +318,21 @@ def _every_model(served: bool) -> Callable[[Config], bool]:
     return when
 
 
-def _all_paths_own(config: Config) -> bool:
+def _run_model_unused(config: Config) -> bool:
     """Tell whether a mixture never uses the run's reward model."""
     reward = config.reward
     parts = mixture_of(reward)
     return bool(parts) and not any(p.kind == "model" and "path" not in p.model for p in parts)
 
 
-def _all_rules_own(config: Config) -> bool:
+def _run_rule_unused(config: Config) -> bool:
     """Tell whether a mixture never uses the run's rule or function."""
     parts = [p for p in mixture_of(config.reward) if p.kind == "rule"]
-    own = all(p.rule is not None or p.function is not None for p in parts)
-    return has_mixture(config.reward) and own
+    all_named = all(p.rule is not None or p.function is not None for p in parts)
+    return has_mixture(config.reward) and all_named
 
 
-def _no_code(config: Config) -> bool:
+def _runs_no_code(config: Config) -> bool:
     """Tell whether surely no rule runs code; a rule chosen by data_source may."""
     rules = rules_of(config.reward)
     return all(r.function is not None or r.rule not in (None, "code") for r in rules)
@@ -342,28 +347,28 @@ CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
     "no_judge": lambda c: not judges_of(c.reward),
     "no_reward_model": lambda c: not models_of(c.reward),
     "no_rule": lambda c: not rules_of(c.reward),
-    "no_code": _no_code,
-    "judge_elsewhere": _every_judge(lambda api: api.type != "local"),
-    "no_monitor": _every_judge(lambda api: api.monitor.model is None),
-    "no_labels": _every_judge(lambda api: api.monitor.labels is None),
-    "decision_endpoint": _every_judge(lambda api: api.mode == "decision"),
-    "no_rubric": _every_judge(lambda api: api.rubric is None),
-    "fixed_scale": _every_judge(lambda api: api.mode == "compare" or api.rubric is not None),
-    "fixed_output": _every_judge(lambda api: api.mode != "text" or api.rubric is not None),
-    "own_judge_prompt": _every_judge(
+    "no_code": _runs_no_code,
+    "judge_elsewhere": _all_judges(lambda api: api.type != "local"),
+    "no_monitor": _all_judges(lambda api: api.monitor.model is None),
+    "no_labels": _all_judges(lambda api: api.monitor.labels is None),
+    "decision_endpoint": _all_judges(lambda api: api.mode == "decision"),
+    "no_rubric": _all_judges(lambda api: api.rubric is None),
+    "fixed_scale": _all_judges(lambda api: api.mode == "compare" or api.rubric is not None),
+    "fixed_output": _all_judges(lambda api: api.mode != "text" or api.rubric is not None),
+    "own_judge_prompt": _all_judges(
         lambda api: (
             (api.prompt_file, api.scoring_prompt, api.rubric) != (None, None, None)
             or api.mode == "compare"
         )
     ),
-    "no_comparison": _every_judge(lambda api: api.mode != "compare"),
-    "not_in_pairs": _every_judge(lambda api: (api.mode, api.compare) != ("compare", "pairs")),
-    "own_prices": _every_judge(lambda api: None not in (api.price_input, api.price_output)),
-    "hedge_after_timeout": _every_judge(lambda api: (api.hedge_after or 0) >= api.timeout),
-    "every_rule_its_own": _all_rules_own,
-    "every_model_its_own": _all_paths_own,
-    "model_is_served": _every_model(served=True),
-    "model_is_local": _every_model(served=False),
+    "no_comparison": _all_judges(lambda api: api.mode != "compare"),
+    "not_in_pairs": _all_judges(lambda api: (api.mode, api.compare) != ("compare", "pairs")),
+    "own_prices": _all_judges(lambda api: None not in (api.price_input, api.price_output)),
+    "hedge_after_timeout": _all_judges(lambda api: (api.hedge_after or 0) >= api.timeout),
+    "every_rule_its_own": _run_rule_unused,
+    "every_model_its_own": _run_model_unused,
+    "model_is_served": _all_models(served=True),
+    "model_is_local": _all_models(served=False),
     "mixture_off": lambda c: c.reward.composite.enable is False,
     "no_overlong_buffer": lambda c: c.reward.shaping.overlong_buffer is None,
     "no_budget": lambda c: (
@@ -400,55 +405,55 @@ CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
 }
 
 
-def _read_effects() -> dict[str, Idle]:
+def _read_unused() -> dict[str, UnusedReason]:
     rows = tomllib.loads(Path(__file__).with_name("unused.toml").read_text(encoding="utf-8"))
-    found: dict[str, Idle] = {}
+    rows_of: dict[str, UnusedReason] = {}
     for condition, row in rows.items():
-        found |= dict.fromkeys(row.pop("keys"), Idle(condition, **row))
-    return found
+        rows_of |= dict.fromkeys(row.pop("keys"), UnusedReason(condition, **row))
+    return rows_of
 
 
-EFFECTS: Final = _read_effects()
+UNUSED: Final = _read_unused()
 
 
-def idle_settings(resolved: Resolved, gpus: int | None = None) -> tuple[list[str], list[str]]:
+def find_unused(resolved: Resolved, gpus: int | None = None) -> tuple[list[str], list[str]]:
     """Return what to refuse, and what only to note, of settings that change nothing."""
     config = resolved.config
     # With the number of GPUs filled in no condition looks for them.
-    known = {"n_gpus_per_node": gpus_per_node(config, gpus)}
-    counted = config.model_copy(update={"trainer": config.trainer.model_copy(update=known)})
+    counts = {"n_gpus_per_node": gpus_per_node(config, gpus)}
+    counted = config.model_copy(update={"trainer": config.trainer.model_copy(update=counts)})
     refused: dict[tuple[str, str], list[str]] = {}
     noted: dict[tuple[str, str], list[str]] = {}
     for key, setting in table().items():
         origin = resolved.origins[key]
         if origin.startswith((DEFAULT, "verl ")) or value_of(config, key) == setting.default:
             continue
-        idle = next((row for row in _rows(key) if CONDITIONS[row.condition](counted)), None)
+        idle = next((row for row in _reasons_of(key) if CONDITIONS[row.condition](counted)), None)
         if idle is not None:
             to = refused if _is_refused(resolved, key, idle) else noted
             to.setdefault((origin, idle.text), []).append(key)
-    return _told(refused), _told(noted)
+    return _format_messages(refused), _format_messages(noted)
 
 
-def effects_of(key: str) -> Iterator[str]:
+def describe_unused(key: str) -> Iterator[str]:
     """Why and when a setting has no effect: a sentence for each case in unused.toml."""
-    return (f"{row.condition.replace('_', ' ')}: {row.text}" for row in _rows(key))
+    return (f"{row.condition.replace('_', ' ')}: {row.text}" for row in _reasons_of(key))
 
 
-def _told(found: dict[tuple[str, str], list[str]]) -> list[str]:
-    return [f"{o}: {', '.join(keys)} has no effect: {text}." for (o, text), keys in found.items()]
+def _format_messages(groups: dict[tuple[str, str], list[str]]) -> list[str]:
+    return [f"{o}: {', '.join(keys)} has no effect: {text}." for (o, text), keys in groups.items()]
 
 
-def _rows(key: str) -> Iterator[Idle]:
+def _reasons_of(key: str) -> Iterator[UnusedReason]:
     """Find the rows of a key: its own, then those of its groups, the nearest first."""
     if key == "reward.api.enable":
         return
     parts = key.split(".")
     groups = [".".join(parts[:cut]) + ".*" for cut in range(len(parts) - 1, 0, -1)]
-    yield from (EFFECTS[name] for name in (key, *groups) if name in EFFECTS)
+    yield from (UNUSED[name] for name in (key, *groups) if name in UNUSED)
 
 
-def _is_refused(resolved: Resolved, key: str, idle: Idle) -> bool:
+def _is_refused(resolved: Resolved, key: str, idle: UnusedReason) -> bool:
     """Tell an error from a remark: who typed a setting wants it; a preset serves many runs."""
     origin = resolved.origins[key]
     if resolved.verl or idle.tuning or origin.startswith(("preset ", "bundled prompts")):

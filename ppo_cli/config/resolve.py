@@ -15,49 +15,49 @@ from pydantic import ValidationError
 
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.config.derived import (
-    clip_high,
-    clip_low,
     critic_mini_batch,
-    fitting_batches,
+    describe_lowered_batches,
+    fit_batches,
     gpu_count,
-    lowered_batches,
+    lower_clip,
     train_rows,
+    upper_clip,
     uses_critic,
 )
 from ppo_cli.config.device_checks import cluster_clashes
 from ppo_cli.config.keys import (
     NO,
     Clash,
-    find,
-    nested,
-    place,
-    range_words,
+    describe_range,
+    find_key,
+    nest_values,
     read_free,
     read_value,
-    refusals,
     sections,
-    suggest,
+    set_nested,
+    suggest_key,
     table,
+    validation_messages,
     value_of,
 )
 from ppo_cli.config.layers import (
     FILE,
-    OF_RUN,
-    Demand,
+    RUN_ORIGIN,
+    DerivedValue,
     Entry,
-    Gathered,
-    Late,
+    Expectation,
+    Layers,
     Reset,
-    code_of_run,
-    gather,
-    reward_files_here,
+    find_reward_files,
+    find_run_code,
+    read_layers,
 )
 from ppo_cli.config.mixture import has_mixture
 from ppo_cli.config.model_checks import head_clashes, model_clashes
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.reward_checks import judge_clashes, mixture_clashes
 from ppo_cli.config.schema import Config
-from ppo_cli.config.verl import Translator, generation_of, taken_as, verl_defaults
+from ppo_cli.config.verl import Translator, default_layer, describe_defaults, detect_generation
 from ppo_cli.errors import ConfigError
 from ppo_cli.redact import hide_settings, redact
 
@@ -198,23 +198,23 @@ def _parts(config: Config) -> Iterator[Clash]:
 
 def _clips(config: Config) -> Iterator[Clash]:
     actor, kind = config.actor, config.actor.policy_loss.loss_mode
-    if clip_low(actor) >= 1 and kind not in ("cispo", "geo_mean"):
+    if lower_clip(actor) >= 1 and kind not in ("cispo", "geo_mean"):
         yield Clash(
             ("actor.clip_ratio_low",),
-            f"the lower clip range {clip_low(actor):g} must be below 1.",
+            f"the lower clip range {lower_clip(actor):g} must be below 1.",
         )
-    elif clip_low(actor) > clip_high(actor) and kind not in ("cispo", "geo_mean"):
+    elif lower_clip(actor) > upper_clip(actor) and kind not in ("cispo", "geo_mean"):
         yield Clash(
             ("actor.clip_ratio_low", "actor.clip_ratio_high", "actor.clip_ratio"),
-            f"the lower clip range {clip_low(actor):g} is above the upper one "
-            f"{clip_high(actor):g}; swap actor.clip_ratio_low and actor.clip_ratio_high.",
+            f"the lower clip range {lower_clip(actor):g} is above the upper one "
+            f"{upper_clip(actor):g}; swap actor.clip_ratio_low and actor.clip_ratio_high.",
         )
     bound = actor.clip_ratio_c if POLICY_LOSSES[kind].dual else None
-    if bound is not None and clip_high(actor) + 1 >= bound:
+    if bound is not None and upper_clip(actor) + 1 >= bound:
         yield Clash(
             ("actor.clip_ratio_c", "actor.clip_ratio_high", "actor.clip_ratio"),
             f"the dual-clip bound actor.clip_ratio_c {bound:g} lies inside the clip "
-            f"range (1 + {clip_high(actor):g}); use 3, or a smaller range.",
+            f"range (1 + {upper_clip(actor):g}); use 3, or a smaller range.",
         )
 
 
@@ -279,13 +279,13 @@ def _schedule(config: Config) -> Iterator[Clash]:
 
 def _reward(config: Config) -> Iterator[Clash]:
     reward = config.reward
-    given = {
+    sources = {
         "reward.api.enable": ("judge", reward.api.enable),
         "reward.model.path": ("model", reward.model.path is not None),
         "reward.function": ("rule", reward.function is not None),
         "reward.rule": (f"rule:{reward.rule}", reward.rule is not None),
     }
-    keys = tuple(key for key, (_, there) in given.items() if there)
+    keys = tuple(key for key, (_, is_set) in sources.items() if is_set)
     if has_mixture(reward):
         if reward.function is not None and reward.rule is not None:
             yield Clash(
@@ -295,7 +295,7 @@ def _reward(config: Config) -> Iterator[Clash]:
             )
     elif len(keys) > 1:
         share = f"{1 / len(keys):.2g}"
-        mix = " ".join(f"--reward {given[key][0]}:{share}" for key in keys)
+        mix = " ".join(f"--reward {sources[key][0]}:{share}" for key in keys)
         out = " without --rule" if keys[-2:] == ("reward.function", "reward.rule") else ""
         yield Clash(
             keys,
@@ -343,23 +343,23 @@ def resolve(
     of variables in `environ` where they really come from, such as SLURM's.
     """
     layers = (flags, preset, config_files, overrides, environ, origins)
-    draft = _merge(gather(*layers, run=run), environ)
+    draft = _merge(read_layers(*layers, run=run), environ)
     config = _build(draft)
-    if files := reward_files_here(config.reward, named=FILE in draft.entries):
-        draft = _merge(gather(*layers, reward_files=files, run=run), environ)
+    if files := find_reward_files(config.reward, named=FILE in draft.entries):
+        draft = _merge(read_layers(*layers, reward_files=files, run=run), environ)
         config = _build(draft)
         draft.notes += (f"Settings of the reward are read from {f} in this folder." for f in files)
     config = _fit_batches(draft, config)
     hide_settings(config.model_dump())
     for clash in cross_checks(config, environ, verl=draft.verl):
         if not draft.broken.intersection(clash.keys):
-            draft.problems.append(f"{_blame(draft, clash.keys)}: {clash.text}")
+            draft.problems.append(f"{_origins_of(draft, clash.keys)}: {clash.text}")
     draft.problems += [
         f"{demand.origin}: {demand.otherwise}"
         for demand in draft.demands
         if not demand.holds(lambda name: value_of(config, name))
     ]
-    draft.problems += code_of_run(draft.entries, draft.values, run) if run else ()
+    draft.problems += find_run_code(draft.entries, draft.values, run) if run else ()
     if draft.problems:
         raise ConfigError([redact(line, environ) for line in dict.fromkeys(draft.problems)])
     notes = tuple(dict.fromkeys(draft.notes))
@@ -373,18 +373,18 @@ def _fit_batches(draft: _Draft, config: Config) -> Config:
     """Lower batch sizes that nobody asked for to the rows and the batch there are, and say so."""
     rows, batch = train_rows(config), config.data.train_batch_size
     mini = config.actor.ppo_mini_batch_size
-    asked = {
+    chosen = {
         name
         for name in BATCHES
         if name in draft.entries and not draft.entries[name].origin.startswith(("preset ", "verl "))
     }
-    if rows and rows < batch and not asked:
-        draft.notes.append(lowered_batches(rows, batch, mini))
-        batch, mini = fitting_batches(rows, batch, mini)
+    if rows and rows < batch and not chosen:
+        draft.notes.append(describe_lowered_batches(rows, batch, mini))
+        batch, mini = fit_batches(rows, batch, mini)
         sizes = {BATCHES[0]: batch, BATCHES[1]: mini}
         why = f"{rows} training rows"
     else:  # too few rows for a batch that was asked for are refused when they have been read
-        if mini <= batch or BATCHES[1] in asked:
+        if mini <= batch or BATCHES[1] in chosen:
             return config
         sizes, why = {BATCHES[1]: batch}, f"a batch of {batch}"
         draft.notes.append(f"--mini_batch_size is lowered to the batch of {batch} prompts.")
@@ -401,32 +401,32 @@ class _Draft:
     entries: dict[str, Entry]
     problems: list[str]
     notes: list[str]
-    demands: list[Demand]
+    demands: list[Expectation]
     values: dict[str, Any] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
     verl: bool = False
 
 
-def _merge(found: Gathered, environ: Mapping[str, str]) -> _Draft:
-    verl = generation_of(found.layers, found.problems)
-    translator = Translator(environ, found.problems, found.notes, verl is not None)
-    draft = _Draft({}, found.problems, found.notes, translator.demands, verl=verl is not None)
+def _merge(gathered: Layers, environ: Mapping[str, str]) -> _Draft:
+    verl = detect_generation(gathered.layers, gathered.problems)
+    translator = Translator(environ, gathered.problems, gathered.notes, verl is not None)
+    draft = _Draft({}, gathered.problems, gathered.notes, translator.demands, verl=verl is not None)
     if verl is not None:
-        found.layers.insert(0, verl_defaults(verl))
-        found.notes.append(taken_as(verl))
-    for layer in found.layers:
+        gathered.layers.insert(0, default_layer(verl))
+        gathered.notes.append(describe_defaults(verl))
+    for layer in gathered.layers:
         for entry in translator.translate(layer):
-            _lay(draft, entry)
+            _apply_entry(draft, entry)
     return draft
 
 
-def _lay(draft: _Draft, entry: Entry) -> None:
+def _apply_entry(draft: _Draft, entry: Entry) -> None:
     """Put an entry over what lower layers said."""
-    key = find(entry.name)
+    key = find_key(entry.name)
     if key is None:
-        draft.problems.append(f"{entry.origin}: {_unknown(entry.name, verl=draft.verl)}")
+        draft.problems.append(f"{entry.origin}: {_unknown_setting(entry.name, verl=draft.verl)}")
         return
-    if key.consent and entry.origin.startswith(OF_RUN):
+    if key.consent and entry.origin.startswith(RUN_ORIGIN):
         if str(entry.raw).lower() not in NO:
             draft.notes.append(
                 f"{entry.origin}: {key.name} is not taken from a run. If you allow it, add "
@@ -440,89 +440,89 @@ def _lay(draft: _Draft, entry: Entry) -> None:
         draft.entries[entry.name] = entry
 
 
-def _unknown(name: str, *, verl: bool) -> str:
+def _unknown_setting(name: str, *, verl: bool) -> str:
     if name in sections():
-        some = next(k for k in table() if k.startswith(f"{name}."))
-        return f"{name} is a group of settings; set one of them, such as {some}."
-    return f"there is no setting '{name}'.{suggest(name, strict=verl)}"
+        example = next(k for k in table() if k.startswith(f"{name}."))
+        return f"{name} is a group of settings; set one of them, such as {example}."
+    return f"there is no setting '{name}'.{suggest_key(name, strict=verl)}"
 
 
 def _build(draft: _Draft) -> Config:
-    late = [e for e in draft.entries.values() if isinstance(e.raw, Late)]
+    late = [e for e in draft.entries.values() if isinstance(e.raw, DerivedValue)]
     late.sort(key=lambda entry: not entry.name.startswith("trainer."))  # others count devices
     for entry in draft.entries.values():
-        if not isinstance(entry.raw, Late):
-            _read(draft, entry, entry.raw)
+        if not isinstance(entry.raw, DerivedValue):
+            _read_entry(draft, entry, entry.raw)
     for entry in late:
         try:
             raw = entry.raw.compute(lambda name: _value(draft, name))
         except ValueError as error:
-            _break(draft, entry.name, f"{entry.origin}: {error}")
+            _reject(draft, entry.name, f"{entry.origin}: {error}")
             continue
         if raw is not None or table()[entry.name].optional:
-            _read(draft, entry, raw)
+            _read_entry(draft, entry, raw)
         else:
             del draft.entries[entry.name]
-    _name_judge(draft)
-    _one_kl(draft)
-    _below_values(draft)
+    _default_judge_model(draft)
+    _default_kl_in_reward(draft)
+    _check_free_keys(draft)
     return _validated(draft)
 
 
-def _below_values(draft: _Draft) -> None:
+def _check_free_keys(draft: _Draft) -> None:
     """Refuse free-form keys below a plain value that another setting gave: it is no group."""
     tree: dict[str, Any] = {}
     for name, value in list(draft.values.items()):
-        if owner := place(tree, name, value):
-            said = f"{owner} is one value already, and no group; set it as a group."
-            _break(draft, name, f"{draft.entries[name].origin}: {name}: {said}")
+        if owner := set_nested(tree, name, value):
+            problem = f"{owner} is one value already, and no group; set it as a group."
+            _reject(draft, name, f"{draft.entries[name].origin}: {name}: {problem}")
 
 
-def _name_judge(draft: _Draft) -> None:
+def _default_judge_model(draft: _Draft) -> None:
     """Give the default provider's judge a model where none is named."""
     kind = _value(draft, "reward.api.type")
     unnamed = _value(draft, "reward.api.enable") and not _value(draft, "reward.api.model")
     model = JUDGES[kind].default
     if not unnamed or model is None or "reward.api.model" in draft.broken:
         return
-    _fill(draft, "reward.api.model", model, f"default of {kind}")
+    _set_default(draft, "reward.api.model", model, f"default of {kind}")
     draft.notes.append(f"The judge is {model} ({kind}); --rm_model names another.")
 
 
-def _one_kl(draft: _Draft) -> None:
+def _default_kl_in_reward(draft: _Draft) -> None:
     """With a KL loss or gdpo, leave the KL out of the reward unless it is asked for there."""
     name, estimator = "algorithm.use_kl_in_reward", _value(draft, "algorithm.adv_estimator")
     parts = estimator in ESTIMATORS and ESTIMATORS[estimator].parts
     if (_value(draft, "actor.use_kl_loss") or parts) and name not in draft.entries:
         why = f"default with {'gdpo' if parts else 'actor.use_kl_loss'}"
-        _fill(draft, name, "false", why)
+        _set_default(draft, name, "false", why)
 
 
-def _fill(draft: _Draft, name: str, raw: str, origin: str) -> None:
+def _set_default(draft: _Draft, name: str, raw: str, origin: str) -> None:
     draft.entries[name] = entry = Entry(name, raw, origin)
-    _read(draft, entry, raw)
+    _read_entry(draft, entry, raw)
 
 
 def _value(draft: _Draft, name: str) -> Any:
     return draft.values.get(name, table()[name].default)
 
 
-def _read(draft: _Draft, entry: Entry, raw: Any) -> None:
-    key = find(entry.name)
+def _read_entry(draft: _Draft, entry: Entry, raw: Any) -> None:
+    key = find_key(entry.name)
     assert key is not None
     try:
         draft.values[entry.name] = read_value(key, raw) if key.name == entry.name else raw
         if key.name != entry.name:
             draft.values[entry.name] = read_free(raw)
     except ValueError as error:
-        wanted = range_words(key)
-        tail = f" ({wanted})" if wanted and not (key.choices or "UTF-8" in str(error)) else ""
-        said = f"{error}{tail}"
-        dot = "" if said[-1] in ".?" else "."
-        _break(draft, entry.name, f"{entry.origin}: {entry.name}: {said}{dot}")
+        allowed = describe_range(key)
+        tail = f" ({allowed})" if allowed and not (key.choices or "UTF-8" in str(error)) else ""
+        problem = f"{error}{tail}"
+        dot = "" if problem[-1] in ".?" else "."
+        _reject(draft, entry.name, f"{entry.origin}: {entry.name}: {problem}{dot}")
 
 
-def _break(draft: _Draft, name: str, problem: str) -> None:
+def _reject(draft: _Draft, name: str, problem: str) -> None:
     draft.problems.append(problem)
     draft.broken.add(name)
     draft.values.pop(name, None)
@@ -530,29 +530,29 @@ def _break(draft: _Draft, name: str, problem: str) -> None:
 
 def _validated(draft: _Draft) -> Config:
     try:
-        return Config.model_validate(nested(draft.values))
+        return Config.model_validate(nest_values(draft.values))
     except ValidationError as error:
-        for name, said in refusals(error, table()).items():
-            _break(draft, name, f"{draft.entries[name].origin}: {name} {said}.")
-    return Config.model_validate(nested(draft.values))
+        for name, message in validation_messages(error, table()).items():
+            _reject(draft, name, f"{draft.entries[name].origin}: {name} {message}.")
+    return Config.model_validate(nest_values(draft.values))
 
 
 def _origins(entries: Mapping[str, Entry]) -> dict[str, str]:
     origins = dict.fromkeys(table(), DEFAULT)
     for name, entry in entries.items():
-        key = find(name)
+        key = find_key(name)
         assert key is not None
         origins[key.name] = entry.origin
     return origins
 
 
-def _blame(draft: _Draft, names: Sequence[str]) -> str:
+def _origins_of(draft: _Draft, names: Sequence[str]) -> str:
     """Name where the values of a clash were set; with none set, the default."""
-    given = [entry.origin for n in names if (entry := _entry_near(draft.entries, n)) is not None]
-    return ", ".join(dict.fromkeys(given)) or DEFAULT
+    set_by = [entry.origin for n in names if (entry := _find_entry(draft.entries, n)) is not None]
+    return ", ".join(dict.fromkeys(set_by)) or DEFAULT
 
 
-def _entry_near(entries: Mapping[str, Entry], name: str) -> Entry | None:
+def _find_entry(entries: Mapping[str, Entry], name: str) -> Entry | None:
     """Return the entry that set a value: by its name, as part of a group, or as a group."""
     parts = name.split(".")
     for cut in range(len(parts), 1, -1):

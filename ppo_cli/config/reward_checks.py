@@ -23,7 +23,7 @@ from ppo_cli.config.derived import (
 from ppo_cli.config.keys import Clash
 from ppo_cli.config.machine.gpus import list_gpus
 from ppo_cli.config.machine.torch_build import GpuFault, find_fault, read_build
-from ppo_cli.config.memory.devices import GIB, KV_GB, judge_place
+from ppo_cli.config.memory.devices import GIB, KV_GB, judge_memory
 from ppo_cli.config.mixture import (
     PARTS,
     SCALINGS,
@@ -39,9 +39,9 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import folder_problem, has_template
 from ppo_cli.config.models.known_models import (
     JUDGES,
-    asked_at,
-    missing_settings,
-    retirement,
+    effective_provider,
+    missing_sdk_settings,
+    shutdown_date,
 )
 from ppo_cli.config.models.weight_files import read_json, text_config
 from ppo_cli.config.reward_schema import ApiReward, Monitor, Reward
@@ -55,9 +55,9 @@ MIXTURE = ("reward.parts", "reward.composite.parts", "reward.composite.weights")
 def judge_clashes(config: Config) -> Iterator[Clash]:
     """Return every clash between a judge's settings; none while no judge scores."""
     for judge in judges_of(config.reward):
-        yield from _model(judge)
-        yield from _prices(judge)
-        yield from _decision(judge)
+        yield from _check_model(judge)
+        yield from _check_prices(judge)
+        yield from _check_decision_mode(judge)
         if judge.settings.batch_wait is not None:
             yield Clash(
                 judge.keys("batch_wait"),
@@ -65,23 +65,23 @@ def judge_clashes(config: Config) -> Iterator[Clash]:
                 "`ppo reward score`, calibrate or audit.",
             )
         if judge.settings.mode == "compare":
-            yield from _compare(judge, config)
-        yield from _keyless(judge.key, "", judge.settings)
+            yield from _check_compare_mode(judge, config)
+        yield from _check_keyless(judge.key, "", judge.settings)
         if (second := judge.settings.monitor).model is not None:
-            yield from _keyless(judge.key, "monitor.", second)
+            yield from _check_keyless(judge.key, "monitor.", second)
 
 
 def missing_keys(config: Config, environ: Mapping[str, str]) -> list[str]:
     """Return one sentence for each judge whose key is not in the environment."""
-    said = [_missing_key(*asked, environ) for asked in _asked(config)]
-    return [sentence for sentence in dict.fromkeys(said) if sentence]
+    problems = [_missing_key(*judge, environ) for judge in _required_judges(config)]
+    return [sentence for sentence in dict.fromkeys(problems) if sentence]
 
 
-def _asked(config: Config) -> Iterator[tuple[str, str, ApiReward | Monitor]]:
+def _required_judges(config: Config) -> Iterator[tuple[str, str, ApiReward | Monitor]]:
     """Give each judge that a run must reach: its name, how to name its key, its settings."""
     for judge in judges_of(config.reward):
-        own, monitor = judge.key != "reward.api", judge.settings.monitor
-        mend = f"{judge.key}.key_env=NAME" if own else "--rm_key_env NAME"
+        of_part, monitor = judge.key != "reward.api", judge.settings.monitor
+        mend = f"{judge.key}.key_env=NAME" if of_part else "--rm_key_env NAME"
         yield judge.name, mend, judge.settings
         if monitor.model is not None and monitor.required:
             yield "the monitoring judge", f"{judge.key}.monitor.key_env=NAME", monitor
@@ -89,40 +89,42 @@ def _asked(config: Config) -> Iterator[tuple[str, str, ApiReward | Monitor]]:
 
 def missing_for_sdks(config: Config, environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each setting that the SDKs of the judges lack, keys aside."""
-    said: list[str] = []
-    for _, _, one in _asked(config):
-        kind = asked_at(one.type, environ)
-        said += missing_settings(kind, environ, base_url=one.base_url, key_env=one.key_env)
-    return list(dict.fromkeys(said))
+    problems: list[str] = []
+    for _, _, judge in _required_judges(config):
+        kind = effective_provider(judge.type, environ)
+        problems += missing_sdk_settings(
+            kind, environ, base_url=judge.base_url, key_env=judge.key_env
+        )
+    return list(dict.fromkeys(problems))
 
 
 def judge_remarks(config: Config, today: datetime.date | None = None) -> list[str]:
     """Return what does not stop a run with a judge, but may surprise."""
     day = today or datetime.date.today()
-    said: list[str] = []
+    remarks: list[str] = []
     for judge in judges_of(config.reward):
         api = judge.settings
         unnamed = judge.part is not None and not config.reward.api.model
         if unnamed and api.model == JUDGES[api.type].default:
             who = judge.name.capitalize()
-            said.append(f"{who} is {api.model} ({api.type}); --rm_model names another.")
-        said += (_retiring(one, day) for one in (api, api.monitor))
+            remarks.append(f"{who} is {api.model} ({api.type}); --rm_model names another.")
+        remarks += (_shutdown_remark(settings, day) for settings in (api, api.monitor))
         if api.votes > 1 and api.temperature == 0:
-            said.append(
+            remarks.append(
                 f"{api.votes} votes at temperature 0 will hardly differ; leave --rm_temperature "
                 "out (then it is 0.7), or use --rm_votes 1."
             )
     count, run = len(judges_of(config.reward)), config.reward.api
-    given = [f"reward.api.{name}" for name in LIMITS if getattr(run, name) is not None]
-    if count > 1 and given:
-        said.append(
-            f"{' and '.join(given)} hold for each of {count} judges; set others below "
+    limits = [f"reward.api.{name}" for name in LIMITS if getattr(run, name) is not None]
+    if count > 1 and limits:
+        remarks.append(
+            f"{' and '.join(limits)} hold for each of {count} judges; set others below "
             "reward.composite.parts.NAME.judge."
         )
-    return [sentence for sentence in dict.fromkeys(said) if sentence]
+    return [sentence for sentence in dict.fromkeys(remarks) if sentence]
 
 
-def unit_labels(values: Sequence[float], low: float, high: float) -> list[float]:
+def scale_labels(values: Sequence[float], low: float, high: float) -> list[float]:
     """Bring labels to [0, 1], where scores are: thumbs and shares are there already.
 
     Others are on the judge's scale, or else go from the lowest to the highest of them.
@@ -134,7 +136,7 @@ def unit_labels(values: Sequence[float], low: float, high: float) -> list[float]
     return [(value - low) / ((high - low) or 1) for value in values]
 
 
-def _model(judge: Judge) -> Iterator[Clash]:
+def _check_model(judge: Judge) -> Iterator[Clash]:
     api = judge.settings
     if not (api.model or "").strip():
         keys = judge.keys("enable", "model")
@@ -145,9 +147,9 @@ def _model(judge: Judge) -> Iterator[Clash]:
         )
 
 
-def _prices(judge: Judge) -> Iterator[Clash]:
-    given = {"input": judge.settings.price_input, "output": judge.settings.price_output}
-    absent = [name for name, price in given.items() if price is None]
+def _check_prices(judge: Judge) -> Iterator[Clash]:
+    prices = {"input": judge.settings.price_input, "output": judge.settings.price_output}
+    absent = [name for name, price in prices.items() if price is None]
     if len(absent) == 1:
         yield Clash(
             judge.keys("price_input", "price_output"),
@@ -156,7 +158,7 @@ def _prices(judge: Judge) -> Iterator[Clash]:
         )
 
 
-def _decision(judge: Judge) -> Iterator[Clash]:
+def _check_decision_mode(judge: Judge) -> Iterator[Clash]:
     kind = judge.settings.type
     if judge.settings.mode == "decision" and JUDGES[kind].decides is None:
         yield Clash(
@@ -172,7 +174,7 @@ def _decision(judge: Judge) -> Iterator[Clash]:
         )
 
 
-def _compare(judge: Judge, config: Config) -> Iterator[Clash]:
+def _check_compare_mode(judge: Judge, config: Config) -> Iterator[Clash]:
     """Check what is compared; scores within a group teach only what looks at the group."""
     api, n = judge.settings, config.rollout.n
     kind = config.algorithm.adv_estimator
@@ -197,7 +199,7 @@ def _compare(judge: Judge, config: Config) -> Iterator[Clash]:
             f"rollout.n is {n}. Use --rollout_n 4, or --rm_compare ground_truth.",
         )
     if not ESTIMATORS[kind].grouped:
-        usable = ", ".join(name for name, one in ESTIMATORS.items() if one.grouped)
+        usable = ", ".join(name for name, estimator in ESTIMATORS.items() if estimator.grouped)
         yield Clash(
             (*judge.keys("mode", "compare"), "algorithm.adv_estimator"),
             f"--rm_compare {api.compare} gives scores within the responses to one prompt, which "
@@ -213,7 +215,7 @@ def _compare(judge: Judge, config: Config) -> Iterator[Clash]:
         )
 
 
-def _keyless(place: str, group: str, judge: ApiReward | Monitor) -> Iterator[Clash]:
+def _check_keyless(place: str, group: str, judge: ApiReward | Monitor) -> Iterator[Clash]:
     """Refuse the name of a key where a provider takes none."""
     if judge.key_env is not None and not JUDGES[judge.type].keys:
         key = f"{place}.{group}key_env"
@@ -231,22 +233,23 @@ def _missing_key(
         if environ.get(judge.key_env, "").strip():
             return ""
         return f"There is no key for {who}: set {judge.key_env}, as key_env says."
-    known = JUDGES[asked_at(judge.type, environ)]
-    moved = any(environ.get(name, "").strip() for name in known.url_variables)
-    keyless = known.keyless and (judge.base_url or moved or not known.url)
-    if keyless or any(environ.get(name, "").strip() for name in known.keys):
+    provider = JUDGES[effective_provider(judge.type, environ)]
+    moved = any(environ.get(name, "").strip() for name in provider.url_variables)
+    keyless = provider.keyless and (judge.base_url or moved or not provider.url)
+    if keyless or any(environ.get(name, "").strip() for name in provider.keys):
         return ""
     return (
-        f"There is no key for {who} ({judge.type}): set {' or '.join(known.keys)}, or name another "
+        f"There is no key for {who} ({judge.type}): set {' or '.join(provider.keys)}, or name "
+        "another "
         f"variable with {mend}."
     )
 
 
-def _retiring(judge: ApiReward | Monitor, today: datetime.date) -> str:
+def _shutdown_remark(judge: ApiReward | Monitor, today: datetime.date) -> str:
     """Remark on a model that its provider shuts down; behind an own address names are free."""
     if judge.model is None or judge.base_url is not None:
         return ""
-    day = retirement(judge.type, judge.model)
+    day = shutdown_date(judge.type, judge.model)
     if day is None:
         return ""
     when = f"{day.day} {day:%b %Y}"
@@ -270,51 +273,52 @@ def mixture_clashes(config: Config) -> Iterator[Clash]:
             "reward.composite.enable is on, but the mixture has no parts: add --reward "
             "judge:0.7 --reward rule:0.3, or composite weights.",
         )
-    found = read_mixture(reward)
-    yield from found.clashes
-    for part in found.parts:
-        yield from _scaling(part, found, config.rollout.n)
-        yield from _source(part, found, reward)
-    yield from _gates(found)
-    yield from _weights(found)
-    yield from _unheard(found, reward)
+    mixture = read_mixture(reward)
+    yield from mixture.clashes
+    for part in mixture.parts:
+        yield from _check_scaling(part, mixture, config.rollout.n)
+        yield from _check_source(part, mixture, reward)
+    yield from _check_gates(mixture)
+    yield from _check_weights(mixture)
+    yield from _check_unused_judge(mixture, reward)
 
 
 def mixture_remarks(reward: Reward) -> list[str]:
     """Return what does not stop a mixture, but may surprise."""
     parts = read_mixture(reward).parts
     raw = [p.name for p in parts if p.kind == "model" and p.scaling == "none" and p.clip is None]
-    said = []
+    remarks = []
     if raw and len(parts) > 1:
-        said.append(
+        remarks.append(
             f"{', '.join(raw)}: scores of a reward model have no fixed scale, and with scaling "
             "none they may dominate the other parts; leave the scaling out (zscore), or use affine "
             "or sigmoid."
         )
     either = [word for word in ("rm_score", "model_score") if word in reward.composite.weights]
     if either and not any(part.kind == "model" for part in parts):
-        said.append(
+        remarks.append(
             f"No reward model is named, so {either[0]} is the judge's score; --reward_model PATH "
             "takes a reward model."
         )
-    return said
+    return remarks
 
 
-def _scaling(part: MixPart, found: Mixture, n: int) -> Iterator[Clash]:
+def _check_scaling(part: MixPart, mixture: Mixture, n: int) -> Iterator[Clash]:
     key, way = f"{PARTS}.{part.name}", SCALINGS[part.scaling]
-    given = [word for word in ("mean", "std") if getattr(part, word) is not None]
-    if way.needed and len(given) < len(way.own):
+    constants = [word for word in ("mean", "std") if getattr(part, word) is not None]
+    if way.needed and len(constants) < len(way.constants):
         yield Clash(
             (f"{key}.scaling",),
             f"part {part.name} is scaled by {part.scaling}, which needs mean and std ({key}.mean, "
             f".std): `{ppo('reward score')}` and `{ppo('reward calibrate')}` print them, and "
             f"`{ppo('reward fit')}` writes them to fit.json.",
         )
-    if given and not way.own:
-        takers = " and ".join(name for name, other in SCALINGS.items() if other.own)
+    if constants and not way.constants:
+        takers = " and ".join(name for name, other in SCALINGS.items() if other.constants)
         yield Clash(
-            tuple(f"{key}.{word}" for word in given),
-            f"{key}: {' and '.join(given)} are for scaling {takers}, not for {part.scaling}, which "
+            tuple(f"{key}.{word}" for word in constants),
+            f"{key}: {' and '.join(constants)} are for scaling {takers}, not for {part.scaling}, "
+            "which "
             f"needs none; set {key}.scaling=affine, or leave them out.",
         )
     if way.grouped and n < 2:
@@ -325,24 +329,24 @@ def _scaling(part: MixPart, found: Mixture, n: int) -> Iterator[Clash]:
         )
 
 
-def _source(part: MixPart, found: Mixture, reward: Reward) -> Iterator[Clash]:
+def _check_source(part: MixPart, mixture: Mixture, reward: Reward) -> Iterator[Clash]:
     if part.kind == "model" and model_settings(reward, part).path is None:
         yield Clash(
-            found.told[part.name],
+            mixture.set_by[part.name],
             f"part {part.name} is a reward model, and none is named: --reward_model PATH, or "
             f"{PARTS}.{part.name}.model.path.",
         )
 
 
-def _gates(found: Mixture) -> Iterator[Clash]:
-    names = list(found.told)
+def _check_gates(mixture: Mixture) -> Iterator[Clash]:
+    names = list(mixture.set_by)
     opens: dict[str, str] = {}
-    for part in found.parts:
+    for part in mixture.parts:
         key, condition = f"{PARTS}.{part.name}.only_if", part.gate
         if condition is None:
             continue
         if condition.part not in names or condition.part == part.name:
-            yield Clash((key,), _stranger(key, part.name, condition.part, names))
+            yield Clash((key,), _describe_unknown_part(key, part.name, condition.part, names))
         else:
             opens[part.name] = condition.part
     try:
@@ -355,30 +359,30 @@ def _gates(found: Mixture) -> Iterator[Clash]:
         )
 
 
-def _stranger(key: str, own: str, other: str, names: list[str]) -> str:
-    if other == own:
+def _describe_unknown_part(key: str, part_name: str, other: str, names: list[str]) -> str:
+    if other == part_name:
         return f"{key}: a part cannot wait for its own score; name another one."
-    others = [name for name in names if name != own]
+    others = [name for name in names if name != part_name]
     near = did_you_mean(other, others)
     return f"{key}: there is no part '{other}'.{near} Parts: {', '.join(others) or 'no other'}."
 
 
-def _weights(found: Mixture) -> Iterator[Clash]:
+def _check_weights(mixture: Mixture) -> Iterator[Clash]:
     """Refuse parts that count for nothing; one that opens another part's gate may."""
-    gates = {part.gate.part for part in found.parts if part.gate is not None}
-    for part in found.parts:
+    gates = {part.gate.part for part in mixture.parts if part.gate is not None}
+    for part in mixture.parts:
         if part.weight == 0 and part.name not in gates:
             yield Clash(
-                found.told[part.name],
+                mixture.set_by[part.name],
                 f"part {part.name} has the weight 0 and would be scored for nothing; leave it out, "
                 "or let another part wait for it with only_if.",
             )
 
 
-def _unheard(found: Mixture, reward: Reward) -> Iterator[Clash]:
+def _check_unused_judge(mixture: Mixture, reward: Reward) -> Iterator[Clash]:
     """Refuse a judge that is switched on beside a mixture without one."""
-    kinds = {part.kind for part in found.parts}
-    if reward.api.enable and found.parts and not found.clashes and "judge" not in kinds:
+    kinds = {part.kind for part in mixture.parts}
+    if reward.api.enable and mixture.parts and not mixture.clashes and "judge" not in kinds:
         yield Clash(
             ("reward.api.enable",),
             "a judge is on (reward.api.enable), but the mixture has no part of kind judge, so it "
@@ -386,7 +390,8 @@ def _unheard(found: Mixture, reward: Reward) -> Iterator[Clash]:
         )
 
 
-LONGEST = 8192  # tokens of a request and its answer; more would need more memory for nothing
+# Tokens of a request and its answer: judges need no more, and more would take memory.
+MAX_REQUEST_TOKENS = 8192
 
 
 def vllm_python(environ: Mapping[str, str]) -> str | None:
@@ -396,8 +401,8 @@ def vllm_python(environ: Mapping[str, str]) -> str | None:
     if has_package("vllm"):
         return sys.executable
     usual = Path(__file__).resolve().parents[2] / ".venv-judge"
-    own = Path(environ.get("PPO_JUDGE_VENV", "").strip() or usual) / "bin" / "python"
-    return str(own) if own.exists() else None
+    python = Path(environ.get("PPO_JUDGE_VENV", "").strip() or usual) / "bin" / "python"
+    return str(python) if python.exists() else None
 
 
 def judge_fault(environ: Mapping[str, str]) -> GpuFault | None:
@@ -421,17 +426,18 @@ def longest_request(model: str) -> int | None:
     if not (folder / "config.json").is_file():
         return None
     config = read_json(folder / "config.json")
-    most = text_config(config).get("max_position_embeddings")
-    return min(LONGEST, most) if isinstance(most, int) else LONGEST
+    limit = text_config(config).get("max_position_embeddings")
+    return min(MAX_REQUEST_TOKENS, limit) if isinstance(limit, int) else MAX_REQUEST_TOKENS
 
 
 def local_clashes(config: Config, gpus: int) -> Iterator[Clash]:
     """What of the settings does not go with a judge that the run starts."""
-    found = [j for j in judges_of(config.reward) if j.settings.type == "local"]
-    if len(found) > 1:
+    local_judges = [j for j in judges_of(config.reward) if j.settings.type == "local"]
+    if len(local_judges) > 1:
         yield Clash(
-            tuple(judge.key + ".type" for judge in found),
-            f"{len(found)} judges are to be started by the run, which starts one; serve the others "
+            tuple(judge.key + ".type" for judge in local_judges),
+            f"{len(local_judges)} judges are to be started by the run, which starts one; serve the "
+            "others "
             "yourself and name them with type openai and base_url.",
         )
     for judge in judges_of(config.reward):
@@ -442,9 +448,9 @@ def local_clashes(config: Config, gpus: int) -> Iterator[Clash]:
                 "a monitoring judge is not started by the run; serve it yourself and name it with "
                 "--rm_monitor_type openai and --rm_monitor_base_url.",
             )
-    if not found:
+    if not local_judges:
         return
-    judge = found[0]
+    judge = local_judges[0]
     for name in ("base_url", "key_env"):
         if getattr(judge.settings, name) is not None:
             yield Clash(
@@ -473,33 +479,33 @@ def missing_for_judge(config: Config, environ: Mapping[str, str]) -> list[str]:
     judge = local_judge(config)
     if judge is None or not judge.settings.model:
         return []
-    said = []
+    problems = []
     if vllm_python(environ) is None:
-        said.append(
+        problems.append(
             "A judge that the run starts needs vLLM: run `scripts/setup vllm`, or on a machine "
             "without a GPU `scripts/setup judge`, or name a Python that has it in PPO_VLLM_PYTHON."
         )
     elif gpus_per_node(config) and (fault := judge_fault(environ)):
-        said.append(str(fault))
+        problems.append(str(fault))
     name = judge.settings.model
     folder = Path(model_folder(name)).expanduser()
     if (folder / "config.json").is_file():
-        said.append(folder_problem(folder, "--rm_model", tokenizer=True))
-        if not said[-1] and not has_template(folder):
-            said.append(
+        problems.append(folder_problem(folder, "--rm_model", tokenizer=True))
+        if not problems[-1] and not has_template(folder):
+            problems.append(
                 f"The judge {name} has no chat template: a judge must be an instruct model, not a "
                 "base model."
             )
     elif name.startswith((".", "/", "~")):
-        said.append(f"The judge {name} is no model folder: it has no config.json.")
-    place = judge_place(config)
+        problems.append(f"The judge {name} is no model folder: it has no config.json.")
+    place = judge_memory(config)
     if place is not None and place.there is not None and place.fits is False:
-        said.append(
+        problems.append(
             f"The judge {name} needs about {place.needed / GIB:.3g} GiB on each of its devices, "
             f"which have {place.there / GIB:.3g} GiB: take a smaller --rm_model, or give it more "
             "GPUs."
         )
-    return [sentence for sentence in said if sentence]
+    return [sentence for sentence in problems if sentence]
 
 
 def local_remarks(config: Config) -> Iterator[str]:
@@ -516,7 +522,7 @@ def local_remarks(config: Config) -> Iterator[str]:
         )
 
 
-def with_devices(config: Config) -> Reward:
+def with_judge_devices(config: Config) -> Reward:
     """The reward's settings, with the GPUs that the placement gives the judge."""
     api, devices = config.reward.api, judge_devices(config)
     local = api.local.model_copy(update={"devices": devices})

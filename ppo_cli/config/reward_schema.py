@@ -34,8 +34,8 @@ def check_address(url: str) -> None:
     """Raise ValueError for what is no address: blanks, no host, a colon without a port."""
     try:
         parts = urlsplit(url.strip())
-        whole = bool(parts.hostname) and parts.port != 0 and not parts.netloc.endswith(":")
-        fits = parts.scheme in ("http", "https") and whole
+        complete = bool(parts.hostname) and parts.port != 0 and not parts.netloc.endswith(":")
+        fits = parts.scheme in ("http", "https") and complete
     except ValueError:
         fits = False
     if not fits or _NOT_IN_URL.search(url.strip()):
@@ -62,17 +62,17 @@ def check_judge_address(url: str) -> None:
         )
 
 
-def _is_variable(name: str) -> None:
+def _check_variable_name(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z_]\w*", name) or redact(name) != name:
         raise ValueError("takes the name of a variable, such as OPENAI_API_KEY, not the key itself")
 
 
-def scale_ends(text: str) -> tuple[int, int]:
+def parse_scale_bounds(text: str) -> tuple[int, int]:
     """Return the ends of a scale such as `1-10`; ValueError says what is wrong."""
-    found = _SCALE.fullmatch(text)
-    if found is None:
+    match = _SCALE.fullmatch(text)
+    if match is None:
         raise ValueError(f"'{text}' is not LOW-HIGH in whole numbers, such as 1-10")
-    low, high = int(found[1]), int(found[2])
+    low, high = int(match[1]), int(match[2])
     if low >= high:
         raise ValueError(f"'{text}' does not rise; write the lower number first, such as 1-10")
     if high - low >= _MOST_LEVELS:
@@ -80,19 +80,19 @@ def scale_ends(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _is_compared(word: str) -> None:
+def _check_compared(word: str) -> None:
     if word not in COMPARED and not _OF_ROW.fullmatch(word):
         near = did_you_mean(word, COMPARED)
-        known = ", ".join(COMPARED)
-        raise ValueError(f"'{word}' is not one of {known} and extra_info.NAME.{near}")
+        choices = ", ".join(COMPARED)
+        raise ValueError(f"'{word}' is not one of {choices} and extra_info.NAME.{near}")
 
 
-def _not_blank(name: str) -> None:
+def _check_not_blank(name: str) -> None:
     if not name.strip():
         raise ValueError("is blank; name a model, or none for no second judge")
 
 
-def _has_response(template: str) -> None:
+def _check_template(template: str) -> None:
     if "{response}" not in template:
         raise ValueError(
             "has no {response}, so every response would get one score; write it as '{prompt} "
@@ -100,13 +100,13 @@ def _has_response(template: str) -> None:
         )
 
 
-def _is_device(name: str) -> None:
+def _check_device_name(name: str) -> None:
     if not DEVICE.fullmatch(name):
         raise ValueError(f"'{name}' is no device; use cpu, cuda or cuda:1")
 
 
 Address = Annotated[str | None, checked(check_judge_address)]
-Variable = Annotated[str | None, checked(_is_variable)]
+Variable = Annotated[str | None, checked(_check_variable_name)]
 
 
 class Monitor(Section):
@@ -116,7 +116,7 @@ class Monitor(Section):
     type: JudgeType = setting(
         "openai", "Provider of the monitoring judge.", flag="--rm_monitor_type"
     )
-    model: Annotated[str | None, checked(_not_blank)] = setting(
+    model: Annotated[str | None, checked(_check_not_blank)] = setting(
         None, "Model of a second judge that only monitors; unset: a cheap one of another provider "
         "whose key is set, where there is no budget. none: no second judge.",
         flag="--rm_monitor_model",
@@ -210,7 +210,7 @@ class ApiReward(Section):
         "one", "All criteria in one call, or a call each: dearer, and harder to fool.",
         flag="--rm_rubric_calls",
     )  # fmt: skip
-    scale: Annotated[str | None, checked(scale_ends)] = setting(
+    scale: Annotated[str | None, checked(parse_scale_bounds)] = setting(
         None, "Lowest and highest score, LOW-HIGH; unset, what the prompt says, else 1-10.",
         flag="--rm_scale",
     )  # fmt: skip
@@ -222,7 +222,7 @@ class ApiReward(Section):
         "text", "Read a written verdict, ask a decision endpoint for probabilities, or compare "
         "responses with each other.", flag="--rm_mode",
     )  # fmt: skip
-    compare: Annotated[str, checked(_is_compared)] = setting(
+    compare: Annotated[str, checked(_check_compared)] = setting(
         "pairs", "What is compared: pairs of responses to a prompt, a list of all of them, or each "
         "with the starting model's greedy one (base), the row's ground_truth or extra_info.NAME.",
         flag="--rm_compare",
@@ -357,7 +357,7 @@ class ModelReward(Section):
     dtype: Literal["float32", "bfloat16"] | None = setting(
         None, "Precision of the body (the head is float32); unset: bfloat16 on a GPU, else float32."
     )
-    device: Annotated[str | None, checked(_is_device)] = setting(
+    device: Annotated[str | None, checked(_check_device_name)] = setting(
         None, "Where it runs: cpu, cuda, cuda:1; unset takes a GPU where there is one.",
         flag="--reward_model_device", identity="start",
     )  # fmt: skip
@@ -378,7 +378,7 @@ class ModelReward(Section):
     turns: Literal["all", "last"] = setting(
         "all", "Show the whole conversation, or only the last question and its response."
     )
-    template: Annotated[str | None, checked(_has_response)] = setting(
+    template: Annotated[str | None, checked(_check_template)] = setting(
         None, "Text with {prompt} and {response} in place of the chat template."
     )
     outputs: tuple[float, ...] = setting(

@@ -156,7 +156,7 @@ class ValSampling(Section):
     n: int = setting(1, "Responses a prompt.", ge=1)
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
+def _drop_nulls(values: dict[str, Any]) -> dict[str, Any]:
     """Leave out what is null: verl's own files write an argument that is not given like that."""
     return {name: value for name, value in values.items() if value is not None}
 
@@ -164,12 +164,12 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 class EngineKwargs(Section):
     """Arguments of the samplers' own engines."""
 
-    vllm: Annotated[dict[str, Any], AfterValidator(_given)] = setting(
+    vllm: Annotated[dict[str, Any], AfterValidator(_drop_nulls)] = setting(
         {}, "More arguments of vLLM's EngineArgs, by its names: {max_num_partial_prefills: 2}."
     )
 
 
-def _no_empty_text(stop: tuple[str, ...]) -> None:
+def _check_stop_texts(stop: tuple[str, ...]) -> None:
     if "" in stop:
         raise ValueError("has an empty text, which would end every response at once")
 
@@ -189,7 +189,7 @@ class Rollout(Section):
     )  # fmt: skip
     top_p: float = setting(1.0, "Nucleus size; 1 is off.", flag="--top_p", gt=0.0, le=1.0)
     top_k: int = setting(-1, "Candidates; -1 is off.", flag="--top_k", ge=-1)
-    stop: Annotated[tuple[str, ...], checked(_no_empty_text)] = setting(
+    stop: Annotated[tuple[str, ...], checked(_check_stop_texts)] = setting(
         (), "Texts that end a response, which keeps them, in validation too: [Observation:]."
     )
     partial_tokens: int | None = setting(
@@ -236,8 +236,8 @@ class Rollout(Section):
     val_kwargs: ValSampling = section(ValSampling)
 
 
-def _are_steps(words: tuple[str, ...]) -> None:
-    for word in words:
+def _check_steps(steps: tuple[str, ...]) -> None:
+    for word in steps:
         first, dash, last = word.partition("-")
         numbers = [first, last] if dash else [first]
         readable = all(n.isascii() and n.isdigit() and int(n) > 0 for n in numbers)
@@ -322,7 +322,7 @@ class Trainer(Section):
     placement: str | None = setting(
         None, "Which devices do what: train:0-5,rollout:6,reward:5,judge:7.", flag="--placement"
     )
-    profile_steps: Annotated[tuple[str, ...], checked(_are_steps)] = setting(
+    profile_steps: Annotated[tuple[str, ...], checked(_check_steps)] = setting(
         (), "Training steps to profile: 3, 2,5 or 2-4; traces and tables go to profile/.",
         flag="--profile",
     )  # fmt: skip

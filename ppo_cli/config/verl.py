@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from ppo_cli.config.keys import find, is_unset, sections, suggest, table
-from ppo_cli.config.layers import Entry, Late, Lookup, Reset
-from ppo_cli.config.verl_turns import PRECISIONS, TURNED, Reading, plain
+from ppo_cli.config.keys import find_key, is_unset, sections, suggest_key, table
+from ppo_cli.config.layers import DerivedValue, Entry, Lookup, Reset
+from ppo_cli.config.verl_turns import PRECISIONS, TRANSLATIONS, TranslationState, normalize
 
 WRAPPER = "actor_rollout_ref."
 ON: Final = ("true", "1")
@@ -34,7 +34,7 @@ class ForeignNames:
     remarks: dict[str, str]
     tied: dict[str, str]
     same: dict[str, tuple[tuple[str, ...], str]]
-    told: dict[str, str]
+    remarked: dict[str, str]
     behind: dict[str, str]
     refused: dict[str, str]
     generations: dict[str, dict[str, list[str]]]
@@ -45,23 +45,23 @@ class ForeignNames:
 def foreign_names() -> ForeignNames:
     """Read verl.toml: a PART stands for three models, `on` and `off` for all their spellings."""
     read = tomllib.loads(Path(__file__).with_name("verl.toml").read_text(encoding="utf-8"))
-    words = {"on": ON, "off": OFF}
+    spellings = {"on": ON, "off": OFF}
 
-    def spelt(said: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        for name, text in said.items():
+    def spelt(rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        for name, text in rows.items():
             parts = ("actor", "critic", "ref") if name.startswith("PART.") else ("PART",)
             yield from ((name.replace("PART", part, 1), text) for part in parts)
 
     return ForeignNames(
-        {name: tuple(own) for name, own in read["renamed"].items()},
+        {name: tuple(targets) for name, targets in read["renamed"].items()},
         read["remarks"],
         read["tied"],
         {
-            name: (tuple(w for word in heading.split() for w in words.get(word, (word,))), text)
-            for heading, said in read["same"].items()
-            for name, text in spelt(said)
+            name: (tuple(w for word in heading.split() for w in spellings.get(word, (word,))), text)
+            for heading, rows in read["same"].items()
+            for name, text in spelt(rows)
         },
-        dict(spelt(read["told"])),
+        dict(spelt(read["remarked"])),
         {
             name: switch.replace("PART", name.partition(".")[0])
             for name, switch in spelt(read["behind"])
@@ -73,20 +73,20 @@ def foreign_names() -> ForeignNames:
 
 
 @cache
-def verl_values() -> dict[str, set[str]]:
+def verl_file_values() -> dict[str, set[str]]:
     """Return what verl's own files set, in any version, by names without the wrapper."""
     path = Path(__file__).with_name("verl_defaults.json")
     read = json.loads(path.read_text(encoding="utf-8"))
-    found: dict[str, set[str]] = defaultdict(set)
+    file_values: dict[str, set[str]] = defaultdict(set)
     for name, values in read["engines"].items():
-        found[name.removeprefix(WRAPPER)] |= {plain(value) for value in values}
+        file_values[name.removeprefix(WRAPPER)] |= {normalize(value) for value in values}
     for row in read["versions"].values():
         for name, value in row["set"].items():
-            found[name.removeprefix(WRAPPER)].add(plain(value))
-    for name in list(found):
-        for own in _renamed(name):
-            found[own] |= found[name]
-    return dict(found)
+            file_values[name.removeprefix(WRAPPER)].add(normalize(value))
+    for name in list(file_values):
+        for target in _renamed(name):
+            file_values[target] |= file_values[name]
+    return dict(file_values)
 
 
 VERSION = "verl"  # the key behind --verl, and of the preset
@@ -100,29 +100,29 @@ class Generation:
     sure: bool
 
 
-def generation_of(layers: Sequence[Sequence[Entry]], problems: list[str]) -> Generation | None:
+def detect_generation(layers: Sequence[Sequence[Entry]], problems: list[str]) -> Generation | None:
     """Return the generation of verl that settings are written for; None where they are ours.
 
     They are verl's where `verl` names a version, or where any has the wrapper. Without a version
     it is the newest one that knows all keys.
     """
-    given = [entry for layer in layers for entry in layer]
-    named = [entry for entry in given if entry.name == VERSION and not is_unset(entry.raw)]
-    if not named and not any(entry.name.startswith(WRAPPER) for entry in given):
+    entries = [entry for layer in layers for entry in layer]
+    named = [entry for entry in entries if entry.name == VERSION and not is_unset(entry.raw)]
+    if not named and not any(entry.name.startswith(WRAPPER) for entry in entries):
         return None
     fitting = list(foreign_names().defaults)
     if named:
-        said = re.fullmatch(r"v?(\d+)\.(\d+)(\.\w+)*|main", str(named[-1].raw).strip())
-        if said is None:
+        version_match = re.fullmatch(r"v?(\d+)\.(\d+)(\.\w+)*|main", str(named[-1].raw).strip())
+        if version_match is None:
             problems.append(
                 f"{named[-1].origin}: '{named[-1].raw}' is no version of verl; use "
                 f"{', '.join(fitting[:-1])} or {fitting[-1]}."
             )
             return None
-        version = (int(said[1]), int(said[2])) if said[1] else (99, 0)
+        version = (int(version_match[1]), int(version_match[2])) if version_match[1] else (99, 0)
         older = [first for first in fitting if tuple(map(int, first.split("."))) <= version]
         return Generation((older or fitting)[-1 if older else 0], sure=True)
-    keys = {entry.name.removeprefix(WRAPPER) for entry in given}
+    keys = {entry.name.removeprefix(WRAPPER) for entry in entries}
     generations = foreign_names().generations
     for first, row in generations.items():
         if first in fitting and keys & {*row.get("new", ())}:
@@ -133,7 +133,7 @@ def generation_of(layers: Sequence[Sequence[Entry]], problems: list[str]) -> Gen
     return Generation(fitting[-1], sure="0.2" not in fitting or len(fitting) == 1)
 
 
-def verl_defaults(generation: Generation) -> list[Entry]:
+def default_layer(generation: Generation) -> list[Entry]:
     """Return what verl takes for settings that are left out, where ours differ, as a layer."""
     values: dict[str, Any] = {}
     for first, changed in foreign_names().defaults.items():
@@ -144,16 +144,16 @@ def verl_defaults(generation: Generation) -> list[Entry]:
     return [Entry(name, raw, origin) for name, raw in values.items()]
 
 
-def taken_as(generation: Generation) -> str:
+def describe_defaults(generation: Generation) -> str:
     """Say whose defaults the settings of a line in verl's spelling have."""
-    said = (
+    note = (
         f"These are verl's settings: those that are left out are as in verl {generation.first}, "
         "but devices, loggers and the sizes of micro-batches are chosen here."
     )
     if generation.sure:
-        return said
+        return note
     return (
-        f"{said} Older ones differ, and no key shows which it is: with --verl 0.2 (0.2 and 0.3) "
+        f"{note} Older ones differ, and no key shows which it is: with --verl 0.2 (0.2 and 0.3) "
         "the KL is in the reward unless actor.use_kl_loss is on, actor.entropy_coeff is 0.001, "
         "and there is no dual clip."
     )
@@ -161,119 +161,122 @@ def taken_as(generation: Generation) -> str:
 
 def _switches(entry: Entry) -> tuple[str, ...]:
     """Return what an entry switches on: `rollout.mtp.enable`, `model_engine=veomni`."""
-    word, given = plain(entry.raw), entry.name.removeprefix(WRAPPER)
-    names = () if word in (*OFF, "disabled", "sync") else _renamed(given) or (given,)
+    word, entry_name = normalize(entry.raw), entry.name.removeprefix(WRAPPER)
+    names = () if word in (*OFF, "disabled", "sync") else _renamed(entry_name) or (entry_name,)
     return tuple(on for name in names for on in (name, f"{name}={word}"))
 
 
-class Translator(Reading):
+class Translator(TranslationState):
     """Turns one layer after the other into our names."""
 
     def translate(self, layer: Sequence[Entry]) -> list[Entry]:
         """Return the layer in our own names; what has to be said about it is added to the lists."""
-        self._by = {}
+        self._settings = {}
         self.function = {}
         self._on |= {part for entry in layer for part in _switches(entry)}
         for entry in layer:
-            self.given = entry.name
+            self.entry_name = entry.name
             name = entry.name.removeprefix(WRAPPER)
-            self._one(Entry(name, entry.raw, entry.origin))
+            self._translate_entry(Entry(name, entry.raw, entry.origin))
         self._function()
         for part in self.sized.keys() & {part for part, on in self.dynamic.items() if on}:
-            said = f"{part}.use_dynamic_bsz is on, so {part}.ppo_max_token_len_per_gpu counts"
-            self.note(self.sized.pop(part), said)
+            remark = f"{part}.use_dynamic_bsz is on, so {part}.ppo_max_token_len_per_gpu counts"
+            self.note(self.sized.pop(part), remark)
         self.flush()
-        return [entry for _, entry in self._by.values()]
+        return [entry for _, entry in self._settings.values()]
 
-    def refuse(self, entry: Entry, key: str, said: str) -> None:
+    def refuse(self, entry: Entry, key: str, reason: str) -> None:
         """Report a key that cannot be had; keys of one reason are told in one sentence."""
-        self._refused.setdefault((entry.origin, said), []).append(key)
+        self._refused.setdefault((entry.origin, reason), []).append(key)
 
     def flush(self) -> None:
         """Write down what was said of keys of one layer."""
-        for (origin, said), keys in self._refused.items():
-            self.problems.append(f"{origin}: {_some(keys)} {said}.")
-        for (origin, said), keys in self._told.items():
-            self.notes.append(f"{origin}: {_some(keys)}: {said}.")
-        self._refused, self._told = {}, {}
+        for (origin, reason), keys in self._refused.items():
+            self.problems.append(f"{origin}: {_shorten_list(keys)} {reason}.")
+        for (origin, reason), keys in self._remarks.items():
+            self.notes.append(f"{origin}: {_shorten_list(keys)}: {reason}.")
+        self._refused, self._remarks = {}, {}
 
-    def _one(self, entry: Entry) -> None:
+    def _translate_entry(self, entry: Entry) -> None:
         name = entry.name
         if name == VERSION:
             return
         if isinstance(entry.raw, str) and "${" in entry.raw:
-            names = (name,) if find(name) is not None else _renamed(name)
-            follows = _followed(entry.raw)
-            for own in names if follows else ():
-                self.put(entry, own, follows)
+            names = (name,) if find_key(name) is not None else _renamed(name)
+            follows = _parse_reference(entry.raw)
+            for target in names if follows else ():
+                self.put(entry, target, follows)
             if not names or not follows:
-                said = f"{name}: '{entry.raw}' is not filled in; write the value itself."
-                self.problem(entry, said)
+                problem = f"{name}: '{entry.raw}' is not filled in; write the value itself."
+                self.problem(entry, problem)
         elif isinstance(entry.raw, Reset):
             # `~key`: only what is a setting of ours, by any of its names, can be taken back.
-            for own in _renamed(name) or (name,):
-                self.put(entry, own, entry.raw)
-        elif name in TURNED:
-            TURNED[name](self, entry)
-        elif find(name) is not None:
+            for target in _renamed(name) or (name,):
+                self.put(entry, target, entry.raw)
+        elif name in TRANSLATIONS:
+            TRANSLATIONS[name](self, entry)
+        elif find_key(name) is not None:
             self.put(entry, name, entry.raw)
         else:
-            self._foreign(entry, name, foreign_names())
+            self._translate_foreign(entry, name, foreign_names())
 
-    def _foreign(self, entry: Entry, name: str, names: ForeignNames) -> None:
-        own_value = plain(entry.raw) in verl_values().get(name, ())
+    def _translate_foreign(self, entry: Entry, name: str, names: ForeignNames) -> None:
+        own_value = normalize(entry.raw) in verl_file_values().get(name, ())
         if renamed := _renamed(name):
-            for own in renamed:
-                key = find(own)
+            for target in renamed:
+                key = find_key(target)
                 if key is None and not own_value:
-                    self._one(Entry(own, entry.raw, entry.origin))
+                    self._translate_entry(Entry(target, entry.raw, entry.origin))
                 elif key is not None and (key.optional or not is_unset(entry.raw)):
-                    self.put(entry, own, entry.raw)
+                    self.put(entry, target, entry.raw)
             if name in names.remarks:
                 self.note(entry, names.remarks[name])
         elif name in names.tied:
-            self._tie(entry, names.tied[name])
+            self._require_same(entry, names.tied[name])
         elif own_value:
             if not self.verl:  # in a line of verl, what it takes anyway asks for nothing
                 self.tell(entry, "only verl has it, and takes that value anyway")
         elif name in names.same:
-            self._same(entry, *names.same[name])
+            self._require_value(entry, *names.same[name])
         elif ".megatron" in name:
             self.refuse(entry, name, f"cannot be set here: {names.refused['megatron.*']}")
-        elif said := _below(names.told, name):
-            self.tell(entry, said)
-        elif (switch := _below(names.behind, name)) not in self._on and name not in names.refused:
+        elif remark := _nearest_row(names.remarked, name):
+            self.tell(entry, remark)
+        elif (
+            switch := _nearest_row(names.behind, name)
+        ) not in self._on and name not in names.refused:
             self.tell(entry, f"without {switch} it changes nothing, as in verl")
-        elif said := _below(names.refused, name):
-            self.refuse(entry, name, f"cannot be set here: {said}")
-        elif name in verl_values():
+        elif remark := _nearest_row(names.refused, name):
+            self.refuse(entry, name, f"cannot be set here: {remark}")
+        elif name in verl_file_values():
             self.refuse(entry, name, "cannot be set here: only verl has it; leave it out")
         elif "@" in name:
             self.refuse(entry, name, "cannot be set here: groups of Hydra's files are not read")
-        elif self.verl and name not in sections() and not suggest(name, strict=True):
-            said = "it is no setting of this program, nor in verl's own files; leave it out"
-            self.refuse(entry, name, f"cannot be set here: {said}")
+        elif self.verl and name not in sections() and not suggest_key(name, strict=True):
+            remark = "it is no setting of this program, nor in verl's own files; leave it out"
+            self.refuse(entry, name, f"cannot be set here: {remark}")
         else:
             self.put(entry, name, entry.raw)
 
-    def _same(self, entry: Entry, allowed: Sequence[str], said: str) -> None:
-        if plain(entry.raw) not in allowed:
+    def _require_value(self, entry: Entry, allowed: Sequence[str], reason: str) -> None:
+        if normalize(entry.raw) not in allowed:
             shown = "null" if entry.raw is None else entry.raw
-            self.refuse(entry, f"{entry.name}={shown}", f"cannot be honoured: {said}")
+            self.refuse(entry, f"{entry.name}={shown}", f"cannot be honoured: {reason}")
 
-    def _tie(self, entry: Entry, own: str) -> None:
+    def _require_same(self, entry: Entry, target: str) -> None:
         if is_unset(entry.raw) or str(entry.raw) == "-1":
             return
-        if own == "trainer.seed":  # one seed draws everything, and not verl's numbers
+        if target == "trainer.seed":  # one seed draws everything, and not verl's numbers
             if entry.name == "data.seed":
-                self.put(entry, own, Late(lambda value: entry.raw, yields=True))
+                self.put(entry, target, DerivedValue(lambda value: entry.raw, yields=True))
             self.tell(entry, "trainer.seed draws everything, and data.seed sets it")
             return
-        wanted = PRECISIONS.get(str(entry.raw), str(entry.raw)).strip().lower()
+        expected = PRECISIONS.get(str(entry.raw), str(entry.raw)).strip().lower()
         self.demand(
             entry,
-            lambda value: str(value(own)).lower() == wanted,
-            f"{entry.name} is {own} here and cannot differ from it; set {own}={entry.raw} instead.",
+            lambda value: str(value(target)).lower() == expected,
+            f"{entry.name} is {target} here and cannot differ from it; set {target}={entry.raw} "
+            "instead.",
         )
 
     def _function(self) -> None:
@@ -281,7 +284,7 @@ class Translator(Reading):
         file, name = self.function.get("path"), self.function.get("name")
         if file is not None:
             tail = "" if name is None else f":{name.raw}"
-            self.given = "custom_reward_function.path"
+            self.entry_name = "custom_reward_function.path"
             self.put(file, "reward.function", f"{file.raw}{tail}")
         elif name is not None and str(name.raw) != "compute_score":
             self.problem(
@@ -289,9 +292,12 @@ class Translator(Reading):
             )
 
 
-def _followed(text: str) -> Late | None:
+def _parse_reference(text: str) -> DerivedValue | None:
     """Read `${x}` and `a/${x}` as what the settings x come to; None where one is not ours."""
-    names = {said: said[2:-1].removeprefix(WRAPPER) for said in re.findall(r"\$\{.*?\}", text)}
+    names = {
+        reference: reference[2:-1].removeprefix(WRAPPER)
+        for reference in re.findall(r"\$\{.*?\}", text)
+    }
     if any(name not in table() for name in names.values()):
         return None
 
@@ -299,11 +305,11 @@ def _followed(text: str) -> Late | None:
         if text in names:
             return value(names[text])
         filled = text
-        for said, name in names.items():
-            filled = filled.replace(said, str(value(name)))
+        for reference, name in names.items():
+            filled = filled.replace(reference, str(value(name)))
         return filled
 
-    return Late(compute)
+    return DerivedValue(compute)
 
 
 def _renamed(name: str) -> tuple[str, ...]:
@@ -312,19 +318,19 @@ def _renamed(name: str) -> tuple[str, ...]:
         return renamed[name]
     for old, new in renamed.items():
         if old.endswith(".*") and name.startswith(old[:-1]):
-            return tuple(own[:-1] + name[len(old) - 1 :] for own in new)
+            return tuple(target[:-1] + name[len(old) - 1 :] for target in new)
     return ()
 
 
-def _below(said: Mapping[str, str], name: str) -> str:
+def _nearest_row(rows: Mapping[str, str], name: str) -> str:
     """Find what is said of a name, or of the nearest group that holds it."""
-    if name in said:
-        return said[name]
+    if name in rows:
+        return rows[name]
     parts = name.split(".")
     groups = (".".join(parts[:cut]) + ".*" for cut in range(len(parts), 0, -1))
-    return next((said[group] for group in groups if group in said), "")
+    return next((rows[group] for group in groups if group in rows), "")
 
 
-def _some(keys: list[str]) -> str:
+def _shorten_list(keys: list[str]) -> str:
     """List keys, and count those after the third where there are many."""
     return ", ".join(keys) if len(keys) < 5 else f"{', '.join(keys[:3])} and {len(keys) - 3} more"

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any, Final
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.derived import gpu_count, read_placement, usual_gpus
-from ppo_cli.config.keys import NO, YES, is_unset, listed, read_switch, table
-from ppo_cli.config.layers import Demand, Entry, Late, Lookup
+from ppo_cli.config.derived import default_gpus, gpu_count, read_placement
+from ppo_cli.config.keys import NO, YES, is_unset, parse_list, read_switch, table
+from ppo_cli.config.layers import DerivedValue, Entry, Expectation, Lookup
 
 
-def plain(raw: Any) -> str:
+def normalize(raw: Any) -> str:
     """Return a value in one spelling: 1e-3 and 0.001 are the same, as are None and nothing."""
     text = re.sub(r"[\s'\"]", "", str(raw)).lower()
     if text in ("", "none", "[]", "{}"):
@@ -28,17 +28,17 @@ def plain(raw: Any) -> str:
         return text
 
 
-def _smaller(one: Late, other: Late) -> Late:
+def _tighter_limit(first: DerivedValue, second: DerivedValue) -> DerivedValue:
     """Of two limits on one thing the tighter one holds; an unset one is no limit."""
 
     def tighter(value: Lookup) -> Any:
-        known = [late.compute(value) for late in (one, other)]
-        return min((limit for limit in known if limit is not None), default=None)
+        limits = [late.compute(value) for late in (first, second)]
+        return min((limit for limit in limits if limit is not None), default=None)
 
-    return Late(tighter)
+    return DerivedValue(tighter)
 
 
-class Reading:
+class TranslationState:
     """What the layers that were read so far have come to; remembers what spans several."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Reading:
     ) -> None:
         self.environ, self.verl = environ, verl
         self.problems, self.notes = problems, notes
-        self.demands: list[Demand] = []
+        self.demands: list[Expectation] = []
         self.resume_path: str | None = None
         self.resume_by_path = False
         self.overlong_on = False
@@ -58,35 +58,36 @@ class Reading:
         self.dynamic: dict[str, bool] = {}  # by model, whether token budgets cut micro-batches
         self.sized: dict[str, Entry] = {}  # by model, what sets the size of a micro-batch
         self._refused: dict[tuple[str, str], list[str]] = {}
-        self._told: dict[tuple[str, str], list[str]] = {}
+        self._remarks: dict[tuple[str, str], list[str]] = {}
         self._on: set[str] = {""}  # switches of verl's that a layer turned on
-        self.given = ""
-        self._by: dict[str, tuple[str, Entry]] = {}
+        self.entry_name = ""
+        self._settings: dict[str, tuple[str, Entry]] = {}
 
     def put(self, entry: Entry, name: str, raw: Any) -> None:
         """Set one of our settings; two names for it in one layer must agree."""
         new = Entry(name, raw, entry.origin)
-        given, old = self._by.pop(name, (self.given, new))
-        if given != self.given:
-            if isinstance(raw, Late) and isinstance(old.raw, Late):
-                new = Entry(name, _smaller(old.raw, raw), entry.origin)
-            elif isinstance(old.raw, Late) and old.raw.yields:
+        earlier_name, old = self._settings.pop(name, (self.entry_name, new))
+        if earlier_name != self.entry_name:
+            if isinstance(raw, DerivedValue) and isinstance(old.raw, DerivedValue):
+                new = Entry(name, _tighter_limit(old.raw, raw), entry.origin)
+            elif isinstance(old.raw, DerivedValue) and old.raw.yields:
                 pass
-            elif isinstance(raw, Late) and raw.yields:
+            elif isinstance(raw, DerivedValue) and raw.yields:
                 new = old
-            elif plain(old.raw) != plain(raw):
+            elif normalize(old.raw) != normalize(raw):
                 self.problem(
-                    entry, f"{self.given} and {given} both set {name}, differently; keep one."
+                    entry,
+                    f"{self.entry_name} and {earlier_name} both set {name}, differently; keep one.",
                 )
-        self._by[name] = (self.given, new)
+        self._settings[name] = (self.entry_name, new)
 
     def problem(self, entry: Entry, text: str) -> None:
         """Report what is wrong with an entry."""
         self.problems.append(f"{entry.origin}: {text}")
 
-    def tell(self, entry: Entry, said: str) -> None:
+    def tell(self, entry: Entry, remark: str) -> None:
         """Remark on a key that was taken; keys with one remark are told in one sentence."""
-        self._told.setdefault((entry.origin, said), []).append(entry.name)
+        self._remarks.setdefault((entry.origin, remark), []).append(entry.name)
 
     def note(self, entry: Entry, text: str) -> None:
         """Remark on an entry that was taken."""
@@ -94,13 +95,15 @@ class Reading:
 
     def demand(self, entry: Entry, holds: Callable[[Lookup], bool], otherwise: str) -> None:
         """Ask for something that can be seen only when all settings are known."""
-        self.demands.append(Demand(entry.origin, holds, otherwise))
+        self.demands.append(Expectation(entry.origin, holds, otherwise))
 
 
 BUDGET: Final = "ref.log_prob_max_token_len_per_gpu"
 PRECISIONS: Final = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
-TURNED: Final[dict[str, Callable[[Reading, Entry], None]]] = {}  # by name, without the wrapper
-Turn = Callable[[Reading, Entry, Any], None]
+TRANSLATIONS: Final[
+    dict[str, Callable[[TranslationState, Entry], None]]
+] = {}  # by name, without the wrapper
+Translation = Callable[[TranslationState, Entry, Any], None]
 
 
 def _count(raw: Any) -> int:
@@ -113,17 +116,17 @@ def _count(raw: Any) -> int:
     return number
 
 
-def _turns(
+def _translates(
     names: str, read: Callable[[Any], Any] = lambda raw: raw, *, null: bool = True
-) -> Callable[[Turn], Turn]:
+) -> Callable[[Translation], Translation]:
     """Declare what turns settings of these names; PART stands for actor and critic.
 
     The turn is given what `read` makes of the raw value; its ValueError is a problem of the entry.
     Without `null` a null asks for nothing.
     """
 
-    def declare(turn: Turn) -> Turn:
-        def take(reading: Reading, entry: Entry) -> None:
+    def declare(turn: Translation) -> Translation:
+        def take(reading: TranslationState, entry: Entry) -> None:
             if is_unset(entry.raw) and not null:
                 return
             try:
@@ -135,66 +138,68 @@ def _turns(
 
         for name in names.split():
             for part in ("actor", "critic") if "PART" in name else ("",):
-                TURNED[name.replace("PART", part)] = take
+                TRANSLATIONS[name.replace("PART", part)] = take
         return turn
 
     return declare
 
 
-def _spelt(names: str, words: Mapping[str, Any], own: str = "") -> None:
+def _rename_values(names: str, values: Mapping[str, Any], target: str = "") -> None:
     """Declare names of `own`, or of the same setting here, with other words for some values."""
 
-    @_turns(names)
-    def put(reading: Reading, entry: Entry, raw: Any) -> None:
+    @_translates(names)
+    def put(reading: TranslationState, entry: Entry, raw: Any) -> None:
         word = "null" if is_unset(raw) else str(raw).strip().lower()
-        reading.put(entry, own or entry.name, words.get(word, raw))
+        reading.put(entry, target or entry.name, values.get(word, raw))
 
 
-_spelt("PART.optim.optimizer", {"adamw": "AdamW", "adamw8bit": "AdamW8bit"})
-_spelt("PART.optim.lr_warmup_steps", {"null": "-1"})
-_spelt("PART.optim.min_lr_ratio", {"null": "0.0"})
-_spelt("trainer.profile_steps global_profiler.steps", {"null": []}, "trainer.profile_steps")
-_spelt(
+_rename_values("PART.optim.optimizer", {"adamw": "AdamW", "adamw8bit": "AdamW8bit"})
+_rename_values("PART.optim.lr_warmup_steps", {"null": "-1"})
+_rename_values("PART.optim.min_lr_ratio", {"null": "0.0"})
+_rename_values("trainer.profile_steps global_profiler.steps", {"null": []}, "trainer.profile_steps")
+_rename_values(
     "model.torch_dtype PART.fsdp_config.dtype PART.fsdp_config.mixed_precision.param_dtype",
     PRECISIONS, "model.dtype",
 )  # fmt: skip
-_spelt(
+_rename_values(
     "ppo.adaptive_kl",
     dict.fromkeys(YES, "adaptive") | dict.fromkeys(NO, "fixed"), "algorithm.kl_ctrl.type",
 )  # fmt: skip
 
 
-@_turns("PART.use_dynamic_bsz training.use_dynamic_batchsize", read_switch)
-def _dynamic(reading: Reading, entry: Entry, on: bool) -> None:
+@_translates("PART.use_dynamic_bsz training.use_dynamic_batchsize", read_switch)
+def _dynamic(reading: TranslationState, entry: Entry, on: bool) -> None:
     """Token budgets are what a micro-batch is cut by, unless its size is set."""
     named = entry.name.partition(".")[0]
     for part in ("actor", "critic") if named == "training" else (named,):
         reading.dynamic[part] = on
         size = f"{part}.ppo_micro_batch_size_per_gpu"
         if on:
-            reading.put(entry, size, Late(lambda value: None))
+            reading.put(entry, size, DerivedValue(lambda value: None))
         else:
-            said = f"without dynamic batches set the size of a micro-batch: {size}=4."
-            reading.demand(entry, partial(_is_set, size), said)
+            problem = f"without dynamic batches set the size of a micro-batch: {size}=4."
+            reading.demand(entry, partial(_is_set, size), problem)
 
 
 def _is_set(name: str, value: Lookup) -> bool:
     return value(name) is not None
 
 
-@_turns("PART.ppo_micro_batch_size_per_gpu")
-def _micro(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates("PART.ppo_micro_batch_size_per_gpu")
+def _micro(reading: TranslationState, entry: Entry, raw: Any) -> None:
     """Take the size of a micro-batch; with token budgets it does not count, as in verl."""
     part = entry.name.partition(".")[0]
-    reading.put(entry, entry.name, Late(lambda value: None if reading.dynamic.get(part) else raw))
+    reading.put(
+        entry, entry.name, DerivedValue(lambda value: None if reading.dynamic.get(part) else raw)
+    )
     reading.sized[part] = entry
 
 
-@_turns("PART.ppo_micro_batch_size", _count, null=False)
-def _global_micro(reading: Reading, entry: Entry, total: int) -> None:
+@_translates("PART.ppo_micro_batch_size", _count, null=False)
+def _global_micro(reading: TranslationState, entry: Entry, total: int) -> None:
     """Share the deprecated size over all ranks, as verl did."""
     part = entry.name.partition(".")[0]
-    own = f"{part}.ppo_micro_batch_size_per_gpu"
+    target = f"{part}.ppo_micro_batch_size_per_gpu"
 
     def per_gpu(value: Lookup) -> int | None:
         if reading.dynamic.get(part):
@@ -202,58 +207,58 @@ def _global_micro(reading: Reading, entry: Entry, total: int) -> None:
         ranks = _ranks(value, reading.environ)
         if total % ranks:
             raise ValueError(
-                f"{entry.name} {total} is not divisible by {ranks} ranks; set {own} instead."
+                f"{entry.name} {total} is not divisible by {ranks} ranks; set {target} instead."
             )
         return total // ranks
 
-    reading.put(entry, own, Late(per_gpu))
+    reading.put(entry, target, DerivedValue(per_gpu))
 
 
 def _budget_of(part: str) -> str:
     return "reward.model.batch_tokens" if part == "reward_model" else BUDGET
 
 
-@_turns(
+@_translates(
     "rollout.log_prob_max_token_len_per_gpu ref.log_prob_max_token_len_per_gpu "
     "critic.forward_max_token_len_per_gpu reward_model.forward_max_token_len_per_gpu",
     _count, null=False,
 )  # fmt: skip
-def _tokens(reading: Reading, entry: Entry, count: int) -> None:
+def _tokens(reading: TranslationState, entry: Entry, count: int) -> None:
     """A token budget: of several the smallest holds."""
-    reading.put(entry, _budget_of(entry.name.partition(".")[0]), Late(lambda value: count))
+    reading.put(entry, _budget_of(entry.name.partition(".")[0]), DerivedValue(lambda value: count))
 
 
-@_turns(
+@_translates(
     "rollout.log_prob_micro_batch_size_per_gpu rollout.log_prob_micro_batch_size "
     "ref.log_prob_micro_batch_size_per_gpu ref.log_prob_micro_batch_size "
     "critic.forward_micro_batch_size_per_gpu critic.forward_micro_batch_size "
     "reward_model.micro_batch_size_per_gpu reward_model.micro_batch_size",
     _count, null=False,
 )  # fmt: skip
-def _rows(reading: Reading, entry: Entry, count: int) -> None:
+def _rows(reading: TranslationState, entry: Entry, count: int) -> None:
     """A count of sequences becomes the token budget that as many of the longest need.
 
     With token budgets it does not count, as in verl.
     """
     part, shared = entry.name.partition(".")[0], not entry.name.endswith("_per_gpu")
-    own = _budget_of(part)
+    target = _budget_of(part)
 
     def budget(value: Lookup) -> int | None:
-        if own == BUDGET and reading.dynamic.get("critic" if part == "critic" else "actor"):
+        if target == BUDGET and reading.dynamic.get("critic" if part == "critic" else "actor"):
             return None
         longest = value("data.max_prompt_length") + value("data.max_response_length")
-        if own != BUDGET:
+        if target != BUDGET:
             longest = value("reward.model.max_length") or longest
         rows = max(1, count // _ranks(value, reading.environ)) if shared else count
         return rows * int(longest)
 
-    if own == BUDGET:
+    if target == BUDGET:
         reading.note(
             entry,
             f"it sets {BUDGET} here, to the tokens of {entry.raw} of the longest sequences"
             f"{' over all ranks' if shared else ''}; of several such sizes the smallest holds",
         )
-    reading.put(entry, own, Late(budget))
+    reading.put(entry, target, DerivedValue(budget))
 
 
 def _ranks(value: Lookup, environ: Mapping[str, str]) -> int:
@@ -269,13 +274,13 @@ def _ranks(value: Lookup, environ: Mapping[str, str]) -> int:
         a_node = gpus
         if gpus is None:
             spans = ("rollout.tensor_model_parallel_size", "trainer.tensor_parallel_size")
-            a_node = usual_gpus(gpu_count(environ), *(int(value(span)) for span in spans))
+            a_node = default_gpus(gpu_count(environ), *(int(value(span)) for span in spans))
         ranks = max(1, int(a_node)) * int(value("trainer.nnodes"))
     return max(1, ranks // int(value("trainer.tensor_parallel_size")))
 
 
-@_turns("distributed.data_parallel_size", _count)
-def _data_parallel(reading: Reading, entry: Entry, size: int) -> None:
+@_translates("distributed.data_parallel_size", _count)
+def _data_parallel(reading: TranslationState, entry: Entry, size: int) -> None:
     """The ranks that share the rows; times those that split each layer, all that train.
 
     They are GPUs where some are visible or asked for, else worker processes.
@@ -287,18 +292,18 @@ def _data_parallel(reading: Reading, entry: Entry, size: int) -> None:
 
     def devices(value: Lookup) -> int | None:
         nodes = int(value("trainer.nnodes")) if on_gpus else 1
-        asked = not on_gpus and value("trainer.n_gpus_per_node")
+        gpus_set = not on_gpus and value("trainer.n_gpus_per_node")
         placed = value("trainer.placement") is not None
-        return None if asked or placed or ranks(value) == 1 else max(1, ranks(value) // nodes)
+        return None if gpus_set or placed or ranks(value) == 1 else max(1, ranks(value) // nodes)
 
     def fits(value: Lookup) -> bool:
         gpus, workers = value("trainer.n_gpus_per_node"), value("trainer.num_workers")
-        there = gpus * value("trainer.nnodes") if gpus else workers or 1
+        device_count = gpus * value("trainer.nnodes") if gpus else workers or 1
         placed = value("trainer.placement") is not None or value("trainer.async_steps")
-        return bool(placed) or there == ranks(value)
+        return bool(placed) or device_count == ranks(value)
 
     key = f"trainer.{'n_gpus_per_node' if on_gpus else 'num_workers'}"
-    reading.put(entry, key, Late(devices, yields=True))
+    reading.put(entry, key, DerivedValue(devices, yields=True))
     reading.demand(
         entry,
         fits,
@@ -307,8 +312,8 @@ def _data_parallel(reading: Reading, entry: Entry, size: int) -> None:
     )
 
 
-@_turns("rollout.val_kwargs.do_sample", read_switch)
-def _greedy_validation(reading: Reading, entry: Entry, on: bool) -> None:
+@_translates("rollout.val_kwargs.do_sample", read_switch)
+def _greedy_validation(reading: TranslationState, entry: Entry, on: bool) -> None:
     if not on:
         reading.put(entry, "rollout.val_kwargs.temperature", "0")
         return
@@ -319,14 +324,14 @@ def _greedy_validation(reading: Reading, entry: Entry, on: bool) -> None:
     )
 
 
-@_turns("trainer.logger", listed)
-def _logger(reading: Reading, entry: Entry, words: list[Any]) -> None:
+@_translates("trainer.logger", parse_list)
+def _logger(reading: TranslationState, entry: Entry, loggers: list[Any]) -> None:
     """Drop `file`: metrics.jsonl is always written."""
-    reading.put(entry, entry.name, [word for word in words if word != "file"])
+    reading.put(entry, entry.name, [word for word in loggers if word != "file"])
 
 
-@_turns("trainer.resume_mode")
-def _resume_mode(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates("trainer.resume_mode")
+def _resume_mode(reading: TranslationState, entry: Entry, raw: Any) -> None:
     word = str(raw).strip()
     if word == "resume_path":
         reading.resume_by_path = True
@@ -336,12 +341,12 @@ def _resume_mode(reading: Reading, entry: Entry, raw: Any) -> None:
                 raise ValueError("name the checkpoint as well: --resume PATH.")
             return reading.resume_path
 
-        raw = Late(path)
+        raw = DerivedValue(path)
     reading.put(entry, entry.name, "never" if word == "disable" else raw)
 
 
-@_turns("trainer.resume_from_path", null=False)
-def _resume_from(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates("trainer.resume_from_path", null=False)
+def _resume_from(reading: TranslationState, entry: Entry, raw: Any) -> None:
     if str(raw).strip().lower() == "false":
         return
     reading.resume_path = str(raw)
@@ -353,8 +358,8 @@ def _resume_from(reading: Reading, entry: Entry, raw: Any) -> None:
     )
 
 
-@_turns("reward_model.enable reward.reward_model.enable", read_switch, null=False)
-def _reward_model_on(reading: Reading, entry: Entry, on: bool) -> None:
+@_translates("reward_model.enable reward.reward_model.enable", read_switch, null=False)
+def _reward_model_on(reading: TranslationState, entry: Entry, on: bool) -> None:
     reading.demand(
         entry,
         lambda value: (value("reward.model.path") is not None) == on,
@@ -364,8 +369,8 @@ def _reward_model_on(reading: Reading, entry: Entry, on: bool) -> None:
     )
 
 
-@_turns("critic.enable", read_switch, null=False)
-def _critic_on(reading: Reading, entry: Entry, on: bool) -> None:
+@_translates("critic.enable", read_switch, null=False)
+def _critic_on(reading: TranslationState, entry: Entry, on: bool) -> None:
     """A critic is trained exactly when the estimator is gae."""
     reading.demand(
         entry,
@@ -375,8 +380,8 @@ def _critic_on(reading: Reading, entry: Entry, on: bool) -> None:
     )
 
 
-@_turns("reward_model.reward_manager reward.reward_manager reward.reward_manager.name")
-def _reward_manager(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates("reward_model.reward_manager reward.reward_manager reward.reward_manager.name")
+def _reward_manager(reading: TranslationState, entry: Entry, raw: Any) -> None:
     name = str(raw).strip()
     if name == "dapo":
         reading.note(entry, "the over-long penalty of dapo is reward.shaping.overlong_buffer")
@@ -395,8 +400,8 @@ _OVERLONG = (
 )
 
 
-@_turns(_OVERLONG.format("enable"), read_switch)
-def _overlong_on(reading: Reading, entry: Entry, on: bool) -> None:
+@_translates(_OVERLONG.format("enable"), read_switch)
+def _overlong_on(reading: TranslationState, entry: Entry, on: bool) -> None:
     reading.overlong_on = on
     reading.demand(
         entry,
@@ -406,51 +411,52 @@ def _overlong_on(reading: Reading, entry: Entry, on: bool) -> None:
     )
 
 
-@_turns(_OVERLONG.format("len"))
-def _overlong_buffer(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates(_OVERLONG.format("len"))
+def _overlong_buffer(reading: TranslationState, entry: Entry, raw: Any) -> None:
     """The length of the buffer counts once the penalty is switched on, wherever that is said."""
-    late = Late(lambda value: raw if reading.overlong_on else None)
+    late = DerivedValue(lambda value: raw if reading.overlong_on else None)
     reading.put(entry, "reward.shaping.overlong_buffer", late)
 
 
-@_turns(_OVERLONG.format("penalty_factor"))
-def _overlong_penalty(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates(_OVERLONG.format("penalty_factor"))
+def _overlong_penalty(reading: TranslationState, entry: Entry, raw: Any) -> None:
     key = "reward.shaping.overlong_penalty"
-    late = Late(lambda value: raw if reading.overlong_on else table()[key].default)
+    late = DerivedValue(lambda value: raw if reading.overlong_on else table()[key].default)
     reading.put(entry, key, late)
 
 
-@_turns(
+@_translates(
     "custom_reward_function.path reward.custom_reward_function.path "
     "custom_reward_function.name reward.custom_reward_function.name",
     null=False,
 )
-def _function(reading: Reading, entry: Entry, raw: Any) -> None:
+def _function(reading: TranslationState, entry: Entry, raw: Any) -> None:
     reading.function[entry.name.rpartition(".")[2]] = entry
 
 
-@_turns(
-    "PART.checkpoint.contents PART.checkpoint.save_contents PART.checkpoint.load_contents", listed
+@_translates(
+    "PART.checkpoint.contents PART.checkpoint.save_contents PART.checkpoint.load_contents",
+    parse_list,
 )
-def _saved(reading: Reading, entry: Entry, words: list[Any]) -> None:
-    if not {"model", "optimizer", "extra"} <= set(map(str, words)):
-        said = "a checkpoint always holds model (as a Hugging Face folder), optimizer and extra"
-        reading.note(entry, said)
+def _saved(reading: TranslationState, entry: Entry, contents: list[Any]) -> None:
+    if not {"model", "optimizer", "extra"} <= set(map(str, contents)):
+        remark = "a checkpoint always holds model (as a Hugging Face folder), optimizer and extra"
+        reading.note(entry, remark)
 
 
-@_turns("trainer.device")
-def _device(reading: Reading, entry: Entry, raw: Any) -> None:
-    here = "cuda" if gpu_count(reading.environ) else "cpu"
-    if str(raw).strip() != here:
+@_translates("trainer.device")
+def _device(reading: TranslationState, entry: Entry, raw: Any) -> None:
+    device = "cuda" if gpu_count(reading.environ) else "cpu"
+    if str(raw).strip() != device:
         reading.problem(
             entry,
             f"trainer.device is '{raw}', but a run finds its device by itself, an NVIDIA GPU or "
-            f"the CPU, and here that is {here} (CUDA_VISIBLE_DEVICES= hides GPUs); leave it out.",
+            f"the CPU, and here that is {device} (CUDA_VISIBLE_DEVICES= hides GPUs); leave it out.",
         )
 
 
-@_turns("trainer.critic_warmup")
-def _critic_warmup(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates("trainer.critic_warmup")
+def _critic_warmup(reading: TranslationState, entry: Entry, raw: Any) -> None:
     """verl counts steps from 1 and trains the actor from step N on: N-1 steps are the critic's."""
     if reading.verl and str(raw).strip().isdigit() and int(raw) > 0:
         reading.note(entry, f"the actor trains from step {raw} on, as in verl")
@@ -458,34 +464,34 @@ def _critic_warmup(reading: Reading, entry: Entry, raw: Any) -> None:
     reading.put(entry, entry.name, raw)
 
 
-@_turns(
+@_translates(
     "model.use_remove_padding actor.use_remove_padding critic.model.use_remove_padding", read_switch
 )
-def _packing(reading: Reading, entry: Entry, on: bool) -> None:
+def _packing(reading: TranslationState, entry: Entry, on: bool) -> None:
     """Rows are packed where all models that say something ask for it."""
-    reading.put(entry, "model.packing", Late(lambda value: on))
+    reading.put(entry, "model.packing", DerivedValue(lambda value: on))
 
 
-@_turns("trainer.save_freq trainer.test_freq")
-def _frequency(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates("trainer.save_freq trainer.test_freq")
+def _frequency(reading: TranslationState, entry: Entry, raw: Any) -> None:
     """Read `False`, and verl's 0, as never."""
     off = ("false", "null", "none", *(("0",) if reading.verl else ()))
     never = str(raw).strip().lower() in off
     reading.put(entry, entry.name, "-1" if never else raw)
 
 
-@_turns("model.lora_alpha critic.model.lora_alpha")
-def _lora_alpha(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates("model.lora_alpha critic.model.lora_alpha")
+def _lora_alpha(reading: TranslationState, entry: Entry, raw: Any) -> None:
     """Read verl's `lora_alpha=0` beside `lora_rank=0` as LoRA left out."""
     off = reading.verl and str(raw).strip() in ("0", "0.0")
     usual = table()[entry.name].default
     rank = entry.name.replace("alpha", "rank")
-    late = Late(lambda value: raw if int(value(rank)) else usual)
+    late = DerivedValue(lambda value: raw if int(value(rank)) else usual)
     reading.put(entry, entry.name, late if off else raw)
 
 
-@_turns("model.exclude_modules critic.model.exclude_modules", null=False)
-def _exclude_modules(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates("model.exclude_modules critic.model.exclude_modules", null=False)
+def _exclude_modules(reading: TranslationState, entry: Entry, raw: Any) -> None:
     model = entry.name.removesuffix("exclude_modules")
     reading.demand(
         entry,
@@ -494,8 +500,8 @@ def _exclude_modules(reading: Reading, entry: Entry, raw: Any) -> None:
     )
 
 
-@_turns("rollout.max_model_len rollout.engine_kwargs.vllm.max_model_len", _count, null=False)
-def _sampler_length(reading: Reading, entry: Entry, length: int) -> None:
+@_translates("rollout.max_model_len rollout.engine_kwargs.vllm.max_model_len", _count, null=False)
+def _sampler_length(reading: TranslationState, entry: Entry, length: int) -> None:
     """The sampler takes the longest prompt and response; verl may leave it more room."""
     reading.demand(
         entry,
@@ -505,21 +511,21 @@ def _sampler_length(reading: Reading, entry: Entry, length: int) -> None:
     )
 
 
-@_turns(
+@_translates(
     "rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache "
     "rollout.engine_kwargs.vllm.mm_processor_cache_gb"
 )
-def _text_only(reading: Reading, entry: Entry, raw: Any) -> None:
+def _text_only(reading: TranslationState, entry: Entry, raw: Any) -> None:
     reading.tell(entry, "models here read text only, so it changes nothing")
 
 
-@_turns("rollout.dtype ref.fsdp_config.dtype")
-def _same_dtype(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates("rollout.dtype ref.fsdp_config.dtype")
+def _same_dtype(reading: TranslationState, entry: Entry, raw: Any) -> None:
     """Trainer, reference and sampler compute alike: in bfloat16, without a GPU in float32."""
     word = PRECISIONS.get(str(raw), str(raw))
     if word not in ("bfloat16", "float32", "auto"):
-        said = "--dtype takes bfloat16 or float32 for both trainer and sampler"
-        reading.problem(entry, f"{entry.name}={word} is not offered; {said}.")
+        allowed = "--dtype takes bfloat16 or float32 for both trainer and sampler"
+        reading.problem(entry, f"{entry.name}={word} is not offered; {allowed}.")
         return
     usual = "bfloat16" if gpu_count(reading.environ) else word
     reading.demand(
@@ -536,28 +542,30 @@ _VERLS_OWN: Final = (
 )  # fmt: skip
 
 
-@_turns("algorithm.adv_estimator actor.policy_loss.loss_mode")
-def _method(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates("algorithm.adv_estimator actor.policy_loss.loss_mode")
+def _method(reading: TranslationState, entry: Entry, raw: Any) -> None:
     """Take estimators and policy losses, by verl's other names too."""
     name = str(raw).strip()
     if name in _VERLS_OWN:
-        known = ", ".join(table()[entry.name].choices)
-        reading.problem(entry, f"{entry.name} '{name}' is not offered; there are {known}.")
+        choices = ", ".join(table()[entry.name].choices)
+        reading.problem(entry, f"{entry.name} '{name}' is not offered; there are {choices}.")
         return
     if name == "dr_grpo":  # arXiv 2503.20783: no division by the spread, nor by the length
         plain, summed = "algorithm.norm_adv_by_std_in_grpo", "actor.loss_agg_mode"
-        reading.put(entry, plain, Late(lambda value: "false", yields=True))
-        reading.put(entry, summed, Late(lambda value: "seq-mean-token-sum-norm", yields=True))
+        reading.put(entry, plain, DerivedValue(lambda value: "false", yields=True))
+        reading.put(
+            entry, summed, DerivedValue(lambda value: "seq-mean-token-sum-norm", yields=True)
+        )
     reading.put(entry, entry.name, "grpo" if name in ("dr_grpo", "grpo_vectorized") else raw)
 
 
-@_turns("PART.optim.optimizer_impl")
-def _optimizer_package(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates("PART.optim.optimizer_impl")
+def _optimizer_package(reading: TranslationState, entry: Entry, raw: Any) -> None:
     """Take the packages that compute what is computed here: torch has no 8-bit AdamW."""
     key = entry.name.removesuffix("_impl")
     if raw not in ("torch.optim", "bitsandbytes.optim"):
-        said = f"{key} takes AdamW (torch.optim) or AdamW8bit (bitsandbytes.optim)"
-        reading.problem(entry, f"{entry.name}={raw} is not offered; {said}.")
+        allowed = f"{key} takes AdamW (torch.optim) or AdamW8bit (bitsandbytes.optim)"
+        reading.problem(entry, f"{entry.name}={raw} is not offered; {allowed}.")
         return
     reading.demand(
         entry,
@@ -566,15 +574,15 @@ def _optimizer_package(reading: Reading, entry: Entry, raw: Any) -> None:
     )
 
 
-@_turns("algorithm.filter_groups.metric")
-def _group_metric(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates("algorithm.filter_groups.metric")
+def _group_metric(reading: TranslationState, entry: Entry, raw: Any) -> None:
     """verl's `reward`, which it takes where none is named, has the penalties in it."""
-    theirs = reading.verl and (is_unset(raw) or raw == "reward")
-    reading.put(entry, entry.name, "seq_reward" if theirs else raw)
+    is_default = reading.verl and (is_unset(raw) or raw == "reward")
+    reading.put(entry, entry.name, "seq_reward" if is_default else raw)
 
 
-@_turns("algorithm.rollout_correction.rollout_is_threshold", null=False)
-def _window(reading: Reading, entry: Entry, raw: Any) -> None:
+@_translates("algorithm.rollout_correction.rollout_is_threshold", null=False)
+def _window(reading: TranslationState, entry: Entry, raw: Any) -> None:
     low, window, high = str(raw).partition("_")
     reading.put(entry, entry.name, high if window else raw)
     if window:

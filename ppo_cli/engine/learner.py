@@ -21,9 +21,9 @@ from torch import Tensor
 from ppo_cli.algo.batch import AnnotatedBatch, Annotations, Batch, merge_annotations
 from ppo_cli.config.algorithm_schema import Actor, Critic, CriticModel, Sharding
 from ppo_cli.config.derived import (
-    brings_reference,
     critic_path,
     expands_segments,
+    loads_reference_once,
     micro_batch_tokens,
     publishes_adapter,
     sampler_name,
@@ -31,7 +31,7 @@ from ppo_cli.config.derived import (
     spreads_weights,
     uses_critic,
     uses_reference,
-    why_logprobs_again,
+    why_recompute_logprobs,
 )
 from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.memory.advice import advise_memory
@@ -439,7 +439,7 @@ class Learner:
             sharding,
             self._compute,
             gradient_checkpointing=checkpointing,
-            brought_once=not trained and brings_reference(self._config),
+            brought_once=not trained and loads_reference_once(self._config),
             prepare=prepare,
             trust_remote_code=settings.trust_remote_code,
             attn_implementation=verdict.way.kernel,
@@ -561,7 +561,7 @@ class LocalEngine:
             tell(remark)
         self._sampler = sample_from(
             self._learner.policy.model, config, tokenizer,
-            with_entropies=not why_logprobs_again(config),
+            with_entropies=not why_recompute_logprobs(config),
         )  # fmt: skip
         self._sampler.room.tell = lambda rows: tell(room_told(rows))
 

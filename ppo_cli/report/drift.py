@@ -9,8 +9,8 @@ from statistics import fmean, pvariance
 from typing import Any, NamedTuple
 
 from ppo_cli.config.mixture import judges_of
-from ppo_cli.config.reward_checks import unit_labels
-from ppo_cli.config.reward_schema import scale_ends
+from ppo_cli.config.reward_checks import scale_labels
+from ppo_cli.config.reward_schema import parse_scale_bounds
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import DataError
 from ppo_cli.report.labels import labels_in_run
@@ -92,7 +92,7 @@ def people_of(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
     own_prompt = api.prompt_file is not None or api.scoring_prompt is not None
     if api.scale is None and own_prompt and any(not 0 <= one.label <= 1 for one in found):
         return ()  # on the scale of that prompt, which only the judge has read
-    labels = unit_labels([one.label for one in found], *scale_ends(api.scale or "1-10"))
+    labels = scale_labels([one.label for one in found], *parse_scale_bounds(api.scale or "1-10"))
     return tuple(one._replace(label=label) for one, label in zip(found, labels, strict=True))
 
 

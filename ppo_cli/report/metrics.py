@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_cli.config.derived import val_rows
 from ppo_cli.config.keys import table
 from ppo_cli.config.mixture import judges_of
-from ppo_cli.config.plan import arithmetic
+from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schedule import describe_lr_jumps
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
@@ -321,7 +321,7 @@ def budget_to_finish(
     cut short their number is that of the calls, each taking as many as there are votes.
     """
     trainer = config.trainer.model_copy(update={"total_training_steps": total_steps})
-    sums = arithmetic(config.model_copy(update={"trainer": trainer}))
+    sums = batch_arithmetic(config.model_copy(update={"trainer": trainer}))
     votes = max((judge.settings.votes for judge in judges_of(config.reward)), default=1)
     a_step, a_round = sums["reward_calls_per_step"] or 0, rows * config.rollout.val_kwargs.n
     steps = len([line for line in history if line["step"] > 0])

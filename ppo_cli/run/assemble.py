@@ -26,20 +26,20 @@ from typing import Any, Protocol
 from ppo_cli import __version__
 from ppo_cli.allocator import has_jemalloc
 from ppo_cli.config.derived import (
-    Split,
+    DataSplit,
+    describe_missing_rows,
     engine_name,
     gen_batch,
     gpus_per_node,
     placement_of,
-    rows_missing,
     split_files,
 )
 from ppo_cli.config.memory.plan import cpu_plan, settle_dtype, settle_memory
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import vocabulary_size
-from ppo_cli.config.plan import as_begun, config_yaml
+from ppo_cli.config.plan import config_yaml, restore_second_judge
 from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.reward_checks import with_devices
+from ppo_cli.config.reward_checks import with_judge_devices
 from ppo_cli.config.schema import Config, Data
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.digests import NAMED_IN, require_resumable
@@ -351,7 +351,7 @@ def _train_in(
     identity = run_identity(config, prompts, val_prompts)
     other = _changes_since(resume_from, resolved, identity)
     begun, resume_from = resume_from, None if other else resume_from
-    config = (resolved := as_begun(resolved, resume_from, screen.note)).config
+    config = (resolved := restore_second_judge(resolved, resume_from, screen.note)).config
     total_steps = config.trainer.total_training_steps or (
         config.trainer.total_epochs * order.steps_per_epoch
     )
@@ -364,7 +364,7 @@ def _train_in(
         closing.callback(engines.close)
         asked = [*prompts, *val_prompts]
         reward = build_reward(
-            with_devices(config),
+            with_judge_devices(config),
             sources={prompt.data_source for prompt in asked},
             host=engines.host if engines.hosts_rewards() else None,
         )
@@ -480,7 +480,7 @@ def _begin(job: Job, resume_from: Path | None, screen: Screen) -> RunState | Non
 def _load_prompt_sets(
     config: Config, tokenizer: Any, screen: Screen
 ) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    def read(split: Split) -> Sequence[Prompt]:
+    def read(split: DataSplit) -> Sequence[Prompt]:
         found = read_prompts(config, tokenizer, *split_files(config, split))
         for note in found.notes:
             screen.note(note)
@@ -515,7 +515,7 @@ def prompt_settings(data: Data) -> dict[str, Any]:
 
 
 def _prompt_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
-    if said := rows_missing(config, len(prompts)):
+    if said := describe_missing_rows(config, len(prompts)):
         raise DataError(said)
     return PromptOrder(
         len(prompts),

@@ -16,8 +16,8 @@ from typing import Any
 
 from ppo_cli.config.derived import split_files, train_rows, val_rows
 from ppo_cli.config.mixture import judges_of
-from ppo_cli.config.models.known_models import JUDGES, missing_settings, retirement
-from ppo_cli.config.plan import arithmetic
+from ppo_cli.config.models.known_models import JUDGES, missing_sdk_settings, shutdown_date
+from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.reward_schema import ApiReward, Reward
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.sources import is_hub_name
@@ -161,7 +161,7 @@ class Forecast:
         said = [f"judge: {_bill_line(whole, price)}{where}{each}"]
         if self.run is not None:
             said.append(f"a step: {_bill_line(self.a_step, price)}")
-        most = arithmetic(self.config).get("gen_batches_per_step_at_most")
+        most = batch_arithmetic(self.config).get("gen_batches_per_step_at_most")
         if most is not None and most > 1:
             said.append(
                 "dynamic sampling may take more, as groups that all score alike are sampled "
@@ -242,7 +242,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     `read` gives the first prompts of the split train or val.
     """
     template, api = load_template(config.reward.api), config.reward.api
-    sums, votes, listed = arithmetic(config), api.votes, api.compare == "list"
+    sums, votes, listed = batch_arithmetic(config), api.votes, api.compare == "list"
     alone, of_list, requests = 1, 1, 1.0  # responses of a request, and requests a response
     if api.mode == "compare":
         n, most = config.rollout.n, api.compare_calls
@@ -381,7 +381,9 @@ def with_keys(environ: Mapping[str, str]) -> Iterator[str]:
     for name, known in JUDGES.items():
         keyed = any(environ.get(key, "").strip() for key in known.keys)
         ready = known.needs and known.keyless
-        if (keyed or ready) and not missing_settings(name, environ, base_url=None, key_env=None):
+        if (keyed or ready) and not missing_sdk_settings(
+            name, environ, base_url=None, key_env=None
+        ):
             yield name
 
 
@@ -431,7 +433,7 @@ async def _closed(provider: SdkProvider) -> list[str] | None:
 def _known(api: ApiReward) -> dict[str, Any]:
     """A model's price in US dollars for a million tokens, its limit and the day it goes."""
     price, listed = find_price(api), look_up_model(api)
-    day = retirement(api.type, api.model or "") if api.base_url is None else None
+    day = shutdown_date(api.type, api.model or "") if api.base_url is None else None
     return {
         "model": api.model,
         "input": price and price.input,

@@ -13,15 +13,15 @@ from typing import Any, Literal
 from ppo_cli.config.mixture import (
     Judge,
     judges_of,
-    laid_over,
     mixture_line,
     mixture_of,
     model_settings,
     models_of,
+    override_section,
     rule_settings,
     rules_of,
 )
-from ppo_cli.config.models.known_models import asked_at, find_adapter
+from ppo_cli.config.models.known_models import choose_adapter, effective_provider
 from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, RewardError
@@ -143,7 +143,7 @@ def with_all(
 ) -> RewardSettings:
     """The same reward, with these settings in every judge or model, those of a mixture too."""
     section = "api" if kind == "judge" else kind
-    update: dict[str, Any] = {section: laid_over(getattr(settings, section), values)}
+    update: dict[str, Any] = {section: override_section(getattr(settings, section), values)}
     if parts := mixture_of(settings):
         own = {p.name: p.model_dump(exclude={"name"}, exclude_unset=True) for p in parts}
         # What a part does not set is the run's own; so its own word on these is taken out.
@@ -166,7 +166,7 @@ def in_batches(settings: RewardSettings, hours: float) -> RewardSettings:
         problems.append("--batch is for a judge behind an API, and this reward has none.")
     for judge in judges:
         api = judge.settings
-        kind = asked_at(api.type, os.environ)
+        kind = effective_provider(api.type, os.environ)
         if not provider_class(kind).batch_rows:
             problems.append(f"--batch: {judge.name}: {kind} has no batch interface here.")
         if api.mode == "decision":
@@ -239,7 +239,7 @@ def _source(kind: str, api: ApiReward, model: ModelReward, rule: RewardSettings)
         return f"judge {api.model} with prompt {template.name} {template.version}".rstrip()
     if kind == "model":
         path = str(model.path)
-        adapter = find_adapter(path, model.adapter).adapter
+        adapter = choose_adapter(path, model.adapter).adapter
         return f"reward model {redact_url(path)}, read as {adapter}"
     if rule.function:
         return f"function {rule.function}"

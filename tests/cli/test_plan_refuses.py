@@ -11,7 +11,7 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.config import requirements
-from ppo_cli.config.derived import fitting_batches, has_package
+from ppo_cli.config.derived import fit_batches, has_package
 from ppo_cli.config.models.bundled import bundled_path
 from tests.cli.mistakes import ROW, TRAIN, set_desk
 
@@ -303,5 +303,5 @@ def test_batches_that_were_asked_for_are_refused_with_a_line_that_works(
 def test_fitting_batches_always_fit() -> None:
     for rows in range(1, 300):
         for batch, mini in ((256, 64), (64, 32), (1024, 1024), (12, 4)):
-            fits, part = fitting_batches(rows, batch, mini)
+            fits, part = fit_batches(rows, batch, mini)
             assert 1 <= part <= fits <= rows and fits % part == 0, (rows, batch, mini)

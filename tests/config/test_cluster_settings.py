@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from ppo_cli.config.derived import (
     data_ranks,
-    describe,
+    describe_placement,
     device_plan,
     engine_name,
+    format_devices,
     gpus_per_node,
     learner_ranks,
-    numbered,
     placement_of,
 )
 from ppo_cli.config.device_checks import cluster_clashes, cluster_remarks
@@ -31,7 +31,7 @@ def placements(draw: st.DrawFn) -> str:
     shared = (tuple(range(end)), tuple(range(end)))
     train, rollout = draw(st.one_of(st.just(split), st.just(shared), st.tuples(DEVICES, DEVICES)))
     roles = {"train": train, "rollout": rollout, "reward": draw(DEVICES)}
-    return ",".join(f"{role}:{numbered(found)}" for role, found in roles.items() if found)
+    return ",".join(f"{role}:{format_devices(found)}" for role, found in roles.items() if found)
 
 
 CONFIGS = st.fixed_dictionaries(
@@ -91,7 +91,7 @@ def test_what_is_accepted_can_be_served(given: dict[str, object], gpus: int) -> 
         assert max(*found.train, *sampling, *found.reward) < found.nodes * found.devices_per_node
         assert all(len({found.node_of(d) for d in sampler}) == 1 for sampler in found.rollout)
         assert {len(sampler) for sampler in found.rollout} == {span}
-    assert all(describe(found)) and all(device_plan(config, gpus).sentences)
+    assert all(describe_placement(found)) and all(device_plan(config, gpus).sentences)
     assert all(note[-1] == "." for note in cluster_remarks(config, gpus, {}))
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.config.derived import Roles, numbered, read_placement
+from ppo_cli.config.derived import Roles, format_devices, read_placement
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,6 @@ def test_what_cannot_be_read_is_told(text: str, said: str) -> None:
 )
 def test_what_is_written_is_read_again(roles: dict[str, set[int]]) -> None:
     wanted = {role: tuple(sorted(devices)) for role, devices in roles.items() if devices}
-    text = ",".join(f"{role}:{numbered(devices)}" for role, devices in wanted.items())
+    text = ",".join(f"{role}:{format_devices(devices)}" for role, devices in wanted.items())
     found: Roles = read_placement(text)
     assert found == wanted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ppo_cli.config import derived as eff
-from ppo_cli.config.requirements import idle_settings
+from ppo_cli.config.requirements import find_unused
 from ppo_cli.config.schema import Config
 from tests.config.settling import problems, settle
 
@@ -21,11 +21,11 @@ def test_one_setting_stands_in_for_another_only_while_that_is_unset() -> None:
     wrong = [
         (given, function.__name__, found)
         for given, function, expected in [
-            ("actor.clip_ratio=0.3", eff.clip_low, 0.3),
-            ("actor.clip_ratio=0.3", eff.clip_high, 0.3),
-            ("actor.clip_ratio=0.3 actor.clip_ratio_low=0.1", eff.clip_low, 0.1),
-            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", eff.clip_low, 0.1),
-            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", eff.clip_high, 0.3),
+            ("actor.clip_ratio=0.3", eff.lower_clip, 0.3),
+            ("actor.clip_ratio=0.3", eff.upper_clip, 0.3),
+            ("actor.clip_ratio=0.3 actor.clip_ratio_low=0.1", eff.lower_clip, 0.1),
+            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", eff.lower_clip, 0.1),
+            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", eff.upper_clip, 0.3),
             ("data.train_batch_size=12 actor.ppo_mini_batch_size=6", eff.critic_mini_batch, 6),
             (
                 "data.train_batch_size=12 actor.ppo_mini_batch_size=6 critic.ppo_mini_batch_size=3",
@@ -157,10 +157,10 @@ IDLE = [
 
 
 def test_a_setting_is_taken_where_it_has_its_effect_and_nowhere_else() -> None:
-    wrong = {given: idle_settings(settle(*given.split()), gpus) for given, gpus in TAKEN}
+    wrong = {given: find_unused(settle(*given.split()), gpus) for given, gpus in TAKEN}
     assert {given: found for given, found in wrong.items() if found != ([], [])} == {}
     for given, key in IDLE:
-        refused, _ = idle_settings(settle(*given.split()), 0)
+        refused, _ = find_unused(settle(*given.split()), 0)
         assert [line.split()[1] for line in refused] == [key], given
 
 

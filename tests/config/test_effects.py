@@ -8,7 +8,7 @@ import pytest
 
 from ppo_cli.config.keys import table
 from ppo_cli.config.plan import config_yaml
-from ppo_cli.config.requirements import EFFECTS, idle_settings, missing_parts, remarks
+from ppo_cli.config.requirements import UNUSED, find_unused, missing_parts, remarks
 from ppo_cli.errors import ConfigError
 from tests.config.settling import settle
 
@@ -30,7 +30,7 @@ OF_MEMORY_AND_SPEED = {
 }  # fmt: skip
 # What else must be set for a row to be idle, beside OFF.
 BESIDE = {
-    **dict.fromkeys([k for k in EFFECTS if k.startswith("reward.api.monitor.")], JUDGE),
+    **dict.fromkeys([k for k in UNUSED if k.startswith("reward.api.monitor.")], JUDGE),
     "reward.api.local.*": JUDGE,
     "reward.api.prompt_preset": f"{JUDGE} reward.api.scoring_prompt=x",
     "reward.api.scale": f"{JUDGE} reward.api.rubric=extra_info.r",
@@ -57,10 +57,10 @@ BESIDE = {
     "reward.rule": MIXED,
     "reward.model.path": MIXED,
     **dict.fromkeys(
-        [k for k, row in EFFECTS.items() if row is EFFECTS[LOCAL]], "reward.model.path=http://h"
+        [k for k, row in UNUSED.items() if row is UNUSED[LOCAL]], "reward.model.path=http://h"
     ),
     **dict.fromkeys(
-        [k for k, row in EFFECTS.items() if row is EFFECTS[AT_SERVER]], "reward.model.path=a/b"
+        [k for k, row in UNUSED.items() if row is UNUSED[AT_SERVER]], "reward.model.path=a/b"
     ),
     "reward.code.*": "reward.rule=exact",
     "reward.parts": MIXTURE_OFF,
@@ -104,11 +104,11 @@ def changed(row: str) -> str:
     return f"{name}={OTHER.get(name) or (default / 2 if isinstance(default, float) else 32)}"
 
 
-@pytest.mark.parametrize("row", EFFECTS)
+@pytest.mark.parametrize("row", UNUSED)
 def test_a_setting_without_effect_is_refused_or_noted(row: str) -> None:
     found = settle(*OFF.split(), *BESIDE.get(row, "").split(), changed(row))
     key, gpus = changed(row).partition("=")[0], int(row == "rollout.num_samplers")
-    refused, noted = idle_settings(found, gpus)
+    refused, noted = find_unused(found, gpus)
     (line,) = [*refused, *noted]
     assert line.startswith(f"override: {key} has no effect: ")
     assert bool(noted) == (key in OF_MEMORY_AND_SPEED)
@@ -118,13 +118,13 @@ def test_a_setting_without_effect_is_refused_or_noted(row: str) -> None:
     (note,) = remarks(preset, gpus=gpus)
     assert note.startswith("preset x line 1: ")
     file = replace(found, origins={**found.origins, key: "my.yaml line 1"})
-    refused, noted = idle_settings(file, gpus)
+    refused, noted = find_unused(file, gpus)
     assert (len(refused), len(noted)) == ((1, 0) if _absent(key) else (0, 1))
 
 
 def _absent(key: str) -> bool:
-    groups = [row for row in EFFECTS if row.endswith("*") and key.startswith(row[:-1])]
-    return EFFECTS[key if key in EFFECTS else max(groups, key=len)].absent
+    groups = [row for row in UNUSED if row.endswith("*") and key.startswith(row[:-1])]
+    return UNUSED[key if key in UNUSED else max(groups, key=len)].absent
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def _absent(key: str) -> bool:
     ],
 )
 def test_what_a_judge_uses_is_taken(given: str) -> None:
-    assert idle_settings(settle(*given.split())) == ([], [])
+    assert find_unused(settle(*given.split())) == ([], [])
 
 
 def test_while_no_judge_scores_that_is_the_reason_given() -> None:

@@ -7,11 +7,11 @@ import datetime
 import pytest
 
 from ppo_cli.config.keys import table
-from ppo_cli.config.models.known_models import JUDGES, retirement
+from ppo_cli.config.models.known_models import JUDGES, shutdown_date
 from ppo_cli.config.requirements import remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import judge_remarks, missing_keys
-from ppo_cli.config.reward_schema import scale_ends
+from ppo_cli.config.reward_schema import parse_scale_bounds
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError
 from tests.config import settling
@@ -117,7 +117,7 @@ def test_an_address_with_a_password_is_not_repeated() -> None:
     [("1-10", (1, 10)), (" 0 - 5 ", (0, 5)), ("-2--1", (-2, -1)), ("0 to 1000", (0, 1000))],
 )
 def test_a_scale_is_read(text: str, ends: tuple[int, int]) -> None:
-    assert scale_ends(text) == ends
+    assert parse_scale_bounds(text) == ends
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_what_is_fine_is_not(given: str) -> None:
     ],
 )
 def test_a_name_is_found_with_its_versions(provider: str, model: str, day: str | None) -> None:
-    found = retirement(provider, model)
+    found = shutdown_date(provider, model)
     assert (found and found.isoformat()) == day
 
 
@@ -213,4 +213,4 @@ def test_remarks_reach_the_screen() -> None:
 def test_the_tables_know_every_provider_and_no_example_is_retired() -> None:
     providers = set(table()["reward.api.type"].choices)
     assert providers == set(JUDGES)
-    assert [name for name, api in JUDGES.items() if retirement(name, api.example)] == []
+    assert [name for name, api in JUDGES.items() if shutdown_date(name, api.example)] == []

@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.config import reward_checks as own
-from ppo_cli.config.derived import describe, placement_of, read_placement
+from ppo_cli.config.derived import describe_placement, placement_of, read_placement
 from ppo_cli.config.memory import devices
-from ppo_cli.config.memory.devices import judge_place
-from ppo_cli.config.reward_checks import local_remarks, missing_for_judge, vllm_python, with_devices
+from ppo_cli.config.memory.devices import judge_memory
+from ppo_cli.config.reward_checks import (
+    local_remarks,
+    missing_for_judge,
+    vllm_python,
+    with_judge_devices,
+)
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError
 from tests.config.settling import settle
@@ -41,8 +46,8 @@ def test_where_a_judge_cannot_stand(words: str, said: str) -> None:
 def test_a_placement_gives_the_judge_its_gpus() -> None:
     assert read_placement("train:0-5,rollout:6,judge:7")["judge"] == (7,)
     placed = config(f"{ON}embedded {GPUS}train:0-4,rollout:5,judge:6-7")
-    assert with_devices(placed).api.local.devices == (6, 7)
-    assert "the judge's server on GPUs 6-7" in describe(placement_of(placed, 8))
+    assert with_judge_devices(placed).api.local.devices == (6, 7)
+    assert "the judge's server on GPUs 6-7" in describe_placement(placement_of(placed, 8))
 
 
 def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,10 +69,10 @@ def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_its_memory_is_counted_and_one_that_does_not_fit_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = judge_place(config(f"{ON}embedded"))
+    place = judge_memory(config(f"{ON}embedded"))
     assert place is not None and place.fits
     assert place.needed > place.roles["judge"].parameters > 1_000_000
-    assert judge_place(config(f"{ON}Qwen/Qwen3-8B")) is None, "its weights are not here"
+    assert judge_memory(config(f"{ON}Qwen/Qwen3-8B")) is None, "its weights are not here"
     monkeypatch.setattr(devices, "device_memory", lambda config: 1 << 30)
     (said,) = missing_for_judge(config(f"{ON}embedded"), {"PPO_VLLM_PYTHON": "/py"})
     assert "needs about 3 GiB on each of its devices, which have 1 GiB" in said

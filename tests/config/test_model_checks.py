@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.config import derived
-from ppo_cli.config.derived import compute_dtype, why_logprobs_again
+from ppo_cli.config.derived import compute_dtype, why_recompute_logprobs
 from ppo_cli.config.memory.plan import cpu_plan, settle_dtype
 from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings
 from ppo_cli.errors import ConfigError
@@ -164,7 +164,7 @@ def test_the_sampler_gives_old_logprobs_where_it_computes_as_the_actor_does(
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(told))
-    said = why_logprobs_again(settle(*given.split()).config, 0)
+    said = why_recompute_logprobs(settle(*given.split()).config, 0)
     assert why in said and bool(why) is bool(said)
 
 
@@ -207,4 +207,4 @@ def test_the_precision_that_is_faster(
     assert said in " ".join(cpu_plan(config, jemalloc=False))
     settled = settle_dtype(config)
     assert (settled.model.dtype or "float32") == dtype == compute_dtype(settled)
-    assert bool(why_logprobs_again(config)) == bool(why_logprobs_again(settled))
+    assert bool(why_recompute_logprobs(config)) == bool(why_recompute_logprobs(settled))

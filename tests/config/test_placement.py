@@ -8,13 +8,13 @@ import pytest
 
 from ppo_cli.config.derived import (
     data_ranks,
-    describe,
+    describe_placement,
     device_plan,
     has_package,
     learner_ranks,
     placement_of,
 )
-from ppo_cli.config.plan import arithmetic, make_plan
+from ppo_cli.config.plan import batch_arithmetic, make_plan
 from ppo_cli.config.schema import Config
 from tests.config.settling import settle
 
@@ -109,8 +109,8 @@ def test_a_split_counts_only_the_ranks_that_train() -> None:
     given = "trainer.n_gpus_per_node=8 trainer.placement=train:0-3,rollout:4-7"
     assert learner_ranks(config(given), 8) == 4
     assert data_ranks(config(f"{given} trainer.tensor_parallel_size=4"), 8) == 1
-    whole = arithmetic(config("actor.ppo_micro_batch_size_per_gpu=1"))
-    parted = arithmetic(config(f"{given} actor.ppo_micro_batch_size_per_gpu=1"))
+    whole = batch_arithmetic(config("actor.ppo_micro_batch_size_per_gpu=1"))
+    parted = batch_arithmetic(config(f"{given} actor.ppo_micro_batch_size_per_gpu=1"))
     assert whole["actor_micro_batches_at_most"] == 64
     assert parted["actor_micro_batches_at_most"] == 16
 
@@ -184,7 +184,7 @@ def test_a_split_counts_only_the_ranks_that_train() -> None:
     ],
 )
 def test_it_is_said_who_works_where(given: str, gpus: int, lines: list[str]) -> None:
-    assert describe(placement_of(config(given), gpus)) == lines
+    assert describe_placement(placement_of(config(given), gpus)) == lines
 
 
 @pytest.mark.parametrize(

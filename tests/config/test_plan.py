@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.plan import Plan, arithmetic, make_plan
+from ppo_cli.config.plan import Plan, batch_arithmetic, make_plan
 from ppo_cli.data_sets.files import count_rows
 from tests.config.settling import settle
 
@@ -38,7 +38,7 @@ def test_a_run_is_counted_from_rows_to_optimizer_steps(tmp_path: Path) -> None:
         "actor.ppo_max_token_len_per_gpu=1280",
         "critic.ppo_micro_batch_size_per_gpu=7",
     ).config
-    assert arithmetic(config) == {
+    assert batch_arithmetic(config) == {
         "prompts_per_step": 96,
         "responses_per_prompt": 5,
         "responses_per_step": 480,
@@ -72,7 +72,7 @@ def test_without_local_files_steps_are_unknown() -> None:
 
 
 def test_max_steps_needs_no_rows_and_remax_scores_a_baseline() -> None:
-    sums = arithmetic(
+    sums = batch_arithmetic(
         settle(
             "trainer.total_training_steps=3", "algorithm.adv_estimator=remax", "data.val_files=[]"
         ).config,

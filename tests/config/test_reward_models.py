@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ppo_cli.config.models.known_models import (
-    find_adapter,
+    choose_adapter,
     hub_cache,
 )
 from ppo_cli.config.models.weight_files import names_in_pickle, names_in_safetensors, tensor_names
@@ -49,16 +49,16 @@ FOUND: list[tuple[Callable[..., Path], dict[str, Any], str, str]] = [
 def test_by_what_the_folder_holds(
     build: Callable[..., Path], options: dict[str, Any], adapter: str, reason: str, tmp_path: Path
 ) -> None:
-    found = find_adapter(str(build(tmp_path, **options)))
+    found = choose_adapter(str(build(tmp_path, **options)))
     assert found.adapter == adapter
     assert reason in found.reason
 
 
 def test_a_folders_name_alone_decides_nothing(tmp_path: Path) -> None:
     named = tmp_path / "Starling-RM-7B-alpha"
-    assert find_adapter(str(twins.skywork_llama_twin(named / "score"))).adapter == "seqcls"
+    assert choose_adapter(str(twins.skywork_llama_twin(named / "score"))).adapter == "seqcls"
     bare = str(twins.openrlhf_twin(named / "bare", head="v_head"))
-    assert find_adapter(bare).reason == "its tensor v_head.weight and its name are Starling's"
+    assert choose_adapter(bare).reason == "its tensor v_head.weight and its name are Starling's"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_by_a_known_name(
     name: str, adapter: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    found = find_adapter(name)
+    found = choose_adapter(name)
     assert found.adapter == adapter
     assert "known by the name" in found.reason
 
@@ -85,8 +85,8 @@ def test_an_unknown_name_says_that_it_is_a_guess(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    assert find_adapter("someone/some-rm").reason == "by default; its files are not here yet"
-    assert find_adapter("someone/some-rm", "pair").adapter == "pair"
+    assert choose_adapter("someone/some-rm").reason == "by default; its files are not here yet"
+    assert choose_adapter("someone/some-rm", "pair").adapter == "pair"
 
 
 def test_a_snapshot_in_the_cache_says_more_than_a_name(
@@ -98,11 +98,11 @@ def test_a_snapshot_in_the_cache_says_more_than_a_name(
     twins.armorm_twin(repo / "snapshots" / "new", shards=2)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("old\n")
-    assert find_adapter("someone/some-rm").adapter == "pair"
+    assert choose_adapter("someone/some-rm").adapter == "pair"
     (repo / "refs" / "main").write_text("new")
-    assert find_adapter("someone/some-rm").adapter == "armorm"
+    assert choose_adapter("someone/some-rm").adapter == "armorm"
     next((repo / "snapshots" / "new").glob("*.safetensors")).unlink()  # half fetched
-    assert find_adapter("someone/some-rm").adapter == "pair"
+    assert choose_adapter("someone/some-rm").adapter == "pair"
 
 
 def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,32 +127,32 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_by_the_address_of_a_server(url: str, adapter: str) -> None:
-    found = find_adapter(url)
+    found = choose_adapter(url)
     assert (found.adapter, found.reason.split()[:2]) == (adapter, ["its", "address"])
 
 
 def test_an_address_that_says_nothing() -> None:
     with pytest.raises(RewardError, match="--reward_model_adapter: vllm, openrlhf or rerank") as e:
-        find_adapter("http://me:hunter22@host:8000")
+        choose_adapter("http://me:hunter22@host:8000")
     assert "hunter22" not in str(e.value)
-    assert find_adapter("http://host:8000", "vllm").adapter == "vllm"
+    assert choose_adapter("http://host:8000", "vllm").adapter == "vllm"
 
 
 def test_a_named_adapter_must_be_possible(tmp_path: Path) -> None:
     score = str(twins.openrlhf_twin(tmp_path / "score", head="score"))
     starling = str(twins.starling_twin(tmp_path / "starling"))
-    named = find_adapter(score, "value_head")
+    named = choose_adapter(score, "value_head")
     assert named.adapter == "value_head"
     assert "reward.model.adapter says so (by itself: seqcls" in named.reason
-    assert find_adapter(score, "seqcls").reason == find_adapter(score).reason
+    assert choose_adapter(score, "seqcls").reason == choose_adapter(score).reason
     for path, wanted in [(starling, "seqcls"), (score, "armorm"), (score, "pair")]:
         with pytest.raises(ModelError, match=f"{wanted} cannot read"):
-            find_adapter(path, wanted)
+            choose_adapter(path, wanted)
 
 
 def test_no_reward_model_at_all(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no reward head: .*`ppo reward fit`"):
-        find_adapter(str(twins.plain_causal_twin(tmp_path)))
+        choose_adapter(str(twins.plain_causal_twin(tmp_path)))
 
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
@@ -184,7 +184,7 @@ HARM: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_folder(words: str, tmp_path: Path) -> None:
     HARM[words](twins.skywork_llama_twin(tmp_path))
     with pytest.raises(ModelError, match=words):
-        find_adapter(str(tmp_path))
+        choose_adapter(str(tmp_path))
 
 
 def test_no_code_of_a_pickle_runs(tmp_path: Path) -> None:
@@ -202,9 +202,9 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "reward_model").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"no model folder .*Did you mean 'reward_model'"):
-        find_adapter(str(tmp_path / "reward_modl"))
+        choose_adapter(str(tmp_path / "reward_modl"))
     with pytest.raises(UserError, match="is a file"):
-        find_adapter(str(tmp_path / "file"))
+        choose_adapter(str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("new_layout", [True, False])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.plan import as_begun, config_yaml, make_plan, with_second_judge
+from ppo_cli.config.plan import add_second_judge, config_yaml, make_plan, restore_second_judge
 from ppo_cli.config.requirements import missing_inputs, refused_settings
 from ppo_cli.config.resolve import Resolved
 from tests.config.settling import settle
@@ -19,7 +19,7 @@ MIXED = "reward.composite.parts.{}={{kind: judge, weight: 1, judge: {{type: {}, 
 
 
 def watched(*given: str, keys: dict[str, str] = TWO_KEYS) -> Resolved:
-    return with_second_judge(settle(*JUDGE, *given), keys)
+    return add_second_judge(settle(*JUDGE, *given), keys)
 
 
 def second(resolved: Resolved) -> str:
@@ -81,7 +81,7 @@ def test_a_budget_is_not_spent_on_what_nobody_asked_for(budget: str) -> None:
 def test_verls_lines_get_no_second_judge() -> None:
     line = ("actor_rollout_ref.rollout.n=1", "data.train_files=x.parquet", *JUDGE)
     found = settle(*line)
-    assert found.verl and with_second_judge(found, ALL_KEYS) == found
+    assert found.verl and add_second_judge(found, ALL_KEYS) == found
 
 
 def test_elsewhere_the_second_judge_of_a_file_may_lack_its_key(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_a_run_that_goes_on_keeps_the_second_judge_it_began_with(
 ) -> None:
     (tmp_path / "config.yaml").write_text(config_yaml(began), encoding="utf-8")
     told: list[str] = []
-    now = as_begun(watched(keys=ALL_KEYS), tmp_path / CHECKPOINT, told.append)
+    now = restore_second_judge(watched(keys=ALL_KEYS), tmp_path / CHECKPOINT, told.append)
     assert second(now) == expected
     assert bool(told) == (expected != "claude/claude-haiku-5-5")
     assert 'type: "' in config_yaml(now)
     asked = settle(*JUDGE, "reward.api.monitor.model=own")
-    assert as_begun(asked, tmp_path / CHECKPOINT, told.append) is asked
-    assert as_begun(watched(), tmp_path / "none" / CHECKPOINT, told.append) == watched()
+    assert restore_second_judge(asked, tmp_path / CHECKPOINT, told.append) is asked
+    assert restore_second_judge(watched(), tmp_path / "none" / CHECKPOINT, told.append) == watched()

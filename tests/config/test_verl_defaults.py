@@ -9,8 +9,8 @@ from typing import Any
 
 from ppo_cli.config import verl
 from ppo_cli.config.derived import critic_mini_batch, sampler_seed
-from ppo_cli.config.keys import find, table, value_of
-from ppo_cli.config.requirements import idle_settings, remarks
+from ppo_cli.config.keys import find_key, table, value_of
+from ppo_cli.config.requirements import find_unused, remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle
@@ -68,7 +68,10 @@ def ours(values: dict[str, Any]) -> dict[str, Any]:
     return {
         k: v for k, v in values.items()
         if (name := k.removeprefix(WRAPPER)) not in NOT_TAKEN
-        and (find(name) or name in ("trainer.default_local_dir", "trainer.max_actor_ckpt_to_keep"))
+        and (
+            find_key(name)
+            or name in ("trainer.default_local_dir", "trainer.max_actor_ckpt_to_keep")
+        )
     }  # fmt: skip
 
 
@@ -212,7 +215,7 @@ def test_verl_counts_the_warm_up_of_the_critic_from_step_one() -> None:
 def test_what_changes_nothing_in_verl_is_remarked_on() -> None:
     dead = ("algorithm.kl_ctrl.kl_coef=0.01", "algorithm.kl_ctrl.type=adaptive")
     found = settle(FILES, LINE, *dead)
-    refused, noted = idle_settings(found, 0)
+    refused, noted = find_unused(found, 0)
     assert refused == [] and "kl_coef has no effect" in noted[0]
     assert "is off" in "".join(problems(FILES, *dead, "algorithm.use_kl_in_reward=false"))
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.config.derived import data_ranks, rejections
-from ppo_cli.config.keys import find, table, value_of
-from ppo_cli.config.plan import arithmetic
+from ppo_cli.config.keys import find_key, table, value_of
+from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.requirements import missing_parts, remarks
-from ppo_cli.config.verl import TURNED, foreign_names
+from ppo_cli.config.verl import TRANSLATIONS, foreign_names
 from tests.config.settling import problems, settle
 from tests.nvml import H100
 
@@ -357,8 +357,8 @@ def test_gdpo_takes_parts_and_nothing_that_only_changes_their_sum() -> None:
 def test_dynamic_sampling_says_what_it_needs() -> None:
     on = ("algorithm.filter_groups.enable=True", "data.gen_batch_size=768")
     found = settle(*on, "rollout.n=4", "algorithm.filter_groups.max_num_gen_batches=10")
-    assert arithmetic(found.config)["reward_calls_per_step"] == 768 * 4
-    assert arithmetic(found.config)["reward_calls_per_step_at_most"] == 10 * 768 * 4
+    assert batch_arithmetic(found.config)["reward_calls_per_step"] == 768 * 4
+    assert batch_arithmetic(found.config)["reward_calls_per_step_at_most"] == 10 * 768 * 4
     for given, said in (
         ((), "--rollout_n 4"),
         (("rollout.n=4", "trainer.async_steps=1"), "leave --async_steps out"),
@@ -514,11 +514,11 @@ def test_a_whole_file_in_the_older_style(tmp_path: Path) -> None:
 
 
 def test_the_tables_do_not_overlap_and_point_at_settings() -> None:
-    told = (NAMES.renamed, NAMES.tied, NAMES.same, NAMES.told, NAMES.refused, TURNED)
+    told = (NAMES.renamed, NAMES.tied, NAMES.same, NAMES.remarked, NAMES.refused, TRANSLATIONS)
     names = [name for names in told for name in names]
     assert len(names) == len(set(names))
-    plain = [n for n in names if n not in TURNED and not n.endswith(".*")]
-    assert [n for n in plain if find(n) is not None] == []
+    plain = [n for n in names if n not in TRANSLATIONS and not n.endswith(".*")]
+    assert [n for n in plain if find_key(n) is not None] == []
     assert {switch.partition("=")[0] for switch in NAMES.behind.values()} <= set(names)
     targets = [own for new in NAMES.renamed.values() for own in new]
     assert [

@@ -374,7 +374,7 @@ def test_one_process_computes_in_bfloat16_and_spreads_weights_where_that_is_fast
     It is held in bfloat16 itself, or packed as oneDNN reads it.
     """
     monkeypatch.setattr(derived, "has_fast_bfloat16", lambda: fast)
-    monkeypatch.setattr(derived, "WIDE", 1)
+    monkeypatch.setattr(derived, "MIN_BFLOAT16_WIDTH", 1)
     tokenizer = load_tokenizer(model_folder("embedded"))
     stored = load_policy(model_folder("embedded")).model.bfloat16()
     stored.save_pretrained(tmp_path)

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 import pytest
 import yaml
 
-from ppo_cli.config.keys import Key, nested, table, value_of
+from ppo_cli.config.keys import Key, nest_values, table, value_of
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
@@ -57,7 +57,7 @@ def other_value(key: Key) -> Any:
 
 
 def identity(values: dict[str, Any] | None = None) -> dict[str, Any]:
-    return run_identity(Config.model_validate(nested(values or {})), prompts(2), prompts(1))
+    return run_identity(Config.model_validate(nest_values(values or {})), prompts(2), prompts(1))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def default() -> dict[str, Any]:
 @pytest.mark.parametrize("name", table())
 def test_every_setting_decides_as_it_declares(name: str, default: dict[str, Any]) -> None:
     key = table()[name]
-    config = Config.model_validate(nested({name: other_value(key)}))
+    config = Config.model_validate(nest_values({name: other_value(key)}))
     assert value_of(config, name) != key.default
     # Rows count in the place of the files that they come from.
     by_name = key.identity in ("run", "checkpoint") and name not in ROWS

@@ -32,7 +32,7 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
     weight_transfer,
-    why_logprobs_again,
+    why_recompute_logprobs,
 )
 from ppo_cli.config.machine import processor
 from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
@@ -231,7 +231,7 @@ class _Roles:
         """Bytes on a learner rank in each phase, samplers and reward models left out."""
         works = self.works
         rest = sum(work.rest for work in works.values())
-        again = why_logprobs_again(config)
+        again = why_recompute_logprobs(config)
         asked = [work for name, work in works.items() if name != "actor" or again]
         annotation = max((work.annotate for work in asked), default=0)
         # The sampler of a single process reads the actor's weights where they are used.
@@ -427,7 +427,7 @@ KV_GB = 1  # of a server on the CPU
 OVERHEAD = 2 * GIB  # of its processes, measured with vLLM 0.32 on the CPU
 
 
-def judge_place(config: Config) -> Place | None:
+def judge_memory(config: Config) -> Place | None:
     """What the server takes of each of its devices; None where its weights are not at hand."""
     judge = local_judge(config)
     if judge is None or not judge.settings.model:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ppo_cli.config.algorithm_schema import Actor, Critic, Sharding
-from ppo_cli.config.derived import brings_reference, data_ranks, micro_batch_tokens
+from ppo_cli.config.derived import data_ranks, loads_reference_once, micro_batch_tokens
 from ppo_cli.config.models.shape import FLOAT, Device, Shape
 from ppo_cli.config.schema import Config
 
@@ -86,7 +86,7 @@ class Model:
         rest = 0 if at_home else self.weights
         # One process, and ranks with their pieces of a reference, bring what is offloaded to the
         # device for as long as they work with it.
-        whole = self.device.shards == 1 or (self.part is None and brings_reference(self.config))
+        whole = self.device.shards == 1 or (self.part is None and loads_reference_once(self.config))
         brought = (self.weights - rest if whole else 0) + self.gathered_once
         host = Share(parameters=self.weights - rest)
         if self.part is None:

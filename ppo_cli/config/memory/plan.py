@@ -22,7 +22,7 @@ from ppo_cli.config.derived import (
     spreads_weights,
     uses_critic,
     uses_reference,
-    why_logprobs_again,
+    why_recompute_logprobs,
 )
 from ppo_cli.config.machine.device_record import proven
 from ppo_cli.config.machine.processor import matmul_library
@@ -36,7 +36,7 @@ from ppo_cli.config.memory.devices import (
     count_vllm,
     device_memory,
     host_of_gpus,
-    judge_place,
+    judge_memory,
     read_shapes,
     sampled_rows,
 )
@@ -175,7 +175,7 @@ def memory_plan(config: Config) -> PlanPart:
             if once
             else f"packed responses have a prompt each{why} (model.share_prompts)"
         )
-    why = why_logprobs_again(config)
+    why = why_recompute_logprobs(config)
     layout.append(
         f"the actor computes old log-probs: {why}"
         if why
@@ -204,7 +204,7 @@ def memory_plan(config: Config) -> PlanPart:
             said.append(f"gradient checkpointing is {'on' if asked else 'off'}, as set")
         return PlanPart((*said, *layout), {"unknown": list(shapes)})
     found = estimate(config, shapes, there, host)
-    judge = judge_place(config)
+    judge = judge_memory(config)
     places = [*found.places, *filter(None, (judge, found.host))]
     said = [line for place in places for line in _lines(place)]
     changes = None

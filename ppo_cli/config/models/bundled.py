@@ -32,11 +32,11 @@ def model_folder(path: str) -> str:
 
 def prompt_files(files: Iterable[str], split: Literal["train", "val"]) -> tuple[str, ...]:
     """Return prompt files with the names of bundled sets replaced by that split's file."""
-    own = {
+    bundled = {
         EMBEDDED: bundled_path("embedded", f"{split}.jsonl"),
         ONE_DIGIT: bundled_path("embedded", f"one-digit-sums.{split}.jsonl"),
     }
-    return tuple(str(own.get(name, name)) for name in files)
+    return tuple(str(bundled.get(name, name)) for name in files)
 
 
 def preset_names() -> tuple[str, ...]:
@@ -50,7 +50,7 @@ def preset_path(name: str) -> Path:
     chosen = ALIASES.get(name, name)
     if chosen in names:
         return bundled_path("presets") / f"{chosen}.yaml"
-    part_of = [known for known in names if name and name in known]
+    part_of = [preset for preset in names if name and name in preset]
     if near := did_you_mean(name, ALIASES):
         hint = near
     elif len(part_of) == 1:

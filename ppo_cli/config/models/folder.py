@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.models.known_models import absent_folder
+from ppo_cli.config.models.known_models import describe_missing_folder
 from ppo_cli.config.models.weight_files import read_json, text_config, weights_problem
 from ppo_cli.errors import ModelError
 
 # Words of a config.json.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -54,10 +54,10 @@ def check_folder(path: str, flag: str) -> None:
             "by save_pretrained, such as RUN/checkpoints/latest/actor."
         )
     if not local.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise ModelError(absent_folder(path, flag))
+        raise ModelError(describe_missing_folder(path, flag))
 
 
-SIZES = (
+SIZE_KEYS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "intermediate_size", "head_dim", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
@@ -66,7 +66,9 @@ _VOCABULARY = re.compile(
     r"tokenizer\.(?!config)|vocab|spiece|sentencepiece|tekken|merges|.*\.(?:tiktoken|model|spm|bpe)$"
 )
 _BYTE_LEVEL = ("ByT5", "Canine", "Perceiver", "MyT5")
-SAVED = "to which model and tokenizer were both saved, such as RUN/checkpoints/latest/actor"
+SAVED_MODEL_HINT = (
+    "to which model and tokenizer were both saved, such as RUN/checkpoints/latest/actor"
+)
 
 
 def folder_problem(
@@ -83,15 +85,15 @@ def folder_problem(
             return f"{problem}. Correct it, or name another folder with {flag}."
         read_json(folder / "generation_config.json")  # transformers ignores a damaged one
         if weights and (problem := weights_problem(folder, config, head=head)):
-            return f"{problem}. {again(flag)}"
+            return f"{problem}. {refetch_advice(flag)}"
         if tokenizer and (problem := _tokenizer_problem(folder, config)):
-            return f"{problem}. Name a folder with {flag} {SAVED}."
+            return f"{problem}. Name a folder with {flag} {SAVED_MODEL_HINT}."
     except ModelError as error:
         return str(error)
     return ""
 
 
-def again(flag: str) -> str:
+def refetch_advice(flag: str) -> str:
     """What to do about the files of a checkpoint that are not as they were saved."""
     return f"Fetch or save the checkpoint again, or name another with {flag}."
 
@@ -107,7 +109,7 @@ def _size_problems(config: Mapping[str, Any]) -> Iterator[str]:
     text = text_config(config)
     if not {"model_type", "auto_map"} & config.keys():
         yield "config.json has no model_type, which says what kind of model it is"
-    for key in SIZES:
+    for key in SIZE_KEYS:
         value = text.get(key)
         if isinstance(value, int | float | str) and not (type(value) is int and value > 0):
             yield f"config.json has {key} {value!r}, which is no size: a whole number from 1 up"

@@ -52,7 +52,7 @@ def _judges() -> dict[str, JudgeApi]:
 JUDGES: dict[str, JudgeApi] = _judges()
 
 
-def asked_at(kind: str, environ: Mapping[str, str]) -> str:
+def effective_provider(kind: str, environ: Mapping[str, str]) -> str:
     """The type that a judge's type means here: the SDK of some has a variable for another one."""
     for name, row in JUDGES.items():
         for variable in row.replaces.get(kind, "").split():
@@ -61,27 +61,27 @@ def asked_at(kind: str, environ: Mapping[str, str]) -> str:
     return kind
 
 
-def missing_settings(
+def missing_sdk_settings(
     kind: str, environ: Mapping[str, str], *, base_url: str | None, key_env: str | None
 ) -> list[str]:
     """Return a sentence for each variable and package, keys aside, that a judge's SDK lacks."""
-    row, said = JUDGES[kind], []
+    row, problems = JUDGES[kind], []
     for names, what in row.needs.items():
         variables = names.split()
         moved = base_url and set(variables) & set(row.url_variables)
         if not moved and not any(environ.get(name, "").strip() for name in variables):
-            said.append(f"A judge at {kind} needs {' or '.join(variables)}: {what}.")
+            problems.append(f"A judge at {kind} needs {' or '.join(variables)}: {what}.")
     keys = (key_env,) if key_env else row.keys
     keyed = any(environ.get(name, "").strip() for name in keys)
     if row.signs and not keyed and importlib.util.find_spec(row.signs) is None:
-        said.append(
+        problems.append(
             f"A judge at {kind} without {keys[0]} takes the credentials that {row.signs} finds, "
             f"and that is not installed: pip install {row.signs}, or set {keys[0]}."
         )
-    return said
+    return problems
 
 
-def retirement(provider: str, model: str) -> datetime.date | None:
+def shutdown_date(provider: str, model: str) -> datetime.date | None:
     """Return the day on which a provider shuts a model down; None when none is known."""
     days = {
         name: day
@@ -105,7 +105,7 @@ CLASSIFIER = (
 
 
 @dataclass(frozen=True)
-class Found:
+class AdapterChoice:
     """An adapter's name, and in a few words why it is this one."""
 
     adapter: str
@@ -113,7 +113,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Signs:
+class CheckpointSigns:
     """What a checkpoint shows of itself."""
 
     folder: Path
@@ -123,9 +123,9 @@ class Signs:
 
     def heads(self, *prefixes: str) -> tuple[str, ...]:
         """Tensors of a head, by how their names begin."""
-        found = [name for name in self.tensors if name.startswith(prefixes)]
+        tensors = [name for name in self.tensors if name.startswith(prefixes)]
         return tuple(
-            sorted(found, key=lambda name: (_place(name, prefixes), name.endswith("bias"), name))
+            sorted(tensors, key=lambda name: (_place(name, prefixes), name.endswith("bias"), name))
         )
 
     @property
@@ -145,26 +145,26 @@ def is_url(path: str) -> bool:
     return path.startswith(("http://", "https://"))
 
 
-def find_adapter(path: str, wanted: str | None = None) -> Found:
+def choose_adapter(path: str, adapter: str | None = None) -> AdapterChoice:
     """Choose how the reward model at `path` (folder, hub name or URL) is read.
 
     `wanted`, an adapter of such a path (config/model_checks.py sees to that), overrides the choice
     where the checkpoint can be read so.
     """
     if is_url(path):
-        return _served(path, wanted)
-    folder = find_folder(path)
+        return _choose_protocol(path, adapter)
+    folder = find_model_folder(path)
     if folder is None:
-        if wanted is not None:
-            return Found(wanted, f"{KEY} says so; its files are not here yet")
+        if adapter is not None:
+            return AdapterChoice(adapter, f"{KEY} says so; its files are not here yet")
         for name, head in HEADS.items():
             if any(fnmatchcase(path.lower(), pattern) for pattern in head.hub_names):
-                return Found(name, f"known by the name {path}; its files are not here yet")
-        return Found("seqcls", "by default; its files are not here yet")
-    return _choose(read_signs(folder), wanted)
+                return AdapterChoice(name, f"known by the name {path}; its files are not here yet")
+        return AdapterChoice("seqcls", "by default; its files are not here yet")
+    return _choose_head(read_signs(folder), adapter)
 
 
-def find_folder(path: str) -> Path | None:
+def find_model_folder(path: str) -> Path | None:
     """The folder of a model on this machine: itself, or the hub's cache; None when not here."""
     local = Path(path).expanduser()
     if local.is_dir():
@@ -172,7 +172,7 @@ def find_folder(path: str) -> Path | None:
     if local.exists():
         raise ModelError(f"--reward_model {path} is a file; give the folder that it lies in.")
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ModelError(absent_folder(path, "--reward_model"))
+        raise ModelError(describe_missing_folder(path, "--reward_model"))
     # The newest complete snapshot of a hub model in the local cache.
     repo = hub_cache() / f"models--{path.replace('/', '--')}"
     main = repo / "refs" / "main"
@@ -182,7 +182,7 @@ def find_folder(path: str) -> Path | None:
     return next((folder for folder in reversed(snapshots) if has_weights(folder)), None)
 
 
-def absent_folder(path: str, flag: str) -> str:
+def describe_missing_folder(path: str, flag: str) -> str:
     """Say that there is no such model folder, with the nearest that there is."""
     local = Path(path).expanduser()
     parent = local.parent
@@ -190,7 +190,7 @@ def absent_folder(path: str, flag: str) -> str:
     return f"{flag}: there is no model folder {path}.{did_you_mean(local.name, names)}"
 
 
-def read_signs(folder: Path) -> Signs:
+def read_signs(folder: Path) -> CheckpointSigns:
     """Read the config and the tensor names of a checkpoint; refuse what is no model."""
     config = read_json(folder / "config.json")
     if not config and (folder / "adapter_config.json").is_file():
@@ -210,44 +210,44 @@ def read_signs(folder: Path) -> Signs:
     template = (folder / "chat_template.jinja").is_file() or bool(
         read_json(folder / "tokenizer_config.json").get("chat_template")
     )
-    return Signs(folder, config, tensors, template)
+    return CheckpointSigns(folder, config, tensors, template)
 
 
-def _choose(signs: Signs, wanted: str | None) -> Found:
+def _choose_head(signs: CheckpointSigns, adapter: str | None) -> AdapterChoice:
     reasons = ((name, head.recognise(signs)) for name, head in HEADS.items())
-    found = next((Found(name, reason) for name, reason in reasons if reason), None)
-    if found is None:
+    choice = next((AdapterChoice(name, reason) for name, reason in reasons if reason), None)
+    if choice is None:
         raise ModelError(
             f"{signs.folder} has no reward head: its {len(signs.tensors)} tensors hold "
             f"no {', '.join(prefix.rstrip('.') for prefix in ('score', 'classifier', 'v_head'))} "
             f"or the like; fit one with `{ppo('reward fit')}`."
         )
-    if wanted is None or wanted == found.adapter:
-        return found
-    if not signs.heads(*HEADS[wanted].tensors):
+    if adapter is None or adapter == choice.adapter:
+        return choice
+    if not signs.heads(*HEADS[adapter].tensors):
         raise ModelError(
-            f"{KEY} {wanted} cannot read {signs.folder}: {found.reason}. Leave {KEY} out "
-            f"to read it as {found.adapter}."
+            f"{KEY} {adapter} cannot read {signs.folder}: {choice.reason}. Leave {KEY} out "
+            f"to read it as {choice.adapter}."
         )
-    return Found(wanted, f"{KEY} says so (by itself: {found.adapter}, {found.reason})")
+    return AdapterChoice(adapter, f"{KEY} says so (by itself: {choice.adapter}, {choice.reason})")
 
 
-def _seqcls(signs: Signs) -> str | None:
+def _seqcls(signs: CheckpointSigns) -> str | None:
     head = signs.heads(*CLASSIFIER)
     if not head or signs.heads(*GATED) or signs.gives_each_token_a_value:
         return None
     if head[0].startswith("score."):
-        return f"its head {_some(head)} is a sequence classifier's"
-    chat = f"its head {_some(head)} is a sequence classifier's, with a chat"
+        return f"its head {_shorten_list(head)} is a sequence classifier's"
+    chat = f"its head {_shorten_list(head)} is a sequence classifier's, with a chat"
     return chat if signs.has_template else None
 
 
-def _armorm(signs: Signs) -> str | None:
+def _armorm(signs: CheckpointSigns) -> str | None:
     gated = signs.heads(*GATED)
-    return f"its tensors {_some(gated)} are ArmoRM's" if gated else None
+    return f"its tensors {_shorten_list(gated)} are ArmoRM's" if gated else None
 
 
-def _starling(signs: Signs) -> str | None:
+def _starling(signs: CheckpointSigns) -> str | None:
     """`v_head.weight` alone is Starling's class, where the body has that class's names."""
     if "v_head.weight" not in signs.tensors or signs.heads(*CLASSIFIER, "v_head.summary."):
         return None
@@ -258,53 +258,53 @@ def _starling(signs: Signs) -> str | None:
     return "its tensor v_head.weight and its name are Starling's" if named else None
 
 
-def _pair(signs: Signs) -> str | None:
+def _pair(signs: CheckpointSigns) -> str | None:
     head = signs.heads(*CLASSIFIER)
     if not head or signs.gives_each_token_a_value:
         return None
     kind = signs.config.get("model_type", "unknown")
-    return f"its head {_some(head)} is an encoder's ({kind}), without a chat template"
+    return f"its head {_shorten_list(head)} is an encoder's ({kind}), without a chat template"
 
 
-def _value_head(signs: Signs) -> str | None:
+def _value_head(signs: CheckpointSigns) -> str | None:
     if head := signs.heads(*CLASSIFIER):
-        return f"its head {_some(head)} gives each token a value"
+        return f"its head {_shorten_list(head)} gives each token a value"
     if "v_head.weight" in signs.tensors and not signs.heads("v_head.summary."):
         return "its tensor v_head.weight is a value head's"
     value = signs.heads("v_head.summary.") or signs.heads(*VALUE)
-    return f"its tensors {_some(value)} are a value head's" if value else None
+    return f"its tensors {_shorten_list(value)} are a value head's" if value else None
 
 
 @dataclass(frozen=True)
-class Recognition:
+class HeadPattern:
     """How a kind of reward model is recognised, before anything is loaded.
 
     `recognise` gives the reason why a checkpoint is of this kind, if it is; the first kind that
     does so reads it. `rewards/models/heads.py` has the network of each kind, by the same name.
     """
 
-    recognise: Callable[[Signs], str | None]
+    recognise: Callable[[CheckpointSigns], str | None]
     tensors: tuple[str, ...]  # beginnings of names, one of which a checkpoint needs to be read so
     hub_names: tuple[str, ...] = ()  # patterns in lower case
 
 
 HEADS = {
-    "seqcls": Recognition(_seqcls, CLASSIFIER, ("skywork/skywork-reward-*",)),
-    "armorm": Recognition(_armorm, GATED, ("rlhflow/armorm-llama3-8b-v0.1",)),
-    "starling": Recognition(_starling, ("v_head.weight",), ("berkeley-nest/starling-rm-7b-alpha",)),
-    "pair": Recognition(_pair, CLASSIFIER[1:], ("openassistant/reward-model-deberta-v3-*",)),
-    "value_head": Recognition(_value_head, (*VALUE, "score.", "classifier.")),
+    "seqcls": HeadPattern(_seqcls, CLASSIFIER, ("skywork/skywork-reward-*",)),
+    "armorm": HeadPattern(_armorm, GATED, ("rlhflow/armorm-llama3-8b-v0.1",)),
+    "starling": HeadPattern(_starling, ("v_head.weight",), ("berkeley-nest/starling-rm-7b-alpha",)),
+    "pair": HeadPattern(_pair, CLASSIFIER[1:], ("openassistant/reward-model-deberta-v3-*",)),
+    "value_head": HeadPattern(_value_head, (*VALUE, "score.", "classifier.")),
 }
 
 
-def _served(url: str, wanted: str | None) -> Found:
-    if wanted is not None:
-        return Found(wanted, f"{KEY} says so")
+def _choose_protocol(url: str, protocol: str | None) -> AdapterChoice:
+    if protocol is not None:
+        return AdapterChoice(protocol, f"{KEY} says so")
     path = urlsplit(url).path.rstrip("/")
     for adapter, endings in SERVED.items():
         for ending in endings:
             if path.endswith(ending):
-                return Found(adapter, f"its address ends in {ending}")
+                return AdapterChoice(adapter, f"its address ends in {ending}")
     raise RewardError(
         f"{redact_url(url)} does not say how the server is asked; say it with "
         "--reward_model_adapter: vllm, openrlhf or rerank (or let the address end in /classify, "
@@ -315,8 +315,8 @@ def _served(url: str, wanted: str | None) -> Found:
 def hub_cache() -> Path:
     """Where the hub's client keeps what it fetched."""
     env = os.environ
-    if found := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(os.path.expanduser(os.path.expandvars(found)))
+    if folder := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(os.path.expanduser(os.path.expandvars(folder)))
     cache = env.get("XDG_CACHE_HOME") or "~/.cache"
     home = env.get("HF_HOME") or os.path.join(cache, "huggingface")
     return Path(os.path.expanduser(os.path.expandvars(home)), "hub")
@@ -326,7 +326,7 @@ def _place(name: str, prefixes: tuple[str, ...]) -> int:
     return next(i for i, prefix in enumerate(prefixes) if name.startswith(prefix))
 
 
-def _some(names: tuple[str, ...]) -> str:
+def _shorten_list(names: tuple[str, ...]) -> str:
     """The first names, and how many more there are."""
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return (", ".join(names[:2]) if more else " and ".join(names)) + more
+    rest = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return (", ".join(names[:2]) if rest else " and ".join(names)) + rest

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ppo_cli.config.models.folder import EXPERTS
+from ppo_cli.config.models.folder import EXPERT_KEYS
 from ppo_cli.config.models.limits import needs_eager
 from ppo_cli.config.models.weight_files import text_config
 
@@ -98,7 +98,7 @@ class Shape:
             head_norms=told.get("model_type") in HEAD_NORMS,
             scores=needs_eager(told) or told.get("attn_logit_softcapping") is not None,
         )
-        return _with_experts(plain, told) if first(*EXPERTS) else plain
+        return _with_experts(plain, told) if first(*EXPERT_KEYS) else plain
 
     @property
     def layer(self) -> int:
@@ -245,7 +245,7 @@ def _with_experts(plain: Shape, told: Mapping[str, Any]) -> Shape | None:
         value = next((told[name] for name in names if told.get(name) is not None), 0)
         return max(value) if isinstance(value, list) else value
 
-    experts = first(*EXPERTS)
+    experts = first(*EXPERT_KEYS)
     routes = first("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
     width = first("moe_intermediate_size", "intermediate_size")
     shared = first("shared_expert_intermediate_size", "shared_intermediate_size")

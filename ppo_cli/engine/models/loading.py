@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from ppo_cli.config.models.folder import again, check_folder, folder_problem, read_config
-from ppo_cli.config.models.known_models import absent_folder
+from ppo_cli.config.models.folder import check_folder, folder_problem, read_config, refetch_advice
+from ppo_cli.config.models.known_models import describe_missing_folder
 from ppo_cli.config.models.limits import eager_only
 from ppo_cli.config.models.weight_files import list_tensors
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory
@@ -108,7 +108,8 @@ def load_weights(
     ]
     if text := "; ".join(problem for problem in problems if problem):
         raise ModelError(
-            f"The files in {path} do not fit its config.json as a {what} ({text}). {again(flag)}"
+            f"The files in {path} do not fit its config.json as a {what} ({text}). "
+            f"{refetch_advice(flag)}"
         )
     # The files hold two tensors where the config ties them: what is saved from here on says so.
     if model.get_expanded_tied_weights_keys(all_submodels=True) and not model.all_tied_weights_keys:
@@ -170,9 +171,10 @@ def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
     local = Path(path).expanduser()
     if local.is_dir():
         unmade = list_tensors("its files do not hold all parts of", _unconverted(error))
-        return f"The {what} in {path} does not load: {unmade or _reason(error)}. {again(flag)}"
+        reason = unmade or _reason(error)
+        return f"The {what} in {path} does not load: {reason}. {refetch_advice(flag)}"
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        return absent_folder(path, flag)
+        return describe_missing_folder(path, flag)
     return (
         f"The {what} of {path} could not be loaded: there is no such folder here, and the model "
         f"hub did not give it ({_reason(error)}). Give a local folder with {flag}, or check the "

@@ -27,7 +27,7 @@ from ppo_cli.algo.losses import (
 from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
 from ppo_cli.config.algorithm_schema import Actor as ActorSettings
 from ppo_cli.config.algorithm_schema import Critic as CriticSettings
-from ppo_cli.config.derived import clip_high, clip_low
+from ppo_cli.config.derived import lower_clip, upper_clip
 from ppo_cli.config.memory.model import KEPT_LOGITS, LOGIT_CHUNK
 from ppo_cli.engine.base import Sums, add_sum
 from ppo_cli.engine.batches.micro_batches import Work, run_within_memory
@@ -302,8 +302,8 @@ class ActorLearner(ModelLearner):
             batch.advantages_BT,
             batch.loss_mask_BT,
             share=getattr(s.policy_loss, f"{kind}_ratio"),
-            clip_low=clip_low(s),
-            clip_high=clip_high(s),
+            clip_low=lower_clip(s),
+            clip_high=upper_clip(s),
             cov_low=s.policy_loss.clip_cov_lb,
             cov_high=s.policy_loss.clip_cov_ub,
         )
@@ -331,8 +331,8 @@ class ActorLearner(ModelLearner):
             cut.take(batch.advantages_BT),
             mask_BT,
             kind=s.policy_loss.loss_mode,
-            clip_low=clip_low(s),
-            clip_high=clip_high(s),
+            clip_low=lower_clip(s),
+            clip_high=upper_clip(s),
             dual_clip=s.clip_ratio_c,
             chosen_BT=None if self._chosen_BT is None else cut.take(self._chosen_BT),
             kl_coef=s.policy_loss.ppo_kl_coef,

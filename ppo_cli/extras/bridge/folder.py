@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.atomic import replacing
-from ppo_cli.config.derived import Split, rows_missing, split_files
+from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files
 from ppo_cli.config.mixture import judges_of, models_of
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.plan import config_yaml
@@ -209,7 +209,7 @@ def write_folder(folder: Path, resolved: Resolved, bridged: Bridged) -> list[Pat
 
 def check_rows(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> None:
     """Raise ConfigError for rows that are too few, or lack what the reward needs."""
-    problems = [said] if (said := rows_missing(config, len(prompts[TRAIN]))) else []
+    problems = [said] if (said := describe_missing_rows(config, len(prompts[TRAIN]))) else []
     rows = [prompt for found in prompts.values() for prompt in found]
     problems += failing(row_checks(config.reward, rows, all_known=True))
     if problems:
@@ -260,7 +260,7 @@ def write_rows(path: Path, prompts: Sequence[Prompt], split: str) -> None:
         pq.write_table(pa.Table.from_pylist(rows), fresh)
 
 
-def prompts_of(config: Config, split: Split) -> list[Prompt]:
+def prompts_of(config: Config, split: DataSplit) -> list[Prompt]:
     """Return the prompts of a split, with the system prompt, not rendered."""
     data = config.data
     files, most = split_files(config, split)

@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppo_cli.config.derived import (
-    clip_high,
-    clip_low,
     critic_mini_batch,
     critic_path,
+    lower_clip,
     micro_batch_tokens,
     sampler_seed,
+    upper_clip,
 )
-from ppo_cli.config.keys import find, offered, table, value_of
+from ppo_cli.config.keys import find_key, offered_choices, table, value_of
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.schema import Config
 from ppo_cli.config.verl import WRAPPER, foreign_names
-from ppo_cli.config.verl_turns import TURNED
+from ppo_cli.config.verl_turns import TRANSLATIONS
 
 VERSION: Final = "0.9.1"
 NEVER: Final = 1_000_000_000  # a frequency that only the last step meets
@@ -188,8 +188,8 @@ def _clips(config: Config) -> Values:
     bound = config.actor.clip_ratio_c
     return {
         f"{actor}.clip_ratio": config.actor.clip_ratio,
-        f"{actor}.clip_ratio_low": clip_low(config.actor),
-        f"{actor}.clip_ratio_high": clip_high(config.actor),
+        f"{actor}.clip_ratio_low": lower_clip(config.actor),
+        f"{actor}.clip_ratio_high": upper_clip(config.actor),
         f"{actor}.clip_ratio_c": NO_LIMIT if bound is None else bound,
     }
 
@@ -507,14 +507,14 @@ def only_verls(word: str) -> bool:
     own = bare.removeprefix(WRAPPER)
     if not equals:
         return False
-    key = find(own)
+    key = find_key(own)
     if key is not None:
-        known = [*offered(key.choices), "null", "none", ""]
+        known = [*offered_choices(key.choices), "null", "none", ""]
         return bool(key.choices) and not key.is_list and value.strip("'\"").lower() not in known
     if own == "trainer.device":
         return True
     names = foreign_names()
-    ours = own in TURNED or own in names.tied or own in names.renamed
+    ours = own in TRANSLATIONS or own in names.tied or own in names.renamed
     if ours or own.startswith(("custom_reward_function.", "reward.custom_reward_function.")):
         return False
     full = (bare, WRAPPER + own)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.plan import arithmetic
+from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import UserError
 from ppo_cli.report.catalogue import plots_of, tiles_of
@@ -91,7 +91,7 @@ class RunData:
             "sentence": sentence(self.folder, history, config, tiles, findings, spent["usd"]),
             "note": note,
             "steps": steps,
-            "total": arithmetic(config)["total_steps"] if config else None,
+            "total": batch_arithmetic(config)["total_steps"] if config else None,
             "series": series,
             "plots": plots_of(keys),
             "tiles": tiles,
@@ -153,7 +153,7 @@ def sentence(
     if not history:
         return "No step is finished yet."
     steps = int(history[-1]["step"])
-    total = arithmetic(config)["total_steps"] if config else None
+    total = batch_arithmetic(config)["total_steps"] if config else None
     length = (
         f"{steps} of {total} steps"
         if total and steps < total

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ppo_cli.config.reward_checks import unit_labels
+from ppo_cli.config.reward_checks import scale_labels
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.records import Rollout, Score
@@ -145,7 +145,7 @@ class LabelledCheck:
         scale: Scale,
         every: int,
     ) -> None:
-        labels = unit_labels([label for _, label in rows], scale.low, scale.high)
+        labels = scale_labels([label for _, label in rows], scale.low, scale.high)
         self._rows = [(row, label) for (row, _), label in zip(rows, labels, strict=True)]
         self._judge = judge
         self._every = every

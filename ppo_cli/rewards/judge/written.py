@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from ppo_cli.config.keys import load_yaml
 from ppo_cli.config.layers import read_settings_text, yaml_problem
-from ppo_cli.config.reward_schema import scale_ends
+from ppo_cli.config.reward_schema import parse_scale_bounds
 from ppo_cli.errors import ConfigError, RewardError, did_you_mean
 from ppo_cli.rewards.judge.calls import Scale
 
@@ -131,7 +131,7 @@ class Span(NamedTuple):
 def parse_scale(text: str, where: str) -> Scale:
     """Read `LOW-HIGH`; `where` names the flag or key in the error."""
     try:
-        return Scale(*scale_ends(text))
+        return Scale(*parse_scale_bounds(text))
     except ValueError as error:
         raise RewardError(f"{where}: {error}.") from None
 

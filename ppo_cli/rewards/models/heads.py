@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.machine.torch_build import find_fault
-from ppo_cli.config.models.known_models import Found, find_adapter, find_folder
+from ppo_cli.config.models.known_models import AdapterChoice, choose_adapter, find_model_folder
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory
@@ -467,7 +467,7 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
     usual = "bfloat16" if half else "float32"
     dtype: torch.dtype = getattr(torch, settings.dtype or usual)
     folder = _folder(settings)
-    found = find_adapter(str(folder), settings.adapter)
+    found = choose_adapter(str(folder), settings.adapter)
     config = _load_config(folder, settings.tokenizer, found)
     source = settings.tokenizer or str(folder)
     what = f"The tokenizer of the reward model {source} does not load"
@@ -515,11 +515,11 @@ def _folder(settings: ModelReward) -> Path:
     local = Path(path).expanduser()
     if local.is_dir():
         return local
-    cached = find_folder(path)  # a name that can be no hub model is refused here
+    cached = find_model_folder(path)  # a name that can be no hub model is refused here
     return cached if cached and settings.revision is None else fetch(path, settings.revision)
 
 
-def _load_config(folder: Path, base: str | None, found: Found) -> Any:
+def _load_config(folder: Path, base: str | None, found: AdapterChoice) -> Any:
     """The checkpoint's config; one without `model_type` borrows that of the base model."""
     written = read_json(folder / "config.json")
     if "quantization_config" in written:

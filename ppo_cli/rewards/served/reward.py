@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from ppo_cli.config.models.known_models import find_adapter
+from ppo_cli.config.models.known_models import choose_adapter
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
@@ -157,7 +157,7 @@ class ServedModelReward(Reward):
     ) -> None:  # fmt: skip
         self.name = name
         self._settings = settings
-        found = find_adapter(settings.path or "", settings.adapter)
+        found = choose_adapter(settings.path or "", settings.adapter)
         self.adapter, self.reason = found.adapter, found.reason
         self._writer = Writer(settings, self.adapter)
         self._wire = _wire_for(settings, self.adapter, chat=self._writer.chat)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ppo_cli.config.keys import Key, offered, table
+from ppo_cli.config.keys import Key, offered_choices, table
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError
@@ -70,7 +70,7 @@ def choices(key: Key) -> tuple[Any, ...]:
         return NUMBERS[key.name]
     if key.kind is bool:
         return (True, False)
-    return () if key.is_list else tuple(offered(key.choices))
+    return () if key.is_list else tuple(offered_choices(key.choices))
 
 
 FIXED = ("reward.", "trainer.engine", "trainer.logger", "rollout.name", "rollout.weight_transfer")

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from ppo_cli.config.models.known_models import JUDGES, asked_at, missing_settings
+from ppo_cli.config.models.known_models import JUDGES, effective_provider, missing_sdk_settings
 from ppo_cli.config.reward_schema import ApiReward, check_judge_address
 from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.rewards.judge.providers.base import Key, SdkProvider
@@ -37,9 +37,9 @@ def build_provider(
     `flags` is how its flags begin. Raises RewardError for a missing key or setting and for an
     unusable address, MissingPart for an SDK that is not installed.
     """
-    kind = asked_at(api.type, environ)
+    kind = effective_provider(api.type, environ)
     known, provider = JUDGES[kind], provider_class(kind)
-    if lacking := missing_settings(kind, environ, base_url=api.base_url, key_env=api.key_env):
+    if lacking := missing_sdk_settings(kind, environ, base_url=api.base_url, key_env=api.key_env):
         raise RewardError("\n".join(lacking))
     base_url = locate(provider, api, environ, flags)
     own_server = known.keyless and base_url != known.url

@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from ppo_cli.config.models.known_models import JUDGES, asked_at
+from ppo_cli.config.models.known_models import JUDGES, effective_provider
 from ppo_cli.errors import RewardError
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply
@@ -165,7 +165,7 @@ def test_each_region_has_its_address() -> None:
 def test_the_variable_of_google_s_sdk_means_vertex(
     server: JudgeServer, google: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert asked_at("gemini", {"GOOGLE_GENAI_USE_VERTEXAI": "False"}) == "gemini"
+    assert effective_provider("gemini", {"GOOGLE_GENAI_USE_VERTEXAI": "False"}) == "gemini"
     environ = SETTINGS["vertex"] | {"GOOGLE_GENAI_USE_VERTEXAI": "True"}
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
