@@ -100,8 +100,8 @@ def decide(answer: str | None, gold: str) -> bool | None:
     """Return the verdict where comparing text is enough, else None."""
     if answer is None:
         return False
-    left, right = normalise_maths(answer), normalise_maths(gold)
-    if left == right:
+    plain_answer, plain_gold = normalise_maths(answer), normalise_maths(gold)
+    if plain_answer == plain_gold:
         return True
     if len(answer) > LONGEST_ANSWER or len(gold) > LONGEST_ANSWER:
         return False
@@ -109,26 +109,26 @@ def decide(answer: str | None, gold: str) -> bool | None:
     if letter and gold.strip(" ()[].:$").isupper():
         chosen = leading_choice(answer)
         return chosen == letter if chosen else None
-    bases = _BASE.fullmatch(left), _BASE.fullmatch(right)
+    bases = _BASE.fullmatch(plain_answer), _BASE.fullmatch(plain_gold)
     if bases[0] and bases[1]:
         return bases[0].groups() == bases[1].groups()
     quantities = read_quantity(answer, decimal_comma=True), read_quantity(gold)
     if quantities[0] and quantities[1]:
         return same_quantity(quantities[0], quantities[1])
-    words = [_read_words(text) for text in (answer, gold)]
-    if words[0] and words[1]:
-        return words[0] == words[1]
-    return False if (words[0] and quantities[1]) or (words[1] and quantities[0]) else None
+    phrases = [_read_words(text) for text in (answer, gold)]
+    if phrases[0] and phrases[1]:
+        return phrases[0] == phrases[1]
+    return False if (phrases[0] and quantities[1]) or (phrases[1] and quantities[0]) else None
 
 
 def _read_words(text: str) -> str:
     """Return plain words in lower case; empty for a text that may be an expression."""
-    words = normalise_words(strip_delimiters(unwrap_text(text)))
-    if not words or re.search(r"[\d\\=<>^*/+|{}\[\]_]", words):
+    phrase = normalise_words(strip_delimiters(unwrap_text(text)))
+    if not phrase or re.search(r"[\d\\=<>^*/+|{}\[\]_]", phrase):
         return ""
-    letters = [word for word in re.split(r"[\W_]+", words) if word]
+    letters = [word for word in re.split(r"[\W_]+", phrase) if word]
     plain = any(len(word) > 3 or not word.isascii() or word in _SMALL_WORDS for word in letters)
-    return words if plain and not re.search(r"[απθβ∞√≤≥≠∪∩±]", words) else ""
+    return phrase if plain and not re.search(r"[απθβ∞√≤≥≠∪∩±]", phrase) else ""
 
 
 def equal(answer: str, gold: str) -> bool:
@@ -136,25 +136,31 @@ def equal(answer: str, gold: str) -> bool:
 
     Raises Unreadable for a text that its grammar does not cover, or would guess at.
     """
-    left, right = _write_latex(answer), _write_latex(gold)
-    left, right = _unwrap_equations(left, right)
-    if normalise_maths(left) == normalise_maths(right):
+    answer_latex, gold_latex = _write_latex(answer), _write_latex(gold)
+    answer_latex, gold_latex = _unwrap_equations(answer_latex, gold_latex)
+    if normalise_maths(answer_latex) == normalise_maths(gold_latex):
         return True
-    if ":" in left or ":" in right:
-        left, right = _write_ratios(left, right)
+    if ":" in answer_latex or ":" in gold_latex:
+        answer_latex, gold_latex = _write_ratios(answer_latex, gold_latex)
     if (
-        (quantities := (read_quantity(left), read_quantity(right)))
+        (quantities := (read_quantity(answer_latex), read_quantity(gold_latex)))
         and quantities[0]
         and quantities[1]
     ):
         return same_quantity(quantities[0], quantities[1])
-    if _is_tuple(right) and _list_parts(left)[1:] and not re.search(r"[(\[]|\\\{", left):
-        left = f"({left.strip(' {}')})"
-    if (right.startswith("\\{") and left.startswith("(")) or (
-        left.startswith("\\{") and _is_tuple(right) and not _BUILDER.match(left)
+    if (
+        _is_tuple(gold_latex)
+        and _list_parts(answer_latex)[1:]
+        and not re.search(r"[(\[]|\\\{", answer_latex)
+    ):
+        answer_latex = f"({answer_latex.strip(' {}')})"
+    if (gold_latex.startswith("\\{") and answer_latex.startswith("(")) or (
+        answer_latex.startswith("\\{")
+        and _is_tuple(gold_latex)
+        and not _BUILDER.match(answer_latex)
     ):
         return False
-    return _compare(_read(left), _read(right))
+    return _compare(_read(answer_latex), _read(gold_latex))
 
 
 def _write_latex(text: str) -> str:
@@ -167,27 +173,27 @@ def _write_latex(text: str) -> str:
     return _MEMBER_OF.sub("", plain).strip().rstrip(".,;").strip()
 
 
-def _unwrap_equations(left: str, right: str) -> tuple[str, str]:
+def _unwrap_equations(answer_latex: str, gold_latex: str) -> tuple[str, str]:
     """Drop the names of values: `x = 5` against `5`, or against `x = 10/2`."""
-    answer, gold = (_split_equation(text) for text in (left, right))
+    answer, gold = (_split_equation(text) for text in (answer_latex, gold_latex))
     if answer and gold is None and len(answer) == 2 and re.fullmatch("[A-Za-z]", answer[1]):
         answer.reverse()
     if answer is None and gold is None:
-        return left, right
+        return answer_latex, gold_latex
     if gold is None and answer is not None:
         if not all(names_value(side, answer[-1]) for side in answer[:-1]) or (
             answer[-1] == "0" and not _NAME.fullmatch(_drop_subscripts(answer[0]))
         ):
             raise Unreadable("an equation, not a value")
-        return answer[-1], right
+        return answer[-1], gold_latex
     if answer is None and gold is not None:
-        return left, gold[-1] if _NAME.fullmatch(_drop_subscripts(gold[0])) else right
+        return answer_latex, gold[-1] if _NAME.fullmatch(_drop_subscripts(gold[0])) else gold_latex
     assert answer is not None and gold is not None
     if normalise_maths(answer[0]) == normalise_maths(gold[0]) and _NAME.fullmatch(
         _drop_subscripts(gold[0])
     ):
         return answer[-1], gold[-1]
-    return left, right
+    return answer_latex, gold_latex
 
 
 def _split_equation(text: str) -> list[str] | None:
@@ -243,20 +249,23 @@ def _is_tuple(text: str) -> bool:
     )
 
 
-def _write_ratios(left: str, right: str) -> tuple[str, str]:
+def _write_ratios(answer_latex: str, gold_latex: str) -> tuple[str, str]:
     """Write a ratio as a fraction; times of day are compared as text only."""
-    if _BUILDER.match(left) or _BUILDER.match(right):
-        return left, right
-    if _TIME.fullmatch(left.strip()) or _TIME.fullmatch(right.strip()):
+    if _BUILDER.match(answer_latex) or _BUILDER.match(gold_latex):
+        return answer_latex, gold_latex
+    if _TIME.fullmatch(answer_latex.strip()) or _TIME.fullmatch(gold_latex.strip()):
         raise Unreadable("a time of day or a ratio")
-    sides = [_RATIO.fullmatch(text) for text in (left, right)]
-    if any(":" in text and side is None for text, side in zip((left, right), sides, strict=True)):
+    sides = [_RATIO.fullmatch(text) for text in (answer_latex, gold_latex)]
+    if any(
+        ":" in text and side is None
+        for text, side in zip((answer_latex, gold_latex), sides, strict=True)
+    ):
         raise Unreadable("a ratio of several")
-    one, other = (
+    answer_fraction, gold_fraction = (
         rf"\frac{{{s[1]}}}{{{s[2]}}}" if s else text
-        for s, text in zip(sides, (left, right), strict=True)
+        for s, text in zip(sides, (answer_latex, gold_latex), strict=True)
     )
-    return one, other
+    return answer_fraction, gold_fraction
 
 
 def _check_readable(text: str) -> None:
@@ -369,11 +378,11 @@ def _evaluate(expression: Any) -> Any:
     return number if number.is_number and number.is_finite else None
 
 
-def _same_number(one: Any, other: Any, answer: Any, gold: Any) -> bool:
+def _same_number(answer_value: Any, gold_value: Any, answer: Any, gold: Any) -> bool:
     """Compare by a relative tolerance: that of a rounding where one side has decimals."""
     from sympy import Float, Rational, simplify
 
-    gap, size = abs(one - other), max(abs(one), abs(other))
+    gap, size = abs(answer_value - gold_value), max(abs(answer_value), abs(gold_value))
     if gap == 0:
         return True
     decimals = [side.has(Float) for side in (answer, gold)]

@@ -279,7 +279,7 @@ def marked_answer(text: str, *, choice: bool = False) -> str | None:
 
     A mark with words in it, such as the heading `#### Step 2`, counts where no other does.
     """
-    words: str | None = None
+    wordy_answer: str | None = None
     for kind, content in _list_marks(text, choice):
         if choice:
             letter = leading_choice(content) if kind != "box" else _boxed_choice(content)
@@ -288,14 +288,14 @@ def marked_answer(text: str, *, choice: bool = False) -> str | None:
         elif kind == "box":
             return strip_delimiters(content) or None
         else:
-            answer, whole = _complete(content)
-            if whole:
+            answer, is_expression = _complete(content)
+            if is_expression:
                 return answer
             closing = _closing_run(content, leads_in=True)
             if closing:
                 return closing
-            words = words or answer
-    return words
+            wordy_answer = wordy_answer or answer
+    return wordy_answer
 
 
 def _list_marks(text: str, choice: bool) -> Iterator[tuple[str, str]]:
@@ -380,11 +380,11 @@ def _complete(sentence: str) -> tuple[str | None, bool]:
     return quantity if read_quantity(quantity) else strip_delimiters(run), True
 
 
-def _is_unit(words: str) -> bool:
+def _is_unit(phrase: str) -> bool:
     return (
-        not re.search(r"[\d=<>+*/?]", words.replace("/", "", 1))
-        and len(words.split()) <= 5
-        and not NOT_A_UNIT.search(words)
+        not re.search(r"[\d=<>+*/?]", phrase.replace("/", "", 1))
+        and len(phrase.split()) <= 5
+        and not NOT_A_UNIT.search(phrase)
     )
 
 
@@ -441,8 +441,8 @@ def _closing_run(sentence: str, *, leads_in: bool) -> str | None:
         run, before = run[1:].strip(), f"{before}="
     if leads_in and not _LEADS_IN.search(before[-200:]):
         # `30% of 50 = 15`: the sum itself leads to its result.
-        left, _, run = run.rpartition("=")
-        if not re.search(r"(?<!_)\d", left):
+        calculation, _, run = run.rpartition("=")
+        if not re.search(r"(?<!_)\d", calculation):
             return None
     if _NEGATED.search(before[-60:]) or _TWO_CLAUSES.search(before[-300:]):
         return None
@@ -452,12 +452,12 @@ def _closing_run(sentence: str, *, leads_in: bool) -> str | None:
     return quantity or None
 
 
-def _cut_circumstance(words: str) -> str:
+def _cut_circumstance(phrase: str) -> str:
     """Return `clips` of `clips in April and May`."""
-    unit, *circumstance = _CIRCUMSTANCE.split(words, maxsplit=1)
+    unit, *circumstance = _CIRCUMSTANCE.split(phrase, maxsplit=1)
     short = circumstance and len(circumstance[0].split()) <= 4
     if not short or NOT_A_UNIT.search(circumstance[0].replace("and", "")):
-        return words
+        return phrase
     return unit.strip()
 
 
@@ -563,9 +563,9 @@ def _boxed_choice(content: str) -> str | None:
 def _closing_choice(text: str) -> str | None:
     """Return the choice of an unmarked response: all of it, its first line, or its last word."""
     text = text.strip()
-    whole = read_choice(text)
-    if whole:
-        return whole
+    letter = read_choice(text)
+    if letter:
+        return letter
     first = text.partition("\n")[0]
     if (
         leading_choice(first)

@@ -241,10 +241,10 @@ def read_returned(value: Any) -> Score:
 
 def _read_mapping(value: Mapping[Any, Any]) -> Score:
     steps = tuple(
-        one
+        placed
         for form in (TOKENS, STEPS)
         if value.get(form) is not None
-        for one in read_placed(form, value[form])
+        for placed in read_placed(form, value[form])
     )
     if "score" not in value and not steps:
         keys = ", ".join(repr(k) for k in list(value)[:8]) or "nothing"
@@ -269,9 +269,9 @@ def _read_mapping(value: Mapping[Any, Any]) -> Score:
     return Score(score, failure, text, parts, info, steps if score is not None else ())
 
 
-def _summed(steps: tuple[PlacedReward, ...], **said: Any) -> Score:
+def _summed(steps: tuple[PlacedReward, ...], **fields: Any) -> Score:
     """The score of placed rewards that come without one: their sum."""
-    return Score(math.fsum(step.value for step in steps), steps=steps, **said)
+    return Score(math.fsum(step.value for step in steps), steps=steps, **fields)
 
 
 def as_plain(value: Any, depth: int = 0) -> Any:

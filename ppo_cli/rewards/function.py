@@ -88,8 +88,8 @@ def _checked(rollout: Rollout, score: Score) -> Score:
     chars = [step.end for step in score.steps if step.unit == "char"]
     past = next((end for end in chars if not 0 < end <= length), None)
     if tokens and tokens not in ((count - 1, count) if ends else (count,)):
-        said = f"{count} tokens" + (", its end token included" if ends else "")
-        wrong = f"{tokens} {TOKENS} for a response of {said}"
+        length_note = f"{count} tokens" + (", its end token included" if ends else "")
+        wrong = f"{tokens} {TOKENS} for a response of {length_note}"
     elif past is not None:
         wrong = f"{STEPS} with offset {past}, outside the response's 1 to {length} characters"
     else:
@@ -142,8 +142,8 @@ def check_source(path: Path, name: str, kwargs: Mapping[str, Any]) -> None:
     bindings = [node for node in tree.body if name in _bound_names(node)]
     if not bindings and not _binds_at_run_time(tree):
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        own = [node.name for node in tree.body if isinstance(node, kinds)]
-        raise RewardError(_no_function(str(path), name, own))
+        names = [node.name for node in tree.body if isinstance(node, kinds)]
+        raise RewardError(_no_function(str(path), name, names))
     if len(bindings) != 1:
         return
     node = bindings[0]
@@ -245,19 +245,19 @@ def _import(file: str) -> ModuleType:
 def _pick(module: ModuleType, file: str, name: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         values = {n: v for n, v in vars(module).items() if callable(v)}
-        own = [n for n, v in values.items() if getattr(v, "__module__", "") == module.__name__]
-        raise Refused(_no_function(file, name, own))
+        names = [n for n, v in values.items() if getattr(v, "__module__", "") == module.__name__]
+        raise Refused(_no_function(file, name, names))
     function = getattr(module, name)
     _check_kind(function, file, name)
-    found: Callable[..., Any] = function
-    return found
+    checked: Callable[..., Any] = function
+    return checked
 
 
-def _no_function(file: str, name: str, own: Sequence[str]) -> str:
+def _no_function(file: str, name: str, names: Sequence[str]) -> str:
     """Say that a file lacks the function, and which ones it has."""
-    own = [other for other in own if not other.startswith("_")]
-    hint = did_you_mean(name, own)
-    listed = f" It has: {', '.join(own[:10])}." if own else " It has no functions at all."
+    names = [other for other in names if not other.startswith("_")]
+    hint = did_you_mean(name, names)
+    listed = f" It has: {', '.join(names[:10])}." if names else " It has no functions at all."
     mend = " Write --reward_function FILE:NAME with one of them."
     if name == DEFAULT_NAME:
         mend = f" Define {SIGNATURE}, or choose one with FILE:NAME."
@@ -360,11 +360,16 @@ class RuleReward(Reward):
         rule = self._rule or rule_for(prompt.data_source)
         if rule is None:
             return _done(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
-        text = rollout.whole if rule.whole else rollout.answer
+        text = rollout.whole if rule.reads_thoughts else rollout.answer
         extra_info = {"question": prompt.text, **prompt.extra_info}
         call = Call(prompt.data_source, text, prompt.ground_truth, extra_info)
         score = answer_now(rule, call, self._settings)
-        if not rule.whole and not text and rollout.unclosed and not (score and score.failure):
+        if (
+            not rule.reads_thoughts
+            and not text
+            and rollout.unclosed
+            and not (score and score.failure)
+        ):
             score = read_returned({"score": 0.0, "extracted": None, "reason": NO_ANSWER})
         if score is None:
             return self._pool(rule).submit(call, partial(_named, rule))
@@ -411,9 +416,9 @@ def _check_settings(rule: Rule | None, settings: Mapping[str, Any]) -> None:
         )
     for name in settings:
         if name not in rule.settings:
-            known = ", ".join(rule.settings) or "none"
+            names = ", ".join(rule.settings) or "none"
             hint = did_you_mean(name, rule.settings)
             raise RewardError(
                 f"reward.function_kwargs.{name}: the rule {rule.name} has no such setting.{hint} "
-                f"Known: {known}."
+                f"Known: {names}."
             )

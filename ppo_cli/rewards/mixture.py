@@ -38,12 +38,12 @@ def by_group(raws: Sequence[float], groups: Sequence[Hashable]) -> dict[Hashable
     members: dict[Hashable, list[float]] = defaultdict(list)
     for raw, group in zip(raws, groups, strict=True):
         members[group].append(raw)
-    found = {}
+    scalings = {}
     for group, values in members.items():
         m = Moments.of(values)
         slope = 1 / (math.sqrt(m.squares / (m.count - 1)) + GROUP_EPS) if m.varies else 0.0
-        found[group] = Affine(m.mean, slope)
-    return found
+        scalings[group] = Affine(m.mean, slope)
+    return scalings
 
 
 def sigmoid(x: float) -> float:
@@ -92,16 +92,16 @@ class Mixed:
 def mix(
     parts: Sequence[MixPart],
     rollouts: Sequence[Rollout],
-    given: Sequence[Mapping[str, Score]],
+    scores_by_rollout: Sequence[Mapping[str, Score]],
     kind: RoundKind,
     memory: Memory,
 ) -> Mixed:
     """Mix a round; `given` has each rollout's scores by part, CLOSED where a gate was shut."""
     columns: dict[str, Column] = {}
     for part in parts:
-        scores = [scores_of[part.name] for scores_of in given]
+        scores = [scores_of[part.name] for scores_of in scores_by_rollout]
         columns[part.name], memory = _column(part, rollouts, scores, kind, memory)
-    mixed = [_total(parts, columns, i, scores_of) for i, scores_of in enumerate(given)]
+    mixed = [_total(parts, columns, i, scores_of) for i, scores_of in enumerate(scores_by_rollout)]
     return Mixed(tuple(mixed), columns, memory)
 
 
@@ -115,9 +115,9 @@ def _column(
     raw = [s.value for s in scores]
     groups = [r.prompt.uid for r in rollouts]
     # An imputed value is scaled like others, but teaches nothing.
-    known = [(v, g) for v, g, s in zip(raw, groups, scores, strict=True)
+    samples = [(v, g) for v, g, s in zip(raw, groups, scores, strict=True)
              if v is not None and s.judged]  # fmt: skip
-    scale_of, memory = _scales(part, known, kind, memory)
+    scale_of, memory = _scales(part, samples, kind, memory)
     scaled: list[float | None] = []
     slopes: list[float] = []
     for value, group in zip(raw, groups, strict=True):
@@ -137,10 +137,10 @@ def _column(
 
 
 def _scales(
-    part: MixPart, known: Sequence[tuple[float, str]], kind: RoundKind, memory: Memory
+    part: MixPart, samples: Sequence[tuple[float, str]], kind: RoundKind, memory: Memory
 ) -> tuple[dict[Hashable, Affine], Memory]:
     """The scaling of each group; under None, that of all others."""
-    name, values = part.name, [value for value, _ in known]
+    name, values = part.name, [value for value, _ in samples]
     if part.scaling in ("none", "affine", "sigmoid"):
         return {None: Affine(part.mean or 0.0, 1 / (part.std or 1.0))}, memory
     if kind == "validation":
@@ -152,8 +152,8 @@ def _scales(
     if part.scaling == "group":
         if kind == "baseline":
             return dict(memory.groups.get(name, {})), memory
-        found = by_group(values, [group for _, group in known])
-        return found, replace(memory, groups={**memory.groups, name: found})
+        scalings = by_group(values, [group for _, group in samples])
+        return scalings, replace(memory, groups={**memory.groups, name: scalings})
     running = memory.running.get(name, Moments())
     if kind == "train":
         running = running.merge(Moments.of(values))
@@ -162,45 +162,51 @@ def _scales(
 
 
 def _total(
-    parts: Sequence[MixPart], columns: Mapping[str, Column], row: int, given: Mapping[str, Score]
+    parts: Sequence[MixPart],
+    columns: Mapping[str, Column],
+    row: int,
+    part_scores: Mapping[str, Score],
 ) -> Score:
     """The score of one rollout."""
     lost = [p for p in parts if columns[p.name].scaled[row] is None]
     of_all = Score(
         None,
-        reason="; ".join(f"{n}: {s.reason}" for n, s in given.items() if s.reason),
-        parts=_shown(parts, columns, row, given),
-        imputed="; ".join(f"{n}: {s.imputed}" for n, s in given.items() if s.imputed),
-        mixture={p.name: given[p.name] for p in parts if given[p.name] is not CLOSED},
+        reason="; ".join(f"{n}: {s.reason}" for n, s in part_scores.items() if s.reason),
+        parts=_shown(parts, columns, row, part_scores),
+        imputed="; ".join(f"{n}: {s.imputed}" for n, s in part_scores.items() if s.imputed),
+        mixture={p.name: part_scores[p.name] for p in parts if part_scores[p.name] is not CLOSED},
     )
-    there = [p for p in parts if p not in lost]
-    left = math.fsum(abs(p.weight) for p in there)
-    fatal = next((p for p in lost if p.on_failure == "fail" or not left), None)
+    scored = [p for p in parts if p not in lost]
+    scored_weight = math.fsum(abs(p.weight) for p in scored)
+    fatal = next((p for p in lost if p.on_failure == "fail" or not scored_weight), None)
     if fatal is not None:
-        return replace(of_all, failure=f"{fatal.name}: {given[fatal.name].failure}")
+        return replace(of_all, failure=f"{fatal.name}: {part_scores[fatal.name].failure}")
     # Those that are left share the weight of the lost ones.
-    share = math.fsum(abs(p.weight) for p in parts) / left if lost else 1.0
-    total = math.fsum(share * p.weight * (columns[p.name].scaled[row] or 0.0) for p in there)
+    share = math.fsum(abs(p.weight) for p in parts) / scored_weight if lost else 1.0
+    total = math.fsum(share * p.weight * (columns[p.name].scaled[row] or 0.0) for p in scored)
     steps = tuple(
         PlacedReward(s.end, share * p.weight * columns[p.name].slopes[row] * s.value, s.unit)
-        for p in there
-        for s in given[p.name].steps
+        for p in scored
+        for s in part_scores[p.name].steps
     )
     return replace(of_all, value=total, steps=steps)
 
 
 def _shown(
-    parts: Sequence[MixPart], columns: Mapping[str, Column], row: int, given: Mapping[str, Score]
+    parts: Sequence[MixPart],
+    columns: Mapping[str, Column],
+    row: int,
+    part_scores: Mapping[str, Score],
 ) -> dict[str, Part]:
     """Every part, and below it what its source only reports."""
     shown: dict[str, Part] = {}
     for p in parts:
         column = columns[p.name]
         shown[p.name] = Part(column.raw[row], column.scaled[row])
-        for name, inner in given[p.name].parts.items():
+        for name, inner in part_scores[p.name].parts.items():
             if inner.scaled is None:
-                own = name.removeprefix(f"{p.name}.")
-                shown[f"{p.name}.{own}"] = inner
+                inner_name = name.removeprefix(f"{p.name}.")
+                shown[f"{p.name}.{inner_name}"] = inner
     return shown
 
 
@@ -212,7 +218,7 @@ def describe_round(columns: Mapping[str, Column], rollouts: Sequence[Rollout]) -
     lengths = [float(len(r.token_ids)) for r in rollouts]
     spreads = {n: abs(c.part.weight) * Moments.of(c.scaled).std for n, c in columns.items()}
     weights = math.fsum(abs(c.part.weight) for c in columns.values())
-    whole = math.fsum(spreads.values())
+    total_spread = math.fsum(spreads.values())
     metrics: dict[str, float] = {}
     for name, column in columns.items():
         key = f"reward/{name}"
@@ -224,15 +230,15 @@ def describe_round(columns: Mapping[str, Column], rollouts: Sequence[Rollout]) -
         metrics[f"{key}/failed"] = float(column.failed)
         metrics[f"{key}/failed_share"] = column.failed / len(rollouts)
         metrics[f"{key}/weight"] = abs(column.part.weight) / weights if weights else 0.0
-        if whole > 0:
-            metrics[f"{key}/share"] = spreads[name] / whole
+        if total_spread > 0:
+            metrics[f"{key}/share"] = spreads[name] / total_spread
         if column.part.only_if:
             metrics[f"{key}/gated_share"] = column.gated / len(rollouts)
-        if (found := correlation(column.raw, lengths)) is not None:
-            metrics[f"{key}/length_correlation"] = found
-    for one, other in combinations(columns, 2):
-        if (found := correlation(columns[one].raw, columns[other].raw)) is not None:
-            metrics[f"reward/correlation/{one}/{other}"] = found
+        if (coefficient := correlation(column.raw, lengths)) is not None:
+            metrics[f"{key}/length_correlation"] = coefficient
+    for first, second in combinations(columns, 2):
+        if (coefficient := correlation(columns[first].raw, columns[second].raw)) is not None:
+            metrics[f"reward/correlation/{first}/{second}"] = coefficient
     return metrics
 
 
@@ -285,8 +291,8 @@ class CompositeReward(Reward):
 
     def prompts_for_reference(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """What any part wants."""
-        wanted = {p.uid for r in self._rewards.values() for p in r.prompts_for_reference(prompts)}
-        return [prompt for prompt in prompts if prompt.uid in wanted]
+        uids = {p.uid for r in self._rewards.values() for p in r.prompts_for_reference(prompts)}
+        return [prompt for prompt in prompts if prompt.uid in uids]
 
     def set_references(self, rollouts: Sequence[Rollout]) -> None:
         """Pass them on."""
@@ -329,18 +335,22 @@ class CompositeReward(Reward):
 
     def waiting_for(self) -> str | None:
         """Say what the first part waits for that stands still."""
-        said = (reward.waiting_for() for reward in self._rewards.values())
-        return next((text for text in said if text is not None), None)
+        reasons = (reward.waiting_for() for reward in self._rewards.values())
+        return next((text for text in reasons if text is not None), None)
 
     def pop_metrics(self) -> dict[str, float]:
         """Every part's metrics, and what the last round says of the mixture."""
         metrics, self._metrics = dict(self._metrics), {}
-        own = {name: reward.pop_metrics() for name, reward in self._rewards.items()}
-        for name, measured in own.items():
+        metrics_by_part = {name: reward.pop_metrics() for name, reward in self._rewards.items()}
+        for name, measured in metrics_by_part.items():
             # Of two judges the one of that name, else the first, reports as `judge/…`.
             for key, value in measured.items():
                 stage, _, rest = key.partition("/")
-                rivals = [other for other, theirs in own.items() if key in theirs]
+                rivals = [
+                    other
+                    for other, other_metrics in metrics_by_part.items()
+                    if key in other_metrics
+                ]
                 first = stage if stage in rivals else rivals[0]
                 metrics[key if name == first else f"{stage}_{name}/{rest}"] = value
         return metrics
@@ -364,9 +374,9 @@ class CompositeReward(Reward):
 
         Rounds that are under way are given up: what still comes of them must not be learnt.
         """
-        for name, kept in state.get("parts", {}).items():
+        for name, part_state in state.get("parts", {}).items():
             if name in self._rewards:
-                self._rewards[name].load_state_dict(kept)
+                self._rewards[name].load_state_dict(part_state)
         memory = Memory(
             running={n: Moments.from_state(m) for n, m in state.get("running", {}).items()},
             anchor={n: Moments.from_state(m) for n, m in state.get("anchor", {}).items()},
@@ -390,9 +400,9 @@ class CompositeReward(Reward):
         if error is not None:
             raise error
 
-    def _watch(self, found: _Round, entry: _Entry, name: str, future: Future[Score]) -> None:
+    def _watch(self, round_: _Round, entry: _Entry, name: str, future: Future[Score]) -> None:
         future.add_done_callback(
-            lambda done: self._inbox.put(partial(self._arrive, found, entry, name, done))
+            lambda done: self._inbox.put(partial(self._arrive, round_, entry, name, done))
         )
 
     def _give_up_all(self, memory: Memory) -> None:
@@ -400,10 +410,10 @@ class CompositeReward(Reward):
         done = threading.Event()
 
         def forget() -> None:
-            for found in self._rounds:
-                for entry in found.entries:
+            for round_ in self._rounds:
+                for entry in round_.entries:
                     entry.future.cancel()
-                found.entries.clear()
+                round_.entries.clear()
             self._rounds.clear()
             self._memory = memory
             done.set()
@@ -416,42 +426,42 @@ class CompositeReward(Reward):
             try:
                 message()
             except Exception as bug:  # nobody may wait for ever
-                for found in self._rounds:
-                    _break(found, bug)
+                for round_ in self._rounds:
+                    _break(round_, bug)
                 self._rounds.clear()
 
-    def _enter(self, found: _Round, entry: _Entry) -> None:
-        if found not in self._rounds:
-            self._rounds.append(found)
-        found.entries.append(entry)
+    def _enter(self, round_: _Round, entry: _Entry) -> None:
+        if round_ not in self._rounds:
+            self._rounds.append(round_)
+        round_.entries.append(entry)
 
-    def _settle(self, found: _Round, kind: RoundKind) -> None:
-        found.kind = kind
+    def _settle(self, round_: _Round, kind: RoundKind) -> None:
+        round_.kind = kind
         self._go_on()
 
-    def _arrive(self, found: _Round, entry: _Entry, name: str, done: Future[Score]) -> None:
+    def _arrive(self, round_: _Round, entry: _Entry, name: str, done: Future[Score]) -> None:
         if entry.future.done():
             return
         error = CancelledError(f"{name} was closed") if done.cancelled() else done.exception()
         if error is not None:
-            self._give_up(found, error)
+            self._give_up(round_, error)
             return
-        self._take(found, entry, name, done.result())
+        self._take(round_, entry, name, done.result())
         self._go_on()
 
-    def _take(self, found: _Round, entry: _Entry, name: str, score: Score) -> None:
+    def _take(self, round_: _Round, entry: _Entry, name: str, score: Score) -> None:
         """Note a part's score, and decide the gates that depend on it."""
         entry.scores[name] = score
         for gated, gate in self._gates.items():
             if gate.part != name:
                 continue
             if score is CLOSED or (score.value is not None and not gate.holds(score.value)):
-                self._take(found, entry, gated, CLOSED)
+                self._take(round_, entry, gated, CLOSED)
             elif score.value is None:
                 why = f"its gate {name} failed: {score.failure}"
-                self._take(found, entry, gated, Score.failed(why))
+                self._take(round_, entry, gated, Score.failed(why))
             else:
-                found.waiting.append((entry, gated))
+                round_.waiting.append((entry, gated))
 
     def _go_on(self) -> None:
         """Ask gated parts and finish rounds, strictly one round after the other."""
@@ -484,20 +494,20 @@ class CompositeReward(Reward):
             if not entry.future.done():
                 entry.future.set_result(score)
 
-    def _give_up(self, found: _Round, error: BaseException) -> None:
+    def _give_up(self, round_: _Round, error: BaseException) -> None:
         """A part stops the run: what is complete keeps its score, the rest says why."""
         memory = self._memory
-        whole = [e for e in found.entries if len(e.scores) == len(self._settings)]
-        if whole:
-            self._finish(whole, found.kind or "train")
+        complete = [e for e in round_.entries if len(e.scores) == len(self._settings)]
+        if complete:
+            self._finish(complete, round_.kind or "train")
         self._memory = memory  # a round that was not finished has taught nothing
-        _break(found, error)
-        found.entries.clear()
-        self._rounds.remove(found)
+        _break(round_, error)
+        round_.entries.clear()
+        self._rounds.remove(round_)
         self._go_on()
 
 
-def _break(found: _Round, error: BaseException) -> None:
-    for entry in found.entries:
+def _break(round_: _Round, error: BaseException) -> None:
+    for entry in round_.entries:
         if not entry.future.done():
             entry.future.set_exception(error)

@@ -240,16 +240,16 @@ class WorkerProcess:
 
     def __init__(self, task: Task) -> None:
         self._cpu_limit = task.cpu_limit
-        ours, theirs = socket.socketpair()
+        our_end, worker_end = socket.socketpair()
         # A worker that neither reads nor writes must not hold the pool up for ever.
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALLED_SECONDS, 0))
+            our_end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALLED_SECONDS, 0))
         self._log = cast("BinaryIO", tempfile.TemporaryFile("ab+"))  # noqa: SIM115
         fixed = dict.fromkeys(ONE_THREAD, "1") | {"TOKENIZERS_PARALLELISM": "false"}
-        with theirs:
+        with worker_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", START, str(theirs.fileno()), PACKAGE_PARENT],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-c", START, str(worker_end.fileno()), PACKAGE_PARENT],
+                pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
@@ -258,7 +258,7 @@ class WorkerProcess:
                 # A Ctrl-C at the terminal is for the trainer, which finishes its step first.
                 start_new_session=True,
             )
-        self.connection = Connection(ours.detach())
+        self.connection = Connection(our_end.detach())
         with contextlib.suppress(OSError):
             self.connection.send(task)
 
@@ -353,8 +353,8 @@ class _Worker:
             self._bury()
         except Exception as error:
             del self._calls[number]
-            said = f"the row cannot be handed to a worker process: {describe_error(error)}"
-            return Score.failed(said)
+            message = f"the row cannot be handed to a worker process: {describe_error(error)}"
+            return Score.failed(message)
         try:
             async with asyncio.timeout_at(mine.deadline):
                 return await asyncio.shield(mine.answer)
@@ -441,11 +441,11 @@ class WorkerPool:
             return
         self._closed = True
         self._loop.close()
-        left = [worker.process for worker in self._workers if worker.process is not None]
-        for process in left:
+        processes = [worker.process for worker in self._workers if worker.process is not None]
+        for process in processes:
             process.connection.close()
         until = time.monotonic() + SECONDS_TO_EXIT
-        for process in left:
+        for process in processes:
             process.kill(patience=max(0.0, until - time.monotonic()))
 
     def _offer(self, calls: int) -> None:

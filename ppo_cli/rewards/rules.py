@@ -58,7 +58,7 @@ class Rule:
     `score` answers at once or gives None, which means: ask `slow` in a worker process, where it
     can be killed. `looks_for` completes the sentence "this rule looks for …"; `sources` are the
     patterns of the data_sources that it serves; `has_answer` says that a ground truth is one, and
-    `whole` that it reads thoughts too.
+    `reads_thoughts` that it reads thoughts too.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Rule:
     sources: tuple[str, ...] = ()
     has_answer: bool = True
     slow: ScoreReply | None = None
-    whole: bool = False
+    reads_thoughts: bool = False
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -80,12 +80,12 @@ RULES: dict[str, Rule] = {}
 
 
 def _rule(
-    name: str, looks_for: str, *sources: str, **more: Any
+    name: str, looks_for: str, *sources: str, **fields: Any
 ) -> Callable[[ScoreReply], ScoreReply]:
     """Declare a rule by the function that scores; `more` are other fields of it."""
 
     def declare(score: ScoreReply) -> ScoreReply:
-        RULES[name] = Rule(name, score, looks_for, sources, **more)
+        RULES[name] = Rule(name, score, looks_for, sources, **fields)
         return score
 
     return declare
@@ -142,10 +142,10 @@ def _gold_quantity(gold: str) -> Quantity:
 def _read_value(text: str) -> Quantity | None:
     """Return the number of `5`, `x = 5` or `12 + 30 = 42`; of `1/3 ≈ 0.33` the exact one."""
     exact, *rounded = re.split(r"\\approx|≈", text)
-    left, _, value = exact.rpartition("=")
-    if re.search(r"[!<>]\s?$", left):
+    name, _, value = exact.rpartition("=")
+    if re.search(r"[!<>]\s?$", name):
         return None
-    if not names_value(left) or (value.strip() == "0" and re.search(r"[A-Za-z]\W*[-+*/^]", left)):
+    if not names_value(name) or (value.strip() == "0" and re.search(r"[A-Za-z]\W*[-+*/^]", name)):
         return None
     if rounded and ("=" not in exact or not value.strip()):
         value = rounded[-1]
@@ -225,17 +225,23 @@ def _inside_tags(text: str) -> str:
 
 def match_pattern(reply: str, truth: Any, extra: Facts, *, pattern: str = "") -> Answer:
     """1 when the whole reply matches a pattern, from `extra_info.format` or the setting."""
-    wanted = str(extra.get("format") or pattern)
+    expression = str(extra.get("format") or pattern)
     try:
-        match = re.compile(wanted, re.DOTALL).fullmatch(reply)
+        match = re.compile(expression, re.DOTALL).fullmatch(reply)
     except re.error as error:
         raise CannotScore(
-            f"the pattern {shorten(wanted, SHOWN)!r} is not valid: {error}"
+            f"the pattern {shorten(expression, SHOWN)!r} is not valid: {error}"
         ) from error
     return _answer(match is not None, None if match is None else "matched")
 
 
-@_rule("format", "a whole reply that matches", has_answer=False, slow=match_pattern, whole=True)
+@_rule(
+    "format",
+    "a whole reply that matches",
+    has_answer=False,
+    slow=match_pattern,
+    reads_thoughts=True,
+)
 def score_format(reply: str, truth: Any, extra: Facts, *, pattern: str = "") -> Answer | None:
     """1 for a closed thought, then `<answer>…</answer>`; None for a pattern of the user's.
 
@@ -248,20 +254,20 @@ def score_format(reply: str, truth: Any, extra: Facts, *, pattern: str = "") -> 
     return _answer(matches, "matched" if matches else None)
 
 
-@_rule("length", "a length within the limits", has_answer=False, whole=True)
+@_rule("length", "a length within the limits", has_answer=False, reads_thoughts=True)
 def score_length(
     reply: str, truth: Any, extra: Facts, *, max_chars: float = 2000, min_chars: float = 1
 ) -> Answer:
     """1 between `min_chars` and `max_chars`, falling to 0 at no text and at twice the most."""
-    most = float(extra.get("max_chars", max_chars))
+    longest = float(extra.get("max_chars", max_chars))
     least = float(extra.get("min_chars", min_chars))
     size = len(reply.strip())
     short = size / least if size < least else 1.0
-    long = max(0.0, 2 - size / most) if most > 0 else 0.0
+    long = max(0.0, 2 - size / longest) if longest > 0 else 0.0
     return {"score": min(1.0, short, long), "extracted": str(size)}
 
 
-@_rule("repetition", "words that do not repeat", has_answer=False, whole=True)
+@_rule("repetition", "words that do not repeat", has_answer=False, reads_thoughts=True)
 def score_repetition(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when no run of four words is said twice, less the share of those that are."""
     share = repetition(reply)
@@ -298,8 +304,8 @@ ROUTES: tuple[tuple[str, str], ...] = (
 
 def rule_for(data_source: str) -> Rule | None:
     """Return the rule of a data_source, or None."""
-    wanted = data_source.casefold()
-    return next((RULES[rule] for pattern, rule in ROUTES if fnmatchcase(wanted, pattern)), None)
+    source = data_source.casefold()
+    return next((RULES[rule] for pattern, rule in ROUTES if fnmatchcase(source, pattern)), None)
 
 
 def rule_named(name: str) -> Rule:
@@ -327,9 +333,9 @@ def check_prompts(rule: Rule | None, settings: Facts, prompts: Sequence[Prompt])
     for prompt in prompts:
         if chosen := rule or rule_for(prompt.data_source):
             by_rule.setdefault(chosen.name, []).append(prompt)
-    for name, own in by_rule.items():
+    for name, rule_prompts in by_rule.items():
         failure = ""
-        for prompt in own:
+        for prompt in rule_prompts:
             call = Call(prompt.data_source, "", prompt.ground_truth, dict(prompt.extra_info))
             returned = answer_now(rule or RULES[name], call, settings)
             if returned is None or not returned.failure:
@@ -337,9 +343,9 @@ def check_prompts(rule: Rule | None, settings: Facts, prompts: Sequence[Prompt])
             failure = returned.failure
         else:
             raise RewardError(
-                f"None of {len(own)} prompts for the rule {name} can be scored: {failure}. Give "
-                "the rows what the rule compares with, or choose another reward with --rule NAME "
-                "or --reward_function FILE:NAME."
+                f"None of {len(rule_prompts)} prompts for the rule {name} can be scored: "
+                f"{failure}. Add what the rule compares with to the rows, or choose another "
+                "reward with --rule NAME or --reward_function FILE:NAME."
             )
 
 
@@ -354,10 +360,11 @@ def check_sources(sources: Collection[str]) -> None:
     )
     if unknown == [""]:
         raise RewardError(f"The prompts have no data_source, which chooses the rule. {mend}")
-    known = dict.fromkeys(pattern for pattern, _ in ROUTES)
-    hints = dict.fromkeys(did_you_mean(name.casefold(), known) for name in unknown)
+    patterns = dict.fromkeys(pattern for pattern, _ in ROUTES)
+    hints = dict.fromkeys(did_you_mean(name.casefold(), patterns) for name in unknown)
     named = ", ".join(repr(name) for name in unknown[:5])
-    more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+    suffix = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
     raise RewardError(
-        f"No rule for data_source {named}{more}.{''.join(hints)} Known: {', '.join(known)}. {mend}"
+        f"No rule for data_source {named}{suffix}.{''.join(hints)} "
+        f"Known: {', '.join(patterns)}. {mend}"
     )

@@ -370,7 +370,7 @@ def _call(address: str) -> str | None:
 
 
 def _sandbox(machine: Machine) -> Said:
-    from ppo_cli.rewards.code.sandboxes import MEND, Bubblewrap, Sandlock, find_fault
+    from ppo_cli.rewards.code.sandboxes import ADVICE, Bubblewrap, Sandlock, find_fault
 
     tried = {one.name: find_fault(one) for one in (Bubblewrap(), Sandlock(Code().memory_mb))}
     works = [name for name, fault in tried.items() if not fault]
@@ -378,7 +378,7 @@ def _sandbox(machine: Machine) -> Said:
     if works:
         yield "ok", "; ".join(filter(None, [f"{' and '.join(works)} tried out", faults])), ""
     else:
-        yield "warn", f"none works, so code rewards cannot run ({faults})", MEND
+        yield "warn", f"none works, so code rewards cannot run ({faults})", ADVICE
 
 
 def _judges(machine: Machine) -> Said:

@@ -1,12 +1,11 @@
 """The channel between tester and candidate, and its two ends.
 
-Messages are framed plain data. An object of the response that is no plain data stays in the
-candidate and travels as a number; the tests hold a `Remote` in its place, which no comparison ever
-asks whether it equals something.
+Messages are framed plain data. An object of the response that is not plain data stays in the
+candidate and travels as a number. The tests hold a `Remote` in its place; comparing one raises.
 
-The candidate's process runs the response's code. It answers calls, and knows nothing of the tests;
-nothing there is trusted: the code that it runs may take over all of it. Both ends run inside
-sandboxes, so this imports nothing that would make a process start slower
+The candidate process runs the response's code. It answers calls and does not know the tests.
+The tester trusts nothing that comes from there: the response's code may control that whole process.
+Both ends run inside sandboxes, so this module imports nothing that slows down a process start
 (docs/design/006-code-rewards.md).
 """
 
@@ -17,7 +16,7 @@ import os
 import sys
 from struct import Struct
 
-from ppo_cli.rewards.code.limits import confine
+from ppo_cli.rewards.code.limits import apply_limits
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,16 +24,17 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-MOST_BYTES = 8 << 20
-DEEPEST = 100
+# Limits of a message from the candidate. The tester may send more (MAX_TRUSTED_BYTES).
+MAX_BYTES = 8 << 20
+MAX_DEPTH = 100
 
-# Every value is a tag and a size; behind them stand so many bytes, or so many values.
+# Every value starts with a tag and a size; then follow that many bytes, or that many values.
 _HEAD = Struct("<BI")
 _FLOAT = Struct("<d")
 _COMPLEX = Struct("<dd")
 _OBJECT, _DICT = b"h"[0], b"d"[0]
-# Type, how its bytes are made, and what they make. The first that fits decides, and a subclass is
-# written as its base: methods are those of the base, whatever the subclass has in their place.
+# Type, value to bytes, bytes to value. The first type that fits decides. A subclass is written as
+# its base, with the methods of the base: an override in the response cannot change the bytes.
 _SCALARS: dict[int, tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]] = {
     b"f"[0]: (float, _FLOAT.pack, lambda data: _FLOAT.unpack(data)[0]),
     b"s"[0]: (
@@ -59,7 +59,8 @@ _SCALARS: dict[int, tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]] 
     ),
 }
 _SEQUENCES: dict[int, Any] = {b"l"[0]: list, b"t"[0]: tuple, b"S"[0]: set, b"Z"[0]: frozenset}
-# Well-known types: module, name, items; whatever only has their name is an object like others.
+# Standard types by module and name, imported only when one arrives. A class of the response with
+# the same name has another module, so it travels as an object.
 _NAMED: dict[int, tuple[str, str, Callable[[Any], list[Any]]]] = {
     b"r"[0]: ("builtins", "range", lambda value: [value.start, value.stop, value.step]),
     b"q"[0]: ("fractions", "Fraction", lambda value: [value.numerator, value.denominator]),
@@ -68,43 +69,43 @@ _NAMED: dict[int, tuple[str, str, Callable[[Any], list[Any]]]] = {
 }
 
 
-class Unfit(Exception):
-    """A value that cannot be handed over: too large, too deep."""
+class NotTransferable(Exception):
+    """A value that cannot be sent: too large, or nested too deeply."""
 
 
 class Malformed(Exception):
-    """Bytes that are no value."""
+    """Bytes that do not encode a value."""
 
 
-def encode(value: Any, number_of: Callable[[Any], int], most: int = MOST_BYTES) -> bytes:
-    """Return a value as bytes; `number_of` gives the number of an object that is no plain data."""
+def encode(value: Any, number_of: Callable[[Any], int], max_bytes: int = MAX_BYTES) -> bytes:
+    """Return a value as bytes; `number_of` gives the number of an object that is not plain data."""
     out = bytearray()
 
     def write(value: Any, depth: int) -> None:
-        if depth > DEEPEST:
-            raise Unfit(f"the value is nested more than {DEEPEST} deep")
+        if depth > MAX_DEPTH:
+            raise NotTransferable(f"the value is nested more than {MAX_DEPTH} deep")
         for tag, (kind, to_bytes, _) in _SCALARS.items():
             if isinstance(value, kind):
                 data = to_bytes(value)
                 head(tag, len(data))
                 out.extend(data)
                 return
-        tag, items = _taken_apart(value)
+        tag, items = _split_value(value)
         head(tag, number_of(value) if items is None else len(items))
         for item in items or ():
             write(item, depth + 1)
 
     def head(tag: int, size: int) -> None:
-        if len(out) + (size if tag != _OBJECT else 0) > most:
-            raise Unfit(f"the value takes more than {most >> 20} MB")
+        if len(out) + (size if tag != _OBJECT else 0) > max_bytes:
+            raise NotTransferable(f"the value takes more than {max_bytes >> 20} MB")
         out.extend(_HEAD.pack(tag, size))
 
     write(value, 0)
     return bytes(out)
 
 
-def _taken_apart(value: Any) -> tuple[int, list[Any] | None]:
-    """Return the tag of a value and what it holds; None for an object that is no plain data."""
+def _split_value(value: Any) -> tuple[int, list[Any] | None]:
+    """Return the tag of a value and its items; None for an object that is not plain data."""
     for tag, kind in _SEQUENCES.items():
         if isinstance(value, kind):
             return tag, list(kind.__iter__(value))
@@ -117,7 +118,7 @@ def _taken_apart(value: Any) -> tuple[int, list[Any] | None]:
 
 
 def decode(data: bytes, object_of: Callable[[int], Any]) -> Any:
-    """Return the value behind bytes; `object_of` gives what a number stands for."""
+    """Return the value that bytes encode; `object_of` maps a number to its object."""
     place = 0
 
     def take(size: int) -> bytes:
@@ -128,7 +129,7 @@ def decode(data: bytes, object_of: Callable[[int], Any]) -> Any:
         return data[place - size : place]
 
     def read(depth: int) -> Any:
-        if depth > DEEPEST:
+        if depth > MAX_DEPTH:
             raise Malformed("nested too deep")
         tag, size = _HEAD.unpack(take(_HEAD.size))
         if tag == _OBJECT:
@@ -142,7 +143,7 @@ def decode(data: bytes, object_of: Callable[[int], Any]) -> Any:
             return _SEQUENCES[tag](items)
         if tag == _DICT:
             return dict(zip(items[::2], items[1::2], strict=True))
-        module, name, _ = _NAMED[tag]  # an error for a tag that does not exist
+        module, name, _ = _NAMED[tag]  # KeyError for an unknown tag
         return getattr(__import__(module), name)(*items)
 
     try:
@@ -156,49 +157,50 @@ def decode(data: bytes, object_of: Callable[[int], Any]) -> Any:
     return value
 
 
-def no_objects(value: Any) -> int:
-    """Refuse whatever is not plain data, where nothing else may travel."""
-    raise Unfit(f"an object of type {type(value).__name__} cannot be handed over")
+def refuse_object(value: Any) -> int:
+    """As `number_of` of `encode`: refuse objects, where only plain data may be sent."""
+    raise NotTransferable(f"an object of type {type(value).__name__} cannot be sent")
 
 
-def no_numbers(number: int) -> Any:
-    """Refuse the number of an object, where nothing but plain data may come."""
-    raise Malformed("an object where plain data is due")
+def refuse_number(number: int) -> Any:
+    """As `object_of` of `decode`: refuse objects, where only plain data may arrive."""
+    raise Malformed("an object where plain data is expected")
 
 
-MOST_TRUSTED = 256 << 20
+# Limit of messages from our own side: a job holds all tests of a row, which may be large.
+MAX_TRUSTED_BYTES = 256 << 20
 _LENGTH = Struct("<Q")
 _PIECE = 1 << 16
 
 
-class Gone(BaseException):
-    """The other end has closed, or says what no message can be.
+class ChannelClosed(BaseException):
+    """The other end has closed, or sent something that is not a message.
 
-    No `Exception`: tests that catch everything must not take it for a test that passed.
+    Not a subclass of `Exception`: a test that catches every exception must not pass because of it.
     """
 
 
 class Link:
-    """One end of a socket."""
+    """One end of a socket: sends and receives whole messages, each with its length in front."""
 
-    def __init__(self, fd: int, most: int) -> None:
+    def __init__(self, fd: int, max_bytes: int) -> None:
         self._fd = fd
-        self._most = most
+        self._max_bytes = max_bytes
 
     def send(self, data: bytes) -> None:
-        """Send one message; Gone when nobody is there."""
+        """Send one message; ChannelClosed when the other end is closed."""
         view = memoryview(_LENGTH.pack(len(data)) + data)
         try:
             while view:
                 view = view[os.write(self._fd, view) :]
         except OSError as error:
-            raise Gone(f"the other end is gone ({error.strerror})") from None
+            raise ChannelClosed(f"the other end is gone ({error.strerror})") from None
 
     def receive(self) -> bytes:
-        """Wait for one message; Gone when the other end closes or sends too much."""
+        """Wait for one message; ChannelClosed when the other end closes or sends too much."""
         size = int(_LENGTH.unpack(self._read(_LENGTH.size))[0])
-        if size > self._most:
-            raise Gone(f"an answer of more than {self._most >> 20} MB")
+        if size > self._max_bytes:
+            raise ChannelClosed(f"an answer of more than {self._max_bytes >> 20} MB")
         return self._read(size)
 
     def _read(self, size: int) -> bytes:
@@ -207,77 +209,79 @@ class Link:
             try:
                 piece = os.read(self._fd, min(size - len(data), _PIECE))
             except OSError as error:
-                raise Gone(f"the other end is gone ({error.strerror})") from None
+                raise ChannelClosed(f"the other end is gone ({error.strerror})") from None
             if not piece:
-                raise Gone("the other end is gone")
+                raise ChannelClosed("the other end is gone")
             data += piece
         return bytes(data)
 
 
-def take_over(fd: int, replacement: int | None = None) -> int:
-    """Move one of the standard streams out of the way; its number then means something else.
+def move_descriptor(fd: int, replacement: int | None = None) -> int:
+    """Return a duplicate of a standard stream, and replace the stream itself.
 
-    `replacement` is what takes its place; None stands for nothing at all (/dev/null).
+    Afterwards its number refers to `replacement`, or to /dev/null when that is None. So the code
+    of a response cannot reach the channel through descriptors 0 to 2.
     """
-    kept = os.dup(fd)
+    duplicate = os.dup(fd)
     spare = os.open("/dev/null", os.O_RDWR) if replacement is None else replacement
     os.dup2(spare, fd)
     if replacement is None:
         os.close(spare)
-    return kept
+    return duplicate
 
 
-MOST_SENT = 64 * MOST_BYTES
-# Raised inside a generator or a loop these would end it as if all were well.
-_NEVER = ("StopIteration", "StopAsyncIteration")
+MAX_REQUEST_BYTES = 64 * MAX_BYTES
+# Not raised in the tester: inside a generator or a loop they would end it without an error.
+_LOOP_ENDING = ("StopIteration", "StopAsyncIteration")
 
 
-class RemoteError(Exception):
-    """The response raised something that is not among Python's own exceptions."""
+class ResponseError(Exception):
+    """The response raised an exception that is not one of Python's built-in ones."""
 
 
-class RowFault(BaseException):
-    """The row's tests cannot be run at all; no fault of the response."""
+class BadRow(BaseException):
+    """The tests of the row cannot be run at all; the response is not at fault."""
 
 
 class Peer:
-    """The candidate's process as the tester sees it."""
+    """The tester's client of the candidate process. `raised`: the last error of the response."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self.asked = 0
+        self.request_count = 0
         self.raised: Exception | None = None
 
     def ask(self, *request: Any) -> Any:
-        """Send a request, wait for the answer, raise what the response's code raised."""
-        self.asked += 1
-        self._link.send(encode(request, _number, MOST_SENT))
+        """Send a request and return its answer; raises what the response's code raised."""
+        self.request_count += 1
+        self._link.send(encode(request, _number, MAX_REQUEST_BYTES))
         try:
             answer = decode(self._link.receive(), lambda number: Remote(self, number))
         except (Malformed, MemoryError) as error:
-            raise Gone(f"an answer that cannot be read ({error})") from None
+            raise ChannelClosed(f"an answer that cannot be read ({error})") from None
+        # The answer is untrusted: its shape and the exact types are checked before use.
         match answer:
             case ("ok", value):
                 return value
             case ("raised", list(names), str(text)) if all(type(name) is str for name in names):
                 self.raised = _error(names, text)
                 raise self.raised
-        raise Gone("an answer that cannot be read")
+        raise ChannelClosed("an answer that cannot be read")
 
 
 def _number(value: Any) -> int:
     if type(value) is Remote:
         return int(object.__getattribute__(value, "_number"))
     kind = type(value).__name__
-    raise RowFault(f"the tests hand over an object of type {kind}, which cannot travel")
+    raise BadRow(f"the tests pass an object of type {kind}, which cannot be sent to the response")
 
 
 def _error(names: list[str], text: str) -> Exception:
-    """Build the nearest of Python's own exceptions."""
+    """Build the most specific built-in exception among these type names, the nearest first."""
     for name in names:
         kind: Any = getattr(builtins, name, None)
-        known = isinstance(kind, type) and issubclass(kind, Exception)
-        if known and name not in _NEVER:
+        is_exception = isinstance(kind, type) and issubclass(kind, Exception)
+        if is_exception and name not in _LOOP_ENDING:
             if kind is Exception and names[0] != "Exception":
                 break
             try:
@@ -286,25 +290,25 @@ def _error(names: list[str], text: str) -> Exception:
                 break
             assert isinstance(error, Exception)
             return error
-    return RemoteError(f"{names[0] if names else 'error'}: {text}")
+    return ResponseError(f"{names[0] if names else 'error'}: {text}")
 
 
-def _taken_back(args: tuple[Any, ...], answer: Any) -> Any:
-    """Return the value of a call; one of None may have worked on its arguments in place.
+def _apply_changes(args: tuple[Any, ...], answer: Any) -> Any:
+    """Return the value of a call; a call that returned None may also change its arguments.
 
-    Any other call leaves them as they were: a response must not change what its answer is
-    compared with.
+    Any other call leaves the arguments as they were: a response must not change what its answer
+    is compared with.
     """
     if type(answer) is not tuple or len(answer) != 2 or type(answer[1]) is not dict:
-        raise Gone("an answer that cannot be read")
+        raise ChannelClosed("an answer that cannot be read")
     value, changed = answer
     for index, new in changed.items() if value is None else ():
         if type(index) is int and 0 <= index < len(args) and type(args[index]) is type(new):
-            _refill(args[index], new)
+            _replace_contents(args[index], new)
     return value
 
 
-def _refill(old: Any, new: Any) -> None:
+def _replace_contents(old: Any, new: Any) -> None:
     if type(old) is list:
         old[:] = new
     elif type(old) in (dict, set):
@@ -313,7 +317,7 @@ def _refill(old: Any, new: Any) -> None:
 
 
 class Remote:
-    """An object of the response: it can be called and handed back, and equals nothing."""
+    """A proxy of an object of the response: can be called and passed back, but not compared."""
 
     __slots__ = ("_number", "_peer")
     __hash__ = None  # type: ignore[assignment]
@@ -323,8 +327,8 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Have the candidate call it."""
-        return _taken_back(args, self._peer.ask("call", self, args, kwargs))
+        """Call the object in the candidate process."""
+        return _apply_changes(args, self._peer.ask("call", self, args, kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -352,18 +356,19 @@ class Remote:
             yield step[0]
 
     def __eq__(self, other: object) -> bool:
-        raise TypeError("the response returned an object of its own, which equals nothing")
+        raise TypeError("the response returned an object of its own class, which equals nothing")
 
     __ne__ = __eq__
 
     def __bool__(self) -> bool:
-        raise TypeError("the response returned an object of its own, neither true nor false")
+        raise TypeError("the response returned an object of its own class, neither true nor false")
 
 
-MOST_OBJECTS = 200_000
+# Objects are never released: the tests may hold any of them until the end of the job.
+MAX_OBJECTS = 200_000
 LONGEST_TEXT = 300
-# What the tests do with an object that is not a call, by the name of the request.
-PLAIN: dict[str, Any] = {
+# Requests other than calls, by name: what they do to an object of the response.
+OPERATIONS: dict[str, Any] = {
     "get": getattr,
     "set": setattr,
     "item": lambda target, key: target[key],
@@ -377,56 +382,56 @@ class Candidate:
     def __init__(self) -> None:
         self.objects: list[Any] = []
         self.source: Any = None
-        self.given: dict[str, Any] = {}
+        self.preamble: dict[str, Any] = {}
 
     def number_of(self, value: Any) -> int:
-        """Remember an object that is no plain data."""
-        if len(self.objects) >= MOST_OBJECTS:
-            raise MemoryError("too many objects are handed over")
+        """Store an object that is not plain data, and return its number."""
+        if len(self.objects) >= MAX_OBJECTS:
+            raise MemoryError("too many objects are sent to the tests")
         self.objects.append(value)
         return len(self.objects) - 1
 
     def answer(self, request: bytes) -> bytes:
-        """Do what is asked and return the reply; whatever the code raises becomes one too."""
+        """Execute a request and return the reply; an exception of the code becomes a reply too."""
         try:
             what, *rest = decode(request, self.objects.__getitem__)
-            act = PLAIN.get(what) or getattr(self, f"do_{what}")
+            act = OPERATIONS.get(what) or getattr(self, f"do_{what}")
             return encode(("ok", act(*rest)), self.number_of)
         except BaseException as error:
-            return encode(("raised", *describe(error)), self.number_of)
+            return encode(("raised", *describe_exception(error)), self.number_of)
 
     def do_load(
-        self, attempts: list[str], given: dict[str, Any], names: list[str], entry: str
+        self, attempts: list[str], preamble: dict[str, Any], names: list[str], entry: str
     ) -> dict[str, Any]:
         """Run the code and return those of the names that it defines."""
-        code = compile_first(attempts)
-        module = new_module("solution", given)
-        # The question's own beginning of the function is no answer.
+        code = compile_first_valid(attempts)
+        module = new_module("solution", preamble)
+        # The prompt's stub of the function does not count as an answer.
         module.__dict__.pop(entry, None)
         exec(code, module.__dict__)
         return {name: module.__dict__[name] for name in names if name in module.__dict__}
 
-    def do_prepare(self, attempts: list[str], given: dict[str, Any]) -> None:
+    def do_prepare(self, attempts: list[str], preamble: dict[str, Any]) -> None:
         """Compile a program that reads its input and prints."""
-        self.source, self.given = compile_first(attempts), given
+        self.source, self.preamble = compile_first_valid(attempts), preamble
 
     def do_run(self, text: str) -> bytes:
-        """Run the program afresh on an input; return what it printed."""
-        return run_program(self.source, text, self.given)
+        """Run the program from the start on an input; return what it printed."""
+        return run_program(self.source, text, self.preamble)
 
     def do_call(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[int, Any]]:
-        """Call a function or class; one that returns nothing may have changed its arguments."""
-        before = [picture(arg) for arg in args]
+        """Call a function or class; returns the value, and for None the changed arguments."""
+        before = [snapshot(arg) for arg in args]
         value = target(*args, **kwargs)
         if value is not None:
             return value, {}
-        after = [picture(arg) for arg in args]
+        after = [snapshot(arg) for arg in args]
         return None, {i: args[i] for i in range(len(args)) if before[i] != after[i]}
 
     def do_iterate(self, target: Any) -> Any:
-        """Start to go through an object."""
+        """Start iterating over an object."""
         return _Steps(iter(target))
 
     def do_next(self, steps: Any) -> tuple[Any, ...]:
@@ -437,14 +442,14 @@ class Candidate:
 
 
 class _Steps:
-    """An iterator that is never taken for plain data."""
+    """Wraps an iterator, so that it is never encoded as plain data."""
 
     def __init__(self, iterator: Any) -> None:
         self.iterator = iterator
 
 
-def picture(value: Any) -> bytes | None:
-    """Return what a container holds, to see later whether that has changed."""
+def snapshot(value: Any) -> bytes | None:
+    """Return the encoded contents of a container, to detect changes; None for other values."""
     if type(value) not in (list, dict, set):
         return None
     try:
@@ -453,8 +458,8 @@ def picture(value: Any) -> bytes | None:
         return None
 
 
-def compile_first(attempts: list[str]) -> Any:
-    """Compile the first text that is Python; the error is that of the last."""
+def compile_first_valid(attempts: list[str]) -> Any:
+    """Compile the first text that is valid Python; raises the error of the last one."""
     for text in attempts[:-1]:
         try:
             return compile(text, "<response>", "exec", dont_inherit=True)
@@ -463,81 +468,87 @@ def compile_first(attempts: list[str]) -> Any:
     return compile(attempts[-1], "<response>", "exec", dont_inherit=True)
 
 
-# What LiveCodeBench's and APPS' scorers put in front of every response.
-_USUAL_MODULES = (
+# The scorers of LiveCodeBench and APPS put these imports in front of every response.
+_COMMON_MODULES = (
     "typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math",
     "random", "statistics", "itertools", "functools", "operator", "io", "sys", "json",
 )  # fmt: skip
-_USUAL_IMPORTS = "\n".join(
+_COMMON_IMPORTS = "\n".join(
     [
-        *(f"from {module} import *" for module in _USUAL_MODULES),
-        f"import {', '.join(_USUAL_MODULES)}, time, fractions",
+        *(f"from {module} import *" for module in _COMMON_MODULES),
+        f"import {', '.join(_COMMON_MODULES)}, time, fractions",
     ]
 )
-_USUAL_DEPTH = 50_000
+_RECURSION_LIMIT = 50_000  # as in those scorers
 
 
-def new_module(name: str, given: dict[str, Any]) -> ModuleType:
-    """Make the module that the code runs in; dataclasses and pickle look it up by name.
+def new_module(name: str, preamble: dict[str, Any]) -> ModuleType:
+    """Create the module that the code runs in; dataclasses and pickle find it in sys.modules.
 
-    Names that are imported for the code come after its own, as those of Python do: a function of
-    the same name that it lacks is not taken for its own, and its lines keep their numbers.
+    Imports of the preamble go into the module's `__builtins__`, not into its namespace. So an
+    imported function is not mistaken for one that the code defines, and the code's line numbers
+    do not change.
     """
     module = type(sys)(name)
     sys.modules[name] = module
     usual: dict[str, Any] = {}
-    if given["usual"]:
-        exec(_USUAL_IMPORTS, usual)
-        sys.setrecursionlimit(_USUAL_DEPTH)
-    if given["seeded"]:
+    if preamble["usual"]:
+        exec(_COMMON_IMPORTS, usual)
+        sys.setrecursionlimit(_RECURSION_LIMIT)
+    if preamble["seeded"]:
         __import__("random").seed(0)
+    # The imports of the row win over the common ones.
     imported: dict[str, Any] = {}
-    for text in given["imports"]:
-        run_given(text, imported)
+    for text in preamble["imports"]:
+        exec_row_text(text, imported)
     module.__dict__["__builtins__"] = {**usual, **vars(builtins), **imported}
-    for text in given["texts"]:
-        run_given(text, module.__dict__)
+    for text in preamble["texts"]:
+        exec_row_text(text, module.__dict__)
     return module
 
 
-def run_given(text: str, space: dict[str, Any]) -> None:
-    """Run what a row brings for the code, as far as it is Python."""
+def exec_row_text(text: str, space: dict[str, Any]) -> None:
+    """Execute a text of the row; a text that raises or is not Python is skipped."""
     try:
         exec(compile(text, "<prompt>", "exec", dont_inherit=True), space)
     except Exception:
         return
 
 
-def run_program(code: Any, text: str, given: dict[str, Any]) -> bytes:
-    """Run a program with the input on its standard input; files, so that no way to read fails."""
+def run_program(code: Any, text: str, preamble: dict[str, Any]) -> bytes:
+    """Run a program with `text` on its standard input, and return what it printed.
+
+    Input and output are files, not pipes, so that seeking and reading by descriptor work too.
+    """
     with open("input", "wb+") as file, open("output", "wb+") as printed:
         file.write(text.encode("utf-8", "surrogatepass"))
         file.seek(0)
-        kept = [take_over(0, file.fileno()), take_over(1, printed.fileno())]
+        # Replace descriptors 0 and 1 and Python's streams on top of them.
+        duplicates = [move_descriptor(0, file.fileno()), move_descriptor(1, printed.fileno())]
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         try:
-            exec(code, new_module("__main__", given).__dict__)
+            exec(code, new_module("__main__", preamble).__dict__)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
         finally:
-            # Wait for threads as the end of a program does.
+            # Wait for threads, as the interpreter does at the end of a program.
             threading = sys.modules.get("threading")
             if threading is not None:
                 for thread in threading.enumerate():
                     if thread is not threading.current_thread() and not thread.daemon:
                         thread.join()
             sys.stdout.flush()
-            for fd, stream in enumerate(kept):
+            for fd, stream in enumerate(duplicates):
                 os.dup2(stream, fd)
                 os.close(stream)
         printed.seek(0)
         return printed.read()
 
 
-def describe(error: BaseException) -> tuple[list[str], str]:
-    """Return the names of an error's types, nearest first, and its text."""
+def describe_exception(error: BaseException) -> tuple[list[str], str]:
+    """Return the names of an exception's types, the nearest first, and its text."""
     names = [kind.__name__ for kind in type(error).__mro__]
     try:
         text = str(error)[:LONGEST_TEXT]
@@ -548,8 +559,9 @@ def describe(error: BaseException) -> tuple[list[str], str]:
 
 def main(arguments: list[str]) -> None:
     """Serve until the tester hangs up."""
-    link = Link(take_over(0), MOST_TRUSTED)
-    confine(*map(int, arguments))
+    # Take the channel out of reach first, then limit this process, then report that it is ready.
+    link = Link(move_descriptor(0), MAX_TRUSTED_BYTES)
+    apply_limits(*map(int, arguments))
     sys.argv = [""]
     link.send(b"ready")
     candidate = Candidate()

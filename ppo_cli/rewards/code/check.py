@@ -1,4 +1,4 @@
-"""Checks code responses against tests: a pool of sandboxed pairs of tester and candidate."""
+"""Checks code responses against their tests, in pairs of sandboxed processes: tester, candidate."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from ppo_cli.errors import RewardError, address_space, describe_address_space
 from ppo_cli.records import Score
 from ppo_cli.rewards.base import LONGEST_TEXT, Call, CannotScore, Tell, describe_error, tell_nobody
 from ppo_cli.rewards.code.channel import (
-    MOST_TRUSTED,
-    Gone,
+    MAX_TRUSTED_BYTES,
+    ChannelClosed,
     Link,
     Malformed,
     decode,
     encode,
-    no_numbers,
-    no_objects,
+    refuse_number,
+    refuse_object,
 )
 from ppo_cli.rewards.code.extract import RowTests, find_code, list_attempts, read_tests
 from ppo_cli.rewards.code.processes import (
-    LARGEST_FILE_MB,
-    SECONDS_TO_DIE,
+    KILL_TIMEOUT_S,
+    MAX_FILE_MB,
     Process,
+    describe_broken_limit,
     end_process,
-    find_excess,
     remove_folder,
 )
 from ppo_cli.rewards.code.sandboxes import Role, Sandbox, choose_sandbox, command
 
-SECONDS_TO_START = 60.0
-SECONDS_BETWEEN_LOOKS = 0.1
-SECONDS_TO_LEAVE = 1.0
-LONGEST_WORDS = 2000
-LONGEST_REPORT = 1 << 20
+START_TIMEOUT_S = 60.0  # generous: a loaded machine starts interpreters slowly
+POLL_INTERVAL_S = 0.1  # between two looks at files and processes, which cost /proc reads
+EXIT_TIMEOUT_S = 1.0
+MAX_STDERR_BYTES = 2000
+MAX_REPORT_BYTES = 1 << 20
 _PIECE = 1 << 16
 
 
-class Launched:
-    """Two processes and three channels of ours; `stack` ends them all when it closes.
+class SandboxPair:
+    """A tester process, a candidate process and three channels; closing `stack` ends them all.
 
-    `control` is a socket to the tester, `output` what the candidate prints, `words` what either
-    interpreter says in distress. The candidate has no way to `control` or `words`.
+    `control` is a socket to the tester, `output` a pipe of what the candidate prints, `stderr` a
+    pipe of the tester's errors. The candidate has no access to `control` or `stderr`.
     """
 
     def __init__(self, stack: contextlib.ExitStack, sandbox: Sandbox, settings: Code) -> None:
@@ -62,25 +62,29 @@ class Launched:
         self._sandbox = sandbox
         self._settings = settings
         self._folder = ""
-        with contextlib.ExitStack() as theirs:
-            asked, answering = (theirs.enter_context(one) for one in socket.socketpair())
-            self.control, reporting = socket.socketpair()
+        # `child_ends` closes our copies once both processes have theirs, so that the end of a
+        # process is the end of its channels.
+        with contextlib.ExitStack() as child_ends:
+            tester_end, candidate_end = (
+                child_ends.enter_context(end) for end in socket.socketpair()
+            )
+            self.control, tester_control = socket.socketpair()
             stack.enter_context(self.control)
-            theirs.enter_context(reporting)
-            self.output, printing = self._pipe(theirs)
-            self.words, telling = self._pipe(theirs)
-            stack.callback(self._await_silence)
+            child_ends.enter_context(tester_control)
+            self.output, output_writer = self._open_pipe(child_ends)
+            self.stderr, stderr_writer = self._open_pipe(child_ends)
+            stack.callback(self._wait_for_closed_channels)
             memory_mb = self._settings.memory_mb
-            streams = (answering.fileno(), printing, printing)
+            streams = (candidate_end.fileno(), output_writer, output_writer)
             self.candidate = self._launch("candidate", memory_mb, streams)
-            # The tester holds the answers and what they are compared with.
-            streams = (asked.fileno(), reporting.fileno(), telling)
+            # The tester holds the answers and the expected values, so it may use twice the memory.
+            streams = (tester_end.fileno(), tester_control.fileno(), stderr_writer)
             self.tester = self._launch("tester", 2 * memory_mb, streams)
 
-    def _pipe(self, theirs: contextlib.ExitStack) -> tuple[int, int]:
+    def _open_pipe(self, child_ends: contextlib.ExitStack) -> tuple[int, int]:
         reading, writing = os.pipe()
         self._stack.callback(os.close, reading)
-        theirs.callback(os.close, writing)
+        child_ends.callback(os.close, writing)
         os.set_blocking(reading, False)
         return reading, writing
 
@@ -89,43 +93,43 @@ class Launched:
         if self._sandbox.uses_folder:
             folder = tempfile.mkdtemp(prefix="ppo-code-")
             self._stack.callback(remove_folder, folder)
-            # The candidate's; it is the first to be launched.
+            # Only the candidate's folder is checked; it is launched first.
             self._folder = self._folder or folder
-        limits = [memory_mb, self._settings.cpu_seconds, LARGEST_FILE_MB]
-        program = command(role, [*limits, int(self._sandbox.leaves_filter)])
+        limits = [memory_mb, self._settings.cpu_seconds, MAX_FILE_MB]
+        program = command(role, [*limits, int(self._sandbox.needs_own_filter)])
         process = self._sandbox.start(program, streams=streams, folder=folder)
         self._stack.callback(end_process, process, alone=self._sandbox.name == "bwrap")
         return process
 
-    def _await_silence(self) -> None:
-        """Wait until nobody holds a channel of theirs any more: then all of them are dead."""
-        until = time.monotonic() + SECONDS_TO_DIE
-        channels = {self.output, self.words}
+    def _wait_for_closed_channels(self) -> None:
+        """Wait until `output` and `stderr` are closed: then no process of the sandbox is alive."""
+        until = time.monotonic() + KILL_TIMEOUT_S
+        channels = {self.output, self.stderr}
         while channels and time.monotonic() < until:
             for fd in select.select(list(channels), [], [], 0.1)[0]:
                 with contextlib.suppress(BlockingIOError):
                     if not os.read(fd, _PIECE):
                         channels.discard(fd)
 
-    def is_lost(self) -> bool:
-        """Say whether the launcher died, and both processes with it."""
-        return self.candidate.is_lost() or self.tester.is_lost()
+    def launcher_died(self) -> bool:
+        """Whether the launcher of the sandbox died, which kills both processes."""
+        return self.candidate.launcher_died() or self.tester.launcher_died()
 
-    def find_excess(self) -> str:
-        """Say which limit is broken that no process can be made to hold by itself."""
-        pid, most = self.candidate.pid, self._settings.processes
-        return find_excess(self._sandbox.name, pid, self._folder, most)
+    def describe_broken_limit(self) -> str:
+        """Name a broken limit that the processes cannot enforce themselves, or return ''."""
+        pid, max_processes = self.candidate.pid, self._settings.processes
+        return describe_broken_limit(self._sandbox.name, pid, self._folder, max_processes)
 
 
-class Lost(Exception):
-    """What watches over the sandboxes died while the tests ran, and the tests with it."""
+class LauncherDied(Exception):
+    """The launcher of the sandboxes died while the tests ran, and the tests with it."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests have shown; `reason` is empty when all passed.
+    """Result of the tests; `reason` is empty when all passed.
 
-    `finished` tells tests that failed from tests that never came to their end, or to a start.
+    `finished` is False when the tests did not run to their end.
     """
 
     passed: int = 0
@@ -135,7 +139,7 @@ class Verdict:
 
 
 class Check:
-    """One response under test. Soon after `stopped` is set, `run` raises CannotScore."""
+    """Tests one response. When `stopped` is set, `run` raises CannotScore soon after."""
 
     def __init__(
         self, sandbox: Sandbox, settings: Code, stopped: threading.Event | None = None
@@ -146,84 +150,85 @@ class Check:
         self._nonce = secrets.token_hex(16)
         self._ready = False
         self._written = 0
-        self._words = bytearray()
+        self._stderr = bytearray()
         self._reports = bytearray()
 
     def run(self, tests: RowTests, attempts: Sequence[str]) -> Verdict:
         """Run the tests of a row against the code; CannotScore when that was not possible.
 
-        Who watches over the sandboxes watches over several. When it dies, nobody knows who is to
-        blame, so each is run once more with a watcher of its own.
+        One launcher serves several sandboxes. When it dies, the response at fault is not known,
+        so each of them runs again with a separate launcher.
         """
         job = {**asdict(tests), "attempts": list(attempts), "nonce": self._nonce}
         try:
             return self._run_in(self.sandbox, job)
-        except Lost:
-            with contextlib.closing(self.sandbox.apart()) as own:
+        except LauncherDied:
+            with contextlib.closing(self.sandbox.separate()) as separate_sandbox:
                 try:
-                    return self._run_in(own, job)
-                except Lost:
-                    return Verdict(reason="broke its sandbox: what watches over it died, twice")
+                    return self._run_in(separate_sandbox, job)
+                except LauncherDied:
+                    return Verdict(reason="broke its sandbox: the sandbox's launcher died twice")
 
     def _run_in(self, sandbox: Sandbox, job: dict[str, Any]) -> Verdict:
         self._written, self._ready = 0, False
-        self._words.clear()
+        self._stderr.clear()
         self._reports.clear()
         try:
             with contextlib.ExitStack() as stack:
-                launched = Launched(stack, sandbox, self.settings)
-                # The tester reads its job first, and the candidate waits meanwhile. A tester
-                # that has died is reported by `_watch`.
-                with contextlib.suppress(Gone):
-                    link = Link(launched.control.fileno(), MOST_TRUSTED)
-                    link.send(encode(job, no_objects, MOST_TRUSTED))
+                launched = SandboxPair(stack, sandbox, self.settings)
+                # The tester reads its job before it asks the candidate anything. `_watch`
+                # reports a tester that has died by now.
+                with contextlib.suppress(ChannelClosed):
+                    link = Link(launched.control.fileno(), MAX_TRUSTED_BYTES)
+                    link.send(encode(job, refuse_object, MAX_TRUSTED_BYTES))
                 launched.control.setblocking(False)
                 try:
                     verdict = self._watch(launched)
                 except CannotScore:
-                    if launched.is_lost() and not self._stopped.is_set():
-                        raise Lost from None
+                    if launched.launcher_died() and not self._stopped.is_set():
+                        raise LauncherDied from None
                     raise
-                if not verdict.finished and launched.is_lost():
-                    raise Lost
+                if not verdict.finished and launched.launcher_died():
+                    raise LauncherDied
                 return verdict
         except OSError as error:
             if self._ready:
-                return Verdict(reason=f"broke its sandbox: {error}"[:LONGEST_WORDS])
+                return Verdict(reason=f"broke its sandbox: {error}"[:MAX_STDERR_BYTES])
             raise CannotScore(f"the sandbox does not start: {error}") from None
 
-    def _watch(self, launched: Launched) -> Verdict:
-        """Read what comes until the tester's last word, or until a limit is broken."""
-        deadline = time.monotonic() + SECONDS_TO_START
+    def _watch(self, launched: SandboxPair) -> Verdict:
+        """Read output and reports until the tester's final report, or until a limit is broken."""
+        deadline = time.monotonic() + START_TIMEOUT_S
         look = 0.0
         while True:
             if self._stopped.is_set():
                 raise CannotScore("the run ended before this response was scored")
             if time.monotonic() >= deadline:
                 if not self._ready:
-                    raise CannotScore(f"the sandbox took more than {SECONDS_TO_START:g} s to start")
+                    raise CannotScore(f"the sandbox took more than {START_TIMEOUT_S:g} s to start")
                 return Verdict(reason=f"timed out after {self.settings.timeout:g} s")
-            open_ones = self._read(launched, min(deadline, time.monotonic() + 0.1))
-            for what, facts in self._take_reports():
+            # Read for at most 0.1 s, then look at the reports and at every limit.
+            tester_open = self._read(launched, min(deadline, time.monotonic() + 0.1))
+            for what, facts in self._pop_reports():
                 if what != "ready":
-                    return self._conclude(launched, what, facts)
+                    return self._read_verdict(launched, what, facts)
                 self._ready, deadline = True, time.monotonic() + self.settings.timeout
-            if not open_ones:
+            if not tester_open:
                 if not self._ready:
-                    raise self._not_started(launched.tester)
+                    raise self._start_error(launched.tester)
                 return Verdict(reason="the tests ended before they were done")
             if self._written > self.settings.output_kb << 10:
                 return Verdict(reason=f"wrote more than {self.settings.output_kb} KB of output")
             if self._ready and time.monotonic() >= look:
-                look = time.monotonic() + SECONDS_BETWEEN_LOOKS
-                excess = launched.find_excess()
+                look = time.monotonic() + POLL_INTERVAL_S
+                excess = launched.describe_broken_limit()
                 if excess:
                     return Verdict(reason=excess)
 
-    def _read(self, launched: Launched, until: float) -> bool:
-        """Read what has come, waiting for it until then; False when the tester has gone."""
+    def _read(self, launched: SandboxPair, until: float) -> bool:
+        """Read all channels, waiting at most until `until`; False when the tester has exited."""
         control = launched.control.fileno()
-        sources = [control, launched.output, launched.words]
+        sources = [control, launched.output, launched.stderr]
         patience = max(0.0, until - time.monotonic())
         ready, _, _ = select.select(sources, [], [], patience)
         still_open = True
@@ -237,59 +242,60 @@ class Check:
                 self._reports += data
             elif source == launched.output:
                 self._written += len(data)
-                self._words += data[:LONGEST_WORDS]
+                self._stderr += data[:MAX_STDERR_BYTES]
             else:
-                self._words += data
-            del self._words[:-LONGEST_WORDS]
+                self._stderr += data
+            del self._stderr[:-MAX_STDERR_BYTES]
         return still_open
 
-    def _take_reports(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the tester's whole messages that carry the nonce."""
-        found = []
+    def _pop_reports(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return and remove the complete messages of the tester that carry the nonce."""
+        reports = []
         while len(self._reports) >= 8:
             size = int.from_bytes(self._reports[:8], "little")
-            if size > LONGEST_REPORT or len(self._reports) < 8 + size:
+            if size > MAX_REPORT_BYTES or len(self._reports) < 8 + size:
                 break
             data = bytes(self._reports[8 : 8 + size])
             del self._reports[: 8 + size]
             with contextlib.suppress(Malformed, ValueError, TypeError):
-                nonce, what, facts = decode(data, no_numbers)
+                nonce, what, facts = decode(data, refuse_number)
                 if secrets.compare_digest(nonce, self._nonce):
-                    found.append((what, facts))
-        return found
+                    reports.append((what, facts))
+        return reports
 
-    def _not_started(self, process: Process) -> CannotScore:
-        words = " ".join(self._words.decode("utf-8", "replace").split())
+    def _start_error(self, process: Process) -> CannotScore:
+        text = " ".join(self._stderr.decode("utf-8", "replace").split())
         code = _wait(process)
-        return CannotScore(f"the sandbox did not start (exit code {code}): {words[-500:]}")
+        return CannotScore(f"the sandbox did not start (exit code {code}): {text[-500:]}")
 
-    def _conclude(self, launched: Launched, what: str, facts: dict[str, Any]) -> Verdict:
-        """Turn the tester's last word into a verdict."""
+    def _read_verdict(self, launched: SandboxPair, what: str, facts: dict[str, Any]) -> Verdict:
+        """Turn the tester's final report into a verdict."""
         if what == "no candidate":
             self._read(launched, 0.0)
-            raise self._not_started(launched.candidate)
+            raise self._start_error(launched.candidate)
         if what == "row":
             raise CannotScore(str(facts["text"]))
         passed, total, first = facts["passed"], facts["total"], facts["first"]
         if what == "gone":
-            return Verdict(passed, total, self._say_gone(launched, facts["text"]))
+            return Verdict(passed, total, self._describe_exit(launched, facts["text"]))
         if what == "broken":
             where = "" if facts["loaded"] else "the code does not load: "
-            return Verdict(passed, total, where + self._with_limit(facts["text"]))
+            return Verdict(passed, total, where + self._add_memory_limit(facts["text"]))
         if passed == total and total > 0:
             return Verdict(passed, total, finished=True)
-        reason = f"{total - passed} of {total} tests failed; first: {self._with_limit(first)}"
+        reason = f"{total - passed} of {total} tests failed; first: {self._add_memory_limit(first)}"
         return Verdict(passed, total, reason, finished=total > 0)
 
-    def _with_limit(self, text: str) -> str:
+    def _add_memory_limit(self, text: str) -> str:
         if not text.startswith("MemoryError"):
             return text
         return text.replace("MemoryError", f"MemoryError (over {self.settings.memory_mb} MB)", 1)
 
-    def _say_gone(self, launched: Launched, text: str) -> str:
-        """Say how the candidate's process ended."""
+    def _describe_exit(self, launched: SandboxPair, text: str) -> str:
+        """Return how the candidate process ended, as the reason of a verdict."""
         if text.startswith("an answer"):
             return f"broke off: it sent {text}"
+        # A shell, and the launcher, report a signal as 128 and its number.
         code = _wait(launched.candidate)
         number = code - 128 if code is not None and code > 128 else -(code or 0)
         if code is None:
@@ -306,7 +312,7 @@ class Check:
 
 def _wait(process: Process) -> int | None:
     try:
-        return process.wait(SECONDS_TO_LEAVE)
+        return process.wait(EXIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return None
 
@@ -334,7 +340,7 @@ class CodePool:
                 self._sandbox = choose_sandbox(self._settings, tell)
 
     def submit(self, call: Call, finish: Callable[[Score], Score]) -> Future[Score]:
-        """Queue one response; `finish` turns what came back into the score."""
+        """Queue one response; `finish` is applied to its score."""
         if self._stopped.is_set():
             raise RuntimeError("this reward is closed")
         self.start()
@@ -343,7 +349,7 @@ class CodePool:
         return self._threads.submit(lambda: finish(judge(call, check)))
 
     def close(self) -> None:
-        """Stop what runs; responses that are not judged yet fail."""
+        """Stop running checks; responses that are not judged yet fail."""
         self._stopped.set()
         self._threads.shutdown()
         if self._sandbox is not None:
@@ -351,9 +357,10 @@ class CodePool:
 
 
 def judge(call: Call, check: Check) -> Score:
-    """Test one response; what it does wrong is a 0 with a reason, what we do wrong a failure.
+    """Test one response: an error of the response scores 0 with a reason, ours is a failed score.
 
-    1 when all tests passed; with `score=share` the part that did. Not finished: 0.
+    The score is 1 when all tests passed, or with `score=share` the share that passed; 0 when the
+    tests did not finish.
     """
     try:
         tests = read_tests(call.ground_truth, call.extra_info)

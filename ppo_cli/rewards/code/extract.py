@@ -1,7 +1,7 @@
-"""What is run: the code of a response, and the tests of its row.
+"""Finds the code of a response and the tests of its row.
 
-Text work only. Nothing foreign is parsed as Python here, for even that can crash an interpreter.
-Tests are read from a row's ground_truth (JSON or an object) or its extra_info, in these forms:
+This module only works on text: it does not parse a response as Python, because that can crash an
+interpreter. Tests are read from a row's ground_truth (JSON or an object) or its extra_info, in:
 HumanEval (`test`, `entry_point`, `prompt`), asserts (`test_list`, `tests`, with
 `test_setup_code`), inputs and outputs of a program, or of a function with `fn_name`, in the
 layouts of APPS and TACO (`input_output`), CodeContests (`public_tests`) and LiveCodeBench
@@ -29,15 +29,16 @@ from ppo_cli.thoughts import strip_reasoning
 _FENCE = re.compile(r"[ \t]*(```+|~~~+)[ \t]*([\w.+#-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
 _ANSWER, _ANSWER_END = "<answer>", "</answer>"
+# A line break before an unindented line that is not a comment or a closing bracket.
 _NEW_BLOCK = re.compile(r"\n(?=[^\s#)\]}])")
 
 
 def find_code(text: str, entry_point: str = "") -> str:
     """Return the code of a response, or an empty text when there is none.
 
-    It is in the last complete `<answer>…</answer>`, else anywhere in the response. Of several
-    fenced blocks it is the last in Python (else the last of any kind) that defines the entry
-    point; where none does, the last. Without any it is the whole text.
+    It is taken from the last complete `<answer>…</answer>`, otherwise from the whole response. Of
+    several fenced blocks it is the last Python block (otherwise the last of any kind) that defines
+    the entry point, or the last one if none does. Without a block it is the whole text.
     """
     answer = _find_answer(strip_reasoning(text).replace("\r\n", "\n").replace("\r", "\n"))
     blocks = _list_blocks(answer)
@@ -51,8 +52,8 @@ def find_code(text: str, entry_point: str = "") -> str:
 
 
 def _find_answer(text: str) -> str:
-    """Return what the last complete `<answer>…</answer>` holds, else the text."""
-    # Fenced code is blanked out: a program may print such tags.
+    """Return the content of the last complete `<answer>…</answer>`, otherwise the text."""
+    # Fenced code is replaced by spaces: a program may print such tags.
     lines = (" " * len(line) if fenced else line for line, _, fenced in _read_lines(text))
     visible = "\n".join(lines)
     end = visible.rfind(_ANSWER_END)
@@ -61,7 +62,7 @@ def _find_answer(text: str) -> str:
 
 
 def _list_blocks(text: str) -> list[tuple[str, str]]:
-    """Return language and code of every fenced block; the last one may lack its end."""
+    """Return language and code of every fenced block; the last one may be unclosed."""
     blocks: list[tuple[str, list[str]]] = []
     for line, language, fenced in _read_lines(text):
         if language is not None:
@@ -74,8 +75,8 @@ def _list_blocks(text: str) -> list[tuple[str, str]]:
 def _read_lines(text: str) -> Iterator[tuple[str, str | None, bool]]:
     """Yield each line, the language of the fence that it opens, and whether it is fenced code.
 
-    Goes line by line: on a long line of fence characters or blanks, a single pattern would go
-    back and forth for hours.
+    Works line by line: on a long line of fence characters or spaces, a single pattern would
+    backtrack for hours.
     """
     fence = ""
     for line in text.split("\n"):
@@ -85,26 +86,26 @@ def _read_lines(text: str) -> Iterator[tuple[str, str | None, bool]]:
             yield line, opening[2].lower(), False
             continue
         bare = line.strip(" \t")
-        # The end of the answer ends a fence that was not closed, too.
+        # `</answer>` also closes a fence.
         if fence and bare and bare.removesuffix(_ANSWER_END).rstrip(" \t") in ("", fence):
             fence = ""
         yield line, None, bool(fence)
 
 
 def defines(code: str, name: str) -> bool:
-    """Say whether the code has a line that makes this name at its outermost level."""
+    """Whether a line of the code defines or assigns this name."""
     if not name:
         return False
-    made = rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+{re.escape(name)}\b"
+    definition = rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+{re.escape(name)}\b"
     assigned = rf"^{re.escape(name)}[ \t]*(?::[^=\n]+)?=[^=]"
-    return re.search(f"{made}|{assigned}", code, re.MULTILINE) is not None
+    return re.search(f"{definition}|{assigned}", code, re.MULTILINE) is not None
 
 
 def list_attempts(code: str, prompt: str, entry_point: str) -> list[str]:
-    """Return what to compile, best first: the code alone, or what it makes with the prompt.
+    """Return texts to compile, best first: the code alone, or the code after the prompt.
 
-    A body without its `def` line goes on where the prompt has stopped; what a model adds
-    behind it (another function, an explanation) is left out where it is no Python.
+    A function body without its `def` line continues the prompt. Further attempts leave out what
+    follows the body (another function, an explanation), which may not be Python.
     """
     alone = textwrap.dedent(code)
     if not prompt or not entry_point or defines(code, entry_point):
@@ -112,11 +113,12 @@ def list_attempts(code: str, prompt: str, entry_point: str) -> list[str]:
     start = prompt.rstrip() + "\n"
     body = code if code[:1] in (" ", "\t") else textwrap.indent(code, "    ")
     bodies = (body, _NEW_BLOCK.split(body, maxsplit=1)[0])
-    # The first line of a completion has often lost its indent.
+    # The first line of a completion often lacks its indent.
     mended = [f"    {code}", _NEW_BLOCK.split(f"    {code}", maxsplit=1)[0]]
-    return list(dict.fromkeys([*(start + one for one in (*bodies, *mended)), alone]))
+    return list(dict.fromkeys([*(start + body_text for body_text in (*bodies, *mended)), alone]))
 
 
+# Keys of a row by their meaning, in the order in which they are tried.
 FORMS = (
     "`test` with `entry_point`, `test_list` of asserts, `inputs` and `outputs`, `input_output`, "
     "`public_tests` or `public_test_cases` (in ground_truth, extra_info or the row)"
@@ -133,10 +135,10 @@ _METHOD_OWNER = "Solution()."
 
 @dataclass(frozen=True)
 class RowTests:
-    """What a tester needs to know. `pairs` are inputs with outputs, `tests` Python texts.
+    """The tests of a row. `pairs` are inputs with outputs, `tests` are Python texts.
 
-    `before` is the code that the answer goes on from, `imports` are the statements of the row's
-    texts that import something.
+    `before` is the code that the response continues, `imports` are the import statements in the
+    texts of the row.
     """
 
     kind: Literal["asserts", "programs", "calls"]
@@ -149,14 +151,15 @@ class RowTests:
 
 
 def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> RowTests:
-    """Return the tests of a row; CannotScore tells what is wrong with it."""
-    truth = _given(ground_truth)
+    """Return the tests of a row; CannotScore says what is wrong with the row."""
+    truth = _read_truth(ground_truth)
     facts = {**(extra_info or {}), **truth}
-    # A form that the ground truth has comes before any of the extra facts.
+    # Tests in the ground truth win over tests in extra_info.
     tests = _read_form(truth, facts) or _read_form(facts, facts)
     if tests is None:
         raise CannotScore(f"the row's ground_truth has no tests; known forms: {FORMS}")
     texts = [facts[key] for key in _PROMPTS if isinstance(facts.get(key), str)]
+    # Setup code, and the code that the response continues: a prompt, or a question that is code.
     parts = [facts[key] for key in _SETUP if facts.get(key)]
     lines = [line for part in parts for line in ([part] if isinstance(part, str) else part)]
     setup = "\n".join(map(str, lines))
@@ -169,7 +172,7 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> RowTe
 
 
 def _is_python(text: str) -> bool:
-    """Whether a text is code and nothing else, as the prompts of HumanEval are."""
+    """Whether a text of the row is Python as a whole, as the prompts of HumanEval are."""
     try:
         ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -178,7 +181,7 @@ def _is_python(text: str) -> bool:
 
 
 def find_imports(text: str) -> Iterator[str]:
-    """Yield what may be the import statements of a text at the outermost level of its code."""
+    """Yield the unindented import statements of a text, which may be prose as well."""
     lines = iter(text.replace("\r", "").split("\n"))
     for line in lines:
         if line.startswith(("import ", "from ")) and " import " in f" {line}":
@@ -191,40 +194,43 @@ def find_imports(text: str) -> Iterator[str]:
 
 
 def _read_form(source: Mapping[str, Any], facts: Mapping[str, Any]) -> RowTests | None:
-    """Return the tests that one of the two has, in whatever form; `facts` names the function."""
+    """Return the tests in `source`, in any known form; `facts` names the function."""
     entry = next((str(facts[key]) for key in _ENTRY if facts.get(key)), "")
     entry = entry.removeprefix(_METHOD_OWNER)
+    # Asserts: a text, a list of texts, or a list of input and output pairs under the same key.
     texts: Any = next((source[key] for key in _ASSERTS if source.get(key)), None)
     if isinstance(texts, str):
-        texts = _loaded(texts) if texts.lstrip()[:1] in ("[", "{") else texts
+        texts = _parse_json(texts) if texts.lstrip()[:1] in ("[", "{") else texts
     if _are_pairs(texts):
-        return _read_listed(list(texts), entry)
+        return _read_to_list(list(texts), entry)
     if texts is not None:
         tests = (texts,) if isinstance(texts, str) else tuple(texts)
-        if not all(isinstance(one, str) for one in tests):
-            raise CannotScore(f"the row's tests are no texts; known forms: {FORMS}")
+        if not all(isinstance(test, str) for test in tests):
+            raise CannotScore(f"the row's tests are not texts; known forms: {FORMS}")
         return RowTests("asserts", entry, tests=tests)
-    packed = _loaded(source.get("input_output"))
+    # Inputs and outputs as two lists, as in APPS.
+    packed = _parse_json(source.get("input_output"))
     pairs = {**source, **packed} if isinstance(packed, Mapping) else source
     if pairs.get("inputs") is not None and pairs.get("outputs") is not None:
         entry = next((str(pairs[key]) for key in _ENTRY if pairs.get(key)), entry)
-        return _read_pairs(_listed(pairs["inputs"]), _listed(pairs["outputs"]), entry)
+        return _read_pairs(_to_list(pairs["inputs"]), _to_list(pairs["outputs"]), entry)
+    # Lists of cases, as in CodeContests and LiveCodeBench.
     cases = [case for key in _CONTEST_TESTS for case in _list_cases(source.get(key))]
     if not cases:
         return None
-    metadata = _loaded(facts.get("metadata"))
+    metadata = _parse_json(facts.get("metadata"))
     if isinstance(metadata, Mapping):
         entry = next((str(metadata[key]) for key in _ENTRY if metadata.get(key)), entry)
-    return _read_listed(cases, entry)
+    return _read_to_list(cases, entry)
 
 
 def _list_cases(value: Any) -> list[Mapping[str, Any]]:
     """Return the {"input", "output"} of a list, or of an object of two lists."""
-    cases = _loaded(value)
+    cases = _parse_json(value)
     if isinstance(cases, str) and cases:
         cases = _unpack(cases)
     if isinstance(cases, Mapping):
-        columns = [_listed(cases.get(key) or []) for key in ("input", "output")]
+        columns = [_to_list(cases.get(key) or []) for key in ("input", "output")]
         if len(columns[0]) != len(columns[1]):
             raise CannotScore(f"the row has {len(columns[0])} inputs but {len(columns[1])} outputs")
         return [{"input": a, "output": b} for a, b in zip(*columns, strict=True)]
@@ -234,7 +240,7 @@ def _list_cases(value: Any) -> list[Mapping[str, Any]]:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """Reads text and nothing that could run code."""
+    """Unpickles text only: every class is refused, so nothing can run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is not text")
@@ -244,16 +250,16 @@ def _unpack(text: str) -> Any:
     """Read LiveCodeBench's private tests: JSON, pickled, compressed, in base64."""
     try:
         packed = zlib.decompress(base64.b64decode(text, validate=True))
-        return _loaded(_TextUnpickler(io.BytesIO(packed)).load())
+        return _parse_json(_TextUnpickler(io.BytesIO(packed)).load())
     except (ValueError, zlib.error, pickle.UnpicklingError, EOFError) as error:
         raise CannotScore(f"the row's packed tests cannot be read ({error})") from None
 
 
-def _given(ground_truth: Any) -> dict[str, Any]:
-    """Return a ground truth as named facts: JSON is read, Python and lists are tests."""
+def _read_truth(ground_truth: Any) -> dict[str, Any]:
+    """Return a ground truth as a dict: JSON is parsed, Python and lists count as tests."""
     value = ground_truth
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        value = _loaded(value)
+        value = _parse_json(value)
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -263,26 +269,26 @@ def _given(ground_truth: Any) -> dict[str, Any]:
     return {}
 
 
-def _loaded(value: Any) -> Any:
-    """Read a text of JSON; anything else stays as it is."""
+def _parse_json(value: Any) -> Any:
+    """Parse a text of JSON; any other value is returned unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
 
 
-def _listed(value: Any) -> list[Any]:
-    value = _loaded(value)
+def _to_list(value: Any) -> list[Any]:
+    value = _parse_json(value)
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _are_pairs(texts: Any) -> bool:
     listed = isinstance(texts, (list, tuple)) and bool(texts)
-    return listed and all(isinstance(one, Mapping) and "output" in one for one in texts)
+    return listed and all(isinstance(case, Mapping) and "output" in case for case in texts)
 
 
-def _read_listed(cases: list[Mapping[str, Any]], entry: str) -> RowTests:
-    """Read a list of {"input", "output"}, each with its kind, as contest sets have it."""
+def _read_to_list(cases: list[Mapping[str, Any]], entry: str) -> RowTests:
+    """Read a list of {"input", "output"}, each with its own kind, as in contest data sets."""
     kinds = {str(case.get("testtype") or case.get("type") or "") for case in cases}
     names = [str(case[key]) for case in cases for key in _ENTRY if case.get(key)]
     function = bool(kinds & {"functional", "function_call"}) or bool(names)
@@ -296,26 +302,26 @@ def _read_pairs(inputs: list[Any], outputs: list[Any], entry: str) -> RowTests:
     if len(inputs) != len(outputs) or not inputs:
         raise CannotScore(f"the row has {len(inputs)} inputs but {len(outputs)} outputs")
     if entry:
-        calls = zip(map(_arguments, inputs), map(_loaded, outputs), strict=True)
+        calls = zip(map(_arguments, inputs), map(_parse_json, outputs), strict=True)
         return RowTests("calls", entry, pairs=tuple(calls))
-    texts = zip(map(_text, inputs), map(_text, outputs), strict=True)
+    texts = zip(map(_to_text, inputs), map(_to_text, outputs), strict=True)
     return RowTests("programs", pairs=tuple(texts))
 
 
-def _arguments(given: Any) -> list[Any]:
-    """Return the arguments of one call: a list, or a line of JSON for each."""
-    if isinstance(given, str):
-        return [_loaded(line) for line in given.splitlines() if line.strip()]
-    arguments = list(given) if isinstance(given, (list, tuple)) else [given]
-    # JSON has made the numbers that are keys into texts; APPS' scorer undoes this for the first.
+def _arguments(call_input: Any) -> list[Any]:
+    """Return the arguments of one call: a list, or a line of JSON for each argument."""
+    if isinstance(call_input, str):
+        return [_parse_json(line) for line in call_input.splitlines() if line.strip()]
+    arguments = list(call_input) if isinstance(call_input, (list, tuple)) else [call_input]
+    # JSON turns numeric keys into texts; like APPS' scorer, undo that for the first argument.
     if arguments and isinstance(arguments[0], Mapping):
         with suppress(ValueError):
             arguments[0] = {int(key): value for key, value in arguments[0].items()}
     return arguments
 
 
-def _text(value: Any) -> str:
-    """Return the text of an input or output; a list holds its lines."""
+def _to_text(value: Any) -> str:
+    """Return the text of an input or output; a list contains its lines."""
     if isinstance(value, (list, tuple)):
-        return "\n".join(map(_text, value))
+        return "\n".join(map(_to_text, value))
     return value if isinstance(value, str) else "" if value is None else str(value)

@@ -1,9 +1,9 @@
-"""Limits that a process puts on itself before it runs anything foreign, and the system call filter.
+"""Resource limits that a process sets on itself before it runs foreign code, and a syscall filter.
 
-The filter leaves no new processes, no sockets, no reach to other processes: without child
-processes every limit on one process is a limit on the whole response. bubblewrap puts it on by
-itself; elsewhere a process puts it on itself. Built by hand as classic BPF, see seccomp(2). Runs
-inside the sandbox.
+The filter denies new processes, sockets and access to other processes. Without child processes,
+a limit on one process is a limit on the whole response. bubblewrap installs the filter itself;
+in other sandboxes each process installs it on itself. It is classic BPF, see seccomp(2).
+This module runs inside the sandbox.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ import os
 import resource
 from struct import pack
 
-MOST_FILES = 64
+MAX_OPEN_FILES = 64
 MEBIBYTE = 1 << 20
 
 
-def confine(memory_mb: int, cpu_seconds: int, file_mb: int, filtered: int) -> None:
-    """Cap memory, processor time, size of files and number of open files, for good.
+def apply_limits(memory_mb: int, cpu_seconds: int, file_mb: int, filtered: int) -> None:
+    """Limit memory, processor time, file size and open files of this process, irrevocably.
 
-    `filtered` asks for the system call filter too, where the sandbox brings none. A process gets
-    the signal of its processor time first and is killed a second later, so that who ignores the
-    signal gains nothing.
+    `filtered` also installs the system call filter, for a sandbox that has none. At the limit of
+    processor time a process gets SIGXCPU, and SIGKILL one second later in case it ignores that.
     """
-    _cap(resource.RLIMIT_AS, memory_mb * MEBIBYTE)
-    _cap(resource.RLIMIT_FSIZE, file_mb * MEBIBYTE)
-    _cap(resource.RLIMIT_NOFILE, MOST_FILES)
-    _cap(resource.RLIMIT_CORE, 0)
-    _cap(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)
+    _lower_limit(resource.RLIMIT_AS, memory_mb * MEBIBYTE)
+    _lower_limit(resource.RLIMIT_FSIZE, file_mb * MEBIBYTE)
+    _lower_limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
+    _lower_limit(resource.RLIMIT_CORE, 0)
+    _lower_limit(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)
     if filtered:
-        put_on()
+        install_filter()
 
 
-def _cap(what: int, soft: int, hard: int | None = None) -> None:
-    """Lower a limit; one that is lower already stays."""
-    _, most = resource.getrlimit(what)
+def _lower_limit(what: int, soft: int, hard: int | None = None) -> None:
+    """Lower a limit; a limit that is already lower stays."""
+    _, hard_limit = resource.getrlimit(what)
     top = soft if hard is None else hard
-    if most != resource.RLIM_INFINITY:
-        soft, top = min(soft, most), min(top, most)
+    if hard_limit != resource.RLIM_INFINITY:
+        soft, top = min(soft, hard_limit), min(top, hard_limit)
     resource.setrlimit(what, (soft, top))
 
 
+# BPF instructions, return values and offsets into struct seccomp_data (linux/seccomp.h).
 _LOAD, _AND, _JUMP, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x54, 0x05, 0x15, 0x35, 0x06
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
@@ -49,16 +49,17 @@ _X32 = 0x40000000
 _ALL_BITS = 0xFFFFFFFF
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER_MODE = 22, 38, 2
 
-# Numbers from the kernel's tables; x86_64 first, then the generic table that aarch64 uses.
+# Index into the pairs below, and the audit architecture. System call numbers are from the
+# kernel's tables: x86_64 first, then the generic table that aarch64 uses.
 _TABLES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _DENIED = {
-    # New processes, and reach to others.
+    # New processes, and access to others.
     "fork": (57, None), "vfork": (58, None), "ptrace": (101, 117), "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271), "process_madvise": (440, 440),
     "process_mrelease": (448, 448), "kcmp": (312, 272), "get_robust_list": (274, 100),
     "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
     "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
-    # Out of reach of who ends a session.
+    # Leaving the session, which is how all processes of a response are killed.
     "setsid": (112, 157), "setpgid": (109, 154),
     # A larger share of the machine.
     "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
@@ -67,15 +68,15 @@ _DENIED = {
     # The network.
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
     "accept": (43, 202), "accept4": (288, 242),
-    # A descriptor on its way through a socket is in nobody's list.
+    # A descriptor sent through a socket would be missing in the count of unlinked files.
     "sendmsg": (46, 211), "sendmmsg": (307, 269),
-    # Watching files of others, and memory that is in no count.
+    # Watching files of others, and memory that no limit counts.
     "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
     "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
     "semtimedop": (220, 192), "semctl": (66, 191), "msgget": (68, 186), "msgsnd": (69, 189),
     "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181),
-    # Namespaces, mounts, files past their names.
+    # Namespaces, mounts, and files by handle instead of by path.
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
     "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
     "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
@@ -91,13 +92,13 @@ _DENIED = {
     "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60), "quotactl_fd": (443, 443),
     "syslog": (103, 116), "personality": (135, 92),
 }  # fmt: skip
-# What programs can do without: the C library and Python then take another way.
+# Calls with a fallback: given this error, the C library and Python use another call.
 _ABSENT = {
-    # It hides its flags in memory, as openat2 does.
+    # Its flags are in memory, where a filter cannot read them; the same holds for openat2.
     "clone3": (435, 435, errno.ENOSYS),
     "openat2": (437, 437, errno.ENOSYS),
     "io_setup": (206, 0, errno.ENOSYS),
-    # Takes disk faster than anybody can look.
+    # Allocates disk space faster than files can be counted.
     "fallocate": (285, 47, errno.EOPNOTSUPP),
 }
 _CLONE = (56, 220)
@@ -107,7 +108,8 @@ _OPEN, _OPENAT = (2, None), (257, 56)
 _THREAD = 0x00010000 | 0x00000400  # CLONE_THREAD | CLONE_FILES
 _UNIX, _STREAM, _KIND_BITS = 1, 1, 0xF
 _TMPFILE = 0x00400000
-# PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER: ways out of sight.
+# PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER: ways to escape being
+# killed or watched.
 _PRCTL_DENIED = (1, 4, _PR_SET_SECCOMP, 36)
 # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY: signals for any process, and leases.
 _FCNTL_DENIED = (8, 10, 15, 1024, 1026)
@@ -116,9 +118,9 @@ _IOCTL_DENIED = (0x5412, 0x8901, 0x8902)
 
 
 def build_filter(pid: int | None = None) -> bytes | None:
-    """Return the filter for this machine, or None for one that it is not known for.
+    """Return the filter program for this machine, or None for an unsupported architecture.
 
-    `pid` is the one process that signals may be sent to; without it, whoever can be seen.
+    `pid` is the only process that signals may be sent to; without it, any visible process.
     """
     machine = os.uname().machine
     if machine not in _TABLES:
@@ -129,19 +131,20 @@ def build_filter(pid: int | None = None) -> bytes | None:
         _step(_JUMP_EQUAL, architecture, 1, 0),
         _refuse(),
         _step(_LOAD, _NUMBER),
-        # The second numbering of x86_64 would go around every rule.
+        # The x32 numbers of x86_64 would bypass every rule.
         _step(_JUMP_AT_LEAST, _X32, 0, 1),
         _refuse(),
     ]
+    # Calls that are always denied, then calls that are denied for some arguments.
     for numbers in _DENIED.values():
         steps += _rule(numbers[column], [_refuse()])
     for first, second, error in _ABSENT.values():
         steps += _rule((first, second)[column], [_refuse(error)])
-    own = () if pid is None else (pid,)
-    if own:
-        steps += _rule(_KILL[column], _only(0, own))
-        steps += _rule(_TGKILL[column], _only(0, own))
-    steps += _rule(_PRLIMIT[column], _only(0, (0, *own)))
+    allowed_pids = () if pid is None else (pid,)
+    if allowed_pids:
+        steps += _rule(_KILL[column], _only(0, allowed_pids))
+        steps += _rule(_TGKILL[column], _only(0, allowed_pids))
+    steps += _rule(_PRLIMIT[column], _only(0, (0, *allowed_pids)))
     steps += _rule(_CLONE[column], _only(0, (_THREAD,), mask=_THREAD))
     pair = [*_only(0, (_UNIX,)), *_only(1, (_STREAM,), mask=_KIND_BITS)]
     steps += _rule(_SOCKETPAIR[column], pair)
@@ -154,8 +157,8 @@ def build_filter(pid: int | None = None) -> bytes | None:
     return b"".join([*steps, _step(_RETURN, _ALLOW)])
 
 
-def put_on() -> None:
-    """Put the filter on this process for good; it can be tightened later, never loosened."""
+def install_filter() -> None:
+    """Install the filter on this process; it can be tightened later, but not removed."""
     import ctypes
 
     program = build_filter(os.getpid())
@@ -170,7 +173,7 @@ def put_on() -> None:
 
 
 def _rule(number: int | None, checks: list[bytes]) -> list[bytes]:
-    """Return the steps for one system call: it is allowed when no check refuses it."""
+    """Return the instructions for one system call: allowed unless a check refuses it."""
     if number is None:
         return []
     body = [*checks, _step(_RETURN, _ALLOW)]
@@ -190,10 +193,10 @@ def _never(
 
 
 def _compare(argument: int, values: tuple[int, ...], mask: int) -> list[bytes]:
-    """Skip the one step that follows when the argument's lower half has one of these values."""
+    """Skip the next instruction if the lower half of the argument has one of these values."""
     steps = [_step(_LOAD, _FIRST_ARGUMENT + 8 * argument), _step(_AND, mask)]
-    for left in range(len(values), 0, -1):
-        steps.append(_step(_JUMP_EQUAL, values[-left], left, 0))
+    for distance in range(len(values), 0, -1):
+        steps.append(_step(_JUMP_EQUAL, values[-distance], distance, 0))
     return steps
 
 

@@ -1,7 +1,7 @@
-"""What a sandbox lets through: runs inside one, tries what must not work, and says what did.
+"""A program that runs inside a sandbox, attempts what must not work, and prints what worked.
 
-It prints `started`, then a line for each thing that it could do. Each try is harmless where it
-works: other processes are set to what they are set to already.
+It prints `started`, then a line for each successful attempt, then `ended`. A successful attempt
+does no harm: settings of other processes are set to the values that they already have.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import socket
 import time
 from functools import partial
 
-from ppo_cli.rewards.code.limits import confine
+from ppo_cli.rewards.code.limits import apply_limits
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SECRET = "PPO_CLI_PROBE"
-SECONDS_TO_BE_SEEN = 1.0
-_LOWEST_NUMBERS = 9
+DETECTION_WAIT_S = 1.0
+_MAX_NAMESPACE_PID = 9
 _PIECE = 1 << 20
-_SEIZE = 0x4206
+_SEIZE = 0x4206  # PTRACE_SEIZE, which does not stop the process
+# Family, type and protocol, by number: Python may lack the names.
 _SOCKETS = {
     "TCP sockets": (2, 1, 0),
     "TCP sockets over IPv6": (10, 1, 0),
@@ -40,20 +41,20 @@ _SOCKETS = {
 
 
 def main(arguments: list[str]) -> None:
-    """Try one thing: `doors`, or to hold more files than allowed: `named` or `unlinked`."""
+    """Run one trial: `doors` (all escapes), or more files than allowed, `named` or `unlinked`."""
     what, *rest = arguments
-    limits, told = rest[:4], rest[4:]
-    confine(*map(int, limits))
+    limits, facts = rest[:4], rest[4:]
+    apply_limits(*map(int, limits))
     print("started")
     if what == "doors":
-        try_doors(*told)
+        try_escapes(*facts)
     else:
-        hold_files(int(told[0]), int(limits[2]), unlinked=what == "unlinked")
+        exceed_file_limit(int(facts[0]), int(limits[2]), unlinked=what == "unlinked")
     print("ended")
 
 
-def try_doors(file: str, folder: str, port: str, process: str) -> None:
-    """Try everything; what is given is of the outside."""
+def try_escapes(file: str, folder: str, port: str, process: str) -> None:
+    """Attempt everything; the arguments name things outside the sandbox."""
     tries: dict[str, Callable[[], object]] = {
         "reads /etc/shadow": lambda: open("/etc/shadow").close(),
         "reads files of others": lambda: open(file).close(),
@@ -67,8 +68,8 @@ def try_doors(file: str, folder: str, port: str, process: str) -> None:
     for name, kind in _SOCKETS.items():
         tries[f"opens {name}"] = partial(socket.socket, *kind)
     for whose, pid in (("other processes", int(process)), ("its parent", os.getppid())):
-        # In a process namespace the lowest numbers are of that.
-        if pid > _LOWEST_NUMBERS:
+        # In a process namespace the lowest pids are the sandbox's own processes.
+        if pid > _MAX_NAMESPACE_PID:
             tries |= {
                 f"reads the environment of {whose}": partial(_read_environment, pid),
                 f"signals {whose}": partial(os.kill, pid, 0),
@@ -78,28 +79,28 @@ def try_doors(file: str, folder: str, port: str, process: str) -> None:
                 f"ranks {whose}": partial(_rank, pid),
                 f"traces {whose}": partial(_trace, pid),
             }
-    for words, act in tries.items():
+    for description, act in tries.items():
         try:
             act()
         except Exception:
             continue
-        print(words)
+        print(description)
 
 
-def hold_files(most_mb: int, largest_mb: int, *, unlinked: bool) -> None:
-    """Hold more files than allowed, and see whether anybody minds."""
-    held = []
+def exceed_file_limit(most_mb: int, largest_mb: int, *, unlinked: bool) -> None:
+    """Hold more bytes of files than allowed, and print so unless this process is killed."""
+    files = []
     try:
         for number in range(most_mb // largest_mb + 1):
-            held.append(open(f"probe-{number}", "wb"))  # noqa: SIM115
+            files.append(open(f"probe-{number}", "wb"))  # noqa: SIM115
             if unlinked:
                 os.unlink(f"probe-{number}")
             for _ in range(largest_mb * (1 << 20) // _PIECE):
-                held[-1].write(bytes(_PIECE))
-            held[-1].flush()
+                files[-1].write(bytes(_PIECE))
+            files[-1].flush()
     except OSError:
         return
-    time.sleep(SECONDS_TO_BE_SEEN)
+    time.sleep(DETECTION_WAIT_S)
     print(f"holds more than {most_mb} MB of {'unlinked ' if unlinked else ''}files")
 
 

@@ -1,14 +1,14 @@
-"""Sandboxed processes: how the launcher of sandlock forks them, and how any of them is ended.
+"""Sandboxed processes: the launcher of sandlock that forks them, and how processes are ended.
 
-What belongs to one (processes, threads, files) is counted, and cleared away. A response may do to
-its files what it likes while they are counted, and leave trees of any depth.
+Processes, threads and files of a response are counted and removed. A response may change its
+files while they are counted, and leave folders of any depth.
 
-The launcher is a program of its own, which imports the package sandlock once, then forks. It is
-started by `sandboxes.Launcher` with a socket as standard input. Each message there is a folder,
-with the descriptors of a channel and of three streams; a fork reads from the channel what to run.
-The channel brings back the number of the process and how it ended; when it closes, the process is
-killed, and only then reaped, so that its number is nobody else's meanwhile. When the trainer is
-gone, all channels close, and this program removes the folders that are left, and ends.
+The launcher is a separate program, which imports the package sandlock once, then forks.
+`sandboxes.Launcher` starts it with a socket as standard input. Each message there is a folder,
+with the descriptors of a channel and of three streams. A fork reads from the channel what to run.
+The channel returns the process's pid and exit code. When the channel closes, the process is
+killed, and only then reaped, so that its pid is not reused meanwhile. When the trainer exits,
+all channels close; the launcher then removes the remaining folders and exits.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-SECONDS_TO_DIE = 10.0
-MOST_ROUNDS = 50
-MOST_FILES_MB = 64
-MOST_ENTRIES = 10_000
-LARGEST_FILE_MB = 32
-_BLOCK = 512
-# What bubblewrap's first process and the interpreter take, which the limit does not mean.
-OWN_THREADS = {"bwrap": 2, "sandlock": 1, "none": 1}
+KILL_TIMEOUT_S = 10.0
+# Attempts to kill a session or remove a folder: dying processes still fork and write.
+MAX_ATTEMPTS = 50
+MAX_FILES_MB = 64
+MAX_FILE_COUNT = 10_000
+MAX_FILE_MB = 32
+_BLOCK = 512  # the unit of st_blocks, on every file system
+# Threads of the sandbox itself, which do not count against the limit of the response.
+SANDBOX_THREADS = {"bwrap": 2, "sandlock": 1, "none": 1}
 
 
 class Process(ABC):
-    """A process that leads a session: a child of ours, or one that a launcher has forked."""
+    """A process that leads a session: our child, or one that a launcher has forked."""
 
     pid: int
 
@@ -55,30 +56,30 @@ class Process(ABC):
     def wait(self, timeout: float) -> int:
         """Wait for the exit code; subprocess.TimeoutExpired when it takes longer."""
 
-    def is_lost(self) -> bool:
-        """Say whether it was killed because its launcher died, which is no fault of its own."""
+    def launcher_died(self) -> bool:
+        """Whether it was killed because its launcher died, which is not its fault."""
         return False
 
     def release(self) -> None:
-        """Let go of it, when it is dead and its number is no longer needed."""
+        """Allow the pid to be reused, once the process is dead."""
         return
 
 
-def find_family(pid: int) -> list[int]:
-    """Return a process with all that descend from it."""
-    found = [pid]
-    for one in found:
-        # Any of them may end while it is looked at.
+def list_process_tree(pid: int) -> list[int]:
+    """Return the pids of a process and of all its descendants."""
+    pids = [pid]
+    for member in pids:
+        # Any process or thread may end while its entries are read.
         with suppress(OSError):
-            for thread in os.listdir(f"/proc/{one}/task"):
+            for thread in os.listdir(f"/proc/{member}/task"):
                 with suppress(OSError):
-                    children = Path(f"/proc/{one}/task/{thread}/children").read_text()
-                    found += [int(child) for child in children.split()]
-    return found
+                    children = Path(f"/proc/{member}/task/{thread}/children").read_text()
+                    pids += [int(child) for child in children.split()]
+    return pids
 
 
 def count_threads(pids: list[int]) -> int:
-    """Return how many threads these processes have together."""
+    """Return the number of threads of these processes."""
     total = 0
     for pid in pids:
         with suppress(OSError):
@@ -87,18 +88,19 @@ def count_threads(pids: list[int]) -> int:
 
 
 def end_process(process: Process, *, alone: bool) -> int:
-    """Kill a process with all that it has started; returns its exit code.
+    """Kill a process and everything it has started; returns its exit code.
 
-    `alone` says that it is the only one that can be alive (a process namespace, or no right to
-    start others), so that nobody needs to be looked for.
+    `alone`: nothing else can outlive it (it has a process namespace, or may not start processes),
+    so its descendants are not searched.
     """
     try:
         if process.poll() is None:
-            kin = [] if alone else find_family(process.pid)[1:]
+            # Descendants that left the session are found by parentage, before they are orphans.
+            kin = [] if alone else list_process_tree(process.pid)[1:]
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
-            _kill(kin)
-        code = process.wait(SECONDS_TO_DIE)
+            _kill_processes(kin)
+        code = process.wait(KILL_TIMEOUT_S)
         if not alone:
             kill_session(process.pid)
         return code
@@ -107,52 +109,53 @@ def end_process(process: Process, *, alone: bool) -> int:
 
 
 def kill_session(leader: int) -> None:
-    """Kill the processes of the session that a process leads, or has led and is not reaped yet."""
-    for _ in range(MOST_ROUNDS):
-        left = _find_session(leader)
-        if not left:
+    """Kill all processes of the session of `leader`, which may be dead but must not be reaped."""
+    for _ in range(MAX_ATTEMPTS):
+        survivors = _list_session(leader)
+        if not survivors:
             break
-        _kill(left)
+        _kill_processes(survivors)
 
 
-def _kill(pids: list[int]) -> None:
+def _kill_processes(pids: list[int]) -> None:
     for pid in pids:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _find_session(leader: int) -> list[int]:
-    """Return the living processes of the session that a process has led."""
-    found = []
+def _list_session(leader: int) -> list[int]:
+    """Return the pids of the living processes in the session of `leader`."""
+    pids = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
         with suppress(OSError):
+            # After the command's closing parenthesis: state, parent, group, session.
             facts = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
             if int(facts[3]) == leader and facts[0] not in "ZX":
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def count_files(folder: str, pids: list[int]) -> tuple[int, int]:
-    """Return bytes and number of a folder's files, with those that processes hold unlinked.
+    """Return size in bytes and number of a folder's files, and of unlinked files held by `pids`.
 
-    Ends early above either limit. OSError: something in there cannot be measured.
+    Stops early above either limit. Raises OSError when something in there cannot be measured.
     """
-    taken, found = _count_unlinked(folder, pids)
+    used_bytes, count = _count_unlinked(folder, pids)
     pending = [folder]
-    while pending and found <= MOST_ENTRIES and taken <= MOST_FILES_MB << 20:
-        # Whatever is listed may be gone when it is looked at.
+    while pending and count <= MAX_FILE_COUNT and used_bytes <= MAX_FILES_MB << 20:
+        # A listed file may be removed before it is measured.
         with suppress(FileNotFoundError, NotADirectoryError):
             for entry in os.scandir(pending.pop()):
-                found += 1
-                if found > MOST_ENTRIES:
+                count += 1
+                if count > MAX_FILE_COUNT:
                     break
                 with suppress(FileNotFoundError):
-                    taken += entry.stat(follow_symlinks=False).st_blocks * _BLOCK
+                    used_bytes += entry.stat(follow_symlinks=False).st_blocks * _BLOCK
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(entry.path)
-    return taken, found
+    return used_bytes, count
 
 
 def _count_unlinked(folder: str, pids: list[int]) -> tuple[int, int]:
@@ -161,8 +164,8 @@ def _count_unlinked(folder: str, pids: list[int]) -> tuple[int, int]:
         with suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
                 if f" {folder}/" in line and line.endswith(" (deleted)"):
-                    # How large it is cannot be seen.
-                    sizes[int(line.split()[4])] = LARGEST_FILE_MB << 20
+                    # A mapping does not show the size of its file: assume the largest.
+                    sizes[int(line.split()[4])] = MAX_FILE_MB << 20
         with suppress(OSError):
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
@@ -173,11 +176,11 @@ def _count_unlinked(folder: str, pids: list[int]) -> tuple[int, int]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder with all that is in it; what its process still writes as it dies goes too.
+    """Remove a folder and its contents, including files that a dying process still writes.
 
-    A tree may be deeper than Python can go, and lock its owner out.
+    Uses chmod and rm: a response's folders may be deeper than Python can recurse, and unreadable.
     """
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ATTEMPTS):
         with suppress(OSError):
             os.rmdir(folder)
         if not os.path.lexists(folder):
@@ -187,68 +190,70 @@ def remove_folder(folder: str) -> None:
         time.sleep(0.02)
 
 
-def find_excess(sandbox: str, pid: int, folder: str, most_threads: int) -> str:
-    """Say which limit a process in this kind of sandbox breaks; it may write to `folder`."""
-    launcher, *others = find_family(pid)
-    own = 1 if sandbox == "none" else 0
-    threads = count_threads([launcher] * own + others) - OWN_THREADS[sandbox]
+def describe_broken_limit(sandbox: str, pid: int, folder: str, most_threads: int) -> str:
+    """Name the limit that a process in this kind of sandbox has broken, or return ''."""
+    launcher, *others = list_process_tree(pid)
+    # Without a sandbox the first process is the response itself, otherwise the sandbox's own.
+    counted = [launcher, *others] if sandbox == "none" else others
+    threads = count_threads(counted) - SANDBOX_THREADS[sandbox]
     if threads > most_threads:
         return f"killed: more than {most_threads} processes and threads"
     try:
-        taken, found = count_files(folder, [launcher, *others]) if folder else (0, 0)
+        used_bytes, count = count_files(folder, [launcher, *others]) if folder else (0, 0)
     except OSError as error:
         return f"broke its sandbox: its files cannot be measured ({error.strerror})"
     if not folder and others:
-        # bubblewrap limits the size of what lies in memory, and not the number.
+        # bubblewrap's tmpfs limits the size of the files, but not their number.
         with suppress(OSError):
             memory = os.statvfs(f"/proc/{others[-1]}/root/tmp")
-            # While it starts, this is the folder outside.
-            if memory.f_blocks * memory.f_frsize == MOST_FILES_MB << 20:
-                found = memory.f_files - memory.f_ffree
-    if taken > MOST_FILES_MB << 20:
-        return f"killed: wrote more than {MOST_FILES_MB} MB of files"
-    return f"killed: made more than {MOST_ENTRIES} files" if found > MOST_ENTRIES else ""
+            # While the sandbox starts, this is still the /tmp outside.
+            if memory.f_blocks * memory.f_frsize == MAX_FILES_MB << 20:
+                count = memory.f_files - memory.f_ffree
+    if used_bytes > MAX_FILES_MB << 20:
+        return f"killed: wrote more than {MAX_FILES_MB} MB of files"
+    return f"killed: made more than {MAX_FILE_COUNT} files" if count > MAX_FILE_COUNT else ""
 
 
 READY = b"ready"
-NUMBER = struct.Struct("<q")
-# What Landlock does not govern: rights, owners and times of files that cannot even be read.
+INT64 = struct.Struct("<q")
+# System calls that Landlock does not restrict: they change mode, owner or times of any file.
 DENIED = (
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat",
     "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr",
     "utime", "utimes", "utimensat", "futimesat",
 )  # fmt: skip
-_LONGEST_PATH = 4096
+_MAX_PATH_BYTES = 4096
+# Numbers of prctl, capset, unshare and mount, from the kernel's headers.
 _DIE_WITH_PARENT, _DROP_BOUNDING, _AMBIENT, _CLEAR_AMBIENT = 1, 24, 47, 4
 _CAPABILITIES_3 = 0x20080522
-_MOST_CAPABILITIES = 64
+_MAX_CAPABILITIES = 64
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
 _PRIVATE_TREE, _NO_SUID_NO_DEVICES = 0x00044000, 0x6
 
 
 @dataclass(frozen=True)
-class Launch:
-    """A process that was forked; `exit` becomes readable when it ends."""
+class ForkedCommand:
+    """A forked watcher process, whose child runs the command; `exit` is a pidfd of it."""
 
     pid: int
     exit: int
     channel: int
 
-    def tell(self, number: int) -> None:
-        """Send the trainer a number, if it still listens."""
+    def send(self, number: int) -> None:
+        """Send the trainer a number, unless it has closed the channel."""
         with suppress(OSError):
-            os.write(self.channel, NUMBER.pack(number))
+            os.write(self.channel, INT64.pack(number))
 
     def exit_code(self) -> int:
-        """Return how it ended, as `subprocess` counts; the process stays unreaped."""
-        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        assert found is not None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        """Return the exit code as `subprocess` does, without reaping the process."""
+        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert status is not None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
     def end(self, *, has_ended: bool) -> None:
-        """Kill it with its command if it lives, and reap it."""
+        """Kill it and its command if they still run, and reap it."""
         if not has_ended:
-            # A command that is only half confined does not die with who watches over it.
+            # A command whose sandbox is not complete yet does not die with its watcher.
             kill_session(self.pid)
             os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
@@ -256,29 +261,29 @@ class Launch:
         os.close(self.channel)
 
 
-class Server:
-    """Forks on demand until the trainer hangs up or dies."""
+class ForkServer:
+    """Forks watcher processes on request, until the trainer closes the socket or dies."""
 
     def __init__(self, control: socket.socket, trainer: int) -> None:
         self._control = control
         self._trainer = trainer
-        self._files_limited = can_limit_files()
+        self._limits_files = can_mount_limited_tmpfs()
         self._poll = select.poll()
-        # The first to be registered is the first to be served: a number that is closed later
-        # in a round is taken again only in the next.
+        # poll() reports in the order of registration: a descriptor that this round closes and
+        # reuses is then reported only in the next round.
         self._poll.register(control, select.POLLIN)
         self._poll.register(trainer, select.POLLIN)
-        self._exits: dict[int, Launch] = {}
-        self._channels: dict[int, Launch] = {}
+        self._exits: dict[int, ForkedCommand] = {}
+        self._channels: dict[int, ForkedCommand] = {}
         self._folders: list[str] = []
 
     def serve(self) -> None:
-        """Serve to the end, and leave nothing behind."""
+        """Serve until the end, then end all commands and remove all folders."""
         while self._serve_round():
             pass
         for launch in self._channels.values():
             launch.end(has_ended=launch.exit not in self._exits)
-        # A trainer that dies has no time for it.
+        # A trainer that was killed has not removed them.
         for folder in self._folders:
             remove_folder(folder)
 
@@ -289,8 +294,8 @@ class Server:
             if fd in self._exits:
                 launch = self._exits.pop(fd)
                 self._poll.unregister(fd)
-                launch.tell(launch.exit_code())
-            elif fd in self._channels:  # the trainer wants no more of it
+                launch.send(launch.exit_code())
+            elif fd in self._channels:  # the trainer has closed this channel
                 launch = self._channels.pop(fd)
                 self._poll.unregister(fd)
                 lives = self._exits.pop(launch.exit, None) is not None
@@ -300,9 +305,9 @@ class Server:
         return True
 
     def _accept(self) -> bool:
-        """Take one order; False when there will be no more."""
+        """Receive one request and fork for it; False when the trainer has closed the socket."""
         folder, fds, _, _ = socket.recv_fds(
-            self._control, _LONGEST_PATH, 4, socket.MSG_CMSG_CLOEXEC
+            self._control, _MAX_PATH_BYTES, 4, socket.MSG_CMSG_CLOEXEC
         )
         if not folder:
             return False
@@ -320,35 +325,35 @@ class Server:
             pid = os.fork()
         except OSError as error:
             with suppress(OSError):
-                os.write(channel, NUMBER.pack(-(error.errno or errno.EAGAIN)))
+                os.write(channel, INT64.pack(-(error.errno or errno.EAGAIN)))
             return
         if pid == 0:
-            run_forked(launcher, channel, streams, self._files_limited)
-        launch = Launch(pid, os.pidfd_open(pid), os.dup(channel))
-        self._folders = [one for one in self._folders if os.path.lexists(one)] + [folder]
+            watch_command(launcher, channel, streams, self._limits_files)
+        launch = ForkedCommand(pid, os.pidfd_open(pid), os.dup(channel))
+        self._folders = [path for path in self._folders if os.path.lexists(path)] + [folder]
         self._exits[launch.exit] = self._channels[launch.channel] = launch
         self._poll.register(launch.exit, select.POLLIN)
-        # For its end alone: what is to be read there is for the fork.
+        # Watch the channel for its end only: its data is for the fork.
         self._poll.register(launch.channel, 0)
-        launch.tell(pid)
+        launch.send(pid)
 
 
-def run_forked(launcher: int, channel: int, streams: list[int], files_limited: bool) -> NoReturn:
-    """Be the process that watches over one command, and end as it ends."""
+def watch_command(launcher: int, channel: int, streams: list[int], limits_files: bool) -> NoReturn:
+    """Run one command as its watcher process, and exit as the command exits; never returns."""
     code = 1
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == launcher:
-            # What to run: a length, then that many bytes.
+            # The request: a length, then that many bytes of JSON.
             with open(channel, "rb", closefd=False) as file:
-                plan, command = json.loads(file.read(*NUMBER.unpack(file.read(NUMBER.size))))
-            if files_limited:
-                limit_files(plan["cwd"])
+                plan, command = json.loads(file.read(*INT64.unpack(file.read(INT64.size))))
+            if limits_files:
+                mount_limited_tmpfs(plan["cwd"])
             drop_privileges()
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
-            # Close what belongs to the launcher, so that nobody waits for this process by mistake.
+            # Close the launcher's descriptors: an open copy would keep their channels alive.
             for name in os.listdir("/proc/self/fd"):
                 if int(name) > 2:
                     with suppress(OSError):
@@ -361,7 +366,7 @@ def run_forked(launcher: int, channel: int, streams: list[int], files_limited: b
 
 
 def run(plan: dict[str, Any], command: list[str]) -> int:
-    """Run the command with the streams of this process; returns its exit code, as a shell does."""
+    """Run the command in a sandbox, on the streams of this process; returns a shell's exit code."""
     from sandlock import Sandbox
 
     sandbox = Sandbox(
@@ -370,17 +375,18 @@ def run(plan: dict[str, Any], command: list[str]) -> int:
     result = sandbox.popen(command).wait()
     if result.signal > 0:
         return 128 + int(result.signal)
-    # The package tells no number when it was SIGKILL.
+    # The package reports -1 without a signal number when it was SIGKILL.
     return int(result.exit_code) if result.exit_code >= 0 else 128 + signal.SIGKILL
 
 
-def limit_files(folder: str) -> None:
-    """Lay a file system in memory over the folder, of limited size and for this process alone.
+def mount_limited_tmpfs(folder: str) -> None:
+    """Mount a tmpfs of limited size over the folder, visible to this process only.
 
-    It goes with the process. OSError: the kernel refuses.
+    It ends with the process. Raises OSError when the kernel refuses.
     """
     library = ctypes.CDLL(None)
     if library.unshare(_NEW_MOUNTS) != 0:
+        # Without root, a user namespace gives the right to mount.
         identities = {"uid_map": os.getuid(), "gid_map": os.getgid()}
         if library.unshare(_NEW_MOUNTS | _NEW_USER) != 0:
             raise OSError("no namespaces")
@@ -391,29 +397,29 @@ def limit_files(folder: str) -> None:
                 file.write(f"{number} {number} 1")
     if library.mount(b"none", b"/", None, _PRIVATE_TREE, None) != 0:
         raise OSError("no mounts")
-    options = f"size={MOST_FILES_MB}m,nr_inodes={MOST_ENTRIES},mode=0700".encode()
+    options = f"size={MAX_FILES_MB}m,nr_inodes={MAX_FILE_COUNT},mode=0700".encode()
     place = os.fsencode(folder)
     if library.mount(b"ppo-code", place, b"tmpfs", _NO_SUID_NO_DEVICES, options) != 0:
         raise OSError("no mounts")
 
 
-def can_limit_files() -> bool:
-    """Try it in a process that ends at once; where it fails, the trainer counts the files."""
+def can_mount_limited_tmpfs() -> bool:
+    """Try `mount_limited_tmpfs` in a fork; where it fails, the trainer counts the files."""
     pid = os.fork()
     if pid == 0:
         code = 1
         with suppress(OSError):
-            limit_files("/tmp")
+            mount_limited_tmpfs("/tmp")
             code = 0
         os._exit(code)
     return os.waitpid(pid, 0)[1] == 0
 
 
 def drop_privileges() -> None:
-    """Give up every privilege of root, for this process and its forks: it could lift limits."""
+    """Drop all capabilities of this process and its forks: root could raise its limits."""
     library = ctypes.CDLL(None, use_errno=True)
     library.prctl(_AMBIENT, _CLEAR_AMBIENT, 0, 0, 0)
-    for number in range(_MOST_CAPABILITIES):
+    for number in range(_MAX_CAPABILITIES):
         library.prctl(_DROP_BOUNDING, number, 0, 0, 0)
     header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITIES_3, 0))
     if library.capset(header, ctypes.create_string_buffer(24)) != 0:
@@ -421,13 +427,13 @@ def drop_privileges() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve the process that is named by the argument, which must be the parent."""
+    """Serve the trainer, whose pid is the argument; it must be the parent."""
     control = socket.socket(fileno=0)
     trainer = os.pidfd_open(int(arguments[0]))
     if os.getppid() != int(arguments[0]):
         return
     try:
-        # Load once what every fork needs. Threads would not come along in a fork.
+        # Import once for all forks. A fork copies no threads, so the import must not start any.
         import sandlock  # noqa: F401
 
         if len(os.listdir("/proc/self/task")) > 1:
@@ -436,6 +442,6 @@ def main(arguments: list[str]) -> None:
     except Exception as error:
         control.send(f"{type(error).__name__}: {error}".encode())
         return
-    server = Server(control, trainer)
+    server = ForkServer(control, trainer)
     control.send(READY)
     server.serve()

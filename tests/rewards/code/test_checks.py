@@ -9,9 +9,9 @@ import pytest
 
 from ppo_cli.rewards.code.processes import count_files
 from ppo_cli.rewards.code.tester import (
-    LONGEST_SOURCE,
+    MAX_SOURCE_CHARS,
     RECORD,
-    Checks,
+    AssertLog,
     free_names,
     record_asserts,
     used_modules,
@@ -27,9 +27,9 @@ def test_files_behind_a_link_are_not_those_of_a_response(tmp_path: Path) -> None
     assert count_files(str(tmp_path / "own"), [])[1] == 1
 
 
-def ran(*texts: str) -> Checks:
+def ran(*texts: str) -> AssertLog:
     """Run texts of tests one after another, as the tester does."""
-    checks = Checks()
+    checks = AssertLog()
     for text in texts:
         since = len(checks.passed)
         tree = record_asserts(ast.parse(text), checks)
@@ -82,7 +82,7 @@ def test_texts_count_by_themselves_and_the_first_failure_is_told() -> None:
 def test_what_is_told_is_short() -> None:
     source, message = "x" * 400, "y" * 400
     first = ran(f"assert '{source}' == 1").first
-    assert first.endswith("...`") and len(first) == len("AssertionError at ``") + LONGEST_SOURCE
+    assert first.endswith("...`") and len(first) == len("AssertionError at ``") + MAX_SOURCE_CHARS
     assert ran(f"raise ValueError('{message}\\n  z')").first == (
         f"ValueError: {'y' * 200} outside the asserts"
     )

@@ -17,7 +17,7 @@ from ppo_cli.rewards.code import limits, sandboxes
 from ppo_cli.rewards.code.limits import build_filter
 from ppo_cli.rewards.code.sandboxes import (
     Bubblewrap,
-    Child,
+    ChildProcess,
     Sandbox,
     Sandlock,
     Unsandboxed,
@@ -27,7 +27,9 @@ from ppo_cli.rewards.code.sandboxes import (
 class Broken(Unsandboxed):
     """Starts something else."""
 
-    def start(self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str) -> Child:
+    def start(
+        self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
+    ) -> ChildProcess:
         """Start a program that only complains."""
         other = [sys.executable, "-c", "import sys; sys.exit('no user namespaces')"]
         return super().start(other, streams=streams, folder=folder)
@@ -36,9 +38,11 @@ class Broken(Unsandboxed):
 class Inheriting(Unsandboxed):
     """Hands its environment on."""
 
-    def start(self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str) -> Child:
+    def start(
+        self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
+    ) -> ChildProcess:
         """Start a command with the environment of this process."""
-        return Child(list(command), stdin=streams[0], stdout=streams[1], stderr=streams[2])
+        return ChildProcess(list(command), stdin=streams[0], stdout=streams[1], stderr=streams[2])
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +73,7 @@ def test_an_environment_that_is_handed_on_is_named() -> None:
 @pytest.mark.parametrize("what", ["unlinked", "named"])
 def test_files_that_nobody_limits_are_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sandboxes._find_leak(Unsandboxed(), what, [64]) == ""
-    monkeypatch.setattr(sandboxes, "find_excess", lambda *args, **named: "")
+    monkeypatch.setattr(sandboxes, "describe_broken_limit", lambda *args, **named: "")
     kind = "unlinked " if what == "unlinked" else ""
     told = f"its trial failed: code inside holds more than 64 MB of {kind}files"
     assert sandboxes._find_leak(Unsandboxed(), what, [64]) == told
@@ -120,7 +124,9 @@ def test_the_filter_is_whole_instructions() -> None:
 class Stuck(Unsandboxed):
     """Starts something that does not end."""
 
-    def start(self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str) -> Child:
+    def start(
+        self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
+    ) -> ChildProcess:
         """Start a program that sleeps."""
         other = [sys.executable, "-c", "import time; time.sleep(60)"]
         return super().start(other, streams=streams, folder=folder)
@@ -131,7 +137,9 @@ class NotThere(Unsandboxed):
 
     tries = 0
 
-    def start(self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str) -> Child:
+    def start(
+        self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
+    ) -> ChildProcess:
         """Fail as a program that may not be run."""
         NotThere.tries += 1
         raise PermissionError(13, "Permission denied")
@@ -140,7 +148,7 @@ class NotThere(Unsandboxed):
 def test_a_trial_that_hangs_or_cannot_start_is_a_fault_found_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sandboxes, "SECONDS_TO_PROBE", 0.2)
+    monkeypatch.setattr(sandboxes, "PROBE_TIMEOUT_S", 0.2)
     assert sandboxes.find_fault(Stuck()) == "its trial took more than 0.2 s"
     monkeypatch.setattr(sandboxes, "_FAULTS", {})
     for _ in range(2):
@@ -164,7 +172,7 @@ def test_all_faults_are_told_and_no_sandbox_only_where_it_is_allowed(
     assert chosen.name == "none" and [one.name for one in looked] == ["bwrap", "sandlock"]
     assert told[0].endswith("No sandbox works here (bwrap: no bwrap; sandlock: no sandlock).")
     assert isinstance(looked[1], Sandlock) and looked[1]._memory_mb == 99
-    assert looked[1].apart()._memory_mb == 99
+    assert looked[1].separate()._memory_mb == 99
     with pytest.raises(RewardError, match="bwrap: no bwrap; sandlock: no sandlock"):
         sandboxes.choose_sandbox(Code())
     only = sandboxes.choose_sandbox(Code(allow_unsandboxed=True, sandbox="sandlock"), told.append)
@@ -194,9 +202,9 @@ socketpair 2 1 0 0, kill 1 0, tgkill 1 1 0, prlimit 1 0 0 0
 """
 FILTERED = """
 import ctypes, errno, fcntl, os, resource, socket, sys, threading
-from ppo_cli.rewards.code.limits import put_on
+from ppo_cli.rewards.code.limits import install_filter
 libc, me = ctypes.CDLL(None, use_errno=True), os.getpid()
-put_on()
+install_filter()
 def errno_of(name, *given):
     ctypes.set_errno(0)
     return getattr(libc, name)(*given) == -1 and ctypes.get_errno()
@@ -268,9 +276,9 @@ def test_the_numbers_of_the_filter_are_those_of_the_kernels_headers(column: int)
 def test_a_process_confines_itself_in_the_units_of_the_kernel() -> None:
     program = """
 import resource as r
-from ppo_cli.rewards.code.limits import confine
+from ppo_cli.rewards.code.limits import apply_limits
 r.setrlimit(r.RLIMIT_FSIZE, (2 << 20, 3 << 20))
-confine(900, 7, 5, 0)
+apply_limits(900, 7, 5, 0)
 print(*(r.getrlimit(each) for each in (r.RLIMIT_AS, r.RLIMIT_CPU, r.RLIMIT_NOFILE, r.RLIMIT_CORE)))
 print(r.getrlimit(r.RLIMIT_FSIZE))
 """

@@ -163,7 +163,7 @@ WRONG: list[tuple[str, str, Any, tuple[int, int], str]] = [
      (0, 1), "StopIteration"),
     ("not_there", "def g(n): return n", ["assert f(1) == 1"], (0, 1), "'f' is not defined"),
     ("program", "print(input())", {"inputs": ["1", "2"], "outputs": ["1", "3"]}, (1, 2),
-     "another output than expected at `'input 2'`"),
+     "the output differs from the expected one at `'input 2'`"),
     ("program_raises", "print(int(input()))", {"inputs": ["1", "x"], "outputs": ["1", "x"]}, (1, 2),
      "ValueError: invalid literal"),
     ("program_exits", "raise SystemExit(3)", {"inputs": [""], "outputs": [""]}, (0, 1),
@@ -186,7 +186,7 @@ WRONG: list[tuple[str, str, Any, tuple[int, int], str]] = [
       "private_tests": {"input": ["3"], "output": ["6"]}}, (1, 2), "'input 2'"),
     ("lines_are_the_response's", "import os\nx = (", TOTALS, (0, 0), "line 2"),
     ("true_is_not_one", "def f(a): return True",
-     {"inputs": [[1]], "outputs": [1], "fn_name": "f"}, (0, 1), "another output"),
+     {"inputs": [[1]], "outputs": [1], "fn_name": "f"}, (0, 1), "output differs"),
 ]  # fmt: skip
 
 
@@ -211,7 +211,7 @@ FAULTS: list[tuple[Any, str]] = [
     (["import no_such_module"], "the tests raised ModuleNotFoundError"),
     ({"test": "def check(candidate): pass"}, "no entry_point"),
     ({"tests": ["assert f(1)"], "test_setup_code": "1 / 0"}, "setup raised ZeroDivisionError"),
-    (["assert f(lambda: 1)"], "an object of type function, which cannot travel"),
+    (["assert f(lambda: 1)"], "an object of type function, which cannot be sent"),
     (["raise SystemExit"], "end the interpreter"),
     (["print(f(1))"], "assert nothing"),
     (["import math", "def test_f():\n    f(1)"], "assert nothing"),

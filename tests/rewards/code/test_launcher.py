@@ -17,7 +17,7 @@ import pytest
 from ppo_cli.records import Score
 from ppo_cli.rewards.code.check import Check
 from ppo_cli.rewards.code.processes import end_process
-from ppo_cli.rewards.code.sandboxes import ENVIRONMENT, Forked, Sandbox, interpreter
+from ppo_cli.rewards.code.sandboxes import ENVIRONMENT, ForkedProcess, Sandbox, interpreter
 
 ROOT = Path(__file__).resolve().parents[3]
 SLEEP = "import time; time.sleep(60)"
@@ -34,7 +34,7 @@ futures = [pool.submit(call, lambda returned: returned) for _ in range(2)]
 time.sleep(90)
 """
 
-Start = Callable[[str], Forked]
+Start = Callable[[str], ForkedProcess]
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def sandlock(make_sandbox: Callable[[str], Sandbox]) -> Sandbox:
 @pytest.fixture
 def start(sandlock: Sandbox, tmp_path: Path) -> Iterator[Start]:
     """Start Python with a text in the sandbox."""
-    made: list[Forked] = []
+    made: list[ForkedProcess] = []
 
-    def run(text: str) -> Forked:
+    def run(text: str) -> ForkedProcess:
         folder = tempfile.mkdtemp(dir=tmp_path)
         with open(os.devnull, "r+b") as nothing:
             process = sandlock.start(
@@ -55,7 +55,7 @@ def start(sandlock: Sandbox, tmp_path: Path) -> Iterator[Start]:
                 streams=(nothing.fileno(),) * 3,
                 folder=folder,
             )
-        assert isinstance(process, Forked)
+        assert isinstance(process, ForkedProcess)
         made.append(process)
         return process
 
@@ -64,7 +64,7 @@ def start(sandlock: Sandbox, tmp_path: Path) -> Iterator[Start]:
         process.release()
 
 
-def launcher_of(process: Forked) -> int:
+def launcher_of(process: ForkedProcess) -> int:
     return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -102,7 +102,7 @@ def is_dead(pid: int) -> bool:
 def test_how_a_command_ends(text: str, code: int, start: Start) -> None:
     process = start(text)
     assert process.wait(30) == process.poll() == code
-    assert not process.is_lost()
+    assert not process.launcher_died()
 
 
 def test_one_launcher_forks_all_and_hands_them_nothing(start: Start) -> None:
@@ -138,7 +138,7 @@ def test_releasing_kills_what_lives(start: Start) -> None:
     first.release()
     assert await_that(lambda: is_dead(first.pid))
     assert end_process(second, alone=False) == -signal.SIGKILL
-    assert not second.is_lost()
+    assert not second.launcher_died()
 
 
 @pytest.mark.usefixtures("no_trace")
@@ -147,7 +147,7 @@ def test_a_launcher_that_dies_takes_its_own_along_and_is_replaced(start: Start) 
     assert await_that(lambda: bool(children_of(process.pid)))
     family = [process.pid, *children_of(process.pid)]
     os.kill(launcher_of(process), signal.SIGKILL)
-    assert (process.wait(20), process.is_lost()) == (-signal.SIGKILL, True)
+    assert (process.wait(20), process.launcher_died()) == (-signal.SIGKILL, True)
     assert await_that(lambda: all(map(is_dead, family)))
     assert start("").wait(30) == 0
 
@@ -156,7 +156,7 @@ def test_a_launcher_that_cannot_start_is_told(
     start: Start, sandlock: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(OSError, match="ends at once"):
+    with pytest.raises(OSError, match="exits at once"):
         start("")
     monkeypatch.undo()
     assert start("").wait(30) == 0
@@ -164,7 +164,7 @@ def test_a_launcher_that_cannot_start_is_told(
 
 @pytest.mark.parametrize(
     ("deaths", "score", "reason"),
-    [(1, 1.0, ""), (2, 0.0, "broke its sandbox: what watches over it died, twice")],
+    [(1, 1.0, ""), (2, 0.0, "broke its sandbox: the sandbox's launcher died twice")],
 )
 @pytest.mark.usefixtures("no_trace")
 def test_who_loses_the_launcher_is_run_again_with_its_own(

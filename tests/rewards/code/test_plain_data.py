@@ -15,11 +15,11 @@ from hypothesis import strategies as some
 
 from ppo_cli.rewards.code.channel import (
     Malformed,
-    Unfit,
+    NotTransferable,
     decode,
     encode,
-    no_numbers,
-    no_objects,
+    refuse_number,
+    refuse_object,
 )
 
 _KEYS = some.one_of(some.integers(), some.text(), some.booleans(), some.none(), some.binary())
@@ -34,7 +34,7 @@ _PLAIN = some.recursive(
 
 
 def there_and_back(value: Any) -> Any:
-    return decode(encode(value, no_objects), no_numbers)
+    return decode(encode(value, refuse_object), refuse_number)
 
 
 @given(_PLAIN)
@@ -47,7 +47,7 @@ def test_plain_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
 @given(some.binary(max_size=60))
 def test_any_bytes_are_a_value_or_malformed(data: bytes) -> None:
     try:
-        decode(data, no_numbers)
+        decode(data, refuse_number)
     except Malformed:
         return
 
@@ -87,7 +87,7 @@ def test_objects_travel_as_numbers() -> None:
     data = encode([1, thing], number_of)
     assert decode(data, lambda number: held[number]) == [1, thing]
     with pytest.raises(Malformed):
-        decode(data, no_numbers)
+        decode(data, refuse_number)
 
 
 def test_what_is_too_large_or_too_deep_is_refused() -> None:
@@ -95,7 +95,7 @@ def test_what_is_too_large_or_too_deep_is_refused() -> None:
     for _ in range(200):
         deep = [deep]
     for value, words in ((deep, "deep"), ("x" * (9 << 20), "MB"), ([0] * 10**7, "MB")):
-        with pytest.raises(Unfit, match=words):
-            encode(value, no_objects)
+        with pytest.raises(NotTransferable, match=words):
+            encode(value, refuse_object)
     with pytest.raises(Malformed, match="deep"):
-        decode(b"l\x01\0\0\0" * 1000 + b"N", no_numbers)
+        decode(b"l\x01\0\0\0" * 1000 + b"N", refuse_number)

@@ -156,7 +156,7 @@ def test_forms(truth: Any, extra: Any, found: RowTests) -> None:
         ("72", "no tests"),
         ({"test": ""}, "no tests"),
         ([], "no tests"),
-        ([1, 2], "no texts"),
+        ([1, 2], "not texts"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs but 0 outputs"),
         ({"inputs": ["1"]}, "no tests"),
         ({"outputs": ["1"]}, "no tests"),
