@@ -30,7 +30,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, merge_annotations
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner

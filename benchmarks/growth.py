@@ -41,7 +41,7 @@ from ppo_cli.algo.batch import build_batch
 from ppo_cli.allocator import start_with_jemalloc
 from ppo_cli.config.memory.plan import settle_memory
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.records import Prompt

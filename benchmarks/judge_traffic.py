@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.rewards.judge.calls import Question, Scale, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.costs import Ledger

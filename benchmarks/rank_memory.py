@@ -85,7 +85,7 @@ def measure(rank: int, size: int, steps: int, folder: Path, whole: bool) -> None
 
     from ppo_cli.algo.batch import TrainBatch
     from ppo_cli.config.models.bundled import model_folder
-    from ppo_cli.config.schema import Config
+    from ppo_cli.config.schema.run import Config
     from ppo_cli.engine.base import MiniBatch
     from ppo_cli.engine.learner import Learner
     from ppo_cli.engine.models import load_tokenizer

@@ -39,10 +39,10 @@ from step_against_trl import ENDS, VOCABULARY, make_model
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, build_batch
 from ppo_cli.cluster.driver import ApartEngine
-from ppo_cli.config.derived import Placement
 from ppo_cli.config.memory.plan import settle_memory
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import Placement
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer

@@ -49,7 +49,7 @@ from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.allocator import start_with_jemalloc
 from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.memory.plan import settle_dtype, settle_memory
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.cpu.products import multiply_with
 from ppo_cli.engine.device import Compute

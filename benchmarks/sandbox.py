@@ -11,7 +11,7 @@ import argparse
 import os
 import time
 
-from ppo_cli.config.reward_schema import Code
+from ppo_cli.config.schema.reward import Code
 from ppo_cli.data_sets.prepare import build_humaneval, humaneval_files
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.rewards.base import Call

@@ -21,7 +21,7 @@ from engine_speed import with_scores
 from step_against_trl import ENDS, VOCABULARY, make_model
 
 from ppo_cli.algo.batch import Batch, build_batch, merge_annotations
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer

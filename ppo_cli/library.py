@@ -13,13 +13,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_cli.config.keys import table
-from ppo_cli.config.model_checks import damaged_models
+from ppo_cli.config.checks.models import damaged_models
+from ppo_cli.config.checks.requirements import missing_gpus, missing_inputs, missing_parts
+from ppo_cli.config.checks.rewards import missing_keys
+from ppo_cli.config.layers import Resolved
 from ppo_cli.config.plan import Plan, add_second_judge, make_plan
-from ppo_cli.config.requirements import missing_gpus, missing_inputs, missing_parts
-from ppo_cli.config.resolve import Resolved, resolve
-from ppo_cli.config.reward_checks import missing_keys
-from ppo_cli.config.schema import Config
+from ppo_cli.config.resolve import resolve
+from ppo_cli.config.schema.keys import table
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
 from ppo_cli.run_folder import (
     check_run_folder,

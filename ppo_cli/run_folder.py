@@ -40,7 +40,7 @@ from ppo_cli.redact import redactor
 from ppo_cli.spending import all_calls, in_flight_file
 
 if TYPE_CHECKING:
-    from ppo_cli.config.schema import Config
+    from ppo_cli.config.schema.run import Config
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS = "rollouts"

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ppo_cli.cli.app import listed
-from ppo_cli.config.keys import find_key
 from ppo_cli.config.mixture import MixPart
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.keys import find_key
+from ppo_cli.config.schema.run import Config
 
 DOCS = Path(__file__).parent.parent / "docs"
 INTRODUCTION = """# Settings

@@ -13,7 +13,7 @@ from typing import Any
 from ppo_cli.config.memory.devices import RESERVE, Shapes
 from ppo_cli.config.memory.plan import change, estimate
 from ppo_cli.config.models.shape import Shape
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
 # Published shapes: hidden, inner, layers, heads, key-value heads, vocabulary, tied.

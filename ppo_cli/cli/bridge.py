@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ppo_cli.cli.flags import Given, add_command, own_flag, switch
-from ppo_cli.config.derived import has_package
-from ppo_cli.config.keys import value_of
+from ppo_cli.config.checks.models import damaged_models
+from ppo_cli.config.checks.requirements import missing_inputs
+from ppo_cli.config.checks.rewards import missing_keys
+from ppo_cli.config.layers import Resolved
 from ppo_cli.config.mixture import judges_of, rules_of
-from ppo_cli.config.model_checks import damaged_models
-from ppo_cli.config.requirements import missing_inputs
-from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.reward_checks import missing_keys
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import has_package
+from ppo_cli.config.schema.keys import value_of
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, MissingPart, UserError, failing, ppo, refuse_out
 from ppo_cli.redact import redact
 from ppo_cli.run_folder import run_settings
@@ -120,7 +120,7 @@ def train_there(given: Given) -> None:
 
 def runs_there(given: Given, problems: Sequence[str]) -> Iterator[str]:
     """Say of a refused line how what verl alone has runs there."""
-    from ppo_cli.config.verl import WRAPPER
+    from ppo_cli.config.verl.translator import WRAPPER
     from ppo_cli.extras.bridge.overrides import only_verls
 
     said = " ".join(problems)

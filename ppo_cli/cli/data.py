@@ -14,11 +14,11 @@ import typer
 
 from ppo_cli.cli.flags import own_flag, own_word, switch, taking
 from ppo_cli.cli.screen import print_text, table
-from ppo_cli.config.algorithm_schema import Actor
 from ppo_cli.config.derived import describe_lowered_batches
 from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.models.folder import vocabulary_size
-from ppo_cli.config.schema import Data
+from ppo_cli.config.schema.algorithm import Actor
+from ppo_cli.config.schema.run import Data
 from ppo_cli.data_sets.files import RowProblem, check_readable, group_problems
 from ppo_cli.data_sets.prepare import RECIPES, Prepared
 from ppo_cli.data_sets.prepare import prepare as run_prepare

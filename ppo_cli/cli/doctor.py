@@ -18,7 +18,7 @@ from ppo_cli.config.machine.torch_build import find_fault
 from ppo_cli.config.models.bundled import EMBEDDED
 from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.shape import Shape
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import EXIT_USER, MissingPart, UserError
 
 if TYPE_CHECKING:

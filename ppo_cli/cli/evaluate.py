@@ -15,11 +15,10 @@ import typer
 
 from ppo_cli.allocator import collection_paused
 from ppo_cli.cli.flags import Given, add_command, own_flag, own_word, switch, taking
-from ppo_cli.config.keys import find_key
-from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE
+from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE, Resolved
 from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
-from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.keys import find_key
+from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import require_intact_model
 from ppo_cli.errors import ConfigError, DataError, Interrupted, RewardError, ppo, with_path
 from ppo_cli.records import Message, Prompt

@@ -11,9 +11,9 @@ import typer
 
 from ppo_cli.cli.app import listed
 from ppo_cli.cli.screen import COLUMNS, aligned, print_result
-from ppo_cli.config.keys import Key, describe_range, find_key, suggest_key, table
+from ppo_cli.config.checks.unused import describe_unused
 from ppo_cli.config.models.bundled import ALIASES, preset_names, preset_path
-from ppo_cli.config.requirements import describe_unused
+from ppo_cli.config.schema.keys import Key, describe_range, find_key, suggest_key, table
 from ppo_cli.errors import ConfigError, did_you_mean, ppo
 from ppo_cli.report.catalogue import METRICS
 from ppo_cli.report.health import Limits

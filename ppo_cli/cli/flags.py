@@ -17,9 +17,10 @@ import typer
 from typer.core import TyperCommand
 
 from ppo_cli.cli.app import translate, unknown_flag
-from ppo_cli.config.keys import Key, describe_range, table
+from ppo_cli.config.layers import Resolved
 from ppo_cli.config.models.bundled import ALIASES, preset_names
-from ppo_cli.config.resolve import Resolved, resolve
+from ppo_cli.config.resolve import resolve
+from ppo_cli.config.schema.keys import Key, describe_range, table
 from ppo_cli.errors import ConfigError, ppo
 
 PANELS = {"ref": "Reference", "trainer": "Run"}  # the others are called as their group

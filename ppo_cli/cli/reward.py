@@ -17,7 +17,7 @@ from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch, taking
 from ppo_cli.cli.screen import clean, duration, make_screen, number, print_result, table
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, Interrupted, PpoError, RewardError, ppo
 from ppo_cli.report.tracker import Screen
 

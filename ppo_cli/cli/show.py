@@ -17,8 +17,8 @@ from typer.core import TyperCommand
 
 from ppo_cli.cli.flags import own_flag, own_word, switch, taking
 from ppo_cli.cli.screen import COLUMNS, aligned, number, print_result, table, validation_value
+from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.plan import batch_arithmetic
-from ppo_cli.config.resolve import DEFAULT
 from ppo_cli.errors import ConfigError, DataError, Interrupted, UsedUp, UserError, ppo
 from ppo_cli.report.drift import judge_drift, people_of
 from ppo_cli.report.health import limits_of

@@ -21,18 +21,19 @@ import typer
 from ppo_cli.allocator import collection_paused
 from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Given, add_command, own_flag, switch
-from ppo_cli.config.derived import (
-    DataSplit,
-    PlanPart,
-    describe_missing_rows,
-    engine_name,
-    split_files,
-    train_rows,
+from ppo_cli.config.checks.models import damaged_models
+from ppo_cli.config.checks.requirements import (
+    missing_gpus,
+    missing_inputs,
+    missing_parts,
+    refused_settings,
+    remarks,
 )
-from ppo_cli.config.layers import read_yaml
+from ppo_cli.config.checks.rewards import missing_keys
+from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files, train_rows
+from ppo_cli.config.layers import Resolved, read_yaml
 from ppo_cli.config.memory.devices import assume_memory
 from ppo_cli.config.mixture import judges_of, rules_of
-from ppo_cli.config.model_checks import damaged_models
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import (
     check_folder,
@@ -40,18 +41,10 @@ from ppo_cli.config.models.folder import (
     template_raises,
     vocabulary_size,
 )
+from ppo_cli.config.placement import PlanPart, engine_name
 from ppo_cli.config.plan import Plan, add_second_judge, batch_arithmetic, make_plan
-from ppo_cli.config.requirements import (
-    missing_gpus,
-    missing_inputs,
-    missing_parts,
-    refused_settings,
-    remarks,
-)
-from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.reward_checks import missing_keys
-from ppo_cli.config.reward_schema import Composite, ModelReward
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.reward import Composite, ModelReward
+from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.files import check_readable, count_rows
 from ppo_cli.data_sets.sources import is_hub_name
 from ppo_cli.digests import require_resumable

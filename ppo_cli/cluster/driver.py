@@ -33,8 +33,8 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch, merge_annotations
 from ppo_cli.cluster.ray_session import HERE_ONLY, OwnRay, import_paths
 from ppo_cli.cluster.serialise import dumps, lighten_prompt, rejoin_prompt
 from ppo_cli.cluster.worker_process import KILLED, read_tail
-from ppo_cli.config.derived import Placement
-from ppo_cli.config.schema import Config, Transfer
+from ppo_cli.config.placement import Placement
+from ppo_cli.config.schema.run import Config, Transfer
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.errors import PpoError, WorkerLost
 from ppo_cli.records import Prompt, Rollout

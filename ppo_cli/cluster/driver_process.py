@@ -27,7 +27,7 @@ from ppo_cli.cluster.engine import ClusterEngine
 from ppo_cli.cluster.members import Member, WorkerFault
 from ppo_cli.cluster.serialise import dumps
 from ppo_cli.cluster.worker_process import ignore_signals, write_into
-from ppo_cli.config.schema import Transfer
+from ppo_cli.config.schema.run import Transfer
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import PpoError, travels
 from ppo_cli.records import Prompt, Rollout

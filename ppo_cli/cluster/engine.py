@@ -25,8 +25,8 @@ from ppo_cli.cluster.members import (
 from ppo_cli.cluster.ray_session import node_answers
 from ppo_cli.cluster.serialise import rejoin_prompt
 from ppo_cli.cluster.worker_process import load_code, meeting_point
-from ppo_cli.config.derived import Placement, sleep_mode, weight_transfer
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import Placement, sleep_mode, weight_transfer
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums, room_told
 from ppo_cli.errors import ConfigError, UserError, WorkerLost
 from ppo_cli.records import Prompt, Rollout

@@ -30,8 +30,8 @@ from ppo_cli.cluster.worker_process import (
     Worker,
     last_lines,
 )
-from ppo_cli.config.derived import Placement
-from ppo_cli.config.schema import Transfer
+from ppo_cli.config.placement import Placement
+from ppo_cli.config.schema.run import Transfer
 from ppo_cli.errors import Interrupted, UserError, WorkerLost
 
 EXIT = re.compile(r"exits with an exit code (.+?)\.?\s*$", re.MULTILINE)

@@ -43,8 +43,8 @@ from ppo_cli.cluster.preflight import (
 )
 from ppo_cli.cluster.ray_process import STOP_S, RayProcess, keeps_silent, ray_variables
 from ppo_cli.cluster.rendezvous import BEAT_S, PROTOCOL, Rendezvous, Secret, examine_head, fresh
-from ppo_cli.config.derived import gpu_count, gpus_per_node
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import gpu_count, gpus_per_node
+from ppo_cli.config.schema.run import Config
 from ppo_cli.config.slurm import outside_step, slurm_hosts
 from ppo_cli.errors import (
     EXIT_BUG,

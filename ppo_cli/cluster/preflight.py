@@ -15,9 +15,9 @@ import pydantic.dataclasses
 
 import ppo_cli
 from ppo_cli.cluster.addresses import words
-from ppo_cli.config.derived import gpu_count, gpus_per_node
-from ppo_cli.config.keys import table, value_of
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import gpu_count, gpus_per_node
+from ppo_cli.config.schema.keys import table, value_of
+from ppo_cli.config.schema.run import Config
 
 # What a node may have for itself, and what is compared by number below.
 # Only node 0 asks judges; which keys of providers the others have decides nothing.

@@ -1,99 +1,24 @@
-"""What a setting comes to when others stand in for it; devices and who works where; row counts.
-
-`--placement` is written so:
-
-    train:0-5,rollout:6-7,reward:5        ranges and single numbers
-    train:0-5,rollout:6,judge:7           a judge of one's own, which the run starts (type local)
-    train:0-3,6,rollout:4,5,7             a number without a role belongs to the role before it
-
-Numbers count GPUs over all nodes (with 8 a node, node 1 starts at 8), or, on the CPU, slots.
-GPUs are counted without torch. A slot is a place for a process on the CPU.
-"""
+"""Values that follow from several settings: fallbacks of unset ones, row counts, precision."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.util import find_spec
-from typing import Any, Final, Literal, get_args
+from collections.abc import Sequence
+from typing import Final, Literal
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.algorithm_schema import Actor
 from ppo_cli.config.machine.device_record import proven
-from ppo_cli.config.machine.gpus import Gpu, has_bfloat16, list_gpus
+from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.machine.processor import has_fast_bfloat16
-from ppo_cli.config.mixture import Judge, judges_of, models_of
 from ppo_cli.config.models.bundled import prompt_files
 from ppo_cli.config.models.folder import EXPERT_KEYS, read_config
-from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.models.weight_files import text_config
-from ppo_cli.config.schema import Config, Sleep, Transfer
+from ppo_cli.config.placement import engine_name, gpus_per_node, learner_ranks
+from ppo_cli.config.schema.algorithm import Actor
+from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.files import count_rows
-from ppo_cli.errors import did_you_mean
-
-
-def gpu_count(environ: Mapping[str, str] | None = None) -> int:
-    """Count the NVIDIA GPUs that a process with this environment may use."""
-    return len(list_gpus(environ))
-
 
 DataSplit = Literal["train", "val"]
-Role = Literal["train", "rollout", "reward", "judge"]
-Roles = dict[Role, tuple[int, ...]]
-
-ROLES: Final[tuple[Role, ...]] = get_args(Role)
-_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
-
-
-def read_placement(text: str) -> Roles:
-    """Return the devices of each role, sorted; ValueError says in words what is wrong."""
-    devices_of: dict[Role, list[int]] = {}
-    role: Role | None = None
-    for piece in filter(None, (part.strip() for part in text.split(","))):
-        name, colon, numbers = piece.rpartition(":")
-        if colon:
-            role = _role(name.strip())
-        if role is None:
-            how = "write ROLE:DEVICES for each role, such as train:0-5,rollout:6-7"
-            how = f"write train:{piece}" if _RANGE.fullmatch(piece) else how
-            raise ValueError(f"'{piece}' stands before any role; {how}")
-        devices_of.setdefault(role, []).extend(_numbers(numbers.strip()))
-    for name, devices in devices_of.items():
-        twice = sorted({device for device in devices if devices.count(device) > 1})
-        if twice:
-            raise ValueError(f"device {twice[0]} is named twice for {name}; name it once")
-    return {name: tuple(sorted(devices)) for name, devices in devices_of.items()}
-
-
-def format_devices(devices: tuple[int, ...]) -> str:
-    """Write device numbers as `read_placement` takes them: `0-5,7`."""
-    runs: list[list[int]] = []
-    for device in devices:
-        if runs and device == runs[-1][-1] + 1:
-            runs[-1].append(device)
-        else:
-            runs.append([device])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def _role(name: str) -> Role:
-    for role in ROLES:
-        if name == role:
-            return role
-    near = did_you_mean(name, ROLES) or " Roles are train, rollout, reward and judge."
-    raise ValueError(f"there is no role '{name}'.{near}")
-
-
-def _numbers(text: str) -> range:
-    match = _RANGE.fullmatch(text)
-    if match is None:
-        raise ValueError(f"'{text}' is no device; write a number or a range, such as 0-5")
-    first, last = int(match[1]), int(match[2] or match[1])
-    if last < first:
-        raise ValueError(f"the range {text} runs backwards; write {last}-{first}")
-    return range(first, last + 1)
 
 
 def lower_clip(actor: Actor) -> float:
@@ -174,61 +99,6 @@ def rejections(config: Config) -> list[tuple[str, float | None, float]]:
     return limits_of
 
 
-def default_gpus(visible: int, sampler: int, tensor: int) -> int:
-    """Return the GPUs of a node that are used when nobody says how many.
-
-    One, or as many as `sampler` and `tensor` (GPUs that one sampler, and one split of each
-    layer, span) need.
-    """
-    return min(visible, math.lcm(sampler, tensor))
-
-
-def gpus_per_node(config: Config, gpus: int | None = None) -> int:
-    """Return how many GPUs of each node are used; unset, as `usual_gpus` says.
-
-    `gpus` is how many are visible here; None looks.
-    """
-    configured = config.trainer.n_gpus_per_node
-    if configured is not None:
-        return configured
-    visible = gpu_count() if gpus is None else gpus
-    if config.trainer.num_workers:
-        return 0
-    span = config.rollout.tensor_model_parallel_size
-    return default_gpus(visible, span, config.trainer.tensor_parallel_size)
-
-
-def engine_name(config: Config, gpus: int | None = None) -> Literal["local", "ray"]:
-    """Return where the work runs: one process where it can do the job, else Ray."""
-    trainer = config.trainer
-    if trainer.engine is not None:
-        return "local" if trainer.engine == "local" else "ray"
-    per_node = gpus_per_node(config, gpus)
-    several = (
-        per_node > 1
-        or trainer.nnodes > 1
-        or (trainer.num_workers or 1) > 1
-        or (per_node == 0 and (config.rollout.num_samplers or 1) > 1)
-        or config.rollout.name == "vllm"  # vLLM needs a process of its own
-        or trainer.placement is not None
-        or trainer.async_steps > 0
-    )
-    return "ray" if several else "local"
-
-
-def has_package(name: str) -> bool:
-    """Tell whether a package is installed, without importing it."""
-    return find_spec(name) is not None
-
-
-def sampler_name(config: Config, gpus: int | None = None) -> Literal["hf", "vllm"]:
-    """Return who samples: vllm where Ray runs on GPUs and it is installed, unless set."""
-    if config.rollout.name is not None:
-        return "vllm" if config.rollout.name == "vllm" else "hf"
-    may = engine_name(config, gpus) == "ray" and gpus_per_node(config, gpus) > 0
-    return "vllm" if may and has_package("vllm") else "hf"
-
-
 def quantised(config: Config) -> list[str]:
     """Return the settings that hold a model's frozen weights in 4 bits."""
     bits_of = {
@@ -238,92 +108,10 @@ def quantised(config: Config) -> list[str]:
     return [key for key, bits in bits_of.items() if bits]
 
 
-def publishes_adapter(config: Config) -> bool:
-    """Tell whether samplers get the LoRA adapter alone, and so need one of their own."""
-    return config.model.lora_rank > 0 and not config.model.lora_merge
-
-
-def weight_transfer(config: Config, gpus: int | None = None) -> Transfer:
-    """Return how new weights reach the samplers: vLLM's own ways on GPUs, else memory.
-
-    Unset, only a way that the self-test has proven on these GPUs is taken: one that does not work
-    may hang.
-    """
-    if config.rollout.weight_transfer != "auto":
-        return config.rollout.weight_transfer
-    way = fastest_transfer(config, gpus)
-    works = way == "memory" or proven("transfer_ipc" if way == "ipc" else "transfer_nccl")
-    return way if works else "memory"
-
-
-def fastest_transfer(config: Config, gpus: int | None = None) -> Transfer:
-    """Return the way that `auto` takes once it is proven."""
-    sends_weights = sampler_name(config, gpus) == "vllm" and not publishes_adapter(config)
-    if not sends_weights or gpus_per_node(config, gpus) == 0:
-        return "memory"
-    ways: dict[str, Transfer] = {"all": "ipc", "none": "nccl", "some": "memory"}
-    return ways[shared_samplers(config)]
-
-
-def sleep_mode(config: Config) -> Sleep:
-    """Return where vLLM's weights are while a shared GPU trains.
-
-    Unset, they are discarded only where the self-test has proven that an engine samples as before
-    once it has its weights again: what nobody sends would be garbage. Whether they can stay is
-    for the memory plan to say, which then sets `keep`.
-    """
-    if config.rollout.sleep != "auto":
-        return config.rollout.sleep
-    return "discard" if not publishes_adapter(config) and proven("sleep") else "offload"
-
-
-def expands_segments(config: Config) -> bool:
-    """Return whether CUDA's allocator grows segments where models train: slow to share by IPC."""
-    return weight_transfer(config) != "ipc" and proven("expandable_segments")
-
-
 def shares_prompts(config: Config, *, on_gpu: bool) -> bool:
     """Return whether packed rows of a prompt compute it once; unset, on GPUs only where proven."""
     unset = not on_gpu or proven("shared_prompts")
     return unset if config.model.share_prompts is None else config.model.share_prompts
-
-
-def shared_samplers(config: Config) -> Literal["all", "some", "none"]:
-    """Tell how many of the devices that sample train too; ValueError as in `train_devices`."""
-    if config.trainer.placement is None:
-        return "none" if config.trainer.async_steps else "all"
-    roles = read_placement(config.trainer.placement)
-    train, rollout = {*roles.get("train", ())}, {*roles.get("rollout", ())}
-    if not train & rollout:
-        return "none"
-    return "all" if rollout <= train else "some"
-
-
-def train_devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:
-    """Return the devices that train, numbered over all nodes: GPUs, or slots on the CPU.
-
-    ValueError says what is wrong with a placement that cannot be read.
-    """
-    trainer = config.trainer
-    if engine_name(config, gpus) == "local":
-        return (0,)
-    if trainer.placement is not None:
-        return read_placement(trainer.placement).get("train", ())
-    all_gpus = gpus_per_node(config, gpus) * trainer.nnodes
-    if all_gpus == 0:
-        return tuple(range(trainer.num_workers or trainer.nnodes))
-    return tuple(
-        range(all_gpus - (_count_sampling_gpus(config, all_gpus) if trainer.async_steps else 0))
-    )
-
-
-def _count_sampling_gpus(config: Config, gpus: int) -> int:
-    """Return how many GPUs only sample: about a quarter, whole samplers, the rest divisible."""
-    span = config.rollout.tensor_model_parallel_size
-    group = config.trainer.tensor_parallel_size * max(1, config.actor.fsdp_config.fsdp_size)
-    start = max(span, gpus // 4 // span * span)
-    fitting = (n for n in range(start, gpus, span) if (gpus - n) % group == 0)
-    return min(next(fitting, start), gpus)
 
 
 def is_profiled(config: Config, step: int) -> bool:
@@ -332,19 +120,9 @@ def is_profiled(config: Config, step: int) -> bool:
     return any(int(first) <= step <= int(last or first) for first, _, last in spans)
 
 
-def learner_ranks(config: Config, gpus: int | None = None) -> int:
-    """Return how many processes train; with a split, only those on devices that train."""
-    return max(1, len(train_devices(config, gpus)))
-
-
 def loads_reference_once(config: Config) -> bool:
     """Whether a reference in host memory comes once, unless the actor is there: memory is short."""
     return config.ref.param_offload and not config.actor.fsdp_config.param_offload
-
-
-def data_ranks(config: Config, gpus: int | None = None) -> int:
-    """Return how many ranks share the rows of a mini-batch."""
-    return max(1, learner_ranks(config, gpus) // config.trainer.tensor_parallel_size)
 
 
 def micro_batch_tokens(config: Config, configured: int | None) -> int:
@@ -430,189 +208,6 @@ def _count_rows(names: Sequence[str], max_rows: int) -> int | None:
     return total if max_rows < 0 else min(total, max_rows)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Who works where; without GPUs (`devices_per_node` 0) the numbers are slots.
-
-    Each entry of `rollout` holds the devices of one sampler. `reward` are the devices of the
-    reward models that the run hosts itself, empty where there is none. `alone`: one process
-    does it all.
-    """
-
-    nodes: int
-    devices_per_node: int
-    train: tuple[int, ...]
-    rollout: tuple[tuple[int, ...], ...]
-    reward: tuple[int, ...]
-    alone: bool = False
-    judge: tuple[int, ...] = ()
-
-    @property
-    def sleepers(self) -> tuple[int, ...]:
-        """The samplers, by number, that use a device that trains: they sleep while it does."""
-        train = {*self.train}
-        return tuple(i for i, devices in enumerate(self.rollout) if train & {*devices})
-
-    def node_of(self, device: int) -> int | None:
-        """Return the node that has a GPU; None on the CPU, where slots are on no node yet."""
-        return device // self.devices_per_node if self.devices_per_node else None
-
-
-def placement_of(config: Config, gpus: int | None = None) -> Placement:
-    """Work out who works where; `gpus` are those visible on this node, None looks."""
-    per_node, nodes = gpus_per_node(config, gpus), config.trainer.nnodes
-    if engine_name(config, gpus) == "local":
-        return Placement(1, min(1, per_node), (0,), ((0,),), (), alone=True)
-    span = config.rollout.tensor_model_parallel_size
-    if config.trainer.placement is not None:
-        roles = read_placement(config.trainer.placement)
-    else:
-        roles = _default_roles(config, train_devices(config, gpus), per_node * nodes)
-    train, rollout = roles.get("train", ()), roles.get("rollout", ())
-    reward = roles.get("reward") or _reward_devices(config, train, rollout, per_node)
-    samplers = tuple(rollout[at : at + span] for at in range(0, len(rollout), span))
-    return Placement(nodes, per_node, train, samplers, reward, judge=roles.get("judge", ()))
-
-
-def _default_roles(config: Config, train: tuple[int, ...], gpus: int) -> Roles:
-    """Place roles that nobody placed: all GPUs do both, or, on the CPU, each has its own slot."""
-    first = len(train)
-    if gpus == 0:
-        slots = range(first, first + (config.rollout.num_samplers or 1))
-        return {"train": train, "rollout": tuple(slots)}
-    return {
-        "train": train,
-        "rollout": tuple(range(first, gpus)) if config.trainer.async_steps else train,
-    }
-
-
-def _reward_devices(
-    config: Config, train: tuple[int, ...], rollout: tuple[int, ...], per_node: int
-) -> tuple[int, ...]:
-    """Give reward models the last GPU that trains, or the first slot that is free."""
-    if not hosts_reward(config):
-        return ()
-    return train[-1:] if per_node else (max((*train, *rollout)) + 1,)
-
-
-def hosts_reward(config: Config) -> bool:
-    """Tell whether a reward model runs on this machine's devices: no server, not set to `cpu`."""
-    return any(
-        not is_url(str(model.settings.path)) and model.settings.device != "cpu"
-        for model in models_of(config.reward)
-    )
-
-
-def describe_placement(placement: Placement) -> list[str]:
-    """Say who works where, in sentences."""
-    size = placement.devices_per_node
-    if placement.alone:
-        return [f"one process on {'the GPU' if size else 'the CPU'} trains and samples"]
-
-    def on(devices: Sequence[int]) -> str:
-        kind = "GPU" if size else "CPU slot"
-        return f"{kind}{'s' if len(devices) > 1 else ''} {format_devices(tuple(devices))}"
-
-    rollout = tuple(device for sampler in placement.rollout for device in sampler)
-    samplers = _count_noun(len(placement.rollout), "sampler")
-    if size:
-        samplers += f" of {_count_noun(len(rollout) // len(placement.rollout), 'GPU')}"
-    asleep = tuple(device for i in placement.sleepers for device in placement.rollout[i])
-    sentences = [
-        f"{_count_noun(len(placement.train), 'learner rank')} on {on(placement.train)}, "
-        f"{samplers} on {on(rollout)}"
-        + (f" (asleep on {on(asleep)} while training)" if asleep else "")
-    ]
-    if placement.reward:  # these never sleep
-        shared = [
-            f"{format_devices(both)} with {what}"
-            for what, used in (("training", placement.train), ("sampling", rollout))
-            if (both := tuple(device for device in placement.reward if device in used))
-        ]
-        beside = f" (shares {' and '.join(shared)})" if shared else ""
-        sentences.append(f"reward models on {on(placement.reward)}{beside}")
-    if placement.judge and size:
-        sentences.append(f"the judge's server on {on(placement.judge)}")
-    busy = {*placement.train, *placement.reward, *placement.judge, *rollout}
-    if idle := [device for device in range(placement.nodes * size) if device not in busy]:
-        sentences.append(f"{on(idle)} {'does' if len(idle) == 1 else 'do'} nothing")
-    if placement.nodes > 1 and size:
-        spans = [range(node * size, (node + 1) * size) for node in range(placement.nodes)]
-        sentences.append(
-            ", ".join(f"node {node} has {on(span)}" for node, span in enumerate(spans))
-        )
-    elif placement.nodes > 1:
-        sentences.append(f"the slots are spread over {placement.nodes} nodes")
-    return sentences
-
-
-def _count_noun(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-@dataclass(frozen=True)
-class PlanPart:
-    """A part of a plan: sentences for people, and for programs what JSON takes."""
-
-    sentences: tuple[str, ...]
-    facts: dict[str, Any]
-
-
-def device_plan(config: Config, gpus: int | None = None) -> PlanPart:
-    """Lay out who works where; `gpus` are those visible on this node, None looks."""
-    placement = placement_of(config, gpus)
-    engine, sampler = engine_name(config, gpus), sampler_name(config, gpus)
-    sentences = [
-        *describe_placement(placement),
-        *_describe_gpus(list_gpus()[: placement.devices_per_node]),
-    ]
-    if engine == "ray":
-        sentences += [
-            *_describe_ranks(config, gpus),
-            f"the sampler is {sampler}, the processes are Ray's",
-        ]
-    if sampler == "vllm":
-        sentences.append(f"new weights travel by {weight_transfer(config, gpus)}")
-    facts = {
-        "engine": engine,
-        **asdict(placement),
-        "sleepers": placement.sleepers,
-        "sampler": sampler,
-        "learner_ranks": learner_ranks(config, gpus),
-        "data_ranks": data_ranks(config, gpus),
-        "sentences": tuple(sentences),
-    }
-    return PlanPart(tuple(sentences), facts)
-
-
-def _describe_gpus(gpus: Sequence[Gpu]) -> list[str]:
-    """Name the GPUs of this node that are used, with their memory."""
-    shown = [f"{gpu.name}, {gpu.memory_bytes / 2**30:.3g} GiB" for gpu in gpus]
-    if len(set(shown)) < 2:
-        return [f"{_count_noun(len(gpus), 'GPU')} here: {name}" for name in shown[:1]]
-    every = "; ".join(f"GPU {number} is {name}" for number, name in enumerate(shown))
-    return [f"{every} (memory is counted by the smallest)"]
-
-
-def _describe_ranks(config: Config, gpus: int | None) -> list[str]:
-    """Tell how several ranks hold the models and share the rows."""
-    ranks, rows = learner_ranks(config, gpus), data_ranks(config, gpus)
-    tensor, size = config.trainer.tensor_parallel_size, config.actor.fsdp_config.fsdp_size
-    shards = rows if size == -1 else size
-    parts = []
-    if shards > 1:
-        parts.append(f"each model is sharded over {shards} ranks")
-    if tensor > 1:
-        parts.append(f"each layer is split over {tensor} ranks")
-    if shards < rows:
-        parts.append(f"there are {rows // shards} copies of each model")
-    if 1 < rows < ranks:
-        parts.append(f"{rows} groups of ranks share the rows")
-    elif rows > 1:
-        parts.append(f"{rows} ranks share the rows")
-    return [", ".join(parts)] if parts else []
-
-
 # Hidden size of the smallest model that was measured to train faster in bfloat16 on a CPU.
 MIN_BFLOAT16_WIDTH: Final = 320
 
@@ -669,18 +264,3 @@ def why_recompute_logprobs(config: Config, gpus: int | None = None) -> str:
     if any(text.get(name) for name in EXPERT_KEYS):
         return "rounding may send a token to another expert"
     return ""
-
-
-def local_judge(config: Config) -> Judge | None:
-    """The judge that the run starts, if it has one."""
-    return next((j for j in judges_of(config.reward) if j.settings.type == "local"), None)
-
-
-def judge_devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:
-    """Return the GPUs of the judge that the run starts; empty on the CPU."""
-    try:
-        placed: Placement = placement_of(config, gpus)
-    except ValueError:  # told where placements are checked
-        return ()
-    judge = local_judge(config)
-    return placed.judge or (judge.settings.local.devices if judge else ())

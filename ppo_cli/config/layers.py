@@ -1,4 +1,9 @@
-"""Configuration layers: YAML files, reward files and overrides, as entries with their origin."""
+"""The settings as a flat table, read from the schema, and how raw values become typed ones.
+
+Every layer hands its values over as text, so there is one way in which a number, a switch or
+a list is read, wherever it was written: strict, but friendly. A list is items that are apart
+already (YAML); a tuple is what a repeated flag collected, and each text of it may hold several.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +17,36 @@ from typing import Any, get_origin
 
 import yaml
 
-from ppo_cli.config.derived import gpu_count
-from ppo_cli.config.keys import (
+from ppo_cli.config.mixture import judges_of, models_of
+from ppo_cli.config.models.bundled import EMBEDDED, preset_path
+from ppo_cli.config.models.known_models import JUDGES
+from ppo_cli.config.placement import gpu_count
+from ppo_cli.config.schema.keys import find_key, table
+from ppo_cli.config.schema.reward import Reward
+from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.values import (
     Quoted,
-    find_key,
     is_unset,
     parse_list,
     parse_yaml,
     repeated_keys,
-    table,
     unquote,
 )
-from ppo_cli.config.mixture import judges_of, models_of
-from ppo_cli.config.models.bundled import EMBEDDED, preset_path
-from ppo_cli.config.models.known_models import JUDGES
-from ppo_cli.config.reward_schema import Reward
 from ppo_cli.data_sets.files import saved_splits
 from ppo_cli.errors import ConfigError, did_you_mean
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked configuration, where each value came from, and remarks to print."""
+
+    config: Config
+    origins: dict[str, str]
+    notes: tuple[str, ...] = ()
+    verl: bool = False
+
 
 CONFIG_FILE, RUN_ORIGIN = "config.yaml", "settings of "  # a run folder's file, and its origin
 MAX_FILE_BYTES = 2**20  # bytes; the largest preset has 3,000

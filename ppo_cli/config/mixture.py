@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from ppo_cli.config.algorithm_schema import Section, checked, setting
-from ppo_cli.config.keys import (
+from ppo_cli.config.models.known_models import JUDGES
+from ppo_cli.config.schema.algorithm import Section, checked, setting
+from ppo_cli.config.schema.keys import (
     Clash,
     Key,
     keys_of,
     nest_values,
-    read_value,
     set_nested,
     validation_messages,
 )
-from ppo_cli.config.models.known_models import JUDGES
-from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward, Reward
+from ppo_cli.config.schema.reward import ApiReward, Composite, ModelReward, Reward
+from ppo_cli.config.schema.values import read_value
 from ppo_cli.errors import ConfigError, did_you_mean
 from ppo_cli.redact import mask_secrets
 

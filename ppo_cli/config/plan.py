@@ -17,12 +17,15 @@ from typing import Any
 import yaml
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.algorithm_schema import Trained
+from ppo_cli.config.checks.models import template_remark
+from ppo_cli.config.checks.requirements import (
+    missing_inputs,
+    missing_parts,
+    refused_settings,
+    remarks,
+)
 from ppo_cli.config.derived import (
-    PlanPart,
     critic_mini_batch,
-    data_ranks,
-    device_plan,
     gen_batch,
     micro_batch_tokens,
     most_gen_batches,
@@ -30,16 +33,15 @@ from ppo_cli.config.derived import (
     uses_critic,
     val_rows,
 )
-from ppo_cli.config.keys import table, value_of
-from ppo_cli.config.layers import read_yaml
+from ppo_cli.config.layers import DEFAULT, Resolved, read_yaml
 from ppo_cli.config.memory.plan import memory_plan
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of
-from ppo_cli.config.model_checks import template_remark
 from ppo_cli.config.models.known_models import JUDGES, choose_adapter, effective_provider
-from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings, remarks
-from ppo_cli.config.resolve import DEFAULT, Resolved
-from ppo_cli.config.reward_schema import ApiReward, Reward
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import PlanPart, data_ranks, device_plan
+from ppo_cli.config.schema.algorithm import Trained
+from ppo_cli.config.schema.keys import table, value_of
+from ppo_cli.config.schema.reward import ApiReward, Reward
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.redact import mask_secrets, redact, redact_url
 

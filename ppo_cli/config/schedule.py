@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ppo_cli.config.algorithm_schema import Optim
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.algorithm import Optim
+from ppo_cli.config.schema.run import Config
 
 LEAST_CHANGE = 1e-6  # relative; metrics.jsonl holds rates as they were computed
 

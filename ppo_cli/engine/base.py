@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
-from ppo_cli.config.derived import sampler_name
-from ppo_cli.config.schema import Config, Transfer
+from ppo_cli.config.placement import sampler_name
+from ppo_cli.config.schema.run import Config, Transfer
 from ppo_cli.errors import ModelError, UserError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize, count_tokens

@@ -19,14 +19,10 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Annotations, Batch, merge_annotations
-from ppo_cli.config.algorithm_schema import Actor, Critic, CriticModel, Sharding
 from ppo_cli.config.derived import (
     critic_path,
-    expands_segments,
     loads_reference_once,
     micro_batch_tokens,
-    publishes_adapter,
-    sampler_name,
     shares_prompts,
     spreads_weights,
     uses_critic,
@@ -38,7 +34,9 @@ from ppo_cli.config.memory.advice import advise_memory
 from ppo_cli.config.memory.plan import settle_dtype
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.limits import require_length
-from ppo_cli.config.schema import Config, Model
+from ppo_cli.config.placement import expands_segments, publishes_adapter, sampler_name
+from ppo_cli.config.schema.algorithm import Actor, Critic, CriticModel, Sharding
+from ppo_cli.config.schema.run import Config, Model
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, merge_sums, room_told
 from ppo_cli.engine.batches.micro_batches import (
     Budget,

@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ppo_cli.config.derived import is_profiled
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 
 REST = "outside"  # of the phases: rewards, advantages, the driver, or waiting for other ranks
 TOP = 3  # operators named for each phase

@@ -30,7 +30,7 @@ from ppo_cli.atomic import replacing
 from ppo_cli.config.derived import shares_prompts
 from ppo_cli.config.machine.device_record import cache_folder
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampler, Sampling
 from ppo_cli.engine.batches.packing import choose_attention
 from ppo_cli.engine.batches.rows import cut_slice

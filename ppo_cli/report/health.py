@@ -15,7 +15,7 @@ from statistics import correlation, fmean, median, pvariance
 
 from ppo_cli.config.derived import compute_dtype
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ppo
 from ppo_cli.report.drift import DRIFTED, History, Opinion, judge_drift
 

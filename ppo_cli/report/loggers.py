@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.atomic import replacing
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import MissingPart, UserError, first_line
 from ppo_cli.redact import mask_secrets, redact
 from ppo_cli.run_folder import plain

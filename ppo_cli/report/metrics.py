@@ -13,11 +13,11 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from ppo_cli.config.derived import val_rows
-from ppo_cli.config.keys import table
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schedule import describe_lr_jumps
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.keys import table
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
 from ppo_cli.records import Scored
 from ppo_cli.report.health import find_trouble, limits_of

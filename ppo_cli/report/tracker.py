@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.records import Scored
 from ppo_cli.report.drift import judge_drift, people_of

@@ -37,7 +37,7 @@ from ppo_cli.rewards.rules import RULES, Rule, answer_now, check_prompts, rule_f
 from ppo_cli.thoughts import NO_ANSWER
 
 if TYPE_CHECKING:
-    from ppo_cli.config.reward_schema import Code
+    from ppo_cli.config.schema.reward import Code
     from ppo_cli.rewards.code.check import CodePool
 
 DEFAULT_NAME = "compute_score"
@@ -328,7 +328,7 @@ class RuleReward(Reward):
         code: Code | None = None,
     ) -> None:
         # Settings come with it, and workers of a user's function do without.
-        from ppo_cli.config.reward_schema import Code
+        from ppo_cli.config.schema.reward import Code
         from ppo_cli.rewards.code.check import CodePool
 
         self._rule = rule

@@ -12,9 +12,9 @@ from ppo_cli.config.mixture import (
     model_settings,
     rule_settings,
 )
-from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.config.reward_schema import ModelReward as ModelSettings
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.config.schema.reward import ModelReward as ModelSettings
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.base import HostMaker, InProcess, Reward
 from ppo_cli.rewards.function import FunctionReward, RuleReward

@@ -25,22 +25,15 @@ from typing import Any, Protocol
 
 from ppo_cli import __version__
 from ppo_cli.allocator import has_jemalloc
-from ppo_cli.config.derived import (
-    DataSplit,
-    describe_missing_rows,
-    engine_name,
-    gen_batch,
-    gpus_per_node,
-    placement_of,
-    split_files,
-)
+from ppo_cli.config.checks.judge_server import with_judge_devices
+from ppo_cli.config.derived import DataSplit, describe_missing_rows, gen_batch, split_files
+from ppo_cli.config.layers import Resolved
 from ppo_cli.config.memory.plan import cpu_plan, settle_dtype, settle_memory
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import vocabulary_size
+from ppo_cli.config.placement import engine_name, gpus_per_node, placement_of
 from ppo_cli.config.plan import config_yaml, restore_second_judge
-from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.reward_checks import with_judge_devices
-from ppo_cli.config.schema import Config, Data
+from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.digests import NAMED_IN, require_resumable
 from ppo_cli.engine.async_rollout import AheadEngine

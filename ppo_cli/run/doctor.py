@@ -30,8 +30,8 @@ from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import check_folder
 from ppo_cli.config.models.known_models import JUDGES
-from ppo_cli.config.reward_schema import ApiReward, Code
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.reward import ApiReward, Code
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError, first_line
 from ppo_cli.redact import redact
 from ppo_cli.run.network import find_network

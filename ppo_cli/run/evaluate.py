@@ -24,14 +24,14 @@ from typing import Any
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.derived import sampler_seed
-from ppo_cli.config.keys import value_of
 from ppo_cli.config.machine.gpus import list_gpus
 from ppo_cli.config.mixture import SCALINGS, mixture_of
 from ppo_cli.config.models.bundled import model_folder, prompt_files
 from ppo_cli.config.models.folder import read_config, vocabulary_size
 from ppo_cli.config.models.limits import require_length
-from ppo_cli.config.reward_schema import Composite, Reward, Shaping
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.keys import value_of
+from ppo_cli.config.schema.reward import Composite, Reward, Shaping
+from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.files import Place
 from ppo_cli.data_sets.prompts import Renderer, render_prompts
 from ppo_cli.data_sets.rows import Columns, Row, RowSet

@@ -18,11 +18,11 @@ import yaml
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.derived import train_rows, val_rows
-from ppo_cli.config.keys import value_of
+from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of, rules_of
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder
-from ppo_cli.config.resolve import DEFAULT
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.keys import value_of
+from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import require_intact_model
 from ppo_cli.errors import (
     ConfigError,

@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.keys import keys_of, table, value_of
 from ppo_cli.config.mixture import mixture_of
-from ppo_cli.config.reward_schema import ApiReward, ModelReward, Reward
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.keys import keys_of, table, value_of
+from ppo_cli.config.schema.reward import ApiReward, ModelReward, Reward
+from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import fingerprint
 from ppo_cli.errors import UserError
 from ppo_cli.records import Prompt

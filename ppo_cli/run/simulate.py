@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import Any
 
-from ppo_cli.config.derived import engine_name, gpus_per_node, quantised, sampler_name, uses_critic
+from ppo_cli.config.derived import quantised, uses_critic
 from ppo_cli.config.memory.devices import (
     GIB,
     RESERVE,
@@ -26,7 +26,8 @@ from ppo_cli.config.memory.devices import (
     read_shapes,
 )
 from ppo_cli.config.memory.plan import change, format_size, settle_memory
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import engine_name, gpus_per_node, sampler_name
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, UserError
 
 SMALL = 0.01  # share of a peak below which a part of it is not named

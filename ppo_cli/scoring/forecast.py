@@ -18,8 +18,8 @@ from ppo_cli.config.derived import split_files, train_rows, val_rows
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.known_models import JUDGES, missing_sdk_settings, shutdown_date
 from ppo_cli.config.plan import batch_arithmetic
-from ppo_cli.config.reward_schema import ApiReward, Reward
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.reward import ApiReward, Reward
+from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.sources import is_hub_name
 from ppo_cli.errors import DataError, UserError, did_you_mean
 from ppo_cli.records import Prompt

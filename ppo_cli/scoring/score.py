@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ppo_cli.config.mixture import MixPart, judges_of, mixture_of
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.moments import TINY, Moments, correlation
 from ppo_cli.records import Prompt, Rollout, Score

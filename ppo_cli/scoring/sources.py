@@ -22,8 +22,8 @@ from ppo_cli.config.mixture import (
     rules_of,
 )
 from ppo_cli.config.models.known_models import choose_adapter, effective_provider
-from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import ApiReward, Composite, ModelReward
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, RewardError
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.redact import redact_url

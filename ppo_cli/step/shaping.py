@@ -25,10 +25,10 @@ from ppo_cli.algo.kl import (
     token_kl,
 )
 from ppo_cli.algo.tokens import masked_mean, masked_sum
-from ppo_cli.config.algorithm_schema import Algorithm
 from ppo_cli.config.derived import rejections, rollout_is
-from ppo_cli.config.reward_schema import Shaping
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.algorithm import Algorithm
+from ppo_cli.config.schema.reward import Shaping
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import RewardError
 from ppo_cli.moments import Affine, Moments, by_moments, clipped
 from ppo_cli.records import PlacedReward, Rollout, Score, Scored

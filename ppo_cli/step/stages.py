@@ -26,10 +26,10 @@ from ppo_cli.config.derived import (
     gen_batch,
     most_gen_batches,
     quantised,
-    sampler_name,
     sampler_seed,
 )
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import sampler_name
+from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.digests import MANIFEST
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling

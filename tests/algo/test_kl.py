@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_cli.algo import kl
-from ppo_cli.config.algorithm_schema import KlKind
+from ppo_cli.config.schema.algorithm import KlKind
 
 X = torch.tensor([[0.5, -1.0, 0.0]])  # log pi - log ref
 REF = torch.tensor([[-2.0, -3.0, -1.0]])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_cli.algo import losses
-from ppo_cli.config.algorithm_schema import AggregationMode
+from ppo_cli.config.schema.algorithm import AggregationMode
 
 NAN = float("nan")
 MODES = losses.AGGREGATION_MODES

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.keys import table
 from ppo_cli.config.models.known_models import JUDGES
+from ppo_cli.config.schema.keys import table
 
 TRAIN = "train --preset embedded --config tiny.yaml"
 TINY = """\

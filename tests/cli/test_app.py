@@ -16,9 +16,9 @@ import typer
 
 from ppo_cli.cli import app as app_module
 from ppo_cli.cli.app import COMMANDS, Crash, exit_code_of, main
-from ppo_cli.config.keys import table
-from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.schema import Config
+from ppo_cli.config.layers import Resolved
+from ppo_cli.config.schema.keys import table
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, Interrupted, MissingPart
 from ppo_cli.errors import exit_code_of as node_exit_code
 

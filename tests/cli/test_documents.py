@@ -17,7 +17,8 @@ import typer
 import yaml
 
 from ppo_cli.cli.app import app, main, same_spelling
-from ppo_cli.config import derived, layers, requirements, resolve
+from ppo_cli.config import layers, placement, resolve
+from ppo_cli.config.checks import requirements
 
 ROOT = Path(__file__).parents[2]
 LOG = ROOT / "docs" / "log.md"  # what was once measured, with the commands of that day
@@ -125,7 +126,7 @@ def test_every_line_of_a_run_can_be_planned(
         own_judge = "local" in rest and "--placement" not in rest
         gpus = 0 if "--num_workers" in rest or own_judge else 8
         with monkeypatch.context() as patch:
-            for module in (resolve, derived, layers, requirements):
+            for module in (resolve, placement, layers, requirements):
                 if hasattr(module, "gpu_count"):
                     patch.setattr(module, "gpu_count", lambda *_, gpus=gpus: gpus)
             for name, value in variables.items():

@@ -8,9 +8,9 @@ import pytest
 
 from ppo_cli.cli.app import listed, main, translate, unknown_flag
 from ppo_cli.cli.flags import flag_keys, help_line, spread
-from ppo_cli.config.keys import table
 from ppo_cli.config.layers import DATA_FOLDER
-from ppo_cli.config.verl import VERSION
+from ppo_cli.config.schema.keys import table
+from ppo_cli.config.verl.translator import VERSION
 
 # Each flag with the setting that it gives, written down by hand: people rely on every pair.
 FLAGS = """

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config import requirements
-from ppo_cli.config.derived import fit_batches, has_package
+from ppo_cli.config.checks import requirements
+from ppo_cli.config.derived import fit_batches
 from ppo_cli.config.models.bundled import bundled_path
+from ppo_cli.config.placement import has_package
 from tests.cli.mistakes import ROW, TRAIN, set_desk
 
 FILES = {

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import DataError
 from ppo_cli.extras.trust.prompts import show_row
 

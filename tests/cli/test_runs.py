@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.keys import table
 from ppo_cli.config.models.bundled import preset_names, preset_path
+from ppo_cli.config.schema.keys import table
 from ppo_cli.report.catalogue import METRICS
 from ppo_cli.run_folder import replace_lines
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from ppo_cli.cli.app import main
 from ppo_cli.cli.show import show_app
 from ppo_cli.config.plan import config_yaml
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import DataError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import summarise

@@ -12,7 +12,7 @@ import pytest
 from ppo_cli.cli.app import main
 from ppo_cli.config.memory.plan import change
 from ppo_cli.config.resolve import resolve
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
 from ppo_cli.run.simulate import require_simulation, run_simulation
 from tests.cli.mistakes import set_desk

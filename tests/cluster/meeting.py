@@ -13,7 +13,7 @@ from ppo_cli.cluster.addresses import Line
 from ppo_cli.cluster.nodes import Membership, Nodes, find_head
 from ppo_cli.cluster.preflight import NodeFacts, fingerprint, run_key
 from ppo_cli.cluster.rendezvous import VARIABLE, Rendezvous, Secret
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, WorkerLost
 
 CONFIG = Config.model_validate({"trainer": {"nnodes": 3}})

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ppo_cli.cluster.nodes import Nodes, join_cluster, open_cluster
 from ppo_cli.config.resolve import resolve
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import PpoError
 
 

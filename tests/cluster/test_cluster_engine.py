@@ -17,9 +17,9 @@ import torch
 
 from ppo_cli.algo.batch import build_batch
 from ppo_cli.cluster.engine import ClusterEngine
-from ppo_cli.config.derived import Placement
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import Placement
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer

@@ -21,10 +21,10 @@ import torch
 from ppo_cli.algo.batch import AnnotatedBatch, build_batch
 from ppo_cli.cluster.engine import ClusterEngine
 from ppo_cli.cluster.workers import ExchangePlan
-from ppo_cli.config import derived
-from ppo_cli.config.derived import Placement
+from ppo_cli.config import placement
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import Placement
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.errors import ConfigError, WorkerLost
@@ -121,7 +121,7 @@ def test_auto_goes_on_by_memory_where_its_way_fails_at_the_first_use(
     address: str, prompts: list[Prompt], tokenizer: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(derived, "proven", lambda feature: True)
+    monkeypatch.setattr(placement, "proven", lambda feature: True)
     # Settings that say that there are GPUs, of which one only samples: auto takes NCCL then.
     devices = {"n_gpus_per_node": 2, "placement": "train:0,rollout:1"}
     config = settings("auto", **devices)

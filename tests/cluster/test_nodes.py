@@ -17,7 +17,7 @@ from ppo_cli.cli.app import exit_code_of as tell_and_end
 from ppo_cli.cluster.addresses import free_port, is_literal, is_mine, listen, resolve_host
 from ppo_cli.cluster.nodes import Nodes, _resources, join_cluster, open_cluster
 from ppo_cli.cluster.ray_process import RayProcess
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import DISK_ERRNOS, ConfigError, Interrupted, WorkerLost, exit_code_of
 
 

@@ -21,9 +21,9 @@ from ppo_cli.cluster.driver import Answer, ApartEngine
 from ppo_cli.cluster.engine import ClusterEngine
 from ppo_cli.cluster.members import Call, Cluster, Member, reported
 from ppo_cli.cluster.worker_process import Outcome, Worker
-from ppo_cli.config.derived import Placement
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import Placement
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer

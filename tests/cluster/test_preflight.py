@@ -18,7 +18,7 @@ from ppo_cli.cluster.preflight import (
     read_facts,
     run_key,
 )
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 
 HEAD = NodeFacts(0, 2, "host-a", 10, 8, 8, "1.0", "3.11", "2.60.0", "2.13.0", "0.32.0")
 OTHER = replace(HEAD, rank=1, host="host-b", pid=11)

@@ -15,7 +15,7 @@ import torch
 
 from ppo_cli.cluster.engine import Publisher
 from ppo_cli.config.memory.publishing import publish_bytes
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampling, Weights
 from ppo_cli.engine.models.lora import LoRA
 from ppo_cli.engine.samplers import vllm as vllm_sampler

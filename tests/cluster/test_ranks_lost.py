@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.cluster.members import Cluster
-from ppo_cli.config.derived import Placement
 from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.placement import Placement
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer

@@ -18,7 +18,7 @@ import pytest
 
 from ppo_cli.cluster.members import Cluster
 from ppo_cli.cluster.ray_session import HERE_ONLY, OwnRay
-from ppo_cli.config.derived import Placement
+from ppo_cli.config.placement import Placement
 from ppo_cli.errors import Interrupted, WorkerLost
 from tests.cluster.test_workers import Hosted
 

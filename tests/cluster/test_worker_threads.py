@@ -13,8 +13,8 @@ import pytest
 
 from ppo_cli.cluster.members import Cluster
 from ppo_cli.cluster.ray_session import OwnRay
-from ppo_cli.config.derived import Placement
 from ppo_cli.config.machine.processor import count_cores
+from ppo_cli.config.placement import Placement
 
 GPUS = 2
 PLACED = Placement(1, GPUS, (0, 1), (), ())

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.resolve import Resolved, resolve
+from ppo_cli.config.layers import Resolved
+from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import ConfigError
 
 ENV = {"MODEL_PATH": "some/model", "CUDA_VISIBLE_DEVICES": ""}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ppo_cli.config.checks.requirements import missing_inputs, missing_parts, remarks
 from ppo_cli.config.derived import uses_reference
 from ppo_cli.config.models.bundled import preset_names
 from ppo_cli.config.plan import make_plan
-from ppo_cli.config.requirements import missing_inputs, missing_parts, remarks
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle, taken
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config import derived, device_checks, requirements
-from ppo_cli.config.requirements import missing_parts, remarks
+from ppo_cli.config import derived, placement
+from ppo_cli.config.checks import devices, requirements
+from ppo_cli.config.checks.requirements import missing_parts, remarks
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle, taken
 
@@ -17,7 +18,8 @@ SIZE = "fsdp_config.fsdp_size"
 @pytest.fixture(autouse=True)
 def proven_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the self-test had passed: `test_weight_transfer.py` has what is said without it."""
-    monkeypatch.setattr(derived, "proven", lambda feature: True)
+    for module in (derived, placement):
+        monkeypatch.setattr(module, "proven", lambda feature: True)
 
 
 @pytest.mark.parametrize(
@@ -234,13 +236,13 @@ BY_TOKEN = "algorithm.rollout_correction.rollout_is=token"
 def test_what_may_surprise_is_remarked_on(
     given: str, gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_checks, "has_package", lambda name: True)
+    monkeypatch.setattr(devices, "has_package", lambda name: True)
     (note,) = remarks(settle(*given.split()), gpus, {})
     assert said in note
 
 
 def test_what_just_fits_is_not_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_checks, "has_package", lambda name: True)
+    monkeypatch.setattr(devices, "has_package", lambda name: True)
     eight = "trainer.num_workers=8 data.train_batch_size=8"
     for given, gpus in (
         ("trainer.n_gpus_per_node=1", 2),
@@ -259,7 +261,7 @@ def test_what_just_fits_is_not_remarked_on(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_slower_sampler_does_not_come_in_silence(
     given: str, installed: bool, said: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_checks, "has_package", lambda name: installed)
+    monkeypatch.setattr(devices, "has_package", lambda name: installed)
     notes = remarks(settle(*given.split()), 8, {})
     assert sum("scripts/setup vllm" in note for note in notes) == said == len(notes)
 
@@ -278,7 +280,7 @@ def test_launchers_may_name_the_first_of_one_node() -> None:
 
 
 def test_workers_beside_gpus_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.config.resolve.gpu_count", lambda environ: 2)
+    monkeypatch.setattr("ppo_cli.config.checks.run.gpu_count", lambda environ: 2)
     (line,) = problems("trainer.num_workers=2")
     assert "but 2 GPU(s) are used; leave it out, or hide them" in line
 
@@ -298,7 +300,7 @@ def test_no_number_of_devices_takes_all_memory_to_be_refused() -> None:
 
 
 def test_more_threads_than_a_core_can_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_checks, "count_cores", lambda: 2)
+    monkeypatch.setattr(devices, "count_cores", lambda: 2)
     settle("trainer.threads=8")
     settle("trainer.threads=9", env={"RAY_ADDRESS": "10.0.0.1:6379"})
     with pytest.raises(ConfigError, match=r"threads 9 is more than 4 for each of the 2 cores"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.config.derived import (
+from ppo_cli.config.checks.devices import cluster_clashes, cluster_remarks
+from ppo_cli.config.placement import (
     data_ranks,
     describe_placement,
     device_plan,
@@ -15,8 +16,7 @@ from ppo_cli.config.derived import (
     learner_ranks,
     placement_of,
 )
-from ppo_cli.config.device_checks import cluster_clashes, cluster_remarks
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 
 SMALL = st.integers(1, 4)
 SIZE = st.sampled_from([1, 1, 2, 2, 3])

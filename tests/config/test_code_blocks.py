@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 from ppo_cli.cli.app import main
-from ppo_cli.config import derived
-from ppo_cli.config.keys import table
+from ppo_cli.config import placement
+from ppo_cli.config.schema.keys import table
 from ppo_cli.report import loggers
 from tests.nvml import H100
 
@@ -84,7 +84,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config" / "ppo_config.yaml").write_text(read("000_00"), encoding="utf-8")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(derived, "list_gpus", lambda environ=None: (H100,) * GPUS)
+    monkeypatch.setattr(placement, "list_gpus", lambda environ=None: (H100,) * GPUS)
     monkeypatch.setattr(loggers, "find_spec", lambda name: name)  # every logger is installed
     for name in ("CUDA_VISIBLE_DEVICES", *(key.env for key in table().values() if key.env)):
         monkeypatch.delenv(name, raising=False)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.config.derived import Roles, format_devices, read_placement
+from ppo_cli.config.placement import Roles, format_devices, read_placement
 
 
 @pytest.mark.parametrize(

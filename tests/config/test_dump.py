@@ -9,10 +9,9 @@ from typing import Any, get_args, get_origin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.config.keys import Key, table
-from ppo_cli.config.layers import read_yaml
+from ppo_cli.config.layers import Resolved, read_yaml
 from ppo_cli.config.plan import config_yaml
-from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.schema.keys import Key, table
 from ppo_cli.errors import ConfigError
 from tests.config import settling
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config import derived as eff
-from ppo_cli.config.requirements import find_unused
-from ppo_cli.config.schema import Config
+from ppo_cli.config import derived, placement
+from ppo_cli.config.checks.unused import find_unused
+from ppo_cli.config.schema.run import Config
 from tests.config.settling import problems, settle
 
 RAY = "trainer.engine=ray"
@@ -21,30 +21,30 @@ def test_one_setting_stands_in_for_another_only_while_that_is_unset() -> None:
     wrong = [
         (given, function.__name__, found)
         for given, function, expected in [
-            ("actor.clip_ratio=0.3", eff.lower_clip, 0.3),
-            ("actor.clip_ratio=0.3", eff.upper_clip, 0.3),
-            ("actor.clip_ratio=0.3 actor.clip_ratio_low=0.1", eff.lower_clip, 0.1),
-            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", eff.lower_clip, 0.1),
-            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", eff.upper_clip, 0.3),
-            ("data.train_batch_size=12 actor.ppo_mini_batch_size=6", eff.critic_mini_batch, 6),
+            ("actor.clip_ratio=0.3", derived.lower_clip, 0.3),
+            ("actor.clip_ratio=0.3", derived.upper_clip, 0.3),
+            ("actor.clip_ratio=0.3 actor.clip_ratio_low=0.1", derived.lower_clip, 0.1),
+            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", derived.lower_clip, 0.1),
+            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", derived.upper_clip, 0.3),
+            ("data.train_batch_size=12 actor.ppo_mini_batch_size=6", derived.critic_mini_batch, 6),
             (
                 "data.train_batch_size=12 actor.ppo_mini_batch_size=6 critic.ppo_mini_batch_size=3",
-                eff.critic_mini_batch, 3,
+                derived.critic_mini_batch, 3,
             ),
-            ("model.path=a/b", eff.critic_path, "a/b"),
-            ("model.path=a/b critic.model.path=c/d", eff.critic_path, "c/d"),
-            ("trainer.seed=7", eff.sampler_seed, 7),
-            ("trainer.seed=7 rollout.seed=0", eff.sampler_seed, 0),
-            ("", eff.rollout_is, None),
-            ("trainer.async_steps=1", eff.rollout_is, "token"),
+            ("model.path=a/b", derived.critic_path, "a/b"),
+            ("model.path=a/b critic.model.path=c/d", derived.critic_path, "c/d"),
+            ("trainer.seed=7", derived.sampler_seed, 7),
+            ("trainer.seed=7 rollout.seed=0", derived.sampler_seed, 0),
+            ("", derived.rollout_is, None),
+            ("trainer.async_steps=1", derived.rollout_is, "token"),
             (
                 "trainer.async_steps=1 algorithm.rollout_correction.rollout_is=sequence",
-                eff.rollout_is, "sequence",
+                derived.rollout_is, "sequence",
             ),
-            ("algorithm.rollout_correction.rollout_is=sequence", eff.rollout_is, "sequence"),
-            ("actor.use_kl_loss=true", eff.uses_reference, True),
-            ("algorithm.use_kl_in_reward=true", eff.uses_reference, True),
-            ("algorithm.use_kl_in_reward=false", eff.uses_reference, False),
+            ("algorithm.rollout_correction.rollout_is=sequence", derived.rollout_is, "sequence"),
+            ("actor.use_kl_loss=true", derived.uses_reference, True),
+            ("algorithm.use_kl_in_reward=true", derived.uses_reference, True),
+            ("algorithm.use_kl_in_reward=false", derived.uses_reference, False),
         ]
         for config in [made(given)]
         for found in [function(config.actor if "clip" in given else config)]
@@ -97,16 +97,19 @@ def test_where_the_work_runs_and_on_how_many_devices(
     given: str, gpus: int, engine: str, sampler: str, trains: int, ranks: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(eff, "has_package", lambda name: False)
+    monkeypatch.setattr(placement, "has_package", lambda name: False)
     config = Config.model_validate(_nested(given))
-    assert eff.engine_name(config, gpus) == engine
-    assert eff.sampler_name(config, gpus) == sampler
-    assert eff.train_devices(config, gpus) == tuple(range(trains))
-    assert (eff.learner_ranks(config, gpus), eff.data_ranks(config, gpus)) == (trains, ranks)
-    monkeypatch.setattr(eff, "has_package", lambda name: name == "vllm")
+    assert placement.engine_name(config, gpus) == engine
+    assert placement.sampler_name(config, gpus) == sampler
+    assert placement.train_devices(config, gpus) == tuple(range(trains))
+    assert (placement.learner_ranks(config, gpus), placement.data_ranks(config, gpus)) == (
+        trains,
+        ranks,
+    )
+    monkeypatch.setattr(placement, "has_package", lambda name: name == "vllm")
     on_gpus = engine == "ray" and gpus > 0 and "num_workers" not in given
     usual = "vllm" if on_gpus and "rollout.name=hf" not in given else sampler
-    assert eff.sampler_name(config, gpus) == usual
+    assert placement.sampler_name(config, gpus) == usual
 
 
 def _nested(given: str) -> dict[str, object]:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ppo_cli.config.keys import table
+from ppo_cli.config.checks.requirements import missing_parts, remarks
+from ppo_cli.config.checks.unused import UNUSED, find_unused
 from ppo_cli.config.plan import config_yaml
-from ppo_cli.config.requirements import UNUSED, find_unused, missing_parts, remarks
+from ppo_cli.config.schema.keys import table
 from ppo_cli.errors import ConfigError
 from tests.config.settling import settle
 

@@ -10,7 +10,7 @@ from ppo_cli.config.memory import plan as memory_plan
 from ppo_cli.config.memory.devices import Shapes, count_memory
 from ppo_cli.config.memory.plan import Estimate, estimate
 from ppo_cli.config.models.shape import Shape
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 
 GB = 10**9
 QWEN_05B = Shape(896, 4864, 24, 14, 896, 128, 151936, True, True)

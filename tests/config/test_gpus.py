@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.derived import compute_dtype, device_plan, gpu_count
-from ppo_cli.config.device_checks import cluster_remarks
+from ppo_cli.config.checks.devices import cluster_remarks
+from ppo_cli.config.derived import compute_dtype
 from ppo_cli.config.machine.gpus import (
     Gpu,
     driver_version,
@@ -19,7 +19,8 @@ from ppo_cli.config.machine.gpus import (
     read_inventory,
 )
 from ppo_cli.config.memory.devices import device_memory
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import device_plan, gpu_count
+from ppo_cli.config.schema.run import Config
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, Machine, build_library, environment, h100
 
 

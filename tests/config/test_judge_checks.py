@@ -6,13 +6,13 @@ import datetime
 
 import pytest
 
-from ppo_cli.config.keys import table
+from ppo_cli.config.checks.requirements import remarks
+from ppo_cli.config.checks.rewards import judge_remarks, missing_keys
+from ppo_cli.config.layers import Resolved
 from ppo_cli.config.models.known_models import JUDGES, shutdown_date
-from ppo_cli.config.requirements import remarks
-from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.reward_checks import judge_remarks, missing_keys
-from ppo_cli.config.reward_schema import parse_scale_bounds
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.keys import table
+from ppo_cli.config.schema.reward import parse_scale_bounds
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
 from tests.config import settling
 

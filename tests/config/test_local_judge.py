@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config import reward_checks as own
-from ppo_cli.config.derived import describe_placement, placement_of, read_placement
-from ppo_cli.config.memory import devices
-from ppo_cli.config.memory.devices import judge_memory
-from ppo_cli.config.reward_checks import (
+from ppo_cli.config.checks import judge_server
+from ppo_cli.config.checks.judge_server import (
     local_remarks,
     missing_for_judge,
     vllm_python,
     with_judge_devices,
 )
-from ppo_cli.config.schema import Config
+from ppo_cli.config.memory import devices
+from ppo_cli.config.memory.devices import judge_memory
+from ppo_cli.config.placement import describe_placement, placement_of, read_placement
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
 from tests.config.settling import settle
 
@@ -56,7 +56,7 @@ def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert missing_for_judge(config(f"{ON}Qwen/Qwen3-8B"), there) == []
     (lost,) = missing_for_judge(config(f"{ON}{tmp_path}"), there)
     assert "no model folder" in lost
-    monkeypatch.setattr(own, "has_package", lambda name: False)
+    monkeypatch.setattr(judge_server, "has_package", lambda name: False)
     judge = tmp_path / "bin" / "python"
     assert vllm_python({"PPO_JUDGE_VENV": str(tmp_path)}) is None
     (lost,) = missing_for_judge(config(f"{ON}embedded"), {"PPO_JUDGE_VENV": str(tmp_path)})

@@ -37,7 +37,7 @@ from ppo_cli.config.memory.plan import (
     smallest_change,
 )
 from ppo_cli.config.models.shape import Device, Shape
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.cpu.lean_layers import keep_less
 
 SIZES = {

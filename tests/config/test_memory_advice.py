@@ -9,7 +9,7 @@ import pytest
 
 from ppo_cli.config.memory.advice import Cause, advise_memory
 from ppo_cli.config.memory.plan import change
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 
 CAUSES: tuple[Cause, ...] = ("weights", "sequence", "step", "sampling")
 OFFLOAD = {

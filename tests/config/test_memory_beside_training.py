@@ -19,7 +19,7 @@ from ppo_cli.config.memory.devices import (
 from ppo_cli.config.memory.plan import change, estimate, smallest_change
 from ppo_cli.config.memory.publishing import CHUNK_BYTES
 from ppo_cli.config.models.shape import Shape
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 
 GB = 10**9
 QWEN_3B = Shape(2048, 11008, 36, 16, 2048, 256, 151936, tied=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ppo_cli.config.checks.requirements import missing_parts, remarks
 from ppo_cli.config.mixture import MixPart, mixture_of
 from ppo_cli.config.plan import config_yaml
-from ppo_cli.config.requirements import missing_parts, remarks
-from ppo_cli.config.reward_schema import Reward
+from ppo_cli.config.schema.reward import Reward
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle, written
 

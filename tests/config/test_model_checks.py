@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ppo_cli.config import derived
+from ppo_cli.config.checks.requirements import missing_inputs, missing_parts, refused_settings
 from ppo_cli.config.derived import compute_dtype, why_recompute_logprobs
 from ppo_cli.config.memory.plan import cpu_plan, settle_dtype
-from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle
 
@@ -69,7 +69,7 @@ def test_a_clash_is_told_with_its_mend(given: str, said: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0"])
 def test_a_gpu_that_is_there_may_be_named(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.config.resolve.gpu_count", lambda environ: 1)
+    monkeypatch.setattr("ppo_cli.config.checks.run.gpu_count", lambda environ: 1)
     found = settle(RM, f"reward.model.device={device}")
     assert found.config.reward.model.device == device
     with pytest.raises(ConfigError, match=r"the last of 1 GPU\(s\) is cuda:0"):

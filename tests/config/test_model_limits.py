@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.models.limits import column_problem, length_problem
-from ppo_cli.config.schema import Data
+from ppo_cli.config.schema.run import Data
 
 ROPE = {"short_factor": [1.0], "long_factor": [4.0]}
 LONG = ROPE | {"rope_type": "longrope"}

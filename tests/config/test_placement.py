@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ppo_cli.config.derived import (
+from ppo_cli.config.placement import (
     data_ranks,
     describe_placement,
     device_plan,
@@ -15,7 +15,7 @@ from ppo_cli.config.derived import (
     placement_of,
 )
 from ppo_cli.config.plan import batch_arithmetic, make_plan
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from tests.config.settling import settle
 
 RM = "reward.model.path=a/b"

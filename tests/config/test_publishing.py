@@ -9,7 +9,7 @@ import pytest
 
 from ppo_cli.config.memory.publishing import CHUNK_BYTES, PublishBytes, publish_bytes
 from ppo_cli.config.models.shape import Device, Shape
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 
 QWEN_7B = Shape(3584, 18944, 28, 28, 3584, 512, 152064, tied=False)
 MIXTRAL = Shape(4096, 28672, 32, 32, 4096, 1024, 32000, tied=False, experts=8, held=114688)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.layers import EMBEDDED_NOTE, PROMPTS_NOTE
+from ppo_cli.config.schema.keys import table, value_of
 from tests.config.settling import problems, settle
 
 

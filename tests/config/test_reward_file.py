@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.keys import value_of
-from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.layers import Resolved
+from ppo_cli.config.schema.keys import value_of
 from ppo_cli.errors import ConfigError
 from tests.config import settling
 from tests.config.settling import written

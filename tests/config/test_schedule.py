@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ppo_cli.config.schedule import describe_lr_jumps, lr_factor
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 
 COSINE = {"lr": 1e-3, "lr_scheduler_type": "cosine"}
 

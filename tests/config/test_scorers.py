@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_cli.config.checks.requirements import missing_inputs, remarks
 from ppo_cli.config.mixture import (
     MixPart,
     judge_settings,
@@ -14,7 +15,6 @@ from ppo_cli.config.mixture import (
     model_settings,
     rule_settings,
 )
-from ppo_cli.config.requirements import missing_inputs, remarks
 from tests.config.settling import problems, settle, written
 
 RM = "reward.model.path=rm"

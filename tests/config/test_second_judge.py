@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ppo_cli.config.checks.requirements import missing_inputs, refused_settings
+from ppo_cli.config.layers import Resolved
 from ppo_cli.config.plan import add_second_judge, config_yaml, make_plan, restore_second_judge
-from ppo_cli.config.requirements import missing_inputs, refused_settings
-from ppo_cli.config.resolve import Resolved
 from tests.config.settling import settle
 
 JUDGE = ("reward.api.enable=true", "reward.api.type=openai", "reward.api.model=m")

@@ -18,7 +18,7 @@ import pytest
 from ppo_cli.config.memory.devices import Shapes
 from ppo_cli.config.memory.plan import change, estimate
 from ppo_cli.config.models.shape import Shape
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("simulated_memory.json").read_text())
 WITHIN = 0.10

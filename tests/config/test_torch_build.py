@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.device_checks import cluster_remarks
+from ppo_cli.config.checks.devices import cluster_remarks
+from ppo_cli.config.checks.judge_server import judge_fault
 from ppo_cli.config.machine import torch_build
 from ppo_cli.config.machine.gpus import fix_order, list_gpus
 from ppo_cli.config.machine.torch_build import TorchBuild, find_fault, read_build
-from ppo_cli.config.reward_checks import judge_fault
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, T4, Machine, environment, h100
 
 OLD_DRIVER = "driver|550.54.15|12040"

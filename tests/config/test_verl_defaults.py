@@ -7,15 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config import verl
+from ppo_cli.config.checks.requirements import remarks
+from ppo_cli.config.checks.unused import find_unused
 from ppo_cli.config.derived import critic_mini_batch, sampler_seed
-from ppo_cli.config.keys import find_key, table, value_of
-from ppo_cli.config.requirements import find_unused, remarks
-from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.layers import Resolved
+from ppo_cli.config.schema.keys import find_key, table, value_of
+from ppo_cli.config.verl import translator
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle
 
-FILE = Path(verl.__file__).with_name("verl_defaults.json")
+FILE = Path(translator.__file__).with_name("verl_defaults.json")
 READ = json.loads(FILE.read_text(encoding="utf-8"))
 FACTS, ENGINES = READ["versions"], READ["engines"]
 WRAPPER = "actor_rollout_ref."

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.derived import data_ranks, rejections
-from ppo_cli.config.keys import find_key, table, value_of
+from ppo_cli.config.checks.requirements import missing_parts, remarks
+from ppo_cli.config.derived import rejections
+from ppo_cli.config.placement import data_ranks
 from ppo_cli.config.plan import batch_arithmetic
-from ppo_cli.config.requirements import missing_parts, remarks
-from ppo_cli.config.verl import TRANSLATIONS, foreign_names
+from ppo_cli.config.schema.keys import find_key, table, value_of
+from ppo_cli.config.verl.translations import TRANSLATIONS
+from ppo_cli.config.verl.translator import foreign_names
 from tests.config.settling import problems, settle
 from tests.nvml import H100
 
@@ -178,7 +180,7 @@ def test_the_older_styles_mesh_is_the_trainers(
     visible: int, more: tuple[str, ...], gpus: int | None, workers: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("ppo_cli.config.derived.list_gpus", lambda environ: (H100,) * visible)
+    monkeypatch.setattr("ppo_cli.config.placement.list_gpus", lambda environ: (H100,) * visible)
     found = settle(*MESH, *more)
     trainer = found.config.trainer
     assert (trainer.n_gpus_per_node, trainer.num_workers) == (gpus, workers)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import PromptSet, fingerprint, load_prompts
 from ppo_cli.errors import DataError
 from ppo_cli.run.assemble import _load_prompt_sets

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ppo_cli.config.algorithm_schema import Optim, Sharding
+from ppo_cli.config.schema.algorithm import Optim, Sharding
 from ppo_cli.engine.checkpoint import Trained, restore, saved_model, take_snapshot
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import load_policy

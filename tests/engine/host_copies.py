@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppo_cli.config.algorithm_schema import Optim
+from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.sharding.host_memory import Hosted
 from ppo_cli.engine.sharding.tensors import full_tensor
 from ppo_cli.engine.training.optimizer import Optimizer

@@ -32,7 +32,7 @@ from transformers import (
 from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.config.memory.devices import Shapes, count_memory, read_shapes
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer

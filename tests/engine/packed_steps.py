@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch, merge_annotations
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer

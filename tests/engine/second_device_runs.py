@@ -22,8 +22,8 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.reward import ModelReward
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, build_sampler
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import LocalEngine

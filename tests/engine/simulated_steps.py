@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppo_cli.config.memory.plan import change
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.simulation import steps
 from ppo_cli.engine.simulation.counters import CollectiveCounter, MemoryCounter, Watch
 from ppo_cli.engine.simulation.device import DEVICE, NAME, Simulator, register

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.tokens import gather_logprobs_entropy
-from ppo_cli.config.algorithm_schema import Optim
+from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.ranks import Ranks, sum_over

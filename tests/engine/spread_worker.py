@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from ppo_cli.algo.tokens import full_kl
-from ppo_cli.config.algorithm_schema import CriticModel, Optim, Sharding
 from ppo_cli.config.memory.plan import change
-from ppo_cli.config.schema import Config, Model
+from ppo_cli.config.schema.algorithm import CriticModel, Optim, Sharding
+from ppo_cli.config.schema.run import Config, Model
 from ppo_cli.engine import learner
 from ppo_cli.engine.checkpoint import stored_tensors
 from ppo_cli.engine.models import Policy, load_policy

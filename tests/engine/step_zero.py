@@ -15,7 +15,7 @@ import torch
 
 from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer

@@ -20,8 +20,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.digests import find_damage, write_manifest
 from ppo_cli.engine.checkpoint import (
     Share,

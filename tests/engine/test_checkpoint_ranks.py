@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ppo_cli.config.algorithm_schema import Optim
+from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.checkpoint import restore, saved_model
 from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.models.value_models import load_value_model

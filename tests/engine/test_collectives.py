@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch
-from ppo_cli.config.algorithm_schema import Actor, Optim, Sharding
+from ppo_cli.config.schema.algorithm import Actor, Optim, Sharding
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.models.policy import split_model

@@ -20,7 +20,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from ppo_cli.config.schema import Model
+from ppo_cli.config.schema.run import Model
 from ppo_cli.engine import export
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.models.lora import (

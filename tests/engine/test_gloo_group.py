@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import GlooGroup, join_store, open_store

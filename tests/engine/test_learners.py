@@ -16,10 +16,10 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
 from ppo_cli.algo.estimators import POLICY_LOSSES
 from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config import derived
-from ppo_cli.config.algorithm_schema import Actor, ActorOptim, Critic, CriticOptim, PolicyLoss
 from ppo_cli.config.derived import micro_batch_tokens
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.algorithm import Actor, ActorOptim, Critic, CriticOptim, PolicyLoss
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.batches.rows import cut_slice
 from ppo_cli.engine.device import Compute

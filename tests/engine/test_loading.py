@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_policy, load_tokenizer
 from ppo_cli.engine.models.value_models import load_value_model

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_cli.algo.tokens import gather_logprobs_entropy
-from ppo_cli.config.derived import publishes_adapter
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import publishes_adapter
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.models import Policy
 from ppo_cli.engine.models.gradient_checkpointing import checkpoint_blocks
 from ppo_cli.engine.models.lora import (

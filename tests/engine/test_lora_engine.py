@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
-from ppo_cli.config.algorithm_schema import CriticModel
 from ppo_cli.config.models.bundled import bundled_path
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.algorithm import CriticModel
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.learner import Learner, LocalEngine

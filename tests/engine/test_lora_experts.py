@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.shape import Shape
-from ppo_cli.config.schema import Model
+from ppo_cli.config.schema.run import Model
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.models.lora import (
     ADAPTER_WEIGHTS,

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.config.schedule import lr_factor
+from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.ranks import Ranks
 from ppo_cli.engine.training.optimizer import Optimizer, _quantise, _unpacked
 from ppo_cli.errors import MissingPart, ModelError

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, merge_annotations
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.learner import Learner
 from tests.engine.packed_steps import MIXED, make_batch

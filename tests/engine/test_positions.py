@@ -17,7 +17,7 @@ from ppo_cli.config.models.limits import (
     length_problem,
     require_length,
 )
-from ppo_cli.config.schema import Data
+from ppo_cli.config.schema.run import Data
 from ppo_cli.errors import ModelError
 from tests.engine.test_hf_sampler import EOS, SHAPE, forward_logprobs, make_prompts, sample
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.batches.packing import choose_attention
 from ppo_cli.engine.learner import LocalEngine

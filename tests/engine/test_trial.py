@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine import trial
 from ppo_cli.engine.batches.rows import Slice
 from ppo_cli.engine.cpu.lean_layers import GatedUnit

@@ -19,9 +19,9 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppo_cli.config.algorithm_schema import CriticModel
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.algorithm import CriticModel
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.checkpoint import model_files as files_of
 from ppo_cli.engine.checkpoint import restore, saved_model, stored_tensors, take_snapshot
 from ppo_cli.engine.export import write_model

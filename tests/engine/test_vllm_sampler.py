@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampling, Weights, begin, build_sampler, stream_key
 from ppo_cli.engine.leftovers import OWNER
 from ppo_cli.engine.models import load_tokenizer

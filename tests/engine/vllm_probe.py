@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.resolve import resolve
-from ppo_cli.config.schema import Config, Transfer
+from ppo_cli.config.schema.run import Config, Transfer
 from ppo_cli.engine.base import Sampling, Weights, build_sampler
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_policy, load_tokenizer, stop_token_ids

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampling, Weights, build_sampler
 from ppo_cli.engine.models import load_policy, load_tokenizer
 from ppo_cli.engine.samplers.vllm import VLLMSampler

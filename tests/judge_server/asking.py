@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.base import SdkProvider

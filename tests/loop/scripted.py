@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
 from ppo_cli.config.derived import gen_batch
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.records import Prompt, Rollout, Score

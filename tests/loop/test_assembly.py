@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.derived import placement_of
 from ppo_cli.config.memory.plan import cpu_plan, settle_memory
+from ppo_cli.config.placement import placement_of
 from ppo_cli.config.resolve import resolve
 from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
 from ppo_cli.errors import Interrupted, UsedUp, WorkerLost

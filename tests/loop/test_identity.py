@@ -10,10 +10,10 @@ from typing import Any, get_args, get_origin
 import pytest
 import yaml
 
-from ppo_cli.config.keys import Key, nest_values, table, value_of
+from ppo_cli.config.layers import Resolved
 from ppo_cli.config.plan import config_yaml
-from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.keys import Key, nest_values, table, value_of
+from ppo_cli.config.schema.run import Config
 from ppo_cli.run.identity import ROWS, changes, differences, run_identity, setting_values
 from ppo_cli.step.stages import FORMAT
 from tests.loop.runs import metrics, train

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.reward_schema import Shaping
+from ppo_cli.config.schema.reward import Shaping
 from ppo_cli.moments import Moments
 from ppo_cli.records import FinishReason, PlacedReward, Prompt, Rollout, Score, Scored
 from ppo_cli.step.shaping import overlong_share, repeated_share, shape_scores

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, build_batch
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.step.shaping import shape_step
 

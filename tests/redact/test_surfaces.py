@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from ppo_cli.cli.screen import print_json
 from ppo_cli.cli.show import show_app
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer, report

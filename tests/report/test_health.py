@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.cli.screen import COLUMNS
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.report import health
 from ppo_cli.report.drift import Opinion, judge_drift
 from ppo_cli.report.health import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.report.drift import people_of
 from ppo_cli.report.labels import labels_in_run, labels_of, write_label

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import pytest
 
-from ppo_cli.config.schema import Config, Trainer
+from ppo_cli.config.schema.run import Config, Trainer
 from ppo_cli.errors import MissingPart, UserError
 from ppo_cli.report.loggers import SINKS, TABLE_CHARS, TABLE_ROWS
 from ppo_cli.report.tracker import Screen, Tracker
@@ -54,7 +54,7 @@ def test_tensorboard_works_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     script = (
         "import sys; from pathlib import Path\n"
-        "from ppo_cli.config.schema import Config\n"
+        "from ppo_cli.config.schema.run import Config\n"
         "from ppo_cli.report.tracker import Screen, Tracker\n"
         f"t = Tracker(Path({str(tmp_path)!r}), Screen(), ['tensorboard'], total_steps=1, "
         "config=Config())\nt.step(1, {'x': 1.0}); t.close()\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
 from ppo_cli.report.metrics import (
     dollars,

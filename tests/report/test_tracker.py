@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.drift import people_of

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.records import FinishReason, Prompt, Rollout
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.registry import build_reward

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.reward_schema import Composite, ModelReward
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import Composite, ModelReward
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import RewardError, WorkerLost
 from ppo_cli.records import Rollout
 from ppo_cli.rewards.base import Factory, Host, Reward

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.reward_schema import Code
+from ppo_cli.config.schema.reward import Code
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, Rollout
 from ppo_cli.rewards.base import Reward

@@ -15,7 +15,7 @@ from ppo_cli.cli.app import main
 from ppo_cli.cli.train import reader
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.resolve import resolve
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import DataError, RewardError
 from ppo_cli.scoring.forecast import SAMPLE, VERDICT_TOKENS, Forecast, forecast
 

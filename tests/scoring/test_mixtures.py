@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from ppo_cli.config.mixture import judges_of, mixture_of
-from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import ApiReward, Composite, ModelReward
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.scoring.score import QUIET
 from ppo_cli.scoring.sources import describe, lone_judge, unsteady, with_all
 from tests.extras.trust.judges import honest

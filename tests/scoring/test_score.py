@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.extras.trust.calibrate import repeat_all
 from ppo_cli.records import Part, Rollout, Score

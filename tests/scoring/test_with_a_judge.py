@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted
 from ppo_cli.extras.trust.calibrate import _left_of
 from tests.extras.trust.judges import honest, literal, obedient

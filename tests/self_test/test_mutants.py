@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ppo_cli.cluster.driver import ApartEngine
-from ppo_cli.config.reward_schema import Code
+from ppo_cli.config.schema.reward import Code
 from ppo_cli.engine.cpu.row_products import Span
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import attention

@@ -245,7 +245,7 @@ def test_a_check_may_remove_what_it_shares(capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_the_wanted_model_gives_the_sizes_of_layers(tmp_path: Path) -> None:
-    from ppo_cli.config.schema import Config
+    from ppo_cli.config.schema.run import Config
 
     (tmp_path / "config.json").write_text(json.dumps({
         "model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ppo_cli.cli.app import main
-from ppo_cli.config import derived
-from ppo_cli.config.derived import expands_segments, shares_prompts
-from ppo_cli.config.device_checks import cluster_remarks
+from ppo_cli.config import derived, placement
+from ppo_cli.config.checks.devices import cluster_remarks
+from ppo_cli.config.derived import shares_prompts
 from ppo_cli.config.machine import device_record
 from ppo_cli.config.machine.device_record import (
     CheckRecord,
@@ -20,7 +20,8 @@ from ppo_cli.config.machine.device_record import (
     write_record,
 )
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import expands_segments
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.batches import packing
 from ppo_cli.engine.batches.packing import pack
 from ppo_cli.engine.device import Compute
@@ -32,7 +33,8 @@ SECRET = "sk-proj-4f8a1c9e7b2d6053e8f7a1b4c9d2e6f0"
 
 
 def prove(monkeypatch: pytest.MonkeyPatch, *features: Feature) -> None:
-    monkeypatch.setattr(derived, "proven", features.__contains__)
+    for module in (derived, placement):
+        monkeypatch.setattr(module, "proven", features.__contains__)
 
 
 def test_prompts_are_shared_on_gpus_only_where_proven(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from ppo_cli.config.derived import (
-    gen_batch,
-    gpus_per_node,
-    learner_ranks,
-    sampler_name,
-    uses_critic,
-    uses_reference,
-)
+from ppo_cli.config.derived import gen_batch, uses_critic, uses_reference
 from ppo_cli.config.memory.plan import LORA_RANK
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import gpus_per_node, learner_ranks, sampler_name
+from ppo_cli.config.schema.run import Config
 
 Cause = Literal["weights", "sequence", "step", "sampling"]
 

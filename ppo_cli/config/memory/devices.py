@@ -20,18 +20,9 @@ from ppo_cli.config.derived import (
     compute_dtype,
     critic_mini_batch,
     critic_path,
-    data_ranks,
-    engine_name,
     gen_batch,
-    gpus_per_node,
-    judge_devices,
-    local_judge,
-    placement_of,
-    sampler_name,
-    sleep_mode,
     uses_critic,
     uses_reference,
-    weight_transfer,
     why_recompute_logprobs,
 )
 from ppo_cli.config.machine import processor
@@ -44,7 +35,18 @@ from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.models.shape import FLOAT, Device, Shape
 from ppo_cli.config.models.weight_files import read_json, weight_files
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import (
+    data_ranks,
+    engine_name,
+    gpus_per_node,
+    judge_devices,
+    local_judge,
+    placement_of,
+    sampler_name,
+    sleep_mode,
+    weight_transfer,
+)
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, ModelError
 
 PREFILL_TOKENS = 16_384  # of one forward pass of the hf sampler

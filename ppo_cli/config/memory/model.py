@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ppo_cli.config.algorithm_schema import Actor, Critic, Sharding
-from ppo_cli.config.derived import data_ranks, loads_reference_once, micro_batch_tokens
+from ppo_cli.config.derived import loads_reference_once, micro_batch_tokens
 from ppo_cli.config.models.shape import FLOAT, Device, Shape
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import data_ranks
+from ppo_cli.config.schema.algorithm import Actor, Critic, Sharding
+from ppo_cli.config.schema.run import Config
 
 # Response tokens whose logits exist at once. With 2,048 a step of 10 million parameters took
 # 270 MiB more, and was no faster.

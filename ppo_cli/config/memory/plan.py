@@ -9,16 +9,9 @@ from typing import Any
 
 from ppo_cli.allocator import find_jemalloc
 from ppo_cli.config.derived import (
-    PlanPart,
     compute_dtype,
-    data_ranks,
-    engine_name,
-    gpus_per_node,
     micro_batch_tokens,
-    placement_of,
-    sampler_name,
     shares_prompts,
-    sleep_mode,
     spreads_weights,
     uses_critic,
     uses_reference,
@@ -41,7 +34,16 @@ from ppo_cli.config.memory.devices import (
     sampled_rows,
 )
 from ppo_cli.config.models.shape import FLOAT, Shape
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import (
+    PlanPart,
+    data_ranks,
+    engine_name,
+    gpus_per_node,
+    placement_of,
+    sampler_name,
+    sleep_mode,
+)
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ppo
 
 LORA_RANK = 16  # of the adapter that is proposed

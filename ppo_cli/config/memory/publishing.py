@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppo_cli.config.derived import publishes_adapter, weight_transfer
 from ppo_cli.config.models.shape import Device, Shape
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import publishes_adapter, weight_transfer
+from ppo_cli.config.schema.run import Config
 
 # Tensors travel in chunks of about this size; vLLM's own 1 GiB is a lot next to a learner.
 CHUNK_BYTES = 256 * 2**20

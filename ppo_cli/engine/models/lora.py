@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
-from ppo_cli.config.algorithm_schema import CriticModel
-from ppo_cli.config.schema import Model
+from ppo_cli.config.schema.algorithm import CriticModel
+from ppo_cli.config.schema.run import Model
 from ppo_cli.engine.models.attention import PackedRows
 from ppo_cli.engine.models.loading import import_bitsandbytes
 from ppo_cli.engine.models.policy import Policy

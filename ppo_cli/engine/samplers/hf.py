@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_cli.config.derived import publishes_adapter
 from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.memory.devices import PREFILL_TOKENS
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.limits import column_problem, require_length
-from ppo_cli.config.schema import Config, Transfer
+from ppo_cli.config.placement import publishes_adapter
+from ppo_cli.config.schema.run import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, not_finite, stream_key
 from ppo_cli.engine.batches.micro_batches import LEAST_TOKENS, MOST_PADDING
 from ppo_cli.engine.batches.packing import choose_attention

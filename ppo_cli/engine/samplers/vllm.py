@@ -31,15 +31,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from ppo_cli.config.derived import (
-    publishes_adapter,
-    sampler_seed,
-    shared_samplers,
-    sleep_mode,
-)
+from ppo_cli.config.derived import sampler_seed
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.limits import require_length
-from ppo_cli.config.schema import Config, Model, Sleep, Transfer
+from ppo_cli.config.placement import publishes_adapter, shared_samplers, sleep_mode
+from ppo_cli.config.schema.run import Config, Model, Sleep, Transfer
 from ppo_cli.engine.base import (
     Room,
     Sampling,

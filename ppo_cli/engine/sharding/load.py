@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from ppo_cli.config.algorithm_schema import Sharding
+from ppo_cli.config.schema.algorithm import Sharding
 from ppo_cli.engine.cpu.runtime import return_freed_memory
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel

@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import masking_utils
 
 from ppo_cli.algo.batch import TrainBatch
-from ppo_cli.config.derived import critic_mini_batch, data_ranks, learner_ranks
-from ppo_cli.config.schema import Config
+from ppo_cli.config.derived import critic_mini_batch
+from ppo_cli.config.placement import data_ranks, learner_ranks
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine import learner
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.batches import packing

@@ -25,10 +25,10 @@ from ppo_cli.algo.losses import (
     value_loss,
 )
 from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
-from ppo_cli.config.algorithm_schema import Actor as ActorSettings
-from ppo_cli.config.algorithm_schema import Critic as CriticSettings
 from ppo_cli.config.derived import lower_clip, upper_clip
 from ppo_cli.config.memory.model import KEPT_LOGITS, LOGIT_CHUNK
+from ppo_cli.config.schema.algorithm import Actor as ActorSettings
+from ppo_cli.config.schema.algorithm import Critic as CriticSettings
 from ppo_cli.engine.base import Sums, add_sum
 from ppo_cli.engine.batches.micro_batches import Work, run_within_memory
 from ppo_cli.engine.batches.packing import micro_batch_budget

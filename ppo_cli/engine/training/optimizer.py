@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.config.schedule import lr_factor
+from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.device import send
 from ppo_cli.engine.models.loading import import_bitsandbytes
 from ppo_cli.engine.ranks import ALONE, Ranks, sum_over

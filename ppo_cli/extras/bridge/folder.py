@@ -14,11 +14,11 @@ from typing import Any
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files
+from ppo_cli.config.layers import Resolved
 from ppo_cli.config.mixture import judges_of, models_of
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.plan import config_yaml
-from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import unique_labels
 from ppo_cli.data_sets.rows import load_sets, prompt_of
 from ppo_cli.errors import ConfigError, failing

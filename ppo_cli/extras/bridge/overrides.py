@@ -1,6 +1,6 @@
 """A configuration of ours as the overrides of verl's main_ppo, with every value written out.
 
-The names come from the table that reads verl's lines (config/verl.toml), read the other way
+The names come from the table that reads verl's lines (config/verl/verl.toml), read the other way
 round, as far as verl 0.9.1 has them. What differs by more than its name is declared in `ELSE`,
 what verl cannot be told in `REFUSED`, and what is of this program's engine only in `OWN`.
 """
@@ -24,13 +24,13 @@ from ppo_cli.config.derived import (
     sampler_seed,
     upper_clip,
 )
-from ppo_cli.config.keys import find_key, offered_choices, table, value_of
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.known_models import is_url
-from ppo_cli.config.schema import Config
-from ppo_cli.config.verl import WRAPPER, foreign_names
-from ppo_cli.config.verl_turns import TRANSLATIONS
+from ppo_cli.config.schema.keys import find_key, offered_choices, table, value_of
+from ppo_cli.config.schema.run import Config
+from ppo_cli.config.verl.translations import TRANSLATIONS
+from ppo_cli.config.verl.translator import WRAPPER, foreign_names
 
 VERSION: Final = "0.9.1"
 NEVER: Final = 1_000_000_000  # a frequency that only the last step meets
@@ -43,7 +43,7 @@ GROUPS: Final = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed")
 @cache
 def verl_names() -> frozenset[str]:
     """Return the settings of verl 0.9.1 that have a value, by their full names."""
-    path = Path(__file__).parents[2] / "config" / "verl_defaults.json"
+    path = Path(__file__).parents[2] / "config" / "verl" / "verl_defaults.json"
     names: set[str] = set()
     for version, row in json.loads(path.read_text(encoding="utf-8"))["versions"].items():
         if version != "main":

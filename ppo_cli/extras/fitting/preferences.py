@@ -17,7 +17,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.data_sets.files import Place, Record, Records, RowError, RowProblem, name_type
 from ppo_cli.data_sets.rows import (
     PROMPT_ALIASES,

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from ppo_cli.config.algorithm_schema import Optim
+from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.batches.micro_batches import Budget, plan_micro_batches, run_within_memory
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import load_tokenizer, pad_token_id

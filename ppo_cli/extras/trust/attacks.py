@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from ppo_cli.config.mixture import judges_of
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, did_you_mean
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.judge.calls import Scale

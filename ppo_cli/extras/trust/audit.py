@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ppo_cli.config.mixture import judges_of, models_of
-from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.extras.trust import attacks as tr
 from ppo_cli.extras.trust import criteria
 from ppo_cli.extras.trust.attacks import (

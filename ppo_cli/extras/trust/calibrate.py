@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo_cli.config.mixture import judges_of
-from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.extras.trust.criteria import Marks, criteria_advice, criteria_facts
 from ppo_cli.records import Rollout, Score

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ppo_cli.config.mixture import judges_of
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.data_sets.files import Place, RowProblem, name_type, raise_problems
 from ppo_cli.errors import DataError, did_you_mean
 from ppo_cli.extras.trust.attacks import EACH, GAIN, Item, Trial

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from ppo_cli.atomic import replacing
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.data_sets.files import RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import Row, as_plain, find_columns, question_of, read_row
 from ppo_cli.data_sets.sources import read_source

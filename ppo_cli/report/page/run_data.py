@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.plan import batch_arithmetic
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.report.catalogue import plots_of, tiles_of
 from ppo_cli.report.drift import Opinion, people_of

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ppo_cli.config.reward_schema import Code
+from ppo_cli.config.schema.reward import Code
 from ppo_cli.errors import RewardError, address_space, describe_address_space
 from ppo_cli.records import Score
 from ppo_cli.rewards.base import LONGEST_TEXT, Call, CannotScore, Tell, describe_error, tell_nobody

@@ -32,7 +32,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from ppo_cli.config.reward_schema import Code
+from ppo_cli.config.schema.reward import Code
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.base import Tell, tell_nobody
 from ppo_cli.rewards.code.limits import build_filter

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.redact import mask_secrets
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Verdict

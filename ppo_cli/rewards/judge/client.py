@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.redact import mask_secrets, redact, redact_url
 from ppo_cli.rewards.judge.batch import BatchJudge

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted, RewardError, UsedUp
 from ppo_cli.rewards.judge.cache import default_cache_path
 from ppo_cli.rewards.judge.calls import (

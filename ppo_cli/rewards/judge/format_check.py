@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.rewards.judge.calls import Question, Verdict
 from ppo_cli.rewards.judge.prompt import (
     COMPARE,

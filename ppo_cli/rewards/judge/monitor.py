@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ppo_cli.config.reward_checks import scale_labels
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.checks.rewards import scale_labels
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Tell

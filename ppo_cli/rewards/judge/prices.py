@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from ppo_cli.config.models.known_models import JUDGES
-from ppo_cli.config.reward_schema import ApiReward, JudgeType
+from ppo_cli.config.schema.reward import ApiReward, JudgeType
 from ppo_cli.errors import did_you_mean
 from ppo_cli.rewards.judge.calls import Usage
 from ppo_cli.rewards.judge.written import FileModel, read_file

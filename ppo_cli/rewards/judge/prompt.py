@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from ppo_cli.config.models.bundled import bundled_path
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError, did_you_mean, first_line
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import Output, Question, Scale

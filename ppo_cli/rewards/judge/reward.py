@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted, PpoError, RewardError, ppo, shorten
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact

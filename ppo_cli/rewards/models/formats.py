@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import ModelError, RewardError, first_line
 from ppo_cli.records import Message
 from ppo_cli.rewards.models.base import Encoded, Format, TooLong

@@ -29,7 +29,7 @@ from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.machine.torch_build import find_fault
 from ppo_cli.config.models.known_models import AdapterChoice, choose_adapter, find_model_folder
 from ppo_cli.config.models.weight_files import read_json
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory
 from ppo_cli.rewards.models.base import LoadedModel, Network, Scores
 from ppo_cli.rewards.models.checkpoint import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import PpoError, RewardError, WorkerLost
 from ppo_cli.records import Message, Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Host, HostMaker, InProcess, Reward, RoundKind, Tell, tell_nobody

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 
 Clock = Callable[[], float]
 

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import RewardError, shorten
 from ppo_cli.records import Message, Prompt
 from ppo_cli.redact import redact

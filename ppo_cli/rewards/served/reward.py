@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ppo_cli.config.models.known_models import choose_adapter
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind, Tell, tell_nobody

@@ -13,12 +13,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, build_batch
 from ppo_cli.cluster.driver import ApartEngine
-from ppo_cli.config.derived import placement_of
 from ppo_cli.config.memory.devices import GIB
 from ppo_cli.config.memory.publishing import publish_bytes
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.shape import Device, Shape
-from ppo_cli.config.schema import Config
+from ppo_cli.config.placement import placement_of
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ppo_cli.algo.tokens import gather_logprobs_entropy
-from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.config.memory.model import LOGIT_CHUNK
 from ppo_cli.config.schedule import lr_factor
+from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.cpu.products import multiply_with
 from ppo_cli.engine.models.attention import PackedRows, attend_by_rows
 from ppo_cli.engine.training.optimizer import Optimizer

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ppo_cli.config.memory.devices import GIB
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampler, Sampling, Weights, build_sampler
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.models.lora import adapter_tensors

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ppo_cli.config.reward_schema import Code
+from ppo_cli.config.schema.reward import Code
 from ppo_cli.errors import RewardError, first_line
 from ppo_cli.records import Score
 from ppo_cli.rewards.base import Call

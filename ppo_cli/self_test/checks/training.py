@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, merge_annotations
 from ppo_cli.config.derived import uses_critic
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer

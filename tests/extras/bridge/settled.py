@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ppo_cli.config.keys import Key, offered_choices, table
 from ppo_cli.config.resolve import resolve
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.keys import Key, offered_choices, table
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
 from ppo_cli.extras.bridge.overrides import OWN, REFUSED
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.models.bundled import preset_names
 from ppo_cli.config.resolve import resolve
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.keys import table, value_of
+from ppo_cli.config.schema.run import Config
 from ppo_cli.extras.bridge.overrides import (
     ELSE,
     FILES,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.engine.device import Compute
 from ppo_cli.errors import DataError, Interrupted
 from ppo_cli.extras.fitting import fit as fits

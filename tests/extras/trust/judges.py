@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import lru_cache
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.extras.trust.attacks import bundled
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.rewards.judge.prompt import (

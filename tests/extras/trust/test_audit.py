@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, Interrupted
 from ppo_cli.extras.trust import attacks as tr
 from ppo_cli.extras.trust.attacks import (

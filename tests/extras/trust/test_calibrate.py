@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.reward_schema import ApiReward, ModelReward
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import ApiReward, ModelReward
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.extras.trust.calibrate import STEADY, _forecast, calibrate, per_thousand
 from ppo_cli.records import Rollout, Score

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.config.schema.reward import ModelReward
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.extras.trust.attacks import (
     Ruler,
     Trial,

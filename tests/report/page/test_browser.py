@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer, report
 from ppo_cli.report.tracker import Screen, Tracker

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.run import Config
 from ppo_cli.report.catalogue import METRICS, plots_of, tiles_of
 from ppo_cli.report.health import Limits
 from ppo_cli.report.page.rollouts import Rollouts, sample

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.reward_schema import Code
+from ppo_cli.config.schema.reward import Code
 from ppo_cli.records import Score
 from ppo_cli.rewards.base import Call
 from ppo_cli.rewards.code import sandboxes

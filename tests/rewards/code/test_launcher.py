@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SLEEP = "import time; time.sleep(60)"
 TRAINER = """
 import sys, time
-from ppo_cli.config.reward_schema import Code
+from ppo_cli.config.schema.reward import Code
 from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.base import Call

@@ -13,7 +13,7 @@ from struct import pack
 
 from attacks import read_attacks
 
-from ppo_cli.config.reward_schema import Code
+from ppo_cli.config.schema.reward import Code
 from ppo_cli.records import Score
 from ppo_cli.rewards.base import Call
 from ppo_cli.rewards.code import limits

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.rewards.judge.reward import JudgeReward
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import KEYS, WIRES

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path, default_cache_path
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale, Usage, Verdict

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.reward_schema import ApiReward, Monitor, Reward
+from ppo_cli.config.schema.reward import ApiReward, Monitor, Reward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale

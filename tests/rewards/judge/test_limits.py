@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
 from ppo_cli.rewards.remote.breaker import Admission, Breaker
 from ppo_cli.rewards.remote.limits import FIRST_WINDOW, Capacity, Limits, Spacing, Ticket

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply
 from ppo_cli.rewards.judge.prompt import Material, load_template
 from ppo_cli.rewards.judge.providers import build_provider

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.report import health

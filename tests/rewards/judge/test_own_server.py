@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.keeper import descendants
 from ppo_cli.rewards.judge.prices import find_price

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.config.models.known_models import JUDGES
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Usage
 from ppo_cli.rewards.judge.costs import Ledger

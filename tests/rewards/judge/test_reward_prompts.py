@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ppo_cli.config.models.bundled import bundled_path
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Scale
 from ppo_cli.rewards.judge.prompt import load_preset, load_template, preset_names

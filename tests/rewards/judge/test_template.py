@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Scale
 from ppo_cli.rewards.judge.prompt import Material, Template, load_preset, load_template

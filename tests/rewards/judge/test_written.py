@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Scale
 from ppo_cli.rewards.judge.prompt import Material, load_template

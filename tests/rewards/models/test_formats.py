@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.models.base import Format, LoadedModel, TooLong
 from ppo_cli.rewards.models.formats import format_for

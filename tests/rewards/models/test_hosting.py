@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.config.mixture import MixPart
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import ModelError, RewardError, WorkerLost
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import Factory, Host, InProcess

@@ -17,7 +17,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.rewards.models.base import LoadedModel
 from ppo_cli.rewards.models.heads import load_reward_model
 from tests.rewards.models import straight as plain

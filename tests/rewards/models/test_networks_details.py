@@ -11,7 +11,7 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.rewards.models import checkpoint
 from ppo_cli.rewards.models.base import LoadedModel
 from ppo_cli.rewards.models.checkpoint import pack_left

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import ModelError, UserError
 from ppo_cli.rewards.models.heads import load_reward_model
 from tests.rewards.models import twins

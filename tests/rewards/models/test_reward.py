@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.models.base import LoadedModel, Scores

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.models.base import BUILT_IN, NO_ANSWER, LoadedModel, Scores, choose_pairs

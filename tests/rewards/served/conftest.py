@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.served import client
 from ppo_cli.rewards.served.reward import ServedModelReward

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import ModelError, RewardError
 from ppo_cli.records import Part, Rollout
 from tests.reward_server import score_of_text

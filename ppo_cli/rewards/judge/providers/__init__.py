@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from ppo_cli.config.models.known_models import JUDGES, effective_provider, missing_sdk_settings
-from ppo_cli.config.reward_schema import ApiReward, check_judge_address
+from ppo_cli.config.schema.reward import ApiReward, check_judge_address
 from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.rewards.judge.providers.base import Key, SdkProvider
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from ppo_cli.config.models.known_models import JUDGES
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import shorten
 from ppo_cli.redact import hide, redact
 from ppo_cli.rewards.judge.calls import (

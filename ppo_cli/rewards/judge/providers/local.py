@@ -24,18 +24,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ppo_cli import keeper
-from ppo_cli.config.machine.gpus import list_gpus
-from ppo_cli.config.machine.processor import has_bfloat16
-from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.models.known_models import JUDGES
-from ppo_cli.config.models.weight_files import weight_files
-from ppo_cli.config.reward_checks import (
+from ppo_cli.config.checks.judge_server import (
     judge_fault,
     longest_request,
     server_environment,
     vllm_python,
 )
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.machine.gpus import list_gpus
+from ppo_cli.config.machine.processor import has_bfloat16
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.known_models import JUDGES
+from ppo_cli.config.models.weight_files import weight_files
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import MissingPart, ModelError, RewardError
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.providers import openai

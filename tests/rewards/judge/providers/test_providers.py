@@ -380,7 +380,7 @@ def test_a_decision_can_be_refused(server: JudgeServer, wire: str, cause: str) -
 def test_importing_the_providers_imports_no_sdk() -> None:
     code = (
         "import sys, ppo_cli.rewards.judge.providers as p\n"
-        "from ppo_cli.config.reward_schema import ApiReward\n"
+        "from ppo_cli.config.schema.reward import ApiReward\n"
         "p.build_provider(ApiReward(type='gemini', model='m'), environ={'GEMINI_API_KEY': 'k'})\n"
         "heavy = {'openai', 'anthropic', 'google.genai', 'dashscope', 'aiohttp', 'httpx'}\n"
         "print(sorted(heavy & set(sys.modules)))"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator
 
-from ppo_cli.config.algorithm_schema import (
+from ppo_cli.config.schema.algorithm import (
     Actor,
     Algorithm,
     Critic,
@@ -21,7 +21,7 @@ from ppo_cli.config.algorithm_schema import (
     section,
     setting,
 )
-from ppo_cli.config.reward_schema import Reward
+from ppo_cli.config.schema.reward import Reward
 from ppo_cli.errors import refuse_address
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"

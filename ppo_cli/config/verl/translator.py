@@ -1,8 +1,8 @@
-"""Translates other names for settings: verl's, old and new, and the older YAML style.
+"""The settings as a flat table, read from the schema, and how raw values become typed ones.
 
-Every known name is taken over, tied to the setting that stands for it, taken with a remark, or
-refused with the reason. Nothing is dropped in silence. The names are in verl.toml, with the values
-that verl takes where a line of its own leaves a setting out.
+Every layer hands its values over as text, so there is one way in which a number, a switch or
+a list is read, wherever it was written: strict, but friendly. A list is items that are apart
+already (YAML); a tuple is what a repeated flag collected, and each text of it may hold several.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from ppo_cli.config.keys import find_key, is_unset, sections, suggest_key, table
 from ppo_cli.config.layers import DerivedValue, Entry, Lookup, Reset
-from ppo_cli.config.verl_turns import PRECISIONS, TRANSLATIONS, TranslationState, normalize
+from ppo_cli.config.schema.keys import find_key, sections, suggest_key, table
+from ppo_cli.config.schema.values import is_unset
+from ppo_cli.config.verl.translations import PRECISIONS, TRANSLATIONS, TranslationState, normalize
 
 WRAPPER = "actor_rollout_ref."
 ON: Final = ("true", "1")

@@ -1,7 +1,7 @@
-"""What verl's settings turn into that are more than another name for one of ours.
+"""Names of verl whose translation is more than another name.
 
-A turn reads one entry, and puts settings of ours, asks for something of the whole, or says why not.
-`Reading` has what the layers have come to meanwhile: settings, problems and demands.
+A translation reads one entry and sets settings of ours, records an expectation about the whole
+configuration, or reports why the entry is refused. `TranslationState` collects all three.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any, Final
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.derived import default_gpus, gpu_count, read_placement
-from ppo_cli.config.keys import NO, YES, is_unset, parse_list, read_switch, table
 from ppo_cli.config.layers import DerivedValue, Entry, Expectation, Lookup
+from ppo_cli.config.placement import default_gpus, gpu_count, read_placement
+from ppo_cli.config.schema.keys import table
+from ppo_cli.config.schema.values import NO, YES, is_unset, parse_list, read_switch
 
 
 def normalize(raw: Any) -> str:

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from ppo_cli.config.algorithm_schema import Identity, Section, checked, section, setting
 from ppo_cli.config.models.known_models import HEADS, JUDGES, SERVED
+from ppo_cli.config.schema.algorithm import Identity, Section, checked, section, setting
 from ppo_cli.errors import did_you_mean
 from ppo_cli.redact import redact, redact_url
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
-from ppo_cli.config.derived import (
+from ppo_cli.config.checks.judge_server import local_clashes
+from ppo_cli.config.derived import critic_mini_batch, quantised, shares_prompts, uses_critic
+from ppo_cli.config.machine.gpus import find_idle_gpus, has_bfloat16, list_gpus
+from ppo_cli.config.machine.processor import count_cores
+from ppo_cli.config.placement import (
     Roles,
-    critic_mini_batch,
     data_ranks,
     engine_name,
     fastest_transfer,
@@ -18,21 +21,15 @@ from ppo_cli.config.derived import (
     learner_ranks,
     local_judge,
     publishes_adapter,
-    quantised,
     read_placement,
     sampler_name,
     shared_samplers,
-    shares_prompts,
     sleep_mode,
     train_devices,
-    uses_critic,
     weight_transfer,
 )
-from ppo_cli.config.keys import Clash, value_of
-from ppo_cli.config.machine.gpus import find_idle_gpus, has_bfloat16, list_gpus
-from ppo_cli.config.machine.processor import count_cores
-from ppo_cli.config.reward_checks import local_clashes
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema.keys import Clash, value_of
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ppo
 
 KEY = "rollout.weight_transfer"

@@ -1,0 +1,174 @@
+"""Checks of a judge that the run starts itself (reward.api.type local), and its server's needs.
+
+It needs a Python with vLLM, a place and memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.config.machine.gpus import list_gpus
+from ppo_cli.config.machine.torch_build import GpuFault, find_fault, read_build
+from ppo_cli.config.memory.devices import GIB, KV_GB, judge_memory
+from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.folder import folder_problem, has_template
+from ppo_cli.config.models.weight_files import read_json, text_config
+from ppo_cli.config.placement import gpus_per_node, has_package, judge_devices, local_judge
+from ppo_cli.config.schema.keys import Clash
+from ppo_cli.config.schema.reward import Reward
+from ppo_cli.config.schema.run import Config
+
+# Tokens of a request and its answer: judges need no more, and more would take memory.
+MAX_REQUEST_TOKENS = 8192
+
+
+def vllm_python(environ: Mapping[str, str]) -> str | None:
+    """The Python that has vLLM: one that is named, this one, or that of `scripts/setup judge`."""
+    if named := environ.get("PPO_VLLM_PYTHON", "").strip():
+        return named
+    if has_package("vllm"):
+        return sys.executable
+    usual = Path(__file__).resolve().parents[2] / ".venv-judge"
+    python = Path(environ.get("PPO_JUDGE_VENV", "").strip() or usual) / "bin" / "python"
+    return str(python) if python.exists() else None
+
+
+def judge_fault(environ: Mapping[str, str]) -> GpuFault | None:
+    """Return why the server of a judge cannot use the GPUs here; None: it can, or has none."""
+    python = vllm_python(environ)
+    if python == sys.executable:
+        return find_fault(environ=environ)
+    build = read_build(python) if python and list_gpus(environ) else None
+    if build is None or build.cuda is not None:
+        return None
+    unset = "unset PPO_VLLM_PYTHON; " if environ.get("PPO_VLLM_PYTHON", "").strip() else ""
+    return GpuFault(
+        f"The judge's server has a GPU here, but {build}, the one of {python}",
+        f"run `{unset}scripts/setup vllm`",
+    )
+
+
+def longest_request(model: str) -> int | None:
+    """Tokens that a server of this model takes; None for a hub's model, which vLLM looks up."""
+    folder = Path(model_folder(model)).expanduser()
+    if not (folder / "config.json").is_file():
+        return None
+    config = read_json(folder / "config.json")
+    limit = text_config(config).get("max_position_embeddings")
+    return min(MAX_REQUEST_TOKENS, limit) if isinstance(limit, int) else MAX_REQUEST_TOKENS
+
+
+def local_clashes(config: Config, gpus: int) -> Iterator[Clash]:
+    """What of the settings does not go with a judge that the run starts."""
+    local_judges = [j for j in judges_of(config.reward) if j.settings.type == "local"]
+    if len(local_judges) > 1:
+        yield Clash(
+            tuple(judge.key + ".type" for judge in local_judges),
+            f"{len(local_judges)} judges are to be started by the run, which starts one; serve the "
+            "others "
+            "yourself and name them with type openai and base_url.",
+        )
+    for judge in judges_of(config.reward):
+        api = judge.settings
+        if api.monitor.model is not None and api.monitor.type == "local":
+            yield Clash(
+                ("reward.api.monitor.type",),
+                "a monitoring judge is not started by the run; serve it yourself and name it with "
+                "--rm_monitor_type openai and --rm_monitor_base_url.",
+            )
+    if not local_judges:
+        return
+    judge = local_judges[0]
+    for name in ("base_url", "key_env"):
+        if getattr(judge.settings, name) is not None:
+            yield Clash(
+                judge.keys("type", name),
+                f"--rm_{name} is for a server that is there already; leave it out with "
+                "--rm_api_type local, or use --rm_api_type openai.",
+            )
+    per_node = gpus_per_node(config, gpus)
+    devices = judge_devices(config, gpus)
+    if per_node and not devices:
+        yield Clash(
+            ("trainer.placement", *judge.keys("type")),
+            "the judge of the run has no GPU: name its own in --placement, such as "
+            "train:0-5,rollout:6,judge:7.",
+        )
+    elif per_node and devices[-1] >= per_node:
+        yield Clash(
+            ("trainer.placement", *judge.keys("type")),
+            f"--placement puts the judge on GPU {devices[-1]}, which is on another node; it runs "
+            f"where the run begins, on GPUs 0 to {per_node - 1}.",
+        )
+
+
+def missing_for_judge(config: Config, environ: Mapping[str, str]) -> list[str]:
+    """What a judge that the run starts lacks: vLLM, a model, a chat template, memory."""
+    judge = local_judge(config)
+    if judge is None or not judge.settings.model:
+        return []
+    problems = []
+    if vllm_python(environ) is None:
+        problems.append(
+            "A judge that the run starts needs vLLM: run `scripts/setup vllm`, or on a machine "
+            "without a GPU `scripts/setup judge`, or name a Python that has it in PPO_VLLM_PYTHON."
+        )
+    elif gpus_per_node(config) and (fault := judge_fault(environ)):
+        problems.append(str(fault))
+    name = judge.settings.model
+    folder = Path(model_folder(name)).expanduser()
+    if (folder / "config.json").is_file():
+        problems.append(folder_problem(folder, "--rm_model", tokenizer=True))
+        if not problems[-1] and not has_template(folder):
+            problems.append(
+                f"The judge {name} has no chat template: a judge must be an instruct model, not a "
+                "base model."
+            )
+    elif name.startswith((".", "/", "~")):
+        problems.append(f"The judge {name} is no model folder: it has no config.json.")
+    place = judge_memory(config)
+    if place is not None and place.there is not None and place.fits is False:
+        problems.append(
+            f"The judge {name} needs about {place.needed / GIB:.3g} GiB on each of its devices, "
+            f"which have {place.there / GIB:.3g} GiB: take a smaller --rm_model, or give it more "
+            "GPUs."
+        )
+    return [sentence for sentence in problems if sentence]
+
+
+def local_remarks(config: Config) -> Iterator[str]:
+    """What of a judge that the run starts may surprise."""
+    judge = local_judge(config)
+    if judge is None:
+        return
+    same = (model_folder(str(judge.settings.model)), model_folder(config.model.path))
+    if same[0] == same[1]:
+        yield (
+            f"The judge is {config.model.path}, the model that is trained, as it is before the "
+            "first step: it likes its own mistakes. Measure it first (`ppo reward calibrate`), "
+            "and watch validation scores that do not come from it."
+        )
+
+
+def with_judge_devices(config: Config) -> Reward:
+    """The reward's settings, with the GPUs that the placement gives the judge."""
+    api, devices = config.reward.api, judge_devices(config)
+    local = api.local.model_copy(update={"devices": devices})
+    update: dict[str, Any] = {"api": api.model_copy(update={"local": local})}
+    return config.reward.model_copy(update=update)
+
+
+def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a server on the CPU, as scripts/local_judge.sh sets them."""
+    cores = os.cpu_count() or 2
+    return {
+        "OMP_NUM_THREADS": environ.get("PPO_JUDGE_THREADS") or str((cores + 1) // 2),
+        # With a fixed binding the server would share its core with whatever runs there.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": environ.get("PPO_JUDGE_KV_GB") or str(KV_GB),
+    }

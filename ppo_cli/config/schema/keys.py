@@ -1,0 +1,235 @@
+"""The settings as a flat table, made from the schema.
+
+Key names, flags, ranges and help are read from the declarations; the command line, the checks, the
+plan and the reference page use this table.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, Final, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from ppo_cli.config.schema.algorithm import Identity, Section
+from ppo_cli.config.schema.run import Config
+from ppo_cli.errors import did_you_mean
+
+# Words of verl that are read, and then refused with what to use instead: never suggested.
+NOT_OFFERED: Final = frozenset({"megatron", "sglang", "trtllm"})
+
+
+def offered_choices(choices: Iterable[Any]) -> list[str]:
+    """Return the words of a choice that work."""
+    return [str(choice) for choice in choices if choice not in NOT_OFFERED]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting."""
+
+    name: str
+    kind: Any
+    optional: bool
+    default: Any
+    help: str
+    flag: str | None = None
+    env: str | None = None
+    limits: tuple[tuple[str, float], ...] = ()
+    usual: tuple[float, float] | None = None
+    identity: Identity = "run"
+    files: bool = False
+    consent: bool = False
+
+    @property
+    def is_list(self) -> bool:
+        """Whether several values may be given."""
+        return get_origin(self.kind) is tuple and get_args(self.kind)[1:] == (...,)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that are allowed, for a setting that takes one of a few."""
+        item = get_args(self.kind)[0] if self.is_list else self.kind
+        return tuple(str(a) for a in get_args(item)) if get_origin(item) is Literal else ()
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Settings that do not fit together, and what to do about it."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+@cache
+def table() -> dict[str, Key]:
+    """Return every setting by its dotted name, in the schema's order."""
+    return keys_of(Config)
+
+
+@cache
+def keys_of(kind: type[Section]) -> dict[str, Key]:
+    """Return the settings of one section by their dotted names below it."""
+    return dict(_collect_keys(kind, ""))
+
+
+@cache
+def sections() -> frozenset[str]:
+    """Return the dotted names of all groups of settings."""
+    names = set()
+    for key in table():
+        parts = key.split(".")[:-1]
+        names |= {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
+    return frozenset(names)
+
+
+def find_key(name: str) -> Key | None:
+    """Return the setting of this name; `a.b.c` finds `a.b` when that takes free-form keys."""
+    settings = table()
+    if name in settings:
+        return settings[name]
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        owner = settings.get(".".join(parts[:cut]))
+        if owner is not None:
+            return owner if get_origin(owner.kind) is dict else None
+    return None
+
+
+def suggest_key(name: str, *, strict: bool = False) -> str:
+    """Return ` Did you mean …?` for a key that is not known, or an empty string.
+
+    `strict` takes it for another program's key, of which ours is no other spelling unless it stands
+    in the same group and has the same words.
+    """
+    settings = table()
+    group, _, leaf = name.rpartition(".")
+    if strict:
+        beside = {k.rpartition(".")[2]: k for k in settings if k.rpartition(".")[0] == group}
+        siblings = [k for k in beside if len(k.split("_")) == len(leaf.split("_"))]
+        near = get_close_matches(leaf, siblings, n=1, cutoff=0.85)
+        return f" Did you mean '{beside[near[0]]}'?" if near else ""
+    for key in settings.values():
+        if key.flag and leaf == key.flag.removeprefix("--"):
+            return f" Did you mean '{key.name}' ({key.flag})?"
+    same_leaf = [k for k in settings if k.rsplit(".", 1)[-1] == leaf]
+    if len(same_leaf) == 1:
+        return f" Did you mean '{same_leaf[0]}'?"
+    if same_leaf:
+        return did_you_mean(name, same_leaf) or f" Known: {', '.join(same_leaf)}."
+    leaves = get_close_matches(leaf, {k.rpartition(".")[2] for k in settings}, n=len(settings))
+    return did_you_mean(name, [k for k in settings if k.rpartition(".")[2] in leaves])
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a setting by its dotted name."""
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def set_nested(tree: dict[str, Any], name: str, value: Any) -> str:
+    """Put a value into a tree of groups; return the name of a plain value in its way, if any."""
+    *path, leaf = name.split(".")
+    for depth, part in enumerate(path):
+        if tree.get(part) is None:
+            tree[part] = {}
+        if not isinstance(tree[part], dict):
+            return ".".join(path[: depth + 1])
+        tree = tree[part]
+    tree[leaf] = dict(value) if isinstance(value, dict) else value
+    return ""
+
+
+def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted name as the tree of groups that pydantic takes."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        set_nested(tree, name, value)
+    return tree
+
+
+def validation_messages(error: ValidationError, keys: Mapping[str, Key]) -> dict[str, str]:
+    """Return what pydantic refuses of values, by the dotted name of the setting."""
+    messages = {}
+    for detail in error.errors():
+        dotted = [
+            ".".join(map(str, detail["loc"][:cut])) for cut in range(len(detail["loc"]), 0, -1)
+        ]
+        for name in [name for name in dotted if name in keys][:1]:
+            expected = describe_range(keys[name]) or detail["msg"]
+            from_validator = detail["type"] == "value_error"  # a sentence of ours
+            messages[name] = (
+                str(detail["ctx"]["error"])
+                if from_validator
+                else f"must be {expected}, but is {detail['input']}"
+            )
+    return messages
+
+
+def describe_range(key: Key) -> str:
+    """Return the range of a setting in words: `above 0, at most 1`."""
+    if key.choices:
+        return "one of " + ", ".join(offered_choices(key.choices))
+    comparisons = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    limits = [
+        f"{comparisons[name]} {_shown(limit)}" for name, limit in key.limits if name in comparisons
+    ]
+    limits += ["not empty" for name, _ in key.limits if name == "min_length"]
+    return ", ".join(limits)
+
+
+def _shown(limit: float) -> str:
+    return f"{limit:g}" if isinstance(limit, float) else str(limit)
+
+
+def _collect_keys(section: type[Section], prefix: str) -> list[tuple[str, Key]]:
+    keys: list[tuple[str, Key]] = []
+    for name, field in section.model_fields.items():
+        dotted = f"{prefix}{name}"
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            keys += _collect_keys(kind, f"{dotted}.")
+        else:
+            keys.append((dotted, _key(dotted, field, section.identity)))
+    return keys
+
+
+def _key(name: str, field: FieldInfo, identity: Identity) -> Key:
+    kind, optional = _without_none(field.annotation)
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    limits = [
+        (word, getattr(rule, word))
+        for rule in field.metadata
+        for word in ("ge", "gt", "le", "lt", "min_length")
+        if getattr(rule, word, None) is not None
+    ]
+    return Key(
+        name=name,
+        kind=kind,
+        optional=optional,
+        default=field.get_default(call_default_factory=True),
+        help=field.description or "",
+        flag=typing.cast("str | None", extra.get("flag")),
+        env=typing.cast("str | None", extra.get("env")),
+        limits=tuple(limits),
+        usual=typing.cast("tuple[float, float] | None", extra.get("usual")),
+        identity=typing.cast("Identity", extra.get("identity", identity)),
+        files=bool(extra.get("files")),
+        consent=bool(extra.get("consent")),
+    )
+
+
+def _without_none(kind: Any) -> tuple[Any, bool]:
+    if get_origin(kind) not in (Union, types.UnionType):
+        return kind, False
+    rest = tuple(a for a in get_args(kind) if a is not type(None))
+    optional = len(rest) < len(get_args(kind))
+    return (rest[0] if len(rest) == 1 else Union[rest]), optional  # noqa: UP007

@@ -1,0 +1,1 @@
+"""Translates the names of verl and of the older YAML style into names of our own settings."""
