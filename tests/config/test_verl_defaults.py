@@ -12,7 +12,7 @@ from ppo_cli.config.checks.unused import find_unused
 from ppo_cli.config.derived import critic_mini_batch, sampler_seed
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.schema.keys import find_key, table, value_of
-from ppo_cli.config.verl.translator import translator
+from ppo_cli.config.verl import translator
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle
 
