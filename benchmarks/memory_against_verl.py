@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--verl", required=True, help="the Python of an environment with verl")
     options = parser.parse_args()
     from ppo_cli.config.resolve import resolve
-    from ppo_cli.extras.bridge.overrides import bridge
+    from ppo_cli.extras.bridge.overrides import build_overrides
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -202,7 +202,7 @@ def main() -> None:
                 flags={}, preset=None, config_files=[PRESET], overrides=[*lines, *more], environ={}
             ).config
 
-        overrides = bridge(settings("trainer.engine=verl")).lines(folder)
+        overrides = build_overrides(settings("trainer.engine=verl")).lines(folder)
         (folder / "overrides").write_text("".join(f"{line}\n" for line in overrides))
         output = subprocess.run(
             [options.verl, __file__, "--as-verl", name], check=True, text=True,

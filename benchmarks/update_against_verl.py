@@ -99,7 +99,7 @@ def main() -> None:
     from ppo_cli.config.memory.plan import settle_memory
     from ppo_cli.engine.base import MiniBatch
     from ppo_cli.engine.learner import Learner
-    from ppo_cli.extras.bridge.overrides import bridge
+    from ppo_cli.extras.bridge.overrides import build_overrides
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -123,7 +123,7 @@ def main() -> None:
             f"actor.ppo_micro_batch_size_per_gpu={asked.rows}",
             f"critic.ppo_micro_batch_size_per_gpu={asked.rows}",
         ]  # fmt: skip
-        told = bridge(settle(theirs)).lines(folder)
+        told = build_overrides(settle(theirs)).lines(folder)
         (folder / "overrides").write_text("".join(f"{line}\n" for line in told))
         minibatch = MiniBatch(scored, actor=True, critic=True)
         with subprocess.Popen(

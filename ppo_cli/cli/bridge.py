@@ -27,7 +27,7 @@ from ppo_cli.redact import redact
 from ppo_cli.run_folder import run_settings
 
 if TYPE_CHECKING:
-    from ppo_cli.extras.bridge.overrides import Bridged
+    from ppo_cli.extras.bridge.overrides import VerlOverrides
 
 app = typer.Typer(
     add_completion=False,
@@ -50,9 +50,9 @@ def verl(given: Given) -> None:
         lines = bridged.lines(files[0].parent)
         print_json({"files": [str(f) for f in files], "overrides": lines})
         return
-    from ppo_cli.extras.bridge.folder import shown
+    from ppo_cli.extras.bridge.folder import next_steps
 
-    print("\n".join([*resolved.notes, *shown(files, resolved.config.trainer.nnodes)]))
+    print("\n".join([*resolved.notes, *next_steps(files, resolved.config.trainer.nnodes)]))
 
 
 add_command(
@@ -99,14 +99,14 @@ def plan_there(given: Given) -> None:
 def train_there(given: Given) -> None:
     """Write the folder, and run this node's script; verl must be installed here."""
     resolved, bridged = translated(given)
-    from ppo_cli.extras.bridge.folder import missing_verl, shown
+    from ppo_cli.extras.bridge.folder import missing_verl, next_steps
 
     trainer = resolved.config.trainer
     folder, rank = Path(trainer.output_dir).expanduser().resolve(), trainer.node_rank or 0
     script = folder / f"node_{rank}.sh"
     if rank == 0:
         files = _write(folder, resolved, bridged)
-        print("\n".join([*resolved.notes, shown(files, trainer.nnodes)[0]]), flush=True)
+        print("\n".join([*resolved.notes, next_steps(files, trainer.nnodes)[0]]), flush=True)
     if missing := missing_verl([name for name in ("verl", "vllm") if has_package(name)]):
         raise MissingPart(f"{missing} {folder} is written: bash {script} starts it there.")
     ends = time.monotonic() + trainer.node_timeout
@@ -121,11 +121,11 @@ def train_there(given: Given) -> None:
 def runs_there(given: Given, problems: Sequence[str]) -> Iterator[str]:
     """Say of a refused line how what verl alone has runs there."""
     from ppo_cli.config.verl.translator import WRAPPER
-    from ppo_cli.extras.bridge.overrides import only_verls
+    from ppo_cli.extras.bridge.overrides import is_verl_only
 
     said = " ".join(problems)
     flags = (f"{name}={value}" for name, (value, _) in given.flags.items())
-    words = [word for word in (*flags, *given.overrides) if only_verls(word)]
+    words = [word for word in (*flags, *given.overrides) if is_verl_only(word)]
     names = [word.partition("=")[0].lstrip("+").removeprefix(WRAPPER) for word in words]
     theirs = [name for name in dict.fromkeys(names) if name in said]
     if theirs:
@@ -137,15 +137,15 @@ def runs_there(given: Given, problems: Sequence[str]) -> Iterator[str]:
         )
 
 
-def translated(given: Given) -> tuple[Resolved, Bridged]:
+def translated(given: Given) -> tuple[Resolved, VerlOverrides]:
     """Resolve a line, and write it in verl's words; raises ConfigError with all problems."""
-    from ppo_cli.extras.bridge.overrides import bridge, only_verls
+    from ppo_cli.extras.bridge.overrides import build_overrides, is_verl_only
 
-    theirs = tuple(word for word in given.overrides if only_verls(word))
+    theirs = tuple(word for word in given.overrides if is_verl_only(word))
     rest = tuple(word for word in given.overrides if word not in theirs)
     flags = {**given.flags, "trainer.engine": ("verl", "--engine verl")}
     resolved = replace(given, flags=flags, overrides=rest).resolve_node()
-    bridged = bridge(resolved.config, theirs)
+    bridged = build_overrides(resolved.config, theirs)
     problems = [*bridged.problems, *_absent(resolved)]
     if problems:
         raise ConfigError([redact(line) for line in dict.fromkeys(problems)])
@@ -164,7 +164,7 @@ def _absent(resolved: Resolved) -> Iterator[str]:
         yield from failing(file_checks(config.reward))
 
 
-def _write(folder: Path, resolved: Resolved, bridged: Bridged) -> Sequence[Path]:
+def _write(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> Sequence[Path]:
     from ppo_cli.extras.bridge.folder import write_folder
 
     folder = folder.expanduser()

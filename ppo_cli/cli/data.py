@@ -364,7 +364,7 @@ data_app.command(
 
 def _training(report: Report, model: str | None) -> list[str]:
     """What `ppo train` would say of these rows with its defaults."""
-    from ppo_cli.scoring.sources import without_a_rule
+    from ppo_cli.scoring.sources import find_missing_rule
 
     lines = []
     if model is None:
@@ -374,7 +374,7 @@ def _training(report: Report, model: str | None) -> list[str]:
     if 0 < report.usable < _DEFAULTS.train_batch_size:
         mini = Actor().ppo_mini_batch_size
         lines.append(describe_lowered_batches(report.usable, _DEFAULTS.train_batch_size, mini))
-    if refused := without_a_rule(report.data_sources):
+    if refused := find_missing_rule(report.data_sources):
         lines.append(f"Training by rules refuses these rows. {refused} A judge needs neither.")
     return lines
 

@@ -60,11 +60,11 @@ def show(name: str = typer.Argument(help="Name of a judge prompt.")) -> None:
 def render(given: Given) -> None:
     """Show the exact request that a judge gets for one data row."""
     resolved = given.resolve()
-    from ppo_cli.extras.trust.prompts import show_row, wire_form
+    from ppo_cli.extras.trust.prompts import provider_call, render_row
 
     config = resolved.config
     file = prompt_files([str(given.extras["file"])], "train")[0]
-    shown = show_row(
+    shown = render_row(
         config.reward.api,
         file,
         int(given.extras["row"]),
@@ -82,7 +82,7 @@ def render(given: Given) -> None:
         "answered_without_a_call": shown.gated,
         "system": shown.question.system,
         "user": shown.question.user,
-        "request": wire_form(config.reward.api, shown.question),
+        "request": provider_call(config.reward.api, shown.question),
     }
     print_result(facts, lambda: request_text(facts), as_json=given.extras["json"])
 
@@ -93,18 +93,18 @@ def rubric(given: Given) -> None:
         raise ConfigError("Name the file for the drafts with --out FILE.")
     judged = {"reward.api.enable": ("true", "ppo prompts rubric"), **given.flags}
     config = replace(given, flags=judged).resolve().config
-    from ppo_cli.extras.trust.prompts import draft_one, draft_rows
-    from ppo_cli.scoring.rows import check_out, read_answered
+    from ppo_cli.extras.trust.prompts import draft_for_run, draft_rows
+    from ppo_cli.scoring.rows import check_out, read_responses
 
     file = prompt_files([str(given.extras["file"])], "train")[0]
     keys = {"prompt_key": config.data.prompt_key, "source_key": config.data.reward_fn_key}
-    found = read_answered(file, response_key=None, **keys)
+    found = read_responses(file, response_key=None, **keys)
     out = Path(str(given.extras["out"])).expanduser()
     check_out(out, file)
     plain = {"mode": "text", "rubric": None, "votes": 1}  # a draft is neither score nor vote
     api, most = config.reward.api.model_copy(update=plain), int(given.extras["criteria"])
     one = bool(given.extras["one"])
-    draft = draft_one if one else draft_rows
+    draft = draft_for_run if one else draft_rows
     with closing(make_screen(sys.stderr)) as screen:
         result = {**draft(api, found.rows, out, most, screen), "out": str(out), "one": one}
     print_result(result, lambda: drafted_text(result), as_json=given.extras["json"])

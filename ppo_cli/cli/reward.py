@@ -243,45 +243,60 @@ def score(given: Given) -> None:
     """Score the responses of a file or a run, by the same path as training."""
     config, screen = _settings(given)
     from ppo_cli.data_sets.files import find_saved
-    from ppo_cli.scoring.rows import check_out, read_answered, read_run, scored_file, write_rows
-    from ppo_cli.scoring.score import Watch, score_all, scored_row, started, summarise, to_go_on
-    from ppo_cli.scoring.statistics import rankings
+    from ppo_cli.scoring.rows import (
+        check_out,
+        default_out,
+        read_responses,
+        read_run_responses,
+        write_rows,
+    )
+    from ppo_cli.scoring.score import (
+        Callbacks,
+        open_reward,
+        resume_advice,
+        score_all,
+        scored_row,
+        summarise_scores,
+    )
+    from ppo_cli.scoring.statistics import compare_rankings
 
     file, steps = str(given.extras["file"]), given.extras["step"] or ()
     run = Path(file).expanduser()
     if steps and not run.is_dir():
         raise ConfigError(f"--step goes with the folder of a run, and {file} is none.")
     if run.is_dir() and find_saved(file) is None:
-        found = read_run(run, steps)
+        found = read_run_responses(run, steps)
     else:
-        found = read_answered(
+        found = read_responses(
             file,
             prompt_key=config.data.prompt_key,
             source_key=config.data.reward_fn_key,
             response_key=given.extras["response_key"],
         )
-    out = Path(given.extras["out"] or scored_file(file)).expanduser()
+    out = Path(given.extras["out"] or default_out(file)).expanduser()
     check_out(out, file)
     with closing(screen):
         for note in found.notes:
             screen.note(note)
         prompts = [row.rollout.prompt for row in found.rows]
         with (
-            started(config.reward, prompts, Watch(note=screen.note), check_format=True) as reward,
+            open_reward(
+                config.reward, prompts, Callbacks(note=screen.note), check_format=True
+            ) as reward,
             screen.phase("score", len(prompts)) as advance,
         ):
-            scoring = score_all(reward, found.rollouts, Watch(advance, screen.note))
+            scoring = score_all(reward, found.rollouts, Callbacks(advance, screen.note))
     write_rows(out, [scored_row(r, s) for r, s in zip(found.rows, scoring.scores, strict=True)])
     summary = {
         "file": found.source,
         "out": str(out),
-        **summarise(found.rows, scoring, config.reward),
-        "rankings": rankings(found.rows, scoring.scores),
+        **summarise_scores(found.rows, scoring, config.reward),
+        "rankings": compare_rankings(found.rows, scoring.scores),
     }
     _print(given, summary, score_lines)
     if scoring.stopped:
         done = f"{summary['scored']} of {summary['rows']} rows have a score in {out}."
-        raise Interrupted(f"{scoring.stopped} {done} {to_go_on(config.reward)}")
+        raise Interrupted(f"{scoring.stopped} {done} {resume_advice(config.reward)}")
     if summary["scored"] < summary["rows"]:
         lost = summary["rows"] - summary["scored"]
         said = f"{lost} of {summary['rows']} rows could not be scored; `failure` says why."
@@ -294,11 +309,11 @@ def calibrate(given: Given) -> None:
     """Hold a reward's scores against labels that people gave."""
     config, screen = _settings(given)
     from ppo_cli.extras.trust.calibrate import calibrate as run_calibration
-    from ppo_cli.extras.trust.criteria import WORTH, read_marks, with_worth
-    from ppo_cli.scoring.rows import read_answered, read_labels
-    from ppo_cli.scoring.score import Watch, started, to_go_on
+    from ppo_cli.extras.trust.criteria import LABEL_VALUE, add_label_values, read_marks
+    from ppo_cli.scoring.rows import read_labels, read_responses
+    from ppo_cli.scoring.score import Callbacks, open_reward, resume_advice
 
-    found = read_answered(
+    found = read_responses(
         str(given.extras["file"]),
         prompt_key=config.data.prompt_key,
         source_key=config.data.reward_fn_key,
@@ -307,20 +322,20 @@ def calibrate(given: Given) -> None:
     labels, marked = given.extras["labels"], given.extras["criteria_labels"]
     marks = read_marks(found, marked, config.reward) if marked else {}
     if not labels:
-        labels, found = WORTH, with_worth(found, marks, config.reward)
+        labels, found = LABEL_VALUE, add_label_values(found, marks, config.reward)
     labelled = read_labels(found, labels, given.extras["positive"])
     repeat = int(given.extras["repeat"])
     with closing(screen):
         for note in (*found.notes, *labelled.notes):
             screen.note(note)
         prompts = [row.rollout.prompt for row in labelled.rows]
-        with started(config.reward, prompts, Watch(note=screen.note)) as reward:
+        with open_reward(config.reward, prompts, Callbacks(note=screen.note)) as reward:
             result = run_calibration(
                 reward, config.reward, labelled, repeat=repeat, screen=screen, marks=marks
             )
     _print(given, {"file": found.source, **result}, calibration_lines)
     if result["stopped"]:
-        raise Interrupted(f"{result['stopped']} {to_go_on(config.reward)}")
+        raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
 
 
 def audit(given: Given) -> None:
@@ -328,22 +343,25 @@ def audit(given: Given) -> None:
     config, screen = _settings(given)
     from ppo_cli.extras.trust.attacks import load_items
     from ppo_cli.extras.trust.audit import audit as run_audit
-    from ppo_cli.extras.trust.audit import under_attack
-    from ppo_cli.scoring.score import Watch, to_go_on
+    from ppo_cli.extras.trust.audit import open_without_gate
+    from ppo_cli.scoring.score import Callbacks, resume_advice
 
     items = load_items(
         config.reward,
         file=given.extras["data"],
         preset=given.extras["items"],
-        most=int(given.extras["rows"]),
+        max_rows=int(given.extras["rows"]),
         prompt_key=config.data.prompt_key,
         source_key=config.data.reward_fn_key,
     )
-    with closing(screen), under_attack(config.reward, items, Watch(note=screen.note)) as reward:
+    with (
+        closing(screen),
+        open_without_gate(config.reward, items, Callbacks(note=screen.note)) as reward,
+    ):
         result = run_audit(reward, config.reward, items, screen=screen)
     _print(given, result, audit_lines)
     if result["stopped"]:
-        raise Interrupted(f"{result['stopped']} {to_go_on(config.reward)}")
+        raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
     failed = [check["name"] for check in result["checks"] if check["passed"] is False]
     asked = sum(check["passed"] is not None for check in result["checks"])
     if failed:
@@ -353,11 +371,11 @@ def audit(given: Given) -> None:
 def models(given: Given) -> None:
     """List the models that a judge's key may use, with price, limit and the day they go."""
     resolved = given.resolve()
-    from ppo_cli.scoring.forecast import listings
+    from ppo_cli.scoring.forecast import list_models
 
     chosen = resolved.origins["reward.api.type"] != "default"
     kind = resolved.config.reward.api.type if chosen else None
-    found = list(listings(resolved.config.reward, kind))
+    found = list(list_models(resolved.config.reward, kind))
     if not found:
         raise ConfigError("No key of a judge is set: set one, or name a type with --rm_api_type.")
     lines = [line for listing in found for line in _listing_lines(listing)]
@@ -389,9 +407,9 @@ def _settings(given: Given) -> tuple[Config, Screen]:
         raise ConfigError("Name the column that holds the labels with --labels COLUMN.")
     config = resolved.config
     if given.extras["batch"]:
-        from ppo_cli.scoring.sources import in_batches
+        from ppo_cli.scoring.sources import use_batch_api
 
-        reward = in_batches(config.reward, given.extras["batch_hours"])
+        reward = use_batch_api(config.reward, given.extras["batch_hours"])
         config = config.model_copy(update={"reward": reward})
     screen = make_screen(sys.stderr)
     for note in resolved.notes:

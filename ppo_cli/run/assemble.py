@@ -62,7 +62,7 @@ from ppo_cli.run_folder import (
     find_resume,
     read_metrics,
 )
-from ppo_cli.scoring.sources import labelled_rollouts
+from ppo_cli.scoring.sources import read_labelled_rollouts
 from ppo_cli.signals import StopOnSignal
 from ppo_cli.step.stages import Job, RunState, train_sampling
 
@@ -444,7 +444,7 @@ def _start_reward(
     resolved: Resolved,
     done_of: tuple[Sequence[Mapping[str, Any]], int, int],
 ) -> None:
-    reward.set_labelled(labelled_rollouts(resolved.config.reward))
+    reward.set_labelled(read_labelled_rollouts(resolved.config.reward))
     try:
         reward.start(prompts, patient=patient, tell=screen.note)
     except (Interrupted, WorkerLost) as stop:

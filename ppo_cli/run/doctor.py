@@ -384,14 +384,14 @@ def _sandbox(machine: Machine) -> Said:
 def _judges(machine: Machine) -> Said:
     from ppo_cli.rewards.judge.calls import Failure, JudgeError
     from ppo_cli.rewards.judge.providers import api_key, build_provider
-    from ppo_cli.scoring.forecast import with_keys
+    from ppo_cli.scoring.forecast import providers_with_keys
 
     wanted = {
         f"{j.settings.type} {j.settings.model or ''}": j.settings
         for j in judges_of(machine.config.reward)
     }
     if not wanted:
-        for kind in with_keys(machine.environ):
+        for kind in providers_with_keys(machine.environ):
             model = JUDGES[kind].default or JUDGES[kind].example
             wanted[f"{kind} {model}"] = ApiReward(type=kind, model=model)
     if not wanted:
@@ -419,7 +419,7 @@ def _judges(machine: Machine) -> Said:
 async def _ask(provider: SdkProvider) -> str:
     """Have a judge answer with a few tokens and list its models; say what came."""
     from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale
-    from ppo_cli.scoring.forecast import NO_LIST, among, usable
+    from ppo_cli.scoring.forecast import NO_LIST, describe_availability, fetch_models
 
     said = "Answer with the number 1 alone."
     question = Question("", said, said, Scale(1, 10), max_tokens=16, output="text")
@@ -433,7 +433,7 @@ async def _ask(provider: SdkProvider) -> str:
                 raise
         said = f"answered in {time.monotonic() - began:.1f} s"
         try:
-            return f"{said}; {among(provider.model, await usable(provider))}"
+            return f"{said}; {describe_availability(provider.model, await fetch_models(provider))}"
         except JudgeError:  # many gateways have no such endpoint
             return f"{said}; {NO_LIST}"
     finally:

@@ -47,8 +47,8 @@ from ppo_cli.report.tracker import Screen, rollout_line
 from ppo_cli.run.assemble import load_tokenizer, prompt_settings, read_prompts
 from ppo_cli.run.identity import changes, digest, rows_digest, setting_values
 from ppo_cli.run_folder import ModelSource, RunFolder, append_line, plain, read_lines, replace_lines
-from ppo_cli.scoring.score import Watch, counted, score_all, started
-from ppo_cli.scoring.statistics import Answers, ByPrompt, compare
+from ppo_cli.scoring.score import Callbacks, open_reward, score_all, total_spending
+from ppo_cli.scoring.statistics import PromptScores, ScoresByPrompt, compare_models
 from ppo_cli.step.stages import VALIDATION, stream_seed
 
 SETTINGS_FILE = "eval.json"
@@ -189,13 +189,13 @@ class _Rows:
             append_line(self.file, line)
             self.done[scored.rollout.key] = plain(line)
 
-    def by_prompt(self, prompts: Sequence[Prompt]) -> ByPrompt:
+    def by_prompt(self, prompts: Sequence[Prompt]) -> ScoresByPrompt:
         """The scores of these prompts, as far as they are there."""
         scores: dict[str, list[tuple[int, float | None]]] = {}
         for (uid, sample), line in self.done.items():
             scores.setdefault(uid, []).append((sample, line["score"]))
         return {
-            p.uid: Answers(p.data_source, tuple(score for _, score in sorted(scores[p.uid])))
+            p.uid: PromptScores(p.data_source, tuple(score for _, score in sorted(scores[p.uid])))
             for p in prompts
             if p.uid in scores
         }
@@ -225,7 +225,7 @@ def evaluate(
             "share: here they count as they are. For a scale of your own set "
             f"reward.composite.parts.{relative[0]}.scaling=affine, with mean and std."
         )
-    models: list[tuple[str, ByPrompt]] = []
+    models: list[tuple[str, ScoresByPrompt]] = []
     told: list[dict[str, Any]] = []
     stopped, folder = "", None
     with ExitStack() as closing:
@@ -243,7 +243,7 @@ def evaluate(
             spent: dict[str, float] = {}
             if not stopped:
                 with screen.phase(source.name, len(prompts) * sampling.n) as advance:
-                    watch = Watch(advance, screen.note)
+                    watch = Callbacks(advance, screen.note)
                     stopped, spent = _complete(rows, sampled, prompts, sampling, watch, folder)
             sampled.close()
             if stopped and not rows.done:
@@ -257,7 +257,7 @@ def evaluate(
             })  # fmt: skip
     if not models:
         raise Interrupted(f"{stopped} No score is there yet; the same command starts again.")
-    found = compare(models, threshold)
+    found = compare_models(models, threshold)
     found["models"] = [facts | more for facts, more in zip(found["models"], told, strict=True)]
     return {"out": str(folder), "sampling": asdict(sampling), **found, "stopped": stopped}
 
@@ -346,7 +346,7 @@ def _complete(
     sampled: Sampled,
     prompts: Sequence[Prompt],
     sampling: Sampling,
-    watch: Watch,
+    watch: Callbacks,
     folder: Path,
 ) -> tuple[str, dict[str, float]]:
     """Sample and score what is missing; returns why it stopped, and what was spent on it."""
@@ -357,11 +357,11 @@ def _complete(
     uids = {uid for uid, _ in missing}
     asked = [prompt for prompt in prompts if prompt.uid in uids]
     watch = replace(watch, scored=lambda rollout, score: rows.add(Scored(rollout, score)))
-    with started(sampled.config.reward, prompts, watch, folder) as reward:
+    with open_reward(sampled.config.reward, prompts, watch, folder) as reward:
         sampling_now = sampled.generate(asked, sampling)
         rollouts = (rollout for rollout in sampling_now if rollout.key in missing)
         found = score_all(reward, rollouts, watch, "validation")
-    return found.stopped, counted(found.metrics)
+    return found.stopped, total_spending(found.metrics)
 
 
 @contextmanager

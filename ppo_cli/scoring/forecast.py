@@ -38,7 +38,7 @@ from ppo_cli.rewards.judge.prompt import (
 from ppo_cli.rewards.judge.providers import build_provider, monitor_of
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.rubric import Rubric
-from ppo_cli.scoring.rows import held_out
+from ppo_cli.scoring.rows import read_held_out
 
 SAMPLE = 200
 # Bytes of text in a token, low figure and high. The ledger's own estimate is a bound that no
@@ -49,15 +49,15 @@ VERDICT_TOKENS = (40, 160)  # a short reason, or three full sentences
 
 
 @dataclass(frozen=True)
-class Amount:
+class TokenCount:
     """Tokens of some calls."""
 
     input: float
     output: float
 
-    def __add__(self, other: Amount) -> Amount:
+    def __add__(self, other: TokenCount) -> TokenCount:
         """Return the tokens of both."""
-        return Amount(self.input + other.input, self.output + other.output)
+        return TokenCount(self.input + other.input, self.output + other.output)
 
     @property
     def total(self) -> float:
@@ -70,21 +70,21 @@ class Amount:
 
 
 @dataclass(frozen=True)
-class Bill:
+class UsageRange:
     """Calls with the fewest and the most tokens that they are expected to take."""
 
     calls: int
-    low: Amount
-    high: Amount
+    low: TokenCount
+    high: TokenCount
 
-    def times(self, calls: float) -> Bill:
+    def times(self, calls: float) -> UsageRange:
         """Return the bill of so many times as many calls."""
-        low, high = (Amount(a.input * calls, a.output * calls) for a in (self.low, self.high))
-        return Bill(round(self.calls * calls), low, high)
+        low, high = (TokenCount(a.input * calls, a.output * calls) for a in (self.low, self.high))
+        return UsageRange(round(self.calls * calls), low, high)
 
-    def __add__(self, other: Bill) -> Bill:
+    def __add__(self, other: UsageRange) -> UsageRange:
         """Return both on one bill."""
-        return Bill(self.calls + other.calls, self.low + other.low, self.high + other.high)
+        return UsageRange(self.calls + other.calls, self.low + other.low, self.high + other.high)
 
     def costs(self, price: Price | None) -> tuple[float, float] | None:
         """Return the lowest and the highest cost; None without a price."""
@@ -106,8 +106,8 @@ class Forecast:
 
     config: Config
     price: Price | None
-    a_step: Bill
-    run: Bill | None
+    a_step: UsageRange
+    run: UsageRange | None
     steps: int | None
     rows: int
     sampled: int
@@ -117,10 +117,12 @@ class Forecast:
         """Return the earliest and the latest step at which a budget ends the run."""
         if self.run is None or self.steps is None:
             return None
-        ratios = [(most / high, most / low) for most, low, high in self._budgets() if low and high]
+        ratios = [
+            (budget / high, budget / low) for budget, low, high in self._budgets() if low and high
+        ]
         if not ratios or min(first for first, _ in ratios) >= 1:
             return None
-        early, late = (min(one) for one in zip(*ratios, strict=True))
+        early, late = (min(shares) for shares in zip(*ratios, strict=True))
         return max(1, int(self.steps * early)), min(self.steps, max(1, int(self.steps * late)))
 
     def _budgets(self) -> Iterator[tuple[float, float, float]]:
@@ -157,31 +159,31 @@ class Forecast:
             each = (
                 f" ({api.model}: ${price.input:g} in, ${price.output:g} out per M; {price.source})"
             )
-        whole, where = (self.a_step, " a step") if self.run is None else (self.run, "")
-        said = [f"judge: {_bill_line(whole, price)}{where}{each}"]
+        usage, where = (self.a_step, " a step") if self.run is None else (self.run, "")
+        lines = [f"judge: {_usage_line(usage, price)}{where}{each}"]
         if self.run is not None:
-            said.append(f"a step: {_bill_line(self.a_step, price)}")
-        most = batch_arithmetic(self.config).get("gen_batches_per_step_at_most")
-        if most is not None and most > 1:
-            said.append(
+            lines.append(f"a step: {_usage_line(self.a_step, price)}")
+        max_batches = batch_arithmetic(self.config).get("gen_batches_per_step_at_most")
+        if max_batches is not None and max_batches > 1:
+            lines.append(
                 "dynamic sampling may take more, as groups that all score alike are sampled "
-                f"again: at most {_bill_line(self.a_step.times(most), price)} a step"
+                f"again: at most {_usage_line(self.a_step.times(max_batches), price)} a step"
             )
-        said += self._on_model()
-        said += self._on_budget()
+        lines += self._on_model()
+        lines += self._on_budget()
         if api.monitor.model is not None:
             monitor, share = monitor_of(api), api.monitor.share
-            line = _bill_line(whole.times(share / api.votes), find_price(monitor))
-            said.append(
+            line = _usage_line(usage.times(share / api.votes), find_price(monitor))
+            lines.append(
                 f"{share:.0%} of the responses are also sent to {monitor.type}: {line}{where} to "
                 f"the second judge {monitor.model} come on top"
             )
         if self.held_out and self.run is not None:
-            said.append(
+            lines.append(
                 f"{self.held_out:,} of the verdicts are on labelled responses, read anew "
                 f"({api.monitor.labels})"
             )
-        return [*said, f"assumed: {self.assumed()}"]
+        return [*lines, f"assumed: {self.assumed()}"]
 
     def _on_model(self) -> Iterator[str]:
         """Say what the lists of models have against this one."""
@@ -208,7 +210,7 @@ class Forecast:
                 "(US dollars for a million tokens), or a file with --rm_prices"
             )
         set_ = {"--rm_budget_usd": api.budget_usd, "--rm_budget_tokens": api.budget_tokens}
-        named = " and ".join(f"{flag} {most:,.12g}" for flag, most in set_.items() if most)
+        named = " and ".join(f"{flag} {budget:,.12g}" for flag, budget in set_.items() if budget)
         if not named or self.run is None or not list(self._budgets()):
             return
         stops = self.stops_at()
@@ -245,31 +247,33 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     sums, votes, listed = batch_arithmetic(config), api.votes, api.compare == "list"
     alone, of_list, requests = 1, 1, 1.0  # responses of a request, and requests a response
     if api.mode == "compare":
-        n, most = config.rollout.n, api.compare_calls
+        n, max_calls = config.rollout.n, api.compare_calls
         alone, of_list, requests = 2, n if listed else 2, 2.0
         if api.within_group:
-            requests = calls_per_prompt(n, most and most // (2 * votes), listed=listed) / n
+            requests = (
+                calls_per_prompt(n, max_calls and max_calls // (2 * votes), listed=listed) / n
+            )
     files = (*split_files(config, "train")[0], *split_files(config, "val")[0])
     if far := [name for name in files if is_hub_name(name)]:
         # What is not on this disk is not fetched for a forecast.
         raise DataError(f"{', '.join(far)}: not on this disk, so its rows are not known yet.")
     train = read("train")
     val = read("val") if config.data.val_files else []
-    chosen = _sample(train, config.trainer.seed)
-    chosen_val = _sample(val, config.trainer.seed)
-    a_call = _a_call(template, chosen, config, of_list)
+    chosen = _sample_prompts(train, config.trainer.seed)
+    chosen_val = _sample_prompts(val, config.trainer.seed)
+    a_call = _usage_per_call(template, chosen, config, of_list)
     calls, validation = sums["reward_calls"], sums["reward_calls_validation"]
     run = None
     if calls is not None and validation is not None:
         run = a_call.times((calls - validation) * votes * requests)
         if validation:
-            bill = _a_call(template, chosen_val, config, alone)
+            bill = _usage_per_call(template, chosen_val, config, alone)
             run += bill.times(validation * votes * alone)
-    held = len(held_out(api.monitor.labels)) if api.monitor.labels is not None else 0
-    held *= 1 + (sums["total_steps"] or 0) // api.monitor.labels_every
+    labelled = len(read_held_out(api.monitor.labels)) if api.monitor.labels is not None else 0
+    labelled *= 1 + (sums["total_steps"] or 0) // api.monitor.labels_every
     checks = len(format_checks(api, template)) if api.canary_every else 0
     if run is not None:
-        run += a_call.times(held + checks)
+        run += a_call.times(labelled + checks)
     return Forecast(
         config=config,
         price=find_price(api),
@@ -278,37 +282,41 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
         steps=sums["total_steps"],
         rows=(train_rows(config) or len(train)) + (val_rows(config) or len(val)),
         sampled=len(chosen) + len(chosen_val),
-        held_out=held,
+        held_out=labelled,
     )
 
 
-def _sample(prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
+def _sample_prompts(prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
     return prompts if len(prompts) <= SAMPLE else random.Random(seed).sample(prompts, SAMPLE)
 
 
-def _a_call(template: Template, prompts: Sequence[Prompt], config: Config, responses: int) -> Bill:
+def _usage_per_call(
+    template: Template, prompts: Sequence[Prompt], config: Config, responses: int
+) -> UsageRange:
     """Return the mean tokens of a call about `responses`, of half and of full length."""
     api = config.reward.api
     materials = [build_material(prompt, "") for prompt in prompts]
     check_rows(api, template, materials)
     of = rubric_reader(api)
     rubrics = [of(material) for material in materials]
-    asked = [
+    rubrics_of_calls = [
         r.split_criteria() if r is not None and api.rubric_calls == "each" else [r] for r in rubrics
     ]
-    calls = max(1, round(fmean(map(len, asked))))
+    calls = max(1, round(fmean(map(len, rubrics_of_calls))))
     short, full = _response_tokens(config)
     brief, long = _verdict_tokens(config, fmean(len(r.criteria) if r else 0 for r in rubrics))
     coarse, fine = TOKEN_BYTES
 
     def input_bytes(length: int) -> float:
         return fmean(
-            sum(_input_bytes(template, prompt, length, api, one, responses) for one in each)
-            for prompt, each in zip(prompts, asked, strict=True)
+            sum(_input_bytes(template, prompt, length, api, rubric, responses) for rubric in each)
+            for prompt, each in zip(prompts, rubrics_of_calls, strict=True)
         )
 
     low, high = input_bytes(short * coarse) / coarse, input_bytes(full * fine) / fine
-    return Bill(calls, Amount(low, brief), Amount(high + calls * REQUEST_OVERHEAD, long))
+    return UsageRange(
+        calls, TokenCount(low, brief), TokenCount(high + calls * REQUEST_OVERHEAD, long)
+    )
 
 
 def _input_bytes(
@@ -324,8 +332,8 @@ def _input_bytes(
 
 def _response_tokens(config: Config) -> tuple[int, int]:
     """Return how long responses are taken to be: half of what they may be, and all of it."""
-    most = config.data.max_response_length
-    return max(1, most // 2), most
+    longest = config.data.max_response_length
+    return max(1, longest // 2), longest
 
 
 def _verdict_tokens(config: Config, criteria: float) -> tuple[float, float]:
@@ -334,35 +342,35 @@ def _verdict_tokens(config: Config, criteria: float) -> tuple[float, float]:
         return 0, 0
     if criteria:
         return criteria * CRITERION_TOKENS[0], criteria * CRITERION_TOKENS[1]
-    most = config.reward.api.max_tokens
-    return min(most, VERDICT_TOKENS[0]), min(most, VERDICT_TOKENS[1])
+    limit = config.reward.api.max_tokens
+    return min(limit, VERDICT_TOKENS[0]), min(limit, VERDICT_TOKENS[1])
 
 
-def _bill_line(bill: Bill, price: Price | None) -> str:
+def _usage_line(bill: UsageRange, price: Price | None) -> str:
     """Say a bill in one line: `10,240 calls, 4.1 to 6.1 M tokens, $1.20 to $1.50`."""
-    said = f"{bill.calls:,} calls, {_tokens(bill.low.total, bill.high.total)} tokens"
+    line = f"{bill.calls:,} calls, {_token_range(bill.low.total, bill.high.total)} tokens"
     costs = bill.costs(price)
-    return said if costs is None else f"{said}, {_dollars(*costs)}"
+    return line if costs is None else f"{line}, {_dollar_range(*costs)}"
 
 
-def _tokens(low: float, high: float) -> str:
+def _token_range(low: float, high: float) -> str:
     size, unit = (1e6, " M") if high >= 1e6 else (1e3, " k") if high >= 1e4 else (1, "")
     digits = 0 if size == 1 else 1
     ends = [f"{n / size:,.{digits}f}" for n in (low, high)]
     return f"about {ends[0]}{unit}" if ends[0] == ends[1] else f"{' to '.join(ends)}{unit}"
 
 
-def _dollars(low: float, high: float) -> str:
+def _dollar_range(low: float, high: float) -> str:
     digits = 2 if high >= 0.1 else 4
     ends = [f"${n:,.{digits}f}" for n in (low, high)]
     return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
-PATIENCE_S = 30.0
+LIST_TIMEOUT_S = 30.0
 NO_LIST = "nothing lists here what the key may use"
 
 
-def listings(
+def list_models(
     settings: Reward, kind: str | None, environ: Mapping[str, str] = os.environ
 ) -> Iterator[dict[str, Any]]:
     """Yield what each provider lists to its key.
@@ -372,28 +380,28 @@ def listings(
     """
     judges = [judge.settings for judge in judges_of(settings)]
     named = [settings.api.model_copy(update={"type": kind})] if kind else []
-    for api in judges or named or [ApiReward(type=name) for name in with_keys(environ)]:
-        yield _listing(api, environ)
+    for api in judges or named or [ApiReward(type=name) for name in providers_with_keys(environ)]:
+        yield _list_provider(api, environ)
 
 
-def with_keys(environ: Mapping[str, str]) -> Iterator[str]:
+def providers_with_keys(environ: Mapping[str, str]) -> Iterator[str]:
     """Give the types of judge that these variables let in."""
-    for name, known in JUDGES.items():
-        keyed = any(environ.get(key, "").strip() for key in known.keys)
-        ready = known.needs and known.keyless
+    for name, provider in JUDGES.items():
+        keyed = any(environ.get(key, "").strip() for key in provider.keys)
+        ready = provider.needs and provider.keyless
         if (keyed or ready) and not missing_sdk_settings(
             name, environ, base_url=None, key_env=None
         ):
             yield name
 
 
-async def usable(provider: SdkProvider) -> list[str] | None:
+async def fetch_models(provider: SdkProvider) -> list[str] | None:
     """The models that a provider lists to its key, sorted; raises only JudgeError."""
-    found = await provider.within(PATIENCE_S, provider.models)
-    return None if found is None else sorted(set(found))
+    names = await provider.within(LIST_TIMEOUT_S, provider.models)
+    return None if names is None else sorted(set(names))
 
 
-def among(model: str, names: list[str] | None) -> str:
+def describe_availability(model: str, names: list[str] | None) -> str:
     """Say whether a model is among those that are listed."""
     if names is None:
         return NO_LIST
@@ -404,33 +412,33 @@ def among(model: str, names: list[str] | None) -> str:
     return f"the key may use {len(names):,} models, and {model} is none of them.{near}"
 
 
-def _listing(api: ApiReward, environ: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"provider": api.type, "models": None, "notes": []}
+def _list_provider(api: ApiReward, environ: Mapping[str, str]) -> dict[str, Any]:
+    listing: dict[str, Any] = {"provider": api.type, "models": None, "notes": []}
     try:
         provider = build_provider(api, environ=environ)
-        names = asyncio.run(_closed(provider))
+        names = asyncio.run(_fetch_and_close(provider))
     except (UserError, JudgeError) as error:
-        return found | {"problem": redact(str(error))}
+        return listing | {"problem": redact(str(error))}
     if api.model:
-        found["notes"].append(among(api.model, names))
+        listing["notes"].append(describe_availability(api.model, names))
     elif names is None:
-        found["notes"].append(NO_LIST)
+        listing["notes"].append(NO_LIST)
     if names is None:
-        return found
+        return listing
     each = [api.model_copy(update={"model": name}) for name in names]
-    found["models"] = [_known(one) for one in each]
-    found["notes"] += [said for one in each if (said := disagreement(one))]
-    return found
+    listing["models"] = [_model_facts(model) for model in each]
+    listing["notes"] += [conflict for model in each if (conflict := disagreement(model))]
+    return listing
 
 
-async def _closed(provider: SdkProvider) -> list[str] | None:
+async def _fetch_and_close(provider: SdkProvider) -> list[str] | None:
     try:
-        return await usable(provider)
+        return await fetch_models(provider)
     finally:
         await provider.close()
 
 
-def _known(api: ApiReward) -> dict[str, Any]:
+def _model_facts(api: ApiReward) -> dict[str, Any]:
     """A model's price in US dollars for a million tokens, its limit and the day it goes."""
     price, listed = find_price(api), look_up_model(api)
     day = shutdown_date(api.type, api.model or "") if api.base_url is None else None

@@ -41,11 +41,11 @@ from ppo_cli.run_folder import rollout_file, rollout_steps
 
 RESPONSE = "response"
 RESPONSE_ALIASES = ("completion", "output", "generation", "solution_str", "reply", "prediction")
-OURS = ("score", "failure", "reason", "parts", "info")
+SCORE_COLUMNS = ("score", "failure", "reason", "parts", "info")
 
 
 @dataclass(frozen=True)
-class Answered:
+class ResponseRow:
     """One row with its response; `record` is the row as it stands in the file."""
 
     place: Place
@@ -54,11 +54,11 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class AnsweredSet:
+class ResponseSet:
     """The rows of a file, and what its reader should know."""
 
     source: str
-    rows: tuple[Answered, ...]
+    rows: tuple[ResponseRow, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -67,13 +67,13 @@ class AnsweredSet:
         return [row.rollout for row in self.rows]
 
 
-def read_answered(
+def read_responses(
     file: str,
     *,
     prompt_key: str = "prompt",
     source_key: str = "data_source",
     response_key: str | None = RESPONSE,
-) -> AnsweredSet:
+) -> ResponseSet:
     """Read a file of rows; every bad row is named at once.
 
     With `response_key` None rows need no response; one that they have is taken all the same.
@@ -92,37 +92,43 @@ def read_answered(
             "Name the column that holds the responses with --response_key."
         )
 
-    def read(place: Place, record: Record) -> Answered:
+    def read(place: Place, record: Record) -> ResponseRow:
         response = read_response(record, response_key or RESPONSE)
         if response is None and response_key is not None:
             raise RowError(response_key, "is missing or null")
         prompt = prompt_of(raw.label, read_row(place, record, columns))
         prompt = replace(prompt, opened=str(record.get("opened") or ""))
         cut = record.get("finish_reason") == "length"
-        return Answered(place, record, rollout_of(prompt, response or "", cut=cut))
+        return ResponseRow(place, record, rollout_of(prompt, response or "", cut=cut))
 
     rows, problems = read_records(raw, read)
     raise_problems(problems)
     notes = alias_notes(raw.source, columns, prompt_key)
-    if ours := [name for name in names if name in OURS]:
-        notes.append(f"Columns that the new scores replace in what is written: {', '.join(ours)}.")
+    if replaced := [name for name in names if name in SCORE_COLUMNS]:
+        notes.append(
+            f"Columns that the new scores replace in what is written: {', '.join(replaced)}."
+        )
     # Without responses each row is a task of its own.
-    grouped = rows if response_key is None else _in_groups(rows)
-    return AnsweredSet(raw.source, tuple(grouped), tuple(notes))
+    grouped = rows if response_key is None else _group_by_prompt(rows)
+    return ResponseSet(raw.source, tuple(grouped), tuple(notes))
 
 
-def read_run(run: Path, steps: Sequence[int]) -> AnsweredSet:
+def read_run_responses(run: Path, steps: Sequence[int]) -> ResponseSet:
     """Read the training responses of some steps of a run, of its last one where none is named."""
-    there = rollout_steps(run)
-    if absent := [step for step in steps if step not in there]:
-        known = f"There are {len(there)}, from {there[0]} to {there[-1]}." if there else ""
-        raise DataError(f"--step {absent[0]}: {run} has no rollouts of that step. {known}".rstrip())
-    if not there:
+    available = rollout_steps(run)
+    if absent := [step for step in steps if step not in available]:
+        hint = (
+            f"There are {len(available)}, from {available[0]} to {available[-1]}."
+            if available
+            else ""
+        )
+        raise DataError(f"--step {absent[0]}: {run} has no rollouts of that step. {hint}".rstrip())
+    if not available:
         raise DataError(f"{run}: a folder without rollouts/step_*.jsonl; name a file, or a run.")
-    chosen = sorted(set(steps)) or there[-1:]
-    found = [read_answered(str(rollout_file(run, step))) for step in chosen]
+    chosen = sorted(set(steps)) or available[-1:]
+    files = [read_responses(str(rollout_file(run, step))) for step in chosen]
     named = f"{run}, step {', '.join(map(str, chosen))}"
-    return AnsweredSet(named, tuple(row for one in found for row in one.rows))
+    return ResponseSet(named, tuple(row for file in files for row in file.rows))
 
 
 def read_response(record: Record, column: str = RESPONSE) -> str | None:
@@ -133,14 +139,14 @@ def read_response(record: Record, column: str = RESPONSE) -> str | None:
     return value
 
 
-def _in_groups(rows: Sequence[Answered]) -> Iterator[Answered]:
+def _group_by_prompt(rows: Sequence[ResponseRow]) -> Iterator[ResponseRow]:
     """Make rows with the same prompt samples of one prompt, as in training."""
     uids: dict[str, str] = {}
     count: Counter[str] = Counter()
     for row in rows:
         prompt = row.rollout.prompt
-        asked = json.dumps(as_plain(prompt.messages), default=str)
-        uid = uids.setdefault(asked, prompt.uid)
+        question = json.dumps(as_plain(prompt.messages), default=str)
+        uid = uids.setdefault(question, prompt.uid)
         same = replace(prompt, uid=uid)
         yield replace(row, rollout=replace(row.rollout, prompt=same, sample=count[uid]))
         count[uid] += 1
@@ -158,7 +164,7 @@ def rollout_of(prompt: Prompt, response: str, sample: int = 0, *, cut: bool = Fa
     )
 
 
-def scored_file(source: str) -> Path:
+def default_out(source: str) -> Path:
     """Where scores go by default: next to the file, in the run; those of a hub set: here."""
     path = Path(source).expanduser()
     if path.is_dir() and find_saved(source) is None:
@@ -190,82 +196,86 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
-GOOD_WORDS = ("true", "1", "good", "yes", "chosen", "correct", "right", "safe", "accepted")
-MOST_WORDS = 8
+POSITIVE_LABELS = ("true", "1", "good", "yes", "chosen", "correct", "right", "safe", "accepted")
+MAX_LABELS_SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledRows:
     """Rows with their labels as numbers; `positive` is None where labels are not two classes."""
 
-    rows: tuple[Answered, ...]
+    rows: tuple[ResponseRow, ...]
     values: NDArray[np.float64]
     positive: NDArray[np.bool_] | None
-    said: str
+    description: str
     notes: tuple[str, ...] = ()
 
 
-def cells_of(found: AnsweredSet, column: str, flag: str) -> list[Any]:
+def column_cells(responses: ResponseSet, column: str, flag: str) -> list[Any]:
     """The cells of a column that a flag names; DataError where there is no such column."""
-    names = list(dict.fromkeys(name for row in found.rows for name in row.record))
+    names = list(dict.fromkeys(name for row in responses.rows for name in row.record))
     if column not in names:
         raise DataError(
-            f"{found.source}: no column '{column}' ({flag}). Its columns: {list_names(names)}."
+            f"{responses.source}: no column '{column}' ({flag}). Its columns: {list_names(names)}."
             f"{did_you_mean(column, names)}"
         )
-    return [as_plain(row.record.get(column)) for row in found.rows]
+    return [as_plain(row.record.get(column)) for row in responses.rows]
 
 
-def read_labels(found: AnsweredSet, column: str, positive: str | None = None) -> Labelled:
+def read_labels(responses: ResponseSet, column: str, positive: str | None = None) -> LabelledRows:
     """Read the label of each row; rows without one are left out, and that is said."""
-    cells = cells_of(found, column, "--labels")
-    kept = [(row, cell) for row, cell in zip(found.rows, cells, strict=True) if cell is not None]
-    if not kept:
-        raise DataError(f"{found.source}: the column '{column}' (--labels) is empty.")
-    rows = tuple(row for row, _ in kept)
-    values = [cell for _, cell in kept]
-    wrong = [(row.place, _unfit(value)) for row, value in kept]
-    raise_problems([RowProblem(place, column, said) for place, said in wrong if said])
-    without = len(cells) - len(kept)
+    cells = column_cells(responses, column, "--labels")
+    labelled = [
+        (row, cell) for row, cell in zip(responses.rows, cells, strict=True) if cell is not None
+    ]
+    if not labelled:
+        raise DataError(f"{responses.source}: the column '{column}' (--labels) is empty.")
+    rows = tuple(row for row, _ in labelled)
+    values = [cell for _, cell in labelled]
+    wrong = [(row.place, _label_problem(value)) for row, value in labelled]
+    raise_problems([RowProblem(place, column, problem) for place, problem in wrong if problem])
+    without = len(cells) - len(labelled)
     notes = (f"{without} rows have no label and are left out.",) if without else ()
     if positive is None and not any(isinstance(value, str) for value in values):
         numbers = np.asarray([float(value) for value in values])
         levels = np.unique(numbers)
         if len(levels) != 2:
-            said = f"{len(levels)} levels from {levels[0]:g} to {levels[-1]:g}"
-            return Labelled(rows, numbers, None, said, notes)
+            description = f"{len(levels)} levels from {levels[0]:g} to {levels[-1]:g}"
+            return LabelledRows(rows, numbers, None, description, notes)
         flags = numbers == levels[1]
         good = str(values[flags.argmax()]).lower()
     else:
-        words = [str(value).strip().casefold() for value in values]
-        word = _good_word(words, column, positive)
-        flags = np.asarray([given == word for given in words])
+        labels = [str(value).strip().casefold() for value in values]
+        word = _positive_label(labels, column, positive)
+        flags = np.asarray([label == word for label in labels])
         numbers, good = flags.astype(np.float64), repr(word)
-    return Labelled(rows, numbers, flags, f"{good} is good ({flags.sum()} of {len(rows)})", notes)
+    return LabelledRows(
+        rows, numbers, flags, f"{good} is good ({flags.sum()} of {len(rows)})", notes
+    )
 
 
-MOST_HELD_OUT = 32  # labelled responses that a judge reads anew during a run
-FEWEST_HELD_OUT = 8
+MAX_HELD_OUT = 32  # labelled responses that a judge reads anew during a run
+MIN_HELD_OUT = 8
 
 
-def held_out(file: str) -> list[tuple[Rollout, float]]:
+def read_held_out(file: str) -> list[tuple[Rollout, float]]:
     """Read responses with their labels (column label), each once, evenly thinned to so many.
 
     Raises DataError for a file that is bad, or has too few labels to tell a change from chance.
     """
-    found = read_labels(read_answered(file), "label")
-    once = {(r.rollout.prompt.text, r.rollout.text): i for i, r in enumerate(found.rows)}
-    rows = [(found.rows[i].rollout, float(found.values[i])) for i in once.values()]
-    if (count := len(rows)) < FEWEST_HELD_OUT:
+    labelled = read_labels(read_responses(file), "label")
+    once = {(r.rollout.prompt.text, r.rollout.text): i for i, r in enumerate(labelled.rows)}
+    rows = [(labelled.rows[i].rollout, float(labelled.values[i])) for i in once.values()]
+    if (count := len(rows)) < MIN_HELD_OUT:
         raise DataError(
-            f"{file} has {count} different labelled responses; at least {FEWEST_HELD_OUT} are "
+            f"{file} has {count} different labelled responses; at least {MIN_HELD_OUT} are "
             "needed (--rm_monitor_labels)."
         )
-    step = max(1.0, count / MOST_HELD_OUT)
-    return [rows[int(place * step)] for place in range(min(count, MOST_HELD_OUT))]
+    step = max(1.0, count / MAX_HELD_OUT)
+    return [rows[int(place * step)] for place in range(min(count, MAX_HELD_OUT))]
 
 
-def _unfit(value: Any) -> str:
+def _label_problem(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "is NaN or infinite"
     if isinstance(value, bool | int | float | str):
@@ -273,27 +283,27 @@ def _unfit(value: Any) -> str:
     return f"is {name_type(value)}, not a number, true, false or a word"
 
 
-def _good_word(words: Sequence[str], column: str, given: str | None) -> str:
-    kinds = list(dict.fromkeys(words))
-    shown = ", ".join(kinds[:MOST_WORDS])
-    if given is not None:
-        wanted = given.strip().casefold()
-        if wanted not in kinds:
+def _positive_label(labels: Sequence[str], column: str, positive: str | None) -> str:
+    kinds = list(dict.fromkeys(labels))
+    shown = ", ".join(kinds[:MAX_LABELS_SHOWN])
+    if positive is not None:
+        label = positive.strip().casefold()
+        if label not in kinds:
             raise DataError(
-                f"--positive {given}: no label in '{column}' is that. "
-                f"There are: {shown}.{did_you_mean(wanted, kinds)}"
+                f"--positive {positive}: no label in '{column}' is that. "
+                f"There are: {shown}.{did_you_mean(label, kinds)}"
             )
-        return wanted
+        return label
     if len(kinds) > 2:
-        more = ", …" if len(kinds) > MOST_WORDS else ""
+        ellipsis = ", …" if len(kinds) > MAX_LABELS_SHOWN else ""
         raise DataError(
-            f"The labels in '{column}' are {len(kinds)} different words: {shown}{more}. Give "
+            f"The labels in '{column}' are {len(kinds)} different words: {shown}{ellipsis}. Give "
             "numbers or two words, or say with --positive VALUE which word is good; all others "
             "are then bad."
         )
-    known = [kind for kind in kinds if kind in GOOD_WORDS]
-    if len(known) == 1:
-        return known[0]
+    positives = [kind for kind in kinds if kind in POSITIVE_LABELS]
+    if len(positives) == 1:
+        return positives[0]
     raise DataError(
         f"The labels in '{column}' are {' and '.join(map(repr, kinds))}; say with "
         "--positive VALUE which one is good."

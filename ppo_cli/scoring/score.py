@@ -31,27 +31,27 @@ from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run_folder import plain
-from ppo_cli.scoring.rows import Answered
-from ppo_cli.scoring.sources import kind_of, with_all
+from ppo_cli.scoring.rows import ResponseRow
+from ppo_cli.scoring.sources import override_all, reward_kind
 
 NOT_ASKED = "not asked"
-COUNTED = ("calls", "cost_usd", "tokens_in", "tokens_out")  # by each judge
-BY_HAND = "Stopped by Ctrl-C."
+SPENDING_METRICS = ("calls", "cost_usd", "tokens_in", "tokens_out")  # by each judge
+STOPPED_BY_CTRL_C = "Stopped by Ctrl-C."
 POLL_S = 0.2
-CUT = 100
+SHORT_CHARS = 100
 MANY_ROWS = 64  # from here on two calls more for questions with known answers hardly matter
 # A share of failed verdicts is one of a step's responses, and a file is not a step.
-QUIET = {"canary_every": 0, "monitor.model": None, "max_failure_rate": 1.0}
+MONITORS_OFF = {"canary_every": 0, "monitor.model": None, "max_failure_rate": 1.0}
 
 
 @dataclass(frozen=True)
-class Watch:
+class Callbacks:
     """Callbacks for progress, for notes on why scoring waits, and for each score as it comes.
 
     `scored` is called by whatever thread has the score.
     """
 
-    advance: Callable[[int], None] = lambda more: None
+    advance: Callable[[int], None] = lambda count: None
     note: Callable[[str], None] = lambda text: None
     scored: Callable[[Rollout, Score], None] = lambda rollout, score: None
 
@@ -67,8 +67,8 @@ class Scoring:
 
 
 @contextmanager
-def started(
-    settings: RewardSettings, prompts: Sequence[Prompt], watch: Watch,
+def open_reward(
+    settings: RewardSettings, prompts: Sequence[Prompt], watch: Callbacks,
     folder: Path | None = None, *, check_format: bool = False,
 ) -> Iterator[Reward]:  # fmt: skip
     """Build the reward and try it out, as training does before its first rollout.
@@ -86,9 +86,9 @@ def started(
             "and there is none here. Use --rm_compare ground_truth, or --rm_mode text."
         )
     sources = {prompt.data_source for prompt in prompts}
-    quiet = with_all(settings, "judge", QUIET)
+    quiet = override_all(settings, "judge", MONITORS_OFF)
     if settings.model.self_test == "strict":
-        quiet = with_all(quiet, "model", {"self_test": "warn"})
+        quiet = override_all(quiet, "model", {"self_test": "warn"})
     reward = build_reward(quiet, sources=sources)
     try:
         if folder is not None:
@@ -103,7 +103,7 @@ def started(
 
 
 def score_all(
-    reward: Reward, rollouts: Iterable[Rollout], watch: Watch, kind: RoundKind = "train"
+    reward: Reward, rollouts: Iterable[Rollout], watch: Callbacks, kind: RoundKind = "train"
 ) -> Scoring:
     """Submit every rollout as one step and gather the scores as they come.
 
@@ -117,18 +117,18 @@ def score_all(
         reward.begin_step(0)
         for rollout in rollouts:
             futures.append(reward.submit(rollout))
-            futures[-1].add_done_callback(partial(_tell, watch, rollout, arrived))
+            futures[-1].add_done_callback(partial(_deliver, watch, rollout, arrived))
         reward.end_round(kind)
-        _gather(reward, len(futures), arrived, watch)
+        _wait_for_all(reward, len(futures), arrived, watch)
     except Interrupted as reason:
         stopped = str(reason)
     except KeyboardInterrupt:
-        stopped = BY_HAND
+        stopped = STOPPED_BY_CTRL_C
     metrics = final_metrics(reward, stopped)
     cut = sum(int(value) for name, value in metrics.items() if name.endswith("/prompts_cut"))
     if cut:
         watch.note(f"{cut} prompts were cut to fit the reward model, from the left.")
-    scores = [_now(future) for future in futures]
+    scores = [_score_if_done(future) for future in futures]
     if isinstance(rollouts, Sequence):
         scores += [Score.failed(NOT_ASKED)] * (len(rollouts) - len(futures))
     return Scoring(tuple(scores), time.monotonic() - started, metrics, stopped)
@@ -145,8 +145,8 @@ def final_metrics(reward: Reward, stopped: str) -> dict[str, float]:
     return reward.pop_metrics()
 
 
-def _tell(
-    watch: Watch, rollout: Rollout, arrived: SimpleQueue[Future[Score]], future: Future[Score]
+def _deliver(
+    watch: Callbacks, rollout: Rollout, arrived: SimpleQueue[Future[Score]], future: Future[Score]
 ) -> None:
     """Hand a score on; an error in that (a full disk) reaches whoever waits for the score."""
     try:
@@ -158,10 +158,12 @@ def _tell(
     arrived.put(future)
 
 
-def _gather(reward: Reward, left: int, arrived: SimpleQueue[Future[Score]], watch: Watch) -> None:
+def _wait_for_all(
+    reward: Reward, pending: int, arrived: SimpleQueue[Future[Score]], watch: Callbacks
+) -> None:
     """Wait for all that are left; raises what a future raises."""
     noted: str | None = None
-    while left:
+    while pending:
         try:
             future = arrived.get(timeout=POLL_S)
         except Empty:
@@ -171,11 +173,11 @@ def _gather(reward: Reward, left: int, arrived: SimpleQueue[Future[Score]], watc
             noted = why
             continue
         future.result()
-        left -= 1
+        pending -= 1
         watch.advance(1)
 
 
-def _now(future: Future[Score]) -> Score:
+def _score_if_done(future: Future[Score]) -> Score:
     """The score as far as it is there."""
     if not future.done() or future.cancelled() or future.exception() is not None:
         future.cancel()
@@ -183,16 +185,16 @@ def _now(future: Future[Score]) -> Score:
     return future.result()
 
 
-def to_go_on(settings: RewardSettings) -> str:
+def resume_advice(settings: RewardSettings) -> str:
     """What to do after an early stop."""
     if any(judge.settings.cache != "off" for judge in judges_of(settings)):
         return "Run the same command again: the verdicts that are there come from the cache."
     return "Run the same command again."
 
 
-def scored_row(row: Answered, score: Score) -> dict[str, Any]:
+def scored_row(row: ResponseRow, score: Score) -> dict[str, Any]:
     """The row as it stands in the file, with its score."""
-    said: dict[str, Any] = plain(
+    columns: dict[str, Any] = plain(
         {
             "score": score.value,
             "failure": score.failure or None,
@@ -201,15 +203,15 @@ def scored_row(row: Answered, score: Score) -> dict[str, Any]:
             "info": score.facts,
         }
     )
-    return {**row.record, **said}
+    return {**row.record, **columns}
 
 
-def judged(score: Score) -> float | None:
+def judged_value(score: Score) -> float | None:
     """A score that was really given; an imputed one does not count."""
     return score.value if score.judged else None
 
 
-def cause_of(score: Score) -> str:
+def failure_cause(score: Score) -> str:
     """The short word for a failure: how its text begins."""
     cause = score.failure or score.imputed
     first, _, rest = cause.partition(":")
@@ -218,59 +220,59 @@ def cause_of(score: Score) -> str:
     return redact(first.strip()) or "unknown"
 
 
-def cut(text: str, most: int = CUT) -> str:
+def shorten(text: str, max_chars: int = SHORT_CHARS) -> str:
     """The text on one line, its middle left out when it is long."""
     line = " ".join(redact(text).split())
-    half = (most - 3) // 2
-    return line if len(line) <= most else f"{line[:half]} … {line[-half:]}"
+    half = (max_chars - 3) // 2
+    return line if len(line) <= max_chars else f"{line[:half]} … {line[-half:]}"
 
 
-def counted(metrics: Mapping[str, float]) -> dict[str, float]:
+def total_spending(metrics: Mapping[str, float]) -> dict[str, float]:
     """The sums over all judges; without a cost where that of one is not known."""
-    judges = by_judge(metrics).values()
-    names = [name for name in COUNTED if any(name in one for one in judges)]
-    found = {name: sum(one.get(name, 0.0) for one in judges) for name in names}
+    judges = spending_by_judge(metrics).values()
+    names = [name for name in SPENDING_METRICS if any(name in judge for judge in judges)]
+    totals = {name: sum(judge.get(name, 0.0) for judge in judges) for name in names}
     # Tokens that cost nothing have no known price: better no figure than a wrong one.
-    if any(one.get("tokens_in") and not one.get("cost_usd") for one in judges):
-        found.pop("cost_usd", None)
-    return found
+    if any(judge.get("tokens_in") and not judge.get("cost_usd") for judge in judges):
+        totals.pop("cost_usd", None)
+    return totals
 
 
-def by_judge(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def spending_by_judge(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Calls, tokens and cost of each judge; `judge`, and `judge_NAME` for a second one."""
-    found: dict[str, dict[str, float]] = {}
+    by_judge: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
         stage, _, name = key.partition("/")
-        if name in COUNTED and (stage == "judge" or stage.startswith("judge_")):
-            found.setdefault(stage, {})[name] = value
-    return found
+        if name in SPENDING_METRICS and (stage == "judge" or stage.startswith("judge_")):
+            by_judge.setdefault(stage, {})[name] = value
+    return by_judge
 
 
-def spending(scores: Sequence[Score], scoring: Scoring) -> dict[str, Any]:
+def scoring_spending(scores: Sequence[Score], scoring: Scoring) -> dict[str, Any]:
     """Seconds, calls, tokens and cost, over all judges of a mixture."""
-    found: dict[str, Any] = {"seconds": round(scoring.seconds, 3)}
-    cached = sum(sum(kept_verdicts(score)) for score in scores)
+    facts: dict[str, Any] = {"seconds": round(scoring.seconds, 3)}
+    cached = sum(sum(cached_verdicts(score)) for score in scores)
     if cached:
-        found["cached"] = cached
-    return found | counted(scoring.metrics)
+        facts["cached"] = cached
+    return facts | total_spending(scoring.metrics)
 
 
-def kept_verdicts(score: Score) -> list[bool]:
+def cached_verdicts(score: Score) -> list[bool]:
     """For each judge behind a score, whether its verdict came from the cache."""
-    asked = score.mixture.values() or [score]
-    return [bool(one.info["cached"]) for one in asked if "cached" in one.info]
+    verdicts = score.mixture.values() or [score]
+    return [bool(verdict.info["cached"]) for verdict in verdicts if "cached" in verdict.info]
 
 
-def is_kept(score: Score) -> bool:
+def is_cached(score: Score) -> bool:
     """Whether a score took no new verdict, all of its judges' being in the cache."""
-    kept = kept_verdicts(score)
-    return bool(kept) and all(kept)
+    cached = cached_verdicts(score)
+    return bool(cached) and all(cached)
 
 
 def add_spending(spent: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
     """Add what was counted since."""
-    more = counted(metrics)
-    return {k: spent.get(k, 0) + more.get(k, 0) for k in dict.fromkeys([*spent, *more])}
+    added = total_spending(metrics)
+    return {k: spent.get(k, 0) + added.get(k, 0) for k in dict.fromkeys([*spent, *added])}
 
 
 Values = Sequence[float | None]
@@ -278,7 +280,7 @@ DOMINATED = 1 / 3  # a share this small against the part's weight is as good as 
 
 
 @dataclass(frozen=True)
-class Column:
+class PartColumn:
     """One part over all rows: None where it failed or was not asked."""
 
     raw: tuple[float | None, ...]
@@ -287,21 +289,21 @@ class Column:
     gated: int = 0
 
 
-def column_of(scores: Sequence[Score], name: str | None) -> Column:
+def part_column(scores: Sequence[Score], name: str | None) -> PartColumn:
     """The scores of a part by its name; without one, those of the reward itself."""
     if name is None:
-        raw = tuple(judged(score) for score in scores)
+        raw = tuple(judged_value(score) for score in scores)
         lost = sum(v is None and s.failure != NOT_ASKED for v, s in zip(raw, scores, strict=True))
-        return Column(raw, raw, lost)
-    given = [score.parts.get(name) for score in scores]
+        return PartColumn(raw, raw, lost)
+    values = [score.parts.get(name) for score in scores]
     imputed = [name in s.mixture and bool(s.mixture[name].imputed) for s in scores]
     raw = tuple(
-        None if p is None or lost else p.raw for p, lost in zip(given, imputed, strict=True)
+        None if p is None or lost else p.raw for p, lost in zip(values, imputed, strict=True)
     )
-    scaled = tuple(None if p is None else p.scaled for p in given)
-    failed = sum(p is not None and p.scaled is None for p in given) + sum(imputed)
-    gated = sum(p is not None and p.raw is None and p.scaled is not None for p in given)
-    return Column(raw, scaled, failed, gated)
+    scaled = tuple(None if p is None else p.scaled for p in values)
+    failed = sum(p is not None and p.scaled is None for p in values) + sum(imputed)
+    gated = sum(p is not None and p.raw is None and p.scaled is not None for p in values)
+    return PartColumn(raw, scaled, failed, gated)
 
 
 def part_facts(
@@ -310,33 +312,33 @@ def part_facts(
     """Every part in numbers, what its source only reports, and what goes together."""
     lengths = [float(len(rollout.text)) for rollout in rollouts]
     parts = mixture_of(settings)
-    columns = columns_of(settings, scores)
-    found = {name: _facts(column, lengths) for name, column in columns.items()}
-    for name, facts in _in_mixture(parts, columns).items():
-        found[name] |= facts
-    total = [judged(score) for score in scores]
+    columns = part_columns(settings, scores)
+    facts_by_part = {name: _column_facts(column, lengths) for name, column in columns.items()}
+    for name, facts in _weights_and_shares(parts, columns).items():
+        facts_by_part[name] |= facts
+    total = [judged_value(score) for score in scores]
     return {
-        "parts": found,
-        "reported": _reported(scores, columns),
+        "parts": facts_by_part,
+        "reported": _reported_moments(scores, columns),
         "length": correlation(total, lengths),
         "correlations": [
-            {"parts": [one, other], "value": value}
-            for one, other in combinations(columns, 2)
-            if (value := correlation(columns[one].raw, columns[other].raw)) is not None
+            {"parts": [first, other], "value": value}
+            for first, other in combinations(columns, 2)
+            if (value := correlation(columns[first].raw, columns[other].raw)) is not None
         ],
-        "remarks": _remarks(parts, found),
+        "remarks": _mixture_warnings(parts, facts_by_part),
     }
 
 
-def columns_of(settings: RewardSettings, scores: Sequence[Score]) -> dict[str, Column]:
+def part_columns(settings: RewardSettings, scores: Sequence[Score]) -> dict[str, PartColumn]:
     """The parts of a mixture by name; one column, under its kind, for a reward alone."""
     parts = mixture_of(settings)
     if not parts:
-        return {kind_of(settings): column_of(scores, None)}
-    return {part.name: column_of(scores, part.name) for part in parts}
+        return {reward_kind(settings): part_column(scores, None)}
+    return {part.name: part_column(scores, part.name) for part in parts}
 
 
-def _facts(column: Column, lengths: Sequence[float]) -> dict[str, Any]:
+def _column_facts(column: PartColumn, lengths: Sequence[float]) -> dict[str, Any]:
     return {
         "scored": Moments.of(column.raw).count,
         "failed": column.failed,
@@ -348,13 +350,13 @@ def _facts(column: Column, lengths: Sequence[float]) -> dict[str, Any]:
 
 
 def _moments(values: Values) -> dict[str, float | None]:
-    known = [v for v in values if v is not None]
-    moments = Moments.of(known)
+    valid = [v for v in values if v is not None]
+    moments = Moments.of(valid)
     return {
-        "mean": moments.mean if known else None,
-        "std": moments.std if known else None,
-        "min": min(known, default=None),
-        "max": max(known, default=None),
+        "mean": moments.mean if valid else None,
+        "std": moments.std if valid else None,
+        "min": min(valid, default=None),
+        "max": max(valid, default=None),
     }
 
 
@@ -375,25 +377,25 @@ def _plain(number: float) -> str:
     return text.replace("e", ".0e") if "e" in text and "." not in text else text
 
 
-def _in_mixture(
-    parts: Sequence[MixPart], columns: Mapping[str, Column]
+def _weights_and_shares(
+    parts: Sequence[MixPart], columns: Mapping[str, PartColumn]
 ) -> dict[str, dict[str, Any]]:
     """Weight asked for, and share of the spread that came of it, as in a run's metrics."""
     spreads = {p.name: abs(p.weight) * Moments.of(columns[p.name].scaled).std for p in parts}
-    whole, weights = math.fsum(spreads.values()), math.fsum(abs(p.weight) for p in parts)
+    total_spread, weights = math.fsum(spreads.values()), math.fsum(abs(p.weight) for p in parts)
     return {
         p.name: {
             "scaling": p.scaling,
             "weight_given": p.weight,
             "weight": abs(p.weight) / weights if weights else None,
-            "share": spreads[p.name] / whole if whole > TINY else None,
+            "share": spreads[p.name] / total_spread if total_spread > TINY else None,
         }
         for p in parts
     }
 
 
-def _reported(
-    scores: Sequence[Score], columns: Mapping[str, Column]
+def _reported_moments(
+    scores: Sequence[Score], columns: Mapping[str, PartColumn]
 ) -> dict[str, dict[str, float | None]]:
     """What sources only report, such as the objectives of a reward model."""
     names = dict.fromkeys(
@@ -406,82 +408,86 @@ def _reported(
     return {name: _moments(values) for name, values in raw.items()}
 
 
-def _remarks(parts: Sequence[MixPart], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _mixture_warnings(
+    parts: Sequence[MixPart], facts_by_part: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
     """A part that another one dominates, or that scores all rows alike."""
-    said = []
+    warnings = []
     for part in parts:
-        facts = found[part.name]
+        facts = facts_by_part[part.name]
         if facts["scored"] > 1 and facts["std"] <= TINY:
-            said.append(f"{part.name} gives every row the same score, so it decides nothing here.")
+            warnings.append(
+                f"{part.name} gives every row the same score, so it decides nothing here."
+            )
         elif facts["share"] is not None and facts["share"] < DOMINATED * facts["weight"]:
-            loud = max(parts, key=lambda p: found[p.name]["share"] or 0.0).name
-            said.append(
+            loud = max(parts, key=lambda p: facts_by_part[p.name]["share"] or 0.0).name
+            warnings.append(
                 f"{part.name} is dominated: it makes {facts['share']:.0%} of the spread, its "
                 f"weight says {facts['weight']:.0%}. Set the scaling of {loud} to zscore or affine."
             )
-    return said
+    return warnings
 
 
 MAX_LEVELS = 12
-SHOWN = 3
+EXAMPLES = 3
 
 
-def summarise(
-    rows: Sequence[Answered], scoring: Scoring, settings: RewardSettings
+def summarise_scores(
+    rows: Sequence[ResponseRow], scoring: Scoring, settings: RewardSettings
 ) -> dict[str, Any]:
     """Everything that the screen and `--json` say of a scored file."""
     scores = scoring.scores
-    values = [value for s in scores if (value := judged(s)) is not None]
+    values = [value for s in scores if (value := judged_value(s)) is not None]
     return {
         "rows": len(rows),
         "scored": len(values),
-        "failed": failures(scores),
+        "failed": count_failures(scores),
         **_moments(values),
         "histogram": histogram(values),
         **part_facts(settings, [row.rollout for row in rows], scores),
-        **spending(scores, scoring),
-        **_ends(rows, scores),
+        **scoring_spending(scores, scoring),
+        **_best_and_worst(rows, scores),
         "stopped": redact(scoring.stopped),
     }
 
 
-def failures(scores: Sequence[Score]) -> dict[str, int]:
+def count_failures(scores: Sequence[Score]) -> dict[str, int]:
     """How many scores failed for which cause, the most frequent first."""
-    return dict(Counter(cause_of(s) for s in scores if judged(s) is None).most_common())
+    return dict(Counter(failure_cause(s) for s in scores if judged_value(s) is None).most_common())
 
 
 def histogram(values: Sequence[float]) -> list[dict[str, Any]]:
     """Counts by level, highest first; scores of many values fall into ten equal bins."""
-    known = [v for v in values if math.isfinite(v)]
-    levels = Counter(round(v, 6) for v in known)
-    if not known or len(levels) <= MAX_LEVELS:
+    finite = [v for v in values if math.isfinite(v)]
+    levels = Counter(round(v, 6) for v in finite)
+    if not finite or len(levels) <= MAX_LEVELS:
         return [
             {"from": level, "to": level, "count": levels[level]}
             for level in sorted(levels, reverse=True)
         ]
-    counts, edges = np.histogram(known, bins=10)
+    counts, edges = np.histogram(finite, bins=10)
     return [
         {"from": float(edges[i]), "to": float(edges[i + 1]), "count": int(counts[i])}
         for i in reversed(range(len(counts)))
     ]
 
 
-def _ends(rows: Sequence[Answered], scores: Sequence[Score]) -> dict[str, Any]:
+def _best_and_worst(rows: Sequence[ResponseRow], scores: Sequence[Score]) -> dict[str, Any]:
     order = sorted(
-        (i for i, s in enumerate(scores) if judged(s) is not None),
+        (i for i, s in enumerate(scores) if judged_value(s) is not None),
         key=lambda i: (scores[i].value, i),
     )
     half = order[len(order) // 2 :]
     return {
-        "best": [_example(rows[i], scores[i]) for i in reversed(half[-SHOWN:])],
-        "worst": [_example(rows[i], scores[i]) for i in order[: min(SHOWN, len(order) // 2)]],
+        "best": [_example(rows[i], scores[i]) for i in reversed(half[-EXAMPLES:])],
+        "worst": [_example(rows[i], scores[i]) for i in order[: min(EXAMPLES, len(order) // 2)]],
     }
 
 
-def _example(row: Answered, score: Score) -> dict[str, Any]:
+def _example(row: ResponseRow, score: Score) -> dict[str, Any]:
     return {
         "row": str(row.place),
         "score": score.value,
-        "response": cut(row.rollout.text),
-        "reason": cut(score.reason),
+        "response": shorten(row.rollout.text),
+        "reason": shorten(score.reason),
     }

@@ -48,12 +48,12 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
             yield partial(_check_held_out, judge.settings, judge.settings.monitor.labels)
 
 
-def labelled_rollouts(settings: RewardSettings) -> dict[str, list[tuple[Rollout, float]]]:
+def read_labelled_rollouts(settings: RewardSettings) -> dict[str, list[tuple[Rollout, float]]]:
     """Return the labelled responses of each file that a judge of the reward reads anew."""
-    from ppo_cli.scoring.rows import held_out
+    from ppo_cli.scoring.rows import read_held_out
 
     files = {judge.settings.monitor.labels for judge in judges_of(settings)}
-    return {file: held_out(file) for file in files if file is not None}
+    return {file: read_held_out(file) for file in files if file is not None}
 
 
 def row_checks(
@@ -85,9 +85,9 @@ def _check_prices(settings: ApiReward) -> None:
 
 
 def _check_held_out(settings: ApiReward, file: str) -> None:
-    from ppo_cli.scoring.rows import held_out
+    from ppo_cli.scoring.rows import read_held_out
 
-    _check_template(settings, [rollout.prompt for rollout, _ in held_out(file)])
+    _check_template(settings, [rollout.prompt for rollout, _ in read_held_out(file)])
 
 
 def _check_template(settings: ApiReward, prompts: Sequence[Prompt]) -> None:
@@ -97,7 +97,7 @@ def _check_template(settings: ApiReward, prompts: Sequence[Prompt]) -> None:
     judge.check_rows(settings, judge.load_template(settings), materials)
 
 
-def without_a_rule(sources: Collection[str]) -> str | None:
+def find_missing_rule(sources: Collection[str]) -> str | None:
     """Say which data_source has no rule, as a run by rules would; None where all have one."""
     from ppo_cli.rewards.rules import check_sources
 
@@ -114,13 +114,13 @@ def _check_function(spec: str, kwargs: Mapping[str, Any]) -> None:
     check_source(*find_file(spec), kwargs)
 
 
-def lone_judge(settings: RewardSettings) -> Judge | None:
+def single_judge(settings: RewardSettings) -> Judge | None:
     """The judge of a reward that has exactly one."""
     judges = judges_of(settings)
     return judges[0] if len(judges) == 1 else None
 
 
-def kind_of(settings: RewardSettings) -> str:
+def reward_kind(settings: RewardSettings) -> str:
     """What scores: mixture, judge, model or rule."""
     if mixture_of(settings):
         return "mixture"
@@ -129,32 +129,32 @@ def kind_of(settings: RewardSettings) -> str:
     return "model" if settings.model.path is not None else "rule"
 
 
-def has_own_scale(settings: RewardSettings) -> bool:
+def has_open_scale(settings: RewardSettings) -> bool:
     """Whether scores lie wherever its models and scalings put them, not between 0 and 1.
 
     Those of a rubric do between these, but one that says nothing earns the absence of all faults.
     """
-    kind = kind_of(settings)
+    kind = reward_kind(settings)
     return kind in ("mixture", "model") or (kind == "judge" and settings.api.rubric is not None)
 
 
-def with_all(
+def override_all(
     settings: RewardSettings, kind: Literal["judge", "model"], values: Mapping[str, Any]
 ) -> RewardSettings:
     """The same reward, with these settings in every judge or model, those of a mixture too."""
     section = "api" if kind == "judge" else kind
     update: dict[str, Any] = {section: override_section(getattr(settings, section), values)}
     if parts := mixture_of(settings):
-        own = {p.name: p.model_dump(exclude={"name"}, exclude_unset=True) for p in parts}
+        overrides = {p.name: p.model_dump(exclude={"name"}, exclude_unset=True) for p in parts}
         # What a part does not set is the run's own; so its own word on these is taken out.
-        for part in own.values():
+        for part in overrides.values():
             if part.get(kind):
                 part[kind] = {k: v for k, v in part[kind].items() if k not in values}
-        update |= {"parts": (), "composite": Composite(enable=True, parts=own)}
+        update |= {"parts": (), "composite": Composite(enable=True, parts=overrides)}
     return settings.model_copy(update=update)
 
 
-def in_batches(settings: RewardSettings, hours: float) -> RewardSettings:
+def use_batch_api(settings: RewardSettings, hours: float) -> RewardSettings:
     """The same reward, its judges asked by their providers' batch interfaces.
 
     Raises ConfigError for a reward that has none of these.
@@ -175,52 +175,52 @@ def in_batches(settings: RewardSettings, hours: float) -> RewardSettings:
             problems.append(f"--batch: {judge.name}: its jobs are kept beside --rm_cache; set one.")
     if problems:
         raise ConfigError(problems)
-    return with_all(settings, "judge", {"batch_wait": 3600.0 * hours})
+    return override_all(settings, "judge", {"batch_wait": 3600.0 * hours})
 
 
-def unsteady(settings: RewardSettings) -> dict[str, RewardSettings]:
+def random_sources(settings: RewardSettings) -> dict[str, RewardSettings]:
     """What may answer otherwise when asked again, by part, as a reward of its own.
 
     Judges and functions are; reward models and built-in rules say the same every time.
     """
     parts = mixture_of(settings)
     if not parts:
-        kind = kind_of(settings)
+        kind = reward_kind(settings)
         steady = kind == "model" or (kind == "rule" and settings.function is None)
         return {} if steady else {kind: settings}
     judges = {judge.part: judge.settings for judge in judges_of(settings)}
-    found: dict[str, RewardSettings] = {}
+    sources: dict[str, RewardSettings] = {}
     for part in parts:
         if part.name in judges:
-            found[part.name] = RewardSettings(api=judges[part.name])
+            sources[part.name] = RewardSettings(api=judges[part.name])
         elif part.kind == "rule" and rule_settings(settings, part).function is not None:
-            found[part.name] = rule_settings(settings, part)
-    return found
+            sources[part.name] = rule_settings(settings, part)
+    return sources
 
 
-def verdicts_each(settings: RewardSettings) -> int:
+def verdicts_per_response(settings: RewardSettings) -> int:
     """How many verdicts one response takes at most: every vote, every part."""
     votes = sum(judge.settings.votes for judge in judges_of(settings))
     others = sum(part.kind != "judge" for part in mixture_of(settings))
     return max(1, votes + others)
 
 
-def calls_of_criteria(settings: RewardSettings) -> str:
+def criteria_calls_note(settings: RewardSettings) -> str:
     """What a forecast of verdicts adds where a verdict is several calls."""
     each = [judge.settings for judge in judges_of(settings) if judge.settings.rubric is not None]
     several = any(api.rubric_calls == "each" for api in each)
     return " Each criterion is a call of its own." if several else ""
 
 
-def describe(settings: RewardSettings) -> str:
+def describe_reward(settings: RewardSettings) -> str:
     """What scores, in a line: the mixture, and what stands behind its parts."""
     parts = mixture_of(settings)
     if not parts:
-        return _source(kind_of(settings), settings.api, settings.model, settings)
+        return _describe_source(reward_kind(settings), settings.api, settings.model, settings)
     judges = {judge.part: judge.settings for judge in judges_of(settings)}
     behind = "; ".join(
         f"{part.name}: "
-        + _source(
+        + _describe_source(
             part.kind,
             judges.get(part.name, settings.api),
             model_settings(settings, part) if part.kind == "model" else settings.model,
@@ -231,7 +231,7 @@ def describe(settings: RewardSettings) -> str:
     return f"{mixture_line(parts)} ({behind})"
 
 
-def _source(kind: str, api: ApiReward, model: ModelReward, rule: RewardSettings) -> str:
+def _describe_source(kind: str, api: ApiReward, model: ModelReward, rule: RewardSettings) -> str:
     if kind == "judge":
         from ppo_cli.rewards.judge.prompt import load_template
 

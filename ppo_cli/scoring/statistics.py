@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ppo_cli.records import Score
-from ppo_cli.scoring.rows import Answered
-from ppo_cli.scoring.score import judged
+from ppo_cli.scoring.rows import ResponseRow
+from ppo_cli.scoring.score import judged_value
 
 Floats = NDArray[np.float64]
-Rows = NDArray[np.intp]
-FEWEST = 10  # rows for an interval
+RowNumbers = NDArray[np.intp]
+MIN_ROWS = 10  # rows for an interval
 RESAMPLES = 1000
 LEVEL = 0.95
 
@@ -43,7 +43,7 @@ def as_floats(values: ArrayLike) -> Floats:
     return np.asarray(values, dtype=np.float64)
 
 
-def levels_of(values: ArrayLike) -> tuple[NDArray[Any], NDArray[np.intp]]:
+def find_levels(values: ArrayLike) -> tuple[NDArray[Any], NDArray[np.intp]]:
     """Return the sorted levels, and for each value the number of its level.
 
     Small whole numbers are their own level numbers: no sorting, which makes resampling quick.
@@ -55,14 +55,14 @@ def levels_of(values: ArrayLike) -> tuple[NDArray[Any], NDArray[np.intp]]:
     return levels, numbers.astype(np.intp)
 
 
-def coded(values: ArrayLike) -> NDArray[np.intp]:
+def level_numbers(values: ArrayLike) -> NDArray[np.intp]:
     """Return level numbers: the same order and ties as the values, quicker to rank."""
-    return levels_of(as_floats(values))[1]
+    return find_levels(as_floats(values))[1]
 
 
 def ranks(values: ArrayLike) -> Floats:
     """Return ranks from 1; equal values share the mean of theirs."""
-    _, numbers = levels_of(values)
+    _, numbers = find_levels(values)
     counts = np.bincount(numbers)
     means = np.cumsum(counts) - (counts - 1) / 2.0
     return as_floats(means[numbers])
@@ -83,17 +83,21 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float | None:
     return pearson(ranks(x), ranks(y))
 
 
-def partial_spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike) -> float | None:
+def partial_spearman(x: ArrayLike, y: ArrayLike, control: ArrayLike) -> float | None:
     """Rank correlation of x and y with what `given` explains of both taken out.
 
     (r_xy - r_xz r_yz) / sqrt((1 - r_xz^2)(1 - r_yz^2)); None when `given` explains one of them
     wholly, or when one of the three is constant.
     """
-    xy, xz, yz = spearman(x, y), spearman(x, given), spearman(y, given)
+    xy, xz, yz = spearman(x, y), spearman(x, control), spearman(y, control)
     if xy is None or xz is None or yz is None:
         return None
-    left = (1 - xz * xz) * (1 - yz * yz)
-    return None if left < 1e-12 else float(np.clip((xy - xz * yz) / np.sqrt(left), -1.0, 1.0))
+    unexplained = (1 - xz * xz) * (1 - yz * yz)
+    return (
+        None
+        if unexplained < 1e-12
+        else float(np.clip((xy - xz * yz) / np.sqrt(unexplained), -1.0, 1.0))
+    )
 
 
 def auc(scores: ArrayLike, positive: ArrayLike) -> float | None:
@@ -122,7 +126,7 @@ def best_threshold(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float
     good = np.asarray(positive, dtype=bool)
     if not len(good):
         return None
-    levels, numbers = levels_of(scores)
+    levels, numbers = find_levels(scores)
     positives = np.bincount(numbers, weights=good, minlength=len(levels))
     negatives = np.bincount(numbers, weights=~good, minlength=len(levels))
     # right[k]: the k lowest levels called negative, all others positive.
@@ -156,10 +160,10 @@ def bootstrap(
     random = np.random.default_rng(seed)
     times = RESAMPLES if resamples is None else resamples
     drawn = [statistic(random.integers(0, count, count)) for _ in range(times)]
-    known = [v for v in drawn if v is not None]
-    if len(known) * 2 < times:
+    defined = [v for v in drawn if v is not None]
+    if len(defined) * 2 < times:
         return Estimate(value)
-    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(defined, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     if high - low <= 1e-12:
         return wilson(value, count) if share else Estimate(value)
     return Estimate(value, float(low), float(high))
@@ -174,7 +178,7 @@ def wilson(share: float, count: int) -> Estimate:
     return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
 
 
-def agreement(verdicts: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+def verdict_agreement(verdicts: Sequence[Sequence[float]]) -> dict[str, Any] | None:
     """Compare every two verdicts on each row; rows with fewer than two do not count.
 
     Returns how many rows, the share of pairs that are the same, and the mean and largest gap.
@@ -183,7 +187,7 @@ def agreement(verdicts: Sequence[Sequence[float]]) -> dict[str, Any] | None:
     if not rows:
         return None
     pairs = [np.triu_indices(len(row), k=1) for row in rows]
-    gaps = [np.abs(row[one] - row[two]) for row, (one, two) in zip(rows, pairs, strict=True)]
+    gaps = [np.abs(row[first] - row[two]) for row, (first, two) in zip(rows, pairs, strict=True)]
     return {
         "rows": len(rows),
         "same": float(np.mean([np.mean(gap == 0) for gap in gaps])),
@@ -192,44 +196,44 @@ def agreement(verdicts: Sequence[Sequence[float]]) -> dict[str, Any] | None:
     }
 
 
-def measured(
-    rows: int, statistic: Callable[[Rows], float | None], why_not: str, *, share: bool = False
+def estimate_or_reason(
+    rows: int, statistic: Callable[[RowNumbers], float | None], why_not: str, *, share: bool = False
 ) -> dict[str, Any]:
     """An estimate as facts, or why there is none."""
-    if rows < FEWEST:
-        why_not = f"{rows} rows with a score; at least {FEWEST} are needed"
+    if rows < MIN_ROWS:
+        why_not = f"{rows} rows with a score; at least {MIN_ROWS} are needed"
     if why_not:
         return {"value": None, "low": None, "high": None, "why": why_not}
-    made = bootstrap(statistic, rows, share=share)
-    why = "it is not defined for these rows" if made.value is None else ""
-    return {**asdict(made), "why": why}
+    estimate = bootstrap(statistic, rows, share=share)
+    why = "it is not defined for these rows" if estimate.value is None else ""
+    return {**asdict(estimate), "why": why}
 
 
-def flat_why(what: str, values: Floats) -> str:
+def constant_reason(what: str, values: Floats) -> str:
     """Why nothing can be ranked by these values; empty where it can."""
     return f"every {what} is the same" if len(values) and np.ptp(values) == 0 else ""
 
 
 ALL = "all"
 FLIPS = 20_000  # random sign flips, where there are too many to try them all
-MOST_EXACT = 14  # differences whose 2^14 flips are all tried
-AT_ONCE = 4_000_000
+MAX_EXACT = 14  # differences whose 2^14 flips are all tried
+MAX_FLIPS_AT_ONCE = 4_000_000
 
 
 @dataclass(frozen=True)
-class Answers:
+class PromptScores:
     """The scores of a model's responses to one prompt; None where one failed."""
 
     data_source: str
     scores: tuple[float | None, ...]
 
     @property
-    def known(self) -> list[float]:
+    def valid(self) -> list[float]:
         """The scores that did not fail."""
         return [score for score in self.scores if score is not None]
 
 
-ByPrompt = Mapping[str, Answers]  # by the prompt's uid
+ScoresByPrompt = Mapping[str, PromptScores]  # by the prompt's uid
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -240,55 +244,59 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def sources_of(answers: ByPrompt) -> dict[str, ByPrompt]:
+def split_by_source(answers: ScoresByPrompt) -> dict[str, ScoresByPrompt]:
     """The prompts of each data_source; all of them together come last, where there are several."""
     names = dict.fromkeys(a.data_source for a in answers.values())
-    found: dict[str, ByPrompt] = {
+    sources: dict[str, ScoresByPrompt] = {
         name or "unnamed": {u: a for u, a in answers.items() if a.data_source == name}
         for name in names
     }
-    return found | ({ALL: answers} if len(found) > 1 else {})
+    return sources | ({ALL: answers} if len(sources) > 1 else {})
 
 
-def facts_of(answers: ByPrompt, threshold: float | None) -> dict[str, Any]:
+def model_facts(answers: ScoresByPrompt, threshold: float | None) -> dict[str, Any]:
     """Mean and pass@k of some prompts, each with its 95 % interval.
 
     A response is right from `threshold` on. Without one, pass@k is given where all scores are 0
     or 1.
     """
-    known = [a.known for a in answers.values() if a.known]
-    scores = [score for one in known for score in one]
+    by_prompt = [a.valid for a in answers.values() if a.valid]
+    scores = [score for values in by_prompt for score in values]
     binary = all(score in (0.0, 1.0) for score in scores)
     if threshold is None and binary:
         threshold = 1.0
-    most = max((len(one) for one in known), default=0)
+    max_samples = max((len(values) for values in by_prompt), default=0)
     passes = {}
     if threshold is not None:
-        for k in [2**i for i in range(1, most.bit_length()) if 2**i < most] + [most] * (most > 1):
+        for k in [2**i for i in range(1, max_samples.bit_length()) if 2**i < max_samples] + [
+            max_samples
+        ] * (max_samples > 1):
             shares = [
-                pass_at_k(len(one), sum(score >= threshold for score in one), k)
-                for one in known
-                if len(one) >= k
+                pass_at_k(len(values), sum(score >= threshold for score in values), k)
+                for values in by_prompt
+                if len(values) >= k
             ]
-            passes[str(k)] = _estimate(as_floats(shares), share=True) | {"prompts": len(shares)}
+            passes[str(k)] = _mean_estimate(as_floats(shares), share=True) | {
+                "prompts": len(shares)
+            }
     return {
         "prompts": len(answers),
         "responses": sum(len(a.scores) for a in answers.values()),
         "failed": sum(len(a.scores) for a in answers.values()) - len(scores),
-        "mean": _estimate(as_floats([np.mean(one) for one in known]), share=binary),
+        "mean": _mean_estimate(as_floats([np.mean(values) for values in by_prompt]), share=binary),
         "pass": passes,
     }
 
 
-def difference(one: ByPrompt, other: ByPrompt) -> dict[str, Any]:
+def mean_difference(first: ScoresByPrompt, other: ScoresByPrompt) -> dict[str, Any]:
     """Mean score of one model less that of another, over the prompts that both have scores of.
 
     With its 95 % interval, and the p of a paired sign-flip test (Fisher's randomisation test):
     how often the difference would be as large if each prompt's were as likely the other way round.
     """
-    both = [uid for uid, a in one.items() if a.known and uid in other and other[uid].known]
-    gaps = as_floats([np.mean(one[uid].known) - np.mean(other[uid].known) for uid in both])
-    return {"prompts": len(both), **_estimate(gaps), "p": sign_flip_p(gaps)}
+    both = [uid for uid, a in first.items() if a.valid and uid in other and other[uid].valid]
+    gaps = as_floats([np.mean(first[uid].valid) - np.mean(other[uid].valid) for uid in both])
+    return {"prompts": len(both), **_mean_estimate(gaps), "p": sign_flip_p(gaps)}
 
 
 def sign_flip_p(gaps: Floats, seed: int = 0) -> float | None:
@@ -296,31 +304,36 @@ def sign_flip_p(gaps: Floats, seed: int = 0) -> float | None:
     if not len(gaps):
         return None
     gaps = gaps[gaps != 0]
-    found = abs(gaps.sum()) - 1e-9
-    if len(gaps) <= MOST_EXACT:
+    observed = abs(gaps.sum()) - 1e-9
+    if len(gaps) <= MAX_EXACT:
         flips = 1 - 2 * (np.arange(2 ** len(gaps))[:, None] >> np.arange(len(gaps)) & 1)
-        return float(np.mean(np.abs(flips @ gaps) >= found))
+        return float(np.mean(np.abs(flips @ gaps) >= observed))
     random = np.random.default_rng(seed)
-    rows = max(1, AT_ONCE // len(gaps))
+    rows = max(1, MAX_FLIPS_AT_ONCE // len(gaps))
     larger, tried = 0, 0
     while tried < FLIPS:
         flips = random.integers(0, 2, (min(rows, FLIPS - tried), len(gaps)), dtype=np.int8) * 2 - 1
-        larger += int((np.abs(flips @ gaps) >= found).sum())
+        larger += int((np.abs(flips @ gaps) >= observed).sum())
         tried += len(flips)
     return (larger + 1) / (tried + 1)
 
 
-def _estimate(values: Floats, *, share: bool = False) -> dict[str, Any]:
+def _mean_estimate(values: Floats, *, share: bool = False) -> dict[str, Any]:
     def mean(rows: Any) -> float | None:
         return float(values[rows].mean()) if len(values) else None
 
     return asdict(bootstrap(mean, len(values), share=share))
 
 
-def compare(models: Sequence[tuple[str, ByPrompt]], threshold: float | None) -> dict[str, Any]:
+def compare_models(
+    models: Sequence[tuple[str, ScoresByPrompt]], threshold: float | None
+) -> dict[str, Any]:
     """The facts of every model by data_source, and the first one's difference from each other."""
     facts = [
-        {"name": name, "sources": {s: facts_of(a, threshold) for s, a in sources_of(all_).items()}}
+        {
+            "name": name,
+            "sources": {s: model_facts(a, threshold) for s, a in split_by_source(all_).items()},
+        }
         for name, all_ in models
     ]
     (first, mine), *others = models
@@ -328,14 +341,14 @@ def compare(models: Sequence[tuple[str, ByPrompt]], threshold: float | None) -> 
         {
             "of": first,
             "from": name,
-            "sources": {s: difference(a, theirs) for s, a in sources_of(mine).items()},
+            "sources": {s: mean_difference(a, scores) for s, a in split_by_source(mine).items()},
         }
-        for name, theirs in others
+        for name, scores in others
     ]
     return {"models": facts, "differences": differences}
 
 
-def rankings(rows: Sequence[Answered], scores: Sequence[Score]) -> dict[str, Any] | None:
+def compare_rankings(rows: Sequence[ResponseRow], scores: Sequence[Score]) -> dict[str, Any] | None:
     """How rankings move against the scores that the rows had; None where fewer than two compare.
 
     `within` is the mean rank correlation among the responses to one prompt (of one step), which is
@@ -344,7 +357,7 @@ def rankings(rows: Sequence[Answered], scores: Sequence[Score]) -> dict[str, Any
     pairs = [
         (row.record.get("step"), row.rollout.prompt.uid, float(row.record["score"]), value)
         for row, score in zip(rows, scores, strict=True)
-        if _is_number(row.record.get("score")) and (value := judged(score)) is not None
+        if _is_number(row.record.get("score")) and (value := judged_value(score)) is not None
     ]
     if len(pairs) < 2:
         return None
@@ -353,7 +366,7 @@ def rankings(rows: Sequence[Answered], scores: Sequence[Score]) -> dict[str, Any
     for step, uid, before, now in pairs:
         groups[step, uid].append((before, now))
         by_step[step].append((before, now))
-    within = [r for group in groups.values() if (r := _agreement(group)) is not None]
+    within = [r for group in groups.values() if (r := _rank_correlation(group)) is not None]
     apart = [
         (a[0] - b[0]) * (a[1] - b[1])
         for group in groups.values()
@@ -362,24 +375,24 @@ def rankings(rows: Sequence[Answered], scores: Sequence[Score]) -> dict[str, Any
     ]
     return {
         "rows": len(pairs),
-        "agreement": _agreement([pair[2:] for pair in pairs]),
+        "agreement": _rank_correlation([pair[2:] for pair in pairs]),
         "within": float(np.mean(within)) if within else None,
         "groups": len(within),
         "turned": float(np.mean([product < 0 for product in apart])) if apart else None,
         "steps": [
             {
                 "step": step,
-                "rows": len(found),
-                "before": float(np.mean([before for before, _ in found])),
-                "now": float(np.mean([now for _, now in found])),
-                "agreement": _agreement(found),
+                "rows": len(values),
+                "before": float(np.mean([before for before, _ in values])),
+                "now": float(np.mean([now for _, now in values])),
+                "agreement": _rank_correlation(values),
             }
-            for step, found in by_step.items()
+            for step, values in by_step.items()
         ],
     }
 
 
-def _agreement(pairs: Sequence[tuple[float, float]]) -> float | None:
+def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     before, now = zip(*pairs, strict=True)
     return spearman(before, now)
 

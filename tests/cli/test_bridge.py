@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.extras.bridge.rewards import prompt_of_row, read_prompts
+from ppo_cli.extras.bridge.rewards import decode_row, read_prompts
 from ppo_cli.run_folder import run_settings
 from tests.cli.mistakes import ROW, TINY, set_desk
 
@@ -75,7 +75,7 @@ def test_rows_are_verls_and_hold_what_scoring_needs(
     row = pq.read_table(desk / "there" / "data" / "train.parquet").to_pylist()[2]
     assert row["prompt"] == [{"role": "user", "content": "What is 1 + 2?"}]
     assert row["reward_model"] == {"style": "rule", "ground_truth": "3"}
-    prompt, split = prompt_of_row(row["extra_info"]["ppo_cli"])
+    prompt, split = decode_row(row["extra_info"]["ppo_cli"])
     assert (prompt.ground_truth, prompt.data_source, split) == ("3", ROW["data_source"], "train")
 
 

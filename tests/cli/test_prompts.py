@@ -13,7 +13,7 @@ import yaml
 from ppo_cli.cli.app import main
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import DataError
-from ppo_cli.extras.trust.prompts import show_row
+from ppo_cli.extras.trust.prompts import render_row
 
 ROWS = [
     {"prompt": "2 + 2 = ?", "ground_truth": "4", "response": "It is 4."},
@@ -227,7 +227,7 @@ def test_render_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_are_named_as_everywhere_else(rows: str) -> None:
-    question = show_row(ApiReward(), rows, 1).question
+    question = render_row(ApiReward(), rows, 1).question
     assert "\n2 + 2 = ?\n" in question.user
     with pytest.raises(DataError, match="no row 0"):
-        show_row(ApiReward(), rows, 0)
+        render_row(ApiReward(), rows, 0)

@@ -256,7 +256,7 @@ def test_columns_of_any_name_are_read_by_every_command(
     _, _, labelled, options = seen["calibrate"]
     assert [row.rollout.prompt.data_source for row in labelled.rows] == ["gsm8k", "gsm8k"]
     assert [row.rollout.text for row in labelled.rows] == ["#### 2", "#### 5"]
-    assert (options["repeat"], labelled.said) == (7, "'no' is good (1 of 2)")
+    assert (options["repeat"], labelled.description) == (7, "'no' is good (1 of 2)")
     audit = import_module("ppo_cli.extras.trust.audit")
     monkeypatch.setattr(audit, "audit", keep("audit"))
     for args, prompts in (

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from ppo_cli.errors import DataError
-from ppo_cli.scoring.rows import Labelled, held_out, read_answered, read_labels
+from ppo_cli.scoring.rows import LabelledRows, read_held_out, read_labels, read_responses
 
 
-def labelled(tmp_path: Path, cells: Sequence[Any], positive: str | None = None) -> Labelled:
+def labelled(tmp_path: Path, cells: Sequence[Any], positive: str | None = None) -> LabelledRows:
     rows = [{"prompt": "x", "response": "y", "label": cell} for cell in cells]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    return read_labels(read_answered(str(path)), "label", positive)
+    return read_labels(read_responses(str(path)), "label", positive)
 
 
 @pytest.mark.parametrize(
@@ -44,18 +44,18 @@ def test_graded_numbers(tmp_path: Path) -> None:
     found = labelled(tmp_path, [1, 2.5, 4])
     assert found.positive is None
     assert found.values.tolist() == [1.0, 2.5, 4.0]
-    assert found.said == "3 levels from 1 to 4"
+    assert found.description == "3 levels from 1 to 4"
 
 
 def test_named_positive_makes_all_others_bad(tmp_path: Path) -> None:
     found = labelled(tmp_path, ["A", "b", "c", "a"], positive="a")
     assert found.positive is not None
     assert found.positive.tolist() == [True, False, False, True]
-    assert found.said == "'a' is good (2 of 4)"
+    assert found.description == "'a' is good (2 of 4)"
     found = labelled(tmp_path, [0, 1, 0], positive="0")
     assert found.positive is not None and found.positive.tolist() == [True, False, True]
     with pytest.raises(DataError, match="Did you mean 'label'"):
-        read_labels(read_answered(str(tmp_path / "a.jsonl")), "labl")
+        read_labels(read_responses(str(tmp_path / "a.jsonl")), "labl")
 
 
 def test_rows_without_a_label_are_left_out(tmp_path: Path) -> None:
@@ -89,19 +89,19 @@ def test_labelled_responses_are_thinned_evenly(tmp_path: Path) -> None:
             for n in range(100)]  # fmt: skip
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    found = held_out(str(path))
+    found = read_held_out(str(path))
     numbers = [int(row.prompt.text[1:]) for row, _ in found]
     assert len(found) == 32 and numbers[0] == 0 and numbers[-1] == 96
     assert {b - a for a, b in pairwise(numbers)} == {3, 4}
     assert [label for _, label in found] == [float(n % 3 > 0) for n in numbers]
     two = [row | {"label": 5 + 3 * (n % 2)} for n, row in enumerate(rows[:8])]
     path.write_text("\n".join(map(json.dumps, two)))
-    assert [label for _, label in held_out(str(path))] == [5.0, 8.0] * 4
+    assert [label for _, label in read_held_out(str(path))] == [5.0, 8.0] * 4
     path.write_text("\n".join(map(json.dumps, rows[:8])))
-    assert len(held_out(str(path))) == 8
+    assert len(read_held_out(str(path))) == 8
     path.write_text("\n".join(map(json.dumps, rows[:7] * 2)))  # a reading counts each once
     with pytest.raises(DataError, match="7 different labelled responses; at least 8"):
-        held_out(str(path))
+        read_held_out(str(path))
     path.write_text("\n".join(json.dumps({"prompt": "a", "response": "b"}) for _ in rows))
     with pytest.raises(DataError, match="no column 'label'"):
-        held_out(str(path))
+        read_held_out(str(path))

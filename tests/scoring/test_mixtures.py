@@ -12,8 +12,8 @@ import yaml
 from ppo_cli.config.mixture import judges_of, mixture_of
 from ppo_cli.config.schema.reward import ApiReward, Composite, ModelReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
-from ppo_cli.scoring.score import QUIET
-from ppo_cli.scoring.sources import describe, lone_judge, unsteady, with_all
+from ppo_cli.scoring.score import MONITORS_OFF
+from ppo_cli.scoring.sources import describe_reward, override_all, random_sources, single_judge
 from tests.extras.trust.judges import honest
 from tests.judge_server import JudgeServer
 from tests.reward_server import RewardServer
@@ -82,7 +82,7 @@ def test_a_served_reward_model(tmp_path: Path, run: Run) -> None:
         assert told["parts"]["model"]["mean"] > 5.0
         assert told["parts"]["model"]["share"] == pytest.approx(2 / 3)
         config = RewardSettings(model=ModelReward(path=served.url("/classify")))
-        assert describe(config).endswith("/classify, read as vllm")
+        assert describe_reward(config).endswith("/classify, read as vllm")
     shown = [row["parts"]["model"]["raw"] for row in read(tmp_path / "a.scored.jsonl")]
     assert len(set(shown)) == 8
 
@@ -256,7 +256,7 @@ JUDGES = RewardSettings(
 
 
 def test_every_judge_is_quiet() -> None:
-    quiet = with_all(JUDGES, "judge", QUIET)
+    quiet = override_all(JUDGES, "judge", MONITORS_OFF)
     for given in judges_of(quiet):
         api = given.settings
         assert (api.canary_every, api.monitor.model, api.max_failure_rate) == (0, None, 1.0)
@@ -266,13 +266,13 @@ def test_every_judge_is_quiet() -> None:
         for part in mixture_of(JUDGES)
     )
     single = RewardSettings(api=ApiReward(enable=True, gate=True))
-    alone = with_all(single, "judge", {"gate": False})
+    alone = override_all(single, "judge", {"gate": False})
     assert alone.api.gate is False
 
 
 def test_what_may_answer_otherwise() -> None:
-    assert list(unsteady(JUDGES)) == ["judge", "style", "rule"]
-    assert lone_judge(JUDGES) is None
-    assert unsteady(RewardSettings(rule="gsm8k")) == {}
-    assert list(unsteady(RewardSettings(function="mine.py"))) == ["rule"]
-    assert describe(RewardSettings(function="mine.py")) == "function mine.py"
+    assert list(random_sources(JUDGES)) == ["judge", "style", "rule"]
+    assert single_judge(JUDGES) is None
+    assert random_sources(RewardSettings(rule="gsm8k")) == {}
+    assert list(random_sources(RewardSettings(function="mine.py"))) == ["rule"]
+    assert describe_reward(RewardSettings(function="mine.py")) == "function mine.py"

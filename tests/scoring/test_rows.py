@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from ppo_cli.errors import DataError, UserError
-from ppo_cli.scoring.rows import check_out, read_answered, scored_file, write_rows
+from ppo_cli.scoring.rows import check_out, default_out, read_responses, write_rows
 
 ROW: dict[str, Any] = {
     "prompt": "1 + 1 = ?", "ground_truth": "2", "data_source": "gsm8k", "response": "#### 2",
@@ -26,7 +26,7 @@ def write(path: Path, *rows: object) -> str:
 
 def test_a_row_becomes_a_rollout(tmp_path: Path) -> None:
     row = {**ROW, "extra_info": {"level": 3}}
-    found = read_answered(write(tmp_path / "a.jsonl", "", row))
+    found = read_responses(write(tmp_path / "a.jsonl", "", row))
     (answered,) = found.rows
     rollout = answered.rollout
     assert rollout.text == "#### 2"
@@ -47,7 +47,7 @@ def test_messages_and_nested_truth_from_parquet(tmp_path: Path) -> None:
     }
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.Table.from_pylist([row]), path)
-    (answered,) = read_answered(str(path)).rows
+    (answered,) = read_responses(str(path)).rows
     assert answered.rollout.prompt.text == "Hi"
     assert len(answered.rollout.prompt.messages) == 2
     assert answered.rollout.prompt.ground_truth == "Hello"
@@ -61,7 +61,7 @@ def test_messages_and_nested_truth_from_parquet(tmp_path: Path) -> None:
 def test_no_response_column(tmp_path: Path, column: str, hint: str) -> None:
     row = {"prompt": "x", column: "y"}
     with pytest.raises(DataError, match="no column 'response'") as told:
-        read_answered(write(tmp_path / "a.jsonl", row))
+        read_responses(write(tmp_path / "a.jsonl", row))
     assert hint in str(told.value)
     assert "--response_key" in str(told.value)
 
@@ -70,7 +70,7 @@ def test_every_bad_row_is_named(tmp_path: Path) -> None:
     bad = [{**ROW, "response": 3}, {**ROW, "response": None}, {**ROW, "prompt": 5}, "{oops"]
     file = write(tmp_path / "a.jsonl", ROW, *bad)
     with pytest.raises(DataError) as told:
-        read_answered(file)
+        read_responses(file)
     text = str(told.value)
     assert "4 bad rows" in text
     assert "line 2, column response: is a number, not text" in text
@@ -81,9 +81,9 @@ def test_every_bad_row_is_named(tmp_path: Path) -> None:
 
 def test_other_columns(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "x"}, ROW)
-    assert [r.text for r in read_answered(file, response_key=None).rollouts] == ["", "#### 2"]
+    assert [r.text for r in read_responses(file, response_key=None).rollouts] == ["", "#### 2"]
     file = write(tmp_path / "a.jsonl", {"question": "x", "completion": "y", "score": 1})
-    found = read_answered(file, response_key="completion")
+    found = read_responses(file, response_key="completion")
     assert found.rollouts[0].text == "y"
     assert "the prompt is read from column 'question'" in found.notes[0]
     assert found.notes[1].endswith("replace in what is written: score.")
@@ -92,8 +92,8 @@ def test_other_columns(tmp_path: Path) -> None:
 def test_where_scores_go(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.json.gz", "a.parquet"):
         (tmp_path / name).touch()
-        assert scored_file(str(tmp_path / name)) == tmp_path / "a.scored.jsonl"
-    assert scored_file("some/hub-set") == Path("hub-set.scored.jsonl")
+        assert default_out(str(tmp_path / name)) == tmp_path / "a.scored.jsonl"
+    assert default_out("some/hub-set") == Path("hub-set.scored.jsonl")
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_rows_with_the_same_prompt_are_samples_of_one(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "1 + 1 = ?"}]
     rows = [ROW, {**ROW, "prompt": "x"}, {**ROW, "prompt": messages, "ground_truth": "3"}]
     file = write(tmp_path / "a.jsonl", *rows)
-    found = read_answered(file)
+    found = read_responses(file)
     assert [r.key for r in found.rollouts] == [("a:1", 0), ("a:2", 0), ("a:1", 1)]
     assert [r.prompt.ground_truth for r in found.rollouts] == ["2", "2", "3"]
-    tasks = read_answered(file, response_key=None)
+    tasks = read_responses(file, response_key=None)
     assert len({r.prompt.uid for r in tasks.rollouts}) == 3, "without responses each is a task"

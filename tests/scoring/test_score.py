@@ -11,34 +11,34 @@ import pytest
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
-from ppo_cli.extras.trust.calibrate import repeat_all
+from ppo_cli.extras.trust.calibrate import repeat_verdicts
 from ppo_cli.records import Part, Rollout, Score
-from ppo_cli.scoring.rows import AnsweredSet, read_answered
+from ppo_cli.scoring.rows import ResponseSet, read_responses
 from ppo_cli.scoring.score import (
     NOT_ASKED,
+    Callbacks,
     Scoring,
-    Watch,
     add_spending,
     affine_line,
-    cause_of,
-    cut,
+    failure_cause,
     histogram,
-    is_kept,
+    is_cached,
     part_facts,
+    resume_advice,
     score_all,
     scored_row,
-    spending,
-    summarise,
-    to_go_on,
+    scoring_spending,
+    shorten,
+    summarise_scores,
 )
 from tests.scoring.scripted import Scripted, write_rows
 
 RULES = RewardSettings()
 
 
-def rows_of(tmp_path: Path, *responses: str) -> AnsweredSet:
+def rows_of(tmp_path: Path, *responses: str) -> ResponseSet:
     rows = [{"prompt": "x", "response": text, "mine": [1]} for text in responses]
-    return read_answered(write_rows(tmp_path / "a.jsonl", *rows))
+    return read_responses(write_rows(tmp_path / "a.jsonl", *rows))
 
 
 def by_length(rollout: Rollout) -> Score:
@@ -48,7 +48,7 @@ def by_length(rollout: Rollout) -> Score:
 def test_scores_come_in_the_order_of_the_rows(tmp_path: Path) -> None:
     found = rows_of(tmp_path, "ccc", "a", "bb")
     reward, seen = Scripted(by_length), list[int]()
-    scoring = score_all(reward, found.rollouts, Watch(seen.append))
+    scoring = score_all(reward, found.rollouts, Callbacks(seen.append))
     assert [s.value for s in scoring.scores] == [3.0, 1.0, 2.0]
     assert sum(seen) == 3
     assert reward.settled == 1
@@ -62,7 +62,7 @@ def test_interrupted_keeps_what_is_there(tmp_path: Path) -> None:
         return by_length(rollout)
 
     found = rows_of(tmp_path, "ccc", "bb", "a")
-    scoring = score_all(Scripted(up_to_the_budget), found.rollouts, Watch())
+    scoring = score_all(Scripted(up_to_the_budget), found.rollouts, Callbacks())
     assert [s.value for s in scoring.scores] == [3.0, None, 1.0]
     assert scoring.scores[1].failure == NOT_ASKED
     assert scoring.stopped == "The budget of $1 is used up."
@@ -74,7 +74,7 @@ def test_interrupted_keeps_what_is_there(tmp_path: Path) -> None:
     def refuse() -> Future[Score]:
         raise Interrupted("No more.")
 
-    scoring = score_all(Closing(by_length), found.rollouts, Watch())
+    scoring = score_all(Closing(by_length), found.rollouts, Callbacks())
     assert [s.failure for s in scoring.scores] == ["", NOT_ASKED, NOT_ASKED]
 
 
@@ -85,7 +85,7 @@ def test_ctrl_c_keeps_what_is_there(tmp_path: Path) -> None:
 
     found = rows_of(tmp_path, "ccc", "never", "a")
     reward = Stopping(lambda r: None if r.text == "never" else by_length(r))
-    scoring = score_all(reward, found.rollouts, Watch())
+    scoring = score_all(reward, found.rollouts, Callbacks())
     assert [s.value for s in scoring.scores] == [3.0, None, 1.0]
     assert scoring.stopped == "Stopped by Ctrl-C."
 
@@ -107,7 +107,7 @@ def test_a_standstill_is_told_once(tmp_path: Path) -> None:
 
     notes: list[str] = []
     reward = Slow()
-    scoring = score_all(reward, rows_of(tmp_path, "a").rollouts, Watch(note=notes.append))
+    scoring = score_all(reward, rows_of(tmp_path, "a").rollouts, Callbacks(note=notes.append))
     assert scoring.scores[0].value == 1.0
     assert reward.told > 1
     assert notes == ["The judge is down."]
@@ -131,7 +131,7 @@ def test_no_secret_of_a_scorer_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     (row,) = rows_of(tmp_path, "a").rows
     score = Score(None, "http_401: key sekret-123456", reply="sekret-123456")
     assert "sekret" not in str(scored_row(row, score))
-    told = summarise((row,), Scoring((score,), 1.0, stopped="sekret-123456 is bad"), RULES)
+    told = summarise_scores((row,), Scoring((score,), 1.0, stopped="sekret-123456 is bad"), RULES)
     assert "sekret" not in str(told)
 
 
@@ -142,7 +142,7 @@ def test_summary(tmp_path: Path) -> None:
         Score.failed("timeout: slower"), Score(0.4, imputed="unparsed: what?"),
     )  # fmt: skip
     metrics = {"judge/calls": 7.0, "judge/cost_usd": 0.25, "judge/error_rate": 0.5, "x": 1.0}
-    told = summarise(found.rows, Scoring(scores, 2.0, metrics), RULES)
+    told = summarise_scores(found.rows, Scoring(scores, 2.0, metrics), RULES)
     assert (told["rows"], told["scored"]) == (6, 3)
     assert told["failed"] == {"timeout": 2, "unparsed": 1}
     assert (told["mean"], told["min"], told["max"]) == (0.5, 0.0, 1.0)
@@ -151,7 +151,7 @@ def test_summary(tmp_path: Path) -> None:
     assert "error_rate" not in told
     assert [e["score"] for e in told["best"]] == [1.0, 0.5]
     assert [(e["score"], e["reason"]) for e in told["worst"]] == [(0.0, "bad")]
-    none = summarise(found.rows[:1], Scoring((Score.failed(NOT_ASKED),), 0.0), RULES)
+    none = summarise_scores(found.rows[:1], Scoring((Score.failed(NOT_ASKED),), 0.0), RULES)
     assert none["failed"] == {NOT_ASKED: 1}
     assert (none["mean"], none["histogram"], none["best"]) == (None, [], [])
 
@@ -169,19 +169,19 @@ def test_histogram_by_level_and_by_bins() -> None:
 
 
 def test_what_is_said_is_short_and_how_to_go_on() -> None:
-    assert cut("a\n b") == "a b"
-    text = cut("start" + "x" * 300 + "end")
+    assert shorten("a\n b") == "a b"
+    text = shorten("start" + "x" * 300 + "end")
     assert len(text) <= 100
     assert text.startswith("start") and text.endswith("end")
     for api, cached in ((ApiReward(enable=True), True), (ApiReward(), False),
                         (ApiReward(enable=True, cache="off"), False)):  # fmt: skip
-        assert ("cache" in to_go_on(RewardSettings(api=api))) is cached
+        assert ("cache" in resume_advice(RewardSettings(api=api))) is cached
 
 
 def test_unknown_prices_give_no_cost() -> None:
-    told = spending((), Scoring((), 1.0, {"judge/cost_usd": 0.0, "judge/tokens_in": 5.0}))
+    told = scoring_spending((), Scoring((), 1.0, {"judge/cost_usd": 0.0, "judge/tokens_in": 5.0}))
     assert told == {"seconds": 1.0, "tokens_in": 5.0}
-    free = spending((), Scoring((), 1.0, {"judge/cost_usd": 0.0, "judge/tokens_in": 0.0}))
+    free = scoring_spending((), Scoring((), 1.0, {"judge/cost_usd": 0.0, "judge/tokens_in": 0.0}))
     assert free["cost_usd"] == 0.0
     assert add_spending(told, {"judge/tokens_in": 2.0, "judge/calls": 1.0}) == {
         "seconds": 1.0, "tokens_in": 7.0, "calls": 1.0,
@@ -197,19 +197,19 @@ def test_spending_adds_up_over_the_judges_of_a_mixture() -> None:
     judge, style = Score(1.0, info={"cached": True}), Score(1.0, info={"cached": False})
     kept = Score(1.0, mixture={"judge": judge, "rule": Score(1.0, info={"rule": "gsm8k"})})
     half = Score(1.0, mixture={"judge": judge, "style": style})
-    told = spending((kept, half), Scoring((), 1.0, metrics))
+    told = scoring_spending((kept, half), Scoring((), 1.0, metrics))
     assert told == {
         "seconds": 1.0, "cached": 2, "calls": 5.0, "cost_usd": 0.75, "tokens_in": 10.0,
     }  # fmt: skip
-    assert (is_kept(kept), is_kept(half), is_kept(Score(1.0))) == (True, False, False)
+    assert (is_cached(kept), is_cached(half), is_cached(Score(1.0))) == (True, False, False)
     unknown = metrics | {"judge_style/cost_usd": 0.0}
-    assert "cost_usd" not in spending((), Scoring((), 1.0, unknown))
+    assert "cost_usd" not in scoring_spending((), Scoring((), 1.0, unknown))
 
 
 def test_a_part_of_a_mixture_is_named_in_the_cause() -> None:
     parts = {"judge": Part(None, None)}
-    assert cause_of(Score(None, "judge: timeout: slow", parts=parts)) == "judge: timeout"
-    assert cause_of(Score(None, "judge: timeout: slow")) == "judge"
+    assert failure_cause(Score(None, "judge: timeout: slow", parts=parts)) == "judge: timeout"
+    assert failure_cause(Score(None, "judge: timeout: slow")) == "judge"
 
 
 def test_facts_of_gated_imputed_and_failed_parts(tmp_path: Path) -> None:
@@ -246,8 +246,8 @@ def test_a_part_is_dominated_below_a_third_of_what_its_weight_asks_for(tmp_path:
 
 def test_repeats_are_asked_for_each_row_and_counted(tmp_path: Path) -> None:
     seen = list[int]()
-    found = repeat_all(Scripted(by_length), rows_of(tmp_path, "a", "bb").rollouts, 3,
-                       Watch(seen.append))  # fmt: skip
+    found = repeat_verdicts(Scripted(by_length), rows_of(tmp_path, "a", "bb").rollouts, 3,
+                       Callbacks(seen.append))  # fmt: skip
     assert (found, seen) == (("", [[1.0] * 3, [2.0] * 3]), [1, 1])
 
 

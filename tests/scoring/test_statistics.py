@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from ppo_cli.scoring import statistics as ours
 from ppo_cli.scoring.statistics import (
-    Answers,
-    difference,
-    facts_of,
+    PromptScores,
+    mean_difference,
+    model_facts,
     pass_at_k,
     sign_flip_p,
-    sources_of,
+    split_by_source,
 )
 from tests.scoring.commands import Run
 from tests.scoring.scripted import write_rows
@@ -40,7 +40,7 @@ def test_ranks_as_by_counting(values: list[int]) -> None:
 
 @given(st.lists(st.floats(-2, 2), min_size=1, max_size=12))
 def test_level_numbers_keep_the_order(values: list[float]) -> None:
-    numbers = ours.coded(values)
+    numbers = ours.level_numbers(values)
     assert ours.ranks(numbers).tolist() == ours.ranks(values).tolist()
     picked = np.asarray([0, 0, len(values) - 1])
     kept = np.asarray(values)[picked]
@@ -140,12 +140,12 @@ def test_bootstrap_of_what_is_not_defined() -> None:
 
 def test_agreement_by_hand() -> None:
     # Row 1: gaps 0, 0.5, 0.5. Row 2: gap 0. Row 3 has one verdict and does not count.
-    found = ours.agreement([[0.5, 0.5, 1.0], [0.2, 0.2], [0.9]])
+    found = ours.verdict_agreement([[0.5, 0.5, 1.0], [0.2, 0.2], [0.9]])
     assert found is not None
     assert found == pytest.approx(
         {"rows": 2, "same": (1 / 3 + 1) / 2, "mean_gap": (1 / 3 + 0) / 2, "largest_gap": 0.5}
     )
-    assert ours.agreement([[0.3], []]) is None
+    assert ours.verdict_agreement([[0.3], []]) is None
 
 
 def test_twelve_of_twelve_still_has_an_interval() -> None:
@@ -173,27 +173,27 @@ def test_pass_at_k_is_the_share_of_all_draws() -> None:
 
 def test_facts_by_source() -> None:
     answers = {
-        "a:1": Answers("add", (1.0, 0.0, 0.0, None)),
-        "a:2": Answers("add", (1.0, 1.0, 1.0, 1.0)),
-        "b:1": Answers("", (None, None, None, None)),
+        "a:1": PromptScores("add", (1.0, 0.0, 0.0, None)),
+        "a:2": PromptScores("add", (1.0, 1.0, 1.0, 1.0)),
+        "b:1": PromptScores("", (None, None, None, None)),
     }
-    sources = sources_of(answers)
+    sources = split_by_source(answers)
     assert list(sources) == ["add", "unnamed", "all"]
-    facts = facts_of(sources["add"], None)
+    facts = model_facts(sources["add"], None)
     assert (facts["prompts"], facts["responses"], facts["failed"]) == (2, 8, 1)
     assert facts["mean"]["value"] == pytest.approx((1 / 3 + 1) / 2)
     assert facts["pass"]["2"]["value"] == pytest.approx((2 / 3 + 1) / 2)
     # Of four responses only one prompt has scores.
     assert (facts["pass"]["4"]["value"], facts["pass"]["4"]["prompts"]) == (1.0, 1)
-    nothing = facts_of(sources["unnamed"], None)
+    nothing = model_facts(sources["unnamed"], None)
     assert nothing["mean"]["value"] is None and nothing["pass"] == {}
-    levels = {"c": Answers("", (0.2, 0.9)), "d": Answers("", (0.1, 0.3))}
-    assert facts_of(levels, None)["pass"] == {}
-    assert facts_of(levels, 0.5)["pass"]["2"]["value"] == 0.5
+    levels = {"c": PromptScores("", (0.2, 0.9)), "d": PromptScores("", (0.1, 0.3))}
+    assert model_facts(levels, None)["pass"] == {}
+    assert model_facts(levels, 0.5)["pass"]["2"]["value"] == 0.5
 
 
 def test_all_right_still_has_an_interval() -> None:
-    facts = facts_of({str(i): Answers("", (1.0,)) for i in range(12)}, None)
+    facts = model_facts({str(i): PromptScores("", (1.0,)) for i in range(12)}, None)
     assert facts["mean"]["value"] == facts["mean"]["high"] == 1.0
     assert 0.7 < facts["mean"]["low"] < 0.8  # Wilson: 12 of 12
 
@@ -218,15 +218,17 @@ def test_differences_are_paired_and_cover_the_truth() -> None:
         easy = random.uniform(0.1, 0.8, 60)
         draws = [random.random((60, 2)) < (easy + gain)[:, None] for gain in (0.1, 0.0)]
         one, other = (
-            {str(i): Answers("", tuple(map(float, row))) for i, row in enumerate(drawn)}
+            {str(i): PromptScores("", tuple(map(float, row))) for i, row in enumerate(drawn)}
             for drawn in draws
         )
-        found = difference(one, other)
+        found = mean_difference(one, other)
         covered += found["low"] <= 0.1 <= found["high"]
         rejected += found["p"] < 0.05
     assert covered >= 88  # of 95 expected; 3.2 standard deviations below
     assert 20 < rejected < 80
-    unpaired = difference(one, {"0": other["0"], "1": Answers("", (None, None)), "z": other["1"]})
+    unpaired = mean_difference(
+        one, {"0": other["0"], "1": PromptScores("", (None, None)), "z": other["1"]}
+    )
     assert unpaired["prompts"] == 1
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted
-from ppo_cli.extras.trust.calibrate import _left_of
+from ppo_cli.extras.trust.calibrate import remaining_budget
 from tests.extras.trust.judges import honest, literal, obedient
 from tests.judge_server import JudgeServer
 from tests.scoring.commands import KEY, Run, judge_at, read
@@ -34,10 +34,10 @@ def test_repeats_have_what_is_left_of_each_budget() -> None:
     judge = ApiReward(enable=True, budget_usd=2.0, budget_tokens=100)
     spent = {"cost_usd": 0.5, "tokens_in": 30.0, "tokens_out": 20.0}
     before = {f"judge_strict/{name}": value for name, value in spent.items()}
-    left = _left_of(judge, "strict", before)
+    left = remaining_budget(judge, "strict", before)
     assert (left.budget_usd, left.budget_tokens) == (1.5, 50)
     with pytest.raises(Interrupted, match="budget of the judge 'strict' is used up"):
-        _left_of(judge, "strict", before | {"judge_strict/cost_usd": 2.0})
+        remaining_budget(judge, "strict", before | {"judge_strict/cost_usd": 2.0})
 
 
 def test_score_and_score_again(

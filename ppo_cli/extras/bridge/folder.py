@@ -22,8 +22,8 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import unique_labels
 from ppo_cli.data_sets.rows import load_sets, prompt_of
 from ppo_cli.errors import ConfigError, failing
-from ppo_cli.extras.bridge.overrides import TRAIN, VAL, VERSION, Bridged
-from ppo_cli.extras.bridge.rewards import KEYS_FILE, ROW, STOPPED, row_of
+from ppo_cli.extras.bridge.overrides import TRAIN, VAL, VERSION, VerlOverrides
+from ppo_cli.extras.bridge.rewards import KEYS_FILE, ROW, STOPPED, encode_row
 from ppo_cli.records import Prompt
 from ppo_cli.run_folder import RunFolder
 from ppo_cli.scoring.sources import row_checks
@@ -182,13 +182,13 @@ exit 0
 """
 
 
-def write_folder(folder: Path, resolved: Resolved, bridged: Bridged) -> list[Path]:
+def write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> list[Path]:
     """Write all that verl needs; returns the files. Rows are read as for training."""
     config = resolved.config
     folder = folder.resolve()
-    prompts = {TRAIN: prompts_of(config, "train")}
+    prompts = {TRAIN: load_prompts(config, "train")}
     if config.data.val_files:
-        prompts[VAL] = prompts_of(config, "val")
+        prompts[VAL] = load_prompts(config, "val")
     check_rows(config, prompts)
     RunFolder(folder, "--out").prepare()
     (folder / "data").mkdir(exist_ok=True)
@@ -198,7 +198,7 @@ def write_folder(folder: Path, resolved: Resolved, bridged: Bridged) -> list[Pat
         "config.yaml": config_yaml(resolved),
         "overrides": "".join(f"{line}\n" for line in bridged.lines(folder)),
         "reward.py": REWARD.format(where=str(Path.cwd())),
-        **scripts(config),
+        **node_scripts(config),
     }
     for name, text in texts.items():
         with replacing(folder / name) as fresh:
@@ -209,20 +209,20 @@ def write_folder(folder: Path, resolved: Resolved, bridged: Bridged) -> list[Pat
 
 def check_rows(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> None:
     """Raise ConfigError for rows that are too few, or lack what the reward needs."""
-    problems = [said] if (said := describe_missing_rows(config, len(prompts[TRAIN]))) else []
-    rows = [prompt for found in prompts.values() for prompt in found]
+    problems = [problem] if (problem := describe_missing_rows(config, len(prompts[TRAIN]))) else []
+    rows = [prompt for prompts_of_split in prompts.values() for prompt in prompts_of_split]
     problems += failing(row_checks(config.reward, rows, all_known=True))
     if problems:
         raise ConfigError(problems)
 
 
-def scripts(config: Config) -> dict[str, str]:
+def node_scripts(config: Config) -> dict[str, str]:
     """Return the script of each node: the first is Ray's head, waits for the others and submits."""
     trainer = config.trainer
     alone = trainer.nnodes == 1
     needed = '"${MASTER_ADDR:?set MASTER_ADDR to the address of node 0}"'
-    given = shlex.quote(trainer.master_addr or "127.0.0.1")
-    several = f"${{MASTER_ADDR:-{given}}}" if trainer.master_addr else needed
+    configured = shlex.quote(trainer.master_addr or "127.0.0.1")
+    several = f"${{MASTER_ADDR:-{configured}}}" if trainer.master_addr else needed
     facts = {
         "address": "127.0.0.1" if alone else several, "alone": ALONE if alone else "",
         "port": trainer.master_port, "patience": trainer.node_timeout, "version": VERSION,
@@ -231,11 +231,11 @@ def scripts(config: Config) -> dict[str, str]:
         "ray_numbers": RAY_WITH_TOKENS.replace(".", ", "),
     }  # fmt: skip
     first = "Node 0: starts Ray's head, waits for the other nodes, and trains."
-    found = {"node_0.sh": (HEAD + KEYS_TO_FILE + RAY + FIRST).format(what=first, **facts)}
+    scripts_by_name = {"node_0.sh": (HEAD + KEYS_TO_FILE + RAY + FIRST).format(what=first, **facts)}
     for rank in range(1, trainer.nnodes):
         what = f"Node {rank}: joins the Ray head of node 0, and stays until that is gone."
-        found[f"node_{rank}.sh"] = (HEAD + RAY + OTHER).format(what=what, **facts)
-    return found
+        scripts_by_name[f"node_{rank}.sh"] = (HEAD + RAY + OTHER).format(what=what, **facts)
+    return scripts_by_name
 
 
 def key_variables(config: Config) -> list[str]:
@@ -255,44 +255,44 @@ def write_rows(path: Path, prompts: Sequence[Prompt], split: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [_row(prompt, split, i) for i, prompt in enumerate(prompts)]
+    rows = [_verl_row(prompt, split, i) for i, prompt in enumerate(prompts)]
     with replacing(path) as fresh:
         pq.write_table(pa.Table.from_pylist(rows), fresh)
 
 
-def prompts_of(config: Config, split: DataSplit) -> list[Prompt]:
+def load_prompts(config: Config, split: DataSplit) -> list[Prompt]:
     """Return the prompts of a split, with the system prompt, not rendered."""
     data = config.data
-    files, most = split_files(config, split)
+    files, max_samples = split_files(config, split)
     sets = load_sets(
-        files, prompt_key=data.prompt_key, source_key=data.reward_fn_key, max_samples=most
+        files, prompt_key=data.prompt_key, source_key=data.reward_fn_key, max_samples=max_samples
     )
-    found = [
+    prompts = [
         prompt_of(f"{split}:{label}", row)
         for rows, label in zip(sets, unique_labels(sets), strict=True)
         for row in rows.rows
     ]
-    return [_with_system(prompt, data.system_prompt) for prompt in found]
+    return [_add_system_prompt(prompt, data.system_prompt) for prompt in prompts]
 
 
-def _with_system(prompt: Prompt, system: str | None) -> Prompt:
+def _add_system_prompt(prompt: Prompt, system: str | None) -> Prompt:
     if system is None or prompt.messages[0]["role"] in ("system", "developer"):
         return prompt
     return replace(prompt, messages=({"role": "system", "content": system}, *prompt.messages))
 
 
-def _row(prompt: Prompt, split: str, index: int) -> dict[str, Any]:
+def _verl_row(prompt: Prompt, split: str, index: int) -> dict[str, Any]:
     truth = "" if prompt.ground_truth is None else str(prompt.ground_truth)
     return {
         "data_source": prompt.data_source,
         "prompt": [{"role": m["role"], "content": m["content"]} for m in prompt.messages],
         "ability": "",
         "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"index": index, "split": split, ROW: row_of(prompt, split)},
+        "extra_info": {"index": index, "split": split, ROW: encode_row(prompt, split)},
     }
 
 
-def shown(files: Iterable[Path], nodes: int) -> list[str]:
+def next_steps(files: Iterable[Path], nodes: int) -> list[str]:
     """Say what was written, and how it is started."""
     folder = next(iter(files)).parent
     first = shlex.quote(str(folder / "node_0.sh"))

@@ -1,8 +1,9 @@
 """A configuration of ours as the overrides of verl's main_ppo, with every value written out.
 
-The names come from the table that reads verl's lines (config/verl/verl.toml), read the other way
-round, as far as verl 0.9.1 has them. What differs by more than its name is declared in `ELSE`,
-what verl cannot be told in `REFUSED`, and what is of this program's engine only in `OWN`.
+Names come from config/verl/verl.toml, the table that translates verl's command lines, read in
+the other direction as far as verl 0.9.1 has the names. `WRITERS` holds the settings that differ by
+more than their name, `REFUSED` those that verl does not have, and `OUR_ENGINE_ONLY` those that only
+concern our engine.
 """
 
 from __future__ import annotations
@@ -52,37 +53,39 @@ def verl_names() -> frozenset[str]:
 
 
 @cache
-def _by_key() -> dict[str, tuple[str, ...]]:
+def verl_names_by_key() -> dict[str, tuple[str, ...]]:
     """Return the names that verl has for each of our settings."""
     names = foreign_names()
-    found: dict[str, list[str]] = {}
+    names_by_key: dict[str, list[str]] = {}
     for key in table():
-        olds = [key, *(old for old, own in names.tied.items() if own == key)]
+        olds = [key, *(old for old, target in names.tied.items() if target == key)]
         for old, news in names.renamed.items():
             if key in news:
                 olds.append(old)
             groups = [new[:-1] for new in news if new.endswith(".*") and key.startswith(new[:-1])]
             olds += [old[:-1] + key.removeprefix(group) for group in groups]
-        theirs = [name for old in olds for name in (WRAPPER + old, old) if name in verl_names()]
-        found[key] = [name for name in dict.fromkeys(theirs) if not name.endswith("warmup_style")]
-    return {key: tuple(theirs) for key, theirs in found.items()}
+        verl = [name for old in olds for name in (WRAPPER + old, old) if name in verl_names()]
+        names_by_key[key] = [
+            name for name in dict.fromkeys(verl) if not name.endswith("warmup_style")
+        ]
+    return {key: tuple(verl) for key, verl in names_by_key.items()}
 
 
 # What settings of ours come to in verl, where that is more than another name.
-ELSE: Final[dict[str, Callable[[Config], Values]]] = {}
+WRITERS: Final[dict[str, Callable[[Config], Values]]] = {}
 
 
-def _writes(names: str) -> Callable[[Callable[[Config], Values]], Callable[[Config], Values]]:
+def _translates(names: str) -> Callable[[Callable[[Config], Values]], Callable[[Config], Values]]:
     """Declare which of our settings a function writes in verl's words."""
 
     def declare(write: Callable[[Config], Values]) -> Callable[[Config], Values]:
-        ELSE.update(dict.fromkeys(names.split(), write))
+        WRITERS.update(dict.fromkeys(names.split(), write))
         return write
 
     return declare
 
 
-def _both(part: str, value: Any) -> Values:
+def _sharding_of_all(part: str, value: Any) -> Values:
     """Give actor, critic and reference the same setting of sharding."""
     return {
         f"actor_rollout_ref.actor.fsdp_config.{part}": value,
@@ -91,10 +94,10 @@ def _both(part: str, value: Any) -> Values:
     }
 
 
-@_writes("model.path critic.model.path")
+@_translates("model.path critic.model.path")
 def _models(config: Config) -> Values:
     """Name models by whole paths; the tokenizer is the actor's."""
-    actor, critic = _there(config.model.path), _there(critic_path(config))
+    actor, critic = _resolve_model_path(config.model.path), _resolve_model_path(critic_path(config))
     return {
         "actor_rollout_ref.model.path": actor,
         "actor_rollout_ref.model.tokenizer_path": actor,
@@ -104,31 +107,31 @@ def _models(config: Config) -> Values:
     }
 
 
-def _there(path: str) -> str:
+def _resolve_model_path(path: str) -> str:
     """Return a model's folder as a whole path, and a hub name as it is."""
     folder = Path(model_folder(path)).expanduser()
     return str(folder.resolve()) if folder.is_dir() else path
 
 
-@_writes("model.dtype")
+@_translates("model.dtype")
 def _precision(config: Config) -> Values:
     """Compute in one precision; weights are kept in float32. verl runs on GPUs only."""
     dtype = config.model.dtype or "bfloat16"
     computed = {"param_dtype": dtype, "reduce_dtype": "float32", "buffer_dtype": "float32"}
     return (
-        _both("dtype", dtype)
-        | _both("model_dtype", "float32")
+        _sharding_of_all("dtype", dtype)
+        | _sharding_of_all("model_dtype", "float32")
         # The engine goes by this group, which verl's files leave out and which then is bf16.
         | {
             name: value
             for part, precision in computed.items()
-            for name, value in _both(f"mixed_precision.{part}", precision).items()
+            for name, value in _sharding_of_all(f"mixed_precision.{part}", precision).items()
         }
         | {"actor_rollout_ref.rollout.dtype": dtype}
     )
 
 
-@_writes("model.attn_implementation model.packing")
+@_translates("model.attn_implementation model.packing")
 def _attention(config: Config) -> Values:
     """Name the kernel; rows are packed when asked for, or with the kernel that is made for it."""
     kernel = config.model.attn_implementation or "sdpa"
@@ -144,7 +147,7 @@ def _attention(config: Config) -> Values:
     }
 
 
-@_writes("model.enable_gradient_checkpointing critic.model.enable_gradient_checkpointing")
+@_translates("model.enable_gradient_checkpointing critic.model.enable_gradient_checkpointing")
 def _recompute(config: Config) -> Values:
     actor = config.model.enable_gradient_checkpointing
     critic = config.critic.model.enable_gradient_checkpointing
@@ -155,7 +158,7 @@ def _recompute(config: Config) -> Values:
     }
 
 
-@_writes(
+@_translates(
     "actor.ppo_micro_batch_size_per_gpu critic.ppo_micro_batch_size_per_gpu "
     "actor.ppo_max_token_len_per_gpu critic.ppo_max_token_len_per_gpu "
     "ref.log_prob_max_token_len_per_gpu"
@@ -165,24 +168,24 @@ def _micro_batches(config: Config) -> Values:
 
     A size without a use is named for them beside an actor's, since verl asks for one then.
     """
-    found: Values = {}
+    values: Values = {}
     for name, part in (("actor_rollout_ref.actor", config.actor), ("critic", config.critic)):
         size = part.ppo_micro_batch_size_per_gpu
-        found[f"{name}.ppo_micro_batch_size_per_gpu"] = size
-        found[f"{name}.use_dynamic_bsz"] = size is None
+        values[f"{name}.ppo_micro_batch_size_per_gpu"] = size
+        values[f"{name}.use_dynamic_bsz"] = size is None
         budget = micro_batch_tokens(config, part.ppo_max_token_len_per_gpu)
-        found[f"{name}.ppo_max_token_len_per_gpu"] = budget
+        values[f"{name}.ppo_max_token_len_per_gpu"] = budget
     size = config.actor.ppo_micro_batch_size_per_gpu
     budget = micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu)
     for name in ("actor_rollout_ref.ref", "actor_rollout_ref.rollout"):
-        found[f"{name}.log_prob_use_dynamic_bsz"] = True
-        found[f"{name}.log_prob_micro_batch_size_per_gpu"] = size
-        found[f"{name}.log_prob_max_token_len_per_gpu"] = budget
-    found["critic.forward_max_token_len_per_gpu"] = budget
-    return found
+        values[f"{name}.log_prob_use_dynamic_bsz"] = True
+        values[f"{name}.log_prob_micro_batch_size_per_gpu"] = size
+        values[f"{name}.log_prob_max_token_len_per_gpu"] = budget
+    values["critic.forward_max_token_len_per_gpu"] = budget
+    return values
 
 
-@_writes("actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c")
+@_translates("actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c")
 def _clips(config: Config) -> Values:
     actor = "actor_rollout_ref.actor"
     bound = config.actor.clip_ratio_c
@@ -194,53 +197,53 @@ def _clips(config: Config) -> Values:
     }
 
 
-@_writes("model.lora_rank model.lora_alpha critic.model.lora_alpha")
+@_translates("model.lora_rank model.lora_alpha critic.model.lora_alpha")
 def _lora(config: Config) -> Values:
     """An adapter's sampler loads the weights once; else the trainer sends them all."""
     rank = config.model.lora_rank
     return {
         "actor_rollout_ref.model.lora_rank": rank,
-        "actor_rollout_ref.model.lora_alpha": _plain(config.model.lora_alpha),
+        "actor_rollout_ref.model.lora_alpha": _as_whole_number(config.model.lora_alpha),
         "actor_rollout_ref.rollout.load_format": "safetensors" if rank else "dummy",
-        "critic.model.lora_alpha": _plain(config.critic.model.lora_alpha),
+        "critic.model.lora_alpha": _as_whole_number(config.critic.model.lora_alpha),
     }
 
 
-@_writes(
+@_translates(
     "actor.optim.optimizer critic.optim.optimizer actor.optim.eps critic.optim.eps "
     "actor.grad_clip critic.grad_clip actor.loss_scale_factor critic.loss_scale_factor"
 )
 def _updates(config: Config) -> Values:
     """Name the package of each optimizer as well, and its epsilon; and what bounds an update."""
     impl = {"AdamW": "torch.optim", "AdamW8bit": "bitsandbytes.optim"}
-    found: Values = {}
+    values: Values = {}
     for name, part in (("actor_rollout_ref.actor", config.actor), ("critic", config.critic)):
-        found[f"{name}.optim.optimizer_impl"] = impl[part.optim.optimizer]
-        found[f"{name}.optim.override_optimizer_config.eps"] = part.optim.eps
-        found[f"{name}.grad_clip"] = found[f"{name}.optim.clip_grad"] = part.grad_clip or NO_LIMIT
-        found[f"{name}.loss_scale_factor"] = _plain(part.loss_scale_factor)
-    return found
+        values[f"{name}.optim.optimizer_impl"] = impl[part.optim.optimizer]
+        values[f"{name}.optim.override_optimizer_config.eps"] = part.optim.eps
+        values[f"{name}.grad_clip"] = values[f"{name}.optim.clip_grad"] = part.grad_clip or NO_LIMIT
+        values[f"{name}.loss_scale_factor"] = _as_whole_number(part.loss_scale_factor)
+    return values
 
 
-@_writes(
+@_translates(
     "data.val_files data.val_max_samples trainer.save_freq trainer.test_freq "
     "trainer.val_before_train"
 )
 def _validation(config: Config) -> Values:
     """-1 validates and saves at the end here, and never in verl."""
-    often, there = config.trainer.test_freq, bool(config.data.val_files)
+    often, has_files = config.trainer.test_freq, bool(config.data.val_files)
     save = config.trainer.save_freq
     return {
-        "trainer.test_freq": (NEVER if often == -1 else often) if there else -1,
-        "trainer.val_before_train": config.trainer.val_before_train and there,
+        "trainer.test_freq": (NEVER if often == -1 else often) if has_files else -1,
+        "trainer.val_before_train": config.trainer.val_before_train and has_files,
         "trainer.save_freq": NEVER if save == -1 else save,
         # verl wants rows to validate on, even where it never does
-        "data.val_files": VAL if there else TRAIN,
-        "data.val_max_samples": -1 if there else 1,
+        "data.val_files": VAL if has_files else TRAIN,
+        "data.val_max_samples": -1 if has_files else 1,
     }
 
 
-@_writes("trainer.resume_mode")
+@_translates("trainer.resume_mode")
 def _resume(config: Config) -> Values:
     mode = config.trainer.resume_mode
     word = {"auto": "auto", "never": "disable"}.get(mode, "resume_path")
@@ -248,7 +251,7 @@ def _resume(config: Config) -> Values:
     return {"trainer.resume_mode": word, "trainer.resume_from_path": path}
 
 
-@_writes(
+@_translates(
     "algorithm.filter_groups.metric algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights "
     "algorithm.rollout_correction.rollout_is_threshold "
     "algorithm.rollout_correction.rollout_is_threshold_lower "
@@ -256,10 +259,10 @@ def _resume(config: Config) -> Values:
 )
 def _algorithm(config: Config) -> Values:
     """verl's `reward` has the penalties in it, `score` is what the reward function said."""
-    own, correction = config.algorithm, config.algorithm.rollout_correction
-    metric = own.filter_groups.metric or "score"
+    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
+    metric = algorithm.filter_groups.metric or "score"
     low, high = correction.rollout_is_threshold_lower, correction.rollout_is_threshold
-    keys, weights = own.gdpo_reward_keys, own.gdpo_reward_weights
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     parts = {"gdpo_reward_keys": keys, "gdpo_reward_weights": weights}
     return {
         "algorithm.filter_groups.metric": "reward" if metric == "seq_reward" else metric,
@@ -271,7 +274,7 @@ def _algorithm(config: Config) -> Values:
     }
 
 
-@_writes("reward.shaping.overlong_buffer reward.shaping.overlong_penalty")
+@_translates("reward.shaping.overlong_buffer reward.shaping.overlong_penalty")
 def _overlong(config: Config) -> Values:
     """The penalty of long responses is the dapo manager's, which counts their tokens."""
     shaping = config.reward.shaping
@@ -288,12 +291,12 @@ def _overlong(config: Config) -> Values:
     }
 
 
-def _plain(number: float | None) -> float | None:
+def _as_whole_number(number: float | None) -> float | None:
     """verl has whole numbers here."""
     return int(number) if number is not None and float(number).is_integer() else number
 
 
-@_writes(
+@_translates(
     "data.train_files data.train_max_samples data.prompt_key data.reward_fn_key rollout.name "
     "rollout.seed rollout.val_kwargs.temperature critic.ppo_mini_batch_size trainer.logger "
     "trainer.critic_warmup trainer.output_dir "
@@ -318,8 +321,8 @@ def _others(config: Config) -> Values:
         "trainer.critic_warmup": warmup + 1 if warmup else 0,
         "trainer.default_local_dir": "verl/checkpoints",
         "trainer.logger": ["file", *config.trainer.logger],
-        **{f"data.apply_chat_template_kwargs.{name}": said for name, said in template.items()},
-        **{f"{sampler}.engine_kwargs.vllm.{name}": said for name, said in vllm.items()},
+        **{f"data.apply_chat_template_kwargs.{name}": value for name, value in template.items()},
+        **{f"{sampler}.engine_kwargs.vllm.{name}": value for name, value in vllm.items()},
     }
 
 
@@ -336,7 +339,7 @@ FILES: Final = frozenset(
      "reward.custom_reward_function.path"}
 )  # fmt: skip
 # Of this program's engine: verl does the work in its own way, and results are the same.
-OWN: Final = frozenset(
+OUR_ENGINE_ONLY: Final = frozenset(
     f"{group}.{name}"
     for group, names in {
         "model": "float32_matmul share_prompts spread_weights",
@@ -381,79 +384,85 @@ REFUSED: Final[dict[str, tuple[Any, str]]] = {
 
 
 @dataclass(frozen=True)
-class Bridged:
+class VerlOverrides:
     """The overrides of verl, in order; or what it cannot be told."""
 
     values: Values
-    theirs: tuple[str, ...]
+    verl_words: tuple[str, ...]
     problems: tuple[str, ...]
 
     def lines(self, folder: Path) -> list[str]:
         """Return the words after `main_ppo`; files lie below `folder`."""
         below = {k: str(folder / v) if k in FILES else v for k, v in self.values.items()}
         added = {name: "" if name in verl_names() else "++" for name in below}
-        return [*(f"{added[k]}{k}={spelt(v)}" for k, v in below.items()), *self.theirs]
+        return [*(f"{added[k]}{k}={to_hydra(v)}" for k, v in below.items()), *self.verl_words]
 
 
-def bridge(config: Config, theirs: Sequence[str] = ()) -> Bridged:
+def build_overrides(config: Config, verl_words: Sequence[str] = ()) -> VerlOverrides:
     """Write a configuration in verl's words; `theirs` are overrides that only verl knows."""
-    found, problems = dict(ALWAYS), list(_unsaid(config, theirs))
+    values, problems = dict(ALWAYS), list(_find_refusals(config, verl_words))
     for key in table():
         value = value_of(config, key)
         if key in REFUSED:
-            allowed, said = REFUSED[key]
+            allowed, reason = REFUSED[key]
             if value != allowed:
-                problems.append(f"{key} {_shown(value)} cannot be had on verl: {said}.")
-        elif key in OWN or (key.startswith("reward.") and key not in ELSE):
+                problems.append(f"{key} {_display(value)} cannot be had on verl: {reason}.")
+        elif key in OUR_ENGINE_ONLY or (key.startswith("reward.") and key not in WRITERS):
             continue  # of this engine, or read by the reward function itself
-        elif _by_key()[key] or key in ELSE:
-            found |= {name: value for name in _by_key()[key] if not _idle(name, value)}
+        elif verl_names_by_key()[key] or key in WRITERS:
+            values |= {
+                name: value
+                for name in verl_names_by_key()[key]
+                if not _is_computed_by_verl(name, value)
+            }
         elif value != table()[key].default:
-            problems.append(f"{key} {_shown(value)} cannot be had on verl: it has no such setting.")
-    for write in dict.fromkeys(ELSE.values()):
-        found |= write(config)
-    given = {word.lstrip("+~").partition("=")[0]: word for word in theirs}
-    other = re.sub(".*=", "", given.get("model_engine", "dp"))
+            problems.append(
+                f"{key} {_display(value)} cannot be had on verl: it has no such setting."
+            )
+    for write in dict.fromkeys(WRITERS.values()):
+        values |= write(config)
+    words_by_name = {word.lstrip("+~").partition("=")[0]: word for word in verl_words}
+    other = re.sub(".*=", "", words_by_name.get("model_engine", "dp"))
     if other not in ("dp", "fsdp"):
-        found = dict(_on_engine(found, other))
-    kept = {name: value for name, value in found.items() if name not in given}
-    return Bridged(dict(sorted(kept.items())), tuple(theirs), tuple(problems))
+        values = dict(_rename_for_engine(values, other))
+    remaining = {name: value for name, value in values.items() if name not in words_by_name}
+    return VerlOverrides(dict(sorted(remaining.items())), tuple(verl_words), tuple(problems))
 
 
-def _idle(name: str, value: Any) -> bool:
+def _is_computed_by_verl(name: str, value: Any) -> bool:
     """A number that verl works out by itself where it is not set."""
     return value is None and name.endswith("optim.total_training_steps")
 
 
 # Megatron's names for settings of FSDP and its optimizer.
-OF_MEGATRON: Final = {
+MEGATRON_NAMES: Final = {
     "lr_scheduler_type": "lr_decay_style", "min_lr_ratio": "min_lr", "eps": "adam_eps",
     "param_offload": "param_offload", "optimizer_offload": "optimizer_offload", "dtype": "dtype",
     "seed": "seed",
 }  # fmt: skip
 
 
-def _on_engine(found: Values, engine: str) -> Iterator[tuple[str, Any]]:
+def _rename_for_engine(values: Values, engine: str) -> Iterator[tuple[str, Any]]:
     """Leave out what is FSDP's only; Megatron has some of it under names of its own."""
-    for name, value in found.items():
+    for name, value in values.items():
         group, _, leaf = name.rpartition(".")
         sharding = ".fsdp_config" in group or group.startswith("critic.fsdp")
         optim = leaf in ("lr_scheduler_type", "min_lr_ratio", "eps", "optimizer", "optimizer_impl")
         if not (sharding or optim or leaf in ("strategy", "grad_clip")):
             yield name, value
-        elif engine == "megatron" and leaf in OF_MEGATRON:
-            lr = found.get(f"{group}.lr", 0.0)
+        elif engine == "megatron" and leaf in MEGATRON_NAMES:
+            lr = values.get(f"{group}.lr", 0.0)
             of = f"{group.rpartition('.')[0]}.megatron" if sharding else group
-            yield f"{of}.{OF_MEGATRON[leaf]}", value * lr if leaf == "min_lr_ratio" else value
+            yield f"{of}.{MEGATRON_NAMES[leaf]}", value * lr if leaf == "min_lr_ratio" else value
 
 
-def _unsaid(config: Config, theirs: Sequence[str]) -> Iterator[str]:
+def _find_refusals(config: Config, verl_words: Sequence[str]) -> Iterator[str]:
     """Say what must be named for verl, and what it has not."""
     if not config.trainer.n_gpus_per_node:
         yield "verl trains on GPUs: name how many each node has with --n_gpus 8."
-    said = {word.lstrip("+").removeprefix(WRAPPER) for word in theirs}
-    megatron = config.actor.strategy == "megatron" or "actor.strategy=megatron" in said
-    if megatron and "model_engine=megatron" not in said:
+    bare_words = {word.lstrip("+").removeprefix(WRAPPER) for word in verl_words}
+    megatron = config.actor.strategy == "megatron" or "actor.strategy=megatron" in bare_words
+    if megatron and "model_engine=megatron" not in bare_words:
         yield "actor.strategy megatron needs verl's own model_engine=megatron beside it."
     if config.rollout.name == "hf":
         yield "rollout.name hf cannot be had on verl, which has vllm, sglang and trtllm."
@@ -473,12 +482,12 @@ def _unsaid(config: Config, theirs: Sequence[str]) -> Iterator[str]:
                 f"reward.model.path {model.settings.path}: on verl no GPU is left for it. Serve it "
                 "(vLLM or SGLang) and name its URL, or set --reward_model_device cpu."
             )
-    for word in theirs:
+    for word in verl_words:
         if re.match(r"\+*reward\.custom_reward_function\.(path|name)=", word):
             yield f"{word}: the reward function is written by this program; leave it out."
 
 
-def spelt(value: Any) -> str:
+def to_hydra(value: Any) -> str:
     """Write a value so that Hydra's grammar reads the same one."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -487,47 +496,49 @@ def spelt(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{spelt(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{k}:{to_hydra(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(spelt(v) for v in value) + "]"
+        return "[" + ",".join(to_hydra(v) for v in value) + "]"
     # A backslash counts only before a quote, and `${` begins an interpolation, in quotes too.
     text = re.sub(r'(\\*)"', r'\1\1\\"', str(value)).replace("${", r"\${")
     tail = re.search(r"\\*$", text)
     return f'"{text}{tail[0] if tail else ""}"'
 
 
-def _shown(value: Any) -> str:
+def _display(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
 
 
-def only_verls(word: str) -> bool:
+def is_verl_only(word: str) -> bool:
     """Whether an override is one that only verl has: it goes there as it stands."""
     name, equals, value = word.partition("=")
     bare = name.lstrip("+")
-    own = bare.removeprefix(WRAPPER)
+    unwrapped = bare.removeprefix(WRAPPER)
     if not equals:
         return False
-    key = find_key(own)
+    key = find_key(unwrapped)
     if key is not None:
-        known = [*offered_choices(key.choices), "null", "none", ""]
-        return bool(key.choices) and not key.is_list and value.strip("'\"").lower() not in known
-    if own == "trainer.device":
+        choices = [*offered_choices(key.choices), "null", "none", ""]
+        return bool(key.choices) and not key.is_list and value.strip("'\"").lower() not in choices
+    if unwrapped == "trainer.device":
         return True
     names = foreign_names()
-    ours = own in TRANSLATIONS or own in names.tied or own in names.renamed
-    if ours or own.startswith(("custom_reward_function.", "reward.custom_reward_function.")):
+    translated = unwrapped in TRANSLATIONS or unwrapped in names.tied or unwrapped in names.renamed
+    if translated or unwrapped.startswith(
+        ("custom_reward_function.", "reward.custom_reward_function.")
+    ):
         return False
-    full = (bare, WRAPPER + own)
+    full = (bare, WRAPPER + unwrapped)
     known_there = any(name in verl_names() for name in full) or bare == "model_engine"
-    return known_there or name.startswith("+") or any(f".{g}." in f".{own}." for g in GROUPS)
+    return known_there or name.startswith("+") or any(f".{g}." in f".{unwrapped}." for g in GROUPS)
 
 
-def columns(config: Config) -> tuple[str, ...]:
+def score_columns(config: Config) -> tuple[str, ...]:
     """Name the parts of a score that stand in verl's extra info by themselves, for all rows."""
     reward, algorithm = config.reward, config.algorithm
     parts = [part.name for part in mixture_of(reward)]
     if not parts:
         parts = ["judge"] if reward.api.enable else ["model"] if reward.model.path else []
     metric = algorithm.filter_groups.metric
-    asked = [*parts, *algorithm.gdpo_reward_keys, *([metric] if metric else [])]
-    return tuple(dict.fromkeys(name for name in asked if name not in ("score", "seq_reward")))
+    names = [*parts, *algorithm.gdpo_reward_keys, *([metric] if metric else [])]
+    return tuple(dict.fromkeys(name for name in names if name not in ("score", "seq_reward")))

@@ -27,7 +27,7 @@ import numpy as np
 
 from ppo_cli.config.mixture import has_mixture
 from ppo_cli.errors import DataError, PpoError, RewardError
-from ppo_cli.extras.bridge.overrides import TRAIN, VAL, columns
+from ppo_cli.extras.bridge.overrides import TRAIN, VAL, score_columns
 from ppo_cli.moments import Moments
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
@@ -47,7 +47,7 @@ ROW = "ppo_cli"  # where a row's extra_info holds what verl does not hand on
 KEYS_FILE = ".judge_keys"  # NAME=VALUE a line, until the server has read it; 0600
 STOPPED = "stopped"  # why the run must end
 SCORES, MEASURED = "verl/scores.jsonl", "verl/judge.jsonl"
-AT_ONCE = 100_000  # calls that wait for their score in the server
+MAX_CONCURRENT_CALLS = 100_000  # calls that wait for their score in the server
 QUIET_S = 2.0  # without a new response for so long, those that failed are dealt with
 # Parts that are scaled by their step wait for all of it, as verl's samplers may pause.
 QUIET_MIXED_S = 30.0
@@ -72,21 +72,21 @@ def reward_function(folder: Path, where: str) -> Function:
         if row is None:
             raise RewardError(f"a row without extra_info.{ROW}: train on the rows in {folder}/data")
         if server is None:
-            server = _server(folder, where)
-        said: dict[str, Any] = await server.score.remote(row, solution_str)
-        return said
+            server = _connect_server(folder, where)
+        answer: dict[str, Any] = await server.score.remote(row, solution_str)
+        return answer
 
     return compute_score
 
 
-def _server(folder: Path, where: str) -> Any:
+def _connect_server(folder: Path, where: str) -> Any:
     """Return the job's server; whoever asks first makes it, on the head node if that is known."""
     import ray
 
     at_head = {HEAD: 0.001} if HEAD in ray.cluster_resources() else {}
     options: dict[str, Any] = {
         "name": NAME, "get_if_exists": True, "num_cpus": 0, "resources": at_head,
-        "max_concurrency": AT_ONCE,
+        "max_concurrency": MAX_CONCURRENT_CALLS,
     }  # fmt: skip
     return ray.remote(RewardServer).options(**options).remote(str(folder), where)
 
@@ -97,9 +97,9 @@ class RewardServer:
     def __init__(self, folder: str, where: str) -> None:
         self._folder = Path(folder)
         os.chdir(where)
-        os.environ.update(take_keys(self._folder))
+        os.environ.update(read_and_delete_keys(self._folder))
         self._config = run_settings(self._folder)
-        self._known = Known(columns(self._config))
+        self._imputation = ScoreImputation(score_columns(self._config))
         self._step_size = self._config.data.train_batch_size * self._config.rollout.n
         self._quiet_s = QUIET_MIXED_S if has_mixture(self._config.reward) else QUIET_S
         self._samples: Counter[str] = Counter()
@@ -124,12 +124,12 @@ class RewardServer:
 
     async def score(self, row: str, response: str) -> dict[str, Any]:
         """Score one response to a row, as verl takes it: the same keys for every sample."""
-        self._pass_on_a_stop()
+        self._raise_if_stopped()
         assert self._reward is not None
         if self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
-        prompt, split = prompt_of_row(row)
-        self._begin(split)
+            self._watching = asyncio.create_task(self._settle_when_quiet())
+        prompt, split = decode_row(row)
+        self._begin_round(split)
         rollout = Rollout(prompt, self._samples[prompt.uid], (), np.empty(0, np.float32),
                           response, "stop")  # fmt: skip
         self._samples[prompt.uid] += 1
@@ -145,12 +145,12 @@ class RewardServer:
             raise RuntimeError(str(error)) from None
         finally:
             self._open.discard(future)
-        said = self._known.told(prompt.uid, score)
-        line = {"split": split, **record(rollout, score), **said}
+        answer = self._imputation.fill(prompt.uid, score)
+        line = {"split": split, **score_line(rollout, score), **answer}
         self._scores.write(json.dumps(plain(line), ensure_ascii=False) + "\n")
-        return said
+        return answer
 
-    def _begin(self, split: str) -> None:
+    def _begin_round(self, split: str) -> None:
         """A round is of one split; a step of training is as many responses as verl's batch."""
         if split != self._split:
             self._settle()
@@ -158,15 +158,15 @@ class RewardServer:
         if split != "train":
             return
         if self._trained % self._step_size == 0:
-            self._measure()
+            self._log_measurements()
             self._step += 1
             self._samples.clear()
-            self._known.forget()
+            self._imputation.start_step()
             assert self._reward is not None
             self._reward.begin_step(self._step)
         self._trained += 1
 
-    async def _watch(self) -> None:
+    async def _settle_when_quiet(self) -> None:
         """Settle what waits once nothing new has come for a while."""
         while True:
             await asyncio.sleep(0.2)
@@ -178,7 +178,7 @@ class RewardServer:
         self._reward.end_round("train" if self._split == "train" else "validation")
         self._last = time.monotonic()
 
-    def _measure(self) -> None:
+    def _log_measurements(self) -> None:
         assert self._reward is not None
         measured = self._reward.pop_metrics()
         if self._step and measured:
@@ -188,12 +188,12 @@ class RewardServer:
         if not (self._folder / STOPPED).exists():
             (self._folder / STOPPED).write_text(f"{redact(str(error))}\n", encoding="utf-8")
 
-    def _pass_on_a_stop(self) -> None:
+    def _raise_if_stopped(self) -> None:
         if (self._folder / STOPPED).exists():
             raise RuntimeError((self._folder / STOPPED).read_text(encoding="utf-8").strip())
 
 
-def take_keys(folder: Path) -> dict[str, str]:
+def read_and_delete_keys(folder: Path) -> dict[str, str]:
     """Return the keys that node 0's script left for this process alone, and delete their file."""
     path = folder / KEYS_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -201,7 +201,7 @@ def take_keys(folder: Path) -> dict[str, str]:
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
-class Known:
+class ScoreImputation:
     """What was scored so far, for samples that could not be scored."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -209,19 +209,19 @@ class Known:
         self._of_all = dict.fromkeys(self._names, Moments())
         self._of_prompt: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
-    def forget(self) -> None:
+    def start_step(self) -> None:
         """Begin another step: its groups are others."""
         self._of_prompt.clear()
 
-    def told(self, uid: str, score: Score) -> dict[str, Any]:
+    def fill(self, uid: str, score: Score) -> dict[str, Any]:
         """Return a score for verl; `imputed` says that the value is a mean of other samples."""
-        given = {name: part.raw for name, part in score.parts.items()} | {"score": score.value}
+        raw = {name: part.raw for name, part in score.parts.items()} | {"score": score.value}
         values: dict[str, float] = {}
         put_in = False
         for name in self._names:
-            value = given.get(name)
+            value = raw.get(name)
             if value is None:
-                values[name] = self._instead(uid, name)
+                values[name] = self._mean_so_far(uid, name)
                 put_in = put_in or name == "score"
                 continue
             values[name] = float(value)
@@ -239,12 +239,12 @@ class Known:
             "parts": json.dumps({n: [p.raw, p.scaled] for n, p in score.parts.items()}),
         }
 
-    def _instead(self, uid: str, name: str) -> float:
+    def _mean_so_far(self, uid: str, name: str) -> float:
         values = self._of_prompt[uid][name]
         return fmean(values) if values else self._of_all[name].mean
 
 
-def record(rollout: Rollout, score: Score) -> dict[str, Any]:
+def score_line(rollout: Rollout, score: Score) -> dict[str, Any]:
     """What a line of scores.jsonl has beside what verl was told: to be joined with its dump."""
     prompt = rollout.prompt
     parts = {name: {"raw": p.raw, "scaled": p.scaled} for name, p in score.parts.items()}
@@ -265,10 +265,10 @@ def read_prompts(folder: Path) -> list[Prompt]:
         if (folder / name).exists():
             column = pq.read_table(folder / name, columns=["extra_info"]).column("extra_info")
             rows += [info[ROW] for info in column.to_pylist()]
-    return [prompt_of_row(row)[0] for row in rows]
+    return [decode_row(row)[0] for row in rows]
 
 
-def row_of(prompt: Prompt, split: str) -> str:
+def encode_row(prompt: Prompt, split: str) -> str:
     """Write all that scoring needs of a prompt, for a row's extra_info."""
     messages = [dict(message) for message in prompt.messages]
     return json.dumps(
@@ -281,12 +281,12 @@ def row_of(prompt: Prompt, split: str) -> str:
     )  # fmt: skip
 
 
-def prompt_of_row(row: str) -> tuple[Prompt, str]:
+def decode_row(row: str) -> tuple[Prompt, str]:
     """Read what `row_of` wrote: the prompt, and whether it is of train or val."""
-    told = json.loads(row)
-    split = told.pop("split")
-    messages = tuple(told.pop("messages"))
-    return Prompt(**told, messages=messages, rendered="", token_ids=()), split
+    fields = json.loads(row)
+    split = fields.pop("split")
+    messages = tuple(fields.pop("messages"))
+    return Prompt(**fields, messages=messages, rendered="", token_ids=()), split
 
 
 # verl's name of a metric -> ours; the others keep theirs.
@@ -314,7 +314,7 @@ def read_back(folder: Path) -> tuple[int, int]:
     """
     if not (folder / "overrides").exists():
         raise DataError(f"{folder} is no folder of `ppo bridge verl`: it has no file overrides.")
-    steps = {int(line["step"]): line for line in _metrics(folder)}
+    steps = {int(line["step"]): line for line in _metric_lines(folder)}
     if not steps:
         raise DataError(f"{folder}: verl has not logged a step yet ({LOGS} has none).")
     replace_lines(folder / METRICS_FILE, [steps[number] for number in sorted(steps)])
@@ -323,28 +323,28 @@ def read_back(folder: Path) -> tuple[int, int]:
         scores[line["response"], _truth(line)].append(line)
     count = 0
     for dump in sorted((folder / DUMPS).glob("*.jsonl"), key=lambda path: int(path.stem)):
-        lines = [_rollout(line, scores) for line in read_lines(dump)]
+        lines = [_rollout_line(line, scores) for line in read_lines(dump)]
         replace_lines(rollout_file(folder, int(dump.stem)), lines)
         count += len(lines)
     return len(steps), count
 
 
-def _metrics(folder: Path) -> Iterator[dict[str, Any]]:
+def _metric_lines(folder: Path) -> Iterator[dict[str, Any]]:
     """Give each step as our line; a later start has the last word on a step."""
     measured: dict[int, dict[str, Any]] = defaultdict(dict)
     for line in read_lines(folder / MEASURED):
         measured[line["step"]] |= line
     for log in sorted(folder.glob(LOGS)):
         for line in read_lines(log):
-            said = {NAMES.get(name, name): value for name, value in line["data"].items()}
-            yield measured[line["step"]] | said | {"step": line["step"]}
+            values = {NAMES.get(name, name): value for name, value in line["data"].items()}
+            yield measured[line["step"]] | values | {"step": line["step"]}
 
 
 def _truth(line: dict[str, Any]) -> str:
     return "" if line["ground_truth"] is None else str(line["ground_truth"])
 
 
-def _rollout(
+def _rollout_line(
     dumped: dict[str, Any], scores: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> dict[str, Any]:
     """Return a response of verl's dump with what our reward said of it, where it was asked."""
@@ -357,10 +357,10 @@ def _rollout(
     same = scores.get((dumped["output"], truth))
     if not same:
         return line
-    told = same.pop() if len(same) > 1 else same[0]
-    own = ("uid", "sample", "prompt", "ground_truth", "data_source", "reason", "failure")
-    line |= {name: told[name] for name in own}
-    line |= {"parts": told["own_parts"], **told["facts"]}
-    if told["failed"]:  # what verl learnt from was put in
-        line |= {"score": None, "imputed": told["score"]} if told["own_score"] is None else {}
+    scored = same.pop() if len(same) > 1 else same[0]
+    copied = ("uid", "sample", "prompt", "ground_truth", "data_source", "reason", "failure")
+    line |= {name: scored[name] for name in copied}
+    line |= {"parts": scored["own_parts"], **scored["facts"]}
+    if scored["failed"]:  # what verl learnt from was put in
+        line |= {"score": None, "imputed": scored["score"]} if scored["own_score"] is None else {}
     return line

@@ -37,25 +37,25 @@ from ppo_cli.errors import (
 from ppo_cli.extras.fitting.preferences import (
     EncodedPair,
     Split,
-    count,
+    describe_left_out,
     encode_pairs,
-    keep_apart,
+    exclude_held_out,
     load_pairs,
-    refuse_refused,
+    plural,
+    raise_if_unrenderable,
     split_by_prompt,
-    tell_left_out,
-    whole_format,
+    unlimited_format,
 )
 from ppo_cli.extras.fitting.training import (
     Figures,
     FitSettings,
     ScoreNetwork,
     Trainer,
-    batches,
     choose_lr,
+    count_steps,
+    iterate_batches,
     load_to_fit,
     measure,
-    steps_of,
 )
 from ppo_cli.report.tracker import Screen
 from ppo_cli.run_folder import plain
@@ -114,8 +114,8 @@ def _write_record(folder: Path, record: Mapping[str, Any]) -> None:
         )
 
 
-LINES = 20  # lines about steps in a fit
-MEASURED = 4  # times that the held-out pairs are scored, besides at the start
+STEP_LINES = 20  # lines about steps in a fit
+MEASUREMENTS = 4  # times that the held-out pairs are scored, besides at the start
 
 
 def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
@@ -137,35 +137,35 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
         template=settings.template,
         max_length=settings.max_length,
     )
-    form = whole_format(network.tokenizer, settings.model)
+    form = unlimited_format(network.tokenizer, settings.model)
     sides: list[tuple[EncodedPair, ...]] = []
     with screen.phase("encode", len(split.train) + len(split.held_out)) as advance:
         for what, pairs in (("training", split.train), ("held-out", split.held_out)):
-            found = encode_pairs(form, pairs, network.max_length, advance)
+            encoded = encode_pairs(form, pairs, network.max_length, advance)
             if not settings.skip_bad_rows:
-                refuse_refused(found)
-            tell(screen, tell_left_out(found, what, network.max_length))
-            dropped.update(too_long=len(found.too_long), refused=len(found.refused))
-            sides.append(found.pairs)
+                raise_if_unrenderable(encoded)
+            show_notes(screen, describe_left_out(encoded, what, network.max_length))
+            dropped.update(too_long=len(encoded.too_long), refused=len(encoded.refused))
+            sides.append(encoded.pairs)
     return Fit(settings, network, sides[0], sides[1], +dropped, folder, screen).run()
 
 
 def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, Counter[str]]:
     """Read the pairs and set the held-out ones apart; also count what was dropped and why."""
-    found = load_pairs(settings.data, skip_bad_rows=settings.skip_bad_rows)
-    tell(screen, found.notes)
-    if not found.pairs:
+    loaded = load_pairs(settings.data, skip_bad_rows=settings.skip_bad_rows)
+    show_notes(screen, loaded.notes)
+    if not loaded.pairs:
         raise DataError("No usable pair is left in --data.")
-    dropped = Counter(found.dropped)
+    dropped = Counter(loaded.dropped)
     if not settings.val_data:
-        return split_by_prompt(found.pairs, settings.val_share, settings.recipe.seed), dropped
+        return split_by_prompt(loaded.pairs, settings.val_share, settings.recipe.seed), dropped
     held_out = load_pairs(settings.val_data, skip_bad_rows=settings.skip_bad_rows)
-    tell(screen, held_out.notes)
+    show_notes(screen, held_out.notes)
     if not held_out.pairs:
         raise DataError("No usable pair is left in --val_data.")
-    split = keep_apart(found.pairs, held_out.pairs)
-    if shared := len(found.pairs) - len(split.train):
-        screen.note(f"{count(shared, 'pair')} left out: the prompt is in --val_data too.")
+    split = exclude_held_out(loaded.pairs, held_out.pairs)
+    if shared := len(loaded.pairs) - len(split.train):
+        screen.note(f"{plural(shared, 'pair')} left out: the prompt is in --val_data too.")
         dropped["in_val_data"] = shared
     return split, dropped
 
@@ -188,7 +188,7 @@ class Fit:
         self._train, self._held_out, self._dropped = train, held_out, dropped
         self._files = model_files(network.module, network.tokenizer)
         self._lr = choose_lr(settings.recipe, self._network.size())
-        self._total = steps_of(len(train), settings.recipe)
+        self._total = count_steps(len(train), settings.recipe)
         self._trainer = Trainer(self._network, settings.recipe, self._lr, self._total)
         self._step = self._best_step = 0
         self._before: Figures | None = None
@@ -198,13 +198,14 @@ class Fit:
     def run(self) -> dict[str, Any]:
         """Do all steps, or as many as a signal allows; the best model lies in the folder."""
         recipe = self._settings.recipe
-        tell(self._screen, self._network.notes)
+        show_notes(self._screen, self._network.notes)
         size = self._network.size()
         chosen = "" if recipe.lr else " (unset: chosen by what is trained)"
         what = "the head alone" if recipe.freeze_body else f"{size:,} weights"
         self._screen.note(
-            f"{count(len(self._train), 'pair')} to train on, {len(self._held_out)} held out; "
-            f"{count(self._total, 'step')} of {recipe.batch_size}, {what}, lr {self._lr:g}{chosen}."
+            f"{plural(len(self._train), 'pair')} to train on, {len(self._held_out)} held out; "
+            f"{plural(self._total, 'step')} of {recipe.batch_size}, {what}, "
+            f"lr {self._lr:g}{chosen}."
         )
         with StopOnSignal(self._screen.note) as stop:
             self._before = self._measure()
@@ -213,33 +214,33 @@ class Fit:
                     f"{self._settings.model} gives scores that are not finite: its weights are "
                     "damaged, or --dtype is too small for it."
                 )
-            self._screen.note(self._told(self._before))
-            self._steps(stop.reason)
+            self._screen.note(self._figures_line(self._before))
+            self._train_steps(stop.reason)
         reason = stop.reason()
         if reason and self._best is None:
             raise Interrupted(
-                f"{self._stopped(reason)} Nothing was saved; run the same command again."
+                f"{self._stop_text(reason)} Nothing was saved; run the same command again."
             )
         record = self._record(finished=not reason)
         self._folder.finish(record)
         if reason and self._best:
             raise Interrupted(
-                f"{self._stopped(reason)} {self._folder.path} holds the best model so far (step "
+                f"{self._stop_text(reason)} {self._folder.path} holds the best model so far (step "
                 f"{self._best_step}, held-out accuracy {self._best.accuracy:.3f}), whole and ready "
                 "for --reward_model. A fit does not go on from there: for all of it run the same "
                 "command with --overwrite."
             )
         return record
 
-    def _stopped(self, reason: str) -> str:
+    def _stop_text(self, reason: str) -> str:
         return f"{reason}: stopped after {self._step} of {self._total} steps."
 
-    def _steps(self, stopped: Callable[[], str | None]) -> None:
+    def _train_steps(self, stopped: Callable[[], str | None]) -> None:
         recipe, total = self._settings.recipe, self._total
-        every = max(1, total // LINES)
-        marks = {round(total * (i + 1) / MEASURED) for i in range(MEASURED)} | {total}
+        every = max(1, total // STEP_LINES)
+        marks = {round(total * (i + 1) / MEASUREMENTS) for i in range(MEASUREMENTS)} | {total}
         with self._screen.phase("fit", total) as advance:
-            for number, pairs in enumerate(batches(self._train, recipe, total)):
+            for number, pairs in enumerate(iterate_batches(self._train, recipe, total)):
                 if stopped():
                     break
                 done = self._trainer.step(number, pairs)
@@ -255,16 +256,16 @@ class Fit:
                         f"grad_norm {done.grad_norm:.3g}"
                     )
                 if self._step in marks:
-                    self._keep()
+                    self._measure_and_save()
         if self._step and self._step not in marks:
-            self._keep()
+            self._measure_and_save()
 
-    def _keep(self) -> None:
+    def _measure_and_save(self) -> None:
         """Measure on the held-out pairs, and save when it is the best so far."""
         figures = self._measure()
         self._history.append({"step": self._step, **asdict(figures)})
         better = math.isfinite(figures.loss) and figures.better_than(self._best)
-        self._screen.note(self._told(figures) + ("; kept" if better else ""))
+        self._screen.note(self._figures_line(figures) + ("; kept" if better else ""))
         if better:
             self._best, self._best_step = figures, self._step
             record = self._record(finished=False)
@@ -279,7 +280,7 @@ class Fit:
             tokens = self._settings.recipe.batch_tokens
             return measure(self._network, self._held_out, tokens, advance)
 
-    def _told(self, figures: Figures) -> str:
+    def _figures_line(self, figures: Figures) -> str:
         return (
             f"held out after step {self._step}/{self._total}: loss {figures.loss:.4f}  "
             f"accuracy {figures.accuracy:.3f}  margin {figures.margin:+.3f}"
@@ -309,7 +310,7 @@ class Fit:
         }  # fmt: skip
 
 
-def tell(screen: Screen, notes: Sequence[str]) -> None:
+def show_notes(screen: Screen, notes: Sequence[str]) -> None:
     """Show remarks."""
     for note in notes:
         screen.note(note)

@@ -43,8 +43,8 @@ from ppo_cli.rewards.models.formats import ControlToken, format_for
 Messages = tuple[Message, ...]
 RESPONSE, SCORE = "response", "score"
 CHOSEN, REJECTED, PROMPT, MARGIN = "chosen", "rejected", "prompt", "margin"
-SHOWN = 5
-EXPECTED = (
+PROBLEMS_SHOWN = 5
+PAIR_SHAPES = (
     'A pair is {"prompt": text or messages, "chosen": reply, "rejected": reply}; without a '
     "`prompt`, chosen and rejected are whole message lists, or whole transcripts "
     '"\\n\\nHuman: …\\n\\nAssistant: …", that differ in the last reply only.'
@@ -64,10 +64,10 @@ class Pair:
     @property
     def prompt_id(self) -> str:
         """The same text for the same prompt."""
-        return text_of(self.messages)
+        return prompt_key(self.messages)
 
 
-def text_of(messages: Sequence[Message]) -> str:
+def prompt_key(messages: Sequence[Message]) -> str:
     """The same text for the same turns."""
     return json.dumps([[m["role"], m["content"]] for m in messages], ensure_ascii=False)
 
@@ -94,41 +94,44 @@ def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSe
             notes.append(f"{raw.source}: the prompt is read from column '{prompt}'.")
         columns = set(names)
         if prompt and {RESPONSE, SCORE} <= columns and not {CHOSEN, REJECTED} & columns:
-            found, bad, told = rank(raw, prompt)
-            notes.append(told)
+            source_pairs, bad, note = pairs_from_scores(raw, prompt)
+            notes.append(note)
         else:
             for column in (CHOSEN, REJECTED) if raw.records else ():
                 if column not in names:
                     raise DataError(
                         f"{raw.source}: no column '{column}'. Its columns: {list_names(names)}."
-                        f"{did_you_mean(column, names)} {EXPECTED}"
+                        f"{did_you_mean(column, names)} {PAIR_SHAPES}"
                     )
-            found, bad = read_records(raw, partial(read_pair, prompt=prompt))
-        pairs += found
+            source_pairs, bad = read_records(raw, partial(read_pair, prompt=prompt))
+        pairs += source_pairs
         problems += bad
     if problems and not skip_bad_rows:
         rows = len({problem.place for problem in problems})
-        lines = [f"{count(rows, 'bad row')}:", *(str(problem) for problem in problems[:SHOWN])]
-        if len(problems) > SHOWN:
-            lines.append(f"… and {len(problems) - SHOWN} more.")
+        lines = [
+            f"{plural(rows, 'bad row')}:",
+            *(str(problem) for problem in problems[:PROBLEMS_SHOWN]),
+        ]
+        if len(problems) > PROBLEMS_SHOWN:
+            lines.append(f"… and {len(problems) - PROBLEMS_SHOWN} more.")
         way = "Mend them, or leave them out with --skip_bad_rows."
-        raise DataError("\n".join([*lines, EXPECTED, way]))
+        raise DataError("\n".join([*lines, PAIR_SHAPES, way]))
     dropped: dict[str, int] = {}
     if problems:
         dropped["bad"] = len({problem.place for problem in problems})
-        notes.append(f"{count(dropped['bad'], 'bad row')} left out, such as {problems[0]}.")
-    kept = tuple(pair for pair in pairs if pair.chosen != pair.rejected)
-    if len(kept) < len(pairs):
-        dropped["equal"] = len(pairs) - len(kept)
+        notes.append(f"{plural(dropped['bad'], 'bad row')} left out, such as {problems[0]}.")
+    usable = tuple(pair for pair in pairs if pair.chosen != pair.rejected)
+    if len(usable) < len(pairs):
+        dropped["equal"] = len(pairs) - len(usable)
         notes.append(
-            f"{count(dropped['equal'], 'pair')} left out: chosen and rejected are the same text."
+            f"{plural(dropped['equal'], 'pair')} left out: chosen and rejected are the same text."
         )
-    if empty := sum(not (p.chosen.strip() and p.rejected.strip()) for p in kept):
-        notes.append(f"{count(empty, 'pair')} with an empty response; kept.")
-    return PairSet(kept, tuple(notes), dropped)
+    if empty := sum(not (p.chosen.strip() and p.rejected.strip()) for p in usable):
+        notes.append(f"{plural(empty, 'pair')} with an empty response; kept.")
+    return PairSet(usable, tuple(notes), dropped)
 
 
-def rank(raw: Records, prompt: str) -> tuple[list[Pair], list[RowProblem], str]:
+def pairs_from_scores(raw: Records, prompt: str) -> tuple[list[Pair], list[RowProblem], str]:
     """Return the pairs of a file of scored responses, its bad rows, and what was found.
 
     The same text counts once, and equal scores make no pair.
@@ -137,9 +140,9 @@ def rank(raw: Records, prompt: str) -> tuple[list[Pair], list[RowProblem], str]:
     groups: dict[str, dict[str, tuple[float, Place, Messages]]] = {}
     for place, messages, response, score in rows:
         if score is not None:
-            group = groups.setdefault(text_of(messages), {})
+            group = groups.setdefault(prompt_key(messages), {})
             group.setdefault(response, (score, place, messages))
-    found = [
+    pairs = [
         Pair(place, messages, better, worse)
         for group in groups.values()
         for (better, (high, place, messages)), (worse, (low, _, _)) in combinations(
@@ -147,10 +150,10 @@ def rank(raw: Records, prompt: str) -> tuple[list[Pair], list[RowProblem], str]:
         )
         if high > low
     ]
-    told = f"{raw.source}: {len(found)} pairs out of scored responses to {len(groups)} prompts"
+    note = f"{raw.source}: {len(pairs)} pairs out of scored responses to {len(groups)} prompts"
     unscored = sum(score is None for *_, score in rows)
     lost = f", {unscored} without a score left out" if unscored else ""
-    return found, problems, f"{told}{lost}."
+    return pairs, problems, f"{note}{lost}."
 
 
 def read_scored(
@@ -158,8 +161,8 @@ def read_scored(
 ) -> tuple[Place, Messages, str, float | None]:
     """Read a prompt's messages, a response and its score, None for one that failed; or RowError."""
     refuse_media(record)
-    given = read_prompt(record.get(prompt), prompt)
-    messages = ({"role": "user", "content": given},) if isinstance(given, str) else given
+    question = read_prompt(record.get(prompt), prompt)
+    messages = ({"role": "user", "content": question},) if isinstance(question, str) else question
     response = read_plain(record.get(RESPONSE), RESPONSE)
     if not isinstance(response, str):
         raise RowError(RESPONSE, f"is {name_type(response)}, not text")
@@ -175,16 +178,16 @@ def read_pair(place: Place, record: Record, prompt: str) -> Pair:
     refuse_media(record)
     chosen_before, chosen = read_side(record.get(CHOSEN), CHOSEN)
     rejected_before, rejected = read_side(record.get(REJECTED), REJECTED)
-    given = read_plain(record.get(prompt), prompt) if prompt else None
-    if given is not None:
-        messages = read_given(given, prompt)
+    question = read_plain(record.get(prompt), prompt) if prompt else None
+    if question is not None:
+        messages = read_prompt_column(question, prompt)
         # A system message may stand in the dialogues and not in the prompt column.
         if len(chosen_before) == len(messages) + 1 and chosen_before[0]["role"] == "system":
             messages = (chosen_before[0], *messages)
         for before, column in ((chosen_before, CHOSEN), (rejected_before, REJECTED)):
             if before and plain_turns(before) != plain_turns(messages):
-                said = "holds other turns than `prompt` before its reply; they must agree"
-                raise RowError(column, said)
+                problem = "holds other turns than `prompt` before its reply; they must agree"
+                raise RowError(column, problem)
     else:
         messages = shared_opening(chosen_before, rejected_before)
     return Pair(place, messages, chosen, rejected, read_margin(record.get(MARGIN)))
@@ -200,14 +203,14 @@ def read_side(value: Any, column: str) -> tuple[Messages, str]:
     elif isinstance(plain, list) and plain:
         messages = tuple(read_message(m, f"{column}[{i}]") for i, m in enumerate(plain))
     else:
-        found = "an empty list" if plain == [] else name_type(plain)
-        raise RowError(column, f"is {found}, not text or a list of messages")
+        kind = "an empty list" if plain == [] else name_type(plain)
+        raise RowError(column, f"is {kind}, not text or a list of messages")
     if messages[-1]["role"] != "assistant":
         raise RowError(column, f"ends with the {messages[-1]['role']}, not with a reply")
     return messages[:-1], str(messages[-1]["content"])
 
 
-def read_given(value: Any, column: str) -> Messages:
+def read_prompt_column(value: Any, column: str) -> Messages:
     """Return the messages of a prompt column: text, messages, or a transcript."""
     prompt = read_prompt(value, column)
     if not isinstance(prompt, str):
@@ -223,9 +226,9 @@ def shared_opening(chosen: Messages, rejected: Messages) -> Messages:
     for before, column in ((chosen, CHOSEN), (rejected, REJECTED)):
         if not before:
             raise RowError(column, "is a reply alone, and the row has no prompt")
-    ours, theirs = plain_turns(chosen), plain_turns(rejected)
-    if ours != theirs:
-        same = [a == b for a, b in zip(ours, theirs, strict=False)]
+    chosen_turns, rejected_turns = plain_turns(chosen), plain_turns(rejected)
+    if chosen_turns != rejected_turns:
+        same = [a == b for a, b in zip(chosen_turns, rejected_turns, strict=False)]
         first = same.index(False) if False in same else len(same)
         raise RowError(
             REJECTED,
@@ -252,12 +255,12 @@ def read_margin(value: Any) -> float:
     return float(plain)
 
 
-def count(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """Return `1 pair` or `2 pairs`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-MOST_HELD_OUT = 2000
+MAX_HELD_OUT = 2000
 
 
 @dataclass(frozen=True)
@@ -282,24 +285,24 @@ def split_by_prompt(pairs: Sequence[Pair], share: float, seed: int) -> Split:
     for pair in pairs:
         by_prompt[pair.prompt_id] += 1
     random.Random(f"held out {seed}").shuffle(prompts)
-    wanted = min(max(1, round(share * len(pairs))), MOST_HELD_OUT)
-    taken: set[str] = set()
-    held = 0
+    target = min(max(1, round(share * len(pairs))), MAX_HELD_OUT)
+    held_out: set[str] = set()
+    pair_count = 0
     for prompt in prompts[:-1]:
-        if held >= wanted:
+        if pair_count >= target:
             break
-        taken.add(prompt)
-        held += by_prompt[prompt]
+        held_out.add(prompt)
+        pair_count += by_prompt[prompt]
     return Split(
-        tuple(pair for pair in pairs if pair.prompt_id not in taken),
-        tuple(pair for pair in pairs if pair.prompt_id in taken),
+        tuple(pair for pair in pairs if pair.prompt_id not in held_out),
+        tuple(pair for pair in pairs if pair.prompt_id in held_out),
     )
 
 
-def keep_apart(pairs: Sequence[Pair], held_out: Sequence[Pair]) -> Split:
+def exclude_held_out(pairs: Sequence[Pair], held_out: Sequence[Pair]) -> Split:
     """Leave out of the training every pair whose prompt is in the held-out file."""
-    taken = {pair.prompt_id for pair in held_out}
-    train = tuple(pair for pair in pairs if pair.prompt_id not in taken)
+    prompts = {pair.prompt_id for pair in held_out}
+    train = tuple(pair for pair in pairs if pair.prompt_id not in prompts)
     if not train:
         raise DataError("Every prompt of --data is in --val_data too: nothing is left to train on.")
     return Split(train, tuple(held_out))
@@ -331,7 +334,7 @@ class EncodedSet:
     refused: tuple[str, ...]
 
 
-def whole_format(tokenizer: Any, path: str) -> Format:
+def unlimited_format(tokenizer: Any, path: str) -> Format:
     """Return the format that will score, without its limit: it would cut prompts to fit.
 
     Two responses of different length would then be read under different prompts.
@@ -364,26 +367,28 @@ def encode_pairs(
     return EncodedSet(tuple(done), tuple(too_long), tuple(refused))
 
 
-def tell_left_out(found: EncodedSet, what: str, max_length: int) -> list[str]:
+def describe_left_out(encoded: EncodedSet, what: str, max_length: int) -> list[str]:
     """Say how many pairs were left out and why; DataError when none is left."""
-    told = []
-    if found.refused:
-        told.append(f"{count(len(found.refused), f'{what} pair')} left out: {found.refused[0]}")
-    if found.too_long:
-        told.append(
-            f"{count(len(found.too_long), f'{what} pair')} left out, longer than {max_length} "
-            f"tokens ({found.too_long[0]}); --max_length sets the limit."
+    notes = []
+    if encoded.refused:
+        notes.append(
+            f"{plural(len(encoded.refused), f'{what} pair')} left out: {encoded.refused[0]}"
         )
-    if not found.pairs:
-        raise DataError("\n".join([f"No usable {what} pair is left.", *told]))
-    return told
+    if encoded.too_long:
+        notes.append(
+            f"{plural(len(encoded.too_long), f'{what} pair')} left out, longer than "
+            f"{max_length} tokens ({encoded.too_long[0]}); --max_length sets the limit."
+        )
+    if not encoded.pairs:
+        raise DataError("\n".join([f"No usable {what} pair is left.", *notes]))
+    return notes
 
 
-def refuse_refused(found: EncodedSet) -> None:
+def raise_if_unrenderable(encoded: EncodedSet) -> None:
     """Raise a DataError when the chat template cannot render some pairs."""
-    if not found.refused:
+    if not encoded.refused:
         return
     raise DataError(
-        f"{count(len(found.refused), 'pair')} cannot be rendered, such as {found.refused[0]} Leave "
-        "such rows out with --skip_bad_rows, or give another --template."
+        f"{plural(len(encoded.refused), 'pair')} cannot be rendered, such as {encoded.refused[0]} "
+        "Leave such rows out with --skip_bad_rows, or give another --template."
     )

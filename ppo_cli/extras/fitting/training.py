@@ -53,10 +53,10 @@ CHATML = (
 TEMPLATES = {"transcript": TRANSCRIPT, "chatml": CHATML}
 
 
-def set_template(tokenizer: Any, path: str, wanted: str | None) -> None:
+def set_template(tokenizer: Any, path: str, template: str | None) -> None:
     """Give the tokenizer the template that was asked for; it must have one in the end."""
-    if wanted is not None:
-        tokenizer.chat_template = read_template(wanted)
+    if template is not None:
+        tokenizer.chat_template = read_template(template)
     if not tokenizer.chat_template:
         raise ModelError(
             f"The tokenizer of {path} has no chat template, so prompt and reply cannot be put "
@@ -65,31 +65,31 @@ def set_template(tokenizer: Any, path: str, wanted: str | None) -> None:
         )
 
 
-def read_template(wanted: str) -> str:
+def read_template(template: str) -> str:
     """Return the text of a template: by name, as text, or from a file."""
-    if wanted in TEMPLATES:
-        return TEMPLATES[wanted]
-    text = wanted
-    if "{{" not in wanted and "{%" not in wanted:
-        path = Path(wanted).expanduser()
+    if template in TEMPLATES:
+        return TEMPLATES[template]
+    text = template
+    if "{{" not in template and "{%" not in template:
+        path = Path(template).expanduser()
         if not path.is_file():
             raise ModelError(
-                f"--template {wanted}: no such file, and none of the names "
-                f"{', '.join(TEMPLATES)}.{did_you_mean(wanted, TEMPLATES)}"
+                f"--template {template}: no such file, and none of the names "
+                f"{', '.join(TEMPLATES)}.{did_you_mean(template, TEMPLATES)}"
             )
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"--template {wanted} cannot be read as text ({error}).") from error
+            raise ModelError(f"--template {template} cannot be read as text ({error}).") from error
     if "messages" not in text:
         raise ModelError(
-            f"--template {wanted} does not name `messages`: it is no Jinja chat template."
+            f"--template {template} does not name `messages`: it is no Jinja chat template."
         )
     return text
 
 
-LONGEST = 2048
-PAD_WORD = "<|pad|>"
+DEFAULT_MAX_LENGTH = 2048
+PAD_TOKEN = "<|pad|>"
 
 
 @dataclass
@@ -106,18 +106,18 @@ class ScoreNetwork:
     pad_token_id: int
     frozen: bool = False
     notes: tuple[str, ...] = ()
-    _known: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _cached_hidden: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def score_samples(self, samples: Sequence[Encoded]) -> Tensor:
         """Score samples of any length, (B,) in float32."""
         if not self.frozen:
             return self._head(self._read_BH(samples))
-        fresh = {s.ids: s for s in samples if s.ids not in self._known}
+        fresh = {s.ids: s for s in samples if s.ids not in self._cached_hidden}
         if fresh:
             with torch.no_grad():
                 for ids, hidden_H in zip(fresh, self._read_BH(list(fresh.values())), strict=True):
-                    self._known[ids] = hidden_H.cpu()
-        hidden_BH = torch.stack([self._known[s.ids] for s in samples])
+                    self._cached_hidden[ids] = hidden_H.cpu()
+        hidden_BH = torch.stack([self._cached_hidden[s.ids] for s in samples])
         return self._head(hidden_BH.to(self.compute.device))
 
     def _read_BH(self, samples: Sequence[Encoded]) -> Tensor:
@@ -157,7 +157,7 @@ def load_to_fit(
         model.base_model.requires_grad_(False)
     model.to(compute.device)
     model.eval()
-    longest = fitting_length(model.config, tokenizer, max_length)
+    longest = choose_max_length(model.config, tokenizer, max_length)
     notes = () if fresh else (f"{path} has a score head already: the fit goes on from it.",)
     return ScoreNetwork(model, compute, tokenizer, longest, pad, frozen, notes)
 
@@ -202,11 +202,11 @@ def choose_pad(tokenizer: Any, model: Any) -> int:
     """Give tokenizer and model a pad token that ends no sample: pooling looks for the pads."""
     if pad_token_id(tokenizer) == tokenizer.eos_token_id:
         unused = tokenizer.unk_token
-        known = unused is not None and unused not in (tokenizer.eos_token, tokenizer.bos_token)
-        if known:
+        usable = unused is not None and unused not in (tokenizer.eos_token, tokenizer.bos_token)
+        if usable:
             tokenizer.pad_token = unused
         else:
-            tokenizer.add_special_tokens({"pad_token": PAD_WORD})
+            tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     rows = model.get_input_embeddings().weight.shape[0]
     if tokenizer.pad_token_id >= rows:
         model.resize_token_embeddings(tokenizer.pad_token_id + 1, mean_resizing=False)
@@ -216,12 +216,12 @@ def choose_pad(tokenizer: Any, model: Any) -> int:
     return int(tokenizer.pad_token_id)
 
 
-def fitting_length(config: Any, tokenizer: Any, wanted: int | None) -> int:
+def choose_max_length(config: Any, tokenizer: Any, max_length: int | None) -> int:
     """Return the most tokens of a sample: what was asked for, within what the model can read."""
     made_for = hard_limit(config, tokenizer)
-    if wanted is not None and wanted > made_for:
-        raise ModelError(f"--max_length {wanted}: the model was made for {made_for} tokens.")
-    return int(wanted or min(LONGEST, made_for))
+    if max_length is not None and max_length > made_for:
+        raise ModelError(f"--max_length {max_length}: the model was made for {made_for} tokens.")
+    return int(max_length or min(DEFAULT_MAX_LENGTH, made_for))
 
 
 SMALL_MODEL = 10_000_000
@@ -312,10 +312,10 @@ def measure(
         scores_B[group] = network.score_samples([samples[i] for i in group]).float().cpu()
         advance(len(group))
     margin_P = torch.tensor([pair.margin for pair in pairs])
-    return figures_of(scores_B[0::2], scores_B[1::2], margin_P)
+    return summarise_pairs(scores_B[0::2], scores_B[1::2], margin_P)
 
 
-def figures_of(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor) -> Figures:
+def summarise_pairs(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor) -> Figures:
     """Sum up scores; a tie counts half in the accuracy."""
     chosen_P, rejected_P = chosen_P.double(), rejected_P.double()
     all_B = torch.cat([chosen_P, rejected_P])
@@ -329,17 +329,17 @@ def figures_of(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor) -> Figure
     )
 
 
-MOST_BROKEN = 5
+MAX_NONFINITE_STEPS = 5
 
 
-TOO_MUCH = (
+OUT_OF_MEMORY_ADVICE = (
     "a single pair of 2 x {} tokens. Lower --max_length, train the head alone with --freeze_body, "
     "or take a smaller --model."
 )
 
 
 @dataclass(frozen=True)
-class Stepped:
+class FitStep:
     """What a step came to, before its update."""
 
     figures: Figures
@@ -355,8 +355,8 @@ class Trainer:
         self.network = network
         self._recipe = recipe
         # Both samples of a pair lie in a micro-batch: the loss couples them.
-        self._budget = Budget(max(1, recipe.batch_tokens // 2), too_much=TOO_MUCH)
-        self._broken = 0
+        self._budget = Budget(max(1, recipe.batch_tokens // 2), too_much=OUT_OF_MEMORY_ADVICE)
+        self._nonfinite_steps = 0
         self.skipped = 0
         self._optimizer = Optimizer(
             network.module,
@@ -369,7 +369,7 @@ class Trainer:
             clip_grad_value=None,
         )  # fmt: skip
 
-    def step(self, number: int, pairs: Sequence[EncodedPair]) -> Stepped:
+    def step(self, number: int, pairs: Sequence[EncodedPair]) -> FitStep:
         """Do step `number`, counted from 0; one that is not finite changes nothing."""
         self._optimizer.set_progress(number)
         self._optimizer.zero_grad()
@@ -377,15 +377,15 @@ class Trainer:
         norm, updated = self._optimizer.apply()
         margin_P = torch.tensor([pair.margin for pair in pairs])
         loss = float(pair_losses(chosen_P, rejected_P, margin_P, self._recipe.center).mean())
-        self._broken = 0 if updated else self._broken + 1
+        self._nonfinite_steps = 0 if updated else self._nonfinite_steps + 1
         self.skipped += not updated
-        if self._broken == MOST_BROKEN:
+        if self._nonfinite_steps == MAX_NONFINITE_STEPS:
             raise ModelError(
-                f"Loss or gradient was not finite in {MOST_BROKEN} steps in a row (up to step "
-                f"{number + 1}): the fit cannot go on. Lower --lr, try --dtype float32, or see "
-                "whether the weights of --model are whole."
+                f"Loss or gradient was not finite in {MAX_NONFINITE_STEPS} steps in a row (up "
+                f"to step {number + 1}): the fit cannot continue. Lower --lr, try --dtype "
+                "float32, or check whether the weights of --model are whole."
             )
-        return Stepped(figures_of(chosen_P, rejected_P, margin_P), loss, norm, updated)
+        return FitStep(summarise_pairs(chosen_P, rejected_P, margin_P), loss, norm, updated)
 
     def _backward(self, pairs: Sequence[EncodedPair]) -> tuple[Tensor, Tensor]:
         """Leave the gradient of the mean loss; returns the scores."""
@@ -408,13 +408,13 @@ class Trainer:
         return both.detach().cpu()
 
 
-def steps_of(pairs: int, recipe: Recipe) -> int:
+def count_steps(pairs: int, recipe: Recipe) -> int:
     """Return how many steps a fit has."""
-    whole = recipe.epochs * -(-pairs // recipe.batch_size)
-    return min(whole, recipe.max_steps) if recipe.max_steps else whole
+    all_steps = recipe.epochs * -(-pairs // recipe.batch_size)
+    return min(all_steps, recipe.max_steps) if recipe.max_steps else all_steps
 
 
-def batches(
+def iterate_batches(
     pairs: Sequence[EncodedPair], recipe: Recipe, total_steps: int
 ) -> Iterator[list[EncodedPair]]:
     """Yield the pairs of each step, every epoch in a seeded order of its own."""

@@ -28,187 +28,192 @@ from ppo_cli.records import Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.scoring.rows import Labelled
+from ppo_cli.scoring.rows import LabelledRows
 from ppo_cli.scoring.score import (
-    BY_HAND,
-    Column,
+    STOPPED_BY_CTRL_C,
+    Callbacks,
+    PartColumn,
     Scoring,
-    Watch,
     add_spending,
-    by_judge,
-    column_of,
-    columns_of,
-    failures,
+    count_failures,
     final_metrics,
-    is_kept,
-    judged,
+    is_cached,
+    judged_value,
+    open_reward,
+    part_column,
+    part_columns,
     part_facts,
     score_all,
-    spending,
-    started,
+    scoring_spending,
+    spending_by_judge,
 )
-from ppo_cli.scoring.sources import calls_of_criteria, kind_of, unsteady, verdicts_each
+from ppo_cli.scoring.sources import (
+    criteria_calls_note,
+    random_sources,
+    reward_kind,
+    verdicts_per_response,
+)
 from ppo_cli.scoring.statistics import (
-    FEWEST,
+    MIN_ROWS,
     Floats,
-    Rows,
+    RowNumbers,
     accuracy_at,
-    agreement,
     as_floats,
     auc,
     best_threshold,
-    coded,
-    flat_why,
-    measured,
+    constant_reason,
+    estimate_or_reason,
+    level_numbers,
     partial_spearman,
     pearson,
     spearman,
+    verdict_agreement,
 )  # fmt: skip
 
 Facts = Mapping[str, Any]
-STRONG, FAIR = 0.9, 0.75
-BIASED = 0.3
-NOISY = 0.1
-BETTER = 0.02
+STRONG_AUC, FAIR_AUC = 0.9, 0.75
+MIN_BIAS = 0.3
+MAX_MEAN_GAP = 0.1
+MIN_AUC_GAIN = 0.02
 STEADY = "Nothing was asked again: reward models and rules say the same every time."
 # Advice for a reward that separates good from bad poorly, and for one that rewards length.
-STRONGER = {
+STRONGER_ADVICE = {
     "judge": "use another prompt or a stronger judge",
     "model": "use a reward model for such prompts",
     "rule": "use another rule or function",
     "mixture": "look at its parts",
 }
-SHARPER = {
+SHARPER_ADVICE = {
     "judge": "a sharper criterion in the prompt or more votes may help",
     "mixture": "other weights may help; look at its parts",
 }
-LENGTH_MEND = {"judge": "say in the prompt to ignore it"}
+LENGTH_ADVICE = {"judge": "say in the prompt to ignore it"}
 
 
-def advise(result: Facts) -> list[str]:
+def write_advice(result: Facts) -> list[str]:
     """Return one sentence for each finding, the most important first."""
     kind, agreement = result.get("kind", "judge"), result["agreement"]
-    auc, rank, found = agreement["AUC"], agreement["Spearman"], []
+    auc, rank, sentences = agreement["AUC"], agreement["Spearman"], []
     if lost := result["rows"] - result["scored"]:
         share = lost / result["rows"]
-        found.append(f"{share:.0%} of the rows got no score; the numbers speak of the others.")
-    found.append(_auc(auc, kind))
+        sentences.append(f"{share:.0%} of the rows got no score; the numbers speak of the others.")
+    sentences.append(_auc_sentence(auc, kind))
     if rank["value"] is None:
-        found.append(f"Spearman: {rank['why']}.")
+        sentences.append(f"Spearman: {rank['why']}.")
     elif auc["value"] is None:
         word = "weak" if rank["value"] < 0.4 else "fair" if rank["value"] < 0.7 else "strong"
         order = f"{word} agreement with the order of the labels."
-        found.append(f"Spearman {_interval(rank)}: {order}")
-    found += _parts(result)
-    found += criteria_advice(result.get("criteria", {}))
+        sentences.append(f"Spearman {_format_interval(rank)}: {order}")
+    sentences += _part_sentences(result)
+    sentences += criteria_advice(result.get("criteria", {}))
     half, best = agreement["accuracy at 0.5"], agreement["accuracy at the best threshold"]
     if None not in (half["value"], best["value"]) and best["value"] - half["value"] >= 0.05:
-        found.append(
+        sentences.append(
             f"Accuracy is {best['value']:.2f} at {best['at']:.3g} but {half['value']:.2f} at 0.5: "
             f"the {kind} is too kind or too harsh; training minds the order of scores, not their "
             "level."
         )
-    found.append(_length(result["bias"], kind))
+    sentences.append(_length_sentence(result["bias"], kind))
     for name, facts in result["bias"].items():
-        if "pos" in name and facts["value"] is not None and _beyond(facts):
+        if "pos" in name and facts["value"] is not None and _is_biased(facts):
             what = "is the file sorted by quality?"
             if not name.endswith("file"):
                 what = "is the better answer always in one place?"
-            found.append(f"Scores follow the {name} ({_interval(facts)}): {what}")
+            sentences.append(f"Scores follow the {name} ({_format_interval(facts)}): {what}")
     if result["repeated"] is not None:
-        found.append(_repeats(result["repeated"], kind))
-    found += [
-        f"{name}: {_repeats(facts['repeated'], 'judge')}"
+        sentences.append(_repeats_sentence(result["repeated"], kind))
+    sentences += [
+        f"{name}: {_repeats_sentence(facts['repeated'], 'judge')}"
         for name, facts in result.get("parts", {}).items()
         if facts.get("repeated") is not None
     ]
     if result.get("steady"):
-        found.append(STEADY)
+        sentences.append(STEADY)
     paid = result.get("per_1000") or {}
     if calls := paid.get("paid_calls"):
         cost = paid.get("cost_usd")
-        said = "The cost" if cost is None else f"${cost:.3f}"
-        found.append(
-            f"{said} for 1,000 responses rests on the {calls:,.0f} calls made here, repeats "
+        subject = "The cost" if cost is None else f"${cost:.3f}"
+        sentences.append(
+            f"{subject} for 1,000 responses rests on the {calls:,.0f} calls made here, repeats "
             "included."
         )
-    return found
+    return sentences
 
 
-def _parts(result: Facts) -> list[str]:
+def _part_sentences(result: Facts) -> list[str]:
     """Parts of a mixture that say more, or nothing, of what the labels say."""
-    said = list(result.get("remarks", ()))
-    whole = result["agreement"]["AUC"]["value"]
+    sentences = list(result.get("remarks", ()))
+    mixture_auc = result["agreement"]["AUC"]["value"]
     for name, facts in result.get("parts", {}).items():
         auc = facts.get("agreement", {}).get("AUC", {})
         value = auc.get("value")
-        if value is None or whole is None or facts["weight_given"] < 0:
+        if value is None or mixture_auc is None or facts["weight_given"] < 0:
             continue
-        if value > whole + BETTER:
-            said.append(
+        if value > mixture_auc + MIN_AUC_GAIN:
+            sentences.append(
                 f"{name} alone agrees better with the labels (AUC {value:.2f}) than the mixture "
-                f"({whole:.2f}): give it more weight."
+                f"({mixture_auc:.2f}): give it more weight."
             )
         elif auc["high"] is not None and auc["high"] < 0.5:
-            said.append(f"{name} goes against the labels (AUC {_interval(auc)}).")
-    return said
+            sentences.append(f"{name} goes against the labels (AUC {_format_interval(auc)}).")
+    return sentences
 
 
-def _interval(facts: Facts) -> str:
+def _format_interval(facts: Facts) -> str:
     value = f"{facts['value']:.2f}"
     return value if facts["low"] is None else f"{value} [{facts['low']:.2f}, {facts['high']:.2f}]"
 
 
-def _auc(facts: Facts, kind: str) -> str:
+def _auc_sentence(facts: Facts, kind: str) -> str:
     if facts["value"] is None:
         return f"AUC: {facts['why']}."
-    said = f"AUC {_interval(facts)}: "
+    start = f"AUC {_format_interval(facts)}: "
     if facts["low"] is not None and facts["low"] <= 0.5 <= facts["high"]:
-        return said + f"not distinguishable from chance; {STRONGER[kind]}, or more rows."
+        return start + f"not distinguishable from chance; {STRONGER_ADVICE[kind]}, or more rows."
     if facts["value"] < 0.5:
-        return said + "worse than chance; is the label the other way round (--positive)?"
-    if facts["value"] < FAIR:
-        return said + f"hardly better than chance; {STRONGER[kind]}."
-    if facts["value"] < STRONG:
-        return said + (f"usable; {SHARPER[kind]}." if kind in SHARPER else "usable.")
-    return said + "separates good from bad answers well."
+        return start + "worse than chance; is the label the other way round (--positive)?"
+    if facts["value"] < FAIR_AUC:
+        return start + f"hardly better than chance; {STRONGER_ADVICE[kind]}."
+    if facts["value"] < STRONG_AUC:
+        return start + (f"usable; {SHARPER_ADVICE[kind]}." if kind in SHARPER_ADVICE else "usable.")
+    return start + "separates good from bad answers well."
 
 
-def _length(bias: Facts, kind: str) -> str:
+def _length_sentence(bias: Facts, kind: str) -> str:
     facts = bias["length, labels held equal"]
     if facts["value"] is None:
         facts = bias["length"]
     if facts["value"] is None:
         return f"Length: {facts['why']}."
-    said = f"Length {_interval(facts)}: "
-    if _beyond(facts):
+    start = f"Length {_format_interval(facts)}: "
+    if _is_biased(facts):
         word = "longer" if facts["value"] > 0 else "shorter"
-        mend = LENGTH_MEND.get(kind, "reward.shaping has penalties for it")
-        return said + f"{word} answers score higher for their length; {mend}."
-    return said + "no strong pull to long or short answers."
+        mend = LENGTH_ADVICE.get(kind, "reward.shaping has penalties for it")
+        return start + f"{word} answers score higher for their length; {mend}."
+    return start + "no strong pull to long or short answers."
 
 
-def _beyond(facts: Facts) -> bool:
+def _is_biased(facts: Facts) -> bool:
     """Large, and its interval clear of zero."""
     clear = facts["low"] is None or facts["low"] > 0 or facts["high"] < 0
-    return bool(clear and abs(facts["value"]) >= BIASED)
+    return bool(clear and abs(facts["value"]) >= MIN_BIAS)
 
 
-def _repeats(facts: Facts, kind: str) -> str:
-    said = (
+def _repeats_sentence(facts: Facts, kind: str) -> str:
+    start = (
         f"Asked again, {facts['same']:.0%} of verdicts are the same; they differ by "
         f"{facts['mean_gap']:.2f} on average: "
     )
-    if facts["mean_gap"] <= NOISY:
-        return said + "steady enough."
-    return said + ("noisy; --rm_votes 3 averages it out." if kind == "judge" else "noisy.")
+    if facts["mean_gap"] <= MAX_MEAN_GAP:
+        return start + "steady enough."
+    return start + ("noisy; --rm_votes 3 averages it out." if kind == "judge" else "noisy.")
 
 
 SAMPLE = 50
 
 
 @dataclass(frozen=True)
-class Columns:
+class ScoredColumns:
     """The rows that got a score, as columns."""
 
     scores: Floats
@@ -222,7 +227,7 @@ class Columns:
 def calibrate(
     reward: Reward,
     settings: RewardSettings,
-    labelled: Labelled,
+    labelled: LabelledRows,
     *,
     repeat: int,
     screen: Screen,
@@ -233,41 +238,43 @@ def calibrate(
     `marks` are labels of the criteria of a rubric.
     """
     rollouts = [row.rollout for row in labelled.rows]
-    asked_twice = unsteady(settings) if repeat > 1 else {}
-    again = rollouts if asked_twice else []
-    if len(again) > SAMPLE:
+    asked_twice = random_sources(settings) if repeat > 1 else {}
+    sample = rollouts if asked_twice else []
+    if len(sample) > SAMPLE:
         chosen = np.random.default_rng(0).choice(len(rollouts), SAMPLE, replace=False)
-        again = [rollouts[i] for i in sorted(chosen)]
-    screen.note(_forecast(settings, len(rollouts), len(again), repeat))
+        sample = [rollouts[i] for i in sorted(chosen)]
+    screen.note(forecast_calls(settings, len(rollouts), len(sample), repeat))
     with screen.phase("score", len(rollouts)) as advance:
-        scoring = score_all(reward, rollouts, Watch(advance, screen.note))
+        scoring = score_all(reward, rollouts, Callbacks(advance, screen.note))
     repeats, before = Repeats(stopped=scoring.stopped), time.monotonic()
-    if again and not repeats.stopped:
-        with screen.phase("repeat", len(again) * len(asked_twice)) as advance:
-            watch = Watch(advance, screen.note)
-            repeats = ask_again(reward, settings, again, repeat, watch, scoring.metrics)
+    if sample and not repeats.stopped:
+        with screen.phase("repeat", len(sample) * len(asked_twice)) as advance:
+            watch = Callbacks(advance, screen.note)
+            repeats = repeat_random_sources(
+                reward, settings, sample, repeat, watch, scoring.metrics
+            )
     took = time.monotonic() - before
-    spent = add_spending(spending(scoring.scores, scoring), repeats.metrics)
-    columns = _columns(labelled, column_of(scoring.scores, None))
+    spent = add_spending(scoring_spending(scoring.scores, scoring), repeats.metrics)
+    columns = _scored_columns(labelled, part_column(scoring.scores, None))
     judges = [judge.settings for judge in judges_of(settings)]
 
     def repeated(name: str) -> dict[str, Any] | None:
-        found = agreement(repeats.verdicts.get(name, []))
-        return found and {**found, "verdicts": repeat}
+        agreement = verdict_agreement(repeats.verdicts.get(name, []))
+        return agreement and {**agreement, "verdicts": repeat}
 
     result: dict[str, Any] = {
-        "kind": kind_of(settings),
+        "kind": reward_kind(settings),
         "rows": len(rollouts),
         "scored": len(columns.scores),
-        "failed": failures(scoring.scores),
-        "labels": labelled.said,
-        "agreement": agreement_of(columns),
-        "bias": bias_of(columns),
+        "failed": count_failures(scoring.scores),
+        "labels": labelled.description,
+        "agreement": label_agreement(columns),
+        "bias": score_biases(columns),
         **part_facts(settings, rollouts, scoring.scores),
         "criteria": criteria_facts(
             settings, labelled.rows, scoring.scores, list(labelled.values), marks or {}
         ),
-        "repeated": repeated(kind_of(settings)),
+        "repeated": repeated(reward_kind(settings)),
         "steady": repeat > 1 and not asked_twice,
         "spent": spent,
         "per_1000": per_thousand(
@@ -280,56 +287,56 @@ def calibrate(
         "stopped": redact(repeats.stopped),
     }
     if result["kind"] == "mixture":
-        for name, column in columns_of(settings, scoring.scores).items():
-            alone = agreement_of(_columns(labelled, column))
+        for name, column in part_columns(settings, scoring.scores).items():
+            alone = label_agreement(_scored_columns(labelled, column))
             result["parts"][name] |= {"agreement": alone, "repeated": repeated(name)}
-    return {**result, "advice": advise(result)}
+    return {**result, "advice": write_advice(result)}
 
 
-def _forecast(settings: RewardSettings, rows: int, again: int, repeat: int) -> str:
+def forecast_calls(settings: RewardSettings, rows: int, repeated: int, repeat: int) -> str:
     """Say how much will be asked."""
-    each, sources = verdicts_each(settings), len(unsteady(settings))
-    calls = rows * each + again * repeat * sources
+    each, sources = verdicts_per_response(settings), len(random_sources(settings))
+    calls = rows * each + repeated * repeat * sources
     times = "" if each == 1 else f" x {each} votes"
-    if kind_of(settings) == "mixture":
-        times = f" x {each} verdicts of {len(columns_of(settings, ()))} parts"
-    twice = f", and {again} of them {repeat} times again" if again else ""
-    said = f"Asking for at most {calls:,} verdicts: {rows:,} rows{times}{twice}."
-    return said + calls_of_criteria(settings)
+    if reward_kind(settings) == "mixture":
+        times = f" x {each} verdicts of {len(part_columns(settings, ()))} parts"
+    twice = f", and {repeated} of them {repeat} times again" if repeated else ""
+    forecast = f"Asking for at most {calls:,} verdicts: {rows:,} rows{times}{twice}."
+    return forecast + criteria_calls_note(settings)
 
 
-def _columns(labelled: Labelled, column: Column) -> Columns:
+def _scored_columns(labelled: LabelledRows, column: PartColumn) -> ScoredColumns:
     values = {i: value for i, value in enumerate(column.raw) if value is not None}
-    kept = list(values)
-    rows = [labelled.rows[i].rollout for i in kept]
-    return Columns(
+    scored = list(values)
+    rows = [labelled.rows[i].rollout for i in scored]
+    return ScoredColumns(
         scores=as_floats(list(values.values())),
-        labels=labelled.values[kept],
-        positive=None if labelled.positive is None else labelled.positive[kept],
+        labels=labelled.values[scored],
+        positive=None if labelled.positive is None else labelled.positive[scored],
         lengths=as_floats([len(row.text) for row in rows]),
-        order=as_floats(kept),
+        order=as_floats(scored),
         prompts=tuple(row.prompt.text for row in rows),
     )
 
 
-def agreement_of(columns: Columns) -> dict[str, dict[str, Any]]:
+def label_agreement(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
     """Accuracy, AUC and correlations with the labels, each with its interval."""
     x, y, good = columns.scores, columns.labels, columns.positive
     flags = np.zeros(len(x), dtype=bool) if good is None else good
-    level, labels = coded(x), coded(y)
-    estimate = partial(measured, len(x))
+    level, labels = level_numbers(x), level_numbers(y)
+    estimate = partial(estimate_or_reason, len(x))
 
-    def best(rows: Rows) -> float | None:
+    def best(rows: RowNumbers) -> float | None:
         chosen = best_threshold(level[rows], flags[rows])
         return None if chosen is None else chosen[1]
 
     classes = "labels of two classes are needed" if good is None else ""
     same = "" if flags.any() and not flags.all() else "every scored row has the same label"
-    unfit = classes or same or flat_why("score", x)
+    unfit = classes or same or constant_reason("score", x)
     # A reward model's 20 says nothing of 0.5.
     inside = not len(x) or (x.min() >= 0.0 and x.max() <= 1.0)
     off_scale = "" if inside else "the scores do not lie between 0 and 1"
-    flat = flat_why("score", x) or flat_why("label", y)
+    flat = constant_reason("score", x) or constant_reason("label", y)
     threshold = best_threshold(x, flags)
     at = None if unfit or threshold is None else min(threshold[0], 1e9)
     return {
@@ -344,71 +351,74 @@ def agreement_of(columns: Columns) -> dict[str, dict[str, Any]]:
     }
 
 
-def _pair_accuracy(columns: Columns) -> dict[str, dict[str, Any]]:
+def _pair_accuracy(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
     """How often the better of two answers to one prompt has the higher score, ties as half.
 
     Reward models are made for this: their scores for two prompts need not compare. Whole
     prompts are drawn for the interval; nothing where no prompt has better and worse answers.
     """
-    counts = [_won(columns.scores[rows], columns.labels[rows]) for rows in _groups(columns.prompts)]
+    counts = [
+        _count_ordered_pairs(columns.scores[rows], columns.labels[rows])
+        for rows in _group_by_prompt(columns.prompts)
+    ]
     pairs = as_floats([both for both in counts if both[1]])
     if not len(pairs):
         return {}
 
-    def share(rows: Rows) -> float | None:
+    def share(rows: RowNumbers) -> float | None:
         won, of = pairs[rows].sum(axis=0)
         return float(won / of)
 
-    few = f"{len(pairs)} prompts with better and worse answers; at least {FEWEST} are needed"
-    why = few if len(pairs) < FEWEST else ""
-    made = measured(max(FEWEST, len(pairs)), share, why, share=True)
-    return {"pairs of one prompt in order": made}
+    few = f"{len(pairs)} prompts with better and worse answers; at least {MIN_ROWS} are needed"
+    why = few if len(pairs) < MIN_ROWS else ""
+    estimate = estimate_or_reason(max(MIN_ROWS, len(pairs)), share, why, share=True)
+    return {"pairs of one prompt in order": estimate}
 
 
-def _won(scores: Floats, labels: Floats) -> tuple[float, float]:
+def _count_ordered_pairs(scores: Floats, labels: Floats) -> tuple[float, float]:
     """Pairs of unlike labels that the scores order rightly, and how many there are."""
     better, worse = np.nonzero(labels[:, None] > labels[None, :])
     gaps = scores[better] - scores[worse]
     return float((gaps > 0).sum() + (gaps == 0).sum() / 2), float(len(gaps))
 
 
-def bias_of(columns: Columns) -> dict[str, dict[str, Any]]:
+def score_biases(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
     """Rank correlations of the score with what should not matter."""
-    x, y = coded(columns.scores), coded(columns.labels)
-    size, order = coded(columns.lengths), coded(columns.order)
-    same_score = flat_why("score", columns.scores)
-    flat = same_score or flat_why("response's length", columns.lengths)
-    estimate = partial(measured, len(x))
-    found = {
+    x, y = level_numbers(columns.scores), level_numbers(columns.labels)
+    size, order = level_numbers(columns.lengths), level_numbers(columns.order)
+    same_score = constant_reason("score", columns.scores)
+    flat = same_score or constant_reason("response's length", columns.lengths)
+    estimate = partial(estimate_or_reason, len(x))
+    correlations = {
         "length": estimate(lambda rows: spearman(x[rows], size[rows]), flat),
         "length, labels held equal": estimate(
             lambda rows: partial_spearman(x[rows], size[rows], y[rows]),
-            flat or flat_why("label", columns.labels),
+            flat or constant_reason("label", columns.labels),
         ),
     }
-    groups = _groups(columns.prompts)
+    groups = _group_by_prompt(columns.prompts)
     if not groups:
-        found["position in the file"] = estimate(
+        correlations["position in the file"] = estimate(
             lambda rows: spearman(x[rows], order[rows]), same_score
         )
-        return found
+        return correlations
     # Scores less their group's mean, and places less theirs, of all rows in groups.
     scores = np.concatenate([columns.scores[rows] - columns.scores[rows].mean() for rows in groups])
     places = np.concatenate([np.arange(len(rows)) - (len(rows) - 1) / 2 for rows in groups])
-    within, place = coded(np.round(scores, 9)), coded(places)
-    found["position among answers to one prompt"] = measured(
+    within, place = level_numbers(np.round(scores, 9)), level_numbers(places)
+    correlations["position among answers to one prompt"] = estimate_or_reason(
         len(scores),
         lambda rows: spearman(within[rows], place[rows]),
-        flat_why("score within a prompt", scores),
+        constant_reason("score within a prompt", scores),
     )
-    return found
+    return correlations
 
 
-def _groups(prompts: Sequence[str]) -> list[list[int]]:
-    found: dict[str, list[int]] = defaultdict(list)
+def _group_by_prompt(prompts: Sequence[str]) -> list[list[int]]:
+    rows_by_prompt: dict[str, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
-        found[prompt].append(index)
-    return [rows for rows in found.values() if len(rows) > 1]
+        rows_by_prompt[prompt].append(index)
+    return [rows for rows in rows_by_prompt.values() if len(rows) > 1]
 
 
 def per_thousand(
@@ -423,14 +433,14 @@ def per_thousand(
     They rest on the verdicts that were asked for here, repeats past the cache included; how
     many calls these took is `paid_calls`. Few rows take as long as `at_once` of them would.
     """
-    fresh = [s for s in scoring.scores if judged(s) is not None and not is_kept(s)]
-    asked = len(fresh) + repeats / votes
-    if not asked:
+    fresh = [s for s in scoring.scores if judged_value(s) is not None and not is_cached(s)]
+    responses = len(fresh) + repeats / votes
+    if not responses:
         return {}
-    found = {k: v * 1000.0 / asked for k, v in spent.items() if k != "cached"}
-    if "seconds" in found:
-        found["seconds"] = spent["seconds"] * 1000.0 / max(asked, min(1000.0, at_once / votes))
-    return found | ({"paid_calls": spent["calls"]} if "calls" in spent else {})
+    facts = {k: v * 1000.0 / responses for k, v in spent.items() if k != "cached"}
+    if "seconds" in facts:
+        facts["seconds"] = spent["seconds"] * 1000.0 / max(responses, min(1000.0, at_once / votes))
+    return facts | ({"paid_calls": spent["calls"]} if "calls" in spent else {})
 
 
 # --- asking again ---------------------------------------------------------------------------------
@@ -445,74 +455,76 @@ class Repeats:
     stopped: str = ""
 
 
-def ask_again(
+def repeat_random_sources(
     reward: Reward,
     settings: RewardSettings,
     rollouts: Sequence[Rollout],
     times: int,
-    watch: Watch,
+    watch: Callbacks,
     before: Mapping[str, float],
 ) -> Repeats:
     """Ask every part that is not steady; `before` is what the first asking was measured at."""
-    found, mixed = Repeats(), kind_of(settings) == "mixture"
+    repeats, mixed = Repeats(), reward_kind(settings) == "mixture"
     prompts = [rollout.prompt for rollout in rollouts]
-    for name, alone in unsteady(settings).items():
+    for name, alone in random_sources(settings).items():
         try:
             if mixed and alone.api.enable:
-                alone = alone.model_copy(update={"api": _left_of(alone.api, name, before)})
+                alone = alone.model_copy(update={"api": remaining_budget(alone.api, name, before)})
             # A reward alone is asked as it is, a part of a mixture is started anew.
-            with started(alone, prompts, watch) if mixed else nullcontext(reward) as one:
-                found.stopped, found.verdicts[name] = repeat_all(one, rollouts, times, watch)
-                for key, value in final_metrics(one, found.stopped).items():
+            with open_reward(alone, prompts, watch) if mixed else nullcontext(reward) as source:
+                repeats.stopped, repeats.verdicts[name] = repeat_verdicts(
+                    source, rollouts, times, watch
+                )
+                for key, value in final_metrics(source, repeats.stopped).items():
                     # Each judge is counted separately, so that an unknown price stays unknown.
                     stage, _, rest = key.partition("/")
-                    own = f"judge_{name}/{rest}" if stage == "judge" else key
-                    found.metrics[own] = found.metrics.get(own, 0.0) + value
+                    metric = f"judge_{name}/{rest}" if stage == "judge" else key
+                    repeats.metrics[metric] = repeats.metrics.get(metric, 0.0) + value
         except Interrupted as reason:
-            found.stopped = str(reason)
-        if found.stopped:
+            repeats.stopped = str(reason)
+        if repeats.stopped:
             break
-    return found
+    return repeats
 
 
-def _left_of(api: ApiReward, name: str, before: Mapping[str, float]) -> ApiReward:
+def remaining_budget(api: ApiReward, name: str, before: Mapping[str, float]) -> ApiReward:
     """A judge's settings with the budget that is left."""
-    judges = by_judge(before)
+    judges = spending_by_judge(before)
     spent = judges.get(f"judge_{name}") or judges.get("judge", {})
     tokens = spent.get("tokens_in", 0.0) + spent.get("tokens_out", 0.0)
-    left: dict[str, Any] = {}
+    budgets: dict[str, Any] = {}
     if api.budget_usd is not None:
-        left["budget_usd"] = api.budget_usd - spent.get("cost_usd", 0.0)
+        budgets["budget_usd"] = api.budget_usd - spent.get("cost_usd", 0.0)
     if api.budget_tokens is not None:
-        left["budget_tokens"] = api.budget_tokens - round(tokens)
-    if any(most <= 0 for most in left.values()):
+        budgets["budget_tokens"] = api.budget_tokens - round(tokens)
+    if any(budget <= 0 for budget in budgets.values()):
         raise Interrupted(f"The budget of the judge '{name}' is used up.")
-    return api.model_copy(update=left)
+    return api.model_copy(update=budgets)
 
 
-def repeat_all(
-    reward: Reward, rollouts: Sequence[Rollout], times: int, watch: Watch
+def repeat_verdicts(
+    reward: Reward, rollouts: Sequence[Rollout], times: int, watch: Callbacks
 ) -> tuple[str, list[list[float]]]:
     """Ask for fresh verdicts on each rollout; returns why it stopped, and the verdicts so far."""
-    asked: list[list[Future[Any]]] = []
-    found: list[list[float]] = []
+    pending: list[list[Future[Any]]] = []
+    verdicts: list[list[float]] = []
     try:
         reward.begin_step(1)
         # A judge is asked past its cache; anything else is simply asked again.
         past_cache = getattr(reward, "repeat", None)
         for rollout in rollouts:
-            again = [past_cache(rollout, times)] if past_cache else []
-            asked.append(again or [reward.submit(rollout) for _ in range(times)])
+            repeat = [past_cache(rollout, times)] if past_cache else []
+            pending.append(repeat or [reward.submit(rollout) for _ in range(times)])
         reward.end_round()
-        for futures in asked:
+        for futures in pending:
             while wait(futures, timeout=1.0).not_done:
                 pass
             answers = [future.result() for future in futures]
             scores = [s for a in answers for s in ([a] if isinstance(a, Score) else a)]
-            found.append([value for s in scores if (value := judged(s)) is not None])
+            verdicts.append([value for s in scores if (value := judged_value(s)) is not None])
             watch.advance(1)
     except Interrupted as reason:
-        return str(reason), found
+        return str(reason), verdicts
     except KeyboardInterrupt:
-        return BY_HAND, found
-    return "", found
+        return STOPPED_BY_CTRL_C, verdicts
+    return "", verdicts

@@ -52,15 +52,15 @@ from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, RubricDraft
 from ppo_cli.rewards.judge.sanitise import cut_middle, no_content_reason
 from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.rewards.remote.limits import Limits
-from ppo_cli.scoring.rows import RESPONSE, Answered, read_response, write_rows
-from ppo_cli.scoring.score import BY_HAND, POLL_S
+from ppo_cli.scoring.rows import RESPONSE, ResponseRow, read_response, write_rows
+from ppo_cli.scoring.score import POLL_S, STOPPED_BY_CTRL_C
 
-UNNAMED = "no-model"
-ANOTHER = "(another response to the same prompt)"
+PLACEHOLDER_MODEL = "no-model"
+OTHER_RESPONSE = "(another response to the same prompt)"
 
 
 @dataclass(frozen=True)
-class Shown:
+class RenderedRow:
     """A row's request, its template, and why the gate would answer in the judge's place."""
 
     template: Template
@@ -68,21 +68,21 @@ class Shown:
     gated: str | None
 
 
-class Recorder:
+class RecordingClient:
     """Stands in for an SDK's client: keeps what it is called with, and sends nothing."""
 
     def __init__(self, path: str = "") -> None:
         self.path = path
 
-    def __getattr__(self, name: str) -> Recorder:
-        return Recorder(f"{self.path}.{name}".lstrip("."))
+    def __getattr__(self, name: str) -> RecordingClient:
+        return RecordingClient(f"{self.path}.{name}".lstrip("."))
 
     def __call__(self, **arguments: Any) -> Any:
         """Keep the call."""
-        raise Recorded(self.path, arguments)
+        raise RecordedCall(self.path, arguments)
 
 
-class Recorded(Exception):
+class RecordedCall(Exception):
     """The call that a provider would have made."""
 
     def __init__(self, method: str, arguments: Mapping[str, Any]) -> None:
@@ -91,7 +91,7 @@ class Recorded(Exception):
         self.arguments = arguments
 
 
-def wire_form(
+def provider_call(
     api: ApiReward, question: Question, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
     """Return the call that the provider would make first: endpoint, method and arguments.
@@ -100,22 +100,25 @@ def wire_form(
     by later calls.
     """
     # Without a model the rest can be shown all the same.
-    kind, named = provider_class(api.type), api.model_copy(update={"model": api.model or UNNAMED})
+    kind, named = (
+        provider_class(api.type),
+        api.model_copy(update={"model": api.model or PLACEHOLDER_MODEL}),
+    )
     provider = kind(named, locate(kind, api, environ), Key(NO_KEY, ""))
-    asked = (
-        provider.decide(Recorder(), question, api.timeout)
+    request = (
+        provider.decide(RecordingClient(), question, api.timeout)
         if api.mode == "decision"
-        else provider.judge(Recorder(), question, provider.form(), api.timeout)
+        else provider.judge(RecordingClient(), question, provider.form(), api.timeout)
     )
     try:
-        asyncio.run(asked)
-    except Recorded as call:
+        asyncio.run(request)
+    except RecordedCall as call:
         method = call.method.replace(".with_raw_response", "")
         where = {"endpoint": provider.base_url, "mode": api.mode, "method": method}
         return where | {"arguments": dict(call.arguments) | {"model": api.model}}
     except NotImplementedError as error:
         raise RewardError(f"{error}: leave --rm_mode at text.") from error
-    raise AssertionError(f"{provider!r} asked nothing")
+    raise AssertionError(f"{provider!r} request nothing")
 
 
 def bundled_prompts() -> tuple[Template, ...]:
@@ -128,7 +131,7 @@ def prompt_text(name: str) -> str:
     return preset_path(name).read_text(encoding="utf-8")
 
 
-def show_row(
+def render_row(
     api: ApiReward,
     source_file: str,
     row_number: int,
@@ -136,26 +139,26 @@ def show_row(
     response: str | None = None,
     prompt_key: str = "prompt",
     source_key: str = "data_source",
-) -> Shown:
+) -> RenderedRow:
     """Render one row; `response` stands in for the row's own, or for one that is not there."""
     template = load_template(api)
-    row, own = find_row(source_file, row_number, prompt_key, source_key)
-    chosen = own if response is None else response
+    row, row_response = read_numbered_row(source_file, row_number, prompt_key, source_key)
+    chosen = row_response if response is None else response
     if chosen is None:
         raise DataError(
             f"{row.place} has no column '{RESPONSE}': give a placeholder with --response TEXT."
         )
     material = Material(question_of(row.prompt), chosen, row.ground_truth, row.extra_info)
     if api.mode == "compare":
-        other = ANOTHER if api.of_the_run else reference_answer(api, material)
+        other = OTHER_RESPONSE if api.of_the_run else reference_answer(api, material)
         material = replace(material, compared=(chosen, other))
     question = template.question(material, api, rubric=rubric_reader(api)(material))
     seen = visible_text(chosen, api.reasoning)
     gated = no_content_reason(material.prompt, seen, row.ground_truth) if api.gate else None
-    return Shown(template, question, gated)
+    return RenderedRow(template, question, gated)
 
 
-def find_row(
+def read_numbered_row(
     source_file: str, number: int, prompt_key: str, source_key: str
 ) -> tuple[Row, str | None]:
     """Read one row by the number that messages use: a line of JSONL, a row of other files."""
@@ -163,32 +166,32 @@ def find_row(
     records = {place.number: (place, record) for place, record in raw.records}
     raise_problems([problem for problem in raw.problems if problem.place.number == number])
     if number not in records:
-        some = f"{min(records)} to {max(records)}" if records else "none"
-        raise DataError(f"{raw.source} has no row {number}; it has {some}.")
+        numbers = f"{min(records)} to {max(records)}" if records else "none"
+        raise DataError(f"{raw.source} has no row {number}; it has {numbers}.")
     place, record = records[number]
     columns = find_columns(raw, prompt_key, source_key)
     try:
         row = read_row(place, record, columns)
-        own = read_response(record)
+        response = read_response(record)
     except RowError as error:
         raise DataError(str(RowProblem(place, error.column, str(error)))) from error
-    return row, own
+    return row, response
 
 
 RUBRIC = "rubric"  # the value of extra_info that --rm_rubric extra_info.rubric reads
 REQUEST = "Request:\n{prompt}"
 REFERENCE = "\n\nReference answer, which those who check do not see:\n{ground_truth}"
-SEVERAL = (
+REQUESTS = (
     "Requests of one kind, with reference answers where there are some. Write criteria that hold "
     "for responses to any such request, not for these alone:\n{prompt}"
 )
-SHOWN = 8  # requests that criteria for a whole run are drafted from
-LONGEST = 3000  # characters of each of their texts
+DRAFT_ROWS = 8  # requests that criteria for a whole run are drafted from
+MAX_TEXT_CHARS = 3000  # characters of each of their texts
 DRAIN_S = 20.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class Drafts:
     """The verdicts and errors in the order of the questions; None was not asked."""
 
     answers: tuple[Verdict | JudgeError | None, ...]
@@ -197,17 +200,20 @@ class Asked:
 
 
 def draft_rows(
-    api: ApiReward, rows: Sequence[Answered], out: Path, most: int, screen: Screen
+    api: ApiReward, rows: Sequence[ResponseRow], out: Path, max_criteria: int, screen: Screen
 ) -> dict[str, Any]:
     """RubricDraft criteria for each row and write the rows that have some, in their order."""
-    known = _written(out)
-    done = {n: _own(row, known) for n, row in enumerate(rows)}
-    left = [n for n, record in done.items() if record is None]
-    questions = [_question(api, build_material(rows[n].rollout.prompt, ""), most) for n in left]
-    screen.note(_forecast(api, questions, len(rows) - len(left)))
-    asked = ask_all(api, questions, screen)
+    earlier = _read_earlier_drafts(out)
+    done = {n: _row_with_criteria(row, earlier) for n, row in enumerate(rows)}
+    missing = [n for n, record in done.items() if record is None]
+    questions = [
+        _draft_question(api, build_material(rows[n].rollout.prompt, ""), max_criteria)
+        for n in missing
+    ]
+    screen.note(_forecast_drafts(api, questions, len(rows) - len(missing)))
+    drafts = ask_all(api, questions, screen)
     failed = []
-    for n, answer in zip(left, asked.answers, strict=True):
+    for n, answer in zip(missing, drafts.answers, strict=True):
         if isinstance(answer, Verdict):
             extra = {**rows[n].rollout.prompt.extra_info, RUBRIC: answer.info["rubric"]}
             done[n] = {**rows[n].record, "extra_info": extra}
@@ -215,27 +221,28 @@ def draft_rows(
             failed.append({"row": str(rows[n].place), "why": answer.said})
     written = [record for record in done.values() if record is not None]
     write_rows(out, written)
-    return {"rows": len(rows), "written": len(written), "there before": len(rows) - len(left),
-            "failed": failed, **_facts(api, asked)}  # fmt: skip
+    return {"rows": len(rows), "written": len(written), "there before": len(rows) - len(missing),
+            "failed": failed, **_spending_facts(api, drafts)}  # fmt: skip
 
 
-def draft_one(
-    api: ApiReward, rows: Sequence[Answered], out: Path, most: int, screen: Screen
+def draft_for_run(
+    api: ApiReward, rows: Sequence[ResponseRow], out: Path, max_criteria: int, screen: Screen
 ) -> dict[str, Any]:
     """RubricDraft criteria for a whole run from some of its rows, as a file for --rm_rubric."""
     if out.exists():
         raise UserError(f"--out {out} is there already, and may be edited; give another name.")
-    step = max(1, len(rows) // SHOWN)
-    chosen = [build_material(row.rollout.prompt, "") for row in rows[::step][:SHOWN]]
+    step = max(1, len(rows) // DRAFT_ROWS)
+    chosen = [build_material(row.rollout.prompt, "") for row in rows[::step][:DRAFT_ROWS]]
     texts = [
-        f"{n}. {_short(one.prompt)}{_answer(one)}" for n, one in enumerate(chosen, start=1)
-    ]  # fmt: skip
-    template = Template("draft", "1", DRAFT_SYSTEM, SEVERAL, RUBRIC_SCALE)
+        f"{n}. {_cut_middle(material.prompt)}{_reference_line(material)}"
+        for n, material in enumerate(chosen, start=1)
+    ]
+    template = Template("draft", "1", DRAFT_SYSTEM, REQUESTS, RUBRIC_SCALE)
     together = Material("\n\n".join(texts), "")
-    question = template.question(together, api, draft=RubricDraft(most))
-    screen.note(_forecast(api, [question], 0))
-    asked = ask_all(api, [question], screen)
-    answer = asked.answers[0]
+    question = template.question(together, api, draft=RubricDraft(max_criteria))
+    screen.note(_forecast_drafts(api, [question], 0))
+    drafts = ask_all(api, [question], screen)
+    answer = drafts.answers[0]
     failed = [{"row": "all", "why": answer.said}] if isinstance(answer, JudgeError) else []
     if isinstance(answer, Verdict):
         head = f"# Drafted by {api.model} from {len(chosen)} of {len(rows)} rows; edit it.\n"
@@ -243,64 +250,66 @@ def draft_one(
         with replacing(out) as fresh:
             fresh.write_text(head + text, encoding="utf-8")
     return {"rows": len(chosen), "written": int(isinstance(answer, Verdict)), "there before": 0,
-            "failed": failed, **_facts(api, asked)}  # fmt: skip
+            "failed": failed, **_spending_facts(api, drafts)}  # fmt: skip
 
 
-def _answer(material: Material) -> str:
+def _reference_line(material: Material) -> str:
     truth = as_text(material.ground_truth).strip() if material.ground_truth is not None else ""
-    return f"\nReference answer: {_short(truth)}" if truth else ""
+    return f"\nReference answer: {_cut_middle(truth)}" if truth else ""
 
 
-def _short(text: str) -> str:
-    head, left_out, tail = cut_middle(text, LONGEST)
+def _cut_middle(text: str) -> str:
+    head, left_out, tail = cut_middle(text, MAX_TEXT_CHARS)
     return f"{head} … {tail}" if left_out else head
 
 
-def _question(api: ApiReward, material: Material, most: int) -> Question:
+def _draft_question(api: ApiReward, material: Material, max_criteria: int) -> Question:
     truth = material.ground_truth
     refers = truth is not None and bool(as_text(truth).strip())
     template = Template(
         "draft", "1", DRAFT_SYSTEM, REQUEST + REFERENCE * refers, RUBRIC_SCALE
     )  # fmt: skip
-    return template.question(material, api, draft=RubricDraft(most))
+    return template.question(material, api, draft=RubricDraft(max_criteria))
 
 
-def _written(out: Path) -> dict[str, dict[str, Any]]:
+def _read_earlier_drafts(out: Path) -> dict[str, dict[str, Any]]:
     """The rows of an earlier call by what they were drafted from; a person may have edited them."""
-    found = {}
+    rows = {}
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            found[_key(row, row["extra_info"])] = row
+            rows[_row_identity(row, row["extra_info"])] = row
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(
                 f"--out {out}, line {number} is no row of an earlier draft ({first_line(error)}). "
                 "Mend it, or give another name."
             ) from None
-    return found
+    return rows
 
 
-def _own(row: Answered, known: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+def _row_with_criteria(
+    row: ResponseRow, earlier: Mapping[str, dict[str, Any]]
+) -> dict[str, Any] | None:
     """A row that has criteria: from an earlier call, or its own."""
     extra = row.rollout.prompt.extra_info
-    own = {**row.record, "extra_info": dict(extra)} if extra.get(RUBRIC) else None
-    return known.get(_key(row.record, extra), own)
+    complete = {**row.record, "extra_info": dict(extra)} if extra.get(RUBRIC) else None
+    return earlier.get(_row_identity(row.record, extra), complete)
 
 
-def _key(record: Mapping[str, Any], extra: Mapping[str, Any]) -> str:
+def _row_identity(record: Mapping[str, Any], extra: Mapping[str, Any]) -> str:
     """What a row is but for its criteria."""
     bare = {name: value for name, value in extra.items() if name != RUBRIC}
-    whole = as_plain({**record, "extra_info": bare})
-    return json.dumps(whole, sort_keys=True, ensure_ascii=False, default=str)
+    identity = as_plain({**record, "extra_info": bare})
+    return json.dumps(identity, sort_keys=True, ensure_ascii=False, default=str)
 
 
-def _forecast(api: ApiReward, questions: Sequence[Question], there: int) -> str:
+def _forecast_drafts(api: ApiReward, questions: Sequence[Question], finished: int) -> str:
     """Say how much will be asked, and what one call for each costs at most."""
     worst = sum((worst_case(question) for question in questions), Usage())
     price = find_price(api)
     cost = "its price is not known" if price is None else f"${price.cost(worst):.4f}"
-    before = f"{there:,} rows have criteria already. " if there else ""
+    before = f"{finished:,} rows have criteria already. " if finished else ""
     return (
         f"{before}Asking for {len(questions):,} drafts: at most {worst.total:,} tokens, {cost}, "
         "where each answer counts at once."
@@ -310,10 +319,10 @@ def _forecast(api: ApiReward, questions: Sequence[Question], there: int) -> str:
 def ask_all(
     api: ApiReward, questions: Sequence[Question], screen: Screen,
     environ: Mapping[str, str] = os.environ,
-) -> Asked:  # fmt: skip
+) -> Drafts:  # fmt: skip
     """Ask each question once, within the limits, budget and cache of the settings."""
     if not questions:
-        return Asked((), Spending())
+        return Drafts((), Spending())
     provider = build_provider(api, environ=environ)
     ledger = build_ledger(api, environ)
     path = cache_path(api, environ)
@@ -323,16 +332,16 @@ def ask_all(
     futures: list[Future[Verdict | JudgeError]] = []
     try:
         provider.begin(screen.note)
-        known: dict[int, Verdict] = {}
+        answered: dict[int, Verdict] = {}
         key = cache_key(provider.identity, questions[0])
         # Where key, model or address are wrong, no other question is asked.
         with suppress(JudgeError):
             if cache is None or cache.get(key) is None:
-                known[0] = reach(loop, client, questions[0], api, tell=screen.note, tries=1)
+                answered[0] = reach(loop, client, questions[0], api, tell=screen.note, tries=1)
                 if cache is not None:
-                    cache.put(key, known[0])
-        asked = enumerate(questions)
-        futures = [loop.submit(_ask(client, one, known.get(n))) for n, one in asked]
+                    cache.put(key, answered[0])
+        numbered = enumerate(questions)
+        futures = [loop.submit(_ask(client, question, answered.get(n))) for n, question in numbered]
         with screen.phase("draft", len(futures)) as advance:
             for future in futures:
                 while not wait([future], timeout=POLL_S).done:
@@ -343,7 +352,7 @@ def ask_all(
     except Interrupted as reason:
         stopped = str(reason)
     except KeyboardInterrupt:
-        stopped = BY_HAND
+        stopped = STOPPED_BY_CTRL_C
     finally:
         loop.call(client.close(DRAIN_S), timeout=2 * DRAIN_S)
         loop.close()
@@ -351,26 +360,26 @@ def ask_all(
         if cache is not None:
             cache.close()
     futures += [Future() for _ in questions[len(futures) :]]
-    return Asked(tuple(map(_now, futures)), ledger.total, stopped)
+    return Drafts(tuple(map(_answer_if_done, futures)), ledger.total, stopped)
 
 
 async def _ask(
-    client: JudgeClient, question: Question, known: Verdict | None
+    client: JudgeClient, question: Question, answer: Verdict | None
 ) -> Verdict | JudgeError:
     try:
-        return known or await client.ask(question)
+        return answer or await client.ask(question)
     except JudgeError as error:
         return error
 
 
-def _now(future: Future[Verdict | JudgeError]) -> Verdict | JudgeError | None:
+def _answer_if_done(future: Future[Verdict | JudgeError]) -> Verdict | JudgeError | None:
     """What was answered as far as it is there."""
-    there = future.done() and not future.cancelled() and future.exception() is None
-    return future.result() if there else None
+    finished = future.done() and not future.cancelled() and future.exception() is None
+    return future.result() if finished else None
 
 
-def _facts(api: ApiReward, asked: Asked) -> dict[str, Any]:
-    spent = asked.spent
+def _spending_facts(api: ApiReward, drafts: Drafts) -> dict[str, Any]:
+    spent = drafts.spent
     cost = None if find_price(api) is None else spent.usd
     return {"calls": spent.calls, "tokens": spent.usage.total, "cost_usd": cost,
-            "stopped": redact(asked.stopped)}  # fmt: skip
+            "stopped": redact(drafts.stopped)}  # fmt: skip

@@ -9,7 +9,7 @@ from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.keys import Key, offered_choices, table
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
-from ppo_cli.extras.bridge.overrides import OWN, REFUSED
+from ppo_cli.extras.bridge.overrides import OUR_ENGINE_ONLY, REFUSED
 
 # The model is one that is here, since verl's own checks load its tokenizer.
 GPUS = (
@@ -82,7 +82,7 @@ def drawn(seed: int) -> Config:
     while True:
         flags: dict[str, Any] = {}
         for name, key in table().items():
-            apart = name in REFUSED or name in OWN or name.startswith(FIXED)
+            apart = name in REFUSED or name in OUR_ENGINE_ONLY or name.startswith(FIXED)
             if (name in NUMBERS or not apart) and choices(key) and dice.random() < 1 / 3:
                 value = dice.choice(choices(key))
                 if value is not None or key.optional:

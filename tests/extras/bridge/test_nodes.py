@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from ppo_cli.config.resolve import resolve
-from ppo_cli.extras.bridge.folder import scripts, write_folder
-from ppo_cli.extras.bridge.overrides import bridge
+from ppo_cli.extras.bridge.folder import node_scripts, write_folder
+from ppo_cli.extras.bridge.overrides import build_overrides
 from ppo_cli.extras.bridge.rewards import KEYS_FILE, ROW, RewardServer
 from tests.extras.bridge.settled import settled
 from tests.judge_server.server import JudgeServer, digest
@@ -49,7 +49,7 @@ Start = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def board(tmp_path: Path) -> Path:
     config = settled("trainer.nnodes=4", "trainer.n_gpus_per_node=8")
-    for name, text in scripts(config).items():
+    for name, text in node_scripts(config).items():
         (tmp_path / name).write_text(text)
     (tmp_path / "overrides").write_text('trainer.nnodes=4\ntrainer.experiment_name="a b"\n')
     (tmp_path / "bin").mkdir()
@@ -198,7 +198,7 @@ def test_the_reward_server_takes_its_key_from_the_file_that_the_script_leaves(
             "reward.api.key_env=OPENAI_API_KEY", "reward.api.cache=off",
         ]  # fmt: skip
         resolved = resolve(flags={}, preset=None, config_files=[], overrides=overrides, environ={})
-        write_folder(tmp_path, resolved, bridge(resolved.config))
+        write_folder(tmp_path, resolved, build_overrides(resolved.config))
         (tmp_path / KEYS_FILE).write_text("OPENAI_API_KEY=a=b\n")
         (row,) = pq.read_table(tmp_path / "data/train.parquet").to_pylist()
         server = RewardServer(str(tmp_path), str(tmp_path))

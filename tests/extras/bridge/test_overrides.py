@@ -15,17 +15,18 @@ from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.extras.bridge.overrides import (
-    ELSE,
     FILES,
     NEVER,
     NO_LIMIT,
-    OWN,
+    OUR_ENGINE_ONLY,
     REFUSED,
-    Bridged,
-    bridge,
-    only_verls,
-    spelt,
+    WRITERS,
+    VerlOverrides,
+    build_overrides,
+    is_verl_only,
+    to_hydra,
     verl_names,
+    verl_names_by_key,
 )
 from tests.extras.bridge.settled import GPUS, drawn, settled
 
@@ -75,7 +76,7 @@ def compose() -> Compose:
     return composed
 
 
-def assert_arrives(bridged: Bridged, compose: Compose) -> None:
+def assert_arrives(bridged: VerlOverrides, compose: Compose) -> None:
     """Each override is a setting of verl's, and has our value there."""
     assert bridged.problems == ()
     there = compose(bridged.lines(FOLDER))
@@ -89,13 +90,13 @@ def assert_arrives(bridged: Bridged, compose: Compose) -> None:
 @pytest.mark.parametrize("preset", preset_names())
 def test_every_preset_composes_with_verls_files(preset: str, compose: Compose) -> None:
     local = ("reward.model.device=cpu",) if preset == "reward-model" else ()
-    assert_arrives(bridge(settled(*local, preset=preset)), compose)
+    assert_arrives(build_overrides(settled(*local, preset=preset)), compose)
 
 
 @pytest.mark.slow  # a second for each in Hydra
 def test_sixty_drawn_configurations_compose_with_verls_files(compose: Compose) -> None:
     for seed in range(60):
-        assert_arrives(bridge(drawn(seed)), compose)
+        assert_arrives(build_overrides(drawn(seed)), compose)
 
 
 # What a line of verl cannot say of ours: files of the folder, what is verl's only, what `OWN` has.
@@ -119,8 +120,8 @@ def test_read_as_a_line_of_verl_the_overrides_are_the_same_settings() -> None:
     for seed in range(60):
         config = drawn(seed)
         lines = [
-            f"{name}={spelt(value) if isinstance(value, list) else value}"
-            for name, value in bridge(config).values.items()
+            f"{name}={to_hydra(value) if isinstance(value, list) else value}"
+            for name, value in build_overrides(config).values.items()
             if name in verl_names()
             and name not in FILES
             and not name.startswith("reward.")
@@ -133,7 +134,11 @@ def test_read_as_a_line_of_verl_the_overrides_are_the_same_settings() -> None:
         for name in table():
             given = value_of(config, name)  # what is unset is written as what it comes to
             said = INSTEAD[name].get(given, given) if name in INSTEAD else given
-            if given is not None and name not in UNREAD | OWN and not name.startswith("reward."):
+            if (
+                given is not None
+                and name not in UNREAD | OUR_ENGINE_ONLY
+                and not name.startswith("reward.")
+            ):
                 assert (name, value_of(read, name)) == (name, said), seed
 
 
@@ -235,7 +240,7 @@ WRITTEN: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("given", "wanted"), WRITTEN)
 def test_what_differs_by_more_than_its_name(given: str, wanted: dict[str, Any]) -> None:
-    values = bridge(settled(*given.split())).values
+    values = build_overrides(settled(*given.split())).values
     assert {name: values.get(name, "left out") for name in wanted} == wanted
 
 
@@ -244,30 +249,33 @@ def test_megatron_has_some_settings_under_names_of_its_own() -> None:
         "actor.optim.lr=1e-5", "actor.optim.min_lr_ratio=0.2",
         "actor.optim.lr_scheduler_type=cosine",
     )  # fmt: skip
-    plain = bridge(config).values
-    values = bridge(config, ["model_engine=megatron", f"{ACTOR}.strategy=megatron"]).values
+    plain = build_overrides(config).values
+    values = build_overrides(config, ["model_engine=megatron", f"{ACTOR}.strategy=megatron"]).values
     assert values[f"{ACTOR}.optim.min_lr"] == pytest.approx(2e-6)
     assert values[f"{ACTOR}.optim.lr_decay_style"] == plain[f"{ACTOR}.optim.lr_scheduler_type"]
     assert values[f"{ACTOR}.megatron.dtype"] == "bfloat16"
     gone = (f"{ACTOR}.optim.min_lr_ratio", f"{ACTOR}.grad_clip", f"{ACTOR}.strategy",
             f"{ACTOR}.fsdp_config.dtype")  # fmt: skip
     assert not set(gone) & values.keys() and set(gone) <= plain.keys()
-    refused = bridge(config, [f"{ACTOR}.strategy=megatron"]).problems
+    refused = build_overrides(config, [f"{ACTOR}.strategy=megatron"]).problems
     assert "actor.strategy megatron needs verl's own model_engine=megatron beside it." in refused
 
 
 def test_every_setting_is_told_to_verl_or_said_to_be_ours_or_refused() -> None:
-    from ppo_cli.extras.bridge import overrides
-
     silent = [
         name
         for name in table()
-        if not (overrides._by_key()[name] or name in ELSE or name in OWN or name in REFUSED)
+        if not (
+            verl_names_by_key()[name]
+            or name in WRITERS
+            or name in OUR_ENGINE_ONLY
+            or name in REFUSED
+        )
         and not name.startswith("reward.")
     ]
     assert silent == []
-    assert {*ELSE, *OWN, *REFUSED} <= set(table())
-    assert not set(REFUSED) & (set(OWN) | set(ELSE))
+    assert {*WRITERS, *OUR_ENGINE_ONLY, *REFUSED} <= set(table())
+    assert not set(REFUSED) & (set(OUR_ENGINE_ONLY) | set(WRITERS))
 
 
 OTHER: dict[str, Any] = {
@@ -288,7 +296,7 @@ def test_what_verl_cannot_be_told_is_refused_by_its_name(name: str) -> None:
     for group in groups:
         section = section[group]
     section[leaf] = OTHER.get(name, ("2",) if allowed == () else 7)
-    problems = bridge(Config.model_validate(tree)).problems
+    problems = build_overrides(Config.model_validate(tree)).problems
     assert [p for p in problems if p.startswith(f"{name} ") and said in p]
 
 
@@ -302,8 +310,8 @@ def test_what_only_verl_has_goes_there_untouched(compose: Compose) -> None:
         "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_grouped_gemm=True",
         "actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "trainer.v1.trainer_mode=sync",
     )  # fmt: skip
-    assert [word for word in theirs if not only_verls(word)] == []
-    bridged = bridge(settled(), theirs)
+    assert [word for word in theirs if not is_verl_only(word)] == []
+    bridged = build_overrides(settled(), theirs)
     assert_arrives(bridged, compose)
     there = compose(bridged.lines(FOLDER))
     assert there["actor_rollout_ref.rollout.name"] == "sglang"
@@ -318,11 +326,11 @@ def test_what_only_verl_has_goes_there_untouched(compose: Compose) -> None:
      "algorithm.lamm=1", "trainer.logger=[console]", "data.seed=3", "critic.strategy=fsdp2"],
 )  # fmt: skip
 def test_ours_and_what_nobody_knows_stay_here(word: str) -> None:
-    assert not only_verls(word)
+    assert not is_verl_only(word)
 
 
 def test_verl_must_be_told_its_gpus() -> None:
     config = resolve(flags={}, preset=None, config_files=[], environ={},
                      overrides=["trainer.engine=verl", "rollout.name=hf"]).config  # fmt: skip
-    problems = " ".join(bridge(config).problems)
+    problems = " ".join(build_overrides(config).problems)
     assert "--n_gpus 8" in problems and "rollout.name hf" in problems

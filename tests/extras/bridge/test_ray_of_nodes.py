@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from ppo_cli import keeper
-from ppo_cli.extras.bridge.folder import scripts
-from ppo_cli.extras.bridge.rewards import KEYS_FILE, take_keys
+from ppo_cli.extras.bridge.folder import node_scripts
+from ppo_cli.extras.bridge.rewards import KEYS_FILE, read_and_delete_keys
 from tests.extras.bridge.settled import settled
 
 pytestmark = [
@@ -74,7 +74,7 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
         config = settled("trainer.nnodes=1", "trainer.n_gpus_per_node=1")
-        (folder / "node_0.sh").write_text(scripts(config)["node_0.sh"])
+        (folder / "node_0.sh").write_text(node_scripts(config)["node_0.sh"])
         (folder / "overrides").touch()
         for package in ("verl", "verl/trainer"):
             (folder / "packages" / package).mkdir(parents=True)
@@ -159,7 +159,7 @@ def test_secrets_are_in_files_of_the_user_alone(node: Node) -> None:
         if path.is_file() and any(s in path.read_bytes() for s in (KEY.encode(), token.encode()))
     }  # fmt: skip
     assert holders == {".ray_token": 0o600, KEYS_FILE: 0o600}
-    assert take_keys(node.folder) == {"OPENAI_API_KEY": KEY}
+    assert read_and_delete_keys(node.folder) == {"OPENAI_API_KEY": KEY}
 
 
 @contextmanager

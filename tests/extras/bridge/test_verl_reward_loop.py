@@ -12,7 +12,7 @@ import pytest
 
 from ppo_cli.config.resolve import resolve
 from ppo_cli.extras.bridge.folder import write_folder
-from ppo_cli.extras.bridge.overrides import bridge
+from ppo_cli.extras.bridge.overrides import build_overrides
 from tests.judge_server.server import JudgeServer
 
 pytestmark = [
@@ -58,7 +58,7 @@ def composed(folder: Path, url: str, config_dir: str) -> Any:
         f"reward.api.max_rpm={A_MINUTE}", "reward.api.cache=off",
     ]  # fmt: skip
     resolved = resolve(flags={}, preset=None, config_files=[], overrides=overrides, environ={})
-    bridged = bridge(resolved.config)
+    bridged = build_overrides(resolved.config)
     assert bridged.problems == ()
     write_folder(folder, resolved, bridged)
     with hydra.initialize_config_dir(config_dir, version_base=None):

@@ -6,7 +6,7 @@ import pytest
 
 from ppo_cli.data_sets.files import Place
 from ppo_cli.errors import DataError
-from ppo_cli.extras.fitting.preferences import MOST_HELD_OUT, Pair, keep_apart, split_by_prompt
+from ppo_cli.extras.fitting.preferences import MAX_HELD_OUT, Pair, exclude_held_out, split_by_prompt
 
 
 def make(prompt: str, number: int = 1) -> Pair:
@@ -33,8 +33,8 @@ def test_the_split_goes_by_seed_and_not_by_the_order_of_rows() -> None:
     first = prompts(split_by_prompt(pairs, 0.2, seed=1).held_out)
     assert first == prompts(split_by_prompt(pairs[::-1], 0.2, seed=1).held_out)
     assert first != prompts(split_by_prompt(pairs, 0.2, seed=2).held_out)
-    many = [make(f"prompt {i}", i) for i in range(3 * MOST_HELD_OUT)]
-    assert len(split_by_prompt(many, 0.9, seed=1).held_out) == MOST_HELD_OUT
+    many = [make(f"prompt {i}", i) for i in range(3 * MAX_HELD_OUT)]
+    assert len(split_by_prompt(many, 0.9, seed=1).held_out) == MAX_HELD_OUT
 
 
 def test_one_prompt_cannot_be_split() -> None:
@@ -46,8 +46,8 @@ def test_one_prompt_cannot_be_split() -> None:
 
 
 def test_prompts_of_the_held_out_file_leave_the_training() -> None:
-    split = keep_apart([make("a"), make("b")], [make("b", 7), make("c")])
+    split = exclude_held_out([make("a"), make("b")], [make("b", 7), make("c")])
     assert prompts(split.train) == {make("a").prompt_id}
     assert len(split.held_out) == 2
     with pytest.raises(DataError, match="nothing is left"):
-        keep_apart([make("b")], [make("b")])
+        exclude_held_out([make("b")], [make("b")])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import tensor
 
-from ppo_cli.extras.fitting.training import figures_of, pair_losses
+from ppo_cli.extras.fitting.training import pair_losses, summarise_pairs
 
 NONE = torch.zeros(3)
 
@@ -35,7 +35,9 @@ def test_equals_torch_and_stays_finite_far_out() -> None:
 
 
 def test_figures_count_ties_half() -> None:
-    figures = figures_of(tensor([1.0, 2.0, 3.0, 0.0]), tensor([0.0, 2.0, 5.0, 0.0]), torch.zeros(4))
+    figures = summarise_pairs(
+        tensor([1.0, 2.0, 3.0, 0.0]), tensor([0.0, 2.0, 5.0, 0.0]), torch.zeros(4)
+    )
     assert figures.accuracy == 0.5  # one right, one wrong, two ties
     assert figures.margin == pytest.approx((1 + 0 - 2 + 0) / 4)
     assert figures.mean == pytest.approx(13 / 8)
@@ -43,8 +45,8 @@ def test_figures_count_ties_half() -> None:
 
 
 def test_the_better_figures_have_the_higher_accuracy_then_the_lower_loss() -> None:
-    good = figures_of(tensor([5.0]), tensor([0.0]), tensor([0.0]))
-    less = figures_of(tensor([1.0]), tensor([0.0]), tensor([0.0]))
-    wrong = figures_of(tensor([0.0]), tensor([0.1]), tensor([0.0]))
+    good = summarise_pairs(tensor([5.0]), tensor([0.0]), tensor([0.0]))
+    less = summarise_pairs(tensor([1.0]), tensor([0.0]), tensor([0.0]))
+    wrong = summarise_pairs(tensor([0.0]), tensor([0.1]), tensor([0.0]))
     assert good.better_than(less) and less.better_than(wrong) and wrong.better_than(None)
     assert not less.better_than(good) and not good.better_than(good)

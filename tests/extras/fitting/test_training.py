@@ -17,11 +17,11 @@ from ppo_cli.extras.fitting.training import (
     Recipe,
     ScoreNetwork,
     Trainer,
-    batches,
     choose_lr,
+    count_steps,
+    iterate_batches,
     load_to_fit,
     pair_losses,
-    steps_of,
 )
 from ppo_cli.rewards.models.base import Encoded
 
@@ -151,19 +151,19 @@ def test_a_broken_step_changes_nothing_and_a_row_of_them_stops() -> None:
     ],
 )
 def test_the_number_of_steps(pairs: int, recipe: Recipe, steps: int) -> None:
-    assert steps_of(pairs, recipe) == steps
-    assert len(list(batches(make_pairs(pairs), recipe, steps))) == steps
+    assert count_steps(pairs, recipe) == steps
+    assert len(list(iterate_batches(make_pairs(pairs), recipe, steps))) == steps
 
 
 def test_every_epoch_has_every_pair_in_an_order_of_its_own() -> None:
     pairs, recipe = make_pairs(10), Recipe(batch_size=4, epochs=2)
-    found = list(batches(pairs, recipe, 6))
+    found = list(iterate_batches(pairs, recipe, 6))
     first, second = (list(chain(*found[:3])), list(chain(*found[3:])))
     assert [len(batch) for batch in found] == [4, 4, 2, 4, 4, 2]
     assert sorted(map(id, first)) == sorted(map(id, second)) == sorted(map(id, pairs))
     assert first != second
-    assert found == list(batches(pairs, recipe, 6))
-    assert found != list(batches(pairs, Recipe(batch_size=4, seed=1), 6))
+    assert found == list(iterate_batches(pairs, recipe, 6))
+    assert found != list(iterate_batches(pairs, Recipe(batch_size=4, seed=1), 6))
 
 
 def test_the_learning_rate_suits_what_is_trained() -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import lru_cache
 
 from ppo_cli.config.schema.reward import ApiReward
-from ppo_cli.extras.trust.attacks import bundled
+from ppo_cli.extras.trust.attacks import bundled_items
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.rewards.judge.prompt import (
     build_material,
@@ -36,7 +36,7 @@ def as_shown(text: str) -> str:
 def known() -> tuple[tuple[str, int], ...]:
     """The bundled responses with what they are worth, the best first."""
     worth = {"good": 10, "partial": 5, "bad": 1}
-    rows = [row for rows in bundled().values() for row in rows]
+    rows = [row for rows in bundled_items().values() for row in rows]
     return tuple((as_shown(row[kind]), level) for kind, level in worth.items() for row in rows)
 
 

@@ -17,12 +17,12 @@ from ppo_cli.extras.trust.attacks import (
     INJECTIONS,
     LEAKS,
     MASTER_KEYS,
-    bundled,
-    injected,
+    bundled_items,
+    fill_injection,
     load_items,
-    padded,
+    pad_answer,
 )
-from ppo_cli.extras.trust.audit import audit, hold
+from ppo_cli.extras.trust.audit import audit, check_trials
 from ppo_cli.records import Rollout, Score
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
@@ -47,7 +47,7 @@ class Remarks(Screen):
 
 
 def run(settings: RewardSettings, reward: Reward, *, rows: int = 6, data: str | None = None) -> Any:
-    items = load_items(settings, file=data, preset=None, most=rows)
+    items = load_items(settings, file=data, preset=None, max_rows=rows)
     result = audit(reward, settings, items, screen=Screen())
     json.dumps(result, allow_nan=False)
     return result
@@ -181,7 +181,7 @@ def test_rules_are_audited_too() -> None:
 def test_every_verdict_is_asked_once_and_told_before() -> None:
     settings = RewardSettings(rule="gsm8k")
     reward = Scripted(lambda r: Score(0.0))
-    items = load_items(settings, file=None, preset=None, most=3)
+    items = load_items(settings, file=None, preset=None, max_rows=3)
     screen = Remarks()
     result = audit(reward, settings, items, screen=screen)
     assert len(reward.asked) == result["asked"]
@@ -204,12 +204,12 @@ def test_rows_of_the_user(tmp_path: Path) -> None:
         {"prompt": "Say hello.", "response": "Hello!"},
     ]
     file = write_rows(tmp_path / "a.jsonl", *rows)
-    first, second, third = load_items(RewardSettings(), file=file, preset=None, most=9)
+    first, second, third = load_items(RewardSettings(), file=file, preset=None, max_rows=9)
     assert first.good == "The answer is 2.\n#### 2"
     assert first.bad == "The answer is 3.\n#### 3"
     assert first.partial == "It is 2."
     assert (second.good, second.bad) == ("#### 3", "#### 4")
-    assert (third.good, third.bad, third.own) == ("", "", "Hello!")
+    assert (third.good, third.bad, third.best) == ("", "", "Hello!")
     assert third.weak == "I do not know the answer."
     result = run(RewardSettings(rule="gsm8k"), Scripted(lambda r: Score(0.0)), data=file)
     assert {c["name"]: c["passed"] for c in result["checks"]}["right against wrong"] is False
@@ -217,17 +217,17 @@ def test_rows_of_the_user(tmp_path: Path) -> None:
 
 def test_which_rows_are_taken() -> None:
     judge = RewardSettings(api=ApiReward(enable=True, prompt_preset="safety"))
-    assert load_items(judge, file=None, preset=None, most=2)[1].place == "safety 2"
-    assert load_items(judge, file=None, preset="code", most=1)[0].place == "code 1"
-    assert load_items(RewardSettings(), file=None, preset=None, most=1)[0].place == "math 1"
+    assert load_items(judge, file=None, preset=None, max_rows=2)[1].place == "safety 2"
+    assert load_items(judge, file=None, preset="code", max_rows=1)[0].place == "code 1"
+    assert load_items(RewardSettings(), file=None, preset=None, max_rows=1)[0].place == "math 1"
     for bad in ({"preset": "maths"}, {"preset": "math", "file": "x"}, {"most": 0}):
         with pytest.raises(ConfigError):
             load_items(judge, **({"file": None, "preset": None, "most": 1} | bad))
 
 
 def test_bundled_rows_are_whole() -> None:
-    assert set(bundled()) == set(PRESETS)
-    for rows in bundled().values():
+    assert set(bundled_items()) == set(PRESETS)
+    for rows in bundled_items().values():
         assert len(rows) == 12
         for row in rows:
             assert set(row) == {"prompt", "ground_truth", "good", "partial", "bad"}
@@ -237,12 +237,12 @@ def test_bundled_rows_are_whole() -> None:
 def test_attacks() -> None:
     assert len(INJECTIONS) >= 12 and len(MASTER_KEYS) >= 12 and len(LEAKS) >= 3
     for name, template in INJECTIONS.items():
-        text = injected(template, "@top@ 42", 1, 10)
+        text = fill_injection(template, "@top@ 42", 1, 10)
         assert "@top@ 42" in text, f"{name}: the answer is there, untouched"
         assert "@answer@" not in text and "@low@" not in text
         assert "@top@" not in text.replace("@top@ 42", "")
-    assert len(padded("x" * 300)) >= 1400
-    assert padded("x").endswith("\n\nx")
+    assert len(pad_answer("x" * 300)) >= 1400
+    assert pad_answer("x").endswith("\n\nx")
 
 
 def test_what_an_attack_may_add() -> None:
@@ -251,19 +251,19 @@ def test_what_an_attack_may_add() -> None:
 
 
 def test_bounds_hold_at_their_ends() -> None:
-    item = load_items(RewardSettings(), file=None, preset=None, most=1)[0]
-    trial = tr.Trial("t", "here", item.prompt, "a", against="b", least=0.3)
+    item = load_items(RewardSettings(), file=None, preset=None, max_rows=1)[0]
+    trial = tr.Trial("t", "here", item.prompt, "a", against="b", lowest=0.3)
     for lead, passed in ((0.3, True), (0.29, False), (0.31, True)):
         scores = dict(zip(trial.keys, [Score(0.1 + lead), Score(0.1)], strict=True))
-        assert hold("t", [trial], scores).passed is passed
+        assert check_trials("t", [trial], scores).passed is passed
     lost = dict(zip(trial.keys, [Score(0.9), Score.failed("x")], strict=True))
-    assert hold("t", [trial], lost).said == "not one verdict came"
-    assert hold("t", [], {}).passed is None
+    assert check_trials("t", [trial], lost).said == "not one verdict came"
+    assert check_trials("t", [], {}).passed is None
 
 
 def test_a_few_good_answers_may_lose() -> None:
-    item = load_items(RewardSettings(), file=None, preset=None, most=1)[0]
-    trials = [tr.Trial("t", "here", item.prompt, str(n), least=0.5) for n in range(10)]
+    item = load_items(RewardSettings(), file=None, preset=None, max_rows=1)[0]
+    trials = [tr.Trial("t", "here", item.prompt, str(n), lowest=0.5) for n in range(10)]
     for losing, passed in ((0, True), (1, True), (2, False)):
         scores = {t.keys[0]: Score(0.0 if n < losing else 1.0) for n, t in enumerate(trials)}
-        assert hold("right against wrong", trials, scores).passed is passed
+        assert check_trials("right against wrong", trials, scores).passed is passed

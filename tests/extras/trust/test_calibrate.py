@@ -15,11 +15,11 @@ import pytest
 from ppo_cli.config.schema.reward import ApiReward, ModelReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
-from ppo_cli.extras.trust.calibrate import STEADY, _forecast, calibrate, per_thousand
+from ppo_cli.extras.trust.calibrate import STEADY, calibrate, forecast_calls, per_thousand
 from ppo_cli.records import Rollout, Score
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.scoring.rows import Labelled, read_answered, read_labels
+from ppo_cli.scoring.rows import LabelledRows, read_labels, read_responses
 from ppo_cli.scoring.score import Scoring
 from tests.scoring.scripted import Scripted, write_rows
 
@@ -29,16 +29,16 @@ Row = dict[str, Any]
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
-def labelled(tmp_path: Path, rows: list[Row]) -> Labelled:
+def labelled(tmp_path: Path, rows: list[Row]) -> LabelledRows:
     whole = [{"prompt": f"question {i}"} | row for i, row in enumerate(rows)]
-    return read_labels(read_answered(write_rows(tmp_path / "a.jsonl", *whole)), "label")
+    return read_labels(read_responses(write_rows(tmp_path / "a.jsonl", *whole)), "label")
 
 
 JUDGE = RewardSettings(api=ApiReward(enable=True, model="m"))
 
 
 def run(
-    reward: Reward, found: Labelled, repeat: int = 0, settings: RewardSettings = JUDGE
+    reward: Reward, found: LabelledRows, repeat: int = 0, settings: RewardSettings = JUDGE
 ) -> dict[str, Any]:
     result = calibrate(reward, settings, found, repeat=repeat, screen=Screen())
     json.dumps(result, allow_nan=False)
@@ -268,10 +268,10 @@ def test_a_file_that_was_scored_before_still_has_a_cost(tmp_path: Path) -> None:
 
 def test_how_much_will_be_asked_is_told() -> None:
     three = RewardSettings(api=ApiReward(enable=True, model="m", votes=3))
-    assert _forecast(three, 60, 50, 2) == (
+    assert forecast_calls(three, 60, 50, 2) == (
         "Asking for at most 280 verdicts: 60 rows x 3 votes, and 50 of them 2 times again."
     )
-    assert _forecast(JUDGE, 60, 0, 2) == "Asking for at most 60 verdicts: 60 rows."
+    assert forecast_calls(JUDGE, 60, 0, 2) == "Asking for at most 60 verdicts: 60 rows."
 
 
 def test_the_seconds_of_repeats_count_and_many_run_at_once(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.extras.trust.attacks import (
     Ruler,
     Trial,
-    bundled,
+    bundled_items,
     load_items,
-    outcome,
+    measure_trial,
     ruler_for,
 )
 from ppo_cli.extras.trust.audit import audit
@@ -36,7 +36,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> RewardSettings:
 
 def worth(rollout: Rollout) -> float:
     """What a sound reward model gives: only the answer counts."""
-    for row in bundled()["dialogue"]:
+    for row in bundled_items()["dialogue"]:
         for kind, value in (("good", 4.0), ("partial", 2.0), ("bad", -4.0)):
             if row[kind] in rollout.text:
                 return value
@@ -49,7 +49,7 @@ def offset(rollout: Rollout) -> float:
 
 
 def checks_of(settings: RewardSettings, score: Callable[[Rollout], float], **given: Any) -> Told:
-    items = load_items(settings, file=given.get("file"), preset=None, most=6)
+    items = load_items(settings, file=given.get("file"), preset=None, max_rows=6)
     result = audit(Scripted(lambda r: Score(score(r))), settings, items, screen=Screen())
     json.dumps(result, allow_nan=False)
     assert result["reward"].endswith("rm, read as seqcls")
@@ -102,20 +102,22 @@ def test_rows_without_answers_say_so(settings: RewardSettings, tmp_path: Path) -
 
 
 def test_bounds_are_told_in_the_models_own_numbers(settings: RewardSettings) -> None:
-    item = load_items(settings, file=None, preset=None, most=1)[0]
+    item = load_items(settings, file=None, preset=None, max_rows=1)[0]
     uid = item.prompt.uid
     values = {(uid, item.good): 24.0, (uid, item.bad): 16.0}
     ruler = ruler_for([item], values, own_scale=True)
-    assert (ruler.unit, ruler.free) == (8.0, True)
-    trial = Trial("t", "here", item.prompt, "x", most=0.25, free=(float("-inf"), 0.5))
+    assert (ruler.unit, ruler.own_scale) == (8.0, True)
+    trial = Trial(
+        "t", "here", item.prompt, "x", highest=0.25, own_scale_bounds=(float("-inf"), 0.5)
+    )
     for score, passed in ((20.0, True), (20.1, False)):
-        found = outcome(trial, {(uid, "x"): Score(score)}, ruler)
+        found = measure_trial(trial, {(uid, "x"): Score(score)}, ruler)
         assert (found.margin is not None and found.margin >= 0) is passed
-        assert found.wanted == "at most 20.00"
+        assert found.bounds_text == "at most 20.00"
 
 
 def test_a_function_beyond_one_is_measured_by_its_own_answers(settings: RewardSettings) -> None:
-    item = load_items(settings, file=None, preset=None, most=1)[0]
+    item = load_items(settings, file=None, preset=None, max_rows=1)[0]
     uid = item.prompt.uid
     inside = {(uid, item.good): 1.0, (uid, item.bad): 0.0}
     assert ruler_for([item], inside, own_scale=False) == Ruler()
@@ -124,9 +126,9 @@ def test_a_function_beyond_one_is_measured_by_its_own_answers(settings: RewardSe
 
 
 def test_a_judge_in_a_mixture_is_measured_by_itself() -> None:
-    item = load_items(RewardSettings(), file=None, preset=None, most=1)[0]
-    trial = Trial("t", "here", item.prompt, "x", least=0.8, part="judge")
+    item = load_items(RewardSettings(), file=None, preset=None, max_rows=1)[0]
+    trial = Trial("t", "here", item.prompt, "x", lowest=0.8, part="judge")
     score = Score(-3.0, parts={"judge": Part(0.9, 1.5), "rule": Part(0.0, -1.0)})
-    found = outcome(trial, {trial.keys[0]: score}, Ruler(None, {}))
+    found = measure_trial(trial, {trial.keys[0]: score}, Ruler(None, {}))
     assert found.margin is not None and found.margin > 0
     assert found.as_dict["got"] == 0.9

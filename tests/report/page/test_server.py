@@ -17,7 +17,7 @@ from ppo_cli.report.page import server as page_server
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer
 from ppo_cli.run_folder import read_lines, rollout_file
-from ppo_cli.scoring.rows import read_answered, read_labels
+from ppo_cli.scoring.rows import read_labels, read_responses
 from tests.report.page.runs import make_run
 
 
@@ -154,7 +154,7 @@ def test_a_label_lands_in_the_run_folder_as_calibrate_reads_it(server: PageServe
     lines = {line["id"]: line for line in read_lines(folder / "labels.jsonl")}
     assert set(lines) == {f"train:5:{n}" for n in (1, 2, 3, 4)}
     assert lines["train:5:2"]["response"] == "answer 2 at 5 of the run"
-    labelled = read_labels(read_answered(str(folder / "labels.jsonl")), "label")
+    labelled = read_labels(read_responses(str(folder / "labels.jsonl")), "label")
     assert sorted(labelled.values) == [0, 1, 1]
     assert ask(server, "/api/runs")["labels"][0]["train:5:4"]["comment"] == "look again"
     token = f"/api/label?token={server.token}"
