@@ -95,12 +95,12 @@ def find_thoughts(text: str, *, cut: bool = False) -> list[Span]:
     writes its end; where the response was `cut` there may be more to come, and each closing mark
     ends only the newest of the openings.
     """
-    found: list[Span] = []
+    spans: list[Span] = []
     start, family, depth, before = -1, -1, 0, 0
     for mark in _marks(text):
         this, closing = _mark(mark)
         if start < 0 and closing:
-            found = [Span(0, mark.end(), True)]
+            spans = [Span(0, mark.end(), True)]
         elif start < 0:
             start, family, depth = mark.start(), this, 1
         elif this == family and not closing:
@@ -108,14 +108,14 @@ def find_thoughts(text: str, *, cut: bool = False) -> list[Span]:
         elif this == family:
             depth -= 1
             if not depth:
-                found.append(Span(start, mark.end(), True))
+                spans.append(Span(start, mark.end(), True))
                 start = -1
         before = mark.end()
     if start >= 0:
         line = text[text.rfind("\n", 0, start) + 1 : start]
-        if found or not line.strip() or not _TAG.match(text, start):
-            found.append(Span(start, len(text), False))
-    return found
+        if spans or not line.strip() or not _TAG.match(text, start):
+            spans.append(Span(start, len(text), False))
+    return spans
 
 
 def strip_reasoning(text: str, *, cut: bool = False) -> str:
@@ -123,12 +123,12 @@ def strip_reasoning(text: str, *, cut: bool = False) -> str:
     return without(text, find_thoughts(text, cut=cut))
 
 
-def without(text: str, found: Sequence[Span]) -> str:
+def without(text: str, spans: Sequence[Span]) -> str:
     """A text without its thoughts, and without blanks at its ends where there was one."""
-    if not found:
+    if not spans:
         return text
-    ends = [0, *(span.end for span in found)]
-    starts = [*(span.start for span in found), len(text)]
+    ends = [0, *(span.end for span in spans)]
+    starts = [*(span.start for span in spans), len(text)]
     return "".join(text[a:b] for a, b in zip(ends, starts, strict=True)).strip()
 
 
@@ -154,21 +154,21 @@ def count_tokens(
     The rest, from the first sign behind the last thought on, is the answer's. It is looked for
     from the end, as answers are short. `opened` is what the prompt ends with, see `opening_of`.
     """
-    found = find_thoughts(opened + text, cut=cut)
-    if not found:
+    spans = find_thoughts(opened + text, cut=cut)
+    if not spans:
         return 0
-    if not found[-1].closed:
+    if not spans[-1].closed:
         return len(token_ids)
-    wanted = len((opened + text)[found[-1].end :].strip())
+    answer_length = len((opened + text)[spans[-1].end :].strip())
 
     def is_enough(size: int) -> bool:
         start = len(token_ids) - size
-        return len(decode(token_ids[start:], token_ids[:start]).strip()) >= wanted
+        return len(decode(token_ids[start:], token_ids[:start]).strip()) >= answer_length
 
     size = 1
     while size < len(token_ids) and not is_enough(size):
         size *= 2
-    low, high = (size // 2 if wanted else 0), min(size, len(token_ids))
+    low, high = (size // 2 if answer_length else 0), min(size, len(token_ids))
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
@@ -214,7 +214,7 @@ def _quoted(text: str, mark: re.Match[str]) -> bool:
     return _QUOTED.search(text[max(0, start - 2) : start]) is not None
 
 
-def _mark(found: re.Match[str]) -> tuple[int, bool]:
+def _mark(match: re.Match[str]) -> tuple[int, bool]:
     """The number of a mark's family, and whether it closes."""
-    name = str(found.lastgroup)
+    name = str(match.lastgroup)
     return int(name[1:]), name[0] == "c"

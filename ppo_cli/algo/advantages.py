@@ -104,13 +104,13 @@ def gae(
     advantage_B = torch.zeros_like(next_value_B)
     # Tokens as rows: a column of a wide tensor is slow to read.
     steps = [x.t().contiguous().unbind() for x in (token_rewards_BT, values_BT, mask_BT)]
-    found: list[Tensor] = []
+    columns: list[Tensor] = []
     for reward_B, value_B, counts_B in zip(*map(reversed, steps), strict=True):
         delta_B = reward_B + gamma * next_value_B - value_B
         advantage_B = torch.where(counts_B, delta_B + gamma * lam * advantage_B, advantage_B)
         next_value_B = torch.where(counts_B, value_B, next_value_B)
-        found.append(torch.where(counts_B, advantage_B, 0.0))
-    advantages_BT = torch.stack(found[::-1], 1)
+        columns.append(torch.where(counts_B, advantage_B, 0.0))
+    advantages_BT = torch.stack(columns[::-1], 1)
     returns_BT = torch.where(mask_BT, advantages_BT + values_BT, 0.0)
     return (masked_whiten(advantages_BT, mask_BT) if whiten else advantages_BT), returns_BT
 

@@ -43,11 +43,11 @@ class Batch:
 
     def rows(self, index: Tensor) -> Self:
         """Take some rows, in the order given; padding widths stay."""
-        taken = {}
+        values = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            taken[f.name] = value[index] if isinstance(value, Tensor) else value
-        return replace(self, **taken)
+            values[f.name] = value[index] if isinstance(value, Tensor) else value
+        return replace(self, **values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,19 +141,19 @@ class Annotations:
 
 def merge_annotations(batch: Batch, parts: Iterable[Annotations]) -> AnnotatedBatch:
     """Put the shares of all ranks into one annotated batch, beside what the sampler found."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for part in parts:
         for name, rows_RT in part.found.items():
-            whole = found.setdefault(name, torch.zeros(batch.response_mask_BT.shape))
-            whole[part.row_R] = rows_RT
-    if "old_logprobs_BT" not in found and batch.sampler_entropy_BT is not None:
-        found["old_logprobs_BT"] = batch.sampler_logprobs_BT
-        found["entropy_BT"] = batch.sampler_entropy_BT
+            merged_BT = tensors.setdefault(name, torch.zeros(batch.response_mask_BT.shape))
+            merged_BT[part.row_R] = rows_RT
+    if "old_logprobs_BT" not in tensors and batch.sampler_entropy_BT is not None:
+        tensors["old_logprobs_BT"] = batch.sampler_logprobs_BT
+        tensors["entropy_BT"] = batch.sampler_entropy_BT
     return AnnotatedBatch(
         **{name: getattr(batch, name) for name in Batch.__dataclass_fields__},
-        old_logprobs_BT=found["old_logprobs_BT"],
-        entropy_BT=found["entropy_BT"],
-        ref_logprobs_BT=found.get("ref_logprobs_BT"),
-        full_kl_BT=found.get("full_kl_BT"),
-        values_BT=found.get("values_BT"),
+        old_logprobs_BT=tensors["old_logprobs_BT"],
+        entropy_BT=tensors["entropy_BT"],
+        ref_logprobs_BT=tensors.get("ref_logprobs_BT"),
+        full_kl_BT=tensors.get("full_kl_BT"),
+        values_BT=tensors.get("values_BT"),
     )

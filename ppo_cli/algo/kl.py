@@ -165,11 +165,11 @@ def accepted_tokens(
     """
     x_BT = torch.where(mask_BT, old_logprobs_BT - sampler_logprobs_BT, 0.0)
     x_BT = x_BT.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
-    found = {"k1": -x_BT, "k2": 0.5 * x_BT.square(), "k3": x_BT.exp() - 1 - x_BT}
+    estimates = {"k1": -x_BT, "k2": 0.5 * x_BT.square(), "k3": x_BT.exp() - 1 - x_BT}
     kept_BT = mask_BT
     for name, low, high in limits:
         level, kind = name.rsplit("_", 1)
-        value_BT = found[kind]
+        value_BT = estimates[kind]
         if level == "seq_sum":
             value_BT = masked_sum(value_BT, mask_BT, 1)[:, None]
         elif level == "seq_mean":

@@ -126,9 +126,9 @@ def policy_loss(
         mask_BT=mask_BT,
     )
     rows = _rows(new_logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
-    found = _token_loss(kind, rows, (clip_low, clip_high), dual_clip, chosen_BT, kl_coef)
+    token_loss = _token_loss(kind, rows, (clip_low, clip_high), dual_clip, chosen_BT, kl_coef)
     mode = "seq-mean-token-mean" if kind == "geo_mean" else mode
-    loss_BT = found.loss_BT
+    loss_BT = token_loss.loss_BT
     if is_weight_BT is not None:
         require_same_shape(is_weight_BT=is_weight_BT, mask_BT=mask_BT)
         weight_BT = torch.where(mask_BT, is_weight_BT.detach(), 0.0)
@@ -147,8 +147,8 @@ def policy_loss(
         return PolicyLoss(
             loss=loss,
             ratio_sum=masked_sum(rows.ratio_BT, mask_BT),
-            clip_sum=(found.clip_BT & mask_BT).sum(),
-            clip_lower_sum=(found.clip_lower_BT & mask_BT).sum(),
+            clip_sum=(token_loss.clip_BT & mask_BT).sum(),
+            clip_lower_sum=(token_loss.clip_lower_BT & mask_BT).sum(),
             approx_kl_sum=masked_sum(-rows.log_ratio_BT, mask_BT),
             token_count=mask_BT.sum(),
         )
@@ -256,8 +256,8 @@ def _gpg(rows: _Rows) -> _TokenLoss:
 
 def _clip_cov(rows: _Rows, clip: tuple[float, float], chosen_BT: Tensor) -> _TokenLoss:
     """The clipped surrogate without dual clip; chosen tokens count 0 (arXiv 2505.22617, eq. 12)."""
-    found = _clipped(rows, clip, None)
-    loss_BT = torch.where(chosen_BT, 0.0, found.loss_BT)
+    clipped = _clipped(rows, clip, None)
+    loss_BT = torch.where(chosen_BT, 0.0, clipped.loss_BT)
     return _TokenLoss(loss_BT, chosen_BT, torch.zeros_like(chosen_BT))
 
 

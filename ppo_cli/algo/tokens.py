@@ -27,8 +27,8 @@ def require_same_shape(**tensors: Tensor) -> None:
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum the elements under the mask; 0 where there are none."""
-    kept = torch.where(mask, x, 0.0)
-    return kept.sum() if dim is None else kept.sum(dim)
+    masked = torch.where(mask, x, 0.0)
+    return masked.sum() if dim is None else masked.sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

@@ -71,7 +71,7 @@ class Round:
     @property
     def unfinished(self) -> list[Rollout]:
         """The rollouts that have to go on."""
-        return [one for one in self.rollouts if one.finish_reason == "unfinished"]
+        return [rollout for rollout in self.rollouts if rollout.finish_reason == "unfinished"]
 
     @property
     def weight_version(self) -> int:
@@ -84,16 +84,16 @@ class Round:
             sampling == self.sampling
             and len(prompts) == len(self.prompts)
             and all(
-                theirs.uid == ours.uid and theirs.token_ids == ours.token_ids
-                for theirs, ours in zip(prompts, self.prompts, strict=True)
+                other.uid == prompt.uid and other.token_ids == prompt.token_ids
+                for other, prompt in zip(prompts, self.prompts, strict=True)
             )
         )
 
     def move(self, drawn: Sequence[Rollout], published: int) -> None:
         """Take over how far its unfinished rollouts have come under the weights of a publish."""
-        found = {one.key: one for one in drawn if one.seed == self.sampling.seed}
-        assert found.keys() == {one.key for one in self.unfinished}, "a round with gaps"
-        self.rollouts = [found.get(one.key, one) for one in self.rollouts]
+        by_key = {rollout.key: rollout for rollout in drawn if rollout.seed == self.sampling.seed}
+        assert by_key.keys() == {rollout.key for rollout in self.unfinished}, "a round with gaps"
+        self.rollouts = [by_key.get(rollout.key, rollout) for rollout in self.rollouts]
         self.moved_at = published
         self.check()
 
@@ -115,7 +115,7 @@ def write_rounds(directory: Path, rounds: Sequence[Round], published: int) -> No
         return
     state = directory / "state"
     state.mkdir(exist_ok=True)
-    rollouts = [rollout for kept in rounds for rollout in kept.rollouts]
+    rollouts = [rollout for round_ in rounds for rollout in round_.rollouts]
     ids = [np.asarray(r.token_ids, dtype=np.int64) for r in rollouts]
     logprobs = [np.asarray(r.sampler_logprobs, dtype=np.float32) for r in rollouts]
     np.savez(
@@ -124,8 +124,8 @@ def write_rounds(directory: Path, rounds: Sequence[Round], published: int) -> No
         token_ids=np.concatenate(ids),
         sampler_logprobs=np.concatenate(logprobs),
     )
-    words = [_words_of(kept, published) for kept in rounds]
-    (state / WORDS).write_text(json.dumps({"rounds": words}))
+    saved = [_words_of(round_, published) for round_ in rounds]
+    (state / WORDS).write_text(json.dumps({"rounds": saved}))
 
 
 def read_rounds(directory: Path, published: int) -> list[Round]:
@@ -134,9 +134,9 @@ def read_rounds(directory: Path, published: int) -> list[Round]:
     if not path.exists():
         return []
     try:
-        words = json.loads(path.read_text())["rounds"]
+        saved_rounds = json.loads(path.read_text())["rounds"]
         rows = _rows_of(path.with_name(NUMBERS))
-        rounds = [_round_of(saved, rows, published) for saved in words]
+        rounds = [_round_of(saved, rows, published) for saved in saved_rounds]
         if next(rows, None) is not None:
             raise ValueError("it has more rows than rollouts")
     except (*DAMAGED, AssertionError, StopIteration) as error:
@@ -148,15 +148,16 @@ def read_rounds(directory: Path, published: int) -> list[Round]:
     return rounds
 
 
-def _words_of(kept: Round, published: int) -> dict[str, Any]:
-    assert kept.moved_at is not None
+def _words_of(round_: Round, published: int) -> dict[str, Any]:
+    assert round_.moved_at is not None
     return {
-        "publishes_ago": published - kept.begun_at,
-        "moved_ago": published - kept.moved_at,
-        "sampling": asdict(kept.sampling),
-        "prompts": [{"uid": p.uid, "token_ids": list(p.token_ids)} for p in kept.prompts],
+        "publishes_ago": published - round_.begun_at,
+        "moved_ago": published - round_.moved_at,
+        "sampling": asdict(round_.sampling),
+        "prompts": [{"uid": p.uid, "token_ids": list(p.token_ids)} for p in round_.prompts],
         "rollouts": [
-            {"uid": r.prompt.uid} | {name: getattr(r, name) for name in TOLD} for r in kept.rollouts
+            {"uid": r.prompt.uid} | {name: getattr(r, name) for name in TOLD}
+            for r in round_.rollouts
         ],
     }
 
@@ -181,19 +182,22 @@ def _round_of(saved: Mapping[str, Any], rows: Iterator[Numbers], published: int)
     sampling = Sampling(**saved["sampling"] | {"stop": tuple(saved["sampling"].get("stop", ()))})
     by_uid = {prompt.uid: prompt for prompt in prompts}
     rollouts: list[Rollout] = []
-    for words in saved["rollouts"]:
+    for saved_rollout in saved["rollouts"]:
         ids, logprobs = next(rows)
-        words = {"seed": sampling.seed, "carried": 0} | words  # older checkpoints lack them
-        told = {name: kind(words[name]) for name, kind in TOLD.items()}
-        prompt, token_ids = by_uid[words["uid"]], tuple(ids.tolist())
+        saved_rollout = {
+            "seed": sampling.seed,
+            "carried": 0,
+        } | saved_rollout  # older checkpoints lack them
+        fields = {name: kind(saved_rollout[name]) for name, kind in TOLD.items()}
+        prompt, token_ids = by_uid[saved_rollout["uid"]], tuple(ids.tolist())
         rollouts.append(
-            Rollout(prompt=prompt, token_ids=token_ids, sampler_logprobs=logprobs, **told)
+            Rollout(prompt=prompt, token_ids=token_ids, sampler_logprobs=logprobs, **fields)
         )
     ago = int(saved["publishes_ago"])
     moved_ago = int(saved.get("moved_ago", ago))
-    made = Round(prompts, sampling, published - ago, rollouts, published - moved_ago)
-    made.check()
-    return made
+    round_ = Round(prompts, sampling, published - ago, rollouts, published - moved_ago)
+    round_.check()
+    return round_
 
 
 Upcoming = Callable[[int], tuple[Sequence[Prompt], Sampling] | None]
@@ -239,26 +243,26 @@ class AheadEngine:
         Other rounds are the first of a run, greedy baselines and validations.
         """
         assert not begun, "what goes on here began here"
-        found = self._find(prompts, sampling, ahead=0)
-        if found is None or not found.whole:
+        round_ = self._find(prompts, sampling, ahead=0)
+        if round_ is None or not round_.whole:
             self._wait()  # one round at a time
-        if found is None:
+        if round_ is None:
             for rollout in self._inner.generate(prompts, sampling):
                 self._check_version(rollout.weight_version, self._published)
                 yield rollout
             return
-        self._check_version(found.weight_version, found.begun_at)
+        self._check_version(round_.weight_version, round_.begun_at)
         # Kept until its step is published: a step that is undone takes it once more.
-        found.taken = True
-        found.meet(prompts)
-        left = found.unfinished
-        yield from [one for one in found.rollouts if one.finish_reason != "unfinished"]
-        if left:
+        round_.taken = True
+        round_.meet(prompts)
+        unfinished = round_.unfinished
+        yield from [rollout for rollout in round_.rollouts if rollout.finish_reason != "unfinished"]
+        if unfinished:
             drawn: list[Rollout] = []
-            for rollout in self._inner.generate((), sampling, left):
+            for rollout in self._inner.generate((), sampling, unfinished):
                 drawn.append(rollout)
                 yield rollout
-            found.move(drawn, self._published)
+            round_.move(drawn, self._published)
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Begin the next rounds in the background, then annotate this one."""
@@ -278,7 +282,7 @@ class AheadEngine:
         self._wait()
         self._inner.publish()
         self._published += 1
-        self._rounds = [r for r in self._rounds if not r.taken]
+        self._rounds = [round_ for round_ in self._rounds if not round_.taken]
 
     def save(self, directory: Path, *, last: bool = False) -> Future[None]:
         """Save the inner engine, and every round that no published step has used.
@@ -289,7 +293,7 @@ class AheadEngine:
         `generate`.
         """
         with self._lock:
-            rounds = [copy(known) for known in self._rounds if known.moved_at is not None]
+            rounds = [copy(round_) for round_ in self._rounds if round_.moved_at is not None]
         write_rounds(directory, rounds, self._published)
         return self._inner.save(directory, last=last)
 
@@ -323,11 +327,11 @@ class AheadEngine:
 
     def _find(self, prompts: Sequence[Prompt], sampling: Sampling, ahead: int) -> Round | None:
         """A round of these prompts that is fresh enough for the step so many ahead."""
-        for known in self._rounds:
+        for round_ in self._rounds:
             # A step is trained under the weights of all publishes before it.
-            staleness = self._published + ahead - known.begun_at
-            if staleness <= self._steps and known.asks_for(prompts, sampling):
-                return known
+            staleness = self._published + ahead - round_.begun_at
+            if staleness <= self._steps and round_.asks_for(prompts, sampling):
+                return round_
         return None
 
     def _check_version(self, version: int, published: int) -> None:
@@ -340,20 +344,20 @@ class AheadEngine:
 
     def _begin_rounds(self) -> None:
         """Keep the rounds of the next steps, begin those that are missing, go on with others."""
-        kept = [known for known in self._rounds if known.taken]
+        rounds = [round_ for round_ in self._rounds if round_.taken]
         moving: list[Round] = []
         for ahead in range(1, self._steps + 1):
-            asked = self._upcoming(ahead)
-            if asked is None:
+            upcoming = self._upcoming(ahead)
+            if upcoming is None:
                 break
-            known = self._find(*asked, ahead)
-            if known is None:
-                known = Round(tuple(asked[0]), asked[1], self._published)
-            kept.append(known)
-            under_way = known in self._moving or known.moved_at == self._published
-            if not (known.whole or under_way):
-                known.meet(asked[0])
-                moving.append(known)
+            round_ = self._find(*upcoming, ahead)
+            if round_ is None:
+                round_ = Round(tuple(upcoming[0]), upcoming[1], self._published)
+            rounds.append(round_)
+            under_way = round_ in self._moving or round_.moved_at == self._published
+            if not (round_.whole or under_way):
+                round_.meet(upcoming[0])
+                moving.append(round_)
         if moving:
             self._wait()
             self._moving = moving
@@ -361,21 +365,21 @@ class AheadEngine:
                 target=self._sample, args=(moving,), name="sampling-ahead", daemon=True
             )
             self._thread.start()
-        self._rounds = kept
+        self._rounds = rounds
 
     def _sample(self, rounds: Sequence[Round]) -> None:
         """Sample rounds in the background: partial ones together, others one after the other."""
-        together = [rounds] if self._partial_tokens else [[one] for one in rounds]
+        together = [rounds] if self._partial_tokens else [[round_] for round_ in rounds]
         try:
-            for some in together:
-                if not self._sample_rounds(some):
+            for group in together:
+                if not self._sample_rounds(group):
                     return
         except BaseException as error:
             self._error = error
 
     def _sample_rounds(self, rounds: Sequence[Round]) -> bool:
         """Go on with rounds; returns False when it should stop before its end."""
-        begun = [one for known in rounds for one in known.unfinished]
+        begun = [rollout for round_ in rounds for rollout in round_.unfinished]
         # Rounds differ in their seed alone, which each rollout has.
         sampling = replace(rounds[0].sampling, new_tokens=self._partial_tokens)
         drawn: list[Rollout] = []
@@ -387,8 +391,8 @@ class AheadEngine:
                     return False
                 drawn.append(rollout)
         with self._lock:
-            for known in rounds:
-                known.move(drawn, self._published)
+            for round_ in rounds:
+                round_.move(drawn, self._published)
         return True
 
     def _wait(self) -> None:
@@ -399,5 +403,5 @@ class AheadEngine:
         self._moving = []
         error, self._error = self._error, None
         if error is not None:
-            self._rounds = [known for known in self._rounds if known.moved_at is not None]
+            self._rounds = [round_ for round_ in self._rounds if round_.moved_at is not None]
             raise error

@@ -88,11 +88,11 @@ def add_sum(sums: Sums, name: str, total: float, count: float) -> None:
 
 def merge_sums(parts: Sequence[Sums]) -> Sums:
     """Add up the sums of all ranks; a name that only ever had count 0 counts as one."""
-    whole: Sums = {}
+    totals: Sums = {}
     for part in parts:
         for name, (total, count) in part.items():
-            add_sum(whole, name, total, count)
-    return {name: (total, count or 1.0) for name, (total, count) in whole.items()}
+            add_sum(totals, name, total, count)
+    return {name: (total, count or 1.0) for name, (total, count) in totals.items()}
 
 
 class Engine(Protocol):
@@ -241,23 +241,23 @@ def go_on(
 ) -> Rollout:
     """An unfinished rollout with further tokens, drawn in one call; finished where they end it."""
     before = len(begun.token_ids)
-    whole = (*begun.token_ids, *ids)
-    found = replace(
+    token_ids = (*begun.token_ids, *ids)
+    rollout = replace(
         begun,
-        token_ids=whole,
+        token_ids=token_ids,
         sampler_logprobs=np.concatenate([begun.sampler_logprobs, logprobs]),
         weight_version=begun.weight_version if before else weight_version,
         carried=before,
     )
-    if not stopped and len(whole) < sampling.max_tokens:
-        return found
+    if not stopped and len(token_ids) < sampling.max_tokens:
+        return rollout
     prompt = begun.prompt
-    text = detokenize(whole, prompt.token_ids)
+    text = detokenize(token_ids, prompt.token_ids)
     return replace(
-        found,
+        rollout,
         text=text,
         finish_reason="stop" if stopped else "length",
-        thought_tokens=count_tokens(prompt.opened, text, whole, detokenize, cut=not stopped),
+        thought_tokens=count_tokens(prompt.opened, text, token_ids, detokenize, cut=not stopped),
     )
 
 

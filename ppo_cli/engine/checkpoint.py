@@ -47,9 +47,9 @@ def file_name(stem: str, number: int, of: int) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file as Hugging Face does, and bring it to the disk."""
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     with replacing(path) as fresh:
-        save_file(whole, fresh, metadata={"format": "pt"})
+        save_file(contiguous, fresh, metadata={"format": "pt"})
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -108,10 +108,10 @@ class StoredTensors(Mapping[str, Tensor]):
             where = _told(self._paths[name])
             if name not in shapes:
                 raise ModelError(f"{where} holds a tensor that the model lacks: {name}.")
-            found = tuple(file.get_slice(name).get_shape())
-            if found != shapes[name]:
+            shape = tuple(file.get_slice(name).get_shape())
+            if shape != shapes[name]:
                 raise ModelError(
-                    f"{where} holds {name} as {found}, but the model takes {shapes[name]}."
+                    f"{where} holds {name} as {shape}, but the model takes {shapes[name]}."
                 )
 
     def close(self) -> None:
@@ -171,15 +171,15 @@ class Share:
         if len(self.writers) == 1 or self.model is None:
             return
         places: dict[str, str] = {}
-        found: list[Tensor] = []
+        stored_tensors_list: list[Tensor] = []
         for number, empty in enumerate(self.writers):
             stored = to_disk(self.model, empty)
             name = Path(file_name(self.stem, number, len(self.writers))).name
             places |= dict.fromkeys(stored, name)
-            found += stored.values()
+            stored_tensors_list += stored.values()
         sizes = {
-            "total_parameters": sum(t.numel() for t in found),
-            "total_size": sum(t.numel() * t.element_size() for t in found),
+            "total_parameters": sum(t.numel() for t in stored_tensors_list),
+            "total_size": sum(t.numel() * t.element_size() for t in stored_tensors_list),
         }
         index = {"metadata": sizes, "weight_map": places}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
@@ -190,7 +190,7 @@ def cut_share(
     stem: str,
     tensors: Mapping[str, Tensor],
     ranks: Ranks,
-    most: int,
+    writer_count: int,
     model: Any = None,
     *,
     copied: bool = True,
@@ -200,20 +200,20 @@ def cut_share(
     The same names in the same order on all ranks. Bytes are balanced over the first `most`.
     Unless `copied`, what is whole there already is the live tensor itself.
     """
-    owners = assign_owners(tensors, most)
+    owners = assign_owners(tensors, writer_count)
     places = sorted(set(owners.values())) or [0]  # without any tensor there is a file all the same
     writers: list[dict[str, Tensor]] = [{} for _ in places]
-    own: dict[str, Tensor] = {}
+    own_tensors: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         writers[places.index(owners[name])][name] = empty
-        ours = owners[name] == ranks.rank
-        if ours or isinstance(tensor, DTensor):
-            whole = full_tensor(tensor) if copied else whole_tensor(tensor).cpu()
-            if ours:
-                own[name] = whole
+        is_owner = owners[name] == ranks.rank
+        if is_owner or isinstance(tensor, DTensor):
+            tensor_copy = full_tensor(tensor) if copied else whole_tensor(tensor).cpu()
+            if is_owner:
+                own_tensors[name] = tensor_copy
     number = places.index(ranks.rank) if ranks.rank in places else None
-    return Share(stem, own, writers, number, model)
+    return Share(stem, own_tensors, writers, number, model)
 
 
 def assign_owners(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]:
@@ -227,11 +227,11 @@ def assign_owners(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]
         key = _layer_key(name)
         layers[key].append(name)
         sizes[key] += tensor.numel() * tensor.element_size()
-    held = [0] * writers
+    written_bytes = [0] * writers
     owners: dict[str, int] = {}
     for key in sorted(layers, key=lambda key: -sizes[key]):
-        rank = held.index(min(held))
-        held[rank] += sizes[key]
+        rank = written_bytes.index(min(written_bytes))
+        written_bytes[rank] += sizes[key]
         owners |= dict.fromkeys(layers[key], rank)
     return owners
 
@@ -332,13 +332,13 @@ def stored_tensors(model: Any) -> dict[str, Tensor]:
     """The live tensors that a model's files hold; a tied output head is left out."""
     seen: set[int] = set()
     left_out = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     # Named parameters may be gathered ones in the middle of a step; these never are.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name not in left_out and id(tensor) not in seen:
             seen.add(id(tensor))
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def model_files(model: Any, tokenizer: Any = None) -> dict[str, bytes]:
@@ -421,12 +421,12 @@ def take_snapshot(
     shares: list[Share] = []
     files = {f"state/{ENGINE_FILE}": json.dumps(state, indent=2).encode()}
     for part in trained:
-        most = ranks.size if writers is None else writers
-        several = 1 if part.model is None else most  # an adapter is always one file
+        writer_count = ranks.size if writers is None else writers
+        several = 1 if part.model is None else writer_count  # an adapter is always one file
         moments = part.optimizer.moments()
         shares += [
             cut_share(part.stem, part.weights, ranks, several, part.model, copied=not last),
-            cut_share(part.optimizer_stem, moments, ranks, most, copied=not last),
+            cut_share(part.optimizer_stem, moments, ranks, writer_count, copied=not last),
         ]
         files |= {f"{part.name}/{name}": content for name, content in part.files.items()}
     return Snapshot(shares, files, ranks.rank)
@@ -474,8 +474,8 @@ def _load_weights(directory: Path, part: Trained, ranks: Ranks) -> None:
         if on_disk == shapes:
             return stored
         stored.close()
-        whole = type(part.model).from_pretrained(directory / part.name, dtype=torch.float32)
-        return stored_tensors(whole)
+        model = type(part.model).from_pretrained(directory / part.name, dtype=torch.float32)
+        return stored_tensors(model)
 
     stored = together(ranks, lambda: read() if ranks.rank == 0 else {})
     for name, target in part.weights.items():
@@ -487,10 +487,10 @@ def _load_weights(directory: Path, part: Trained, ranks: Ranks) -> None:
 def _load_moments(directory: Path, part: Trained, ranks: Ranks) -> None:
     stored = together(ranks, lambda: _open_moments(directory, part) if ranks.rank == 0 else None)
     names: Collection[str] = gather_objects(ranks, [] if stored is None else list(stored))[0]
-    asked: list[str] = []
+    names_read: list[str] = []
 
     def read(name: str) -> Tensor | None:
-        asked.append(name)
+        names_read.append(name)
         return None if stored is None else stored[name]
 
     try:
@@ -498,7 +498,9 @@ def _load_moments(directory: Path, part: Trained, ranks: Ranks) -> None:
     except ModelError:
         raise
     except ValueError as error:  # the shape of the last one
-        raise ModelError(f"{part.optimizer_stem}: {asked[-1]} does not fit ({error}).") from error
+        raise ModelError(
+            f"{part.optimizer_stem}: {names_read[-1]} does not fit ({error})."
+        ) from error
     finally:
         if stored is not None:
             stored.close()

@@ -72,12 +72,12 @@ def find_cuda_fault(planned: int) -> GpuFault | None:
         return None
     try:
         torch.cuda.init()
-        said = f"it sees {torch.cuda.device_count()} of {planned} GPUs"
+        problem = f"it sees {torch.cuda.device_count()} of {planned} GPUs"
     except (RuntimeError, AssertionError) as error:
-        said = first_line(error).rstrip(".")
+        problem = first_line(error).rstrip(".")
     who = describe(gpus) if gpus else "A GPU that NVIDIA's driver does not show"
     return GpuFault(
-        f"{who} cannot be used by torch {torch.__version__}: {said}",
+        f"{who} cannot be used by torch {torch.__version__}: {problem}",
         "`sudo nvidia-modprobe -u`, or a restart of the machine, brings back a driver that hangs",
     )
 

@@ -68,13 +68,13 @@ def write_model(
     `base` stands in for the base model that an adapter names. Raises ModelError when something
     is missing, damaged or does not fit, OSError when `out` cannot be written.
     """
-    wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
+    torch_dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
     shutil.copytree(source, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*MADE_ANEW))
     if (source / ADAPTER_CONFIG).exists():
         name = base or base_name(source)
         model = _merge(source, name, trust_remote_code=trust_remote_code)
-        if wanted is not None:
-            model = model.to(wanted)
+        if torch_dtype is not None:
+            model = model.to(torch_dtype)
         files = model_files(model)
         if not (source / "tokenizer_config.json").exists():
             files |= _tokenizer_files(name, trust_remote_code=trust_remote_code)
@@ -83,7 +83,7 @@ def write_model(
         return _describe(out, base=name)
     if base is not None:
         raise ModelError(f"{source} is a whole model, not an adapter: leave --base out.")
-    _cast_weights(source, out, wanted)
+    _cast_weights(source, out, torch_dtype)
     written = _describe(out)
     _tell_dtype(out / "config.json", written.dtype)
     return written
@@ -92,8 +92,8 @@ def write_model(
 def _told(source: Path) -> dict[str, Any]:
     """What an adapter's config says of it."""
     try:
-        told: dict[str, Any] = dict(json.loads((source / ADAPTER_CONFIG).read_text()))
-        return told
+        config: dict[str, Any] = dict(json.loads((source / ADAPTER_CONFIG).read_text()))
+        return config
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{source / ADAPTER_CONFIG} is damaged.") from error
 
@@ -199,10 +199,10 @@ def _describe(out: Path, base: str | None = None) -> Written:
         size += (out / file).stat().st_size
         with safe_open(out / file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                held = opened.get_slice(name)
-                count = torch.Size(held.get_shape()).numel()
+                tensor = opened.get_slice(name)
+                count = torch.Size(tensor.get_shape()).numel()
                 parameters += count
-                dtypes[held.get_dtype()] = dtypes.get(held.get_dtype(), 0) + count
+                dtypes[tensor.get_dtype()] = dtypes.get(tensor.get_dtype(), 0) + count
     dtype = max(dtypes, key=lambda name: dtypes[name])
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
     return Written(parameters, size, names.get(dtype, dtype.lower()), tuple(files), base)

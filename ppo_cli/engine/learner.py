@@ -150,11 +150,11 @@ class Learner:
 
         The actor is not asked for what a sampler found with the present weights.
         """
-        known = batch.sampler_entropy_BT is not None and bool(
+        from_sampler = batch.sampler_entropy_BT is not None and bool(
             (batch.weight_version_B == self.weight_version).all()
         )
-        asked = self._models()[known:]
-        if not asked:
+        models = self._models()[from_sampler:]
+        if not models:
             return Annotations(torch.zeros(0, dtype=torch.int64), {})
 
         rows: list[Tensor] = []
@@ -162,12 +162,12 @@ class Learner:
         names: list[str] = []
 
         def collect(group: Sequence[int], last: bool) -> None:
-            found = self._annotations(batch, group, known)
+            annotations = self._annotations(batch, group, from_sampler)
             if group and self._ranks.speaks:
                 rows.append(torch.as_tensor(group))
-                names[:] = found
+                names[:] = annotations
                 # Stacked, so that the host waits for the device once.
-                parts.append(widen(torch.stack(list(found.values())), batch))
+                parts.append(widen(torch.stack(list(annotations.values())), batch))
 
         def restart() -> None:
             rows.clear()
@@ -175,12 +175,12 @@ class Learner:
 
         with ExitStack() as awake:
             awake.enter_context(self.phase("annotate"))
-            for model in asked:
+            for model in models:
                 awake.enter_context(model.awake())
             prompts = row_prompts(batch.input_ids_BL, batch.prompt_len_B)
             run_within_memory(
                 row_lengths(batch), self._annotate_budget, collect, restart, self._ranks, prompts,
-                asked,
+                models,
             )  # fmt: skip
         if not rows:
             return Annotations(torch.zeros(0, dtype=torch.int64), {})
@@ -204,8 +204,8 @@ class Learner:
         # Only once memory has run out: what micro-batches hold since then.
         for name, budget in self._budgets().items():
             if budget.halvings and self._ranks.rank == 0:
-                unit, most = budget.held()
-                sums[f"{name}/micro_batch_{unit}"] = (float(most), 1.0)
+                unit, limit = budget.held()
+                sums[f"{name}/micro_batch_{unit}"] = (float(limit), 1.0)
         return sums
 
     def publish(self) -> None:
@@ -225,9 +225,9 @@ class Learner:
         They may be the live ones: copy them before the next step.
         """
         tensors: dict[str, Tensor] = {}
-        for name, whole in self.host_tensors():
+        for name, tensor in self.host_tensors():
             if self._ranks.rank == 0:
-                tensors[name] = whole
+                tensors[name] = tensor
         if self._ranks.rank != 0:
             return None
         return Weights(tensors, self.weight_version, adapter=publishes_adapter(self._config))
@@ -268,10 +268,10 @@ class Learner:
     def _trained(self) -> list[Trained]:
         """The trained models as a checkpoint holds them."""
         c = self._config
-        found = [self._saved("actor", c.model, c.model.path)]
+        trained = [self._saved("actor", c.model, c.model.path)]
         if self._critic is not None:
-            found.append(self._saved("critic", c.critic.model, critic_path(c)))
-        return found
+            trained.append(self._saved("critic", c.critic.model, critic_path(c)))
+        return trained
 
     def _saved(self, name: str, settings: Model | CriticModel, path: str) -> Trained:
         """A model as its folder holds it: an adapter, or all of it.
@@ -299,7 +299,7 @@ class Learner:
 
     def published(
         self,
-        whole: Callable[[Tensor], Tensor] = full_tensor,
+        gather: Callable[[Tensor], Tensor] = full_tensor,
         exact: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """What a sampler needs, one by one; every rank iterates, as `whole` may be a collective.
@@ -309,10 +309,10 @@ class Learner:
         """
         c, model = self._config, self.policy.model
         if publishes_adapter(c):
-            return ((name, whole(tensor)) for name, tensor in adapter_tensors(model))
+            return ((name, gather(tensor)) for name, tensor in adapter_tensors(model))
         as_files = sampler_name(c) == "vllm"
         live = stored_tensors(model) if as_files else dict(model.named_parameters())
-        tensors = merged_tensors(model, whole, exact, live=live)
+        tensors = merged_tensors(model, gather, exact, live=live)
         return convert_layers(model, tensors) if as_files else tensors
 
     @property
@@ -321,8 +321,8 @@ class Learner:
 
         None: as they are.
         """
-        whole = sampler_name(self._config) == "vllm" and not publishes_adapter(self._config)
-        return self._compute.dtype if whole else None
+        is_cast = sampler_name(self._config) == "vllm" and not publishes_adapter(self._config)
+        return self._compute.dtype if is_cast else None
 
     def host_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What a sampler needs, one by one in host memory; every rank iterates."""
@@ -330,12 +330,12 @@ class Learner:
 
     def _models(self) -> list[Policy | ValueModel]:
         """All models that an annotation may ask, the actor first."""
-        found: list[Policy | ValueModel] = [self.policy]
+        models: list[Policy | ValueModel] = [self.policy]
         if self._reference is not None:
-            found.append(self._reference)
+            models.append(self._reference)
         if self._critic is not None:
-            found.append(self._critic.value_model)
-        return found
+            models.append(self._critic.value_model)
+        return models
 
     def _learners(self) -> dict[str, ModelLearner]:
         learners: dict[str, ModelLearner] = {"actor": self._actor}
@@ -344,35 +344,37 @@ class Learner:
         return learners
 
     def _budgets(self) -> dict[str, Budget]:
-        found = {name: learner.budget for name, learner in self._learners().items()}
-        return found | {"annotate": self._annotate_budget}
+        budgets = {name: learner.budget for name, learner in self._learners().items()}
+        return budgets | {"annotate": self._annotate_budget}
 
     def _set_progress(self) -> None:
         for learner in self._learners().values():
             learner.optimizer.set_progress(self.weight_version)
 
-    def _annotations(self, batch: Batch, rows: Sequence[int], known: bool) -> dict[str, Tensor]:
+    def _annotations(
+        self, batch: Batch, rows: Sequence[int], from_sampler: bool
+    ) -> dict[str, Tensor]:
         algorithm, temperature = self._config.algorithm, self._config.rollout.temperature
         compute = self._compute
         budget = self._annotate_budget
         cut = cut_slice(batch, rows, compute.device, packed=budget.packed, shared=budget.shared)
         full = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
-        found: dict[str, Tensor] = {}
-        if not known:
+        annotations: dict[str, Tensor] = {}
+        if not from_sampler:
             seen = view_tokens(
                 self.policy, cut, compute, temperature,
                 with_entropy=True, kl_to=self._reference if full else None,
             )  # fmt: skip
-            found["old_logprobs_BT"] = cut.spread(seen.logprobs_N)
-            found["entropy_BT"] = cut.spread(seen.entropy_N)
+            annotations["old_logprobs_BT"] = cut.spread(seen.logprobs_N)
+            annotations["entropy_BT"] = cut.spread(seen.entropy_N)
             if seen.full_kl_N is not None:
-                found["full_kl_BT"] = cut.spread(seen.full_kl_N)
+                annotations["full_kl_BT"] = cut.spread(seen.full_kl_N)
         if self._reference is not None:
             ref = view_tokens(self._reference, cut, compute, temperature, with_entropy=False)
-            found["ref_logprobs_BT"] = cut.spread(ref.logprobs_N)
+            annotations["ref_logprobs_BT"] = cut.spread(ref.logprobs_N)
         if self._critic is not None:
-            found["values_BT"] = self._critic.values_BT(cut)
-        return found
+            annotations["values_BT"] = self._critic.values_BT(cut)
+        return annotations
 
     def _load_policy(
         self,

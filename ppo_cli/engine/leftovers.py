@@ -38,9 +38,9 @@ def meeting_points(folder: Path) -> list[str]:
 def remove(folder: Path, met_at: Iterable[str]) -> None:
     """Remove a folder, and the shared memory of those that met in it."""
     for name in met_at:
-        for left in SHARED_MEMORY.glob(f"{name}-*"):
+        for path in SHARED_MEMORY.glob(f"{name}-*"):
             with suppress(OSError):
-                left.unlink()
+                path.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -57,8 +57,8 @@ def sweep(place: Path | None = None) -> None:
     for note in (place or _place()).glob(f"ppo-*/{OWNER}"):
         with suppress(OSError, ValueError):
             boot, namespace, pid = note.read_text().split()
-            here = (boot, namespace) == (_boot(), str(_namespace()))
-            if here and note.parent.lstat().st_uid == os.getuid() and not lives(int(pid)):
+            is_local = (boot, namespace) == (_boot(), str(_namespace()))
+            if is_local and note.parent.lstat().st_uid == os.getuid() and not lives(int(pid)):
                 remove(note.parent, meeting_points(note.parent))
 
 

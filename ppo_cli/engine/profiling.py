@@ -57,14 +57,14 @@ class Profiler:
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        whole = time.perf_counter() - self._started
+        step_seconds = time.perf_counter() - self._started
         recorded, self._open = self._open, None
         recorded.__exit__(None, None, None)
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = self._folder / f"step_{self._step:06d}.{self._process}"
         recorded.export_chrome_trace(f"{stem}.json.gz")
-        table = phase_table(self._seconds, whole, _operators(recorded.events()))
-        title = f"Step {self._step}, {self._process}, {whole:.2f} s; trace: {stem}.json.gz"
+        table = phase_table(self._seconds, step_seconds, _operators(recorded.events()))
+        title = f"Step {self._step}, {self._process}, {step_seconds:.2f} s; trace: {stem}.json.gz"
         Path(f"{stem}.txt").write_text(f"{title}\n{table}\n", encoding="utf-8")
 
     def _begin(self, step: int) -> None:
@@ -78,18 +78,20 @@ class Profiler:
 
 
 def phase_table(
-    seconds: dict[str, float], whole: float, operators: dict[str, dict[str, float]]
+    seconds: dict[str, float], step_seconds: float, operators: dict[str, dict[str, float]]
 ) -> str:
     """Phases with their seconds, share of the step, and the operators that took the most.
 
     `operators` holds seconds by phase and operator, without those of operators called inside.
     """
-    rows = [*seconds.items(), (REST, whole - sum(seconds.values()))]
+    rows = [*seconds.items(), (REST, step_seconds - sum(seconds.values()))]
     lines = [f"{'phase':<14}{'seconds':>9}{'share':>8}  top operators (own seconds)"]
-    for name, taken in rows:
-        most = sorted(operators.get(name, {}).items(), key=lambda item: -item[1])[:TOP]
-        named = ", ".join(f"{operator} {own:.2f}" for operator, own in most)
-        lines.append(f"{name:<14}{taken:>9.2f}{taken / whole:>8.0%}  {named}".rstrip())
+    for name, phase_seconds in rows:
+        top = sorted(operators.get(name, {}).items(), key=lambda item: -item[1])[:TOP]
+        named = ", ".join(f"{operator} {self_seconds:.2f}" for operator, self_seconds in top)
+        lines.append(
+            f"{name:<14}{phase_seconds:>9.2f}{phase_seconds / step_seconds:>8.0%}  {named}".rstrip()
+        )
     return "\n".join(lines)
 
 
@@ -98,12 +100,12 @@ def _operators(events: Any) -> dict[str, dict[str, float]]:
     marked = [e for e in events if e.name.startswith("phase: ")]
     spans = [(e.time_range.start, e.time_range.end, e.name.removeprefix("phase: ")) for e in marked]
     on_device = any(e.self_device_time_total for e in events)
-    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    by_phase: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for e in events:
         if e.name.startswith("phase: "):
             continue
         begun = e.time_range.start
         phase = next((name for start, end, name in spans if start <= begun <= end), REST)
-        own = e.self_device_time_total if on_device else e.self_cpu_time_total
-        found[phase][e.name] += own / 1e6
-    return found
+        self_time_us = e.self_device_time_total if on_device else e.self_cpu_time_total
+        by_phase[phase][e.name] += self_time_us / 1e6
+    return by_phase

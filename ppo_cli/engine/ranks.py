@@ -152,11 +152,11 @@ def _use_collectives(mesh: DeviceMesh, device: torch.device) -> None:
         for group in (None, *mesh.get_all_groups()):
             size = dist.get_world_size(group)
             piece = torch.zeros(-(-count // size), device=device)
-            whole = piece.new_zeros(piece.numel() * size)
-            c10d.all_gather_single(whole, piece, group=group)
-            c10d.reduce_scatter_single(piece, whole, group=group)
-            dist.all_reduce(whole, group=group)
-        dist.broadcast(whole, 0)
+            buffer = piece.new_zeros(piece.numel() * size)
+            c10d.all_gather_single(buffer, piece, group=group)
+            c10d.reduce_scatter_single(piece, buffer, group=group)
+            dist.all_reduce(buffer, group=group)
+        dist.broadcast(buffer, 0)
     dist.all_gather_object([None] * dist.get_world_size(), None)
 
 
@@ -164,9 +164,9 @@ def gather_objects(ranks: Ranks, value: Any) -> list[Any]:
     """The value of each rank, in rank order, on every rank."""
     if ranks.alone:
         return [value]
-    found: list[Any] = [None] * ranks.size
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * ranks.size
+    dist.all_gather_object(values, value)
+    return values
 
 
 def sum_over(ranks: Ranks, value: float) -> float:
@@ -224,18 +224,18 @@ def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
     if ranks.alone:
         return work()
     result: list[Result] = []
-    own: Exception | None = None
+    own_error: Exception | None = None
     try:
         result.append(work())
     except Exception as error:
-        own = error
-    sent = own
-    if own is not None and not travels(own):
-        sent = RuntimeError(f"{type(own).__name__}: {own}")
+        own_error = error
+    sent = own_error
+    if own_error is not None and not travels(own_error):
+        sent = RuntimeError(f"{type(own_error).__name__}: {own_error}")
     errors = gather_objects(ranks, sent)
     for rank, theirs in enumerate(errors):
         if theirs is not None:
-            raise (own if own is not None and rank == ranks.rank else theirs)
+            raise (own_error if own_error is not None and rank == ranks.rank else theirs)
     return result[0]
 
 

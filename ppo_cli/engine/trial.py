@@ -320,9 +320,9 @@ def _compare_outputs(
 def _compare_gradients(
     differences: dict[str, str], gradients: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> None:
-    whole = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
+    total_norm = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
     for name, gradient in exact.items():
-        share = (gradients[name] - gradient).norm() / (gradient.norm() + FAINT * whole)
+        share = (gradients[name] - gradient).norm() / (gradient.norm() + FAINT * total_norm)
         if not share <= LIMIT:
             differences.setdefault("update", f"the gradient of {name} is {share:.0%} off")
 

@@ -79,14 +79,14 @@ class Budget:
 
     def load_state(self, state: list[Any]) -> None:
         """Take up halvings of rows like these; where there were none, or others, settings count."""
-        packed, halvings, most = state
+        packed, halvings, limit = state
         if packed != self.packed or not halvings:
             return
         self.halvings = halvings
         if self.packed:
-            self.tokens = min(most, self.tokens)
+            self.tokens = min(limit, self.tokens)
         else:
-            self.rows = min(most, self.rows or most)
+            self.rows = min(limit, self.rows or limit)
 
 
 def plan_micro_batches(
@@ -101,13 +101,13 @@ def plan_micro_batches(
     if not lengths:
         return []
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    most = budget.tokens
-    groups = _fill(order, lengths, most, budget)
-    while most > LEAST_TOKENS and _padding(groups, lengths, budget) > MOST_PADDING:
-        most = max(LEAST_TOKENS, most * 3 // 4)
-        groups = _fill(order, lengths, most, budget)
+    tokens = budget.tokens
+    groups = _fill(order, lengths, tokens, budget)
+    while tokens > LEAST_TOKENS and _padding(groups, lengths, budget) > MOST_PADDING:
+        tokens = max(LEAST_TOKENS, tokens * 3 // 4)
+        groups = _fill(order, lengths, tokens, budget)
     count = max(at_least, len(groups))
-    low, high = 1, most
+    low, high = 1, tokens
     while low < high:
         middle = (low + high) // 2
         if len(_fill(order, lengths, middle, budget)) <= count:
@@ -142,9 +142,9 @@ def share_micro_batches(
     The k-th ones of all ranks are computed at the same time, so they are neighbours in weight;
     the order of the ranks turns round with each, so that none always has the heaviest.
     """
-    whole, size = _in_turns(lengths, budget, ranks, prompts), ranks.data_size
+    planned, size = _in_turns(lengths, budget, ranks, prompts), ranks.data_size
     places = (ranks.data_rank, size - 1 - ranks.data_rank)
-    return [whole[turn * size + places[turn % 2]] for turn in range(len(whole) // size)]
+    return [planned[turn * size + places[turn % 2]] for turn in range(len(planned) // size)]
 
 
 def _in_turns(
@@ -155,30 +155,30 @@ def _in_turns(
     if budget.shared:
         units = _prompt_units(row_lengths, prompts, budget.tokens, ranks.data_size)
     lengths = [sum(row_lengths[row] for row in unit) for unit in units]
-    whole = plan_micro_batches(lengths, budget)
-    turns = -(-len(whole) // ranks.data_size)
-    if len(whole) % ranks.data_size:
-        whole = plan_micro_batches(lengths, budget, at_least=turns * ranks.data_size)
-        turns = -(-len(whole) // ranks.data_size)
-    whole.sort(
+    groups = plan_micro_batches(lengths, budget)
+    turns = -(-len(groups) // ranks.data_size)
+    if len(groups) % ranks.data_size:
+        groups = plan_micro_batches(lengths, budget, at_least=turns * ranks.data_size)
+        turns = -(-len(groups) // ranks.data_size)
+    groups.sort(
         key=lambda group: (
             -budget.size(len(group), lengths[group[0]], sum(lengths[i] for i in group))
         )
     )
-    planned = [[row for unit in group for row in units[unit]] for group in whole]
-    return planned + [[]] * (turns * ranks.data_size - len(whole))
+    planned = [[row for unit in group for row in units[unit]] for group in groups]
+    return planned + [[]] * (turns * ranks.data_size - len(groups))
 
 
 def _prompt_units(
     lengths: Sequence[int], prompts: Sequence[Hashable], tokens: int, ranks: int
 ) -> list[list[int]]:
     """Rows of one prompt, in as many lists as the budget needs, and each rank has some."""
-    most = max(1, len(lengths) // ranks)
+    row_limit = max(1, len(lengths) // ranks)
     of_prompt: dict[Hashable, list[list[int]]] = {}
     for row, prompt in enumerate(prompts):
         units = of_prompt.setdefault(prompt, [[]])
-        held = sum(lengths[other] for other in units[-1])
-        if units[-1] and (len(units[-1]) == most or held + lengths[row] > tokens):
+        unit_tokens = sum(lengths[other] for other in units[-1])
+        if units[-1] and (len(units[-1]) == row_limit or unit_tokens + lengths[row] > tokens):
             units.append([])
         units[-1].append(row)
     return [unit for units in of_prompt.values() for unit in units]
@@ -291,9 +291,9 @@ def run_within_memory(
                     raise
             if not is_out_of_memory(error):
                 raise
-            whole = _in_turns(lengths, budget, ranks, prompts)
-            heaviest = max(whole, key=lambda group: sum(lengths[i] for i in group))
-            most_rows = len(heaviest) if budget.packed else max(len(group) for group in whole)
+            planned = _in_turns(lengths, budget, ranks, prompts)
+            heaviest = max(planned, key=lambda group: sum(lengths[i] for i in group))
+            most_rows = len(heaviest) if budget.packed else max(len(group) for group in planned)
             if ranks.tensor_size > 1:
                 raise UserError(
                     f"Learner rank {ranks.rank} ran out of memory with micro-batches of up to "

@@ -35,7 +35,7 @@ def pack(
     path: str,
     compute: Compute,
     ranks: Ranks,
-    asked: bool | None = True,
+    setting: bool | None = True,
     shares: bool = True,
 ) -> Loaded:
     """A model that a trial has found exact on packed rows, with packing on; all ranks call.
@@ -50,11 +50,11 @@ def pack(
         loaded, packing=packing, shares_prompts=shares and packing is Packing.BY_ROWS
     )
     wrong = _try_gradients(packed, compute)
-    if asked is None and compute.device.type == "cuda" and failed("packed_attention"):
+    if setting is None and compute.device.type == "cuda" and failed("packed_attention"):
         wrong = wrong or "the self-test has not passed for it"
     if not any(gather_objects(ranks, wrong)):
         return packed
-    if asked:
+    if setting:
         raise ModelError(
             f"{path} cannot be trained on packed rows: {wrong or 'see the other ranks'}. Leave "
             "model.packing off (model.packing=false), or take another model."
@@ -121,7 +121,7 @@ def compare_gradients(heads: int, keys: int, size: int, compute: Compute) -> str
         split = zip(*(s.split(TRIED, dim=2) for s in states), strict=True)
         alone = [sdpa_attention_forward(module, *row, None)[0] for row in split]
         weight = torch.randn(together_1Lhd.shape, generator=generator).to(together_1Lhd)
-        found, wanted = (
+        packed_grads, single_grads = (
             torch.autograd.grad((out * weight).sum(), states)
             for out in (together_1Lhd, torch.cat(alone, dim=1))
         )
@@ -129,7 +129,7 @@ def compare_gradients(heads: int, keys: int, size: int, compute: Compute) -> str
         return f"attention by rows fails on this device ({first_line(error)})"
     gaps = [
         (a.float() - b.float()).norm() / b.float().norm()
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(packed_grads, single_grads, strict=True)
     ]
     if not max(gaps) <= LIMITS[compute.dtype]:
         return "attention by rows has other gradients on this device"

@@ -44,13 +44,15 @@ def make_master_weights(
         1 - HALF_GAP, HALF_GAP, (BLOCK,), dtype=torch.int32,
         generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
-    for held in model.parameters():
-        if held.requires_grad and not held.is_meta:
+    for parameter in model.parameters():
+        if parameter.requires_grad and not parameter.is_meta:
             # What was read from a file is mapped: its pages would be copied in the first step.
-            held.data = held.data.clone()
-            rounded = compute == torch.bfloat16 and held.ndim >= 2 and id(held) in multiplied
+            parameter.data = parameter.data.clone()
+            rounded = (
+                compute == torch.bfloat16 and parameter.ndim >= 2 and id(parameter) in multiplied
+            )
             if spreads and rounded:
-                spread(held.data, noise)
+                spread(parameter.data, noise)
 
 
 def spread(weights: Tensor, noise_N: Tensor) -> None:
@@ -151,18 +153,22 @@ def cast_layers(model: nn.Module, dtype: torch.dtype) -> list[CastLayer]:
 
     A tied output head is cast; the embedding, which is not a product, stays as it is.
     """
-    found = []
+    layers = []
     packs = has_fast_bfloat16() and dtype == torch.bfloat16
     for module in model.modules():
         if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
             continue  # one that somebody has given another forward pass computes as that says
-        own = {name: held for name, held in module._parameters.items() if held is not None}
-        cast = {name: held.detach().to(dtype) for name, held in own.items()}
+        parameters = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        cast = {name: parameter.detach().to(dtype) for name, parameter in parameters.items()}
         packed = None
         if packs and type(module) is nn.Linear and module.weight.device.type == "cpu":
             packed = _packed(cast.pop("weight"), cast.get("bias"))
-        found.append(CastLayer(module, own, cast, packed))
-    return found
+        layers.append(CastLayer(module, parameters, cast, packed))
+    return layers
 
 
 @torch.no_grad()
@@ -173,11 +179,11 @@ def hold_cast(model: nn.Module, dtype: torch.dtype) -> None:
     """
     for layer in cast_layers(model, dtype):
         layer.put_in()
-        held = layer.cast
+        tensors = layer.cast
         if layer.packed is not None:  # all that is left of the weight is its shape
-            told = layer.own["weight"]
-            held = {"weight": torch.empty_like(told, dtype=dtype, device="meta")}
-        for name, tensor in held.items():
+            weight = layer.own["weight"]
+            tensors = {"weight": torch.empty_like(weight, dtype=dtype, device="meta")}
+        for name, tensor in tensors.items():
             layer.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     for parameter in model.parameters():
         if parameter.dtype == torch.float32:
@@ -196,7 +202,7 @@ def hold_frozen(
     else. Kernels of experts take weights as they are, out of autocast's reach: theirs stay float32
     unless `experts`, and where an adapter is added to them.
     """
-    kept: set[int] = set()
+    excluded: set[int] = set()
     for module in model.modules():
         if norms or _is_product(module):
             continue
@@ -204,10 +210,10 @@ def hold_frozen(
         is_expert = experts and not type(module).__module__.startswith("torch.nn")
         for parameter in module.parameters(recurse=adapted):
             if adapted or not (is_expert and parameter.ndim == 3):
-                kept.add(id(parameter))
+                excluded.add(id(parameter))
     for parameter in model.parameters():
         is_frozen = parameter.dtype == torch.float32 and not parameter.requires_grad
-        if is_frozen and id(parameter) not in kept:
+        if is_frozen and id(parameter) not in excluded:
             parameter.data = parameter.data.to(dtype)
 
 

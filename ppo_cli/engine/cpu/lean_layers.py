@@ -75,9 +75,9 @@ def keep_less(model: nn.Module) -> None:
     for module in model.modules():
         if "forward" in module.__dict__ or len(signature(type(module).forward).parameters) != 2:
             continue
-        for ours, is_same in ((_normalise, _is_norm), (_gate, _is_unit)):
+        for lean_forward, is_same in ((_normalise, _is_norm), (_gate, _is_unit)):
             if is_same(module):
-                module.forward = partial(ours, module)
+                module.forward = partial(lean_forward, module)
 
 
 @torch.no_grad()
@@ -109,19 +109,19 @@ def _normalise(module: Any, states_XH: Tensor, *, rounds: bool = False) -> Tenso
         dtype = torch.get_autocast_dtype(device)
     if torch.is_grad_enabled() and states_XH.dtype == module.weight.dtype == torch.float32:
         eps = module.variance_epsilon
-        kept: Tensor = RootMeanSquare.apply(states_XH, module.weight, eps, dtype)  # type: ignore[no-untyped-call]
-        return kept
-    found: Tensor = type(module).forward(module, states_XH)
-    return found if dtype == torch.float32 else found.to(dtype)
+        normalised: Tensor = RootMeanSquare.apply(states_XH, module.weight, eps, dtype)  # type: ignore[no-untyped-call]
+        return normalised
+    output: Tensor = type(module).forward(module, states_XH)
+    return output if dtype == torch.float32 else output.to(dtype)
 
 
 def _gate(module: Any, states: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
-        whole: Tensor = type(module).forward(module, states)
-        return whole
+        plain: Tensor = type(module).forward(module, states)
+        return plain
     inner = GatedUnit.apply(module.gate_proj(states), module.up_proj(states))  # type: ignore[no-untyped-call]
-    found: Tensor = module.down_proj(inner)
-    return found
+    output: Tensor = module.down_proj(inner)
+    return output
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -145,16 +145,16 @@ def _is_unit(module: nn.Module) -> bool:
 
 
 def _stand_in(module: nn.Module, **parts: Any) -> nn.Module:
-    found = copy.copy(module)
-    found.__dict__.update(parts)
-    return found
+    probe = copy.copy(module)
+    probe.__dict__.update(parts)
+    return probe
 
 
-def _computes(ours: Callable[..., Tensor], module: nn.Module) -> bool:
+def _computes(lean_forward: Callable[..., Tensor], module: nn.Module) -> bool:
     """Whether a module's own forward pass gives the same; states are so small that eps matters."""
     states = torch.linspace(-1e-3, 2e-3, 16).view(2, 8)
     try:
         with torch.enable_grad():
-            return torch.equal(ours(module, states), type(module).forward(module, states))
+            return torch.equal(lean_forward(module, states), type(module).forward(module, states))
     except Exception:  # a model's own code may raise anything
         return False

@@ -37,11 +37,11 @@ def _products() -> Any:
 def products_by_blas() -> Iterator[None]:
     """Leave products in this block to BLAS: many small ones at once are slower with oneDNN."""
     products = _products()
-    held, products.fp32_precision = products.fp32_precision, "none"
+    previous, products.fp32_precision = products.fp32_precision, "none"
     try:
         yield
     finally:
-        products.fp32_precision = held
+        products.fp32_precision = previous
 
 
 def _multiplies_exactly() -> bool:

@@ -69,9 +69,9 @@ class Span:
     def add(self, total_kLd: Tensor, part_kmd: Tensor) -> None:
         """Add gradients of what was `seen` to those of all tokens."""
         leads = self.wide_lead.stop - self.wide_lead.start
-        shared, own = (at.stop - at.start for at in (self.lead, self.own))
+        shared, own_length = (at.stop - at.start for at in (self.lead, self.own))
         total_kLd[:, self.lead] += part_kmd[:, :shared]
-        total_kLd[:, self.own] += part_kmd[:, leads : leads + own]
+        total_kLd[:, self.own] += part_kmd[:, leads : leads + own_length]
 
     def probabilities(self, query_kqd: Tensor, key_kmd: Tensor) -> Tensor:
         """softmax(q k^T), each query blind to what comes after it."""
@@ -106,8 +106,8 @@ class RowProducts(torch.autograd.Function):
             query_kqd = _by_key(query_hLd[:, span.wide], len(key_kLd))
             p_kqm = span.probabilities(query_kqd, span.seen(key_kLd))
             found_hnd = (p_kqm @ span.seen(value_kLd)).unflatten(1, (heads // len(key_kLd), -1))
-            own = span.own.stop - span.own.start
-            out_Lhd[span.own] = found_hnd.flatten(0, 1)[:, :own].transpose(0, 1)
+            own_length = span.own.stop - span.own.start
+            out_Lhd[span.own] = found_hnd.flatten(0, 1)[:, :own_length].transpose(0, 1)
         return out_Lhd
 
     @staticmethod
@@ -118,16 +118,16 @@ class RowProducts(torch.autograd.Function):
         repeats = len(query_hLd) // keys
         grads = (torch.empty_like(query_hLd), *map(torch.zeros_like, (key_kLd, value_kLd)))
         for span in ctx.spans:
-            own = span.own.stop - span.own.start
+            own_length = span.own.stop - span.own.start
             query_kqd = _by_key(query_hLd[:, span.wide], keys)
             grad_kqd = _by_key(grad_Lhd[span.wide].transpose(0, 1), keys)
             key_kmd, value_kmd = span.seen(key_kLd), span.seen(value_kLd)
             p_kqm = span.probabilities(query_kqd, key_kmd)
-            p_kqm.unflatten(1, (repeats, -1))[:, :, own:] = 0.0
+            p_kqm.unflatten(1, (repeats, -1))[:, :, own_length:] = 0.0
             span.add(grads[2], p_kqm.mT @ grad_kqd)
             ds_kqm = torch._softmax_backward_data(grad_kqd @ value_kmd.mT, p_kqm, -1, p_kqm.dtype)
             found_hnd = (ds_kqm @ key_kmd).unflatten(1, (repeats, -1)).flatten(0, 1)
-            grads[0][:, span.own] = found_hnd[:, :own]
+            grads[0][:, span.own] = found_hnd[:, :own_length]
             span.add(grads[1], ds_kqm.mT @ query_kqd)
         return *grads, None
 

@@ -13,17 +13,17 @@ import torch
 from ppo_cli.config.machine.processor import count_cores
 
 
-def set_threads(wanted: int | None, environ: Mapping[str, str] = os.environ) -> None:
+def set_threads(threads: int | None, environ: Mapping[str, str] = os.environ) -> None:
     """Take `wanted` threads; None: OMP_NUM_THREADS, else torch's choice within the CPU quota.
 
     They stay fixed during a run: another number of threads sums in another order, and a resumed
     run would no longer be the same bit for bit.
     """
-    if wanted is None:
+    if threads is None:
         chosen = "OMP_NUM_THREADS" in environ
-        wanted = torch.get_num_threads() if chosen else min(torch.get_num_threads(), count_cores())
-    if wanted != torch.get_num_threads():
-        torch.set_num_threads(wanted)
+        threads = torch.get_num_threads() if chosen else min(torch.get_num_threads(), count_cores())
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
 
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h

@@ -78,8 +78,8 @@ class PackedRows:
         """What a backbone is told beside the ids."""
         if packing is None:
             raise ValueError("packed rows for a model that does not take them")
-        told = {"position_ids": self.positions_1L}
-        return told | ({"attention_mask": self.rows_113B} if packing is Packing.BY_ROWS else {})
+        kwargs = {"position_ids": self.positions_1L}
+        return kwargs | ({"attention_mask": self.rows_113B} if packing is Packing.BY_ROWS else {})
 
 
 def attend_by_rows(
@@ -97,13 +97,13 @@ def attend_by_rows(
             shares = _shares_keys(query_1hLd, key_1hLd, attention_mask)
             if shares and options.get("position_bias") is None:
                 return look_back(query_1hLd, key_1hLd, value_1hLd, attention_mask, options), None
-            found: tuple[Tensor, None] = sdpa_attention_forward(
+            attended: tuple[Tensor, None] = sdpa_attention_forward(
                 module, query_1hLd, key_1hLd, value_1hLd, attention_mask, **options
             )
-        return found
-    for more in ("sliding_window", "position_bias"):
-        if options.get(more) is not None:
-            raise ValueError(f"rows are attended to plainly, without a {more}")
+        return attended
+    for option in ("sliding_window", "position_bias"):
+        if options.get(option) is not None:
+            raise ValueError(f"rows are attended to plainly, without a {option}")
     states = (query_1hLd, key_1hLd, value_1hLd)
     ends, leads, shared = attention_mask[0, 0]
     if _is_slow_in_half(query_1hLd, ends, shared):
@@ -116,8 +116,8 @@ def attend_by_rows(
         size = query_1hLd.shape[-1]
         scaled_hLd = query_1hLd[0] * (options.get("scaling") or size**-0.5)
         bounds = ends.tolist()
-        told = enumerate(zip(leads[1:].tolist(), shared[1:].tolist(), strict=True))
-        spans = [Span.of(bounds, at, *row) for at, row in told]
+        lead_rows = enumerate(zip(leads[1:].tolist(), shared[1:].tolist(), strict=True))
+        spans = [Span.of(bounds, at, *row) for at, row in lead_rows]
         out_Lhd: Tensor = RowProducts.apply(scaled_hLd, key_1hLd[0], value_1hLd[0], spans)  # type: ignore[no-untyped-call]
         return out_Lhd[None], None
     rows = zip(
@@ -141,10 +141,10 @@ def _whole_rows(
 ) -> list[Tensor]:
     """The states of each row by itself, with the tokens that it shares in front."""
     # Split, not sliced: the gradient of a slice would be as long as all rows.
-    own = states_1hLd.split(lengths, dim=2)
+    rows = states_1hLd.split(lengths, dim=2)
     return [
-        torch.cat((own[lead][:, :, :count], row), dim=2) if count else row
-        for row, lead, count in zip(own, leads, shared, strict=True)
+        torch.cat((rows[lead][:, :, :count], row), dim=2) if count else row
+        for row, lead, count in zip(rows, leads, shared, strict=True)
     ]
 
 
@@ -205,8 +205,8 @@ def _attend_at_once(
         query, key, value, at, at, longest, longest,
         scale=scaling, window_size=(-1, 0), enable_gqa=True,
     )  # fmt: skip
-    whole: Tensor = out[None]
-    return whole
+    batched: Tensor = out[None]
+    return batched
 
 
 def _dtype(states: Tensor) -> torch.dtype:

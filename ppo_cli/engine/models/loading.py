@@ -128,9 +128,9 @@ def _whole_names(config: Any, trust_remote_code: bool) -> set[str]:
         remote = builder.__name__ in getattr(config, "auto_map", {})
         if type(config) in builder._model_mapping or (remote and trust_remote_code):
             with torch.device("meta"):
-                whole = builder.from_config(config, trust_remote_code=trust_remote_code)
-            tensors = dict(whole.state_dict())
-            names |= tensors.keys() | revert_weight_conversion(whole, tensors).keys()
+                model = builder.from_config(config, trust_remote_code=trust_remote_code)
+            tensors = dict(model.state_dict())
+            names |= tensors.keys() | revert_weight_conversion(model, tensors).keys()
     return names
 
 

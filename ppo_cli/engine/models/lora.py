@@ -87,8 +87,8 @@ def name_as_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
             continue
         owner = key.removeprefix(PREFIX).removesuffix(A_WEIGHT)
         b, base = tensors[PREFIX + owner + B_WEIGHT], _base_name(owner)
-        held = model.get_submodule(base).named_parameters(recurse=False)
-        stacks = {leaf: weight for leaf, weight in held if weight.dim() == 3}
+        parameters = model.get_submodule(base).named_parameters(recurse=False)
+        stacks = {leaf: weight for leaf, weight in parameters if weight.dim() == 3}
         if not stacks:
             (name,) = revert_weight_conversion(model, {f"{base}.weight": b})
             module = PREFIX + name.removesuffix(".weight")
@@ -294,8 +294,8 @@ def load_merged(model: Any, folder: Path) -> Any:
         saved = set(file.keys())
     live = (name for name, _ in adapter_tensors(adapted.get_base_model()))
     # PEFT keeps the head of the base model beside the one that was saved.
-    kept = {name.replace(f".modules_to_save.{ADAPTER}", "") for name in live}
-    odd = sorted(saved ^ {name for name in kept if ".original_module." not in name})
+    names = {name.replace(f".modules_to_save.{ADAPTER}", "") for name in live}
+    odd = sorted(saved ^ {name for name in names if ".original_module." not in name})
     if odd:
         raise ValueError(f"{odd[0]} and {len(odd) - 1} more are on one side only")
     return adapted.merge_and_unload()
@@ -327,10 +327,10 @@ def _hold_in_4_bits(model: Any) -> None:
                 "held in 4 bits; leave it out."
             )
         # Computes in the dtype of its input: float32, or what autocast takes.
-        held = bnb.nn.Linear4bit(layer.in_features, layer.out_features, device="meta")
+        layer_4bit = bnb.nn.Linear4bit(layer.in_features, layer.out_features, device="meta")
         weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
-        held.weight, held.bias = weight.to(layer.weight.device), layer.bias
-        model.set_submodule(name, held)
+        layer_4bit.weight, layer_4bit.bias = weight.to(layer.weight.device), layer.bias
+        model.set_submodule(name, layer_4bit)
     model.is_loaded_in_4bit = True  # what PEFT asks for
 
 
@@ -381,14 +381,14 @@ class _Targets:
     fused: list[str] = field(default_factory=list)
 
 
-def _choose_targets(model: Any, wanted: str | Sequence[str], key: str) -> _Targets:
+def _choose_targets(model: Any, setting: str | Sequence[str], key: str) -> _Targets:
     """What to tell PEFT; refuses names that mean nothing that can be adapted.
 
     A single word may be a name or a pattern: PEFT itself would take any word as a pattern.
     """
     linear, parameters = _adaptable_modules(model), _parameters_by_name(model)
     renames = peft_renames(model.config)
-    if isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
+    if isinstance(setting, str) and setting.lower() == ALL_LINEAR:
         # As PEFT: experts and routers are among them in families in which they were linear layers.
         names = [*linear, *(name for name in parameters if _leaf(name) in renames)]
         if not parameters and not renames and linear.keys() == _linear_modules(model).keys():
@@ -397,21 +397,21 @@ def _choose_targets(model: Any, wanted: str | Sequence[str], key: str) -> _Targe
     modules = [name for name, _ in model.named_modules()]
 
     def mean(word: str) -> list[str]:
-        named, held = _named(word, modules), _named(word, parameters)
+        named, parameter_names = _named(word, modules), _named(word, parameters)
         # A word for linear layers means experts too where these were linear layers.
-        return [*named, *held] if renames or not named else named
+        return [*named, *parameter_names] if renames or not named else named
 
-    found = {word: mean(word) for word in ([wanted] if isinstance(wanted, str) else wanted)}
-    if isinstance(wanted, str) and not found[wanted]:
+    matches = {word: mean(word) for word in ([setting] if isinstance(setting, str) else setting)}
+    if isinstance(setting, str) and not matches[setting]:
         names = [*modules, *parameters]
-        found = {wanted: [name for name in names if _matches(wanted, name, key)]}
+        matches = {setting: [name for name in names if _matches(setting, name, key)]}
     else:
-        wanted = list(found)
-    if not found:
+        setting = list(matches)
+    if not matches:
         raise ModelError(
             f"{key} is empty: name the modules that LoRA adapts, or leave it at {ALL_LINEAR}."
         )
-    for word, meant in found.items():
+    for word, meant in matches.items():
         if not meant:
             raise _unknown_target(word, [*linear, *parameters], key)
         for name in meant:
@@ -422,9 +422,9 @@ def _choose_targets(model: Any, wanted: str | Sequence[str], key: str) -> _Targe
                     f"{_leaves([*linear, *parameters])}. Weights that several layers share are "
                     "not among them."
                 )
-    names = [name for meant in found.values() for name in meant]
+    names = [name for meant in matches.values() for name in meant]
     if not parameters and not renames:
-        return _Targets(wanted, [linear[name] for name in names])
+        return _Targets(setting, [linear[name] for name in names])
     return _as_peft(linear, parameters, renames, names, key)
 
 
@@ -476,7 +476,7 @@ def _parameters_by_name(model: Any) -> dict[str, str]:
     """
     linear, ends = _linear_modules(model), _ends(model)
     renames = peft_renames(model.config)
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for name, module in model.named_modules():
         if name in linear or any(module is end for end in ends):
             continue
@@ -484,18 +484,22 @@ def _parameters_by_name(model: Any) -> dict[str, str]:
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 2 and leaf == "weight":
-                found[name] = f"{name}.{leaf}"
+                by_name[name] = f"{name}.{leaf}"
             elif parameter.dim() == 3:
-                found[f"{name}.{leaf}"] = f"{name}.{leaf}"
+                by_name[f"{name}.{leaf}"] = f"{name}.{leaf}"
                 olds = [old for old, new in renames.items() if new == leaf and old != leaf]
-                found |= {f"{name}.{old}": f"{name}.{leaf}" for old in olds}
-    return found
+                by_name |= {f"{name}.{old}": f"{name}.{leaf}" for old in olds}
+    return by_name
 
 
 def _describe_frozen(model: Any, targets: _Targets, key: str) -> Iterator[str]:
     """Sentences about what `all-linear` leaves out of this model."""
     weights = _parameters_by_name(model)
-    experts = [n for n, held in weights.items() if n == held and held not in targets.parameters]
+    experts = [
+        n
+        for n, parameter in weights.items()
+        if n == parameter and parameter not in targets.parameters
+    ]
     if experts:
         yield (
             f"LoRA leaves the experts of this model as they are ({_leaves(experts)}): they are not "

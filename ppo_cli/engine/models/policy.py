@@ -276,9 +276,9 @@ def _choose_head(model: Any, backbone: str) -> Callable[[Tensor], Tensor]:
 
     What the layer would compute is replaced, so that a model without weights chooses the same.
     """
-    layer, whole = model.get_output_embeddings(), OwnHead(model, backbone)
+    layer, own_head = model.get_output_embeddings(), OwnHead(model, backbone)
     if layer is None:
-        return whole
+        return own_head
     size = getattr(layer, "out_features", None) or layer.weight.shape[0]
     width = layer.weight.shape[-1] if not hasattr(layer, "in_features") else layer.in_features
     # Up to 40: caps of logits are 30 and above.
@@ -287,17 +287,17 @@ def _choose_head(model: Any, backbone: str) -> Callable[[Tensor], Tensor]:
     def spread(states: Tensor) -> Tensor:
         return states[..., :1].repeat(*[1] * (states.dim() - 1), size)
 
-    held = layer.__dict__.get("forward")
+    previous = layer.__dict__.get("forward")
     layer.forward = spread
     try:
-        unchanged = torch.equal(whole(hidden_LH), spread(hidden_LH))
+        unchanged = torch.equal(own_head(hidden_LH), spread(hidden_LH))
     except Exception:  # of a forward pass that needs more than states; the trial compares its head
         unchanged = True
     finally:
         del layer.forward
-        if held is not None:
-            layer.forward = held
-    return layer if unchanged else whole
+        if previous is not None:
+            layer.forward = previous
+    return layer if unchanged else own_head
 
 
 @torch.no_grad()

@@ -118,25 +118,25 @@ def _cut_layers(fields: dict[str, Any]) -> None:
     periods = [v for n, v in fields.items() if PERIODS.search(n) and type(v) is int]
     periods += [len(v) for n, v in fields.items() if n == "block_types" and isinstance(v, list)]
     if lists or marks or first or last:
-        kept = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+        layer_indices = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
     else:
-        kept = [*range(max([2, *periods, *(count + 1 for count in first.values())]))]
-    kept = [i for i in kept if i < layers][:MOST_LAYERS]
-    kept = sorted({*kept, *range(layers)[: 2 * (len(kept) < 2)]})
+        layer_indices = [*range(max([2, *periods, *(count + 1 for count in first.values())]))]
+    layer_indices = [i for i in layer_indices if i < layers][:MOST_LAYERS]
+    layer_indices = sorted({*layer_indices, *range(layers)[: 2 * (len(layer_indices) < 2)]})
     for name in counts:
-        fields[name] = len(kept)
+        fields[name] = len(layer_indices)
     for name, values in lists.items():
-        fields[name] = [values[i] for i in kept]
+        fields[name] = [values[i] for i in layer_indices]
     for name, places in marks.items():
-        fields[name] = [at for at, i in enumerate(kept) if i in places]
+        fields[name] = [at for at, i in enumerate(layer_indices) if i in places]
     for name, table in tables.items():
-        fields[name] = {str(at): table[i] for at, i in enumerate(kept) if i in table}
+        fields[name] = {str(at): table[i] for at, i in enumerate(layer_indices) if i in table}
     for name, count in first.items():
-        fields[name] = sum(i < count for i in kept)
+        fields[name] = sum(i < count for i in layer_indices)
     for name, count in last.items():
-        fields[name] = sum(i >= layers - count for i in kept)
+        fields[name] = sum(i >= layers - count for i in layer_indices)
     if "moe_layer_end_index" in fields:
-        fields["moe_layer_end_index"] = len(kept) - 1
+        fields["moe_layer_end_index"] = len(layer_indices) - 1
     if "attention_types" in fields and "attention_layers" in fields:  # GPT-Neo's other name for it
         fields["attention_types"] = [[fields["attention_layers"], 1]]
 

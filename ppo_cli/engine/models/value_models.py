@@ -54,11 +54,11 @@ def load_value_model(
     text.num_labels = 1
     builder = _choose_class(text if composite else config, config, options)
     if composite:
-        whole, _ = load_weights(
+        full_model, _ = load_weights(
             AutoModelForCausalLM, path, "language model", flag, empty=empty, config=config,
             **options,
         )  # fmt: skip
-        model, fresh = _take_text_part(whole, builder, options), True
+        model, fresh = _take_text_part(full_model, builder, options), True
     else:
         model, names = load_weights(
             builder, path, "value model", flag, heads=VALUE_HEADS, replace_heads=True,
@@ -93,8 +93,8 @@ def build_value_model(config: Any, **options: Any) -> ValueModel:
 
 def value_head(model: Any) -> str | None:
     """The name of the attribute that holds the value head; None for a model without one."""
-    held = (name for name in VALUE_HEADS if isinstance(getattr(model, name, None), nn.Linear))
-    return next(held, None)
+    names = (name for name in VALUE_HEADS if isinstance(getattr(model, name, None), nn.Linear))
+    return next(names, None)
 
 
 def _choose_class(text: Any, config: Any, options: dict[str, Any]) -> Any:
@@ -151,14 +151,14 @@ def make_token_classifier(causal: Any) -> type[PreTrainedModel]:
     return type(CAUSAL.sub("", family.__name__) + TASK, (base,), members)
 
 
-def _take_text_part(whole: Any, builder: Any, options: dict[str, Any]) -> Any:
+def _take_text_part(full_model: Any, builder: Any, options: dict[str, Any]) -> Any:
     """A value model around the text backbone of a composite model."""
-    text = whole.config.get_text_config(decoder=True)
+    text = full_model.config.get_text_config(decoder=True)
     with torch.device("meta"):
         model = builder.from_config(text, dtype=torch.float32, **options)
-    backbone = next(part for part in whole.modules() if type(part) is type(model.base_model))
+    backbone = next(part for part in full_model.modules() if type(part) is type(model.base_model))
     setattr(model, model.base_model_prefix, backbone)
     name = value_head(model)
-    if whole.device.type != "meta" and name is not None:
-        getattr(model, name).to_empty(device=whole.device)
+    if full_model.device.type != "meta" and name is not None:
+        getattr(model, name).to_empty(device=full_model.device)
     return model.eval()

@@ -96,10 +96,10 @@ class Rows:
             rows.tokens_RT[i, : counts_R[i]] = job.begun.token_ids
         return rows
 
-    def take(self, kept: NDArray[np.int64]) -> Rows:
+    def take(self, indices: NDArray[np.int64]) -> Rows:
         """Return these rows only."""
-        arrays = {name: getattr(self, name)[kept] for name in ARRAYS}
-        return Rows(jobs=[self.jobs[i] for i in kept], **arrays)
+        arrays = {name: getattr(self, name)[indices] for name in ARRAYS}
+        return Rows(jobs=[self.jobs[i] for i in indices], **arrays)
 
     def list_ids(self) -> list[tuple[int, ...]]:
         """Return the ids of each row, those of its prompt first."""
@@ -155,8 +155,10 @@ class HFSampler:
     ) -> None:
         self._model = model
         # Of a single new token transformers cannot compute losses of routers: a mask is longer.
-        asked = getattr(model.config.get_text_config(), "output_router_logits", False)
-        self._options = {"output_router_logits": False} if asked else {}
+        outputs_router_logits = getattr(
+            model.config.get_text_config(), "output_router_logits", False
+        )
+        self._options = {"output_router_logits": False} if outputs_router_logits else {}
         self._with_entropies = with_entropies
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
         self._pad_id = pad_token_id
@@ -184,13 +186,13 @@ class HFSampler:
         One that has `begun` goes on as it would have without a pause: token t of a response is
         drawn with number t of its stream.
         """
-        wanted = [*begin(prompts, sampling), *begun]
-        for rollout in wanted:
+        rollouts = [*begin(prompts, sampling), *begun]
+        for rollout in rollouts:
             if not rollout.prompt.token_ids:
                 raise DataError(
                     f"The prompt {rollout.prompt.uid} has no tokens; give it some text."
                 )
-        return self._generate(wanted, sampling, weight_version)
+        return self._generate(rollouts, sampling, weight_version)
 
     @torch.no_grad()
     def load_weights(self, weights: Weights) -> bool:
@@ -198,17 +200,17 @@ class HFSampler:
         if weights.adapter:
             load_adapter(self._model, weights.tensors)
             return False
-        own = dict(self._model.named_parameters())
-        if own.keys() != weights.tensors.keys():
-            odd = sorted(own.keys() ^ weights.tensors.keys())
+        parameters = dict(self._model.named_parameters())
+        if parameters.keys() != weights.tensors.keys():
+            odd = sorted(parameters.keys() ^ weights.tensors.keys())
             raise RuntimeError(f"weights are not those of this model: {odd[:3]} on one side only")
-        pairs = [(tensor, weights.tensors[name]) for name, tensor in own.items()]
-        in_place = weights.stays and all(mine.type() == given.type() for mine, given in pairs)
-        for mine, given in pairs:
+        pairs = [(tensor, weights.tensors[name]) for name, tensor in parameters.items()]
+        in_place = weights.stays and all(mine.type() == new.type() for mine, new in pairs)
+        for mine, new in pairs:
             if in_place:
-                mine.data = given
+                mine.data = new
             else:
-                mine.copy_(given)
+                mine.copy_(new)
         return in_place
 
     def sleep(self) -> None:
@@ -282,13 +284,13 @@ class HFSampler:
         cache, starts_P, logits_PV = self._prefill(prompts)
         index_R = send(torch.tensor(prompt_index), self._model.device)
         done = self._record(rows, logits_PV[index_R], sampling)
-        kept = np.flatnonzero(rows.alive_R)
-        if not len(kept):
+        alive = np.flatnonzero(rows.alive_R)
+        if not len(alive):
             return running, done
-        index_R = index_R[send(torch.from_numpy(kept), index_R.device)]
-        rows, width, starts_R = rows.take(kept), max(map(len, prompts)), starts_P[index_R]
+        index_R = index_R[send(torch.from_numpy(alive), index_R.device)]
+        rows, width, starts_R = rows.take(alive), max(map(len, prompts)), starts_P[index_R]
         if running is None:
-            if cache is not None and (len(index_R) != len(prompts) or len(kept) != len(jobs)):
+            if cache is not None and (len(index_R) != len(prompts) or len(alive) != len(jobs)):
                 cache.batch_select_indices(index_R)
             return Running(rows, cache, width, starts_R), done
         if running.cache is not None and cache is not None:
@@ -391,7 +393,7 @@ class HFSampler:
     def _rollout(self, rows: Rows, i: int, sampling: Sampling, weight_version: int) -> Rollout:
         begun = rows.jobs[i].begun
         new = slice(len(begun.token_ids), int(rows.counts_R[i]))
-        found = go_on(
+        rollout = go_on(
             begun,
             rows.tokens_RT[i, new].tolist(),
             rows.logprobs_RT[i, new],
@@ -401,9 +403,9 @@ class HFSampler:
             detokenize=self._detokenize,
         )
         if not self._with_entropies:
-            return found
+            return rollout
         before = np.empty(0, np.float32) if begun.entropies is None else begun.entropies
-        return replace(found, entropies=np.concatenate([before, rows.entropies_RT[i, new]]))
+        return replace(rollout, entropies=np.concatenate([before, rows.entropies_RT[i, new]]))
 
     @contextmanager
     def _sampling_mode(self, cast: Sequence[CastLayer]) -> Iterator[None]:
@@ -423,8 +425,12 @@ class HFSampler:
 def _list_jobs(begun: Sequence[Rollout]) -> list[Job]:
     """Return one job for each rollout, the shortest first: they are taken from the end."""
     jobs = [
-        Job(one, one.prompt.token_ids + one.token_ids, stream_key(one.seed, *one.key))
-        for one in begun
+        Job(
+            rollout,
+            rollout.prompt.token_ids + rollout.token_ids,
+            stream_key(rollout.seed, *rollout.key),
+        )
+        for rollout in begun
     ]
     return sorted(jobs, key=lambda job: len(job.token_ids))
 
@@ -435,10 +441,10 @@ def _next_jobs(waiting: list[Job], room: int, *, equal: bool) -> list[Job]:
     Only `equal` lengths are taken together where padding is not allowed.
     """
     width = len(waiting[-1].token_ids)
-    taken: list[Job] = []
+    jobs: list[Job] = []
     prompts: set[tuple[int, ...]] = set()
     tokens = 0
-    while waiting and len(taken) < room:
+    while waiting and len(jobs) < room:
         prompt = waiting[-1].token_ids
         if equal and len(prompt) != width:
             break
@@ -450,8 +456,8 @@ def _next_jobs(waiting: list[Job], room: int, *, equal: bool) -> list[Job]:
         if prompt not in prompts:
             prompts.add(prompt)
             tokens += len(prompt)
-        taken.append(waiting.pop())
-    return taken
+        jobs.append(waiting.pop())
+    return jobs
 
 
 def _distinct_prompts(jobs: list[Job]) -> tuple[list[int], list[tuple[int, ...]]]:
@@ -468,15 +474,15 @@ def _compact(running: Running | None, *, at_once: bool = False) -> Running | Non
     alive_R = running.rows.alive_R
     if alive_R.all() or (alive_R.sum() > BUSY_SHARE * len(alive_R) and not at_once):
         return running
-    kept = np.flatnonzero(alive_R)
-    index_R = send(torch.from_numpy(kept), running.starts_R.device)
+    alive = np.flatnonzero(alive_R)
+    index_R = send(torch.from_numpy(alive), running.starts_R.device)
     starts_R = running.starts_R[index_R]
     unused = int(starts_R.min())
     if running.cache is not None:
         running.cache.trim(unused)
         running.cache.batch_select_indices(index_R)
     width = running.width - unused
-    return Running(running.rows.take(kept), running.cache, width, starts_R - unused)
+    return Running(running.rows.take(alive), running.cache, width, starts_R - unused)
 
 
 def sample_from(

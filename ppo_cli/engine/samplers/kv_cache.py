@@ -54,8 +54,8 @@ class KVLayer(DynamicLayer):
             dtype = torch.get_autocast_dtype(device)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         new = key_states, value_states
-        held = self.get_seq_length()
-        columns = held + key_states.shape[2]
+        past = self.get_seq_length()
+        columns = past + key_states.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if not self._wide or self._wide[0].shape[2] < columns:
@@ -63,11 +63,11 @@ class KVLayer(DynamicLayer):
                 part.new_empty((*part.shape[:2], columns + SPARE_COLUMNS, part.shape[3]))
                 for part in new
             )
-            if held:
+            if past:
                 for wide, before in zip(self._wide, (self.keys, self.values), strict=True):
-                    wide[:, :, :held] = before
+                    wide[:, :, :past] = before
         for wide, part in zip(self._wide, new, strict=True):
-            wide[:, :, held:columns] = part
+            wide[:, :, past:columns] = part
         self.keys, self.values = (wide[:, :, :columns] for wide in self._wide)
         return self.keys, self.values
 
@@ -128,11 +128,11 @@ class StateLayer(LinearAttentionLayer):
 
     def append_rows(self, other: StateLayer, rows: Tensor) -> None:
         """Add rows of another cache."""
-        for mine, theirs in (
+        for mine, other_states in (
             (self.conv_states, other.conv_states),
             (self.recurrent_states, other.recurrent_states),
         ):
-            pairs = ((i, state, theirs[i]) for i, state in mine.items())
+            pairs = ((i, state, other_states[i]) for i, state in mine.items())
             mine.update({i: torch.cat([a, b[rows]]) for i, a, b in pairs if a is not None})
 
 
@@ -180,8 +180,8 @@ class KVCache(Cache):
 
     def append_rows(self, other: KVCache, rows: Tensor) -> None:
         """Add rows of a cache that is not longer, right-aligned."""
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine.append_rows(theirs, rows)
+        for mine, other_layer in zip(self.layers, other.layers, strict=True):
+            mine.append_rows(other_layer, rows)
 
 
 # Sliding windows keep their whole past too: the mask applies the window.
@@ -277,14 +277,14 @@ def _limit_outputs(mixer: Any, low: float, high: float) -> Iterator[None]:
     bias = mixer.dt_bias.float()
     scale = mixer.mup_vector[0, 0, -len(bias) :] if hasattr(mixer, "mup_vector") else 1.0
     # The inverse of softplus; Falcon-H1 scales what `in_proj` gives before the bias is added.
-    least, most = (
+    least, highest = (
         ((x + math.log(-math.expm1(-x)) if x > 0 else -math.inf) - bias) / scale
         for x in (low, high)
     )
 
     def limit(_: nn.Module, __: Any, projected: Tensor) -> Tensor:
         steps = projected[..., -len(bias) :]
-        limited = torch.minimum(torch.maximum(steps.float(), least), most)
+        limited = torch.minimum(torch.maximum(steps.float(), least), highest)
         return torch.cat([projected[..., : -len(bias)], limited.to(projected.dtype)], dim=-1)
 
     handle = mixer.in_proj.register_forward_hook(limit)

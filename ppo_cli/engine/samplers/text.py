@@ -67,17 +67,17 @@ def stop_end(
     The first `checked` tokens complete none. Only as many tokens are read as such a text can have,
     as each holds a byte at least, and a few more, as end tokens hold none.
     """
-    window = max((len(words.encode()) for words in stop), default=0) + 8
+    window = max((len(stop_string.encode()) for stop_string in stop), default=0) + 8
     for end in range(checked + 1, len(ids) + 1) if stop else ():
         piece = _piece(detokenize, ids[end - 1])
         # Part of a character, or a token without text of its own, may complete any of them, and
         # a decoder may put a space before each token.
-        whole = piece and "\ufffd" not in piece
-        if whole and not any(words[-1] in piece + " " for words in stop):
+        is_complete = piece and "\ufffd" not in piece
+        if is_complete and not any(stop_string[-1] in piece + " " for stop_string in stop):
             continue
         start = max(0, end - window)
         text = detokenize(ids[start:end], ids[:start] or prompt_ids)
-        if any(words in text for words in stop):
+        if any(stop_string in text for stop_string in stop):
             return end
     return None
 

@@ -135,7 +135,7 @@ class VLLMSampler:
         skeleton: Any = None,
         transfer: Transfer = "memory",
         sleep: Sleep | None = None,
-        **more: Any,
+        **engine_kwargs: Any,
     ) -> None:
         self.room = Room(max_num_seqs)
         self._eos_ids = sorted(eos_token_ids)
@@ -173,7 +173,7 @@ class VLLMSampler:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "worker_extension_cls": EXTENSION,
-            **more,
+            **engine_kwargs,
         }
         if lora is not None:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.padded_rank()}
@@ -196,8 +196,8 @@ class VLLMSampler:
         but draws in the same way.
         One call at a time: the next may begin when this one's iterator is used up or closed.
         """
-        wanted = [*begin(prompts, sampling), *begun]
-        for prompt in (rollout.prompt for rollout in wanted):
+        rollouts = [*begin(prompts, sampling), *begun]
+        for prompt in (rollout.prompt for rollout in rollouts):
             if not prompt.token_ids:
                 raise DataError(f"The prompt {prompt.uid} has no tokens; give it some text.")
             if len(prompt.token_ids) + sampling.max_tokens > self._max_model_len:
@@ -208,7 +208,7 @@ class VLLMSampler:
                 )
         if self._asleep or self._discarded:
             raise RuntimeError("sampling before the weights have come and the cache is awake")
-        return self._generate(wanted, sampling, weight_version)
+        return self._generate(rollouts, sampling, weight_version)
 
     @tell_transfer_out_of_memory()
     def load_weights(self, weights: Weights) -> bool:
@@ -303,15 +303,15 @@ class VLLMSampler:
             from vllm.config import WeightTransferConfig
             from vllm.v1.engine.llm_engine import LLMEngine
         except Exception as error:  # a build for another torch or machine may raise anything
-            named, said = type(error).__name__, _first_line(error)
-            why = named if said == named else f"{named}: {said}"
+            named, message = type(error).__name__, _first_line(error)
+            why = named if message == named else f"{named}: {message}"
             raise MissingPart(
                 f"vLLM is installed but does not load here ({why}): install one that fits "
                 "(scripts/setup vllm), or sample without it (--rollout_name hf)."
             ) from error
 
-        known = {field.name for field in fields(EngineArgs)}
-        if unknown := sorted(options.keys() - known):
+        arguments = {field.name for field in fields(EngineArgs)}
+        if unknown := sorted(options.keys() - arguments):
             raise UserError(
                 f"vLLM has no argument {', '.join(unknown)} (rollout.engine_kwargs.vllm); leave it "
                 "out, or use the name that this version of vLLM has."
@@ -337,7 +337,7 @@ class VLLMSampler:
         self._busy = True
         waiting = deque(begun)
         jobs: dict[str, Rollout] = {}
-        known: dict[str, int] = {}  # tokens without a stop string
+        checked: dict[str, int] = {}  # tokens without a stop string
         try:
             self._set_temperature(sampling.temperature or 1.0)
             while waiting or jobs:
@@ -349,8 +349,8 @@ class VLLMSampler:
                     if name not in jobs:
                         continue
                     before, prompt_ids = jobs[name].token_ids, jobs[name].prompt.token_ids
-                    ids, seen = [*before, *drawn.token_ids], known.get(name, len(before))
-                    known[name] = len(ids)
+                    ids, seen = [*before, *drawn.token_ids], checked.get(name, len(before))
+                    checked[name] = len(ids)
                     end = stop_end(ids, sampling.stop, self._detokenize, seen, prompt_ids)
                     if output.finished or end is not None:
                         job = jobs.pop(name)
@@ -505,10 +505,10 @@ class VLLMSampler:
 
 
 def _why_not(model: str, error: Exception) -> str:
-    said = _first_line(error)
-    mend = next((mend for word, mend in MENDS.items() if word in said), "Mend that")
+    message = _first_line(error)
+    mend = next((mend for word, mend in MENDS.items() if word in message), "Mend that")
     return (
-        f"vLLM cannot sample from {model}: {said}. {mend}, or sample without vLLM "
+        f"vLLM cannot sample from {model}: {message}. {mend}, or sample without vLLM "
         "(--rollout_name hf)."
     )
 
@@ -591,5 +591,5 @@ def _cache_bytes(model_config: Any, dtype: torch.dtype, longest: int, sequences:
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     token = 2 * c.num_hidden_layers * heads * size * dtype.itemsize
-    one = token * CPU_BLOCK * (math.ceil(longest / CPU_BLOCK) + 1)
-    return int(max(one, min(one * sequences, CPU_CACHE_BYTES)))
+    sequence_bytes = token * CPU_BLOCK * (math.ceil(longest / CPU_BLOCK) + 1)
+    return int(max(sequence_bytes, min(sequence_bytes * sequences, CPU_CACHE_BYTES)))

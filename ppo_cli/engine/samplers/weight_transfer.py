@@ -104,10 +104,12 @@ class TensorSource(WeightSource):
         self, shapes: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
         gather: Callable[[], Iterator[tuple[str, Tensor]]],
     ) -> None:  # fmt: skip
-        known = list(shapes)
-        self._metadata = [ParamMeta(name, dtype, shape) for name, dtype, shape in known]
+        shape_list = list(shapes)
+        self._metadata = [ParamMeta(name, dtype, shape) for name, dtype, shape in shape_list]
         self._gather = gather
-        self.largest_bytes = max(math.prod(shape) * dtype.itemsize for _, dtype, shape in known)
+        self.largest_bytes = max(
+            math.prod(shape) * dtype.itemsize for _, dtype, shape in shape_list
+        )
 
     def metadata(self) -> list[ParamMeta]:
         """What iteration yields, in the same order."""
@@ -233,9 +235,9 @@ def _beside(asking: Callable[[], None], work: Callable[[], None]) -> None:
     """Work while the samplers are asked. When the work fails nobody waits for them any more."""
     thread = ThreadPoolExecutor(1)
     try:
-        asked = thread.submit(asking)
+        request = thread.submit(asking)
         work()
-        asked.result()
+        request.result()
     finally:
         thread.shutdown(wait=False)
 

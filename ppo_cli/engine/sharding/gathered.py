@@ -165,13 +165,13 @@ class Gathered:
                 return self(work, *tensors)
         self._inside = True
         try:
-            found: tuple[Tensor, ...] = self._root(work, *tensors)  # type: ignore[operator]
+            outputs: tuple[Tensor, ...] = self._root(work, *tensors)  # type: ignore[operator]
         except BaseException:
             self.forget()
             raise
         finally:
             self._inside = False
-        return found
+        return outputs
 
     @contextmanager
     def awake(self) -> Iterator[None]:

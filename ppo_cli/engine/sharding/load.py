@@ -57,22 +57,22 @@ class Taken:
 
     def give(self, module: nn.Module, ranks: Ranks, device: torch.device) -> None:
         """Put the first rank's weights into a part of the model on every rank; all call."""
-        given: dict[Tensor, Tensor] = {}
+        received: dict[Tensor, Tensor] = {}
         for part in module.modules():
-            for held in (part._parameters, part._buffers):
-                for name, tensor in held.items():
+            for tensors in (part._parameters, part._buffers):
+                for name, tensor in tensors.items():
                     if tensor is None or tensor not in self.names:
                         continue
-                    if tensor not in given:
-                        given[tensor] = self._send(tensor, ranks, device)
-                    held[name] = given[tensor]  # type: ignore[assignment]
+                    if tensor not in received:
+                        received[tensor] = self._send(tensor, ranks, device)
+                    tensors[name] = received[tensor]  # type: ignore[assignment]
 
     def _send(self, placeholder: Tensor, ranks: Ranks, device: torch.device) -> Tensor:
         name, is_parameter = self.names[placeholder], isinstance(placeholder, nn.Parameter)
-        whole = self.whole.pop(name, None) if is_parameter else self.whole.get(name)
+        weights = self.whole.pop(name, None) if is_parameter else self.whole.get(name)
         sent = torch.empty(placeholder.shape, dtype=placeholder.dtype, device=device)
-        if whole is not None:
-            sent.copy_(whole)
+        if weights is not None:
+            sent.copy_(weights)
         dist.broadcast(sent, 0)
         if is_parameter:
             return nn.Parameter(sent, requires_grad=placeholder.requires_grad)
@@ -87,33 +87,33 @@ def take_weights(model: nn.Module, ranks: Ranks, path: str) -> Taken:
     ranks differ.
     """
     places = [
-        (f"{prefix}.{name}", held, name)
+        (f"{prefix}.{name}", tensors, name)
         for prefix, part in model.named_modules()
-        for held in (part._parameters, part._buffers)
-        for name, tensor in held.items()
+        for tensors in (part._parameters, part._buffers)
+        for name, tensor in tensors.items()
         if tensor is not None
     ]
     first: dict[Tensor | None, str] = {}  # the first name of each tensor
-    owners = {place: first.setdefault(held[name], place) for place, held, name in places}
+    owners = {place: first.setdefault(tensors[name], place) for place, tensors, name in places}
     owners = gather_objects(ranks, owners)[0]
-    taken = Taken()
+    extracted = Taken()
     placeholders: dict[str, Tensor] = {}
-    for place, held, name in places:
-        owner, tensor = owners.get(place, place), held[name]
+    for place, tensors, name in places:
+        owner, tensor = owners.get(place, place), tensors[name]
         assert tensor is not None
         if owner not in placeholders:
             placeholders[owner] = _placeholder(tensor)
-            taken.names[placeholders[owner]] = owner
+            extracted.names[placeholders[owner]] = owner
             if ranks.rank == 0:
-                taken.whole[owner] = tensor.detach()
-        held[name] = placeholders[owner]
-    layout = [(name, tuple(t.shape), str(t.dtype)) for t, name in taken.names.items()]
+                extracted.whole[owner] = tensor.detach()
+        tensors[name] = placeholders[owner]
+    layout = [(name, tuple(t.shape), str(t.dtype)) for t, name in extracted.names.items()]
     if any(other != layout for other in gather_objects(ranks, layout)):
         raise ModelError(
             f"{path} holds another model on some nodes than on the first: give all nodes the "
             "same folder."
         )
-    return taken
+    return extracted
 
 
 def _placeholder(tensor: Tensor) -> Tensor:

@@ -76,12 +76,12 @@ def _parts(module: nn.Module, style: str) -> list[tuple[nn.Module, ParallelStyle
     base = getattr(module, "base_layer", None)
     if not isinstance(base, nn.Module):
         return [(module, _style(style))]
-    found = [(base, _style(style))]
+    parts = [(base, _style(style))]
     # Columns of the layer are columns of B, rows of the layer are rows of A.
     beside = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
     if beside is not None:
-        found += [(part, _style(style)) for part in getattr(module, beside).values()]
-    return found
+        parts += [(part, _style(style)) for part in getattr(module, beside).values()]
+    return parts
 
 
 def _style(name: str) -> ParallelStyle:

@@ -15,10 +15,10 @@ from ppo_cli.engine.ranks import Ranks
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be in pieces, as a fresh copy on the CPU; all ranks call."""
-    whole = whole_tensor(tensor)
+    gathered = whole_tensor(tensor)
     piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    is_live = whole.device.type == "cpu" and whole.data_ptr() == piece.data_ptr()
-    return whole.clone() if is_live else whole.cpu()
+    is_live = gathered.device.type == "cpu" and gathered.data_ptr() == piece.data_ptr()
+    return gathered.clone() if is_live else gathered.cpu()
 
 
 @torch.no_grad()
@@ -33,8 +33,8 @@ def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     device = tensor.device_mesh.device_type
     if pieces.device.type != device:  # pieces in host memory
         pieces = pieces.to(device)
-    whole: Tensor = pieces.full_tensor()
-    return whole
+    gathered: Tensor = pieces.full_tensor()
+    return gathered
 
 
 @torch.no_grad()
@@ -55,17 +55,17 @@ def fill_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> None:
     dist.broadcast(agreed, 0)
     if not agreed.item():
         raise ValueError(_misfit(target))
-    whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+    received = torch.empty(target.shape, dtype=target.dtype, device=device)
     if full is not None and ranks.rank == 0:
-        whole.copy_(full)
-    dist.broadcast(whole, 0)
+        received.copy_(full)
+    dist.broadcast(received, 0)
     if isinstance(target, DTensor):
-        target.to_local().copy_(_own_piece(whole, target))
+        target.to_local().copy_(_own_piece(received, target))
     else:
-        target.copy_(whole)
+        target.copy_(received)
 
 
-def _own_piece(whole: Tensor, target: DTensor) -> Tensor:
+def _own_piece(piece: Tensor, target: DTensor) -> Tensor:
     """This rank's part of a whole tensor, laid out as `target` is."""
     mesh, coordinate = target.device_mesh, target.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -76,10 +76,10 @@ def _own_piece(whole: Tensor, target: DTensor) -> Tensor:
     ]
     # A strided cut is one through pieces that the other cuts have made.
     for _, dim, index, count in sorted(cuts, key=lambda cut: cut[0]):
-        pieces = whole.chunk(count, dim)
-        empty = whole.narrow(dim, 0, 0)
-        whole = pieces[index] if index < len(pieces) else empty
-    return whole
+        pieces = piece.chunk(count, dim)
+        empty = piece.narrow(dim, 0, 0)
+        piece = pieces[index] if index < len(pieces) else empty
+    return piece
 
 
 def _misfit(target: Tensor) -> str:

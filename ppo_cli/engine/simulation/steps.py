@@ -199,7 +199,7 @@ def make_batch(config: Config, phase: str, budget: Budget) -> TrainBatch:
     )
 
 
-def _choose_rows(config: Config, most: int, budget: Budget) -> tuple[int, int]:
+def _choose_rows(config: Config, row_count: int, budget: Budget) -> tuple[int, int]:
     """How many rows fill a micro-batch, out of so many for all ranks, and their length.
 
     The longest rows fill a budget that is a multiple of their length. Others are filled by more
@@ -210,12 +210,12 @@ def _choose_rows(config: Config, most: int, budget: Budget) -> tuple[int, int]:
     full = max(1, min(budget.tokens // longest, budget.rows or budget.tokens))
     step = n if budget.shared and full >= n else 1  # rows of one prompt come together
     choices = {full // step * step: longest}
-    more = -(-budget.tokens // (longest * step)) * step
-    if budget.packed and more <= (budget.rows or more):
-        choices[more] = min(longest, budget.tokens // more)
+    packed_rows = -(-budget.tokens // (longest * step)) * step
+    if budget.packed and packed_rows <= (budget.rows or packed_rows):
+        choices[packed_rows] = min(longest, budget.tokens // packed_rows)
 
     def fill(rows: int) -> int:
-        count = min(most, TURNS * rows * ranks)
+        count = min(row_count, TURNS * rows * ranks)
         turns = -(-count // (rows * ranks))
         return -(-count // (turns * ranks)) * choices[rows]
 

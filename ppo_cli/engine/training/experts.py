@@ -54,8 +54,8 @@ class ExpertMonitor:
         names = ("router_aux_loss_coef", "aux_loss_coef")
         coef = next((getattr(model, name) for name in names if hasattr(model, name)), None)
         coefs = {AUX: coef, Z: getattr(config, "router_z_loss_coef", None)}
-        asked = coef is not None and getattr(config, "output_router_logits", False)
-        self._coefs = {name: float(c) for name, c in coefs.items() if asked and c}
+        has_losses = coef is not None and getattr(config, "output_router_logits", False)
+        self._coefs = {name: float(c) for name, c in coefs.items() if has_losses and c}
         self._top_k = int(getattr(model, "num_experts_per_tok", 0))
         self.balances = bool(self._coefs)
         self.present = False
@@ -175,9 +175,9 @@ def _attach(loss: Tensor, output: Any, index: int) -> Any:
         if at != index and isinstance(states, Tensor) and states.requires_grad
     ]  # fmt: skip
     place = places[0] if places else index
-    found = list(output)
-    found[place] = _AddLoss.apply(output[place], loss)  # type: ignore[no-untyped-call]
-    return tuple(found)
+    outputs = list(output)
+    outputs[place] = _AddLoss.apply(output[place], loss)  # type: ignore[no-untyped-call]
+    return tuple(outputs)
 
 
 def _routers(backbone: Any) -> Iterator[tuple[str, nn.Module, int]]:

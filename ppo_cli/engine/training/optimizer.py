@@ -128,13 +128,15 @@ class Optimizer:
         Live tensors, in pieces where the parameters are; empty before the first step. Of moments
         in 8 bits, float32 copies in host memory.
         """
-        found: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             if name in self._stepped:
                 state: Mapping[str, Any] = self._adamw.state[self._pieces[name]]
                 for what, tensor in (_unpacked(state) if self._in_8_bits else state).items():
-                    found[f"{name}.{what}"] = tensor if what == "step" else _like(parameter, tensor)
-        return found
+                    moments[f"{name}.{what}"] = (
+                        tensor if what == "step" else _like(parameter, tensor)
+                    )
+        return moments
 
     def load_moments(self, names: Collection[str], read: Callable[[str], Tensor | None]) -> None:
         """Take back moments under their `names`; settings stay as they are now; all ranks call.
@@ -142,8 +144,8 @@ class Optimizer:
         `read` is asked for each name in turn, and gives the whole tensor on the first rank.
         Raises ModelError when the names are not those of the parameters trained here.
         """
-        known = {f"{name}.{what}" for name in self._parameters for what in MOMENTS}
-        if unknown := sorted(set(names) - known):
+        expected = {f"{name}.{what}" for name in self._parameters for what in MOMENTS}
+        if unknown := sorted(set(names) - expected):
             raise ModelError(
                 f"The optimizer state is of other parameters than are trained now ({unknown[0]} "
                 f"and {len(unknown) - 1} more)."
@@ -151,13 +153,13 @@ class Optimizer:
         self._adamw.state.clear()
         self._stepped.clear()
         for name, parameter in self._parameters.items():
-            held = [what for what in MOMENTS if f"{name}.{what}" in names]
-            if not held:
+            stored = [what for what in MOMENTS if f"{name}.{what}" in names]
+            if not stored:
                 continue
             self._stepped.add(name)
             piece = self._pieces[name]
             state = self._no_moments(piece)
-            for what in held:
+            for what in stored:
                 target = state[what] if what == "step" else _like(parameter, state[what])
                 fill_from_rank0(target, read(f"{name}.{what}"), self._ranks)
             self._adamw.state[piece] = _packed(state) if self._in_8_bits else state
@@ -201,15 +203,15 @@ class Optimizer:
         states = self._adamw.state
         if at_work:
             for piece, state in states.items():
-                for what, held in state.items():
-                    if isinstance(held, Tensor):
-                        state[what] = held.to(piece.device, non_blocking=True)
+                for what, tensor in state.items():
+                    if isinstance(tensor, Tensor):
+                        state[what] = tensor.to(piece.device, non_blocking=True)
         elif self._offload:
             away = {
-                (piece, what): held
+                (piece, what): tensor
                 for piece, state in states.items()
-                for what, held in state.items()
-                if isinstance(held, Tensor) and held.dim() and held.device.type != "cpu"
+                for what, tensor in state.items()
+                if isinstance(tensor, Tensor) and tensor.dim() and tensor.device.type != "cpu"
             }
             for (piece, what), place in self._host.store(away).items():
                 states[piece][what] = place
@@ -249,15 +251,15 @@ def _unpacked(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The moments of bitsandbytes' state as AdamW names them, float32, in host memory."""
     if not state:
         return {}
-    found = {"step": torch.tensor(float(state["step"]))}
+    moments = {"step": torch.tensor(float(state["step"]))}
     for number, what in enumerate(MOMENTS[1:], 1):
-        held = state[f"state{number}"].cpu()
-        if held.dtype == torch.uint8:
-            sizes = state[f"absmax{number}"].cpu().repeat_interleave(BLOCK)[: held.numel()]
-            codes = state[f"qmap{number}"].cpu()[held.int()]
-            held = codes * sizes.view_as(codes)
-        found[what] = held
-    return found
+        moment = state[f"state{number}"].cpu()
+        if moment.dtype == torch.uint8:
+            sizes = state[f"absmax{number}"].cpu().repeat_interleave(BLOCK)[: moment.numel()]
+            codes = state[f"qmap{number}"].cpu()[moment.int()]
+            moment = codes * sizes.view_as(codes)
+        moments[what] = moment
+    return moments
 
 
 def _packed(moments: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -268,11 +270,11 @@ def _packed(moments: Mapping[str, Tensor]) -> dict[str, Any]:
     functional = import_bitsandbytes(EIGHT_BITS).functional
     state: dict[str, Any] = {"step": int(moments["step"])}
     for number, what in enumerate(MOMENTS[1:], 1):
-        held = moments[what]
-        state[f"state{number}"] = held
-        if held.numel() >= LEAST_IN_8_BITS:
-            code = functional.create_dynamic_map(signed=what == "exp_avg").to(held.device)
-            codes, sizes = _quantise(held, code)
+        moment = moments[what]
+        state[f"state{number}"] = moment
+        if moment.numel() >= LEAST_IN_8_BITS:
+            code = functional.create_dynamic_map(signed=what == "exp_avg").to(moment.device)
+            codes, sizes = _quantise(moment, code)
             state |= {f"state{number}": codes, f"qmap{number}": code, f"absmax{number}": sizes}
     return state
 
@@ -281,19 +283,19 @@ def _quantise(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest codes in the shape of `values`, and the sizes of their blocks."""
     missing = -values.numel() % BLOCK
     blocks = nn.functional.pad(values.flatten(), (0, missing)).view(-1, BLOCK)
-    most = blocks.abs().amax(1)
+    largest = blocks.abs().amax(1)
     # The largest number of a block was its size, or, below zero, rounded to the map's first code,
     # about -0.993. The map of squares has none below zero.
-    size = most / code[0].abs() if code[0] < 0 else most
+    size = largest / code[0].abs() if code[0] < 0 else largest
     borders = (code[1:] + code[:-1]) / 2
     up, down = (torch.nextafter(size, torch.full_like(size, to)) for to in (math.inf, 0.0))
-    sizes, codes = most, _nearest(blocks, most, borders)
+    sizes, codes = largest, _nearest(blocks, largest, borders)
     for tried in (up, down, size):  # the last that gives the very values holds
-        found = _nearest(blocks, tried, borders)
-        exact = (code[found] * tried[:, None] == blocks).all(1)
-        codes, sizes = torch.where(exact[:, None], found, codes), torch.where(exact, tried, sizes)
-    whole = codes.flatten()[: values.numel()].view_as(values)
-    return whole.to(torch.uint8), sizes
+        nearest = _nearest(blocks, tried, borders)
+        exact = (code[nearest] * tried[:, None] == blocks).all(1)
+        codes, sizes = torch.where(exact[:, None], nearest, codes), torch.where(exact, tried, sizes)
+    all_codes = codes.flatten()[: values.numel()].view_as(values)
+    return all_codes.to(torch.uint8), sizes
 
 
 def _nearest(blocks: Tensor, sizes: Tensor, borders: Tensor) -> Tensor:
