@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from ppo_cli.engine.async_rollout import AheadEngine
-from ppo_cli.engine.base import Engine, Sampling, begin, go_on
+from ppo_cli.engine.base import Engine, Sampling, extend_rollout, start_rollouts
 from ppo_cli.records import Prompt, Rollout
 
 ROWS, LONGEST, MEDIAN, SPREAD = 64, 2048, 256, 1.0
@@ -37,7 +37,10 @@ class TimedEngine:
     ) -> Iterator[Rollout]:
         """Yield responses, the shortest first, when their time has come."""
         waiting = sorted(
-            ((self._left(one, sampling), one) for one in (*begin(prompts, sampling), *begun)),
+            (
+                (self._left(one, sampling), one)
+                for one in (*start_rollouts(prompts, sampling), *begun)
+            ),
             key=lambda pair: pair[0],
         )
         done = 0
@@ -46,7 +49,7 @@ class TimedEngine:
             time.sleep((tokens - done) * TOKEN_S * max(1.0, rows / FREE_ROWS))
             done = tokens
             stopped = len(one.token_ids) + tokens == _length(one)
-            yield go_on(
+            yield extend_rollout(
                 one, (1,) * tokens, np.zeros(tokens, np.float32), stopped=stopped,
                 sampling=sampling, weight_version=self.version, detokenize=lambda ids, context: "",
             )  # fmt: skip
@@ -65,7 +68,7 @@ class TimedEngine:
     @staticmethod
     def _left(one: Rollout, sampling: Sampling) -> int:
         drawn = len(one.token_ids)
-        return min(_length(one), sampling.most_tokens(drawn)) - drawn
+        return min(_length(one), sampling.length_limit(drawn)) - drawn
 
 
 def _length(one: Rollout) -> int:

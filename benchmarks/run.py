@@ -51,7 +51,7 @@ from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.memory.plan import settle_dtype, settle_memory
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
-from ppo_cli.engine.cpu.products import multiply_with
+from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.samplers.hf import HFSampler
@@ -135,7 +135,7 @@ def by(library: Literal["blas", "onednn"], work: Callable[[], object]) -> Callab
     """The same work, with matrices multiplied so."""
 
     def run() -> None:
-        multiply_with(library)
+        set_matmul_library(library)
         work()
 
     return run

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from ppo_cli.thoughts import Span, find_thoughts, without
+from ppo_cli.thoughts import Span, find_thoughts, remove_thoughts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,7 +81,7 @@ class Rollout:
     @property
     def answer(self) -> str:
         """The text without thoughts; empty where it ends within its only thought."""
-        return without(self.whole, self.thoughts)
+        return remove_thoughts(self.whole, self.thoughts)
 
     @property
     def unclosed(self) -> bool:

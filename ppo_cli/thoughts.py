@@ -78,10 +78,10 @@ class Span(NamedTuple):
     closed: bool
 
 
-def opening_of(rendered: str) -> str:
+def find_open_mark(rendered: str) -> str:
     """The mark, with the blanks behind it, that a prompt ends with; empty where none is open."""
     marks = list(MARKS.finditer(rendered, max(0, len(rendered) - LONGEST_OPENING)))
-    if not marks or _mark(marks[-1])[1] or rendered[marks[-1].end() :].strip():
+    if not marks or _parse_mark(marks[-1])[1] or rendered[marks[-1].end() :].strip():
         return ""
     return rendered[marks[-1].start() :]
 
@@ -98,7 +98,7 @@ def find_thoughts(text: str, *, cut: bool = False) -> list[Span]:
     spans: list[Span] = []
     start, family, depth, before = -1, -1, 0, 0
     for mark in _marks(text):
-        this, closing = _mark(mark)
+        this, closing = _parse_mark(mark)
         if start < 0 and closing:
             spans = [Span(0, mark.end(), True)]
         elif start < 0:
@@ -120,10 +120,10 @@ def find_thoughts(text: str, *, cut: bool = False) -> list[Span]:
 
 def strip_reasoning(text: str, *, cut: bool = False) -> str:
     """Return the answer alone, without thoughts; empty where a thought is all there is."""
-    return without(text, find_thoughts(text, cut=cut))
+    return remove_thoughts(text, find_thoughts(text, cut=cut))
 
 
-def without(text: str, spans: Sequence[Span]) -> str:
+def remove_thoughts(text: str, spans: Sequence[Span]) -> str:
     """A text without its thoughts, and without blanks at its ends where there was one."""
     if not spans:
         return text
@@ -141,7 +141,7 @@ def split_strictly(text: str) -> tuple[str, str] | None:
     if len(marks) != 2 or text[: marks[0].start()].strip():
         return None
     opening, closing = marks
-    if (_mark(opening)[1], _mark(closing)) != (False, (_mark(opening)[0], True)):
+    if (_parse_mark(opening)[1], _parse_mark(closing)) != (False, (_parse_mark(opening)[0], True)):
         return None
     return text[opening.end() : closing.start()], text[closing.end() :]
 
@@ -152,7 +152,7 @@ def count_tokens(
     """Tokens of a response up to its answer; 0 where it has no thought.
 
     The rest, from the first sign behind the last thought on, is the answer's. It is looked for
-    from the end, as answers are short. `opened` is what the prompt ends with, see `opening_of`.
+    from the end, as answers are short. `opened` is what the prompt ends with, see `find_open_mark`.
     """
     spans = find_thoughts(opened + text, cut=cut)
     if not spans:
@@ -175,7 +175,7 @@ def count_tokens(
     return len(token_ids) - low
 
 
-def after_thought(text: str) -> str:
+def strip_leading_thought(text: str) -> str:
     """Return a judge's reply without the one complete thought at its front.
 
     A lone closing mark on a line of its own, of a family that templates open, or any at the very
@@ -187,7 +187,7 @@ def after_thought(text: str) -> str:
     first = next(marks, None)
     if first is None:
         return text
-    family, closes = _mark(first)
+    family, closes = _parse_mark(first)
     if closes:
         alone = re.search(r"(?:^|\n)[ \t]*$", text[: first.start()]) and re.match(
             r"[ \t]*(?:\n|$)", text[first.end() :]
@@ -197,7 +197,7 @@ def after_thought(text: str) -> str:
     if first.start():
         return text
     for mark in marks:
-        if _mark(mark) == (family, True) and not _quoted(text, mark):
+        if _parse_mark(mark) == (family, True) and not _is_quoted(text, mark):
             return text[mark.end() :].strip()
     raise UnfinishedThought("the judge was still thinking when its reply ended")
 
@@ -206,15 +206,15 @@ def _marks(text: str) -> Iterator[re.Match[str]]:
     # Twenty times as fast as the pattern.
     if not text.startswith(_FRONTS) and not any(sign in text for sign in _SIGNS):
         return iter(())
-    return (mark for mark in MARKS.finditer(text) if not _quoted(text, mark))
+    return (mark for mark in MARKS.finditer(text) if not _is_quoted(text, mark))
 
 
-def _quoted(text: str, mark: re.Match[str]) -> bool:
+def _is_quoted(text: str, mark: re.Match[str]) -> bool:
     start = mark.start()
     return _QUOTED.search(text[max(0, start - 2) : start]) is not None
 
 
-def _mark(match: re.Match[str]) -> tuple[int, bool]:
+def _parse_mark(match: re.Match[str]) -> tuple[int, bool]:
     """The number of a mark's family, and whether it closes."""
     name = str(match.lastgroup)
     return int(name[1:]), name[0] == "c"

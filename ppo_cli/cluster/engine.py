@@ -27,7 +27,7 @@ from ppo_cli.cluster.serialise import rejoin_prompt
 from ppo_cli.cluster.worker_process import load_code, meeting_point
 from ppo_cli.config.placement import Placement, sleep_mode, weight_transfer
 from ppo_cli.config.schema.run import Config
-from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums, room_told
+from ppo_cli.engine.base import MiniBatch, Sampling, Sums, describe_halving, merge_sums
 from ppo_cli.errors import ConfigError, UserError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 
@@ -53,7 +53,7 @@ def deal_begun(
         groups.setdefault((one.seed, one.prompt.uid), []).append(one)
     dealt = list(groups.values())
     costs = [
-        sum(len(one.prompt.token_ids) + sampling.most_tokens(len(one.token_ids)) for one in group)
+        sum(len(one.prompt.token_ids) + sampling.length_limit(len(one.token_ids)) for one in group)
         for group in dealt
     ]
     hands = _deal(costs, samplers)
@@ -216,7 +216,7 @@ class ClusterEngine:
         for sent in self.cluster.waits.stream(calls):
             for halved in (item for item in sent if isinstance(item, Halved)):
                 self._room[halved.sampler] = halved.rows
-                self._tell(room_told(halved.rows, f"Sampler {halved.sampler}"))
+                self._tell(describe_halving(halved.rows, f"Sampler {halved.sampler}"))
             yield [item for item in sent if not isinstance(item, Halved)]
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:

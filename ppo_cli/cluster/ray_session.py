@@ -30,7 +30,7 @@ import ray
 
 from ppo_cli.atomic import lives
 from ppo_cli.cluster.worker_process import read_tail
-from ppo_cli.engine.leftovers import claim, sweep
+from ppo_cli.engine.leftovers import claim_folder, remove_stale_folders
 from ppo_cli.errors import Interrupted, WorkerLost, first_line
 from ppo_cli.redact import redact
 
@@ -57,7 +57,7 @@ class OwnRay:
         self._closed = False
         self._started = False
         self._parts: dict[str, int] = {}
-        sweep(Path(_short_root()))  # of a run that was killed together with its Ray
+        remove_stale_folders(Path(_short_root()))  # of a run that was killed together with its Ray
         self._begin()
 
     def _begin(self) -> None:
@@ -69,7 +69,7 @@ class OwnRay:
             raise
 
     def _start(self) -> subprocess.Popen[bytes]:
-        claim(self.folder)
+        claim_folder(self.folder)
         wish = {
             "folder": str(self.folder),
             "num_cpus": os.cpu_count() or 1,  # as many workers as that start at the same time
@@ -143,7 +143,7 @@ class OwnRay:
             return
         self._closed = True
         self._end()
-        sweep()
+        remove_stale_folders()
 
     def _end(self) -> None:
         head = self._head
@@ -204,7 +204,7 @@ class Session:
         self._gone = self._gone or "The cluster is closed."
         if ray.is_initialized():
             ray.shutdown()
-        sweep()
+        remove_stale_folders()
 
     def _join(self, logs: Path) -> None:
         _keep_quiet(logs / "ray.log")
@@ -304,7 +304,7 @@ def main() -> int:
         return _serve(wish)
     finally:
         end_session(os.getpid())
-        sweep()
+        remove_stale_folders()
         shutil.rmtree(wish["folder"], ignore_errors=True)
 
 

@@ -31,7 +31,7 @@ import ray
 
 from ppo_cli.config.machine.gpus import fix_order
 from ppo_cli.config.machine.processor import count_cores
-from ppo_cli.engine.leftovers import own_folder
+from ppo_cli.engine.leftovers import create_folder
 from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError, travels
 from ppo_cli.redact import redact
 
@@ -186,7 +186,7 @@ def meeting_point(node: str, one_node: bool) -> str:
     Whoever reaches such an address could take part: torch listens on all interfaces.
     """
     if one_node:
-        return f"file://{own_folder('ranks')}/meet"  # swept when this process is gone
+        return f"file://{create_folder('ranks')}/meet"  # swept when this process is gone
     return f"tcp://{node}:{free_port(node)}"
 
 

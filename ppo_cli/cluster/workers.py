@@ -35,9 +35,9 @@ from ppo_cli.engine.base import (
     Sampling,
     Weights,
     build_sampler,
-    tell_transfer_out_of_memory,
+    explain_transfer_out_of_memory,
 )
-from ppo_cli.engine.batches.micro_batches import tell_out_of_memory
+from ppo_cli.engine.batches.micro_batches import explain_out_of_memory
 from ppo_cli.engine.cpu.runtime import keep_freed_memory
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
@@ -69,7 +69,7 @@ class Exchange:
 
     def send(self) -> None:
         """Bring the present weights to all samplers; all ranks call."""
-        with tell_transfer_out_of_memory():
+        with explain_transfer_out_of_memory():
             self._led(lambda: self._sender.send(self._learner.weight_version))
         self._proven = True
 
@@ -99,9 +99,9 @@ class Exchange:
         )  # fmt: skip
 
     def _gather(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        from ppo_cli.engine.sharding.tensors import whole_tensor
+        from ppo_cli.engine.sharding.tensors import gather_tensor
 
-        return whole_tensor(tensor, dtype).to(self._device)
+        return gather_tensor(tensor, dtype).to(self._device)
 
     def _ask_all(self, method: str, words: list[tuple[Any, ...]]) -> None:
         """Have every sampler do something and wait for all, or for the first that fails."""
@@ -191,7 +191,7 @@ class LearnerRole(Learner):
         return self.remarks
 
     @torch.no_grad()
-    @tell_transfer_out_of_memory()
+    @explain_transfer_out_of_memory()
     def weights(self) -> Weights | None:
         """The weights; on one node, in memory that samplers share and the next call writes again.
 
@@ -201,13 +201,13 @@ class LearnerRole(Learner):
             return super().weights()
         if self._shared is None and self._ranks.rank == 0:
             self._shared = SharedTensors.like(dict(self.published_shapes()))
-        for name, whole in self.host_tensors():
+        for name, whole in self.iterate_cpu_weights():
             if self._shared is not None:
                 self._shared[name].copy_(whole)
         if self._shared is None:
             return None
         adapter = publishes_adapter(self._config)
-        return Weights(self._shared, self.weight_version, adapter=adapter, stays=True)
+        return Weights(self._shared, self.weight_version, adapter=adapter, persistent=True)
 
     def published_shapes(self) -> Iterator[tuple[str, Tensor]]:
         """Name, shape and precision of all that is published, as tensors without numbers."""
@@ -258,7 +258,7 @@ class SamplerRole:
         if config.model.enable_gradient_checkpointing is False and not torch.cuda.is_available():
             keep_freed_memory()  # memory is ample, as for a learner
         self._sampler = build_sampler(config, pickle.loads(tokenizer), transfer=transfer)
-        self._sampler.room.tell = self._note_halving
+        self._sampler.capacity.on_halving = self._note_halving
 
     def generate(
         self,
@@ -271,7 +271,7 @@ class SamplerRole:
         # Greedy responses (validations, baselines) belong to no phase of training.
         training = sampling.temperature > 0
         phase = self._profiler.phase("rollout", weight_version + 1) if training else nullcontext()
-        with phase, tell_out_of_memory("Sampling", self._advice):
+        with phase, explain_out_of_memory("Sampling", self._advice):
             for rollout in self._sampler.generate(prompts, sampling, weight_version, begun):
                 while self._halved:
                     yield self._halved.pop(0)
@@ -280,7 +280,7 @@ class SamplerRole:
 
     def resume_room(self, rows: int) -> None:
         """Sample no more at once than an earlier run could."""
-        self._sampler.room.resume(rows)
+        self._sampler.capacity.restore(rows)
 
     def __getattr__(self, name: str) -> Any:
         """All else is the sampler's own: new weights, sleep, the end."""

@@ -26,7 +26,7 @@ from ppo_cli.data_sets.files import RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import Row, RowSet, load_sets, prompt_of
 from ppo_cli.errors import DataError, first_line
 from ppo_cli.records import Message, Prompt
-from ppo_cli.thoughts import opening_of
+from ppo_cli.thoughts import find_open_mark
 
 CHUNK = 1024
 TEMPLATE_S = 10.0  # templates take milliseconds
@@ -401,7 +401,7 @@ def fit(
         prompts.append(
             replace(
                 row, uid=uid, messages=item.messages, rendered=text, token_ids=ids,
-                opened=opening_of(text),
+                opened=find_open_mark(text),
             )
         )  # fmt: skip
     if not prompts:

@@ -31,14 +31,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
-from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums, begin
+from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums, start_rollouts
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt, Rollout
 
-WORDS = "ahead.json"
-NUMBERS = "ahead.npz"
+FIELDS_FILE = "ahead.json"
+ARRAYS_FILE = "ahead.npz"
 # Of a rollout, beside its prompt and its numbers.
-TOLD: dict[str, Callable[..., Any]] = {
+ROLLOUT_FIELDS: dict[str, Callable[..., Any]] = {
     "sample": int, "text": str, "finish_reason": str, "weight_version": int,
     "thought_tokens": int, "seed": int, "carried": int,
 }  # fmt: skip
@@ -49,22 +49,22 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, B
 class Round:
     """The rollouts of one step, all begun under the weights of one publish.
 
-    `begun_at` counts publishes, and so does `moved_at`, which says when anything was drawn last;
-    None: nothing yet. `taken` says that the loop has had them.
+    `begun_at` counts publishes, and so does `updated_at`, which says when anything was drawn last;
+    None: nothing yet. `consumed` says that the loop has had them.
     """
 
     prompts: tuple[Prompt, ...]
     sampling: Sampling
     begun_at: int
     rollouts: list[Rollout] = field(default_factory=list)
-    moved_at: int | None = None
-    taken: bool = False
+    updated_at: int | None = None
+    consumed: bool = False
 
     def __post_init__(self) -> None:
-        self.rollouts = self.rollouts or begin(self.prompts, self.sampling)
+        self.rollouts = self.rollouts or start_rollouts(self.prompts, self.sampling)
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all of it is there."""
         return not self.unfinished
 
@@ -78,7 +78,7 @@ class Round:
         """The version of the weights under which each of its rollouts began."""
         return self.rollouts[0].weight_version
 
-    def asks_for(self, prompts: Sequence[Prompt], sampling: Sampling) -> bool:
+    def matches(self, prompts: Sequence[Prompt], sampling: Sampling) -> bool:
         """Whether these prompts, in this order, and this sampling are its own."""
         return (
             sampling == self.sampling
@@ -89,12 +89,12 @@ class Round:
             )
         )
 
-    def move(self, drawn: Sequence[Rollout], published: int) -> None:
+    def update(self, drawn: Sequence[Rollout], published: int) -> None:
         """Take over how far its unfinished rollouts have come under the weights of a publish."""
         by_key = {rollout.key: rollout for rollout in drawn if rollout.seed == self.sampling.seed}
         assert by_key.keys() == {rollout.key for rollout in self.unfinished}, "a round with gaps"
         self.rollouts = [by_key.get(rollout.key, rollout) for rollout in self.rollouts]
-        self.moved_at = published
+        self.updated_at = published
         self.check()
 
     def check(self) -> None:
@@ -102,7 +102,7 @@ class Round:
         assert len(self.rollouts) == len(self.prompts) * self.sampling.n, "a round with gaps"
         assert len({r.weight_version for r in self.rollouts}) == 1, "a round of mixed weights"
 
-    def meet(self, prompts: Sequence[Prompt]) -> None:
+    def set_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Put these prompts into the rollouts: a checkpoint keeps no more than their ids."""
         by_uid = {prompt.uid: prompt for prompt in prompts}
         self.prompts = tuple(prompts)
@@ -119,24 +119,24 @@ def write_rounds(directory: Path, rounds: Sequence[Round], published: int) -> No
     ids = [np.asarray(r.token_ids, dtype=np.int64) for r in rollouts]
     logprobs = [np.asarray(r.sampler_logprobs, dtype=np.float32) for r in rollouts]
     np.savez(
-        state / NUMBERS,
+        state / ARRAYS_FILE,
         lengths=np.array([len(row) for row in ids], dtype=np.int64),
         token_ids=np.concatenate(ids),
         sampler_logprobs=np.concatenate(logprobs),
     )
-    saved = [_words_of(round_, published) for round_ in rounds]
-    (state / WORDS).write_text(json.dumps({"rounds": saved}))
+    saved = [_round_to_dict(round_, published) for round_ in rounds]
+    (state / FIELDS_FILE).write_text(json.dumps({"rounds": saved}))
 
 
 def read_rounds(directory: Path, published: int) -> list[Round]:
     """Read what `write_rounds` wrote; raises ModelError when it is damaged."""
-    path = directory / "state" / WORDS
+    path = directory / "state" / FIELDS_FILE
     if not path.exists():
         return []
     try:
         saved_rounds = json.loads(path.read_text())["rounds"]
-        rows = _rows_of(path.with_name(NUMBERS))
-        rounds = [_round_of(saved, rows, published) for saved in saved_rounds]
+        rows = _read_arrays(path.with_name(ARRAYS_FILE))
+        rounds = [_round_from_dict(saved, rows, published) for saved in saved_rounds]
         if next(rows, None) is not None:
             raise ValueError("it has more rows than rollouts")
     except (*DAMAGED, AssertionError, StopIteration) as error:
@@ -148,15 +148,15 @@ def read_rounds(directory: Path, published: int) -> list[Round]:
     return rounds
 
 
-def _words_of(round_: Round, published: int) -> dict[str, Any]:
-    assert round_.moved_at is not None
+def _round_to_dict(round_: Round, published: int) -> dict[str, Any]:
+    assert round_.updated_at is not None
     return {
         "publishes_ago": published - round_.begun_at,
-        "moved_ago": published - round_.moved_at,
+        "moved_ago": published - round_.updated_at,
         "sampling": asdict(round_.sampling),
         "prompts": [{"uid": p.uid, "token_ids": list(p.token_ids)} for p in round_.prompts],
         "rollouts": [
-            {"uid": r.prompt.uid} | {name: getattr(r, name) for name in TOLD}
+            {"uid": r.prompt.uid} | {name: getattr(r, name) for name in ROLLOUT_FIELDS}
             for r in round_.rollouts
         ],
     }
@@ -165,7 +165,7 @@ def _words_of(round_: Round, published: int) -> dict[str, Any]:
 Numbers = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
-def _rows_of(path: Path) -> Iterator[Numbers]:
+def _read_arrays(path: Path) -> Iterator[Numbers]:
     """Token ids and log-probs of each rollout, in the order in which they were written."""
     with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
         ends = np.cumsum(saved["lengths"])[:-1]
@@ -174,7 +174,7 @@ def _rows_of(path: Path) -> Iterator[Numbers]:
     return iter(list(zip(ids, logprobs, strict=True)))
 
 
-def _round_of(saved: Mapping[str, Any], rows: Iterator[Numbers], published: int) -> Round:
+def _round_from_dict(saved: Mapping[str, Any], rows: Iterator[Numbers], published: int) -> Round:
     prompts = tuple(
         Prompt(p["uid"], text="", messages=(), rendered="", token_ids=tuple(p["token_ids"]))
         for p in saved["prompts"]
@@ -188,7 +188,7 @@ def _round_of(saved: Mapping[str, Any], rows: Iterator[Numbers], published: int)
             "seed": sampling.seed,
             "carried": 0,
         } | saved_rollout  # older checkpoints lack them
-        fields = {name: kind(saved_rollout[name]) for name, kind in TOLD.items()}
+        fields = {name: kind(saved_rollout[name]) for name, kind in ROLLOUT_FIELDS.items()}
         prompt, token_ids = by_uid[saved_rollout["uid"]], tuple(ids.tolist())
         rollouts.append(
             Rollout(prompt=prompt, token_ids=token_ids, sampler_logprobs=logprobs, **fields)
@@ -244,7 +244,7 @@ class AheadEngine:
         """
         assert not begun, "what goes on here began here"
         round_ = self._find(prompts, sampling, ahead=0)
-        if round_ is None or not round_.whole:
+        if round_ is None or not round_.is_complete:
             self._wait()  # one round at a time
         if round_ is None:
             for rollout in self._inner.generate(prompts, sampling):
@@ -253,8 +253,8 @@ class AheadEngine:
             return
         self._check_version(round_.weight_version, round_.begun_at)
         # Kept until its step is published: a step that is undone takes it once more.
-        round_.taken = True
-        round_.meet(prompts)
+        round_.consumed = True
+        round_.set_prompts(prompts)
         unfinished = round_.unfinished
         yield from [rollout for rollout in round_.rollouts if rollout.finish_reason != "unfinished"]
         if unfinished:
@@ -262,7 +262,7 @@ class AheadEngine:
             for rollout in self._inner.generate((), sampling, unfinished):
                 drawn.append(rollout)
                 yield rollout
-            round_.move(drawn, self._published)
+            round_.update(drawn, self._published)
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Begin the next rounds in the background, then annotate this one."""
@@ -282,7 +282,7 @@ class AheadEngine:
         self._wait()
         self._inner.publish()
         self._published += 1
-        self._rounds = [round_ for round_ in self._rounds if not round_.taken]
+        self._rounds = [round_ for round_ in self._rounds if not round_.consumed]
 
     def save(self, directory: Path, *, last: bool = False) -> Future[None]:
         """Save the inner engine, and every round that no published step has used.
@@ -293,7 +293,7 @@ class AheadEngine:
         `generate`.
         """
         with self._lock:
-            rounds = [copy(round_) for round_ in self._rounds if round_.moved_at is not None]
+            rounds = [copy(round_) for round_ in self._rounds if round_.updated_at is not None]
         write_rounds(directory, rounds, self._published)
         return self._inner.save(directory, last=last)
 
@@ -330,7 +330,7 @@ class AheadEngine:
         for round_ in self._rounds:
             # A step is trained under the weights of all publishes before it.
             staleness = self._published + ahead - round_.begun_at
-            if staleness <= self._steps and round_.asks_for(prompts, sampling):
+            if staleness <= self._steps and round_.matches(prompts, sampling):
                 return round_
         return None
 
@@ -344,7 +344,7 @@ class AheadEngine:
 
     def _begin_rounds(self) -> None:
         """Keep the rounds of the next steps, begin those that are missing, go on with others."""
-        rounds = [round_ for round_ in self._rounds if round_.taken]
+        rounds = [round_ for round_ in self._rounds if round_.consumed]
         moving: list[Round] = []
         for ahead in range(1, self._steps + 1):
             upcoming = self._upcoming(ahead)
@@ -354,9 +354,9 @@ class AheadEngine:
             if round_ is None:
                 round_ = Round(tuple(upcoming[0]), upcoming[1], self._published)
             rounds.append(round_)
-            under_way = round_ in self._moving or round_.moved_at == self._published
-            if not (round_.whole or under_way):
-                round_.meet(upcoming[0])
+            under_way = round_ in self._moving or round_.updated_at == self._published
+            if not (round_.is_complete or under_way):
+                round_.set_prompts(upcoming[0])
                 moving.append(round_)
         if moving:
             self._wait()
@@ -392,7 +392,7 @@ class AheadEngine:
                 drawn.append(rollout)
         with self._lock:
             for round_ in rounds:
-                round_.move(drawn, self._published)
+                round_.update(drawn, self._published)
         return True
 
     def _wait(self) -> None:
@@ -403,5 +403,5 @@ class AheadEngine:
         self._moving = []
         error, self._error = self._error, None
         if error is not None:
-            self._rounds = [round_ for round_ in self._rounds if round_.moved_at is not None]
+            self._rounds = [round_ for round_ in self._rounds if round_.updated_at is not None]
             raise error

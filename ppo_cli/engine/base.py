@@ -46,7 +46,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     new_tokens: int | None = None
 
-    def most_tokens(self, drawn: int) -> int:
+    def length_limit(self, drawn: int) -> int:
         """How long a response that has so many tokens may be after one call."""
         if self.new_tokens is None:
             return self.max_tokens
@@ -56,7 +56,7 @@ class Sampling:
 NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 
 
-def begin(prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+def start_rollouts(prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
     """Responses of which nothing is drawn yet: `sampling.n` for each prompt."""
     return [
         Rollout(prompt, sample, (), NO_LOGPROBS, "", "unfinished", seed=sampling.seed)
@@ -142,18 +142,18 @@ class Weights:
     """All weights of a policy on the CPU: for vLLM as its files have them, else as it has them.
 
     With `adapter` they are those of a LoRA adapter alone, under PEFT's names. A tied output
-    head is left out: it is the embedding. With `stays`, later weights are written over these,
+    head is left out: it is the embedding. With `persistent`, later weights are written over these,
     while nobody samples: they need not be copied.
     """
 
     tensors: Mapping[str, Tensor]
     version: int
     adapter: bool = False
-    stays: bool = False
+    persistent: bool = False
 
 
 @dataclass
-class Room:
+class SamplerCapacity:
     """How many responses are sampled at once; halved, and kept halved, when memory runs out.
 
     `tell` is called with the new number after each halving.
@@ -161,7 +161,7 @@ class Room:
 
     rows: int
     halved: bool = False
-    tell: Callable[[int], None] = lambda rows: None
+    on_halving: Callable[[int], None] = lambda rows: None
 
     def halve(self, tried: int) -> None:
         """Shrink below what was just tried; raises UserError when one response is too much."""
@@ -173,20 +173,20 @@ class Room:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.rows, self.halved = tried // 2, True
-        self.tell(self.rows)
+        self.on_halving(self.rows)
 
-    def left(self) -> int | None:
+    def halved_rows(self) -> int | None:
         """What halving has left of it; None while it is as it was set."""
         return self.rows if self.halved else None
 
-    def resume(self, rows: int | None) -> None:
+    def restore(self, rows: int | None) -> None:
         """Take up what an earlier run had left of it; a smaller setting of this run stands."""
         if rows is not None and rows < self.rows:
             self.rows, self.halved = rows, True
 
 
 @contextmanager
-def tell_transfer_out_of_memory() -> Iterator[None]:
+def explain_transfer_out_of_memory() -> Iterator[None]:
     """Say what helps where memory runs out while new weights travel, on either side."""
     try:
         yield
@@ -201,7 +201,7 @@ def tell_transfer_out_of_memory() -> Iterator[None]:
         ) from error
 
 
-def room_told(rows: int, who: str = "Sampling") -> str:
+def describe_halving(rows: int, who: str = "Sampling") -> str:
     """What people are told of a halving."""
     return (
         f"{who} ran out of memory: at most {rows} response{'s' * (rows != 1)} are sampled at "
@@ -209,7 +209,7 @@ def room_told(rows: int, who: str = "Sampling") -> str:
     )
 
 
-def not_finite(weight_version: int) -> ModelError:
+def non_finite_error(weight_version: int) -> ModelError:
     """The error of logits from which nothing can be drawn; updates are blamed only after one."""
     cause = (
         "a run that diverged: lower --lr and resume from an earlier checkpoint"
@@ -229,7 +229,7 @@ def stream_key(seed: int, uid: str, sample: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def go_on(
+def extend_rollout(
     begun: Rollout,
     ids: Sequence[int],
     logprobs: NDArray[np.float32],
@@ -264,7 +264,7 @@ def go_on(
 class Sampler(Protocol):
     """Samples from weights of its own."""
 
-    room: Room
+    capacity: SamplerCapacity
 
     def generate(
         self,
@@ -280,10 +280,10 @@ class Sampler(Protocol):
         ...
 
     def load_weights(self, weights: Weights) -> bool:
-        """Take new weights, complete, and forget whatever was cached under the old ones.
+        """Take a complete set of new weights and drop everything cached under the old ones.
 
-        Returns whether they are read in place (`stays`): the next ones are then in use as soon as
-        they are written, without another call.
+        Returns whether the sampler reads them in place (`persistent`): later weights are then in
+        use as soon as they are written, without another call.
         """
         ...
 

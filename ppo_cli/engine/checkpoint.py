@@ -31,8 +31,8 @@ from transformers.dynamic_module_utils import custom_object_save
 from ppo_cli.atomic import replacing
 from ppo_cli.digests import write_part
 from ppo_cli.engine.models.loading import DAMAGED
-from ppo_cli.engine.ranks import Ranks, gather_objects, together
-from ppo_cli.engine.sharding.tensors import fill_from_rank0, full_tensor, whole_tensor
+from ppo_cli.engine.ranks import Ranks, gather_objects, run_on_all_ranks
+from ppo_cli.engine.sharding.tensors import gather_copy, gather_tensor, scatter_from_rank0
 from ppo_cli.engine.training.optimizer import MOMENTS, Optimizer
 from ppo_cli.errors import ModelError, first_line
 
@@ -81,7 +81,7 @@ class StoredTensors(Mapping[str, Tensor]):
                 file = self._closing.enter_context(safe_open(path, "pt"))
             except (OSError, SafetensorError) as error:
                 self.close()
-                raise ModelError(f"{_told(path)} cannot be read ({error}).") from error
+                raise ModelError(f"{_describe_path(path)} cannot be read ({error}).") from error
             for name in file.keys():  # noqa: SIM118 - no mapping
                 self._files[name], self._paths[name] = file, path
 
@@ -105,7 +105,7 @@ class StoredTensors(Mapping[str, Tensor]):
         """Raise ModelError for the first tensor that is missing, misshapen or unknown."""
         self.require(shapes)
         for name, file in self._files.items():
-            where = _told(self._paths[name])
+            where = _describe_path(self._paths[name])
             if name not in shapes:
                 raise ModelError(f"{where} holds a tensor that the model lacks: {name}.")
             shape = tuple(file.get_slice(name).get_shape())
@@ -127,17 +127,17 @@ def _find_files(directory: Path, stem: str) -> list[Path]:
     found = sorted((directory / stem).parent.glob(f"{Path(stem).name}-*.safetensors"))
     numbered = [match for path in found if (match := NUMBERED.search(path.name))]
     if not numbered:
-        raise ModelError(f"{_told(alone)} is missing.")
+        raise ModelError(f"{_describe_path(alone)} is missing.")
     count = int(numbered[0].group(2))
     names = (f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
     paths = [directory / name for name in names]
     for path in paths:
         if not path.exists():
-            raise ModelError(f"{_told(path)} is missing.")
+            raise ModelError(f"{_describe_path(path)} is missing.")
     return paths
 
 
-def _told(path: Path) -> str:
+def _describe_path(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
 
 
@@ -145,7 +145,7 @@ LAYER = re.compile(r".*?\.\d+\.")
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class RankShare:
     """What this rank writes of a set of tensors, and who writes what.
 
     `writers` holds, in the order of the files, the names of each writer's tensors as empty
@@ -163,7 +163,7 @@ class Share:
         if self.number is None:
             return []
         name = file_name(self.stem, self.number, len(self.writers))
-        write_tensors(directory / name, to_disk(self.model, self.tensors))
+        write_tensors(directory / name, to_file_layout(self.model, self.tensors))
         return [name]
 
     def write_index(self, directory: Path) -> None:
@@ -173,7 +173,7 @@ class Share:
         places: dict[str, str] = {}
         stored_tensors_list: list[Tensor] = []
         for number, empty in enumerate(self.writers):
-            stored = to_disk(self.model, empty)
+            stored = to_file_layout(self.model, empty)
             name = Path(file_name(self.stem, number, len(self.writers))).name
             places |= dict.fromkeys(stored, name)
             stored_tensors_list += stored.values()
@@ -186,7 +186,7 @@ class Share:
         write_file(directory / f"{self.stem}.safetensors.index.json", text.encode())
 
 
-def cut_share(
+def build_rank_share(
     stem: str,
     tensors: Mapping[str, Tensor],
     ranks: Ranks,
@@ -194,7 +194,7 @@ def cut_share(
     model: Any = None,
     *,
     copied: bool = True,
-) -> Share:
+) -> RankShare:
     """This rank's share of `tensors`, whole and in host memory; all ranks call.
 
     The same names in the same order on all ranks. Bytes are balanced over the first `most`.
@@ -209,11 +209,11 @@ def cut_share(
         writers[places.index(owners[name])][name] = empty
         is_owner = owners[name] == ranks.rank
         if is_owner or isinstance(tensor, DTensor):
-            tensor_copy = full_tensor(tensor) if copied else whole_tensor(tensor).cpu()
+            tensor_copy = gather_copy(tensor) if copied else gather_tensor(tensor).cpu()
             if is_owner:
                 own_tensors[name] = tensor_copy
     number = places.index(ranks.rank) if ranks.rank in places else None
-    return Share(stem, own_tensors, writers, number, model)
+    return RankShare(stem, own_tensors, writers, number, model)
 
 
 def assign_owners(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]:
@@ -242,7 +242,7 @@ def _layer_key(name: str) -> str:
     return layer.group() if layer else name
 
 
-def to_disk(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_file_layout(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as the files of this family have them: experts one by one, say."""
     return tensors if model is None else revert_weight_conversion(model, dict(tensors))
 
@@ -252,14 +252,14 @@ def convert_layers(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors as the files of this family have them, from one layer at a time."""
     for _, layer in groupby(tensors, key=lambda named: _layer_key(named[0])):
-        yield from to_disk(model, dict(layer)).items()
+        yield from to_file_layout(model, dict(layer)).items()
 
 
 ENGINE_FILE = "engine.json"
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
+class TrainedModel:
     """A trained model as a checkpoint holds it, the same on all ranks.
 
     `weights` are live tensors under the names of its files; DTensors where the model is in
@@ -288,7 +288,7 @@ class Trained:
 class Snapshot:
     """What this rank writes of a checkpoint, in host memory: copies, unless it is the last one."""
 
-    shares: Sequence[Share]
+    shares: Sequence[RankShare]
     files: Mapping[str, bytes]
     rank: int
 
@@ -320,12 +320,14 @@ class Snapshot:
             thread.shutdown(wait=False)
 
 
-def saved_model(name: str, model: Any, optimizer: Optimizer, files: Mapping[str, bytes]) -> Trained:
+def describe_full_model(
+    name: str, model: Any, optimizer: Optimizer, files: Mapping[str, bytes]
+) -> TrainedModel:
     """A model all of whose weights are saved; `name` is "actor" or "critic".
 
     An adapter is `Trained(name, its tensors by PEFT's names, optimizer, files)`.
     """
-    return Trained(name, stored_tensors(model), optimizer, files, model)
+    return TrainedModel(name, stored_tensors(model), optimizer, files, model)
 
 
 def stored_tensors(model: Any) -> dict[str, Tensor]:
@@ -406,7 +408,7 @@ def render_files(write: Callable[[Path], object], what: str) -> dict[str, bytes]
 
 
 def take_snapshot(
-    trained: Sequence[Trained],
+    trained: Sequence[TrainedModel],
     state: Mapping[str, Any],
     ranks: Ranks,
     writers: int | None = None,
@@ -418,27 +420,27 @@ def take_snapshot(
     The first `writers` ranks write (all by default): those that see the run folder. Before the
     `last` one nothing is copied that need not be: nothing is trained until it is written.
     """
-    shares: list[Share] = []
+    shares: list[RankShare] = []
     files = {f"state/{ENGINE_FILE}": json.dumps(state, indent=2).encode()}
     for part in trained:
         writer_count = ranks.size if writers is None else writers
         several = 1 if part.model is None else writer_count  # an adapter is always one file
         moments = part.optimizer.moments()
         shares += [
-            cut_share(part.stem, part.weights, ranks, several, part.model, copied=not last),
-            cut_share(part.optimizer_stem, moments, ranks, writer_count, copied=not last),
+            build_rank_share(part.stem, part.weights, ranks, several, part.model, copied=not last),
+            build_rank_share(part.optimizer_stem, moments, ranks, writer_count, copied=not last),
         ]
         files |= {f"{part.name}/{name}": content for name, content in part.files.items()}
     return Snapshot(shares, files, ranks.rank)
 
 
-def restore(directory: Path, trained: Sequence[Trained], ranks: Ranks) -> dict[str, Any]:
+def restore(directory: Path, trained: Sequence[TrainedModel], ranks: Ranks) -> dict[str, Any]:
     """Put a checkpoint back into models and optimizers; returns its `state`; all ranks call.
 
     Only the first rank reads. Raises ModelError, on all ranks, that names tensor and file.
     """
     try:
-        read = together(ranks, lambda: _read_state(directory) if ranks.rank == 0 else {})
+        read = run_on_all_ranks(ranks, lambda: _read_state(directory) if ranks.rank == 0 else {})
         state: dict[str, Any] = gather_objects(ranks, read)[0]
         for part in trained:
             _load_weights(directory, part, ranks)
@@ -463,12 +465,12 @@ def _read_state(directory: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _load_weights(directory: Path, part: Trained, ranks: Ranks) -> None:
+def _load_weights(directory: Path, part: TrainedModel, ranks: Ranks) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in part.weights.items()}
 
     def read() -> Mapping[str, Tensor] | StoredTensors:
         empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        on_disk = {name: tuple(t.shape) for name, t in to_disk(part.model, empty).items()}
+        on_disk = {name: tuple(t.shape) for name, t in to_file_layout(part.model, empty).items()}
         stored = StoredTensors(directory, part.stem)
         stored.check(on_disk)
         if on_disk == shapes:
@@ -477,15 +479,17 @@ def _load_weights(directory: Path, part: Trained, ranks: Ranks) -> None:
         model = type(part.model).from_pretrained(directory / part.name, dtype=torch.float32)
         return stored_tensors(model)
 
-    stored = together(ranks, lambda: read() if ranks.rank == 0 else {})
+    stored = run_on_all_ranks(ranks, lambda: read() if ranks.rank == 0 else {})
     for name, target in part.weights.items():
-        fill_from_rank0(target, stored[name] if ranks.rank == 0 else None, ranks)
+        scatter_from_rank0(target, stored[name] if ranks.rank == 0 else None, ranks)
     if isinstance(stored, StoredTensors):
         stored.close()
 
 
-def _load_moments(directory: Path, part: Trained, ranks: Ranks) -> None:
-    stored = together(ranks, lambda: _open_moments(directory, part) if ranks.rank == 0 else None)
+def _load_moments(directory: Path, part: TrainedModel, ranks: Ranks) -> None:
+    stored = run_on_all_ranks(
+        ranks, lambda: _open_moments(directory, part) if ranks.rank == 0 else None
+    )
     names: Collection[str] = gather_objects(ranks, [] if stored is None else list(stored))[0]
     names_read: list[str] = []
 
@@ -506,7 +510,7 @@ def _load_moments(directory: Path, part: Trained, ranks: Ranks) -> None:
             stored.close()
 
 
-def _open_moments(directory: Path, part: Trained) -> StoredTensors:
+def _open_moments(directory: Path, part: TrainedModel) -> StoredTensors:
     stored = StoredTensors(directory, part.optimizer_stem)
     for parameter in {name.rpartition(".")[0] for name in stored}:
         stored.require(f"{parameter}.{moment}" for moment in MOMENTS)

@@ -28,7 +28,7 @@ from ppo_cli.engine.checkpoint import (
     StoredTensors,
     model_files,
     stored_tensors,
-    to_disk,
+    to_file_layout,
     tokenizer_files,
     write_files,
 )
@@ -41,11 +41,11 @@ FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a file of
 BASE_FLAG = "--base"
 INDEX = "model.safetensors.index.json"
 # Of a saved model, what is made anew; all else (tokenizer, templates, code) is copied.
-MADE_ANEW = ("*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, ".*")
+REPLACED_FILES = ("*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, ".*")
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenModel:
     """What a written model comes to; `base` is what an adapter was merged into."""
 
     parameters: int
@@ -62,14 +62,14 @@ def write_model(
     dtype: str | None = None,
     base: str | None = None,
     trust_remote_code: bool = False,
-) -> Written:
+) -> WrittenModel:
     """Write the model saved in `source` into the empty folder `out`; None keeps its dtype.
 
     `base` stands in for the base model that an adapter names. Raises ModelError when something
     is missing, damaged or does not fit, OSError when `out` cannot be written.
     """
     torch_dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
-    shutil.copytree(source, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*MADE_ANEW))
+    shutil.copytree(source, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*REPLACED_FILES))
     if (source / ADAPTER_CONFIG).exists():
         name = base or base_name(source)
         model = _merge(source, name, trust_remote_code=trust_remote_code)
@@ -85,11 +85,11 @@ def write_model(
         raise ModelError(f"{source} is a whole model, not an adapter: leave --base out.")
     _cast_weights(source, out, torch_dtype)
     written = _describe(out)
-    _tell_dtype(out / "config.json", written.dtype)
+    _write_dtype(out / "config.json", written.dtype)
     return written
 
 
-def _told(source: Path) -> dict[str, Any]:
+def _read_adapter_config(source: Path) -> dict[str, Any]:
     """What an adapter's config says of it."""
     try:
         config: dict[str, Any] = dict(json.loads((source / ADAPTER_CONFIG).read_text()))
@@ -100,7 +100,7 @@ def _told(source: Path) -> dict[str, Any]:
 
 def base_name(source: Path) -> str:
     """Return the base model that a saved adapter names; ModelError where it names none."""
-    name = _told(source).get("base_model_name_or_path")
+    name = _read_adapter_config(source).get("base_model_name_or_path")
     if not name:
         raise ModelError(f"{source} is an adapter that names no base model: give it with --base.")
     return str(name)
@@ -113,7 +113,7 @@ def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
         raise ModelError(
             f"{source} is an adapter of {base}, which is not here: give its base model with --base."
         )
-    critic = _told(source).get("task_type") == "TOKEN_CLS"
+    critic = _read_adapter_config(source).get("task_type") == "TOKEN_CLS"
     try:
         if critic:  # nothing attends here, and all families have eager attention
             model = load_value_model(
@@ -152,7 +152,7 @@ def _tokenizer_files(base: str, *, trust_remote_code: bool) -> dict[str, bytes]:
 
 def write_weights(model: Any, out: Path) -> None:
     """Write the weights of a whole model into a folder, as its family's files have them."""
-    tensors = to_disk(model, stored_tensors(model))
+    tensors = to_file_layout(model, stored_tensors(model))
     _write_shards(out, tensors, lambda name: tensors[name].detach())
 
 
@@ -190,7 +190,7 @@ def _write_shards(out: Path, names: Iterable[str], read: Callable[[str], Tensor]
         (out / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _describe(out: Path, base: str | None = None) -> Written:
+def _describe(out: Path, base: str | None = None) -> WrittenModel:
     """Count what lies in the weight files."""
     parameters = size = 0
     dtypes: dict[str, int] = {}
@@ -205,10 +205,10 @@ def _describe(out: Path, base: str | None = None) -> Written:
                 dtypes[tensor.get_dtype()] = dtypes.get(tensor.get_dtype(), 0) + count
     dtype = max(dtypes, key=lambda name: dtypes[name])
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-    return Written(parameters, size, names.get(dtype, dtype.lower()), tuple(files), base)
+    return WrittenModel(parameters, size, names.get(dtype, dtype.lower()), tuple(files), base)
 
 
-def _tell_dtype(config_file: Path, dtype: str) -> None:
+def _write_dtype(config_file: Path, dtype: str) -> None:
     """Let the config name the dtype of the weights, so that loading keeps it."""
     try:
         config = json.loads(config_file.read_text())

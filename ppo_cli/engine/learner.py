@@ -37,29 +37,34 @@ from ppo_cli.config.models.limits import require_length
 from ppo_cli.config.placement import expands_segments, publishes_adapter, sampler_name
 from ppo_cli.config.schema.algorithm import Actor, Critic, CriticModel, Sharding
 from ppo_cli.config.schema.run import Config, Model
-from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, merge_sums, room_told
+from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, describe_halving, merge_sums
 from ppo_cli.engine.batches.micro_batches import (
     Budget,
+    explain_out_of_memory,
+    explain_step_errors,
     run_within_memory,
-    taking_step,
-    tell_out_of_memory,
 )
-from ppo_cli.engine.batches.packing import Loaded, micro_batch_budget, pack
-from ppo_cli.engine.batches.rows import cut_slice, row_lengths, row_prompts
+from ppo_cli.engine.batches.packing import Loaded, build_budget, enable_packing
+from ppo_cli.engine.batches.rows import build_micro_batch, row_lengths, row_prompts
 from ppo_cli.engine.checkpoint import (
-    Trained,
+    TrainedModel,
     convert_layers,
+    describe_full_model,
     model_files,
     render_files,
     restore,
-    saved_model,
     stored_tensors,
     take_snapshot,
     tokenizer_files,
 )
-from ppo_cli.engine.cpu.bfloat16 import hold_cast, hold_frozen, make_master_weights, round_lookups
-from ppo_cli.engine.cpu.lean_layers import keep_less, round_norms
-from ppo_cli.engine.cpu.products import multiply_with
+from ppo_cli.engine.cpu.bfloat16 import (
+    cast_frozen_layers,
+    cast_frozen_weights,
+    make_master_weights,
+    round_embeddings,
+)
+from ppo_cli.engine.cpu.lean_layers import round_norms, use_lean_layers
+from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.cpu.runtime import keep_freed_memory, set_threads
 from ppo_cli.engine.device import Compute, expand_segments
 from ppo_cli.engine.models import Policy, ValueModel, count_embeddings, load_policy
@@ -73,19 +78,19 @@ from ppo_cli.engine.models.lora import (
 from ppo_cli.engine.models.policy import Adapt, adapted
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.profiling import Profiler
-from ppo_cli.engine.ranks import ALONE, Ranks, together
-from ppo_cli.engine.samplers.hf import HFSampler, sample_from
+from ppo_cli.engine.ranks import ALONE, Ranks, run_on_all_ranks
+from ppo_cli.engine.samplers.hf import HFSampler, build_shared_sampler
 from ppo_cli.engine.samplers.kv_cache import plan_cache
-from ppo_cli.engine.sharding.load import load_spread
-from ppo_cli.engine.sharding.tensors import full_tensor, whole_tensor
+from ppo_cli.engine.sharding.load import load_sharded
+from ppo_cli.engine.sharding.tensors import gather_copy, gather_tensor
 from ppo_cli.engine.training.actor_critic import (
     ActorLearner,
     CriticLearner,
     ModelLearner,
-    view_tokens,
+    compute_token_stats,
 )
 from ppo_cli.engine.training.optimizer import Optimizer
-from ppo_cli.engine.trial import judge_model
+from ppo_cli.engine.trial import choose_run_mode
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt, Rollout
 
@@ -109,7 +114,7 @@ class Learner:
         if self._compute.device.type == "cuda" and expands_segments(config):
             expand_segments()
         self.remarks: list[str] = []
-        if not multiply_with(matmul_library(config.model.float32_matmul)):
+        if not set_matmul_library(matmul_library(config.model.float32_matmul)):
             self.remarks.append("oneDNN would round products of float32 here: BLAS computes them.")
         self.weight_version = 0  # how often `publish` was called in this run
         self._profiler = Profiler(config, profiles, f"rank_{ranks.rank}")
@@ -129,16 +134,16 @@ class Learner:
         self._actor = self._build_actor(total_steps)
         self._critic = self._build_critic(total_steps)
         # Renders the files of checkpoints: what cannot be saved ends the run before it begins.
-        together(ranks, self._trained)
-        self._annotate_budget = micro_batch_budget(
+        run_on_all_ranks(ranks, self._trained)
+        self._annotate_budget = build_budget(
             micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu),
             None,
             *self._models(),
         )
         for budget in self._budgets().values():
             advice = advise_memory(config, "sequence")
-            budget.too_much = f"a single sequence of {{}} tokens. {advice}"
-            budget.no_room = advise_memory(config, "weights")
+            budget.too_long_advice = f"a single sequence of {{}} tokens. {advice}"
+            budget.no_memory_advice = advise_memory(config, "weights")
         # Ranks give back what they gather layer by layer, where memory is short.
         ample = config.model.enable_gradient_checkpointing is False
         if self._compute.device.type == "cpu" and (ranks.alone or ample):
@@ -163,11 +168,11 @@ class Learner:
 
         def collect(group: Sequence[int], last: bool) -> None:
             annotations = self._annotations(batch, group, from_sampler)
-            if group and self._ranks.speaks:
+            if group and self._ranks.reports_results:
                 rows.append(torch.as_tensor(group))
                 names[:] = annotations
                 # Stacked, so that the host waits for the device once.
-                parts.append(widen(torch.stack(list(annotations.values())), batch))
+                parts.append(pad_to_batch(torch.stack(list(annotations.values())), batch))
 
         def restart() -> None:
             rows.clear()
@@ -194,17 +199,17 @@ class Learner:
         sums: Sums = {}
         advice = advise_memory(self._config, "step")
         if minibatch.actor:
-            with self.phase("update actor"), taking_step("actor", self._ranks, advice):
+            with self.phase("update actor"), explain_step_errors("actor", self._ranks, advice):
                 sums |= self._actor.step(minibatch.batch)
         if minibatch.critic and self._critic is not None:
-            with self.phase("update critic"), taking_step("critic", self._ranks, advice):
+            with self.phase("update critic"), explain_step_errors("critic", self._ranks, advice):
                 sums |= self._critic.step(minibatch.batch)
         if not self._ranks.alone:
-            sums["perf/agree_s"] = (self._ranks.take_waits(), 1.0)
+            sums["perf/agree_s"] = (self._ranks.pop_wait_seconds(), 1.0)
         # Only once memory has run out: what micro-batches hold since then.
         for name, budget in self._budgets().items():
             if budget.halvings and self._ranks.rank == 0:
-                unit, limit = budget.held()
+                unit, limit = budget.current_limit()
                 sums[f"{name}/micro_batch_{unit}"] = (float(limit), 1.0)
         return sums
 
@@ -225,7 +230,7 @@ class Learner:
         They may be the live ones: copy them before the next step.
         """
         tensors: dict[str, Tensor] = {}
-        for name, tensor in self.host_tensors():
+        for name, tensor in self.iterate_cpu_weights():
             if self._ranks.rank == 0:
                 tensors[name] = tensor
         if self._ranks.rank != 0:
@@ -265,15 +270,15 @@ class Learner:
         room: list[int | None] = state.get("room", [])  # older checkpoints have none
         return room
 
-    def _trained(self) -> list[Trained]:
+    def _trained(self) -> list[TrainedModel]:
         """The trained models as a checkpoint holds them."""
         c = self._config
-        trained = [self._saved("actor", c.model, c.model.path)]
+        trained = [self._describe_model("actor", c.model, c.model.path)]
         if self._critic is not None:
-            trained.append(self._saved("critic", c.critic.model, critic_path(c)))
+            trained.append(self._describe_model("critic", c.critic.model, critic_path(c)))
         return trained
 
-    def _saved(self, name: str, settings: Model | CriticModel, path: str) -> Trained:
+    def _describe_model(self, name: str, settings: Model | CriticModel, path: str) -> TrainedModel:
         """A model as its folder holds it: an adapter, or all of it.
 
         What lies beside the weights is rendered once, on the rank that writes it.
@@ -294,12 +299,12 @@ class Learner:
             )
         files = self._files.get(name, {})
         if lora:
-            return Trained(name, dict(adapter_tensors(model)), learner.optimizer, files)
-        return saved_model(name, model, learner.optimizer, files)
+            return TrainedModel(name, dict(adapter_tensors(model)), learner.optimizer, files)
+        return describe_full_model(name, model, learner.optimizer, files)
 
     def published(
         self,
-        gather: Callable[[Tensor], Tensor] = full_tensor,
+        gather: Callable[[Tensor], Tensor] = gather_copy,
         exact: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """What a sampler needs, one by one; every rank iterates, as `whole` may be a collective.
@@ -324,9 +329,9 @@ class Learner:
         is_cast = sampler_name(self._config) == "vllm" and not publishes_adapter(self._config)
         return self._compute.dtype if is_cast else None
 
-    def host_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def iterate_cpu_weights(self) -> Iterator[tuple[str, Tensor]]:
         """What a sampler needs, one by one in host memory; every rank iterates."""
-        return self.published(partial(_bring_home, dtype=self.published_dtype), _bring_home)
+        return self.published(partial(_to_cpu, dtype=self.published_dtype), _to_cpu)
 
     def _models(self) -> list[Policy | ValueModel]:
         """All models that an annotation may ask, the actor first."""
@@ -357,23 +362,27 @@ class Learner:
         algorithm, temperature = self._config.algorithm, self._config.rollout.temperature
         compute = self._compute
         budget = self._annotate_budget
-        cut = cut_slice(batch, rows, compute.device, packed=budget.packed, shared=budget.shared)
+        micro_batch = build_micro_batch(
+            batch, rows, compute.device, packed=budget.packed, shared=budget.shared
+        )
         full = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
         annotations: dict[str, Tensor] = {}
         if not from_sampler:
-            seen = view_tokens(
-                self.policy, cut, compute, temperature,
+            seen = compute_token_stats(
+                self.policy, micro_batch, compute, temperature,
                 with_entropy=True, kl_to=self._reference if full else None,
             )  # fmt: skip
-            annotations["old_logprobs_BT"] = cut.spread(seen.logprobs_N)
-            annotations["entropy_BT"] = cut.spread(seen.entropy_N)
+            annotations["old_logprobs_BT"] = micro_batch.scatter(seen.logprobs_N)
+            annotations["entropy_BT"] = micro_batch.scatter(seen.entropy_N)
             if seen.full_kl_N is not None:
-                annotations["full_kl_BT"] = cut.spread(seen.full_kl_N)
+                annotations["full_kl_BT"] = micro_batch.scatter(seen.full_kl_N)
         if self._reference is not None:
-            ref = view_tokens(self._reference, cut, compute, temperature, with_entropy=False)
-            annotations["ref_logprobs_BT"] = cut.spread(ref.logprobs_N)
+            ref = compute_token_stats(
+                self._reference, micro_batch, compute, temperature, with_entropy=False
+            )
+            annotations["ref_logprobs_BT"] = micro_batch.scatter(ref.logprobs_N)
         if self._critic is not None:
-            annotations["values_BT"] = self._critic.values_BT(cut)
+            annotations["values_BT"] = self._critic.values_BT(micro_batch)
         return annotations
 
     def _load_policy(
@@ -406,7 +415,7 @@ class Learner:
         def prepare(loaded: Loaded) -> Loaded:
             loaded = adapted(loaded, adapter)
             if self._compute.device.type == "cpu" and self._ranks.tensor_size == 1:
-                keep_less(loaded.model)
+                use_lean_layers(loaded.model)
             compute = self._compute
             alone, on_cpu = self._ranks.alone, compute.device.type == "cpu"
             if trained:
@@ -418,38 +427,38 @@ class Learner:
             if compute.dtype == torch.float32:
                 return loaded
             if alone:
-                round_lookups(loaded.model, compute.dtype, untied=not on_cpu)
-            if not (alone and on_cpu):  # there `hold_cast` packs a reference
+                round_embeddings(loaded.model, compute.dtype, untied=not on_cpu)
+            if not (alone and on_cpu):  # there `cast_frozen_layers` packs a reference
                 # An actor that trains its experts computes them in float32, and is compared.
-                hold_frozen(loaded.model, compute.dtype, norms=not alone, experts=trained)
+                cast_frozen_weights(loaded.model, compute.dtype, norms=not alone, experts=trained)
             return loaded
 
         # A reference of the same model then has the same verdict.
         sampled = load is load_policy and path == model_folder(settings.path)
-        verdict, remarks = judge_model(
+        verdict, remarks = choose_run_mode(
             path, self._config, self._ranks, critic=load is load_value_model,
             checkpointing=checkpointing,
             sampler=HFSampler if sampled and sampler_name(self._config) == "hf" else None,
         )  # fmt: skip
         self.remarks += [remark for remark in remarks if remark not in self.remarks]
-        loaded: Loaded = load_spread(
+        loaded: Loaded = load_sharded(
             load,
             path,
             self._ranks,
             sharding,
             self._compute,
             gradient_checkpointing=checkpointing,
-            brought_once=not trained and loads_reference_once(self._config),
+            offload_between_uses=not trained and loads_reference_once(self._config),
             prepare=prepare,
             trust_remote_code=settings.trust_remote_code,
-            attn_implementation=verdict.way.kernel,
+            attn_implementation=verdict.mode.kernel,
         )
         require_length(loaded.model.config.to_dict(), path, self._config.data)
-        if self._rounds_on_cpu():
-            round_norms(loaded.model, partial(self._some_states, loaded))
-        if not verdict.way.packed:
+        if self._is_rounded_on_cpu():
+            round_norms(loaded.model, partial(self._probe_states, loaded))
+        if not verdict.mode.packed:
             return loaded
-        packed = pack(
+        packed = enable_packing(
             loaded,
             path,
             self._compute,
@@ -470,12 +479,12 @@ class Learner:
                 f"and the model {path} only {size}: they do not belong together."
             )
 
-    def _rounds_on_cpu(self) -> bool:
+    def _is_rounded_on_cpu(self) -> bool:
         """Whether products here, on the CPU in one process, are not in float32."""
         compute = self._compute
         return self._ranks.alone and compute.device.type == "cpu" and compute.dtype != torch.float32
 
-    def _some_states(self, loaded: Policy | ValueModel) -> Tensor:
+    def _probe_states(self, loaded: Policy | ValueModel) -> Tensor:
         """The last hidden states of a few tokens, in the computing precision."""
         with self._compute.autocast():
             return loaded.hidden_BLH(torch.arange(7)[None])
@@ -491,8 +500,8 @@ class Learner:
         flag = "ref.path" if c.ref.path else "--model"
         reference = self._load_policy(reference_path, sharding, trained=False, flag=flag)
         self._require_vocabulary(reference, reference_path)
-        if self._rounds_on_cpu():
-            hold_cast(reference.model, self._compute.dtype)
+        if self._is_rounded_on_cpu():
+            cast_frozen_layers(reference.model, self._compute.dtype)
         return reference
 
     def _build_actor(self, total_steps: int) -> ActorLearner:
@@ -532,11 +541,11 @@ class Learner:
         )  # fmt: skip
 
 
-def _bring_home(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return whole_tensor(tensor, dtype).cpu()
+def _to_cpu(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return gather_tensor(tensor, dtype).cpu()
 
 
-def widen(part_XBT: Tensor, batch: Batch) -> Tensor:
+def pad_to_batch(part_XBT: Tensor, batch: Batch) -> Tensor:
     """Rows of a slice, as wide as the whole batch, on the CPU."""
     missing = batch.response_mask_BT.shape[1] - part_XBT.shape[-1]
     return torch.nn.functional.pad(part_XBT.cpu(), (0, missing))
@@ -559,11 +568,11 @@ class LocalEngine:
         self._learner = Learner(config, tokenizer, total_steps=total_steps, profiles=profiles)
         for remark in self._learner.remarks:
             tell(remark)
-        self._sampler = sample_from(
+        self._sampler = build_shared_sampler(
             self._learner.policy.model, config, tokenizer,
             with_entropies=not why_recompute_logprobs(config),
         )  # fmt: skip
-        self._sampler.room.tell = lambda rows: tell(room_told(rows))
+        self._sampler.capacity.on_halving = lambda rows: tell(describe_halving(rows))
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
@@ -573,7 +582,7 @@ class LocalEngine:
         # Greedy responses (validations, baselines) belong to no phase of training.
         phase = self._learner.phase("rollout") if sampling.temperature else nullcontext()
         advice = advise_memory(self._learner._config, "sampling")
-        with phase, tell_out_of_memory("Sampling", advice), awake:
+        with phase, explain_out_of_memory("Sampling", advice), awake:
             version = self._learner.weight_version
             yield from self._sampler.generate(prompts, sampling, version, begun)
 
@@ -591,12 +600,14 @@ class LocalEngine:
 
     def save(self, directory: Path, *, last: bool = False) -> Future[None]:
         """Take a snapshot; `actor/`, `critic/` and `state/` are written in the background."""
-        return self._learner.begin_save(directory, room=[self._sampler.room.left()], last=last)
+        return self._learner.begin_save(
+            directory, room=[self._sampler.capacity.halved_rows()], last=last
+        )
 
     def load(self, directory: Path) -> None:
         """Take back weights, optimizers, budgets and the weight version, exactly."""
         for rows in self._learner.load(directory)[:1]:
-            self._sampler.room.resume(rows)
+            self._sampler.capacity.restore(rows)
 
     def close(self) -> None:
         """Nothing here outlives the process."""

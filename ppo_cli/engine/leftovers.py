@@ -19,18 +19,18 @@ SHARED_MEMORY = Path("/dev/shm")
 OWNER = "owner"
 
 
-def own_folder(kind: str) -> Path:
+def create_folder(kind: str) -> Path:
     """Make a folder `ppo-KIND-…` that nobody else reads, in shared memory where there is any.
 
     Removes first what processes that are no more have left there.
     """
-    sweep()
+    remove_stale_folders()
     folder = Path(tempfile.mkdtemp(prefix=f"ppo-{kind}-", dir=_place()))
-    claim(folder)
+    claim_folder(folder)
     return folder
 
 
-def meeting_points(folder: Path) -> list[str]:
+def list_rendezvous_files(folder: Path) -> list[str]:
     """Names of the files by which vLLM's processes met; shared memory is named after them."""
     return [path.name for path in folder.glob("vllm_dist_*")]
 
@@ -44,12 +44,12 @@ def remove(folder: Path, met_at: Iterable[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def claim(folder: Path) -> None:
+def claim_folder(folder: Path) -> None:
     """Write into a folder `ppo-…` that it belongs to this process."""
     (folder / OWNER).write_text(f"{_boot()} {_namespace()} {os.getpid()}")
 
 
-def sweep(place: Path | None = None) -> None:
+def remove_stale_folders(place: Path | None = None) -> None:
     """Remove the folders there that processes of this machine have claimed and that are no more.
 
     Other machines and containers may share the place, which is shared memory by default.
@@ -59,7 +59,7 @@ def sweep(place: Path | None = None) -> None:
             boot, namespace, pid = note.read_text().split()
             is_local = (boot, namespace) == (_boot(), str(_namespace()))
             if is_local and note.parent.lstat().st_uid == os.getuid() and not lives(int(pid)):
-                remove(note.parent, meeting_points(note.parent))
+                remove(note.parent, list_rendezvous_files(note.parent))
 
 
 def _place() -> Path:

@@ -38,9 +38,9 @@ class OutOfMemoryElsewhere(MemoryError):
 class Ranks:
     """This process among all learner processes; the default is one process alone.
 
-    `mesh` has the dimensions "replicate", "shard" and "tensor", and is None for one alone.
-    `flags` is a group of all ranks, on the CPU, in which `agree` asks whether all are well;
-    `waits_s` has the seconds of each call since `take_waits`.
+    `mesh` has the dimensions "replicate", "shard" and "tensor"; it is None for a single process.
+    `flags` is a CPU group of all ranks for `exchange_failures`; `waits_s` collects the seconds of
+    its calls until `pop_wait_seconds`.
     """
 
     rank: int = 0
@@ -50,7 +50,7 @@ class Ranks:
     flags: dist.ProcessGroup | None = None
     waits_s: list[float] = field(default_factory=list)
 
-    def agree(self, *, failed: bool = False) -> None:
+    def exchange_failures(self, *, failed: bool = False) -> None:
         """Say whether memory has run out here; all ranks call, at the end of a micro-batch.
 
         Raises OutOfMemoryElsewhere where it has run out on another rank, and not here.
@@ -64,8 +64,8 @@ class Ranks:
         if flag.item() and not failed:
             raise OutOfMemoryElsewhere("another rank ran out of memory")
 
-    def take_waits(self) -> float:
-        """Return the seconds spent in `agree` since the last call."""
+    def pop_wait_seconds(self) -> float:
+        """Return the seconds spent in `exchange_failures` since the last call."""
         total = sum(self.waits_s)
         self.waits_s.clear()
         return total
@@ -86,7 +86,7 @@ class Ranks:
         return self.rank // self.tensor_size
 
     @property
-    def speaks(self) -> bool:
+    def reports_results(self) -> bool:
         """Whether this rank reports its sums: tensor-parallel neighbours hold the same ones."""
         return self.rank % self.tensor_size == 0
 
@@ -124,7 +124,7 @@ def join_ranks(
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
     )
-    with inside_collective(rank, FREE_DEVICE):
+    with explain_collective_errors(rank, FREE_DEVICE):
         mesh = init_device_mesh(
             device.type,
             (data_size // shards, shards, tensor_size),
@@ -134,7 +134,7 @@ def join_ranks(
         flags = None
         if tensor_size == 1:
             flags = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        _use_collectives(mesh, device)
+        _warm_up_collectives(mesh, device)
     return Ranks(rank=rank, size=size, tensor_size=tensor_size, mesh=mesh, flags=flags)
 
 
@@ -142,7 +142,7 @@ def join_ranks(
 WIDE_BYTES = 16 << 20
 
 
-def _use_collectives(mesh: DeviceMesh, device: torch.device) -> None:
+def _warm_up_collectives(mesh: DeviceMesh, device: torch.device) -> None:
     """Use each kind of collective once, in each group that will.
 
     A communicator takes its buffers (NCCL: hundreds of MB) when a kind is first used. Afterwards
@@ -169,7 +169,7 @@ def gather_objects(ranks: Ranks, value: Any) -> list[Any]:
     return values
 
 
-def sum_over(ranks: Ranks, value: float) -> float:
+def sum_over_ranks(ranks: Ranks, value: float) -> float:
     """The sum of a number over all ranks, the same on every rank; NaN and infinity included."""
     if ranks.mesh is None:
         return value
@@ -189,7 +189,7 @@ FREE_DEVICE = (  # no model is loaded yet
 
 
 @contextmanager
-def inside_collective(rank: int, advice: str = LEAVE_MEMORY) -> Iterator[None]:
+def explain_collective_errors(rank: int, advice: str = LEAVE_MEMORY) -> Iterator[None]:
     """Turn memory that runs out inside of a collective, and what else NCCL raises, into WorkerLost.
 
     No rank can turn back from there: the others wait in it for this one, and are ended with it.
@@ -215,7 +215,7 @@ def _nccl_words(error: Exception) -> str:
     return "; ".join((first_line(error), *(line.rstrip(" .:") for line in lines)))
 
 
-def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
+def run_on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
     """Do `work` on this rank and wait for the others; an error on one is raised on all.
 
     `work` must hold no collective: the ranks may be at different things. The error of the

@@ -33,8 +33,8 @@ from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampler, Sampling
 from ppo_cli.engine.batches.packing import choose_attention
-from ppo_cli.engine.batches.rows import cut_slice
-from ppo_cli.engine.cpu.lean_layers import keep_less
+from ppo_cli.engine.batches.rows import build_micro_batch
+from ppo_cli.engine.cpu.lean_layers import use_lean_layers
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.models.attention import Packing
@@ -49,8 +49,8 @@ from ppo_cli.engine.models.small_models import (
     shrink_config,
 )
 from ppo_cli.engine.models.value_models import CRITIC_FLAG, build_value_model
-from ppo_cli.engine.ranks import Ranks, gather_objects, together
-from ppo_cli.engine.training.actor_critic import view_tokens
+from ppo_cli.engine.ranks import Ranks, gather_objects, run_on_all_ranks
+from ppo_cli.engine.training.actor_critic import compute_token_stats
 from ppo_cli.errors import ModelError, first_line, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 
@@ -68,7 +68,7 @@ NO_KERNEL = "transformers has no {} attention for this family"
 
 
 @dataclass(frozen=True)
-class Conditions:
+class TrialConditions:
     """What a verdict depends on besides the model: what was set (None: open), and what is done."""
 
     kernel: str | None = None
@@ -78,14 +78,14 @@ class Conditions:
     sampler: Callable[..., Sampler] | None = None  # of this process, reading the same weights
     trains: bool = True
     critic: bool = False
-    lean: bool = False  # `keep_less` is applied
+    lean: bool = False  # `use_lean_layers` is applied
     remote_code: bool = False
     device: str = "cpu"
     longest_row: int = 0  # tokens; windows that it does not cross are not tried
 
 
 @dataclass(frozen=True)
-class Way:
+class RunMode:
     """How a model may be run: its attention kernel, and packed rows or padded ones."""
 
     kernel: str
@@ -99,7 +99,7 @@ class Verdict:
     `rejected` tells what is wrong with ways that come before it, by "packing" or a kernel.
     """
 
-    way: Way
+    mode: RunMode
     differences: dict[str, str] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     untried: str = ""  # why no small model could be made
@@ -113,7 +113,7 @@ class Numbers:
     gradients: dict[str, Tensor]
 
 
-def run_trial(config: PreTrainedConfig, conditions: Conditions) -> Verdict:
+def run_trial(config: PreTrainedConfig, conditions: TrialConditions) -> Verdict:
     """Try the ways to run a model of this config, the fastest first; the first exact one counts.
 
     Raises ModelError for a model that the hf sampler cannot hold.
@@ -123,32 +123,32 @@ def run_trial(config: PreTrainedConfig, conditions: Conditions) -> Verdict:
     except Exception as error:  # a family's own code may raise anything at sizes that do not fit
         if is_out_of_memory(error):
             raise
-        way = Way(conditions.kernel or "eager", conditions.packing is True)
-        return Verdict(way, untried=first_line(error))
+        mode = RunMode(conditions.kernel or "eager", conditions.packing is True)
+        return Verdict(mode, untried=first_line(error))
     rejected: dict[str, str] = {}
-    for way in (ways := _list_ways(conditions)):
-        differences = try_way(small, oracle, way, conditions)
+    for mode in (modes := _list_ways(conditions)):
+        differences = try_mode(small, oracle, mode, conditions)
         if not differences:
-            return Verdict(way, rejected=rejected)
-        rejected[way.kernel] = text = "; ".join(differences.values())
-        if way.packed:
+            return Verdict(mode, rejected=rejected)
+        rejected[mode.kernel] = text = "; ".join(differences.values())
+        if mode.packed:
             rejected["packing"] = text
-    return Verdict(ways[-1], differences, rejected)
+    return Verdict(modes[-1], differences, rejected)
 
 
-def _list_ways(conditions: Conditions) -> list[Way]:
+def _list_ways(conditions: TrialConditions) -> list[RunMode]:
     """The ways to try. Those against a setting come last: they tell what is wrong with it."""
     kernels = dict.fromkeys([conditions.kernel or "sdpa", "eager"])
     layouts = [False] if conditions.packing is False else [True, False]
-    ways = [Way(kernel, packed) for kernel in kernels for packed in layouts]
+    modes = [RunMode(kernel, packed) for kernel in kernels for packed in layouts]
     if conditions.packing:
-        return sorted(ways, key=lambda way: not way.packed)
+        return sorted(modes, key=lambda mode: not mode.packed)
     # Where masks hide other rows, packing costs more than padding.
-    return [way for way in ways if not (way.packed and way.kernel == "eager")]
+    return [mode for mode in modes if not (mode.packed and mode.kernel == "eager")]
 
 
 def _build_oracle(
-    config: PreTrainedConfig, conditions: Conditions
+    config: PreTrainedConfig, conditions: TrialConditions
 ) -> tuple[PreTrainedConfig, Policy | ValueModel]:
     """A small config and its model in eager attention; raises an error where none can be made."""
     errors: list[Exception] = []
@@ -171,7 +171,9 @@ def _build_oracle(
     raise errors[0]
 
 
-def _build(config: PreTrainedConfig, kernel: str, conditions: Conditions) -> Policy | ValueModel:
+def _build(
+    config: PreTrainedConfig, kernel: str, conditions: TrialConditions
+) -> Policy | ValueModel:
     options = {"attn_implementation": kernel, "trust_remote_code": conditions.remote_code}
     config = copy.deepcopy(config)  # which holds the kernel of the model that is made
     loaded = (
@@ -202,22 +204,22 @@ def draw_rollouts(loaded: Policy | ValueModel) -> list[Rollout]:
     ]
 
 
-def try_way(
-    small: PreTrainedConfig, oracle: Policy | ValueModel, way: Way, conditions: Conditions
+def try_mode(
+    small: PreTrainedConfig, oracle: Policy | ValueModel, mode: RunMode, conditions: TrialConditions
 ) -> dict[str, str]:
     """What differs from the oracle this way: part -> description."""
     try:
-        loaded = _build(small, way.kernel, conditions)
+        loaded = _build(small, mode.kernel, conditions)
     except DAMAGED as error:
         if "does not support" in str(error):
-            return {"model": NO_KERNEL.format(way.kernel)}
+            return {"model": NO_KERNEL.format(mode.kernel)}
         return {"model": f"it cannot be built ({first_line(error)})"}
     loaded.model.load_state_dict(oracle.model.state_dict())
     if conditions.lean:
-        keep_less(loaded.model)
+        use_lean_layers(loaded.model)
     if conditions.checkpointing:
         checkpoint_blocks(loaded.model)
-    if way.packed:
+    if mode.packed:
         kind = choose_attention(loaded.model)
         if kind is Packing.MASKED and conditions.packing is None:
             return {"packing": "its attention needs masks"}
@@ -226,18 +228,18 @@ def try_way(
     differences: dict[str, str] = {}
     rollouts = draw_rollouts(oracle)
     if conditions.sampler is not None:
-        with _reporting("sampler", differences):
+        with _catching_errors("sampler", differences):
             rollouts = _sample(conditions.sampler, loaded.model, rollouts)
     batch = build_batch(rollouts, pad_token_id=0)
     exact = compute_alone(oracle, batch)
     if conditions.sampler is not None and not differences:
         _compare_outputs(differences, "sampler", batch.sampler_logprobs_BT, exact, batch)
     if conditions.trains:
-        with _reporting("annotation", differences), torch.no_grad():
-            outputs_BT = _view(loaded, batch).detach()
+        with _catching_errors("annotation", differences), torch.no_grad():
+            outputs_BT = _compute_outputs(loaded, batch).detach()
             _compare_outputs(differences, "annotation", outputs_BT, exact, batch)
-        with _reporting("update", differences):
-            numbers = _differentiate(loaded, _view(loaded, batch))
+        with _catching_errors("update", differences):
+            numbers = _differentiate(loaded, _compute_outputs(loaded, batch))
             _compare_outputs(differences, "update", numbers.outputs_BT, exact, batch)
             _compare_gradients(differences, numbers.gradients, exact.gradients)
     return differences
@@ -261,17 +263,21 @@ def compute_alone(oracle: Policy | ValueModel, batch: Batch) -> Numbers:
     return _differentiate(oracle, torch.stack(rows))
 
 
-def _view(loaded: Policy | ValueModel, batch: Batch) -> Tensor:
+def _compute_outputs(loaded: Policy | ValueModel, batch: Batch) -> Tensor:
     """The same numbers as a learner computes them, in one micro-batch."""
     compute = Compute(loaded.model.device, torch.float32)
     packed = loaded.packing is not None
-    cut = cut_slice(
+    micro_batch = build_micro_batch(
         batch, range(len(batch)), compute.device, packed=packed, shared=loaded.shares_prompts
     )
     if isinstance(loaded, ValueModel):
-        return cut.spread(cut.pick(loaded.values_BL(cut.input_ids_BL, cut.packed)))
-    tokens = view_tokens(loaded, cut, compute, temperature=1.0, with_entropy=False)
-    return cut.spread(tokens.logprobs_N)
+        return micro_batch.scatter(
+            micro_batch.gather_states(
+                loaded.values_BL(micro_batch.input_ids_BL, micro_batch.packed)
+            )
+        )
+    tokens = compute_token_stats(loaded, micro_batch, compute, temperature=1.0, with_entropy=False)
+    return micro_batch.scatter(tokens.logprobs_N)
 
 
 def _differentiate(loaded: Policy | ValueModel, outputs_BT: Tensor) -> Numbers:
@@ -300,7 +306,7 @@ def _sample(
 
 
 @contextmanager
-def _reporting(part: str, differences: dict[str, str]) -> Iterator[None]:
+def _catching_errors(part: str, differences: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a model's own code may raise anything
@@ -328,7 +334,7 @@ def _compare_gradients(
 
 
 # The bundled model starts without a trial.
-BUNDLED_VERDICT = Verdict(Way("sdpa", packed=True))
+BUNDLED_VERDICT = Verdict(RunMode("sdpa", packed=True))
 BUNDLED_VERSIONS = ("5.19.0", "2.13.0")  # of transformers and torch
 ADVICE = {
     "sampler": "Sample with vLLM (rollout.name=vllm), or choose another model.",
@@ -339,7 +345,7 @@ ADVICE = {
 }
 
 
-def judge_model(
+def choose_run_mode(
     path: str,
     config: Config,
     ranks: Ranks,
@@ -355,7 +361,7 @@ def judge_model(
     """
     flag = CRITIC_FLAG if critic else "--model"
     model, device = config.model, Compute.choose(config.model.dtype).device.type
-    conditions = Conditions(
+    conditions = TrialConditions(
         kernel=model.attn_implementation,
         packing=model.packing,
         share_prompts=shares_prompts(config, on_gpu=device != "cpu"),
@@ -372,18 +378,18 @@ def judge_model(
     def judge() -> Verdict | None:
         if ranks.rank:
             return None
-        if _ships_verdict(path, conditions):
+        if _is_bundled(path, conditions):
             return BUNDLED_VERDICT
         verdict = _find_verdict(load_config(path, flag, model.trust_remote_code), conditions)
         _require_exact(path, verdict, conditions)
         return verdict
 
-    verdict: Verdict = gather_objects(ranks, together(ranks, judge))[0]
-    return verdict, list(_remark(path, verdict, conditions))
+    verdict: Verdict = gather_objects(ranks, run_on_all_ranks(ranks, judge))[0]
+    return verdict, list(_describe_verdict(path, verdict, conditions))
 
 
-def _require_exact(path: str, verdict: Verdict, conditions: Conditions) -> None:
-    way, kernel = verdict.way, conditions.kernel
+def _require_exact(path: str, verdict: Verdict, conditions: TrialConditions) -> None:
+    mode, kernel = verdict.mode, conditions.kernel
     if verdict.differences:
         part, difference = next(iter(verdict.differences.items()))
         named, advice = ("critic", ADVICE["critic"]) if conditions.critic else (part, ADVICE[part])
@@ -391,51 +397,51 @@ def _require_exact(path: str, verdict: Verdict, conditions: Conditions) -> None:
             f"The {named} does not compute what {path} computes: {difference}, in a trial with "
             f"small random weights, against each row alone in eager attention. {advice}"
         )
-    if kernel is not None and way.kernel != kernel:
+    if kernel is not None and mode.kernel != kernel:
         raise ModelError(
             f"model.attn_implementation={kernel} does not compute what {path} computes "
             f"({verdict.rejected[kernel]}). Leave model.attn_implementation out, or set it to "
-            f"{way.kernel}."
+            f"{mode.kernel}."
         )
-    if conditions.packing and not way.packed:
+    if conditions.packing and not mode.packed:
         raise ModelError(
             f"{path} cannot be trained on packed rows ({verdict.rejected['packing']}). Leave "
             "model.packing out, or take another model."
         )
 
 
-def _remark(path: str, verdict: Verdict, conditions: Conditions) -> Iterator[str]:
+def _describe_verdict(path: str, verdict: Verdict, conditions: TrialConditions) -> Iterator[str]:
     if verdict.untried:
         yield (
             f"{path} was not tried: no small model of its architecture can be built "
-            f"({verdict.untried}). Rows are padded and attention is {verdict.way.kernel}; "
+            f"({verdict.untried}). Rows are padded and attention is {verdict.mode.kernel}; "
             "model.packing and model.attn_implementation change that."
         )
         return
-    if conditions.kernel is None and verdict.way.kernel != "sdpa":
+    if conditions.kernel is None and verdict.mode.kernel != "sdpa":
         reason = verdict.rejected["sdpa"]
         # Without the figures: actor and critic of one model are told once.
         reason = reason if reason == NO_KERNEL.format("sdpa") else "sdpa computes something else"
-        yield f"Attention of {path} is {verdict.way.kernel}: {reason}."
-    if conditions.packing is None and not verdict.way.packed and conditions.trains:
+        yield f"Attention of {path} is {verdict.mode.kernel}: {reason}."
+    if conditions.packing is None and not verdict.mode.packed and conditions.trains:
         yield f"Rows of {path} are padded: packing does not suit its attention."
 
 
-def _ships_verdict(path: str, conditions: Conditions) -> bool:
+def _is_bundled(path: str, conditions: TrialConditions) -> bool:
     """Whether a test has tried the bundled model as it is to run, with these versions."""
     is_open = conditions.kernel is None and conditions.packing is None
     versions = (transformers.__version__, torch.__version__.partition("+")[0])
     return is_open and path == model_folder(EMBEDDED) and versions == BUNDLED_VERSIONS
 
 
-def _find_verdict(config: PreTrainedConfig, conditions: Conditions) -> Verdict:
+def _find_verdict(config: PreTrainedConfig, conditions: TrialConditions) -> Verdict:
     """The verdict on the disk, or that of a trial."""
     # A model's own code is no part of the digest.
     file = None if conditions.remote_code else _verdict_file(config, conditions)
     with suppress(OSError, ValueError, KeyError, TypeError):
         if file is not None:
             fields = json.loads(file.read_text())
-            return Verdict(**fields | {"way": Way(**fields["way"])})
+            return Verdict(**fields | {"mode": RunMode(**fields["mode"])})
     # The draws of the run stay what they are.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         verdict = run_trial(config, conditions)
@@ -447,7 +453,7 @@ def _find_verdict(config: PreTrainedConfig, conditions: Conditions) -> Verdict:
     return verdict
 
 
-def _verdict_file(config: PreTrainedConfig, conditions: Conditions) -> Path | None:
+def _verdict_file(config: PreTrainedConfig, conditions: TrialConditions) -> Path | None:
     """Where a verdict is kept: named by all that it depends on, our own code included."""
     if (folder := cache_folder()) is None:
         return None

@@ -230,4 +230,4 @@ def test_a_sampler_short_of_memory_samples_fewer_at_once_and_a_checkpoint_rememb
     assert [text.partition(":")[0] for text in halvings] == ["Sampler 0 ran out of memory"] * 2
     assert halvings[-1].endswith("Set rollout.max_num_seqs=3 to start there next time.")
     alone.load(tmp_path / "saved")
-    assert alone._sampler.room.left() == 3
+    assert alone._sampler.capacity.halved_rows() == 3

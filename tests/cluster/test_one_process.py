@@ -160,7 +160,7 @@ def test_settings_weights_and_state_reach_every_worker(
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert told == ["Starting 1 learner rank and 2 samplers"]
     roles = [member.handle._held for member in engine._samplers]
-    assert [role._sampler.room.rows for role in roles] == [9, 9]
+    assert [role._sampler.capacity.rows for role in roles] == [9, 9]
     profilers = [one.handle._held._profiler for one in (*engine._learners, *engine._samplers)]
     rollout = config.rollout.model_copy(update={"sleep": "offload"})  # chosen once for all
     settled = config.model_copy(update={"rollout": rollout})
@@ -173,7 +173,7 @@ def test_settings_weights_and_state_reach_every_worker(
     for version in range(2):
         assert_same(train(engine, prompts, pad), train(alone, prompts, pad), version)
 
-    roles[1]._sampler.room.halve(8)
+    roles[1]._sampler.capacity.halve(8)
     list(engine.generate(prompts, Sampling(max_tokens=2)))
     assert told[1].startswith("Sampler 1 ran out of memory: at most 4 responses")
     (tmp_path / "saved").mkdir()
@@ -188,7 +188,7 @@ def test_settings_weights_and_state_reach_every_worker(
         logs=tmp_path / "logs", address="there",
     )  # fmt: skip
     fresh.load(tmp_path / "saved")
-    again = [member.handle._held._sampler.room for member in fresh._samplers]
+    again = [member.handle._held._sampler.capacity for member in fresh._samplers]
     assert [room.rows for room in again] == [9, 4] and fresh._room == [None, 4]
     assert_same(train(fresh, prompts, pad), wanted, 2)
     fresh.close()

@@ -38,7 +38,7 @@ from ppo_cli.config.memory.plan import (
 )
 from ppo_cli.config.models.shape import Device, Shape
 from ppo_cli.config.schema.run import Config
-from ppo_cli.engine.cpu.lean_layers import keep_less
+from ppo_cli.engine.cpu.lean_layers import use_lean_layers
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3,
@@ -81,7 +81,7 @@ def kept_by_autograd(model: Any, tokens: int) -> int:
 def test_activations_are_those_that_autograd_keeps(name: str) -> None:
     build, allowed = MODELS[name]
     model = build().train()
-    keep_less(model)
+    use_lean_layers(model)
     shape = Shape.of(model.config.to_dict())
     assert shape is not None
     plain = Device(half=False, gpu=False, shards=1, tensor=1, packed=False, keeps_freed=False)

@@ -21,7 +21,7 @@ import torch
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, build_batch
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.async_rollout import AheadEngine
-from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums, begin, go_on
+from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums, extend_rollout, start_rollouts
 from ppo_cli.errors import WorkerLost
 from ppo_cli.records import Prompt, Rollout
 
@@ -60,7 +60,7 @@ class SmallEngine:
         assert self._sampling.acquire(blocking=False), "two rounds at a time"
         try:
             self.calls.append(f"generate {sampling.seed}")
-            for one in (*begin(prompts, sampling), *begun):
+            for one in (*start_rollouts(prompts, sampling), *begun):
                 self.pause()
                 yield self._draw(one, sampling)
             self.rounds_drawn += 1
@@ -70,12 +70,12 @@ class SmallEngine:
     def _draw(self, begun: Rollout, sampling: Sampling) -> Rollout:
         ids: list[int] = []
         stopped, before = False, len(begun.token_ids)
-        while not stopped and before + len(ids) < sampling.most_tokens(before):
+        while not stopped and before + len(ids) < sampling.length_limit(before):
             place = begun.seed, begun.key, before + len(ids)
             drawn = stir(self.sampler_weights, sampling.temperature, place)
             ids.append(drawn % 250)
             stopped = drawn % 7 == 0
-        return go_on(
+        return extend_rollout(
             begun,
             ids,
             np.full(len(ids), -1 / (2 + self.version), dtype=np.float32),
@@ -138,7 +138,7 @@ class SmallEngine:
 
 
 @dataclass
-class Trained:
+class TrainedModel:
     """What a step was trained on."""
 
     step: int
@@ -156,7 +156,7 @@ class Run:
     seed: int = 0
     temperature: float = 1.0
     step: int = 0
-    trained: list[Trained] = field(default_factory=list)
+    trained: list[TrainedModel] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.inner = SmallEngine()
@@ -194,7 +194,7 @@ class Run:
             (r.key, r.token_ids, r.sampler_logprobs.tobytes(), r.text, r.finish_reason, r.carried)
             for r in rollouts
         ]
-        self.trained.append(Trained(self.step, staleness, list(seen)))
+        self.trained.append(TrainedModel(self.step, staleness, list(seen)))
         return batch
 
     def undo_step(self, order: dict[str, object]) -> None:

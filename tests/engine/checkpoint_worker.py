@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from ppo_cli.config.schema.algorithm import Optim, Sharding
-from ppo_cli.engine.checkpoint import Trained, restore, saved_model, take_snapshot
+from ppo_cli.engine.checkpoint import TrainedModel, describe_full_model, restore, take_snapshot
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import Ranks, join_ranks
-from ppo_cli.engine.sharding.load import load_spread
-from ppo_cli.engine.sharding.tensors import full_tensor
+from ppo_cli.engine.sharding.load import load_sharded
+from ppo_cli.engine.sharding.tensors import gather_copy
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError
 
@@ -33,12 +33,12 @@ def join(rank: int, size: int, folder: Path, name: str, tensor_size: int = 1) ->
     )  # fmt: skip
 
 
-def load(folder: Path, ranks: Ranks) -> list[Trained]:
+def load(folder: Path, ranks: Ranks) -> list[TrainedModel]:
     """An actor and a critic in pieces, with fresh optimizers."""
-    actor = load_spread(load_policy, str(folder / "model"), ranks, Sharding(), CPU)
-    critic = load_spread(load_value_model, str(folder / "model"), ranks, Sharding(), CPU)
+    actor = load_sharded(load_policy, str(folder / "model"), ranks, Sharding(), CPU)
+    critic = load_sharded(load_value_model, str(folder / "model"), ranks, Sharding(), CPU)
     return [
-        saved_model(name, model, build_optimizer(model, ranks), {})
+        describe_full_model(name, model, build_optimizer(model, ranks), {})
         for name, model in (("actor", actor.model), ("critic", critic.model))
     ]
 
@@ -49,7 +49,7 @@ def build_optimizer(model: nn.Module, ranks: Ranks) -> Optimizer:
     )
 
 
-def move(part: Trained) -> None:
+def move(part: TrainedModel) -> None:
     """An optimizer step on gradients that are other in every element."""
     for tensor in part.weights.values():
         tensor.grad = (tensor.detach() * 3 + 1).clone()
@@ -64,7 +64,7 @@ def write(rank: int, size: int, folder: Path) -> None:
         move(part)
     snapshot = take_snapshot(parts, {"weight_version": 7}, ranks)
     truth = {
-        f"{part.name}.{n}": full_tensor(t)
+        f"{part.name}.{n}": gather_copy(t)
         for part in parts
         for n, t in (*part.weights.items(), *part.optimizer.moments().items())
     }
@@ -81,7 +81,7 @@ def write(rank: int, size: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def refuse_damage(folder: Path, ranks: Ranks, parts: list[Trained]) -> None:
+def refuse_damage(folder: Path, ranks: Ranks, parts: list[TrainedModel]) -> None:
     """Every rank is told what the first has seen, and none waits for another."""
     torch.distributed.barrier()
     if ranks.rank == 0:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppo_cli.config.schema.algorithm import Optim
-from ppo_cli.engine.sharding.host_memory import Hosted
-from ppo_cli.engine.sharding.tensors import full_tensor
+from ppo_cli.engine.sharding.host_memory import OffloadedModel
+from ppo_cli.engine.sharding.tensors import gather_copy
 from ppo_cli.engine.training.optimizer import Optimizer
 from tests.engine.second_device import SecondTensor, install
 
@@ -64,14 +64,14 @@ def step_offloaded(device: torch.device) -> dict[str, Any]:
         copies.append(dict(seen.count))
         held = optimizer.moments()
         places.append([t.data_ptr() for n, t in held.items() if not n.endswith(".step")])
-        moments = [full_tensor(tensor).sum().item() for tensor in held.values()]
+        moments = [gather_copy(tensor).sum().item() for tensor in held.values()]
     return {"copies": copies, "places": places, "moments": moments}
 
 
 def wake_hosted(device: torch.device) -> dict[str, Any]:
     """A model that comes to the device and goes home: copies, places, and what was changed."""
     model = make_model()
-    hosted = Hosted(model, device)
+    hosted = OffloadedModel(model, device)
     copies, places = [], []
     for _ in range(STEPS):
         with Copies() as seen, hosted.awake(), torch.no_grad():
@@ -93,7 +93,7 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     found = {"optimizer": step_offloaded(device), "on_cpu": on_cpu, "hosted": wake_hosted(device)}
     with Copies() as seen:
-        full_tensor(torch.ones(5, device=device))
+        gather_copy(torch.ones(5, device=device))
     found["full_tensor"] = dict(seen.count)
     (folder / "found.json").write_text(json.dumps(found))
 

@@ -15,7 +15,7 @@ from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
-from ppo_cli.engine.sharding.tensors import full_tensor
+from ppo_cli.engine.sharding.tensors import gather_copy
 from ppo_cli.records import Prompt, Rollout
 
 Rows = tuple[tuple[int, int], ...]
@@ -108,7 +108,7 @@ def take_steps(
         learner.publish()
     for name, model in (("actor", learner.policy), ("critic", learner._models()[-1])):
         named = model.model.named_parameters()
-        seen.weights |= {f"{name} {n}": full_tensor(p) for n, p in named}
+        seen.weights |= {f"{name} {n}": gather_copy(p) for n, p in named}
     return seen
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE, Ranks, join_ranks
-from ppo_cli.engine.sharding.tensors import whole_tensor
+from ppo_cli.engine.sharding.tensors import gather_tensor
 from tests.engine.packed_steps import settings
 
 KINDS = ("mixtral", "qwen3_5")
@@ -41,7 +41,7 @@ def main() -> None:
             learner = make_learner(str(folder / kind), ranks, **adapter)
             tensors = {
                 name: tensor.clone(memory_format=torch.contiguous_format)
-                for name, tensor in learner.published(whole_tensor)
+                for name, tensor in learner.published(gather_tensor)
             }
             save_file(tensors, folder / kind / f"published-{rank}-{len(adapter)}.safetensors")
             if not adapter:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import Ranks
-from ppo_cli.engine.sharding.tensors import whole_tensor
+from ppo_cli.engine.sharding.tensors import gather_tensor
 
 
 class Traffic(TorchDispatchMode):
@@ -44,9 +44,9 @@ def published(ranks: Ranks, path: str, lora_rank: int) -> list[int]:
         if "lora_" in name:  # half of them are zero at first
             tensor.data.add_(0.01)
     with Traffic() as whole:
-        after = {name: t.to(torch.bfloat16) for name, t in learner.published(whole_tensor)}
+        after = {name: t.to(torch.bfloat16) for name, t in learner.published(gather_tensor)}
     with Traffic() as cast:
-        pieces = learner.published(partial(whole_tensor, dtype=torch.bfloat16), whole_tensor)
+        pieces = learner.published(partial(gather_tensor, dtype=torch.bfloat16), gather_tensor)
         before = {name: t.to(torch.bfloat16) for name, t in pieces}
     assert list(before) == list(after)
     assert all(torch.equal(before[name], after[name]) for name in after)

@@ -45,10 +45,10 @@ SAMPLINGS = (
 # Where the host may wait for the device, in every step: for drawn tokens, annotations (once a
 # micro-batch), metrics and the gradient's norm (once an optimizer step), and offloaded tensors.
 IN_STEPS = {
-    "engine/training/actor_critic.py:read_sums",
+    "engine/training/actor_critic.py:fetch_sums",
     "engine/samplers/hf.py:_compact",
     "engine/samplers/hf.py:_record",
-    "engine/learner.py:widen",
+    "engine/learner.py:pad_to_batch",
     "engine/training/optimizer.py:_norm",
     "engine/sharding/host_memory.py:_take_home",
     "engine/sharding/host_memory.py:store",
@@ -69,11 +69,11 @@ IN_STEPS = {
 OF_WEIGHTS = {
     "engine/samplers/hf.py:build in modeling_utils.py:to",
     "engine/samplers/hf.py:load_weights",
-    "engine/learner.py:_bring_home",
+    "engine/learner.py:_to_cpu",
     "engine/models/lora.py:load_adapter",
-    "engine/sharding/tensors.py:fill_from_rank0",
-    "engine/sharding/tensors.py:full_tensor",
-    "engine/sharding/load.py:load_spread in modeling_utils.py:to",
+    "engine/sharding/tensors.py:scatter_from_rank0",
+    "engine/sharding/tensors.py:gather_copy",
+    "engine/sharding/load.py:load_sharded in modeling_utils.py:to",
     "rewards/models/heads.py:load_reward_model",
 }
 # Before the first step, where no verdict of the trial is kept yet.

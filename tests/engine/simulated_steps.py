@@ -109,7 +109,7 @@ def peaks_by_torch(config: Config) -> dict[str, int]:
         work(batch)
         peaks["ours"] = simulator.device_memory.peak_bytes
         gc.collect()
-        root, adamw = rank0.policy.around._root, rank0._actor.optimizer._adamw
+        root, adamw = rank0.policy.weights_context._root, rank0._actor.optimizer._adamw
         tracker = FSDPMemTracker(root, adamw)
         with tracker:
             work(batch)

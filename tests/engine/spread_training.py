@@ -12,8 +12,8 @@ from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
-from ppo_cli.engine.ranks import Ranks, sum_over
-from ppo_cli.engine.sharding.tensors import full_tensor
+from ppo_cli.engine.ranks import Ranks, sum_over_ranks
+from ppo_cli.engine.sharding.tensors import gather_copy
 from ppo_cli.engine.training.optimizer import Optimizer
 
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)
@@ -23,7 +23,7 @@ Found = dict[str, Any]
 
 
 @dataclass
-class Trained:
+class TrainedModel:
     """What is left of a training."""
 
     losses: list[float]
@@ -59,7 +59,7 @@ def value_loss(value_model: ValueModel, ids_BL: Tensor) -> Tensor:
 
 def train(
     model: Any, ranks: Ranks, compute: Compute = FLOAT32, *, spoilt: bool = False, **options: Any
-) -> Trained:
+) -> TrainedModel:
     """A few AdamW steps, two micro-batches each; `spoilt` puts a NaN into one rank's loss."""
     loss_of = policy_loss if isinstance(model, Policy) else value_loss
     settings: dict[str, Any] = {"grad_clip": 0.5, "clip_grad_value": None} | options
@@ -80,13 +80,13 @@ def train(
                     loss = loss * torch.nan
                 loss.backward()
                 total += loss.item()
-            losses.append(sum_over(ranks, total) / ranks.tensor_size)
+            losses.append(sum_over_ranks(ranks, total) / ranks.tensor_size)
             norm, stepped = optimizer.apply()
         assert stepped is not spoilt
         norms.append(norm)
-    parameters = {n: full_tensor(p) for n, p in model.model.named_parameters()}
-    moments = {n: full_tensor(m) for n, m in optimizer.moments().items()}
-    return Trained(losses, norms, parameters, moments, optimizer, model)
+    parameters = {n: gather_copy(p) for n, p in model.model.named_parameters()}
+    moments = {n: gather_copy(m) for n, m in optimizer.moments().items()}
+    return TrainedModel(losses, norms, parameters, moments, optimizer, model)
 
 
 def gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -95,7 +95,7 @@ def gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max((one[n] - other[n]).abs().max().item() for n in one)
 
 
-def compare(spread: Trained, alone: Trained | None) -> Found:
+def compare(spread: TrainedModel, alone: TrainedModel | None) -> Found:
     """How far apart two trainings ended; every rank tells its own norms."""
     if alone is None:
         return {"norms": spread.norms}

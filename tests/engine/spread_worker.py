@@ -19,7 +19,7 @@ import pytest
 import torch
 from packed_steps import MIXED, Rows, Seen, gaps, settings, take_steps
 from published_weights import published
-from spread_training import BFLOAT16, FLOAT32, Trained, compare, gap, policy_loss, rows, train
+from spread_training import BFLOAT16, FLOAT32, TrainedModel, compare, gap, policy_loss, rows, train
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
@@ -39,12 +39,12 @@ from ppo_cli.engine.ranks import (
     Ranks,
     gather_objects,
     join_ranks,
-    sum_over,
-    together,
+    run_on_all_ranks,
+    sum_over_ranks,
 )
-from ppo_cli.engine.sharding.gathered import CountedGather, CountedReduction, Gathered
-from ppo_cli.engine.sharding.load import load_spread
-from ppo_cli.engine.sharding.tensors import fill_from_rank0, full_tensor
+from ppo_cli.engine.sharding.gathered import CountedGather, CountedReduction, ShardedModel
+from ppo_cli.engine.sharding.load import load_sharded
+from ppo_cli.engine.sharding.tensors import gather_copy, scatter_from_rank0
 from ppo_cli.engine.training import actor_critic
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ConfigError
@@ -52,14 +52,14 @@ from ppo_cli.errors import ConfigError
 Found = dict[str, Any]
 
 WHOLE = Sharding(reshard_after_forward=False)
-ALONE_ALREADY: dict[str, Trained] = {}
+ALONE_ALREADY: dict[str, TrainedModel] = {}
 
 
 def both(
     ranks: Ranks, path: str, *, value: bool = False, sharding: Sharding | None = None, **load: Any
-) -> tuple[Trained, Trained | None]:
+) -> tuple[TrainedModel, TrainedModel | None]:
     """Train the same model spread, and on the first rank alone too."""
-    loader: Callable[..., Any] = partial(load_spread, load_value_model if value else load_policy)
+    loader: Callable[..., Any] = partial(load_sharded, load_value_model if value else load_policy)
     settings = sharding or Sharding()
     compute = load.pop("compute", FLOAT32)
     spread = train(loader(path, ranks, settings, compute, **load), ranks, compute)
@@ -71,7 +71,7 @@ def both(
     return spread, ALONE_ALREADY[key]
 
 
-def drift(spread: Trained, ranks: Ranks) -> float:
+def drift(spread: TrainedModel, ranks: Ranks) -> float:
     """How far the whole parameters of the ranks are apart: tensor-parallel ones hold copies."""
     return max(gap(spread.parameters, other) for other in gather_objects(ranks, spread.parameters))
 
@@ -86,29 +86,29 @@ def mix(model: Any) -> Any:
 MIX = partial(adapted, adapt=mix)
 
 
-def held(spread: Trained) -> float:
+def held(spread: TrainedModel) -> float:
     """The share of the parameters' memory that this rank holds."""
     parameters = list(spread.model.model.parameters())
     local = sum(p.to_local().numel() for p in parameters if isinstance(p, DTensor))
     return local / sum(p.numel() for p in parameters)
 
 
-def put_back(spread: Trained, ranks: Ranks) -> Found:
+def put_back(spread: TrainedModel, ranks: Ranks) -> Found:
     """Weights and moments into a fresh model and optimizer, from the first rank's whole ones."""
-    fresh = load_spread(load_policy, spread.model.model.name_or_path, ranks, Sharding(), FLOAT32)
+    fresh = load_sharded(load_policy, spread.model.model.name_or_path, ranks, Sharding(), FLOAT32)
     for name, parameter in fresh.model.named_parameters():
-        fill_from_rank0(parameter, spread.parameters[name] if ranks.rank == 0 else None, ranks)
+        scatter_from_rank0(parameter, spread.parameters[name] if ranks.rank == 0 else None, ranks)
     optimizer = Optimizer(
         fresh.model, Optim(), total_steps=1, grad_clip=0.0, clip_grad_value=None, ranks=ranks
     )
     optimizer.load_moments(
         list(spread.moments), lambda name: spread.moments[name] if ranks.rank == 0 else None
     )
-    parameters = {n: full_tensor(p) for n, p in fresh.model.named_parameters()}
-    moments = {n: full_tensor(m) for n, m in optimizer.moments().items()}
+    parameters = {n: gather_copy(p) for n, p in fresh.model.named_parameters()}
+    moments = {n: gather_copy(m) for n, m in optimizer.moments().items()}
     target = next(iter(fresh.model.parameters()))
     try:
-        fill_from_rank0(target, torch.zeros(3) if ranks.rank == 0 else None, ranks)
+        scatter_from_rank0(target, torch.zeros(3) if ranks.rank == 0 else None, ranks)
         refused = ""
     except ValueError as error:
         refused = str(error)
@@ -137,7 +137,7 @@ def checkpointed_case(ranks: Ranks, models: dict[str, str]) -> Found:
     for sharding in (Sharding(), WHOLE):
         gradients = []
         for checkpointing in (False, True):
-            policy = load_spread(
+            policy = load_sharded(
                 load_policy, models["untied"], ranks, sharding, FLOAT32,
                 gradient_checkpointing=checkpointing,
             )  # fmt: skip
@@ -147,7 +147,7 @@ def checkpointed_case(ranks: Ranks, models: dict[str, str]) -> Found:
             with policy.awake():
                 policy.sync_gradients(True)
                 policy_loss(policy, rows(0, 60)[ranks.data_rank :: ranks.data_size]).backward()
-            gradients.append({n: full_tensor(p.grad) for n, p in policy.model.named_parameters()})
+            gradients.append({n: gather_copy(p.grad) for n, p in policy.model.named_parameters()})
             found["passes"].append(len(passes))
         found["gaps"].append(gap(*gradients))
     return found
@@ -197,12 +197,12 @@ def offload_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 def reference_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """A reference in host memory; `moves` is how often its pieces come and go in two steps."""
-    place = Gathered._place_pieces
+    place = ShardedModel._place_pieces
     config = settings(model={"path": models["tied"]}, ref={"param_offload": True})
     moves: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            Gathered, "_place_pieces",
+            ShardedModel, "_place_pieces",
             lambda self, device: (moves.append(bool(self._homes)), place(self, device)),
         )  # fmt: skip
         spread = take_steps(config, ranks, MIXED, steps=2)
@@ -268,10 +268,10 @@ def lora_case(ranks: Ranks, models: dict[str, str]) -> Found:
 def experts_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """Adapters of experts and routers, and what their merged weights are."""
     spread, alone = both(ranks, models["experts"], prepare=ADAPT, gradient_checkpointing=True)
-    merged = dict(merged_tensors(spread.model.model, full_tensor))
+    merged = dict(merged_tensors(spread.model.model, gather_copy))
     if alone is None:
         return {"norms": spread.norms}
-    expected = dict(merged_tensors(alone.model.model, full_tensor))
+    expected = dict(merged_tensors(alone.model.model, gather_copy))
     return compare(spread, alone) | {"merged": gap(merged, expected)}
 
 
@@ -280,7 +280,7 @@ def nested_case(ranks: Ranks, models: dict[str, str]) -> Found:
     found = []
     for of in (ranks, ALONE):
         policy, reference = (
-            load_spread(load_policy, models[name], of, Sharding(), FLOAT32)
+            load_sharded(load_policy, models[name], of, Sharding(), FLOAT32)
             for name in ("untied", "other")
         )
         reference.model.requires_grad_(False)
@@ -306,12 +306,12 @@ def divergence(policy: Policy, reference: Policy, ranks: Ranks) -> list[float]:
     optimizer = Optimizer(
         policy.model, Optim(lr=0.0), total_steps=1, grad_clip=0.0, clip_grad_value=None, ranks=ranks
     )
-    return [sum_over(ranks, kl_N.sum().item()) / ranks.tensor_size, optimizer.apply()[0]]
+    return [sum_over_ranks(ranks, kl_N.sum().item()) / ranks.tensor_size, optimizer.apply()[0]]
 
 
 def broken_off_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """Work that fails in the middle, and a backward that does, leave a model that works."""
-    policy = load_spread(load_policy, models["untied"], ranks, Sharding(), FLOAT32)
+    policy = load_sharded(load_policy, models["untied"], ranks, Sharding(), FLOAT32)
     ids = rows(0, 60)
 
     def fail(ids_BL: Tensor) -> tuple[Tensor, ...]:
@@ -333,9 +333,9 @@ def broken_off_case(ranks: Ranks, models: dict[str, str]) -> Found:
         hidden.sum().backward()
     except MemoryError:
         failed += 1
-        policy.forget()
+        policy.reset()
     again = policy_loss(policy, ids).item()
-    alone = load_spread(load_policy, models["untied"], ALONE, Sharding(), FLOAT32)
+    alone = load_sharded(load_policy, models["untied"], ALONE, Sharding(), FLOAT32)
     return {"failed": failed, "gap": abs(again - policy_loss(alone, ids).item())}
 
 
@@ -353,20 +353,20 @@ def together_case(ranks: Ranks, models: dict[str, str]) -> Found:
     told = []
     for error in (ConfigError(["one", "two"]), Local("three")):
         try:
-            together(ranks, partial(work, error))
+            run_on_all_ranks(ranks, partial(work, error))
         except Exception as caught:
             told.append([type(caught).__name__, str(caught)])
     return {
         "told": told,
-        "fine": together(ranks, lambda: ranks.rank),
-        "sums": [sum_over(ranks, 2.0**-40 + ranks.rank), sum_over(ranks, float("nan"))],
+        "fine": run_on_all_ranks(ranks, lambda: ranks.rank),
+        "sums": [sum_over_ranks(ranks, 2.0**-40 + ranks.rank), sum_over_ranks(ranks, float("nan"))],
         "objects": gather_objects(ranks, {"rank": ranks.rank}),
     }
 
 
 def spoilt_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    policy = load_spread(load_policy, models["untied"], ranks, Sharding(), FLOAT32)
-    before = {n: full_tensor(p) for n, p in policy.model.named_parameters()}
+    policy = load_sharded(load_policy, models["untied"], ranks, Sharding(), FLOAT32)
+    before = {n: gather_copy(p) for n, p in policy.model.named_parameters()}
     after = train(policy, ranks, spoilt=True)
     return {"moved": gap(before, after.parameters), "moments": len(after.moments)}
 
@@ -376,7 +376,7 @@ def refused_case(ranks: Ranks, models: dict[str, str]) -> Found:
     found = {}
     for name in ("damaged", "absent"):
         try:
-            load_spread(load_policy, models[name], ranks, Sharding(), FLOAT32)
+            load_sharded(load_policy, models[name], ranks, Sharding(), FLOAT32)
             found[name] = ""
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
@@ -387,7 +387,7 @@ def unsplit_case(ranks: Ranks, models: dict[str, str]) -> Found:
     found = {}
     for name in ("one_kv_head", "no_plan"):
         try:
-            load_spread(load_policy, models[name], ranks, Sharding(), FLOAT32)
+            load_sharded(load_policy, models[name], ranks, Sharding(), FLOAT32)
             found[name] = ""
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
@@ -489,10 +489,10 @@ def out_of_memory(where: str, above: int) -> Iterator[list[int]]:
         refused.append(now["rows"])
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def begin(cut_slice: Callable[..., Any]) -> Callable[..., Any]:
+    def begin(build_micro_batch: Callable[..., Any]) -> Callable[..., Any]:
         def called(batch: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
             now.update(rows=len(rows), gather=0, reduction=0)
-            return cut_slice(batch, rows, *args, **kwargs)
+            return build_micro_batch(batch, rows, *args, **kwargs)
 
         return called
 
@@ -527,7 +527,7 @@ def out_of_memory(where: str, above: int) -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (learner, actor_critic):
-            patch.setattr(module, "cut_slice", begin(module.cut_slice))
+            patch.setattr(module, "build_micro_batch", begin(module.build_micro_batch))
         if where in ("forward", "backward"):
             patch.setattr(Qwen2DecoderLayer, "forward", layer(Qwen2DecoderLayer.forward))
         elif where == "logits":

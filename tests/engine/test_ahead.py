@@ -122,19 +122,19 @@ def test_the_clock_decides_nothing(start: Start, steps: int, partial: int | None
 
 
 def test_steps_do_not_wait_for_the_round_but_publish_does(start: Start) -> None:
-    run, go_on = start(1), threading.Event()
+    run, extend_rollout = start(1), threading.Event()
     run.train(1)
     run.inner.calls.clear()
-    run.inner.pause = run.inner.wait_in_round(go_on)
+    run.inner.pause = run.inner.wait_in_round(extend_rollout)
     batch = run.begin_step()
     wait_until(lambda: run.inner.is_sampling)
     in_steps: list[bool] = []
     step = run.inner.step
     run.inner.step = lambda m: (in_steps.append(run.inner.is_sampling), step(m))[1]  # type: ignore[method-assign]
-    threading.Timer(0.2, go_on.set).start()
+    threading.Timer(0.2, extend_rollout.set).start()
     run.end_step(batch)
     assert in_steps == [True, True]
-    assert go_on.is_set()
+    assert extend_rollout.is_set()
     assert sorted(run.inner.calls[:2]) == ["annotate", "generate 1003"]
     assert run.inner.calls[2:] == ["step", "step", "publish"]
 
@@ -160,25 +160,25 @@ def test_validations_see_the_newest_weights(start: Start) -> None:
 
 
 def test_what_is_sampled_in_the_middle_of_a_step_waits_for_the_round(start: Start) -> None:
-    run, go_on = start(1).train(1), threading.Event()
-    run.inner.pause = run.inner.wait_in_round(go_on)
+    run, extend_rollout = start(1).train(1), threading.Event()
+    run.inner.pause = run.inner.wait_in_round(extend_rollout)
     run.begin_step()
     wait_until(lambda: run.inner.is_sampling)
-    threading.Timer(0.1, go_on.set).start()
+    threading.Timer(0.1, extend_rollout.set).start()
     assert len(run.validate()) == 4
     assert run.inner.calls[-1] == "generate 3000"
 
 
 def test_rows_of_the_same_words_are_not_taken_for_each_other() -> None:
     kept = Round(PROMPTS[:2], Sampling(seed=1), begun_at=0)
-    assert kept.asks_for(list(PROMPTS[:2]), Sampling(seed=1))
-    assert not kept.asks_for(PROMPTS[:2], Sampling(seed=2))
-    assert not kept.asks_for(PROMPTS[1::-1], Sampling(seed=1))
-    assert not kept.asks_for(PROMPTS[:1], Sampling(seed=1))
+    assert kept.matches(list(PROMPTS[:2]), Sampling(seed=1))
+    assert not kept.matches(PROMPTS[:2], Sampling(seed=2))
+    assert not kept.matches(PROMPTS[1::-1], Sampling(seed=1))
+    assert not kept.matches(PROMPTS[:1], Sampling(seed=1))
     twin = replace(PROMPTS[1], uid="row:77")
-    assert not kept.asks_for([PROMPTS[0], twin], Sampling(seed=1))
+    assert not kept.matches([PROMPTS[0], twin], Sampling(seed=1))
     other_words = replace(PROMPTS[1], token_ids=(1, 99))
-    assert not kept.asks_for([PROMPTS[0], other_words], Sampling(seed=1))
+    assert not kept.matches([PROMPTS[0], other_words], Sampling(seed=1))
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from transformers.pytorch_utils import Conv1D
 from ppo_cli.engine.cpu import bfloat16
 from ppo_cli.engine.cpu.bfloat16 import (
     HALF_GAP,
+    cast_frozen_layers,
     cast_layers,
-    hold_cast,
     make_master_weights,
-    round_lookups,
-    spread,
+    round_embeddings,
+    spread_weights,
 )
 from tests.engine.tiny_families import make_model as make_model_of
 
@@ -51,7 +51,7 @@ def test_the_farthest_places_still_round_to_the_same_number() -> None:
     numbers = torch.tensor([1.0, -1.0, 0.5, -3.0, 2.0**-126, 3.3e38, 0.1, 0.0, -0.0]).to(HALF)
     for shift in range(4):
         weights = numbers.float()
-        spread(weights, noise().roll(shift))
+        spread_weights(weights, noise().roll(shift))
         torch.testing.assert_close(weights.to(HALF), numbers, rtol=0, atol=0)
         assert (weights[:-2] != numbers[:-2].float()).all()
         assert (weights[-2:] == 0).all()
@@ -61,7 +61,7 @@ def test_what_bfloat16_cannot_hold_stays() -> None:
     """Though the numbers of its first block are all bfloat16's."""
     numbers = [0.5] * len(noise()) + [1 + 2.0**-12]
     weights = torch.tensor(numbers)
-    spread(weights, noise())
+    spread_weights(weights, noise())
     assert torch.equal(weights, torch.tensor(numbers))
 
 
@@ -74,7 +74,7 @@ def test_products_are_given_the_same_and_all_else_stays(tied: bool) -> None:
         kept = name.endswith(("norm.weight", "bias"))
         kept |= name.endswith("embed_tokens.weight") and not tied
         assert torch.equal(held, old) is kept, name
-    round_lookups(model, HALF, untied=False)
+    round_embeddings(model, HALF, untied=False)
     ids = torch.arange(64)[None]
     with torch.no_grad(), torch.autocast("cpu", HALF):
         assert torch.equal(model(ids).logits, before(ids).logits)
@@ -87,7 +87,7 @@ def test_lookups_are_rounded_and_their_gradients_reach_the_table(untied: bool) -
     table = model.model.embed_tokens
     table.padding_idx, ids = 5, torch.tensor([[5, 7, 7, 9]])
     exact = table(ids)
-    round_lookups(model, HALF, untied=untied)
+    round_embeddings(model, HALF, untied=untied)
     states = table(ids)
     assert states.dtype == torch.float32
     assert torch.equal(states, exact.to(HALF).float() if untied else exact)
@@ -101,7 +101,7 @@ def test_a_scaled_lookup_is_what_ranks_compute_that_share_it() -> None:
     exact = make_model_of("gemma2").model.embed_tokens
     ids = torch.tensor([[3, 4, 279]])
     wanted = copy.deepcopy(exact).to(HALF)(ids)
-    round_lookups(model := nn.Sequential(exact), HALF, untied=True)
+    round_embeddings(model := nn.Sequential(exact), HALF, untied=True)
     assert torch.equal(model(ids), wanted.float())
 
 
@@ -114,7 +114,7 @@ def test_tables_that_are_more_than_looked_up_stay_exact() -> None:
 
     table, ids = Shifted(8, 4), torch.tensor([[1, 5]])
     exact = table(ids)
-    round_lookups(table, HALF, untied=True)
+    round_embeddings(table, HALF, untied=True)
     assert torch.equal(table(ids), exact)
 
 
@@ -181,7 +181,7 @@ def test_a_frozen_model_is_held_as_products_take_it(
     ids = torch.arange(64)[None]
     with torch.no_grad(), torch.autocast("cpu", HALF):
         wanted = model(ids).logits
-        hold_cast(model, HALF)
+        cast_frozen_layers(model, HALF)
         found = model(ids).logits
     assert float((found - wanted).norm() / wanted.norm()) < 0.01
     if not fast:
@@ -199,7 +199,7 @@ def test_a_frozen_model_is_held_as_products_take_it(
 def test_a_frozen_model_lets_go_of_the_file() -> None:
     model = make_model(stored=torch.float32)
     at = {name: p.data_ptr() for name, p in model.named_parameters()}
-    hold_cast(model, HALF)
+    cast_frozen_layers(model, HALF)
     assert all(p.data_ptr() != at[name] for name, p in model.named_parameters())
 
 
@@ -223,10 +223,10 @@ def test_cast_layers_compute_as_autocast_and_are_taken_out_again(
         with torch.autocast("cpu", HALF):
             wanted = model(ids).logits
             for layer in layers:
-                layer.put_in()
+                layer.install()
             found = model(ids).logits
         for layer in layers:
-            layer.take_out()
+            layer.uninstall()
         assert torch.equal(model(ids).logits, exact)
     # What is left out of a product, such as a bias, moves the result by a tenth and more.
     assert float((found - wanted).norm() / wanted.norm()) < 0.01

@@ -24,13 +24,13 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.digests import find_damage, write_manifest
 from ppo_cli.engine.checkpoint import (
-    Share,
-    Trained,
+    RankShare,
+    TrainedModel,
     assign_owners,
-    cut_share,
+    build_rank_share,
+    describe_full_model,
     model_files,
     restore,
-    saved_model,
     stored_tensors,
     take_snapshot,
     tokenizer_files,
@@ -73,13 +73,13 @@ def train(model: Any, steps: int = 2) -> Optimizer:
     return optimizer
 
 
-def trained(model: Any, optimizer: Optimizer, name: str = "actor") -> Trained:
-    return saved_model(
+def trained(model: Any, optimizer: Optimizer, name: str = "actor") -> TrainedModel:
+    return describe_full_model(
         name, model, optimizer, model_files(model, AutoTokenizer.from_pretrained(TIED))
     )
 
 
-def write(folder: Path, *parts: Trained, ranks: int = 1) -> None:
+def write(folder: Path, *parts: TrainedModel, ranks: int = 1) -> None:
     """Write as so many ranks would that hold whole tensors each."""
     for rank in range(ranks):
         take_snapshot(parts, {"weight_version": 3}, Ranks(rank, ranks)).write(folder)
@@ -245,13 +245,13 @@ def test_a_folder_that_was_given_up_does_not_come_back(
 ) -> None:
     model = make("tied")
     snapshot = take_snapshot([trained(model, train(model))], {}, ALONE)
-    write_share = Share.write
+    write_share = RankShare.write
 
-    def give_up(share: Share, directory: Path) -> None:
+    def give_up(share: RankShare, directory: Path) -> None:
         write_share(share, directory)
         shutil.rmtree(directory)
 
-    monkeypatch.setattr(Share, "write", give_up)
+    monkeypatch.setattr(RankShare, "write", give_up)
     (tmp_path / "gone").mkdir()
     # Another rank's disk was full: whoever waited has removed what was written.
     assert snapshot.write_in_background(tmp_path / "gone").exception(timeout=60) is not None
@@ -286,7 +286,7 @@ def test_a_file_that_a_loader_would_read_beside_what_was_saved_is_named(tmp_path
 def test_an_adapter_is_one_file_whoever_writes(tmp_path: Path) -> None:
     model = make("untied")
     names = {f"base_model.model.{n}": p for n, p in model.named_parameters() if "q_proj" in n}
-    part = Trained("actor", names, train(model), {"adapter_config.json": b"{}"})
+    part = TrainedModel("actor", names, train(model), {"adapter_config.json": b"{}"})
     write(tmp_path, part, ranks=2)
     files = sorted(path.name for path in (tmp_path / "actor").iterdir())
     assert files == ["adapter_config.json", "adapter_model.safetensors"]
@@ -300,7 +300,7 @@ def test_an_adapter_is_one_file_whoever_writes(tmp_path: Path) -> None:
 
 def test_shares_are_whole_disjoint_and_balanced() -> None:
     tensors = {f"layers.{i}.{part}": torch.randn(i + 1, 8) for i in range(20) for part in "ab"}
-    shares = [cut_share("x", tensors, Ranks(rank, 4), 3).tensors for rank in range(4)]
+    shares = [build_rank_share("x", tensors, Ranks(rank, 4), 3).tensors for rank in range(4)]
     assert shares[3] == {}
     assert sorted(name for share in shares for name in share) == sorted(tensors)
     assert equal(

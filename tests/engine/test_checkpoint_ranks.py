@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ppo_cli.config.schema.algorithm import Optim
-from ppo_cli.engine.checkpoint import restore, saved_model
+from ppo_cli.engine.checkpoint import describe_full_model, restore
 from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import ALONE
@@ -98,7 +98,7 @@ def test_one_process_reads_it(desk: Path) -> None:
     found: dict[str, Tensor] = {}
     for name, model in models.items():
         optimizer = Optimizer(model, Optim(), total_steps=9, grad_clip=1.0, clip_grad_value=None)
-        part = saved_model(name, model, optimizer, {})
+        part = describe_full_model(name, model, optimizer, {})
         restore(desk / "written", [part], ALONE)
         for tensors in (part.weights, optimizer.moments()):
             found |= {f"{name}.{n}": t.detach() for n, t in tensors.items()}

@@ -1,4 +1,4 @@
-"""How often ranks talk to each other: FSDP's collectives and `agree`, of a micro-batch.
+"""How often ranks talk to each other: FSDP's collectives and `exchange_failures`, of a micro-batch.
 
 torch's fake process group answers at once: this process is rank 0 of eight.
 """
@@ -26,7 +26,7 @@ from ppo_cli.engine.models.policy import split_model
 from ppo_cli.engine.models.value_models import build_value_model
 from ppo_cli.engine.ranks import Ranks, join_ranks
 from ppo_cli.engine.sharding import load as sharding
-from ppo_cli.engine.sharding.load import load_spread
+from ppo_cli.engine.sharding.load import load_sharded
 from ppo_cli.engine.training.actor_critic import ActorLearner
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import WorkerLost
@@ -39,7 +39,7 @@ LAYERS, SIZE, MICRO_BATCHES = 3, 8, 3
 def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All ranks but this one are made up, and say what this one says."""
     monkeypatch.setattr(sharding, "gather_objects", lambda ranks, value: [value] * ranks.size)
-    monkeypatch.setattr(sharding, "together", lambda ranks, work: work())
+    monkeypatch.setattr(sharding, "run_on_all_ranks", lambda ranks, work: work())
     dist.init_process_group("fake", rank=0, world_size=SIZE, store=FakeStore())
     yield
     dist.destroy_process_group()
@@ -93,9 +93,13 @@ CONFIG = LlamaConfig(
 def take_step(ranks: Ranks, whole: bool, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Take an optimizer step of three micro-batches."""
     collectives = Collectives()
-    monkeypatch.setattr(Ranks, "agree", lambda *_, **__: collectives.counts.update(["agree"]))
+    monkeypatch.setattr(
+        Ranks,
+        "exchange_failures",
+        lambda *_, **__: collectives.counts.update(["exchange_failures"]),
+    )
     compute = Compute(torch.device("cpu"), torch.float32)
-    policy = load_spread(
+    policy = load_sharded(
         load, "made up", ranks, Sharding(reshard_after_forward=not whole), compute,
         gradient_checkpointing=True,
     )  # fmt: skip
@@ -123,7 +127,7 @@ def test_ranks_agree_once_a_micro_batch(
     """A layer and the root are gathered for each pass, and reduced after the backward one."""
     counts = take_step(lay_out(shards), whole, monkeypatch)
     groups = LAYERS + 1
-    assert counts["agree"] == MICRO_BATCHES
+    assert counts["exchange_failures"] == MICRO_BATCHES
     assert counts["_allgather_base_"] == passes * groups * (1 if whole else 2)
     assert counts["_reduce_scatter_base_"] == passes * groups
     assert counts["allreduce_"] == passes * groups * (copies - 1) + 1  # the gradient's norm
@@ -139,7 +143,7 @@ def test_a_critic_gathers_an_embedding_that_it_trains_by_itself(trained: bool) -
         critic.head.requires_grad_(True)
         return critic
 
-    critic = load_spread(
+    critic = load_sharded(
         lambda path, *, empty: build_value_model(CONFIG), "made up", lay_out(SIZE), Sharding(),
         Compute(torch.device("cpu"), torch.float32), prepare=freeze,
     )  # fmt: skip

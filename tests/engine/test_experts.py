@@ -12,7 +12,7 @@ from torch import Tensor
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, merge_annotations
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums
-from ppo_cli.engine.batches.rows import cut_slice
+from ppo_cli.engine.batches.rows import build_micro_batch
 from ppo_cli.engine.learner import Learner, LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.training.experts import ExpertMonitor, expert_metrics
@@ -157,15 +157,15 @@ def test_balance_by_hand() -> None:
 def test_a_mini_batch_starts_without_the_counts_of_the_one_before() -> None:
     model = make_model("mixtral", **ASKS)
     monitor = ExpertMonitor(model, model.model)
-    cut = cut_slice(make_batch(ROWS, 0), [1, 2], torch.device("cpu"))
+    cut = build_micro_batch(make_batch(ROWS, 0), [1, 2], torch.device("cpu"))
     counts: list[tuple[Tensor | None, Tensor | None]] = []
     for _ in range(2):
         monitor.reset()
-        monitor.forget_assignments()
-        with monitor.watching(cut, counts=True), torch.no_grad():
+        monitor.reset_assignments()
+        with monitor.recording(cut, counts=True), torch.no_grad():
             model.model(cut.input_ids_BL)
-        monitor.settle([monitor.assignments()])
-        with monitor.watching(cut):
+        monitor.set_assignments([monitor.assignments()])
+        with monitor.recording(cut):
             model.model(cut.input_ids_BL)
         counts.append((monitor.assignments(), monitor.loads()))
     torch.testing.assert_close(counts[1], counts[0])
@@ -175,8 +175,8 @@ def test_a_pass_without_gradients_is_not_counted() -> None:
     """A reference shares its layers with an adapted policy."""
     model = make_model("mixtral")
     monitor = ExpertMonitor(model, model.model)
-    cut = cut_slice(make_batch(ROWS, 0), [1, 2], torch.device("cpu"))
-    with monitor.watching(cut), torch.no_grad():
+    cut = build_micro_batch(make_batch(ROWS, 0), [1, 2], torch.device("cpu"))
+    with monitor.recording(cut), torch.no_grad():
         model.model(cut.input_ids_BL)
     assert monitor.loads() is None
 

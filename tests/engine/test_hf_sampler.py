@@ -518,7 +518,7 @@ def test_out_of_memory_halves_what_is_sampled_at_once_and_changes_no_row(
         for error in OUT_OF_MEMORY if wanted == {"n": 3} else OUT_OF_MEMORY[:1]:
             memory, told = SmallMemory(model, room, error), []
             sampler = make_sampler(model)
-            sampler.room.tell = told.append
+            sampler.capacity.on_halving = told.append
             with monkeypatch.context() as patch:
                 patch.setattr(model, "forward", memory)
                 sampling = Sampling(**({"max_tokens": 12} | wanted))
@@ -526,7 +526,10 @@ def test_out_of_memory_halves_what_is_sampled_at_once_and_changes_no_row(
             assert len(found) == len(whole)
             assert {rollout.key: rollout.token_ids for rollout in found} == whole
             assert bool(memory.refused) is bool(told), "each halving is told"
-            assert told == sorted(told, reverse=True) and sampler.room.left() in (*told[-1:], None)
+            assert told == sorted(told, reverse=True) and sampler.capacity.halved_rows() in (
+                *told[-1:],
+                None,
+            )
 
 
 def test_what_memory_allows_is_remembered_and_a_smaller_setting_stands(
@@ -536,14 +539,17 @@ def test_what_memory_allows_is_remembered_and_a_smaller_setting_stands(
     sampler, memory = make_sampler(model), SmallMemory(model, 100, OUT_OF_MEMORY[0])
     monkeypatch.setattr(model, "forward", memory)
     assert len(list(sampler.generate(prompts, Sampling(max_tokens=12, n=3), 0))) == 21
-    left, memory.refused = sampler.room.left(), []
+    left, memory.refused = sampler.capacity.halved_rows(), []
     assert left is not None and left < 21
     assert len(list(sampler.generate(prompts, Sampling(max_tokens=12, n=3), 0))) == 21
     assert not memory.refused
     for setting, wanted in ((64, left), (left, None), (1, None)):
         resumed = make_sampler(model, setting)
-        resumed.room.resume(left)
-        assert (resumed.room.rows, resumed.room.left()) == (min(setting, left), wanted)
+        resumed.capacity.restore(left)
+        assert (resumed.capacity.rows, resumed.capacity.halved_rows()) == (
+            min(setting, left),
+            wanted,
+        )
 
 
 def test_one_response_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

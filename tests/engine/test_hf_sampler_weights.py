@@ -56,7 +56,7 @@ def shake_all(model: Any) -> Weights:
 def shake_in_place(model: Any) -> Weights:
     """As weights that stay: what is written last is what samples."""
     tensors = {n: w.detach().clone() for n, w in model.named_parameters()}
-    return replace(shake_all(model), tensors=tensors, stays=True)
+    return replace(shake_all(model), tensors=tensors, persistent=True)
 
 
 def shake_adapter(model: Any) -> Weights:
@@ -88,8 +88,8 @@ def test_new_weights_are_the_ones_that_sample(
     sampler.wake_weights()
     sampler.wake_cache()
     given = shake(model)
-    assert sampler.load_weights(given) is given.stays
-    if given.stays:
+    assert sampler.load_weights(given) is given.persistent
+    if given.persistent:
         for name, weight in model.named_parameters():
             given.tensors[name].copy_(weight.detach())
     after = list(sampler.generate(prompts, SAMPLING, 1))

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ppo_cli.engine.sharding import host_memory
 from ppo_cli.engine.sharding.host_memory import HostCopies, allocate_host
-from ppo_cli.engine.sharding.tensors import full_tensor
+from ppo_cli.engine.sharding.tensors import gather_copy
 from tests.forked import run_ranks
 
 WORKER = Path(__file__).with_name("host_copies.py")
@@ -47,7 +47,7 @@ def test_weights_keep_their_places_and_only_trained_ones_are_copied_back(
 def test_a_whole_tensor_is_copied_once(found: dict[str, Any]) -> None:
     assert found["full_tensor"] == {"home": 1}
     live = torch.ones(3)
-    assert full_tensor(live).data_ptr() != live.data_ptr()
+    assert gather_copy(live).data_ptr() != live.data_ptr()
 
 
 @pytest.fixture

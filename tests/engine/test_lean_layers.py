@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ppo_cli.engine.cpu.lean_layers import GatedUnit, RootMeanSquare, keep_less, round_norms
+from ppo_cli.engine.cpu.lean_layers import GatedUnit, RootMeanSquare, round_norms, use_lean_layers
 from tests.engine.tiny_families import make_model as make_family
 
 HALF = torch.bfloat16
@@ -119,7 +119,7 @@ def test_a_unit_has_the_bits_of_autograd(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_gives_the_same_states_and_gradients(kind: str, half: bool) -> None:
     model, plain = make_model(kind), make_model(kind)
-    keep_less(model)
+    use_lean_layers(model)
     if half:
         with torch.no_grad():
             round_norms(model, lambda: states(model, half))
@@ -146,7 +146,7 @@ def test_a_model_gives_the_same_states_and_gradients(kind: str, half: bool) -> N
 @pytest.mark.parametrize("kind", MODELS)
 def test_only_modules_that_compute_the_same_are_exchanged(kind: str) -> None:
     model = make_model(kind)
-    keep_less(model)
+    use_lean_layers(model)
     names = {name.rpartition(".")[2] for name in exchanged(model)}
     if kind in ("gemma2", "gpt2"):  # 1 + weight, GELU; layer norms
         assert names == set()
@@ -158,7 +158,7 @@ def test_only_modules_that_compute_the_same_are_exchanged(kind: str) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_norms_round_where_only_products_take_what_they_give(kind: str) -> None:
     model = make_model(kind)
-    keep_less(model)
+    use_lean_layers(model)
     round_norms(model, lambda: states(model, half=True))
     given: dict[str, torch.dtype] = {}
     for name, module in exchanged(model).items():
@@ -192,7 +192,7 @@ def test_less_is_kept(half: bool, most: float) -> None:
 
     model = make_model("llama")
     before = kept(model)
-    keep_less(model)
+    use_lean_layers(model)
     round_norms(model, lambda: states(model, half=True))
     assert kept(model) <= most * before
 
@@ -206,14 +206,14 @@ def test_a_module_that_fails_on_other_sizes_stays_as_it_is() -> None:
             return found
 
     odd = nn.Sequential(Odd(32))
-    keep_less(odd)
+    use_lean_layers(odd)
     assert not exchanged(odd)
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "bamba", "granitemoehybrid"])
 def test_norms_that_take_a_gate_stay_as_they_are(kind: str) -> None:
     model, plain = make_family(kind), make_family(kind)
-    keep_less(model)
+    use_lean_layers(model)
     found, wanted = states(model), states(plain)
     assert torch.equal(found, wanted)
     for out in (found, wanted):
@@ -232,5 +232,5 @@ def test_norms_that_take_a_gate_stay_as_they_are(kind: str) -> None:
 def test_a_forward_pass_that_a_module_was_given_stays() -> None:
     norm = LlamaRMSNorm(32)
     norm.forward = torch.zeros_like  # type: ignore[method-assign, assignment]
-    keep_less(nn.Sequential(norm))
+    use_lean_layers(nn.Sequential(norm))
     assert norm(torch.ones(1, 32)).eq(0).all()

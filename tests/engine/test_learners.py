@@ -21,7 +21,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.algorithm import Actor, ActorOptim, Critic, CriticOptim, PolicyLoss
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, merge_sums
-from ppo_cli.engine.batches.rows import cut_slice
+from ppo_cli.engine.batches.rows import build_micro_batch
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner, LocalEngine
 from ppo_cli.engine.models import (
@@ -315,9 +315,9 @@ def test_a_micro_batch_that_runs_out_of_memory_is_halved(model_dir, monkeypatch)
 
 def test_a_rank_without_rows_trains_on_nothing() -> None:
     batch, cpu = make_batch(), torch.device("cpu")
-    idle = cut_slice(batch, [], cpu)
+    idle = build_micro_batch(batch, [], cpu)
     assert idle.idle and not idle.loss_mask_BT(batch).any()
-    assert cut_slice(batch, idle.row_B.tolist(), cpu).loss_mask_BT(batch).any()
+    assert build_micro_batch(batch, idle.row_B.tolist(), cpu).loss_mask_BT(batch).any()
 
 
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
@@ -344,7 +344,7 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(
     for number, budget in enumerate(budgets.values(), 1):
         setattr(budget, unit, 10 * number)
         budget.halvings = number
-    engine._sampler.room.halve(6)
+    engine._sampler.capacity.halve(6)
     assert told == [
         "Sampling ran out of memory: at most 3 responses are sampled at once now. Set "
         "rollout.max_num_seqs=3 to start there next time."
@@ -352,7 +352,10 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(
     engine.save(tmp_path).result(60)
     other.load(tmp_path)
     again = other._learner
-    assert again.weight_version == 3 and other._sampler.room.rows == other._sampler.room.left() == 3
+    assert (
+        again.weight_version == 3
+        and other._sampler.capacity.rows == other._sampler.capacity.halved_rows() == 3
+    )
     assert again._budgets() == budgets
     assert again._actor.optimizer.lr == pytest.approx(0.25 * (1 + math.cos(math.pi * 3 / 8)))
     assert again._critic is not None and again._critic.optimizer.lr == pytest.approx(0.5 * 4 / 7)

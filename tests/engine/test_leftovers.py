@@ -50,7 +50,7 @@ def test_a_folder_is_private_and_goes_when_its_owner_is_gone(
 ) -> None:
     other, theirs = neighbour
     ours, unclaimed, elsewhere, far = kept = [
-        leftovers.own_folder("sampler"),
+        leftovers.create_folder("sampler"),
         *(shared / f"ppo-{name}" for name in "abc"),
     ]
     assert ours.parent == shared and ours.stat().st_mode & 0o077 == 0
@@ -62,12 +62,12 @@ def test_a_folder_is_private_and_goes_when_its_owner_is_gone(
     (elsewhere / leftovers.OWNER).write_text(f"{boot} 1 {2**30}")
     (far / leftovers.OWNER).write_text(f"another {namespace} {2**30}")
     (theirs / "session").mkdir()
-    leftovers.sweep()
+    leftovers.remove_stale_folders()
     assert theirs.exists()  # its owner lives
 
     other.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, but nobody has looked yet
-    fresh = leftovers.own_folder("ranks")  # sweeps first
+    fresh = leftovers.create_folder("ranks")  # sweeps first
     assert sorted(shared.iterdir()) == sorted([*kept, fresh])
     leftovers.remove(fresh, [])
     assert not fresh.exists()

@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ppo_cli.config.machine.processor import has_fast_bfloat16, matmul_library
 from ppo_cli.engine.cpu import products
-from ppo_cli.engine.cpu.products import multiply_with, products_by_blas, using_onednn
-from ppo_cli.engine.cpu.row_products import RowProducts, Span
+from ppo_cli.engine.cpu.products import set_matmul_library, use_blas, using_onednn
+from ppo_cli.engine.cpu.row_products import RowAttention, RowSpan
 from ppo_cli.engine.models.attention import LONGEST, PackedRows, _longest, attend_by_rows
 from tests.rounding import assert_near
 
@@ -25,7 +25,7 @@ HEADS, SIZE = 4, 16
 def _torch_as_it_was() -> Iterator[None]:
     before = using_onednn()
     yield
-    multiply_with("onednn" if before else "blas")
+    set_matmul_library("onednn" if before else "blas")
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_products_stay_in_float32_whoever_computes_them() -> None:
     torch.manual_seed(0)
     one, other = torch.randn(2, 200, 300)
     exact = one.double() @ other.double().T
-    assert multiply_with("onednn") == using_onednn()
+    assert set_matmul_library("onednn") == using_onednn()
     assert_near((one @ other.T).double(), exact, terms=300)
-    with products_by_blas():
+    with use_blas():
         assert not using_onednn()
-    assert multiply_with("blas") and not using_onednn()
+    assert set_matmul_library("blas") and not using_onednn()
     assert_near((one @ other.T).double(), exact, terms=300)
 
 
@@ -94,7 +94,7 @@ def test_rounded_products_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None
         return multiply(one.bfloat16(), other.bfloat16()).float()
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", rounding)
-    assert not multiply_with("onednn") and not using_onednn()
+    assert not set_matmul_library("onednn") and not using_onednn()
 
 
 def attend_alone(
@@ -135,9 +135,11 @@ def test_rows_by_products_are_those_of_sdpa(keys: int, leads: list[int], shared:
         for count in (HEADS, keys, keys)
     ]
     ends = [sum(lengths[:at]) for at in range(len(lengths) + 1)]
-    spans = [Span.of(ends, at, *row) for at, row in enumerate(zip(leads, shared, strict=True))]
+    spans = [
+        RowSpan.from_ends(ends, at, *row) for at, row in enumerate(zip(leads, shared, strict=True))
+    ]
     query, key, value = (s[0] for s in states)
-    found = RowProducts.apply(query * SIZE**-0.5, key, value, spans)
+    found = RowAttention.apply(query * SIZE**-0.5, key, value, spans)
     wanted = attend_alone(states, lengths, leads, shared)
     assert_near(found.double(), wanted, terms=128)
     weight = torch.randn(found.shape)
@@ -162,8 +164,8 @@ def test_attention_by_rows_has_the_scaling_of_the_model(
     module.num_key_value_groups, module.is_causal = 2, True
     lengths, leads, shared = [longest, 20, 9], [0, 0, 2], [0, 13, 0]
     states = [torch.randn(1, count, sum(lengths), SIZE) for count in (HEADS, 2, 2)]
-    rows = PackedRows.of(lengths, torch.device("cpu"), leads, shared).rows_113B
-    multiply_with(library)
+    rows = PackedRows.from_lengths(lengths, torch.device("cpu"), leads, shared).rows_113B
+    set_matmul_library(library)
     found, _ = attend_by_rows(module, *states, rows, scaling=scaling)
     wanted = attend_alone(states, lengths, leads, shared, scaling)
     assert_near(found[0].double(), wanted, terms=2 * longest)
@@ -191,10 +193,10 @@ def test_attention_by_rows_is_the_same_with_both_libraries(longest: int) -> None
     module.num_key_value_groups, module.is_causal = 2, True
     lengths = (longest, 20)
     states = [torch.randn(1, count, sum(lengths), SIZE) for count in (HEADS, 2, 2)]
-    rows = PackedRows.of(lengths, torch.device("cpu")).rows_113B
+    rows = PackedRows.from_lengths(lengths, torch.device("cpu")).rows_113B
     found = []
     for library in ("blas", "onednn"):
-        multiply_with(library)
+        set_matmul_library(library)
         found.append(attend_by_rows(module, *states, rows)[0])
     assert_near(found[0], found[1], terms=longest)
 
@@ -210,7 +212,7 @@ def test_a_token_that_looks_back_leaves_its_products_to_blas(
 
     monkeypatch.setattr("ppo_cli.engine.models.attention.sdpa_attention_forward", attend)
     monkeypatch.setattr(products, "_multiplies_exactly", lambda: True)
-    multiply_with("onednn")
+    set_matmul_library("onednn")
     past = torch.zeros(1, 2, 9, SIZE)
     for queries in (1, 9):
         attend_by_rows(nn.Module(), past[:, :, :queries], past, past, None)
@@ -227,7 +229,7 @@ def test_short_rows_are_attended_to_in_float32(longest: int, dtype: torch.dtype)
     states = [
         torch.randn(1, count, sum(lengths), SIZE, requires_grad=True) for count in (HEADS, 2, 2)
     ]
-    rows = PackedRows.of(lengths, torch.device("cpu")).rows_113B
+    rows = PackedRows.from_lengths(lengths, torch.device("cpu")).rows_113B
     weight = torch.randn(1, sum(lengths), HEADS, SIZE)
     found = []
     for rounded in (False, True):
@@ -243,5 +245,7 @@ def test_short_rows_are_attended_to_in_float32(longest: int, dtype: torch.dtype)
 
 
 def test_the_longest_row_counts_what_it_shares() -> None:
-    rows = PackedRows.of([5, 9, 2], torch.device("cpu"), [0, 0, 0], [0, 0, 8]).rows_113B[0, 0]
+    rows = PackedRows.from_lengths([5, 9, 2], torch.device("cpu"), [0, 0, 0], [0, 0, 8]).rows_113B[
+        0, 0
+    ]
     assert _longest(rows[0], rows[2]) == 10

@@ -140,7 +140,7 @@ def test_weights_that_leave_no_room_are_told() -> None:
         def work(rows: Sequence[int], last: bool) -> None:
             model(torch.zeros(len(rows), 4))
 
-        budget = Budget(10_000, no_room="Use more GPUs.")
+        budget = Budget(10_000, no_memory_advice="Use more GPUs.")
         expected = r"weights that a rank gathers .* single sequence of 900 tokens. Use more GPUs."
         with pytest.raises(UserError, match=expected):
             run_within_memory([900], budget, work, sharded.reset_iter_state)

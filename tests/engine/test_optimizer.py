@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ppo_cli.config.schedule import lr_factor
 from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.ranks import Ranks
-from ppo_cli.engine.training.optimizer import Optimizer, _quantise, _unpacked
+from ppo_cli.engine.training.optimizer import Optimizer, _from_8_bits, _quantise
 from ppo_cli.errors import MissingPart, ModelError
 
 COSINE = {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1}
@@ -291,12 +291,12 @@ def test_codes_and_sizes_of_blocks_by_hand() -> None:
             "step": 7, "state1": found, "absmax1": blocks, "qmap1": code,
             "state2": values,  # too few to be held in 8 bits
         }  # fmt: skip
-        moments = _unpacked(state)
+        moments = _from_8_bits(state)
         assert moments["step"] == 7 and torch.equal(moments["exp_avg_sq"], values)
         torch.testing.assert_close(moments["exp_avg"], values.view(3, 100))
     rounded, size = _quantise(torch.tensor([0.3, 0.4, 2.0, -0.9]), torch.tensor([0.0, 0.25, 1.0]))
     assert rounded.tolist() == [1, 1, 2, 0] and size.tolist() == [2.0]
-    assert _unpacked({}) == {}
+    assert _from_8_bits({}) == {}
 
 
 def test_only_parameters_that_had_a_gradient_have_moments() -> None:

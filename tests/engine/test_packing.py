@@ -33,14 +33,14 @@ from transformers import (
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import Sampling
-from ppo_cli.engine.batches.micro_batches import Budget, share_micro_batches
+from ppo_cli.engine.batches.micro_batches import Budget, plan_rank_micro_batches
 from ppo_cli.engine.batches.packing import (
     MASKED_TOKENS,
+    build_budget,
     compare_gradients,
-    micro_batch_budget,
-    pack,
+    enable_packing,
 )
-from ppo_cli.engine.batches.rows import cut_slice
+from ppo_cli.engine.batches.rows import build_micro_batch
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import Policy, load_tokenizer
@@ -91,7 +91,7 @@ def made(name: str, attention: str = "sdpa") -> Policy:
     for parameter in model.parameters():  # fresh weights hardly attend to anything
         torch.nn.init.normal_(parameter, std=0.4) if parameter.ndim > 1 else None
     model.config._attn_implementation = attention
-    return pack(Policy(model, model.base_model, model.lm_head), name, FLOAT32, ALONE)
+    return enable_packing(Policy(model, model.base_model, model.lm_head), name, FLOAT32, ALONE)
 
 
 def token_rows(seed: int = 0) -> list[Tensor]:
@@ -100,7 +100,7 @@ def token_rows(seed: int = 0) -> list[Tensor]:
 
 
 def hidden_of(policy: Policy, rows: list[Tensor]) -> Tensor:
-    packed = PackedRows.of([row.shape[1] for row in rows], CPU)
+    packed = PackedRows.from_lengths([row.shape[1] for row in rows], CPU)
     return policy.hidden_BLH(torch.cat(rows, dim=1), packed)[0]
 
 
@@ -159,10 +159,10 @@ def test_a_kernel_with_other_gradients_is_found_out(monkeypatch: pytest.MonkeyPa
 
 def test_the_critic_packs_too_and_nothing_of_it_is_saved(tmp_path: Path) -> None:
     path = str(model_folder("embedded"))
-    critic = pack(load_value_model(path), path, FLOAT32, ALONE)
+    critic = enable_packing(load_value_model(path), path, FLOAT32, ALONE)
     torch.nn.init.normal_(critic.head.weight, std=0.1)
     rows = token_rows()
-    packed = critic.values_BL(torch.cat(rows, dim=1), PackedRows.of(LENGTHS, CPU))[0]
+    packed = critic.values_BL(torch.cat(rows, dim=1), PackedRows.from_lengths(LENGTHS, CPU))[0]
     alone = torch.cat([critic.values_BL(row)[0] for row in rows])
     assert_near(packed, alone, terms=STEP_TERMS)
     assert critic.model.config._attn_implementation == BY_ROWS
@@ -235,10 +235,10 @@ def test_steps_are_the_same_where_rows_share_their_prompt(
 
 def test_a_shared_prompt_lies_there_once() -> None:
     batch = make_batch(((3, 2), (4, 1), (3, 3)), seed=0, one_prompt=True)
-    cut = cut_slice(batch, [2, 1, 0], CPU, packed=True, shared=True)
+    cut = build_micro_batch(batch, [2, 1, 0], CPU, packed=True, shared=True)
     ids = batch.input_ids_BL
     assert cut.input_ids_BL.tolist() == [[*ids[2, :6], *ids[1, :5], *ids[0, 3:5]]]
-    assert cut.pick(torch.arange(13)[None]).tolist() == [2, 3, 4, 9, 2, 11]
+    assert cut.gather_states(torch.arange(13)[None]).tolist() == [2, 3, 4, 9, 2, 11]
     assert cut.targets_N.tolist() == [*ids[2, 3:6], ids[1, 4], *ids[0, 3:5]]
 
 
@@ -255,7 +255,8 @@ def test_rows_of_a_prompt_stay_together_where_they_fit(
     lengths, prompts = [length for length, _ in rows], [prompt for _, prompt in rows]
     budget = Budget(tokens, packed=True, shared=True)
     shares = [
-        share_micro_batches(lengths, budget, Ranks(rank, ranks), prompts) for rank in range(ranks)
+        plan_rank_micro_batches(lengths, budget, Ranks(rank, ranks), prompts)
+        for rank in range(ranks)
     ]
     groups = [group for mine in shares for group in mine]
     assert sorted(i for group in groups for i in group) == list(range(len(rows)))
@@ -281,31 +282,31 @@ def test_bfloat16_is_as_near_as_it_gets(padded: Any) -> None:
 
 def test_a_slice_lies_end_to_end_and_reads_before_each_token() -> None:
     batch = make_batch(MIXED, seed=0)
-    cut = cut_slice(batch, [2, 0, 7], CPU, packed=True)
+    cut = build_micro_batch(batch, [2, 0, 7], CPU, packed=True)
     ids = batch.input_ids_BL
     assert cut.input_ids_BL.tolist() == [[*ids[2, :19], *ids[0, :2], *ids[7, :24]]]
-    assert cut.pick(torch.arange(45)[None]).tolist() == [16, 17, 19, 43]
+    assert cut.gather_states(torch.arange(45)[None]).tolist() == [16, 17, 19, 43]
     assert cut.targets_N.tolist() == [*ids[2, 17:19], ids[0, 1], ids[7, 23]]
-    idle = cut_slice(batch, [], CPU, packed=True)
+    idle = build_micro_batch(batch, [], CPU, packed=True)
     assert idle.idle and idle.input_ids_BL.tolist() == [ids[0, :2].tolist()]
     assert not idle.count_BL.any()  # for experts
 
 
 def test_masked_models_take_short_micro_batches() -> None:
     by_rows, masked = made("llama"), made("gemma2, sliding window")
-    assert micro_batch_budget(16384, None, by_rows) == Budget(16384, packed=True, shared=True)
-    assert micro_batch_budget(16384, 8, by_rows, masked) == Budget(MASKED_TOKENS, 8, packed=True)
+    assert build_budget(16384, None, by_rows) == Budget(16384, packed=True, shared=True)
+    assert build_budget(16384, 8, by_rows, masked) == Budget(MASKED_TOKENS, 8, packed=True)
     plain = replace(by_rows, packing=None)
-    assert micro_batch_budget(16384, None, plain) == Budget(16384)
+    assert build_budget(16384, None, plain) == Budget(16384)
     for models in ((by_rows, plain), (plain, by_rows), (masked, plain)):
-        budget = micro_batch_budget(MASKED_TOKENS, None, *models)
+        budget = build_budget(MASKED_TOKENS, None, *models)
         assert budget == Budget(MASKED_TOKENS, packed=False, shared=False)
-    assert micro_batch_budget(99, None, by_rows, masked) == Budget(99, packed=True)
+    assert build_budget(99, None, by_rows, masked) == Budget(99, packed=True)
     alone = replace(by_rows, shares_prompts=False)
-    assert micro_batch_budget(99, None, by_rows, alone) == Budget(99, packed=True)
-    assert micro_batch_budget(99, 8, by_rows) == Budget(99, 8, packed=True)
+    assert build_budget(99, None, by_rows, alone) == Budget(99, packed=True)
+    assert build_budget(99, 8, by_rows) == Budget(99, 8, packed=True)
     with pytest.raises(ValueError, match="does not take them"):
-        plain.hidden_BLH(torch.ones(1, 4, dtype=torch.int64), PackedRows.of([2, 2], CPU))
+        plain.hidden_BLH(torch.ones(1, 4, dtype=torch.int64), PackedRows.from_lengths([2, 2], CPU))
 
 
 def test_the_sampler_shares_a_packed_policy() -> None:

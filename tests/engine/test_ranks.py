@@ -13,30 +13,30 @@ from ppo_cli.engine.ranks import (
     Ranks,
     gather_objects,
     join_ranks,
-    sum_over,
-    together,
+    run_on_all_ranks,
+    sum_over_ranks,
 )
 
 
 def test_alone_talks_to_nobody() -> None:
-    assert ALONE.alone and ALONE.speaks and ALONE.data_size == 1 and ALONE.data_rank == 0
+    assert ALONE.alone and ALONE.reports_results and ALONE.data_size == 1 and ALONE.data_rank == 0
     assert gather_objects(ALONE, "x") == ["x"]
-    assert sum_over(ALONE, 2.5) == 2.5 and math.isnan(sum_over(ALONE, math.nan))
-    assert together(ALONE, lambda: 3) == 3
+    assert sum_over_ranks(ALONE, 2.5) == 2.5 and math.isnan(sum_over_ranks(ALONE, math.nan))
+    assert run_on_all_ranks(ALONE, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        together(ALONE, lambda: 1 // 0)
+        run_on_all_ranks(ALONE, lambda: 1 // 0)
 
 
 def test_tensor_parallel_neighbours_share_rows_and_one_speaks() -> None:
     ranks = [Ranks(rank=rank, size=8, tensor_size=2) for rank in range(8)]
     assert [r.data_rank for r in ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {r.data_size for r in ranks} == {4}
-    assert [r.speaks for r in ranks] == [True, False] * 4
+    assert [r.reports_results for r in ranks] == [True, False] * 4
 
 
 def test_waits_count_since_they_were_last_asked_for() -> None:
     ranks = Ranks(waits_s=[0.25, 0.5])
-    assert (ranks.take_waits(), ranks.take_waits()) == (0.75, 0.0)
+    assert (ranks.pop_wait_seconds(), ranks.pop_wait_seconds()) == (0.75, 0.0)
 
 
 @pytest.mark.parametrize(("size", "tensor", "shard"), [(3, 2, -1), (4, 2, 4), (4, 1, 3)])

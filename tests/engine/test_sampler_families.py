@@ -267,7 +267,7 @@ class TestRowsOfStates:
         monkeypatch.setattr(model, "forward", run_out)
         sampler = make_sampler(model, 64)
         rollouts = list(sampler.generate(prompts, Sampling(max_tokens=14, n=2), 0))
-        assert sampler.room.rows < 64
+        assert sampler.capacity.rows < 64
         tokens = [rollout.token_ids for rollout in sorted(rollouts, key=lambda r: r.key)]
         assert tokens == expected
 

@@ -67,13 +67,13 @@ ACTOR_STEPS, CRITIC_STEPS = STEPS * len(RUNS), STEPS * (len(RUNS) - 1)  # one ha
 
 def test_metrics_are_read_once_an_optimizer_step(report: dict[str, Any]) -> None:
     waits = report["waits"]
-    assert waits["engine/training/actor_critic.py:read_sums"] == ACTOR_STEPS + CRITIC_STEPS
+    assert waits["engine/training/actor_critic.py:fetch_sums"] == ACTOR_STEPS + CRITIC_STEPS
     # The actor's gradient is measured again after it is clipped by value.
     assert waits["engine/training/optimizer.py:_norm"] == 2 * ACTOR_STEPS + CRITIC_STEPS
 
 
 def test_annotations_are_read_once_a_micro_batch(report: dict[str, Any]) -> None:
-    assert report["waits"]["engine/learner.py:widen"] == 3 * len(RUNS)
+    assert report["waits"]["engine/learner.py:pad_to_batch"] == 3 * len(RUNS)
 
 
 # The rest of these tests compares what the report above does.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import DistBackendError
 
-from ppo_cli.engine.batches.micro_batches import Budget, run_within_memory, share_micro_batches
+from ppo_cli.engine.batches.micro_batches import Budget, plan_rank_micro_batches, run_within_memory
 from ppo_cli.engine.ranks import OutOfMemoryElsewhere, Ranks
 from ppo_cli.errors import UserError, WorkerLost
 
@@ -19,7 +19,8 @@ def shares(
     lengths: list[int], budget: Budget, ranks: int, tensor: int = 1
 ) -> list[list[list[int]]]:
     return [
-        share_micro_batches(lengths, budget, Ranks(rank, ranks, tensor)) for rank in range(ranks)
+        plan_rank_micro_batches(lengths, budget, Ranks(rank, ranks, tensor))
+        for rank in range(ranks)
     ]
 
 
@@ -93,7 +94,7 @@ class Flags(Ranks):
     fail: tuple[int, ...]
     said: list[bool]
 
-    def agree(self, *, failed: bool = False) -> None:
+    def exchange_failures(self, *, failed: bool = False) -> None:
         round_ = len(self.said)
         self.said.append(failed)
         if round_ in self.fail and not failed:
@@ -113,13 +114,13 @@ class Model:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def begin(self) -> None:
+    def begin_micro_batch(self) -> None:
         self.told.append("begin")
 
-    def stand_in(self) -> None:
+    def begin_replay(self) -> None:
         self.told.append("stand in")
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.told.append("forget")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ppo_cli.config.memory.plan import change
-from ppo_cli.engine.batches.micro_batches import Budget, share_micro_batches
+from ppo_cli.engine.batches.micro_batches import Budget, plan_rank_micro_batches
 from ppo_cli.engine.batches.rows import row_lengths, row_prompts
 from ppo_cli.engine.ranks import Ranks
 from ppo_cli.engine.simulation.counters import CollectiveCounter
@@ -130,7 +130,7 @@ def test_two_micro_batches_of_each_rank_fill_a_budget_of_any_size(
     prompts = row_prompts(batch.input_ids_BL, batch.prompt_len_B)
     for rank in range(ranks):
         places = Ranks(rank, ranks)
-        plan = share_micro_batches(lengths, packed, places, prompts)
+        plan = plan_rank_micro_batches(lengths, packed, places, prompts)
         assert len(plan) == 2
         for rows in plan:
             assert 0.99 * budget < sum(lengths[row] for row in rows) <= budget

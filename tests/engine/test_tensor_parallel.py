@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from ppo_cli.engine.sharding.tensor_parallel import plan_split
+from ppo_cli.engine.sharding.tensor_parallel import plan_tensor_parallel
 from ppo_cli.errors import ModelError
 
 TINY = {
@@ -29,7 +29,7 @@ TINY = {
 def plan(config: Any, size: int) -> dict[str, str]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return plan_split(model, model.base_model, size)
+    return plan_tensor_parallel(model, model.base_model, size)
 
 
 def test_attention_and_mlp_are_split_and_the_rest_is_whole() -> None:
@@ -54,7 +54,7 @@ def test_a_norm_over_all_heads_is_not_split_as_one_over_a_head() -> None:
         model = AutoModelForCausalLM.from_config(Qwen3Config(**TINY))
         model.model.layers[1].self_attn.q_norm = type(model.model.norm)(32)
     with pytest.raises(ModelError, match=r"normalises all heads together \(layers\.1\.self_attn"):
-        plan_split(model, model.base_model, 2)
+        plan_tensor_parallel(model, model.base_model, 2)
 
 
 def test_fused_projections_and_norms_over_all_heads_are_gathered() -> None:

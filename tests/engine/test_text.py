@@ -17,7 +17,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.samplers.hf import HFSampler
-from ppo_cli.engine.samplers.text import decode_text, stop_end
+from ppo_cli.engine.samplers.text import decode_text, find_stop
 from ppo_cli.records import PlacedReward, Prompt, Rollout
 from ppo_cli.step.shaping import place_steps
 from ppo_cli.thoughts import count_tokens
@@ -112,7 +112,7 @@ def test_a_stop_text_ends_where_the_response_first_has_it(
     start = data.draw(st.integers(0, max(0, len(text) - 1)))
     stop = text[start : start + data.draw(st.integers(1, 6))] or "none"
     first = next((size for size, text in enumerate(texts) if stop in text), None)
-    assert stop_end(ids, (stop,), detokenize, 0, prompt_ids) == first
+    assert find_stop(ids, (stop,), detokenize, 0, prompt_ids) == first
 
 
 @pytest.mark.parametrize("kind", ["llama2", "byte level", "t5", "word piece", "slow pieces"])

@@ -31,7 +31,7 @@ from transformers import (
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine import trial
-from ppo_cli.engine.batches.rows import Slice
+from ppo_cli.engine.batches.rows import MicroBatch
 from ppo_cli.engine.cpu.lean_layers import GatedUnit
 from ppo_cli.engine.models import gradient_checkpointing, policy
 from ppo_cli.engine.models.attention import BY_ROWS, attend_by_rows
@@ -40,17 +40,17 @@ from ppo_cli.engine.models.policy import OwnHead
 from ppo_cli.engine.models.small_models import shrink_config
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.engine.samplers.hf import HFSampler
-from ppo_cli.engine.trial import Conditions, Verdict, Way, judge_model, run_trial
+from ppo_cli.engine.trial import RunMode, TrialConditions, Verdict, choose_run_mode, run_trial
 from ppo_cli.errors import ModelError
 
 LONG = 100_000  # rows that cross every window
-RUN = Conditions(sampler=HFSampler, lean=True, checkpointing=True, longest_row=LONG)
+RUN = TrialConditions(sampler=HFSampler, lean=True, checkpointing=True, longest_row=LONG)
 CRITIC = replace(RUN, sampler=None, critic=True)
 SHAPE = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
-PACKED, PADDED, EAGER = Way("sdpa", True), Way("sdpa", False), Way("eager", False)
+PACKED, PADDED, EAGER = RunMode("sdpa", True), RunMode("sdpa", False), RunMode("eager", False)
 ENDS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 
 
@@ -58,7 +58,7 @@ def llama() -> PreTrainedConfig:
     return LlamaConfig(**SHAPE, **ENDS)
 
 
-FAMILIES: dict[str, tuple[Callable[[], PreTrainedConfig], Way]] = {
+FAMILIES: dict[str, tuple[Callable[[], PreTrainedConfig], RunMode]] = {
     "plain": (llama, PACKED),
     "learned positions": (lambda: GPT2Config(n_embd=64, n_layer=2, n_head=4, **ENDS), PACKED),
     "experts": (lambda: Qwen2MoeConfig(**SHAPE, num_experts=4, **ENDS), PACKED),
@@ -78,26 +78,26 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedConfig], Way]] = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("conditions", [RUN, CRITIC], ids=["policy", "critic"])
-def test_the_fastest_exact_way_is_chosen(name: str, conditions: Conditions) -> None:
-    build, way = FAMILIES[name]
+def test_the_fastest_exact_way_is_chosen(name: str, conditions: TrialConditions) -> None:
+    build, mode = FAMILIES[name]
     verdict = run_trial(build(), conditions)
-    assert (verdict.way, verdict.differences, verdict.untried) == (way, {}, "")
+    assert (verdict.mode, verdict.differences, verdict.untried) == (mode, {}, "")
 
 
 @pytest.mark.parametrize("conditions", [RUN, CRITIC], ids=["policy", "critic"])
-def test_the_verdict_that_ships_is_that_of_a_trial(conditions: Conditions) -> None:
+def test_the_verdict_that_ships_is_that_of_a_trial(conditions: TrialConditions) -> None:
     """With the versions that are installed here: edit BUNDLED_VERSIONS with constraints.txt."""
     config = load_config(model_folder("embedded"), "--model", False)
     for lean, recomputes in ((True, False), (False, True)):
         tried = replace(conditions, lean=lean, checkpointing=recomputes)
         assert run_trial(config, tried) == trial.BUNDLED_VERDICT
-    assert trial._ships_verdict(model_folder("embedded"), conditions)
-    assert not trial._ships_verdict(model_folder("embedded"), replace(conditions, kernel="eager"))
+    assert trial._is_bundled(model_folder("embedded"), conditions)
+    assert not trial._is_bundled(model_folder("embedded"), replace(conditions, kernel="eager"))
 
 
 def test_a_state_that_is_not_attention_keeps_a_critic_from_packing() -> None:
     verdict = run_trial(MambaConfig(hidden_size=64, num_hidden_layers=2), CRITIC)
-    assert not verdict.way.packed and not verdict.differences
+    assert not verdict.mode.packed and not verdict.differences
 
 
 def shift_positions(sampler: HFSampler, running: Any, sampling: Any) -> Any:
@@ -134,7 +134,7 @@ def test_a_mask_that_shows_other_rows_keeps_rows_padded(monkeypatch: pytest.Monk
 
     monkeypatch.setitem(AttentionInterface._global_mapping, BY_ROWS, attend_to_all_rows)
     verdict = run_trial(llama(), RUN)
-    assert verdict.way == PADDED and "annotation" in verdict.rejected["packing"]
+    assert verdict.mode == PADDED and "annotation" in verdict.rejected["packing"]
 
 
 def test_a_gradient_that_is_wrong_is_the_updates_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,18 +169,18 @@ def test_logits_without_their_cap_are_the_learners_fault(monkeypatch: pytest.Mon
 def test_wrong_values_are_found_out(
     spoil: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Slice, "pick", lambda cut, states: spoil(PICK(cut, states)))
+    monkeypatch.setattr(MicroBatch, "pick", lambda cut, states: spoil(PICK(cut, states)))
     assert [*run_trial(llama(), CRITIC).differences] == ["annotation", "update"]
 
 
-PICK = Slice.pick
+PICK = MicroBatch.pick
 
 
 def judge(path: Path, config: PreTrainedConfig, **settings: Any) -> tuple[Verdict, list[str]]:
     """The verdict of a run on a model of which the trial sees the config alone."""
     config.save_pretrained(path)
     run = Config.model_validate({"model": {"path": str(path), **settings}})
-    return judge_model(str(path), run, ALONE, sampler=HFSampler, checkpointing=True)
+    return choose_run_mode(str(path), run, ALONE, sampler=HFSampler, checkpointing=True)
 
 
 @pytest.fixture(autouse=True)
@@ -195,7 +195,7 @@ def test_a_kernel_that_computes_something_else_is_refused_by_name(tmp_path: Path
         with pytest.raises(ModelError, match=r"^model.attn_implementation=sdpa does not.*eager"):
             judge(tmp_path / name, config, attn_implementation="sdpa")
     verdict, remarks = judge(tmp_path / "eager", config, attn_implementation="eager")
-    assert verdict.way == EAGER and not any("Attention" in remark for remark in remarks)
+    assert verdict.mode == EAGER and not any("Attention" in remark for remark in remarks)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_eager_attention_is_told_with_its_reason(name: str, reason: str, tmp_pat
 def test_packed_rows_in_eager_attention_are_chosen_where_asked_for(tmp_path: Path) -> None:
     path, config = tmp_path / "model", FAMILIES["capped attention"][0]()
     verdict, remarks = judge(path, config, packing=True)
-    assert verdict.way == Way("eager", packed=True)
+    assert verdict.mode == RunMode("eager", packed=True)
     assert remarks == [f"Attention of {path} is eager: sdpa computes something else."]
     with pytest.raises(ModelError, match="attn_implementation=sdpa does not compute"):
         judge(path, config, packing=True, attn_implementation="sdpa")
@@ -227,7 +227,7 @@ def test_packing_that_was_asked_for_is_refused_where_it_is_not_exact(tmp_path: P
     with pytest.raises(ModelError, match="cannot be trained on packed rows"):
         judge(tmp_path / "model", FAMILIES["slopes"][0](), packing=True)
     verdict, _ = judge(tmp_path / "window", FAMILIES["window"][0](), packing=True)
-    assert verdict.way == PACKED  # by masks
+    assert verdict.mode == PACKED  # by masks
 
 
 def test_a_difference_that_remains_is_told_without_the_learning_rate(
@@ -269,7 +269,7 @@ def test_a_wrong_gradient_is_not_hidden_by_larger_ones() -> None:
 def test_a_trial_is_of_the_rows_and_layers_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[Conditions] = []
+    tried: list[TrialConditions] = []
     monkeypatch.setattr(
         trial, "run_trial", lambda _, conditions: tried.append(conditions) or Verdict(PACKED)
     )
@@ -295,7 +295,7 @@ def test_a_model_of_which_none_can_be_built_small_is_told(
 ) -> None:
     monkeypatch.setattr(trial, "MOST_PARAMETERS", 10)
     verdict, remarks = judge(tmp_path / "model", llama())
-    assert verdict.way == EAGER and "million parameters" in verdict.untried
+    assert verdict.mode == EAGER and "million parameters" in verdict.untried
     assert len(remarks) == 1 and "was not tried" in remarks[0]
 
 

@@ -22,8 +22,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.algorithm import CriticModel
 from ppo_cli.config.schema.run import Config
+from ppo_cli.engine.checkpoint import describe_full_model, restore, stored_tensors, take_snapshot
 from ppo_cli.engine.checkpoint import model_files as files_of
-from ppo_cli.engine.checkpoint import restore, saved_model, stored_tensors, take_snapshot
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import ValueModel, pad_token_id
@@ -132,7 +132,7 @@ def save(value_model: ValueModel, folder: Path) -> Any:
     """Write a critic as a run does; returns its part of the checkpoint."""
     model = value_model.model
     files = files_of(model, AutoTokenizer.from_pretrained(model_folder("embedded")))
-    part = saved_model("critic", model, train(model, steps=1), files)
+    part = describe_full_model("critic", model, train(model, steps=1), files)
     take_snapshot([part], {}, ALONE).write(folder)
     return part
 
@@ -163,7 +163,7 @@ def test_a_critic_comes_back_exactly(tmp_path: Path, family: str) -> None:
     expected = values(value_model)
     assert torch.equal(values(load(tmp_path / "critic")), expected)
     resumed = load(tmp_path / "base")
-    part = saved_model("critic", resumed.model, train(resumed.model), {})
+    part = describe_full_model("critic", resumed.model, train(resumed.model), {})
     restore(tmp_path, [part], ALONE)
     assert torch.equal(values(resumed), expected)
     if type(AutoConfig.from_pretrained(tmp_path / "critic")) in (

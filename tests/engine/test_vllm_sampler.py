@@ -20,7 +20,7 @@ import torch
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
-from ppo_cli.engine.base import Sampling, Weights, begin, build_sampler, stream_key
+from ppo_cli.engine.base import Sampling, Weights, build_sampler, start_rollouts, stream_key
 from ppo_cli.engine.leftovers import OWNER
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.models.lora import LoRA
@@ -291,10 +291,10 @@ def test_new_weights_drop_what_was_cached_under_the_old_ones(sampler: Make) -> N
 def test_out_of_memory_halves_the_requests_and_keeps_what_is_finished(sampler: Make) -> None:
     made, engine = sampler(holds=3, max_num_seqs=8)
     told: list[int] = []
-    made.room.tell = told.append
+    made.capacity.on_halving = told.append
     keys = [r.key for r in made.generate(PROMPTS, Sampling(n=3), 0)]
     assert keys == [(f"p{i}", sample) for i in range(5) for sample in range(3)]
-    assert told == [4, 2] and made.room.left() == 2 and engine.most <= 3
+    assert told == [4, 2] and made.capacity.halved_rows() == 2 and engine.most <= 3
     assert len(list(made.generate(PROMPTS, Sampling(n=3), 0))) == 15 and told == [4, 2]
     engine.holds = 0
     with pytest.raises(UserError, match="ran out of memory, even with one response at a time"):
@@ -382,7 +382,7 @@ def test_every_setting_of_a_run_reaches_vllm(monkeypatch: pytest.MonkeyPatch) ->
         "seed": 77, "disable_log_stats": True, "use_tqdm_on_load": False,
         "worker_extension_cls": vllm_sampler.EXTENSION, "transfer": "gloo",
     }  # fmt: skip
-    assert sampler.room.rows == 12
+    assert sampler.capacity.rows == 12
     tokenizer = load_tokenizer(model_folder("embedded"))
     assert tokenizer.eos_token_id in sampler._eos_ids
     assert sampler._detokenize(tokenizer("7 + 8").input_ids, ()) == "7 + 8"
@@ -436,12 +436,12 @@ def test_every_setting_of_a_request_reaches_vllm(monkeypatch: pytest.MonkeyPatch
         (greedy, replace(sampling, temperature=0.0)),
         (usual | {"output_kind": 0}, replace(sampling, stop=("END",))),
     ):
-        name = sampler._submit(begin(PROMPTS, given)[6], given)
+        name = sampler._submit(start_rollouts(PROMPTS, given)[6], given)
         seed = stream_key(3, "p1", 2) >> 1
         expected = (name, {"prompt_token_ids": [3, 4]}, wanted | {"seed": seed}, "adapter")
         assert asked[-1] == expected and seed < 2**63
     assert len({request[0] for request in asked}) == 4
-    begun = replace(begin(PROMPTS, sampling)[6], token_ids=(7, 8))
+    begun = replace(start_rollouts(PROMPTS, sampling)[6], token_ids=(7, 8))
     for new_tokens, most in ((3, 3), (9, 4), (None, 4)):  # of at most 6
         sampler._submit(begun, replace(sampling, new_tokens=new_tokens, seed=99))
         seed = stream_key(3, "p1 from 2", 2) >> 1  # of the round that it began in
@@ -451,7 +451,7 @@ def test_every_setting_of_a_request_reaches_vllm(monkeypatch: pytest.MonkeyPatch
 
 def test_a_stop_text_that_spans_a_pause_is_seen(sampler: Make) -> None:
     made, engine = sampler()
-    begun = replace(begin(PROMPTS[:1], Sampling())[0], token_ids=(10, 11))
+    begun = replace(start_rollouts(PROMPTS[:1], Sampling())[0], token_ids=(10, 11))
     begun = replace(begun, sampler_logprobs=np.full(2, -1, np.float32), weight_version=3)
     drawn = SimpleNamespace(token_ids=[12, 13], logprobs=SimpleNamespace(logprobs=[-0.5, -0.6]))
 

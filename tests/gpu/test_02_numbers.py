@@ -29,7 +29,7 @@ def test_attention_of_packed_rows_is_that_of_each_row(gpu: torch.device) -> None
     """The kernel of GPUs in bfloat16, outputs and gradients, beside float32 on the CPU."""
     module = torch.nn.Module()
     module.num_key_value_groups = 2  # type: ignore[assignment]
-    ends = PackedRows.of(LENGTHS, CPU).rows_113B
+    ends = PackedRows.from_lengths(LENGTHS, CPU).rows_113B
     torch.manual_seed(0)
     first = [torch.randn(1, heads, sum(LENGTHS), 64) for heads in (4, 2, 2)]
     sides = []

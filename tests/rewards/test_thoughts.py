@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.thoughts import UnfinishedThought, after_thought, strip_reasoning
+from ppo_cli.thoughts import UnfinishedThought, strip_leading_thought, strip_reasoning
 
 # Opening and closing mark as models write them.
 MARKED = [
@@ -39,12 +39,12 @@ def test_each_family_is_known_to_both() -> None:
     wrong = []
     for opening, closing in MARKED:
         text = f"{opening}maybe Score: 3{closing}Score: 8"
-        if (after_thought(text), strip_reasoning(text)[-8:]) != ("Score: 8", "Score: 8"):
+        if (strip_leading_thought(text), strip_reasoning(text)[-8:]) != ("Score: 8", "Score: 8"):
             wrong.append(text)
         if "maybe" in strip_reasoning(text):
             wrong.append(text)
         with contextlib.suppress(UnfinishedThought):
-            wrong.append(f"{opening}: {after_thought(f'{opening}maybe Score: 3')}")
+            wrong.append(f"{opening}: {strip_leading_thought(f'{opening}maybe Score: 3')}")
         if strip_reasoning(f"{opening}maybe 3"):
             wrong.append(f"{opening} in a response")
     assert wrong == []
@@ -67,7 +67,7 @@ def test_each_family_is_known_to_both() -> None:
     ],
 )
 def test_only_one_thought_at_the_front_of_a_reply_goes(text: str, answer: str) -> None:
-    assert after_thought(text) == answer
+    assert strip_leading_thought(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_only_one_thought_at_the_front_of_a_reply_goes(text: str, answer: str) -
 )
 def test_an_unfinished_thought_is_no_reply(text: str) -> None:
     with pytest.raises(UnfinishedThought):
-        after_thought(text)
+        strip_leading_thought(text)
 
 
 @pytest.mark.parametrize(
@@ -117,5 +117,5 @@ def test_no_input_is_slow(unit: str) -> None:
     began = time.process_time()
     strip_reasoning(text)
     with contextlib.suppress(UnfinishedThought):
-        after_thought(text)
+        strip_leading_thought(text)
     assert time.process_time() - began < 20.0

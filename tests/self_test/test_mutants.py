@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ppo_cli.cluster.driver import ApartEngine
 from ppo_cli.config.schema.reward import Code
-from ppo_cli.engine.cpu.row_products import Span
+from ppo_cli.engine.cpu.row_products import RowSpan
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import attention
 from ppo_cli.engine.models.attention import PackedRows
@@ -52,15 +52,17 @@ def see_the_future(patch: Patch) -> None:
     forward = attention.sdpa_attention_forward
     patch.setattr(attention, "sdpa_attention_forward", partial(forward, is_causal=False))
 
-    def probabilities(self: Span, query_kqd: torch.Tensor, key_kmd: torch.Tensor) -> torch.Tensor:
+    def probabilities(
+        self: RowSpan, query_kqd: torch.Tensor, key_kmd: torch.Tensor
+    ) -> torch.Tensor:
         return (query_kqd @ key_kmd.mT).softmax(-1)
 
-    patch.setattr(Span, "probabilities", probabilities)
+    patch.setattr(RowSpan, "probabilities", probabilities)
 
 
 def drop_the_scale(patch: Patch) -> None:
     forward = attention.sdpa_attention_forward
-    patch.setattr(attention, "_suits_products", lambda *states: False)
+    patch.setattr(attention, "_prefers_products", lambda *states: False)
 
     def unscaled(*states: Any, **options: Any) -> Any:
         return forward(*states, **options | {"scaling": 1.0})
@@ -70,7 +72,7 @@ def drop_the_scale(patch: Patch) -> None:
 
 def leak_between_rows(patch: Patch) -> None:
     """The first token of the second row belongs to the row before it."""
-    build = PackedRows.of
+    build = PackedRows.from_lengths
 
     def leaking(*values: Any) -> PackedRows:
         packed = build(*values)
@@ -78,7 +80,7 @@ def leak_between_rows(patch: Patch) -> None:
             packed.rows_113B[0, 0, 0, 1] += 1
         return packed
 
-    patch.setattr(PackedRows, "of", leaking)
+    patch.setattr(PackedRows, "from_lengths", leaking)
 
 
 def change_epsilon(patch: Patch) -> None:

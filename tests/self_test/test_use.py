@@ -23,7 +23,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.placement import expands_segments
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.batches import packing
-from ppo_cli.engine.batches.packing import pack
+from ppo_cli.engine.batches.packing import enable_packing
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.ranks import ALONE
@@ -78,9 +78,9 @@ def test_rows_are_padded_where_the_self_test_failed(
     monkeypatch.setattr(packing, "failed", lambda feature: wrong)
     on_gpu = Compute(torch.device("cuda"), torch.bfloat16)
     policy = load_policy(model_folder("embedded"), attn_implementation="sdpa")
-    assert (pack(policy, "m", on_gpu, ALONE, None).packing is not None) is packed
+    assert (enable_packing(policy, "m", on_gpu, ALONE, None).packing is not None) is packed
     policy = load_policy(model_folder("embedded"), attn_implementation="sdpa")
-    assert pack(policy, "m", on_gpu, ALONE, True).packing is not None
+    assert enable_packing(policy, "m", on_gpu, ALONE, True).packing is not None
 
 
 def test_a_report_carries_the_record_without_names_of_the_machine(

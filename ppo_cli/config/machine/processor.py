@@ -29,7 +29,7 @@ def matmul_library(
 
     MKL goes by the name of the maker, and takes AVX2 on AMD's processors that have AVX-512. Those
     before Zen 5 compute it in halves, no faster than AVX2 (docs/log.md). With AMX oneDNN would
-    round to bfloat16 (`ppo_cli.engine.cpu.products.multiply_with`).
+    round to bfloat16 (`ppo_cli.engine.cpu.products.set_matmul_library`).
     """
     if asked is not None:
         return asked

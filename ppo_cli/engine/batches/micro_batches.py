@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import DistError
 
-from ppo_cli.engine.ranks import ALONE, OutOfMemoryElsewhere, Ranks, inside_collective
+from ppo_cli.engine.ranks import ALONE, OutOfMemoryElsewhere, Ranks, explain_collective_errors
 from ppo_cli.errors import UserError, is_out_of_memory
 
 # Padded micro-batches are cut smaller for less padding, but not below what keeps a device busy.
@@ -27,10 +27,10 @@ LEAST_TOKENS = 1024
 class Budget:
     """How much a micro-batch may hold; halved, and kept halved, when memory runs out.
 
-    `tokens` counts padded tokens (rows x longest row), or those of the rows alone where they
-    are `packed`; `rows` caps the rows. Rows of one prompt stay together where they are `shared`.
-    `too_much` is said where one row does not fit; `no_room` is the advice where it is the weights
-    that ranks gather for which there is no room.
+    `tokens` counts padded tokens (rows x longest row), or real tokens when rows are `packed`;
+    `rows` caps the rows. With `shared`, rows of one prompt stay in one micro-batch.
+    `too_long_advice` is the error text when a single row does not fit, `no_memory_advice` the one
+    when the gathered weights do not fit.
     """
 
     tokens: int
@@ -38,11 +38,11 @@ class Budget:
     halvings: int = 0
     packed: bool = False
     shared: bool = False
-    too_much: str = (
+    too_long_advice: str = (
         "a single sequence of {} tokens. Lower --max_response_length or --max_prompt_length, "
         "switch on model.enable_gradient_checkpointing, or take a smaller --model."
     )
-    no_room: str = "Use more GPUs (--n_gpus, --nnodes) or take a smaller --model."
+    no_memory_advice: str = "Use more GPUs (--n_gpus, --nnodes) or take a smaller --model."
 
     def size(self, rows: int, longest: int, real: int) -> int:
         """What rows take of `tokens`, given the longest of them and their real tokens."""
@@ -60,22 +60,22 @@ class Budget:
             if gathering:
                 raise UserError(
                     "Out of memory: the weights that a rank gathers leave no room for a single "
-                    f"sequence of {longest} tokens. {self.no_room}"
+                    f"sequence of {longest} tokens. {self.no_memory_advice}"
                 )
-            raise UserError(f"Out of memory with {self.too_much.format(longest)}")
+            raise UserError(f"Out of memory with {self.too_long_advice.format(longest)}")
         if self.packed:
             self.tokens = most_tokens // 2
         else:
             self.rows = most_rows // 2
         self.halvings += 1
 
-    def held(self) -> tuple[str, int]:
+    def current_limit(self) -> tuple[str, int]:
         """What halving has left of it, for people: its unit and how many."""
         return ("tokens", self.tokens) if self.packed else ("rows", self.rows or 0)
 
     def state(self) -> list[Any]:
         """What a resumed run needs to know of it."""
-        return [self.packed, self.halvings, self.held()[1]]
+        return [self.packed, self.halvings, self.current_limit()[1]]
 
     def load_state(self, state: list[Any]) -> None:
         """Take up halvings of rows like these; where there were none, or others, settings count."""
@@ -134,7 +134,7 @@ def _padding(groups: list[list[int]], lengths: Sequence[int], budget: Budget) ->
     return 1.0 - real / sum(sizes)
 
 
-def share_micro_batches(
+def plan_rank_micro_batches(
     lengths: Sequence[int], budget: Budget, ranks: Ranks, prompts: Sequence[Hashable] = ()
 ) -> list[list[int]]:
     """The micro-batches of one rank; as many on each rank, some of them perhaps empty.
@@ -142,18 +142,18 @@ def share_micro_batches(
     The k-th ones of all ranks are computed at the same time, so they are neighbours in weight;
     the order of the ranks turns round with each, so that none always has the heaviest.
     """
-    planned, size = _in_turns(lengths, budget, ranks, prompts), ranks.data_size
+    planned, size = _plan_all_ranks(lengths, budget, ranks, prompts), ranks.data_size
     places = (ranks.data_rank, size - 1 - ranks.data_rank)
     return [planned[turn * size + places[turn % 2]] for turn in range(len(planned) // size)]
 
 
-def _in_turns(
+def _plan_all_ranks(
     row_lengths: Sequence[int], budget: Budget, ranks: Ranks, prompts: Sequence[Hashable]
 ) -> list[list[int]]:
     """The micro-batches of all ranks, the heaviest first; each turn has one for each rank."""
     units = [[row] for row in range(len(row_lengths))]
     if budget.shared:
-        units = _prompt_units(row_lengths, prompts, budget.tokens, ranks.data_size)
+        units = _group_by_prompt(row_lengths, prompts, budget.tokens, ranks.data_size)
     lengths = [sum(row_lengths[row] for row in unit) for unit in units]
     groups = plan_micro_batches(lengths, budget)
     turns = -(-len(groups) // ranks.data_size)
@@ -169,7 +169,7 @@ def _in_turns(
     return planned + [[]] * (turns * ranks.data_size - len(groups))
 
 
-def _prompt_units(
+def _group_by_prompt(
     lengths: Sequence[int], prompts: Sequence[Hashable], tokens: int, ranks: int
 ) -> list[list[int]]:
     """Rows of one prompt, in as many lists as the budget needs, and each rank has some."""
@@ -205,7 +205,7 @@ def _fill(
 
 
 @contextmanager
-def tell_out_of_memory(what: str, advice: str) -> Iterator[None]:
+def explain_out_of_memory(what: str, advice: str) -> Iterator[None]:
     """Turn running out of memory into a message that says what helps."""
     try:
         yield
@@ -216,11 +216,11 @@ def tell_out_of_memory(what: str, advice: str) -> Iterator[None]:
 
 
 @contextmanager
-def taking_step(role: str, ranks: Ranks, advice: str) -> Iterator[None]:
+def explain_step_errors(role: str, ranks: Ranks, advice: str) -> Iterator[None]:
     """Name the model and the rank where a step runs out of memory, or NCCL fails."""
     where = "" if ranks.alone else f" on learner rank {ranks.rank}"
     what = f"An optimizer step of the {role}{where}"
-    with inside_collective(ranks.rank), tell_out_of_memory(what, advice):
+    with explain_collective_errors(ranks.rank), explain_out_of_memory(what, advice):
         yield
 
 
@@ -228,7 +228,7 @@ def taking_step(role: str, ranks: Ranks, advice: str) -> Iterator[None]:
 GATHERS = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
 
 
-def is_gathering(error: BaseException) -> bool:
+def is_gather_error(error: BaseException) -> bool:
     """Whether an error was raised while FSDP2 put weights or gradients together."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(code.co_name in GATHERS and "_fully_shard" in code.co_filename for code in codes)
@@ -237,18 +237,18 @@ def is_gathering(error: BaseException) -> bool:
 Work = Callable[[Sequence[int], bool], None]
 
 
-class Asked(Protocol):
-    """A model whose work may break off; see `Around` of models.py."""
+class Interruptible(Protocol):
+    """A model whose work may break off; see `WeightsContext` of models.py."""
 
-    def begin(self) -> None:
+    def begin_micro_batch(self) -> None:
         """Begin a micro-batch."""
         ...
 
-    def stand_in(self) -> None:
-        """Have the next work take the place of what broke off since `begin`."""
+    def begin_replay(self) -> None:
+        """Have the next work take the place of what broke off since `begin_micro_batch`."""
         ...
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Come to rest."""
         ...
 
@@ -260,7 +260,7 @@ def run_within_memory(
     restart: Callable[[], None],
     ranks: Ranks = ALONE,
     prompts: Sequence[Hashable] = (),
-    models: Sequence[Asked] = (),
+    models: Sequence[Interruptible] = (),
 ) -> None:
     """Do `work` on each micro-batch; when memory runs out, `restart` and try with halves.
 
@@ -268,30 +268,30 @@ def run_within_memory(
     All of it is done again, never the rest: a backward pass that broke off may have left half a
     gradient behind.
 
-    Ranks ask each other once a micro-batch whether all are well (`Ranks.agree`), then turn back
-    together and halve alike. A rank whose memory has run out meanwhile must not leave the others
-    waiting in a collective: it stands in for itself with one short row, and joins the collectives
-    that are left of the micro-batch. Only ranks that share layers cannot do so, as each of them
-    computes a part of the other's rows: there it ends the run with advice.
+    After each micro-batch the ranks exchange whether one has failed (`Ranks.exchange_failures`);
+    all of them then restart together with the same halved budget. A rank that runs out of memory
+    must not leave the others waiting in a collective: it replays the micro-batch with one short
+    row and joins the collectives that remain. Tensor-parallel ranks cannot do that, because each
+    computes a part of the other's rows: there the run ends with advice.
     """
     while True:
-        plan = share_micro_batches(lengths, budget, ranks, prompts)
+        plan = plan_rank_micro_batches(lengths, budget, ranks, prompts)
         last = False
         try:
             for turn, rows in enumerate(plan):
                 last = turn == len(plan) - 1
                 for model in models:
-                    model.begin()
+                    model.begin_micro_batch()
                 work(rows, last)
-                ranks.agree()
+                ranks.exchange_failures()
             return
         except Exception as error:
             if isinstance(error, DistError):  # FSDP2's all-reduce, which we cannot wrap
-                with inside_collective(ranks.rank):
+                with explain_collective_errors(ranks.rank):
                     raise
             if not is_out_of_memory(error):
                 raise
-            planned = _in_turns(lengths, budget, ranks, prompts)
+            planned = _plan_all_ranks(lengths, budget, ranks, prompts)
             heaviest = max(planned, key=lambda group: sum(lengths[i] for i in group))
             most_rows = len(heaviest) if budget.packed else max(len(group) for group in planned)
             if ranks.tensor_size > 1:
@@ -302,30 +302,30 @@ def run_within_memory(
                     f"(now {budget.tokens} here), then start the same command again."
                 ) from error
             elsewhere = isinstance(error, OutOfMemoryElsewhere)
-            gathering = is_gathering(error)
+            gathering = is_gather_error(error)
         _start_over(models, restart)
         if not elsewhere and not ranks.alone:
             _stand_in(models, work, last, ranks, budget)
-            ranks.agree(failed=True)
+            ranks.exchange_failures(failed=True)
             _start_over(models, restart)
         tokens = sum(lengths[i] for i in heaviest)
         budget.halve(max(lengths), most_rows, tokens, gathering=gathering)
 
 
-def _start_over(models: Sequence[Asked], restart: Callable[[], None]) -> None:
+def _start_over(models: Sequence[Interruptible], restart: Callable[[], None]) -> None:
     for model in models:
-        model.forget()
+        model.reset()
     restart()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _stand_in(
-    models: Sequence[Asked], work: Work, last: bool, ranks: Ranks, budget: Budget
+    models: Sequence[Interruptible], work: Work, last: bool, ranks: Ranks, budget: Budget
 ) -> None:
     """Do the micro-batch that broke off again, as an idle rank; what comes of it is dropped."""
     for model in models:
-        model.stand_in()
+        model.begin_replay()
     try:
         work((), last)
     except Exception as error:
@@ -333,5 +333,5 @@ def _stand_in(
             raise
         raise UserError(
             f"Learner rank {ranks.rank} ran out of memory with its shortest sequence alone: the "
-            f"gathered weights leave no room. {budget.no_room}"
+            f"gathered weights leave no room. {budget.no_memory_advice}"
         ) from error

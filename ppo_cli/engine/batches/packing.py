@@ -30,7 +30,7 @@ TRIED = (9, 1, 7)  # lengths of the rows of the trial
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
-def pack(
+def enable_packing(
     loaded: Loaded,
     path: str,
     compute: Compute,
@@ -63,7 +63,7 @@ def pack(
     return loaded
 
 
-def micro_batch_budget(tokens: int, rows: int | None, *models: Policy | ValueModel) -> Budget:
+def build_budget(tokens: int, rows: int | None, *models: Policy | ValueModel) -> Budget:
     """The budget of micro-batches that these models share: packed if they are."""
     kinds = [model.packing for model in models]
     if Packing.MASKED in kinds:
@@ -115,7 +115,7 @@ def compare_gradients(heads: int, keys: int, size: int, compute: Compute) -> str
         .requires_grad_()
         for count in (heads, keys, keys)
     ]
-    ends = PackedRows.of(TRIED, compute.device).rows_113B
+    ends = PackedRows.from_lengths(TRIED, compute.device).rows_113B
     try:
         together_1Lhd, _ = attend_by_rows(module, states[0], states[1], states[2], ends)
         split = zip(*(s.split(TRIED, dim=2) for s in states), strict=True)

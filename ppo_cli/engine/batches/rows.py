@@ -24,7 +24,7 @@ from ppo_cli.engine.models.attention import PackedRows
 
 
 @dataclass(frozen=True)
-class Slice:
+class MicroBatch:
     """Rows of a batch on the compute device, cut to their longest row.
 
     `targets_N` are the ids of the response tokens, rows after rows. Their places are indices,
@@ -44,34 +44,34 @@ class Slice:
     idle: bool = False
     packed: PackedRows | None = None
 
-    def pick(self, states_BLX: Tensor) -> Tensor:
+    def gather_states(self, states_BLX: Tensor) -> Tensor:
         """Values at the positions before each response token, rows after rows: (N, …)."""
         # Rows share the last token of a prompt: the gradient adds up in the same order always.
         return states_BLX.flatten(0, 1).index_select(0, self.source_N)
 
-    def spread(self, values_N: Tensor) -> Tensor:
+    def scatter(self, values_N: Tensor) -> Tensor:
         """Put values of response tokens into rows, zero elsewhere: (B, T)."""
         places = torch.zeros(len(self.row_B) * self.width, device=values_N.device)
         return places.index_copy(0, self.place_N, values_N.float()).view(-1, self.width)
 
-    def take(self, tensor_BT: Tensor) -> Tensor:
+    def select(self, tensor_BT: Tensor) -> Tensor:
         """The same rows of a whole-batch response tensor, cut to the same width."""
         return send(tensor_BT[self.row_B][:, : self.width], self.input_ids_BL.device)
 
     def loss_mask_BT(self, batch: TrainBatch) -> Tensor:
         """The response tokens of these rows that enter a loss; none when idle."""
-        mask_BT = self.take(batch.loss_mask_BT)
+        mask_BT = self.select(batch.loss_mask_BT)
         return torch.zeros_like(mask_BT) if self.idle else mask_BT
 
 
-def cut_slice(
+def build_micro_batch(
     batch: Batch,
     rows: Sequence[int],
     device: torch.device,
     *,
     packed: bool = False,
     shared: bool = False,
-) -> Slice:
+) -> MicroBatch:
     """Take rows of a batch, without the padding that they do not need, or `packed` without any.
 
     With `shared`, too, a prompt of several packed rows lies there once, before the first of them.
@@ -100,7 +100,7 @@ def cut_slice(
             lead_B = torch.tensor([first.setdefault(p, at) for at, p in enumerate(prompts)])
         shared_B = torch.where(lead_B == torch.arange(len(rows)), 0, prompt_len_B)
         own_B = length_B - shared_B
-        ends = PackedRows.of(own_B.tolist(), device, lead_B.tolist(), shared_B.tolist())
+        ends = PackedRows.from_lengths(own_B.tolist(), device, lead_B.tolist(), shared_B.tolist())
         at_L = torch.arange(length)[None, :]
         ids_BL = ids_BL[(at_L >= shared_B[:, None]) & (at_L < length_B[:, None])][None]
         start_B = own_B.cumsum(0) - own_B
@@ -111,7 +111,7 @@ def cut_slice(
         position_BT[:, 0] = start_B[lead_B] + prompt_len_B - 1
     else:
         position_BT += torch.arange(len(rows))[:, None] * length
-    return Slice(
+    return MicroBatch(
         row_B=row_B,
         input_ids_BL=send(ids_BL, device),
         source_N=send(position_BT[mask_BT], device),

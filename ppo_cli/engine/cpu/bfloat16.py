@@ -34,10 +34,10 @@ def make_master_weights(
 ) -> None:
     """Give trained weights their own memory; spread those that products round to bfloat16.
 
-    What products are given stays the same to the bit. Norms, biases and embeddings that are only
-    looked up stay as they are, and so do weights of a float32 checkpoint. A table that is also
-    the output head is spread: lookups in it must be rounded (`round_lookups`). Ranks that share a
-    model (`sharded`) round all weights, one process those that autocast casts.
+    Products receive bit-identical inputs. Norms, biases and embeddings that are only looked up
+    stay as they are, and so do weights of a float32 checkpoint. An embedding that is also the
+    output head is spread: its lookups must be rounded (`round_embeddings`). Ranks that share a
+    model (`sharded`) round all weights; a single process rounds those that autocast casts.
     """
     multiplied = _multiplied(model, everything=sharded)
     noise = torch.randint(
@@ -52,10 +52,10 @@ def make_master_weights(
                 compute == torch.bfloat16 and parameter.ndim >= 2 and id(parameter) in multiplied
             )
             if spreads and rounded:
-                spread(parameter.data, noise)
+                spread_weights(parameter.data, noise)
 
 
-def spread(weights: Tensor, noise_N: Tensor) -> None:
+def spread_weights(weights: Tensor, noise_N: Tensor) -> None:
     """Add last places to contiguous float32 numbers if bfloat16 holds them all; zeros stay.
 
     `noise_N` is used again and again, less than HALF_GAP either way.
@@ -66,7 +66,7 @@ def spread(weights: Tensor, noise_N: Tensor) -> None:
             bits += noise_N[: len(bits)] * (bits << 1 != 0)
 
 
-def round_lookups(model: nn.Module, dtype: torch.dtype, *, untied: bool) -> None:
+def round_embeddings(model: nn.Module, dtype: torch.dtype, *, untied: bool) -> None:
     """Round what embeddings return to `dtype`, as ranks do that share the weights of a model.
 
     States stay float32. Tables that no product takes are looked up exactly unless `untied`.
@@ -135,14 +135,14 @@ class CastLayer:
     cast: Mapping[str, Any]
     packed: Callable[[Tensor], Tensor] | None = None
 
-    def put_in(self) -> None:
+    def install(self) -> None:
         """Let the module compute with the cast weights."""
         if self.packed is not None:
             self.module.__dict__["forward"] = self.packed
         else:
             self.module._parameters.update(self.cast)
 
-    def take_out(self) -> None:
+    def uninstall(self) -> None:
         """Let it compute with its own again."""
         self.module.__dict__.pop("forward", None)
         self.module._parameters.update(self.own)
@@ -172,13 +172,13 @@ def cast_layers(model: nn.Module, dtype: torch.dtype) -> list[CastLayer]:
 
 
 @torch.no_grad()
-def hold_cast(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_frozen_layers(model: nn.Module, dtype: torch.dtype) -> None:
     """Hold the linear layers of a frozen model as products take them, and no longer in float32.
 
     Under autocast its results stay what they are.
     """
     for layer in cast_layers(model, dtype):
-        layer.put_in()
+        layer.install()
         tensors = layer.cast
         if layer.packed is not None:  # all that is left of the weight is its shape
             weight = layer.own["weight"]
@@ -192,7 +192,7 @@ def hold_cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def hold_frozen(
+def cast_frozen_weights(
     model: nn.Module, dtype: torch.dtype, *, norms: bool = False, experts: bool = True
 ) -> None:
     """Hold the frozen float32 weights of a model in the precision in which it computes, in place.

@@ -67,7 +67,7 @@ class GatedUnit(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad_X * up_X, gate_X), silu(gate_X).mul_(grad_X)
 
 
-def keep_less(model: nn.Module) -> None:
+def use_lean_layers(model: nn.Module) -> None:
     """Exchange the forward passes of those norms and units that compute just what ours do.
 
     Those that take more than states, such as the gate of a norm, stay as they are.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 
-def multiply_with(library: Literal["blas", "onednn"]) -> bool:
+def set_matmul_library(library: Literal["blas", "onednn"]) -> bool:
     """Have oneDNN or torch's BLAS multiply float32 matrices on the CPU; whether it is so now.
 
     torch gives these products to oneDNN where bfloat16 is allowed inside of them. Without AMX
@@ -34,7 +34,7 @@ def _products() -> Any:
 
 
 @contextmanager
-def products_by_blas() -> Iterator[None]:
+def use_blas() -> Iterator[None]:
     """Leave products in this block to BLAS: many small ones at once are slower with oneDNN."""
     products = _products()
     previous, products.fp32_precision = products.fp32_precision, "none"

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 STEP = 32  # lengths are rounded up to multiples: oneDNN writes code for each shape that it meets
 
 
-def look_back(
+def attend_last_token(
     query_Rh1d: Tensor,
     key_RkCd: Tensor,
     value_RkCd: Tensor,
@@ -35,19 +35,19 @@ def look_back(
 
 
 @dataclass(frozen=True)
-class Span:
-    """The tokens of a row among all: its `own`, and those of another row that it goes on from.
+class RowSpan:
+    """Where a row's tokens are: its `own_tokens`, and the tokens of a lead row that it continues.
 
-    `wide` and `wide_lead` go on beyond them, so that few lengths occur; what lies there is masked.
+    `wide` and `wide_lead` extend them to a few standard lengths; the extra tokens are masked.
     """
 
-    own: slice
+    own_tokens: slice
     wide: slice
     lead: slice
     wide_lead: slice
 
     @classmethod
-    def of(cls, ends: Sequence[int], at: int, lead: int, shared: int) -> Span:
+    def from_ends(cls, ends: Sequence[int], at: int, lead: int, shared: int) -> RowSpan:
         """Row `at` of rows with these ends, which goes on from so many tokens of row `lead`."""
 
         def widened(start: int, length: int) -> slice:
@@ -59,7 +59,7 @@ class Span:
             slice(first, first + shared), widened(first, shared),
         )  # fmt: skip
 
-    def seen(self, states_kLd: Tensor) -> Tensor:
+    def select(self, states_kLd: Tensor) -> Tensor:
         """Of keys or values: what this row looks at."""
         own_knd = states_kLd[:, self.wide]
         if self.lead.start == self.lead.stop:
@@ -67,11 +67,11 @@ class Span:
         return torch.cat((states_kLd[:, self.wide_lead], own_knd), dim=1)
 
     def add(self, total_kLd: Tensor, part_kmd: Tensor) -> None:
-        """Add gradients of what was `seen` to those of all tokens."""
+        """Add gradients of what was `select` to those of all tokens."""
         leads = self.wide_lead.stop - self.wide_lead.start
-        shared, own_length = (at.stop - at.start for at in (self.lead, self.own))
+        shared, own_length = (at.stop - at.start for at in (self.lead, self.own_tokens))
         total_kLd[:, self.lead] += part_kmd[:, :shared]
-        total_kLd[:, self.own] += part_kmd[:, leads : leads + own_length]
+        total_kLd[:, self.own_tokens] += part_kmd[:, leads : leads + own_length]
 
     def probabilities(self, query_kqd: Tensor, key_kmd: Tensor) -> Tensor:
         """softmax(q k^T), each query blind to what comes after it."""
@@ -86,7 +86,7 @@ class Span:
         return torch.baddbmm(mask_qm, query_kqd, key_kmd.mT).softmax(-1)
 
 
-class RowProducts(torch.autograd.Function):
+class RowAttention(torch.autograd.Function):
     """Attention of each row by itself as matrix products: softmax(q k^T) v, q scaled already.
 
     Keys and values may have fewer heads (k) than queries (h). Probabilities are computed again in
@@ -95,7 +95,7 @@ class RowProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_hLd: Tensor, key_kLd: Tensor, value_kLd: Tensor, spans: Sequence[Span]
+        ctx: Any, query_hLd: Tensor, key_kLd: Tensor, value_kLd: Tensor, spans: Sequence[RowSpan]
     ) -> Tensor:
         """(tokens, heads, size of a value)."""
         ctx.save_for_backward(query_hLd, key_kLd, value_kLd)
@@ -104,10 +104,10 @@ class RowProducts(torch.autograd.Function):
         out_Lhd = query_hLd.new_empty((tokens, heads, value_kLd.shape[-1]))
         for span in spans:
             query_kqd = _by_key(query_hLd[:, span.wide], len(key_kLd))
-            p_kqm = span.probabilities(query_kqd, span.seen(key_kLd))
-            found_hnd = (p_kqm @ span.seen(value_kLd)).unflatten(1, (heads // len(key_kLd), -1))
-            own_length = span.own.stop - span.own.start
-            out_Lhd[span.own] = found_hnd.flatten(0, 1)[:, :own_length].transpose(0, 1)
+            p_kqm = span.probabilities(query_kqd, span.select(key_kLd))
+            found_hnd = (p_kqm @ span.select(value_kLd)).unflatten(1, (heads // len(key_kLd), -1))
+            own_length = span.own_tokens.stop - span.own_tokens.start
+            out_Lhd[span.own_tokens] = found_hnd.flatten(0, 1)[:, :own_length].transpose(0, 1)
         return out_Lhd
 
     @staticmethod
@@ -118,16 +118,16 @@ class RowProducts(torch.autograd.Function):
         repeats = len(query_hLd) // keys
         grads = (torch.empty_like(query_hLd), *map(torch.zeros_like, (key_kLd, value_kLd)))
         for span in ctx.spans:
-            own_length = span.own.stop - span.own.start
+            own_length = span.own_tokens.stop - span.own_tokens.start
             query_kqd = _by_key(query_hLd[:, span.wide], keys)
             grad_kqd = _by_key(grad_Lhd[span.wide].transpose(0, 1), keys)
-            key_kmd, value_kmd = span.seen(key_kLd), span.seen(value_kLd)
+            key_kmd, value_kmd = span.select(key_kLd), span.select(value_kLd)
             p_kqm = span.probabilities(query_kqd, key_kmd)
             p_kqm.unflatten(1, (repeats, -1))[:, :, own_length:] = 0.0
             span.add(grads[2], p_kqm.mT @ grad_kqd)
             ds_kqm = torch._softmax_backward_data(grad_kqd @ value_kmd.mT, p_kqm, -1, p_kqm.dtype)
             found_hnd = (ds_kqm @ key_kmd).unflatten(1, (repeats, -1)).flatten(0, 1)
-            grads[0][:, span.own] = found_hnd[:, :own_length]
+            grads[0][:, span.own_tokens] = found_hnd[:, :own_length]
             span.add(grads[1], ds_kqm.mT @ query_kqd)
         return *grads, None
 

@@ -22,8 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ppo_cli.engine.cpu.products import products_by_blas, using_onednn
-from ppo_cli.engine.cpu.row_products import RowProducts, Span, look_back
+from ppo_cli.engine.cpu.products import use_blas, using_onednn
+from ppo_cli.engine.cpu.row_products import RowAttention, RowSpan, attend_last_token
 from ppo_cli.engine.device import pin, send
 
 # Tokens of a row on the CPU up to which products of float32 by oneDNN are faster than SDPA's
@@ -59,7 +59,7 @@ class PackedRows:
     rows_113B: Tensor
 
     @classmethod
-    def of(
+    def from_lengths(
         cls,
         lengths: Sequence[int],
         device: torch.device,
@@ -93,10 +93,12 @@ def attend_by_rows(
     """SDPA; given `rows_113B` for a mask, causal within each row and blind beyond it."""
     if attention_mask is None or attention_mask.dtype != ENDS:
         # A token that looks back makes many small products, for which oneDNN is slow.
-        with products_by_blas() if query_1hLd.shape[2] == 1 else nullcontext():
+        with use_blas() if query_1hLd.shape[2] == 1 else nullcontext():
             shares = _shares_keys(query_1hLd, key_1hLd, attention_mask)
             if shares and options.get("position_bias") is None:
-                return look_back(query_1hLd, key_1hLd, value_1hLd, attention_mask, options), None
+                return attend_last_token(
+                    query_1hLd, key_1hLd, value_1hLd, attention_mask, options
+                ), None
             attended: tuple[Tensor, None] = sdpa_attention_forward(
                 module, query_1hLd, key_1hLd, value_1hLd, attention_mask, **options
             )
@@ -106,22 +108,22 @@ def attend_by_rows(
             raise ValueError(f"rows are attended to plainly, without a {option}")
     states = (query_1hLd, key_1hLd, value_1hLd)
     ends, leads, shared = attention_mask[0, 0]
-    if _is_slow_in_half(query_1hLd, ends, shared):
+    if _prefers_float32(query_1hLd, ends, shared):
         with torch.autocast("cpu", enabled=False):
             query, key, value = (s.float() for s in states)
             return attend_by_rows(module, query, key, value, attention_mask, **options)
     if _has_kernel(query_1hLd, value_1hLd) and not shared.any():
-        return _attend_at_once(*states, ends, options.get("scaling")), None
-    if _suits_products(query_1hLd, ends, shared) and not options.get("dropout"):
+        return _attend_varlen(*states, ends, options.get("scaling")), None
+    if _prefers_products(query_1hLd, ends, shared) and not options.get("dropout"):
         size = query_1hLd.shape[-1]
         scaled_hLd = query_1hLd[0] * (options.get("scaling") or size**-0.5)
         bounds = ends.tolist()
         lead_rows = enumerate(zip(leads[1:].tolist(), shared[1:].tolist(), strict=True))
-        spans = [Span.of(bounds, at, *row) for at, row in lead_rows]
-        out_Lhd: Tensor = RowProducts.apply(scaled_hLd, key_1hLd[0], value_1hLd[0], spans)  # type: ignore[no-untyped-call]
+        spans = [RowSpan.from_ends(bounds, at, *row) for at, row in lead_rows]
+        out_Lhd: Tensor = RowAttention.apply(scaled_hLd, key_1hLd[0], value_1hLd[0], spans)  # type: ignore[no-untyped-call]
         return out_Lhd[None], None
     rows = zip(
-        *(_whole_rows(s, ends.diff().tolist(), leads[1:].tolist(), shared[1:].tolist())
+        *(_split_rows(s, ends.diff().tolist(), leads[1:].tolist(), shared[1:].tolist())
           for s in states),
         strict=True,
     )  # fmt: skip
@@ -136,7 +138,7 @@ def _shares_keys(query_RhLd: Tensor, key_RkCd: Tensor, mask: Tensor | None) -> b
     return tokens == 1 and shares and query_RhLd.device.type == "cpu"
 
 
-def _whole_rows(
+def _split_rows(
     states_1hLd: Tensor, lengths: Sequence[int], leads: Sequence[int], shared: Sequence[int]
 ) -> list[Tensor]:
     """The states of each row by itself, with the tokens that it shares in front."""
@@ -148,7 +150,7 @@ def _whole_rows(
     ]
 
 
-def _is_slow_in_half(query_1hLd: Tensor, ends: Tensor, shared: Tensor) -> bool:
+def _prefers_float32(query_1hLd: Tensor, ends: Tensor, shared: Tensor) -> bool:
     """Whether SDPA's kernel on the CPU, its backward pass above all, is faster in float32."""
     return (
         query_1hLd.device.type == "cpu"
@@ -157,8 +159,8 @@ def _is_slow_in_half(query_1hLd: Tensor, ends: Tensor, shared: Tensor) -> bool:
     )
 
 
-def _suits_products(query_1hLd: Tensor, ends: Tensor, shared: Tensor) -> bool:
-    """Whether `RowProducts` is the faster way: short rows in float32 that oneDNN multiplies."""
+def _prefers_products(query_1hLd: Tensor, ends: Tensor, shared: Tensor) -> bool:
+    """Whether `RowAttention` is the faster way: short rows in float32 that oneDNN multiplies."""
     return (
         query_1hLd.device.type == "cpu"
         and _dtype(query_1hLd) == torch.float32
@@ -189,7 +191,7 @@ def has_packed_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
 
 
-def _attend_at_once(
+def _attend_varlen(
     query_1hLd: Tensor, key_1hLd: Tensor, value_1hLd: Tensor, ends: Tensor, scaling: float | None
 ) -> Tensor:
     # Imported on use: only GPUs have the kernel.

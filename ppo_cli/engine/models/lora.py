@@ -142,7 +142,7 @@ class AdapterOff(Policy):
 def reference_of(policy: Policy) -> Policy:
     """The reference of an adapted policy: itself with the adapter off."""
     p = policy
-    return AdapterOff(p.model, p.backbone, p.head, p.around, p.packing, p.shares_prompts)
+    return AdapterOff(p.model, p.backbone, p.head, p.weights_context, p.packing, p.shares_prompts)
 
 
 def adapt(

@@ -28,7 +28,7 @@ Work = Callable[..., tuple[Tensor, ...]]
 Adapt = Callable[[Any], Any]
 
 
-class Around(Protocol):
+class WeightsContext(Protocol):
     """Where work on a model is done when its weights are not simply there."""
 
     def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -43,27 +43,27 @@ class Around(Protocol):
         """Say whether the backward pass to come, while awake, adds up the gradients of ranks."""
         ...
 
-    def begin(self) -> None:
+    def begin_micro_batch(self) -> None:
         """Begin a micro-batch: count which collectives its work joins."""
         ...
 
-    def stand_in(self) -> None:
+    def begin_replay(self) -> None:
         """Have work that takes the place of what broke off join only what is left of these."""
         ...
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Come to rest after work, or its backward, that broke off."""
         ...
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SplitModel:
     """What policies and value models have in common: being asked where their weights are."""
 
     model: Any
     backbone: nn.Module
     head: Callable[[Tensor], Tensor]
-    around: Around | None = None
+    weights_context: WeightsContext | None = None
     packing: Packing | None = None
     shares_prompts: bool = False  # rows of one prompt compute it once
 
@@ -79,43 +79,43 @@ class _Asked:
 
     def run(self, fn: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Call `fn` where all weights are at hand; outside of it they may be elsewhere."""
-        return fn(*tensors) if self.around is None else self.around(fn, *tensors)
+        return fn(*tensors) if self.weights_context is None else self.weights_context(fn, *tensors)
 
     def awake(self) -> AbstractContextManager[None]:
         """Context that keeps weights on the device: for a whole step, or for a sampler."""
-        return nullcontext() if self.around is None else self.around.awake()
+        return nullcontext() if self.weights_context is None else self.weights_context.awake()
 
     def sync_gradients(self, now: bool) -> None:
         """Say whether the backward pass to come, while awake, adds up the gradients of ranks.
 
         Say it of each micro-batch: True of the last one.
         """
-        if self.around is not None:
-            self.around.sync_gradients(now)
+        if self.weights_context is not None:
+            self.weights_context.sync_gradients(now)
 
-    def begin(self) -> None:
-        """Begin a micro-batch; see `micro_batches.run_within_memory`, as of `stand_in`."""
-        if self.around is not None:
-            self.around.begin()
+    def begin_micro_batch(self) -> None:
+        """Begin a micro-batch; see `micro_batches.run_within_memory`, as of `begin_replay`."""
+        if self.weights_context is not None:
+            self.weights_context.begin_micro_batch()
 
-    def stand_in(self) -> None:
-        """Have the next work take the place of what broke off since `begin`."""
-        if self.around is not None:
-            self.around.stand_in()
+    def begin_replay(self) -> None:
+        """Have the next work take the place of what broke off since `begin_micro_batch`."""
+        if self.weights_context is not None:
+            self.weights_context.begin_replay()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget a forward or backward pass that broke off, as when memory ran out."""
-        if self.around is not None:
-            self.around.forget()
+        if self.weights_context is not None:
+            self.weights_context.reset()
 
 
 @dataclass(frozen=True)
-class Policy(_Asked):
+class Policy(_SplitModel):
     """A causal language model, split where its vocabulary begins."""
 
 
 @dataclass(frozen=True)
-class ValueModel(_Asked):
+class ValueModel(_SplitModel):
     """A backbone with one number a token."""
 
     head: nn.Module

@@ -30,11 +30,24 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.limits import column_problem, require_length
 from ppo_cli.config.placement import publishes_adapter
 from ppo_cli.config.schema.run import Config, Transfer
-from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, not_finite, stream_key
+from ppo_cli.engine.base import (
+    SamplerCapacity,
+    Sampling,
+    Weights,
+    extend_rollout,
+    non_finite_error,
+    start_rollouts,
+    stream_key,
+)
 from ppo_cli.engine.batches.micro_batches import LEAST_TOKENS, MOST_PADDING
 from ppo_cli.engine.batches.packing import choose_attention
-from ppo_cli.engine.cpu.bfloat16 import CastLayer, cast_layers, hold_frozen, round_lookups
-from ppo_cli.engine.cpu.products import multiply_with, products_by_blas
+from ppo_cli.engine.cpu.bfloat16 import (
+    CastLayer,
+    cast_frozen_weights,
+    cast_layers,
+    round_embeddings,
+)
+from ppo_cli.engine.cpu.products import set_matmul_library, use_blas
 from ppo_cli.engine.device import Compute, send
 from ppo_cli.engine.models import count_embeddings, load_policy, pad_token_id, stop_token_ids
 from ppo_cli.engine.models.attention import BY_ROWS
@@ -42,8 +55,8 @@ from ppo_cli.engine.models.lora import adapt, load_adapter
 from ppo_cli.engine.models.policy import adapted
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.engine.samplers.kv_cache import KVCache, limit_time_steps, plan_cache
-from ppo_cli.engine.samplers.text import decode_text, stop_end
-from ppo_cli.engine.trial import judge_model
+from ppo_cli.engine.samplers.text import decode_text, find_stop
+from ppo_cli.engine.trial import choose_run_mode
 from ppo_cli.errors import DataError, ModelError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
@@ -87,7 +100,7 @@ class Rows:
             alive_R=np.ones(len(jobs), dtype=np.bool_),
             stopped_R=np.zeros(len(jobs), dtype=np.bool_),
             last_R=np.zeros(len(jobs), dtype=np.int64),
-            most_R=np.array([sampling.most_tokens(int(count)) for count in counts_R]),
+            most_R=np.array([sampling.length_limit(int(count)) for count in counts_R]),
             tokens_RT=np.empty(shape, dtype=np.int32),
             logprobs_RT=np.empty(shape, dtype=np.float32),
             entropies_RT=np.empty(shape, dtype=np.float32),
@@ -96,7 +109,7 @@ class Rows:
             rows.tokens_RT[i, : counts_R[i]] = job.begun.token_ids
         return rows
 
-    def take(self, indices: NDArray[np.int64]) -> Rows:
+    def select(self, indices: NDArray[np.int64]) -> Rows:
         """Return these rows only."""
         arrays = {name: getattr(self, name)[indices] for name in ARRAYS}
         return Rows(jobs=[self.jobs[i] for i in indices], **arrays)
@@ -125,7 +138,7 @@ ARRAYS = (
 
 
 @dataclass
-class Running:
+class RunningRows:
     """The rows under way, their cache, its number of columns, and that where each row begins.
 
     Rows that are computed again for each token have no cache.
@@ -163,14 +176,14 @@ class HFSampler:
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
         self._pad_id = pad_token_id
         self._weight_version = 0
-        self.room = Room(max_num_seqs)
+        self.capacity = SamplerCapacity(max_num_seqs)
         self._detokenize = detokenize
         self._autocast = nullcontext if compute is None else compute.autocast
         self._dtype = torch.float32 if compute is None else compute.dtype
         self._plan = plan_cache(model)
         attention = model.config._attn_implementation
         # Other attention does not leave small products to BLAS by itself, as `attend_by_rows` does.
-        self._decoding = nullcontext if attention == BY_ROWS else products_by_blas
+        self._decoding = nullcontext if attention == BY_ROWS else use_blas
         slides = self._plan is not None and self._plan.slides
         self._takes_ready_mask = not slides and attention in ("sdpa", BY_ROWS)
 
@@ -186,7 +199,7 @@ class HFSampler:
         One that has `begun` goes on as it would have without a pause: token t of a response is
         drawn with number t of its stream.
         """
-        rollouts = [*begin(prompts, sampling), *begun]
+        rollouts = [*start_rollouts(prompts, sampling), *begun]
         for rollout in rollouts:
             if not rollout.prompt.token_ids:
                 raise DataError(
@@ -205,7 +218,7 @@ class HFSampler:
             odd = sorted(parameters.keys() ^ weights.tensors.keys())
             raise RuntimeError(f"weights are not those of this model: {odd[:3]} on one side only")
         pairs = [(tensor, weights.tensors[name]) for name, tensor in parameters.items()]
-        in_place = weights.stays and all(mine.type() == new.type() for mine, new in pairs)
+        in_place = weights.persistent and all(mine.type() == new.type() for mine, new in pairs)
         for mine, new in pairs:
             if in_place:
                 mine.data = new
@@ -232,7 +245,7 @@ class HFSampler:
     ) -> Iterator[Rollout]:
         self._weight_version = weight_version
         waiting = _list_jobs(begun)
-        running: Running | None = None
+        running: RunningRows | None = None
         cast = [] if self._dtype == torch.float32 else cast_layers(self._model, self._dtype)
         while waiting or running is not None:
             # No context may stay open at a yield: it would leak into whoever takes the rollout.
@@ -243,16 +256,16 @@ class HFSampler:
             finished = []
 
     def _advance(
-        self, waiting: list[Job], running: Running | None, sampling: Sampling
-    ) -> tuple[Running | None, list[tuple[Rows, int]]]:
+        self, waiting: list[Job], running: RunningRows | None, sampling: Sampling
+    ) -> tuple[RunningRows | None, list[tuple[Rows, int]]]:
         """Go on until a rollout finishes; return what still runs, and what finished."""
         finished: list[tuple[Rows, int]] = []
         while not finished and (waiting or running is not None):
             under_way = [] if running is None else running.rows.alive_jobs()
             admitted: list[Job] = []
-            if waiting and len(under_way) <= BUSY_SHARE * self.room.rows:
+            if waiting and len(under_way) <= BUSY_SHARE * self.capacity.rows:
                 equal = self._plan is not None and self._plan.keeps_states
-                admitted = _next_jobs(waiting, self.room.rows - len(under_way), equal=equal)
+                admitted = _next_jobs(waiting, self.capacity.rows - len(under_way), equal=equal)
             try:
                 running = _compact(running, at_once=bool(admitted))
                 if admitted:
@@ -272,12 +285,12 @@ class HFSampler:
             # Only here, as the error holds what was computed up to it.
             waiting += [*under_way, *admitted]
             waiting.sort(key=lambda job: len(job.token_ids))  # as in `_list_jobs`
-            self.room.halve(len(under_way) + len(admitted))
+            self.capacity.halve(len(under_way) + len(admitted))
         return running, finished
 
     def _admit(
-        self, running: Running | None, jobs: list[Job], sampling: Sampling
-    ) -> tuple[Running | None, list[tuple[Rows, int]]]:
+        self, running: RunningRows | None, jobs: list[Job], sampling: Sampling
+    ) -> tuple[RunningRows | None, list[tuple[Rows, int]]]:
         """Run the prompts of these jobs, draw first tokens, join those that go on."""
         rows = Rows.begin(jobs, sampling)
         prompt_index, prompts = _distinct_prompts(jobs)
@@ -288,15 +301,15 @@ class HFSampler:
         if not len(alive):
             return running, done
         index_R = index_R[send(torch.from_numpy(alive), index_R.device)]
-        rows, width, starts_R = rows.take(alive), max(map(len, prompts)), starts_P[index_R]
+        rows, width, starts_R = rows.select(alive), max(map(len, prompts)), starts_P[index_R]
         if running is None:
             if cache is not None and (len(index_R) != len(prompts) or len(alive) != len(jobs)):
                 cache.batch_select_indices(index_R)
-            return Running(rows, cache, width, starts_R), done
+            return RunningRows(rows, cache, width, starts_R), done
         if running.cache is not None and cache is not None:
             running.cache.append_rows(cache, index_R)
         starts_R = torch.cat([running.starts_R, starts_R + running.width - width])
-        return Running(running.rows.join(rows), running.cache, running.width, starts_R), done
+        return RunningRows(running.rows.join(rows), running.cache, running.width, starts_R), done
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[KVCache | None, Tensor, Tensor]:
         """Run left-padded prompts; return their cache, first columns and last logits."""
@@ -305,7 +318,7 @@ class HFSampler:
         width = int(lengths_P.max())
         starts_P = send(torch.from_numpy(width - lengths_P), device)
         if self._plan is None:
-            return None, starts_P, self._compute_whole(prompts)
+            return None, starts_P, self._compute_without_cache(prompts)
         ids_PC = np.full((len(prompts), width), self._pad_id, dtype=np.int64)
         for i, prompt in enumerate(prompts):
             ids_PC[i, width - lengths_P[i] :] = prompt
@@ -322,10 +335,10 @@ class HFSampler:
         )
         return cache, starts_P, out.logits[:, -1]
 
-    def _decode(self, running: Running, sampling: Sampling) -> list[tuple[Rows, int]]:
+    def _decode(self, running: RunningRows, sampling: Sampling) -> list[tuple[Rows, int]]:
         """Feed the last tokens and draw the next; return the rows that finish."""
         if self._plan is None:
-            logits_RV = self._compute_whole(running.rows.list_ids())
+            logits_RV = self._compute_without_cache(running.rows.list_ids())
             return self._record(running.rows, logits_RV, sampling)
         last_R1 = send(torch.from_numpy(running.rows.last_R), self._model.device)[:, None]
         running.width += 1
@@ -341,7 +354,7 @@ class HFSampler:
             )
         return self._record(running.rows, out.logits[:, -1], sampling)
 
-    def _compute_whole(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
+    def _compute_without_cache(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
         """Return the last logits of rows without a cache, those of equal length together."""
         logits_R: list[Tensor] = [torch.empty(0)] * len(rows)
         for length in {len(ids) for ids in rows}:
@@ -352,7 +365,7 @@ class HFSampler:
                 logits_R[i] = logits_V
         return torch.stack(logits_R)
 
-    def _mask(self, running: Running, length: int) -> Tensor | None:
+    def _mask(self, running: RunningRows, length: int) -> Tensor | None:
         if running.mask_RC is None or running.mask_RC.shape[1] < length:
             columns_C = torch.arange(length + 64, device=running.starts_R.device)
             running.mask_RC = columns_C >= running.starts_R[:, None]
@@ -372,7 +385,7 @@ class HFSampler:
         tokens_R = numbers_3R[0].astype(np.int64)
         logprobs_R, entropies_R = numbers_3R[1:].astype(np.float32)
         if not np.isfinite(logprobs_R[rows.alive_R]).all():
-            raise not_finite(self._weight_version)
+            raise non_finite_error(self._weight_version)
         live = np.flatnonzero(rows.alive_R)
         rows.tokens_RT[live, rows.counts_R[live]] = tokens_R[live]
         rows.logprobs_RT[live, rows.counts_R[live]] = logprobs_R[live]
@@ -383,7 +396,7 @@ class HFSampler:
         for i in live if sampling.stop else ():
             ids: list[int] = rows.tokens_RT[i, : rows.counts_R[i]].tolist()
             prompt_ids, checked = rows.jobs[i].begun.prompt.token_ids, len(ids) - 1
-            if stop_end(ids, sampling.stop, self._detokenize, checked, prompt_ids) is not None:
+            if find_stop(ids, sampling.stop, self._detokenize, checked, prompt_ids) is not None:
                 rows.stopped_R[i] = True
         ends_R = rows.stopped_R | (rows.counts_R >= rows.most_R)
         done = np.flatnonzero(ends_R & rows.alive_R)
@@ -393,7 +406,7 @@ class HFSampler:
     def _rollout(self, rows: Rows, i: int, sampling: Sampling, weight_version: int) -> Rollout:
         begun = rows.jobs[i].begun
         new = slice(len(begun.token_ids), int(rows.counts_R[i]))
-        rollout = go_on(
+        rollout = extend_rollout(
             begun,
             rows.tokens_RT[i, new].tolist(),
             rows.logprobs_RT[i, new],
@@ -411,7 +424,7 @@ class HFSampler:
     def _sampling_mode(self, cast: Sequence[CastLayer]) -> Iterator[None]:
         """Evaluate without gradients, in the wanted precision."""
         for layer in cast:
-            layer.put_in()
+            layer.install()
         try:
             states = self._plan is not None and self._plan.keeps_states
             limits = limit_time_steps(self._model) if states else nullcontext()
@@ -419,7 +432,7 @@ class HFSampler:
                 yield
         finally:
             for layer in cast:
-                layer.take_out()
+                layer.uninstall()
 
 
 def _list_jobs(begun: Sequence[Rollout]) -> list[Job]:
@@ -467,7 +480,7 @@ def _distinct_prompts(jobs: list[Job]) -> tuple[list[int], list[tuple[int, ...]]
     return index, list(places)
 
 
-def _compact(running: Running | None, *, at_once: bool = False) -> Running | None:
+def _compact(running: RunningRows | None, *, at_once: bool = False) -> RunningRows | None:
     """Drop finished rows, and columns that no row needs, when a good share is idle."""
     if running is None:
         return None
@@ -482,10 +495,10 @@ def _compact(running: Running | None, *, at_once: bool = False) -> Running | Non
         running.cache.trim(unused)
         running.cache.batch_select_indices(index_R)
     width = running.width - unused
-    return Running(running.rows.take(alive), running.cache, width, starts_R - unused)
+    return RunningRows(running.rows.select(alive), running.cache, width, starts_R - unused)
 
 
-def sample_from(
+def build_shared_sampler(
     model: Any, config: Config, tokenizer: Any, *, with_entropies: bool = False
 ) -> HFSampler:
     """The hf sampler on a model that is loaded already, whose weights it reads where they lie."""
@@ -506,26 +519,26 @@ def sample_from(
 def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
     """A sampler with a model of its own."""
     settings = config.model
-    multiply_with(matmul_library(settings.float32_matmul))
+    set_matmul_library(matmul_library(settings.float32_matmul))
     path = model_folder(settings.path)
-    verdict, _ = judge_model(path, config, ALONE, sampler=HFSampler, trains=False)
+    verdict, _ = choose_run_mode(path, config, ALONE, sampler=HFSampler, trains=False)
     policy = load_policy(
         path,
         trust_remote_code=settings.trust_remote_code,
-        attn_implementation=verdict.way.kernel,
+        attn_implementation=verdict.mode.kernel,
     )
     require_length(policy.model.config.to_dict(), settings.path, config.data)
     inject = adapt(settings, config.trainer.seed) if publishes_adapter(config) else None
     model = adapted(policy, inject).model
-    if verdict.way.packed:
+    if verdict.mode.packed:
         choose_attention(model)
     compute = Compute.choose(settings.dtype)
     on_cpu = compute.device.type == "cpu"
-    round_lookups(model.requires_grad_(False).eval(), compute.dtype, untied=not on_cpu)
+    round_embeddings(model.requires_grad_(False).eval(), compute.dtype, untied=not on_cpu)
     if not on_cpu:
-        hold_frozen(model, compute.dtype)
+        cast_frozen_weights(model, compute.dtype)
     model.to(compute.device)
-    return sample_from(model, config, tokenizer)
+    return build_shared_sampler(model, config, tokenizer)
 
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -55,7 +55,7 @@ def decode_text(
     return text[max(_count_shared(text, _decode(tokenizer, ids)) for ids in shorter) :]
 
 
-def stop_end(
+def find_stop(
     ids: Sequence[int],
     stop: Sequence[str],
     detokenize: Detokenize,

@@ -37,22 +37,22 @@ from ppo_cli.config.models.limits import require_length
 from ppo_cli.config.placement import publishes_adapter, shared_samplers, sleep_mode
 from ppo_cli.config.schema.run import Config, Model, Sleep, Transfer
 from ppo_cli.engine.base import (
-    Room,
+    SamplerCapacity,
     Sampling,
     Weights,
-    begin,
-    go_on,
-    not_finite,
+    explain_transfer_out_of_memory,
+    extend_rollout,
+    non_finite_error,
+    start_rollouts,
     stream_key,
-    tell_transfer_out_of_memory,
 )
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
+from ppo_cli.engine.leftovers import create_folder, list_rendezvous_files, remove
 from ppo_cli.engine.models import stop_token_ids
 from ppo_cli.engine.models.loading import load_config
 from ppo_cli.engine.models.lora import LoRA, name_as_files, peft_renames, write_adapter
 from ppo_cli.engine.ranks import GLOO
-from ppo_cli.engine.samplers.text import decode_text, stop_end
+from ppo_cli.engine.samplers.text import decode_text, find_stop
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
@@ -65,7 +65,7 @@ REFUSALS = (
     AttributeError, ImportError,
 )  # fmt: skip
 # Words of vLLM's -> what to do about them.
-MENDS = {
+ADVICE = {
     "max_model_len": "Lower --max_prompt_length or --max_response_length",
     "memory": "Free memory, or lower --gpu_memory_utilization or rollout.max_num_seqs",
     "tensor_parallel_size": "Choose another --rollout_tp",
@@ -137,7 +137,7 @@ class VLLMSampler:
         sleep: Sleep | None = None,
         **engine_kwargs: Any,
     ) -> None:
-        self.room = Room(max_num_seqs)
+        self.capacity = SamplerCapacity(max_num_seqs)
         self._eos_ids = sorted(eos_token_ids)
         self._detokenize = detokenize
         self._max_model_len = max_model_len
@@ -151,7 +151,7 @@ class VLLMSampler:
         self._busy = False
         self._temperature = 1.0
         self._engine: Any = None
-        self._met_at: list[str] = []
+        self._rendezvous_files: list[str] = []
         set_environment()
         on_gpu = torch.cuda.is_available()
         self._sleep = sleep if on_gpu else None
@@ -196,7 +196,7 @@ class VLLMSampler:
         but draws in the same way.
         One call at a time: the next may begin when this one's iterator is used up or closed.
         """
-        rollouts = [*begin(prompts, sampling), *begun]
+        rollouts = [*start_rollouts(prompts, sampling), *begun]
         for prompt in (rollout.prompt for rollout in rollouts):
             if not prompt.token_ids:
                 raise DataError(f"The prompt {prompt.uid} has no tokens; give it some text.")
@@ -210,13 +210,13 @@ class VLLMSampler:
             raise RuntimeError("sampling before the weights have come and the cache is awake")
         return self._generate(rollouts, sampling, weight_version)
 
-    @tell_transfer_out_of_memory()
+    @explain_transfer_out_of_memory()
     def load_weights(self, weights: Weights) -> bool:
         """Take new weights, complete, and forget whatever was cached under the old ones."""
         if weights.adapter:
             self._require_memory()
             self._load_adapter(weights)
-            self._weights_changed(weights.version)
+            self._activate_weights(weights.version)
             return False
         self.start_weight_update()
         if self._own_process:
@@ -240,7 +240,7 @@ class VLLMSampler:
         self._require_memory()
         self._rpc("start_weight_update")
 
-    @tell_transfer_out_of_memory()
+    @explain_transfer_out_of_memory()
     def update_weights(self, update_info: Any) -> None:
         """Take weights, all or some."""
         self._rpc("update_weights", update_info=update_info)
@@ -248,7 +248,7 @@ class VLLMSampler:
     def finish_weight_update(self, version: int) -> None:
         """Put the weights to use."""
         self._rpc("finish_weight_update")
-        self._weights_changed(version)
+        self._activate_weights(version)
 
     @property
     def weight_version(self) -> int | None:
@@ -294,7 +294,7 @@ class VLLMSampler:
             gc.collect()
             cleanup_dist_env_and_memory()
         if self._folder is not None:
-            remove(self._folder, self._met_at)
+            remove(self._folder, self._rendezvous_files)
             self._folder = None
 
     def _start(self, options: dict[str, Any], transfer: str) -> None:
@@ -324,10 +324,12 @@ class VLLMSampler:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**options))
         except REFUSALS as error:
             self.close()
-            raise ModelError(_why_not(options["model"], error)) from error
+            raise ModelError(_refusal_message(options["model"], error)) from error
         finally:
             tempfile.tempdir = usual
-        self._met_at = meeting_points(self._memory())  # they may be gone before `close`
+        self._rendezvous_files = list_rendezvous_files(
+            self._memory()
+        )  # they may be gone before `close`
 
     def _generate(
         self, begun: Sequence[Rollout], sampling: Sampling, weight_version: int
@@ -341,7 +343,7 @@ class VLLMSampler:
         try:
             self._set_temperature(sampling.temperature or 1.0)
             while waiting or jobs:
-                while waiting and len(jobs) < self.room.rows:
+                while waiting and len(jobs) < self.capacity.rows:
                     job = waiting.popleft()
                     jobs[self._submit(job, sampling)] = job
                 for output in self._advance(jobs, waiting):
@@ -351,7 +353,7 @@ class VLLMSampler:
                     before, prompt_ids = jobs[name].token_ids, jobs[name].prompt.token_ids
                     ids, seen = [*before, *drawn.token_ids], checked.get(name, len(before))
                     checked[name] = len(ids)
-                    end = stop_end(ids, sampling.stop, self._detokenize, seen, prompt_ids)
+                    end = find_stop(ids, sampling.stop, self._detokenize, seen, prompt_ids)
                     if output.finished or end is not None:
                         job = jobs.pop(name)
                         if not output.finished:
@@ -377,7 +379,7 @@ class VLLMSampler:
         tried = len(jobs)
         waiting.extendleft(reversed(jobs.values()))
         jobs.clear()
-        self.room.halve(tried)
+        self.capacity.halve(tried)
         return []
 
     def _submit(self, begun: Rollout, sampling: Sampling) -> str:
@@ -395,7 +397,7 @@ class VLLMSampler:
             temperature=0.0 if greedy else 1.0,
             top_p=1.0 if greedy else sampling.top_p,
             top_k=0 if greedy else max(sampling.top_k, 0),
-            max_tokens=sampling.most_tokens(drawn) - drawn,
+            max_tokens=sampling.length_limit(drawn) - drawn,
             seed=stream_key(begun.seed, stream, sample) >> 1,  # vLLM's are signed
             ignore_eos=True,
             stop_token_ids=self._eos_ids,
@@ -419,8 +421,8 @@ class VLLMSampler:
         ids = tuple(output.token_ids)[:end]
         logprobs = np.array(output.logprobs.logprobs, dtype=np.float32)[:end]
         if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
-            raise not_finite(weight_version)
-        return go_on(
+            raise non_finite_error(weight_version)
+        return extend_rollout(
             begun,
             ids,
             logprobs,
@@ -462,7 +464,7 @@ class VLLMSampler:
             self._rpc("scale_logits", temperature=temperature)
             self._temperature = temperature
 
-    def _weights_changed(self, version: int) -> None:
+    def _activate_weights(self, version: int) -> None:
         self._engine.set_weight_version(str(version))
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("weights came while responses were under way")
@@ -496,7 +498,7 @@ class VLLMSampler:
     def _memory(self) -> Path:
         """A folder of our own that `close` removes, in shared memory where there is any."""
         if self._folder is None:
-            self._folder = own_folder("sampler")
+            self._folder = create_folder("sampler")
         return self._folder
 
     def _rpc(self, method: str, **values: Any) -> list[Any]:
@@ -504,9 +506,9 @@ class VLLMSampler:
         return list(self._engine.collective_rpc(method, kwargs=values))
 
 
-def _why_not(model: str, error: Exception) -> str:
+def _refusal_message(model: str, error: Exception) -> str:
     message = _first_line(error)
-    mend = next((mend for word, mend in MENDS.items() if word in message), "Mend that")
+    mend = next((mend for word, mend in ADVICE.items() if word in message), "Mend that")
     return (
         f"vLLM cannot sample from {model}: {message}. {mend}, or sample without vLLM "
         "(--rollout_name hf)."

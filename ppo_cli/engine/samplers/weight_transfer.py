@@ -201,7 +201,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
         def meet() -> None:
             self._group = GlooGroup(store, 0, size, info.timeout_s)
 
-        _beside(lambda: self.client.init_weight_transfer_engine(request), meet)
+        _run_alongside(lambda: self.client.init_weight_transfer_engine(request), meet)
 
     def send_weights(self) -> None:
         """Lead the samplers through an update; they take while we send."""
@@ -216,7 +216,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
             "shapes": [m.shape for m in meta],
         }
         self.client.start_weight_update()
-        _beside(lambda: self.client.update_weights(request), self._broadcast)
+        _run_alongside(lambda: self.client.update_weights(request), self._broadcast)
         self.client.finish_weight_update()
 
     def _broadcast(self) -> None:
@@ -231,7 +231,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
         self._group = None
 
 
-def _beside(asking: Callable[[], None], work: Callable[[], None]) -> None:
+def _run_alongside(asking: Callable[[], None], work: Callable[[], None]) -> None:
     """Work while the samplers are asked. When the work fails nobody waits for them any more."""
     thread = ThreadPoolExecutor(1)
     try:
@@ -344,13 +344,13 @@ class GlooTransfer(CheckpointTransfer):
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         """Load each tensor as it comes."""
-        self.model.load_weights(self._arriving(update_info))
+        self.model.load_weights(self._receive_tensors(update_info))
 
     def shutdown(self) -> None:
         """Leave the group."""
         self._group = None
 
-    def _arriving(self, info: GlooUpdateInfo) -> Iterator[tuple[str, Tensor]]:
+    def _receive_tensors(self, info: GlooUpdateInfo) -> Iterator[tuple[str, Tensor]]:
         assert self._group is not None
         for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
             yield name, self._group.receive(tuple(shape), getattr(torch, dtype))

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from ppo_cli.engine.models.policy import Work
-from ppo_cli.engine.ranks import inside_collective
+from ppo_cli.engine.ranks import explain_collective_errors
 from ppo_cli.engine.sharding.host_memory import allocate_host
 
 
@@ -41,10 +41,10 @@ class Root(nn.Module):
 
 
 class CountedGather(DefaultAllGather):
-    """FSDP2's all-gather, which counts what this rank has `joined` in a micro-batch.
+    """FSDP2's all-gather, which counts how often this rank has `joined` it in a micro-batch.
 
-    While a rank stands in for itself (`Gathered.stand_in`), the first `skips` fill weights with
-    zeros: all ranks have been through these.
+    In a replay (`ShardedModel.begin_replay`) the first `skips` calls fill the weights with zeros
+    instead: the other ranks have completed those gathers already.
     """
 
     def __init__(self, rank: int) -> None:
@@ -64,7 +64,7 @@ class CountedGather(DefaultAllGather):
             self.skips -= 1
             output_tensor.zero_()
             return None
-        with inside_collective(self._rank):
+        with explain_collective_errors(self._rank):
             work = super().__call__(output_tensor, input_tensor, group, async_op)
         self.joined += 1
         return work
@@ -108,17 +108,17 @@ class CountedReduction(DefaultReduceScatter):
             self.skips -= 1
             output_tensor.zero_()
             return None
-        with inside_collective(self._rank):
+        with explain_collective_errors(self._rank):
             work = super().__call__(output_tensor, input_tensor, group, op, async_op)
         self.joined += 1
         return work
 
-    def begin(self) -> None:
+    def begin_micro_batch(self) -> None:
         """Count from here."""
         self.joined = self.all_reduced = self.skips = self._skipped_buffers = 0
         self._module.set_requires_all_reduce(True, recurse=False)
 
-    def stand_in(self) -> None:
+    def begin_replay(self) -> None:
         """Skip what was counted."""
         self.skips, self._skipped_buffers = self.joined, 2 * self.all_reduced
 
@@ -130,7 +130,7 @@ class CountedReduction(DefaultReduceScatter):
         self.all_reduced += 1
 
 
-class Gathered:
+class ShardedModel:
     """Runs work in a sharded model, and leaves the model in pieces whatever happens.
 
     While awake, a model that `stays_whole` gathers its weights once, and the ranks add up their
@@ -167,7 +167,7 @@ class Gathered:
         try:
             outputs: tuple[Tensor, ...] = self._root(work, *tensors)  # type: ignore[operator]
         except BaseException:
-            self.forget()
+            self.reset()
             raise
         finally:
             self._inside = False
@@ -209,19 +209,19 @@ class Gathered:
             for _, reduction in self._collectives() if now else ():
                 reduction.skip_all_reduce()
 
-    def begin(self) -> None:
+    def begin_micro_batch(self) -> None:
         """Count from here which collectives this rank joins: a micro-batch begins."""
         for group, reduction in self._collectives():
-            # One that is whole by now would have to be gathered again after `forget`.
+            # One that is whole by now would have to be gathered again after `reset`.
             group._all_gather_comm.joined = int(group.is_unsharded)
             group._all_gather_comm.skips = 0
-            reduction.begin()
+            reduction.begin_micro_batch()
 
-    def stand_in(self) -> None:
-        """Have the next work skip the collectives that this rank has joined since `begin`."""
+    def begin_replay(self) -> None:
+        """Let the next pass skip the collectives that this rank has already joined."""
         for group, reduction in self._collectives():
             group._all_gather_comm.skips = group._all_gather_comm.joined
-            reduction.stand_in()
+            reduction.begin_replay()
             reduction.skip_all_reduce()
 
     def _collectives(self) -> Iterator[tuple[Any, CountedReduction]]:
@@ -229,7 +229,7 @@ class Gathered:
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 yield group, group._reduce_scatter_comm  # type: ignore[misc]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Take the model apart again; gradients under way are lost."""
         if self._root._get_fsdp_state()._is_root is None:  # never asked: there is no state yet
             return

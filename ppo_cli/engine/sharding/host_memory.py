@@ -61,7 +61,7 @@ class HostCopies:
         return places
 
 
-class Hosted:
+class OffloadedModel:
     """Keeps the weights of a model on one device in host memory between uses."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -105,11 +105,11 @@ class Hosted:
     def sync_gradients(self, now: bool) -> None:
         """There are no other ranks."""
 
-    def begin(self) -> None:
+    def begin_micro_batch(self) -> None:
         """There are no other ranks."""
 
-    def stand_in(self) -> None:
+    def begin_replay(self) -> None:
         """There are no other ranks."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Nothing stays behind here."""

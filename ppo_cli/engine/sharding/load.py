@@ -31,31 +31,31 @@ from ppo_cli.engine.cpu.runtime import return_freed_memory
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.models.gradient_checkpointing import checkpoint_blocks
-from ppo_cli.engine.ranks import Ranks, gather_objects, together
+from ppo_cli.engine.ranks import Ranks, gather_objects, run_on_all_ranks
 from ppo_cli.engine.sharding.gathered import (
     CountedGather,
     CountedReduction,
-    Gathered,
     Root,
+    ShardedModel,
     sharded_modules,
 )
-from ppo_cli.engine.sharding.host_memory import Hosted
-from ppo_cli.engine.sharding.tensor_parallel import plan_split, split_modules
+from ppo_cli.engine.sharding.host_memory import OffloadedModel
+from ppo_cli.engine.sharding.tensor_parallel import parallelize_modules, plan_tensor_parallel
 from ppo_cli.errors import ModelError
 
 
 @dataclass
-class Taken:
+class ExtractedWeights:
     """The weights of a model whose tensors are now placeholders on the meta device.
 
-    `names` knows what each placeholder stands for. `whole` has weights on the first rank only;
+    `names` knows what each placeholder stands for. `weights` has weights on the first rank only;
     a parameter that has been given back is forgotten.
     """
 
     names: dict[Tensor, str] = field(default_factory=dict)
-    whole: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
-    def give(self, module: nn.Module, ranks: Ranks, device: torch.device) -> None:
+    def distribute(self, module: nn.Module, ranks: Ranks, device: torch.device) -> None:
         """Put the first rank's weights into a part of the model on every rank; all call."""
         received: dict[Tensor, Tensor] = {}
         for part in module.modules():
@@ -69,7 +69,7 @@ class Taken:
 
     def _send(self, placeholder: Tensor, ranks: Ranks, device: torch.device) -> Tensor:
         name, is_parameter = self.names[placeholder], isinstance(placeholder, nn.Parameter)
-        weights = self.whole.pop(name, None) if is_parameter else self.whole.get(name)
+        weights = self.weights.pop(name, None) if is_parameter else self.weights.get(name)
         sent = torch.empty(placeholder.shape, dtype=placeholder.dtype, device=device)
         if weights is not None:
             sent.copy_(weights)
@@ -79,7 +79,7 @@ class Taken:
         return sent
 
 
-def take_weights(model: nn.Module, ranks: Ranks, path: str) -> Taken:
+def extract_weights(model: nn.Module, ranks: Ranks, path: str) -> ExtractedWeights:
     """Take all parameters and buffers out of a model; shared ones stay shared; all ranks call.
 
     Only the first rank keeps the weights, and what it shares is shared on all ranks: its files
@@ -96,7 +96,7 @@ def take_weights(model: nn.Module, ranks: Ranks, path: str) -> Taken:
     first: dict[Tensor | None, str] = {}  # the first name of each tensor
     owners = {place: first.setdefault(tensors[name], place) for place, tensors, name in places}
     owners = gather_objects(ranks, owners)[0]
-    extracted = Taken()
+    extracted = ExtractedWeights()
     placeholders: dict[str, Tensor] = {}
     for place, tensors, name in places:
         owner, tensor = owners.get(place, place), tensors[name]
@@ -105,7 +105,7 @@ def take_weights(model: nn.Module, ranks: Ranks, path: str) -> Taken:
             placeholders[owner] = _placeholder(tensor)
             extracted.names[placeholders[owner]] = owner
             if ranks.rank == 0:
-                extracted.whole[owner] = tensor.detach()
+                extracted.weights[owner] = tensor.detach()
         tensors[name] = placeholders[owner]
     layout = [(name, tuple(t.shape), str(t.dtype)) for t, name in extracted.names.items()]
     if any(other != layout for other in gather_objects(ranks, layout)):
@@ -129,7 +129,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 Loaded = TypeVar("Loaded", Policy, ValueModel)
 
 
-def load_spread(
+def load_sharded(
     load: Callable[..., Loaded],
     path: str,
     ranks: Ranks,
@@ -137,7 +137,7 @@ def load_spread(
     compute: Compute,
     *,
     gradient_checkpointing: bool = False,
-    brought_once: bool = False,
+    offload_between_uses: bool = False,
     prepare: Callable[[Loaded], Loaded] = lambda loaded: loaded,
     **options: Any,
 ) -> Loaded:
@@ -145,20 +145,20 @@ def load_spread(
 
     The first rank reads the weights, the others build the model `empty`; an error on one is
     raised on all. `prepare` changes the model before it is cut, on every rank. Pieces of a frozen
-    model that is `brought_once` wait in host memory while it is not awake.
+    model that is `offload_between_uses` wait in host memory while it is not awake.
     """
     if not ranks.alone:
         return_freed_memory()
-    loaded = together(ranks, lambda: prepare(load(path, empty=ranks.rank != 0, **options)))
+    loaded = run_on_all_ranks(ranks, lambda: prepare(load(path, empty=ranks.rank != 0, **options)))
     # A model in training mode draws at random; log-probs that are compared would then come from
     # different functions. The modules of an adapter begin in that mode.
     loaded.model.eval()
     if gradient_checkpointing:
-        together(ranks, lambda: checkpoint_blocks(loaded.model))
+        run_on_all_ranks(ranks, lambda: checkpoint_blocks(loaded.model))
     if not ranks.alone:
-        return _cut(loaded, path, ranks, sharding, compute, brought_once)
+        return _cut(loaded, path, ranks, sharding, compute, offload_between_uses)
     if sharding.param_offload and compute.device.type != "cpu":
-        return replace(loaded, around=Hosted(loaded.model, compute.device))
+        return replace(loaded, weights_context=OffloadedModel(loaded.model, compute.device))
     loaded.model.to(compute.device)
     return loaded
 
@@ -169,20 +169,23 @@ def _cut(
     ranks: Ranks,
     sharding: Sharding,
     compute: Compute,
-    brought_once: bool,
+    offload_between_uses: bool,
 ) -> Loaded:
     """Cut a model to pieces, layer by layer, so that at most one layer more is held whole."""
     assert ranks.mesh is not None
     model, tensor_size = loaded.model, ranks.tensor_size
-    plan = together(
-        ranks, lambda: plan_split(model, loaded.backbone, tensor_size) if tensor_size > 1 else {}
+    plan = run_on_all_ranks(
+        ranks,
+        lambda: (
+            plan_tensor_parallel(model, loaded.backbone, tensor_size) if tensor_size > 1 else {}
+        ),
     )
     # They come with the files: a model without weights has only default ones.
     from_files = ("generation_config", "all_tied_weights_keys", "_weight_conversions")
     values = gather_objects(ranks, [getattr(model, name, None) for name in from_files])[0]
     for name, value in zip(from_files, values, strict=True):
         setattr(model, name, value)
-    weights = take_weights(model, ranks, path)
+    weights = extract_weights(model, ranks, path)
     mesh = ranks.mesh
     pinned = compute.device.type == "cuda"
     shard = partial(
@@ -192,28 +195,28 @@ def _cut(
         # FSDP2 would bring a piece for each gather: weights that no step changes can do better.
         offload_policy=(
             CPUOffloadPolicy(pinned)
-            if sharding.param_offload and not brought_once
+            if sharding.param_offload and not offload_between_uses
             else OffloadPolicy()
         ),
     )
     precision = _precision(compute)
     for prefix, layer in _layers(loaded):
-        weights.give(layer, ranks, compute.device)
+        weights.distribute(layer, ranks, compute.device)
         inside = {
             name.removeprefix(f"{prefix}."): style
             for name, style in plan.items()
             if name.startswith(f"{prefix}.")
         }
-        split_modules(layer, inside, mesh["tensor"])
+        parallelize_modules(layer, inside, mesh["tensor"])
         shard(layer, mp_policy=precision)
     embedding: Any = loaded.model.get_input_embeddings()
     if isinstance(loaded, ValueModel) and embedding.weight.requires_grad:
         # The root is whole for all of a pass: a policy's for its head, a critic's for nothing.
         # A frozen embedding has no backward pass, before which FSDP2 would gather it for nobody.
-        weights.give(embedding, ranks, compute.device)
+        weights.distribute(embedding, ranks, compute.device)
         shard(embedding, mp_policy=precision)
     root: Any = Root(model)
-    weights.give(root, ranks, compute.device)
+    weights.distribute(root, ranks, compute.device)
     if isinstance(loaded, ValueModel) and compute.dtype != torch.float32:  # its head stays so
         shard(loaded.head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     shard(root, mp_policy=precision)
@@ -225,8 +228,8 @@ def _cut(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return_freed_memory()
-    device = compute.device if brought_once else None
-    return replace(loaded, around=Gathered(root, sharding.stays_whole, device))
+    device = compute.device if offload_between_uses else None
+    return replace(loaded, weights_context=ShardedModel(root, sharding.stays_whole, device))
 
 
 def _layers(loaded: Policy | ValueModel) -> list[tuple[str, nn.Module]]:

@@ -35,7 +35,7 @@ NORM = "replicated_with_grad_allreduce"
 KEPT_WHOLE = ("embedding_rowwise", "embedding_colwise")
 
 
-def plan_split(model: Any, backbone: nn.Module, size: int) -> dict[str, str]:
+def plan_tensor_parallel(model: Any, backbone: nn.Module, size: int) -> dict[str, str]:
     """Module name inside the backbone -> how it is split over `size` ranks.
 
     Raises ModelError for a model that cannot be split so.
@@ -60,7 +60,7 @@ def plan_split(model: Any, backbone: nn.Module, size: int) -> dict[str, str]:
     return plan
 
 
-def split_modules(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+def parallelize_modules(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Split what `plan` names inside `module`; every rank must hold the same weights whole."""
     for name, style in plan.items():
         for part, how in _parts(module.get_submodule(name), style):

@@ -13,16 +13,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ppo_cli.engine.ranks import Ranks
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
+def gather_copy(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be in pieces, as a fresh copy on the CPU; all ranks call."""
-    gathered = whole_tensor(tensor)
+    gathered = gather_tensor(tensor)
     piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     is_live = gathered.device.type == "cpu" and gathered.data_ptr() == piece.data_ptr()
     return gathered.clone() if is_live else gathered.cpu()
 
 
 @torch.no_grad()
-def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def gather_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The whole of a tensor where it was put together, or itself if it is in one piece.
 
     With a `dtype`, pieces are cast before they travel: the same numbers in fewer bytes.
@@ -33,12 +33,12 @@ def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     device = tensor.device_mesh.device_type
     if pieces.device.type != device:  # pieces in host memory
         pieces = pieces.to(device)
-    gathered: Tensor = pieces.full_tensor()
+    gathered: Tensor = pieces.gather_copy()
     return gathered
 
 
 @torch.no_grad()
-def fill_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> None:
+def scatter_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> None:
     """Put a whole tensor that the first rank has into one that may be in pieces; all call.
 
     Raises ValueError, on all ranks, when the shapes differ.

@@ -37,7 +37,7 @@ MAKERS: Mapping[str, str] = {
     "foreach_reduce": "reduce-scatter buffers",
     "foreach_reduce_scatter_copy_in": "reduce-scatter buffers",
     "accumulate_unsharded_grad_if_needed": "whole gradients",
-    "_no_moments": "moments",
+    "_zero_moments": "moments",
     "_place_moments": "moments",
     "_norm": "optimizer",
     "apply": "optimizer",

@@ -31,9 +31,9 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.engine import learner
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.batches import packing
-from ppo_cli.engine.batches.micro_batches import Budget, share_micro_batches
+from ppo_cli.engine.batches.micro_batches import Budget, plan_rank_micro_batches
 from ppo_cli.engine.batches.rows import row_lengths, row_prompts
-from ppo_cli.engine.checkpoint import Trained
+from ppo_cli.engine.checkpoint import TrainedModel
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import attention
 from ppo_cli.engine.ranks import ALONE, Ranks, join_ranks
@@ -73,7 +73,7 @@ class Measurements:
 class SimulatedLearner(learner.Learner):
     """A learner that renders no files of checkpoints."""
 
-    def _trained(self) -> list[Trained]:
+    def _trained(self) -> list[TrainedModel]:
         return []
 
 
@@ -143,7 +143,7 @@ def _measure(
     with _masks_as_packed(budget.packed):
         work(batch)
     lengths, prompts = row_lengths(batch), row_prompts(batch.input_ids_BL, batch.prompt_len_B)
-    plan = share_micro_batches(lengths, budget, ranks, prompts)
+    plan = plan_rank_micro_batches(lengths, budget, ranks, prompts)
     sizes = (
         budget.size(len(part), max(part), sum(part))
         for part in ([lengths[row] for row in turn] for turn in plan if turn)
@@ -250,12 +250,12 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
 
         return inject_empty
 
-    def judge_model(*args: Any, **options: Any) -> Any:
+    def choose_run_mode(*args: Any, **options: Any) -> Any:
         # Trials compare numbers of a small model: here on the CPU, in a run on the GPU.
         with _disable_current_modes(), patch.object(Compute, "choose", on_cpu):
             return judge(*args, **options)
 
-    judge, on_cpu = namespace.judge_model, Compute.__dict__["choose"]
+    judge, on_cpu = namespace.choose_run_mode, Compute.__dict__["choose"]
     adapt = namespace.adapt
     memo = simulator.fakes.fake_tensor_converter.meta_converter.tensor_memo
     swap: Any = torch.utils.swap_tensors
@@ -274,7 +274,7 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
             (namespace, "load_policy", partial(load_empty, namespace.load_policy)),
             (namespace, "load_value_model", partial(load_empty, namespace.load_value_model)),
             (namespace, "adapt", adapt_empty),
-            (namespace, "judge_model", judge_model),
+            (namespace, "choose_run_mode", choose_run_mode),
             # The kernel of packed rows is taken to pass its trial.
             (packing, "_try_gradients", lambda *_: ""),
             (attention, "has_packed_kernel", lambda device: device.type == NAME),

@@ -31,8 +31,8 @@ from ppo_cli.config.schema.algorithm import Actor as ActorSettings
 from ppo_cli.config.schema.algorithm import Critic as CriticSettings
 from ppo_cli.engine.base import Sums, add_sum
 from ppo_cli.engine.batches.micro_batches import Work, run_within_memory
-from ppo_cli.engine.batches.packing import micro_batch_budget
-from ppo_cli.engine.batches.rows import Slice, cut_slice, row_lengths, row_prompts
+from ppo_cli.engine.batches.packing import build_budget
+from ppo_cli.engine.batches.rows import MicroBatch, build_micro_batch, row_lengths, row_prompts
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
@@ -41,10 +41,10 @@ from ppo_cli.engine.training.optimizer import Optimizer
 
 # Metric -> scalars that stay on the device: a sum over a micro-batch, and how many tokens it counts
 # (None: as count 0 of `Sums`).
-Measured = dict[str, tuple[Tensor, Tensor | None]]
+DeviceSums = dict[str, tuple[Tensor, Tensor | None]]
 
 
-def read_sums(measured: Sequence[Measured]) -> Sums:
+def fetch_sums(measured: Sequence[DeviceSums]) -> Sums:
     """Add up what was measured of micro-batches; the host waits for the device once."""
     pairs = [(name, *pair) for part in measured for name, pair in part.items()]
     if not pairs:
@@ -58,7 +58,7 @@ def read_sums(measured: Sequence[Measured]) -> Sums:
 
 
 @dataclass(frozen=True)
-class TokenView:
+class TokenStats:
     """What a policy says of the response tokens of a slice.
 
     `full_kl_N` is KL(policy || reference) over the whole vocabulary, where it was asked for.
@@ -69,40 +69,46 @@ class TokenView:
     full_kl_N: Tensor | None = None
 
 
-def view_tokens(
+def compute_token_stats(
     policy: Policy,
-    cut: Slice,
+    micro_batch: MicroBatch,
     compute: Compute,
     temperature: float,
     *,
     with_entropy: bool,
     kl_to: Policy | None = None,
-) -> TokenView:
+) -> TokenStats:
     """Log-probs of the response tokens, the entropy and the KL at them, at a temperature."""
 
-    count = len(cut.targets_N) * policy.model.config.get_text_config().vocab_size
+    count = len(micro_batch.targets_N) * policy.model.config.get_text_config().vocab_size
 
     def view(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
-        hidden_NH = cut.pick(policy.hidden_BLH(input_ids_BL, cut.packed))
+        hidden_NH = micro_batch.gather_states(policy.hidden_BLH(input_ids_BL, micro_batch.packed))
         logprobs_N, entropy_N = gather_logprobs_entropy(
-            hidden_NH, policy.head, cut.targets_N, temperature, LOGIT_CHUNK, with_entropy,
+            hidden_NH, policy.head, micro_batch.targets_N, temperature, LOGIT_CHUNK, with_entropy,
             keep=count <= KEPT_LOGITS,
         )  # fmt: skip
         if kl_to is None:
             return logprobs_N, entropy_N
         # The policy's weights must still be at hand: sharded ones are so only in here.
-        return logprobs_N, entropy_N, *_full_kl(hidden_NH, policy, kl_to, cut, temperature)
+        return logprobs_N, entropy_N, *_full_kl(hidden_NH, policy, kl_to, micro_batch, temperature)
 
     with compute.autocast():
-        return TokenView(*policy.run(view, cut.input_ids_BL))
+        return TokenStats(*policy.run(view, micro_batch.input_ids_BL))
 
 
 def _full_kl(
-    hidden_NH: Tensor, policy: Policy, reference: Policy, cut: Slice, temperature: float
+    hidden_NH: Tensor,
+    policy: Policy,
+    reference: Policy,
+    micro_batch: MicroBatch,
+    temperature: float,
 ) -> tuple[Tensor, ...]:
     def compare(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            ref_hidden_NH = cut.pick(reference.hidden_BLH(input_ids_BL, cut.packed))
+            ref_hidden_NH = micro_batch.gather_states(
+                reference.hidden_BLH(input_ids_BL, micro_batch.packed)
+            )
         return (
             full_kl(
                 hidden_NH, policy.head, ref_hidden_NH, reference.head, temperature, LOGIT_CHUNK
@@ -110,8 +116,8 @@ def _full_kl(
         )
 
     if reference.backbone is policy.backbone:  # LoRA: its weights are at hand already
-        return compare(cut.input_ids_BL)
-    return reference.run(compare, cut.input_ids_BL)
+        return compare(micro_batch.input_ids_BL)
+    return reference.run(compare, micro_batch.input_ids_BL)
 
 
 class ModelLearner:
@@ -137,10 +143,8 @@ class ModelLearner:
         self.model = model
         self.optimizer = optimizer
         self._reference = reference
-        self._asked = [model] if reference is None else [model, reference]
-        self.budget = micro_batch_budget(
-            tokens, settings.ppo_micro_batch_size_per_gpu, *self._asked
-        )
+        self._models = [model] if reference is None else [model, reference]
+        self.budget = build_budget(tokens, settings.ppo_micro_batch_size_per_gpu, *self._models)
         self._aggregation: dict[str, Any] = {
             "mode": settings.loss_agg_mode,
             "scale_factor": settings.loss_scale_factor or float(longest_response),
@@ -155,13 +159,13 @@ class ModelLearner:
             return {f"{self.name}/empty_minibatches": (1.0, 1.0)} if self._ranks.rank == 0 else {}
         aggregation = self._aggregation | {"global_tokens": tokens, "global_sequences": sequences}
         model = self.model
-        measured: list[Measured] = []
+        measured: list[DeviceSums] = []
 
         def accumulate(rows: Sequence[int], last: bool) -> None:
-            cut = self._cut(batch, rows)
+            micro_batch = self._cut(batch, rows)
             model.sync_gradients(last)
             measured.append({})
-            self._loss(batch, cut, aggregation, measured[-1]).backward()
+            self._loss(batch, micro_batch, aggregation, measured[-1]).backward()
 
         def restart() -> None:
             measured.clear()
@@ -169,11 +173,11 @@ class ModelLearner:
 
         with model.awake(), self._reference_awake():
             self._prepare(batch)
-            self._within_memory(batch, accumulate, restart)
+            self._run_micro_batches(batch, accumulate, restart)
             norm, stepped = self.optimizer.apply()
         observed = self._observe()
         # Read here, as the device has just been waited for.
-        sums = read_sums(measured) if self._ranks.speaks else {}
+        sums = fetch_sums(measured) if self._ranks.reports_results else {}
         if self._ranks.rank == 0:
             sums[f"{self.name}/skipped_steps"] = (0.0 if stepped else 1.0, 1.0)
             if stepped:
@@ -182,19 +186,21 @@ class ModelLearner:
             sums |= observed
         return sums
 
-    def _within_memory(self, batch: TrainBatch, work: Work, restart: Callable[[], None]) -> None:
+    def _run_micro_batches(
+        self, batch: TrainBatch, work: Work, restart: Callable[[], None]
+    ) -> None:
         prompts = row_prompts(batch.input_ids_BL, batch.prompt_len_B)
         run_within_memory(
-            row_lengths(batch), self.budget, work, restart, self._ranks, prompts, self._asked
+            row_lengths(batch), self.budget, work, restart, self._ranks, prompts, self._models
         )
 
     def _reference_awake(self) -> AbstractContextManager[None]:
         """Keep the reference where the work is, if the loss asks it in each micro-batch."""
         return nullcontext()
 
-    def _cut(self, batch: TrainBatch, rows: Sequence[int]) -> Slice:
+    def _cut(self, batch: TrainBatch, rows: Sequence[int]) -> MicroBatch:
         budget = self.budget
-        return cut_slice(
+        return build_micro_batch(
             batch, rows, self._compute.device, packed=budget.packed, shared=budget.shared
         )
 
@@ -211,7 +217,11 @@ class ModelLearner:
 
     @abstractmethod
     def _loss(
-        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], measured: Measured
+        self,
+        batch: TrainBatch,
+        micro_batch: MicroBatch,
+        aggregation: dict[str, Any],
+        measured: DeviceSums,
     ) -> Tensor:
         """What is minimised, of a slice; `aggregation` is that of the whole mini-batch.
 
@@ -258,7 +268,7 @@ class ActorLearner(ModelLearner):
         """How evenly the mini-batch was spread over experts."""
         if not self._experts.present:
             return {}
-        loads = self._experts.loads() if self._ranks.speaks else None
+        loads = self._experts.loads() if self._ranks.reports_results else None
         return expert_metrics(gather_objects(self._ranks, loads))
 
     @torch.no_grad()
@@ -277,22 +287,24 @@ class ActorLearner(ModelLearner):
 
         def restart() -> None:
             own_BT.zero_()
-            self._experts.forget_assignments()
+            self._experts.reset_assignments()
 
         def collect(rows: Sequence[int], last: bool) -> None:
-            cut = self._cut(batch, rows)
-            with self._experts.watching(cut, counts=True):
-                seen = view_tokens(
-                    self._policy, cut, self._compute, self._temperature, with_entropy=False
+            micro_batch = self._cut(batch, rows)
+            with self._experts.recording(micro_batch, counts=True):
+                seen = compute_token_stats(
+                    self._policy, micro_batch, self._compute, self._temperature, with_entropy=False
                 )
-            if rows and self._ranks.speaks:
-                own_BT[cut.row_B, : cut.width] = cut.spread(seen.logprobs_N).cpu()
+            if rows and self._ranks.reports_results:
+                own_BT[micro_batch.row_B, : micro_batch.width] = micro_batch.scatter(
+                    seen.logprobs_N
+                ).cpu()
 
         restart()
-        self._within_memory(batch, collect, restart)
+        self._run_micro_batches(batch, collect, restart)
         if self._experts.balances:
-            assignments = self._experts.assignments() if self._ranks.speaks else None
-            self._experts.settle(gather_objects(self._ranks, assignments))
+            assignments = self._experts.assignments() if self._ranks.reports_results else None
+            self._experts.set_assignments(gather_objects(self._ranks, assignments))
         if not POLICY_LOSSES[kind].chooses:
             return
         self._chosen_BT = choose_tokens(
@@ -309,34 +321,38 @@ class ActorLearner(ModelLearner):
         )
 
     def _loss(
-        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], measured: Measured
+        self,
+        batch: TrainBatch,
+        micro_batch: MicroBatch,
+        aggregation: dict[str, Any],
+        measured: DeviceSums,
     ) -> Tensor:
         """What is minimised, reported as `actor_loss`: surrogate - entropy + KL, weighted.
 
         `policy_loss` is the surrogate alone.
         """
         s = self._settings
-        mask_BT = cut.loss_mask_BT(batch)
+        mask_BT = micro_batch.loss_mask_BT(batch)
         with_entropy = s.entropy_coeff > 0
         full = s.use_kl_loss and s.kl_loss_type == "full"
-        with self._experts.watching(cut):
-            seen = view_tokens(
-                self._policy, cut, self._compute, self._temperature,
+        with self._experts.recording(micro_batch):
+            seen = compute_token_stats(
+                self._policy, micro_batch, self._compute, self._temperature,
                 with_entropy=with_entropy, kl_to=self._reference if full else None,
             )  # fmt: skip
-        new_BT = cut.spread(seen.logprobs_N)
+        new_BT = micro_batch.scatter(seen.logprobs_N)
         surrogate = policy_loss(
             new_BT,
-            cut.take(batch.old_logprobs_BT),
-            cut.take(batch.advantages_BT),
+            micro_batch.select(batch.old_logprobs_BT),
+            micro_batch.select(batch.advantages_BT),
             mask_BT,
             kind=s.policy_loss.loss_mode,
             clip_low=lower_clip(s),
             clip_high=upper_clip(s),
             dual_clip=s.clip_ratio_c,
-            chosen_BT=None if self._chosen_BT is None else cut.take(self._chosen_BT),
+            chosen_BT=None if self._chosen_BT is None else micro_batch.select(self._chosen_BT),
             kl_coef=s.policy_loss.ppo_kl_coef,
-            is_weight_BT=cut.take(batch.is_weight_BT),
+            is_weight_BT=micro_batch.select(batch.is_weight_BT),
             **aggregation,
         )
         loss, count = surrogate.loss, surrogate.token_count
@@ -348,26 +364,30 @@ class ActorLearner(ModelLearner):
             "actor/approx_kl": (surrogate.approx_kl_sum, count),
         }
         if with_entropy:
-            entropy = aggregate(cut.spread(seen.entropy_N), mask_BT, **aggregation)
+            entropy = aggregate(micro_batch.scatter(seen.entropy_N), mask_BT, **aggregation)
             loss = loss - s.entropy_coeff * entropy
             measured["actor/entropy_loss"] = entropy.detach(), None
         if s.use_kl_loss:
-            kl = aggregate(self._kl_BT(batch, cut, seen, new_BT), mask_BT, **aggregation)
+            kl = aggregate(self._kl_BT(batch, micro_batch, seen, new_BT), mask_BT, **aggregation)
             loss = loss + s.kl_loss_coef * kl
             measured["actor/kl_loss"] = kl.detach(), None
         total = loss.detach().double()
-        for name, value, coef in self._experts.take_losses():  # added to the layers already
+        for name, value, coef in self._experts.pop_losses():  # added to the layers already
             measured[name] = value, None
             total = total + coef * value.double()
         measured["actor_loss"] = total, None
         return loss
 
-    def _kl_BT(self, batch: TrainBatch, cut: Slice, seen: TokenView, new_BT: Tensor) -> Tensor:
+    def _kl_BT(
+        self, batch: TrainBatch, micro_batch: MicroBatch, seen: TokenStats, new_BT: Tensor
+    ) -> Tensor:
         if self._reference is None or batch.ref_logprobs_BT is None:
             raise ValueError("a KL loss needs a reference model")
         if seen.full_kl_N is not None:
-            return cut.spread(seen.full_kl_N)
-        return token_kl(new_BT, cut.take(batch.ref_logprobs_BT), self._settings.kl_loss_type)
+            return micro_batch.scatter(seen.full_kl_N)
+        return token_kl(
+            new_BT, micro_batch.select(batch.ref_logprobs_BT), self._settings.kl_loss_type
+        )
 
 
 class CriticLearner(ModelLearner):
@@ -391,27 +411,35 @@ class CriticLearner(ModelLearner):
         self.value_model = value_model
         self._settings = settings
 
-    def values_BT(self, cut: Slice) -> Tensor:
+    def values_BT(self, micro_batch: MicroBatch) -> Tensor:
         """Values before each response token of a slice."""
 
         def value(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
-            return (cut.pick(self.value_model.values_BL(input_ids_BL, cut.packed)),)
+            return (
+                micro_batch.gather_states(
+                    self.value_model.values_BL(input_ids_BL, micro_batch.packed)
+                ),
+            )
 
         with self._compute.autocast():
-            (values_N,) = self.value_model.run(value, cut.input_ids_BL)
-        return cut.spread(values_N)
+            (values_N,) = self.value_model.run(value, micro_batch.input_ids_BL)
+        return micro_batch.scatter(values_N)
 
     def _loss(
-        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], measured: Measured
+        self,
+        batch: TrainBatch,
+        micro_batch: MicroBatch,
+        aggregation: dict[str, Any],
+        measured: DeviceSums,
     ) -> Tensor:
         """What is minimised, reported as `critic_loss`; `value_loss` is without its coefficient."""
         if batch.values_BT is None:
             raise ValueError("a critic step needs the old values")
         result = value_loss(
-            self.values_BT(cut),
-            cut.take(batch.values_BT),
-            cut.take(batch.returns_BT),
-            cut.loss_mask_BT(batch),
+            self.values_BT(micro_batch),
+            micro_batch.select(batch.values_BT),
+            micro_batch.select(batch.returns_BT),
+            micro_batch.loss_mask_BT(batch),
             clip_range=self._settings.cliprange_value,
             **aggregation,
         )

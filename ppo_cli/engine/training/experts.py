@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import OutputRecorder
 
 from ppo_cli.engine.base import Sums
-from ppo_cli.engine.batches.rows import Slice
+from ppo_cli.engine.batches.rows import MicroBatch
 
 AUX, Z = "actor/router_aux_loss", "actor/router_z_loss"
 
@@ -46,7 +46,7 @@ class ExpertMonitor:
     """Watches the routers and experts of a policy during optimizer steps.
 
     `balances` tells whether the config asks for losses of routers; the first pass over a
-    mini-batch then counts for them, before losses are added (`watching`).
+    mini-batch then counts for them, before losses are added (`recording`).
     """
 
     def __init__(self, model: Any, backbone: nn.Module) -> None:
@@ -78,19 +78,19 @@ class ExpertMonitor:
         self._counts, self._losses = {}, {}
 
     @contextmanager
-    def watching(self, cut: Slice, *, counts: bool = False) -> Iterator[None]:
+    def recording(self, micro_batch: MicroBatch, *, counts: bool = False) -> Iterator[None]:
         """Count the tokens of a slice, and add losses to its layers, in its backward pass too.
 
         With `counts`, for a pass without gradients: count its assignments for the losses to come.
         """
-        self._weight_N = cut.count_BL.flatten()
+        self._weight_N = micro_batch.count_BL.flatten()
         self._counting, self._recording = counts, not counts
         try:
             yield
         finally:
             self._counting = self._recording = False
 
-    def forget_assignments(self) -> None:
+    def reset_assignments(self) -> None:
         """Begin the first pass over a mini-batch."""
         self._assigned, self._per_token_E, self._tokens = {}, None, 0.0
 
@@ -98,14 +98,14 @@ class ExpertMonitor:
         """(R, 1 + E) of this rank: tokens of each router, and its assignments to each expert."""
         return torch.stack([*self._assigned.values()]).cpu() if self._assigned else None
 
-    def settle(self, assignments: Sequence[Tensor | None]) -> None:
+    def set_assignments(self, assignments: Sequence[Tensor | None]) -> None:
         """Take the assignments of all ranks for those of the mini-batch."""
         total_RE = sum(part for part in assignments if part is not None)
         assert isinstance(total_RE, Tensor)
         self._tokens = float(total_RE[:, 0].sum())
         self._per_token_E = total_RE[:, 1:].sum(0) / self._tokens
 
-    def take_losses(self) -> list[tuple[str, Tensor, float]]:
+    def pop_losses(self) -> list[tuple[str, Tensor, float]]:
         """Losses of the last micro-batch: the metric of each, its value and its coefficient."""
         losses, self._losses = self._losses, {}
         return [(name, value, self._coefs[name]) for name, value in losses.items()]

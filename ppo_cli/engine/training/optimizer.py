@@ -20,9 +20,9 @@ from ppo_cli.config.schedule import lr_factor
 from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.device import send
 from ppo_cli.engine.models.loading import import_bitsandbytes
-from ppo_cli.engine.ranks import ALONE, Ranks, sum_over
+from ppo_cli.engine.ranks import ALONE, Ranks, sum_over_ranks
 from ppo_cli.engine.sharding.host_memory import HostCopies
-from ppo_cli.engine.sharding.tensors import fill_from_rank0
+from ppo_cli.engine.sharding.tensors import scatter_from_rank0
 from ppo_cli.errors import ModelError
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -80,7 +80,7 @@ class Optimizer:
             pieces = [*self._pieces.values()]
             if offload:
                 self._reserve_host(pieces)
-            self._adamw.state.update((piece, self._no_moments(piece)) for piece in pieces)
+            self._adamw.state.update((piece, self._zero_moments(piece)) for piece in pieces)
         self.set_progress(0)
 
     @property
@@ -132,9 +132,9 @@ class Optimizer:
         for name, parameter in self._parameters.items():
             if name in self._stepped:
                 state: Mapping[str, Any] = self._adamw.state[self._pieces[name]]
-                for what, tensor in (_unpacked(state) if self._in_8_bits else state).items():
+                for what, tensor in (_from_8_bits(state) if self._in_8_bits else state).items():
                     moments[f"{name}.{what}"] = (
-                        tensor if what == "step" else _like(parameter, tensor)
+                        tensor if what == "step" else _as_layout_of(parameter, tensor)
                     )
         return moments
 
@@ -158,11 +158,11 @@ class Optimizer:
                 continue
             self._stepped.add(name)
             piece = self._pieces[name]
-            state = self._no_moments(piece)
+            state = self._zero_moments(piece)
             for what in stored:
-                target = state[what] if what == "step" else _like(parameter, state[what])
-                fill_from_rank0(target, read(f"{name}.{what}"), self._ranks)
-            self._adamw.state[piece] = _packed(state) if self._in_8_bits else state
+                target = state[what] if what == "step" else _as_layout_of(parameter, state[what])
+                scatter_from_rank0(target, read(f"{name}.{what}"), self._ranks)
+            self._adamw.state[piece] = _to_8_bits(state) if self._in_8_bits else state
         if self._in_8_bits:
             self._place_moments(at_work=False)
 
@@ -174,7 +174,7 @@ class Optimizer:
             norms = torch.stack(torch._foreach_norm(list(graded.values()))).double()
             copies = send(torch.tensor([self._copies(name) for name in graded]), norms.device)
             squares = float((norms**2 / copies).sum())
-        return math.sqrt(sum_over(self._ranks, squares))
+        return math.sqrt(sum_over_ranks(self._ranks, squares))
 
     def _copies(self, name: str) -> float:
         """How many ranks hold the same piece of a parameter."""
@@ -223,7 +223,7 @@ class Optimizer:
         moments = {(piece, what): piece for piece in pieces for what in MOMENTS[1:]}
         return [*self._host.reserve(moments, pinned=on_gpu).values()]
 
-    def _no_moments(self, piece: Tensor) -> dict[str, Tensor]:
+    def _zero_moments(self, piece: Tensor) -> dict[str, Tensor]:
         """What AdamW remembers of a piece that it has not stepped yet.
 
         Moments in 8 bits are packed where the piece is; others wait in host memory at once.
@@ -247,7 +247,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _unpacked(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _from_8_bits(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The moments of bitsandbytes' state as AdamW names them, float32, in host memory."""
     if not state:
         return {}
@@ -262,10 +262,10 @@ def _unpacked(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return moments
 
 
-def _packed(moments: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The state of bitsandbytes for moments of one piece; what `_unpacked` gave comes back exactly.
+def _to_8_bits(moments: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return bitsandbytes' state for the moments of one piece; the inverse of `_from_8_bits`.
 
-    That holds for blocks cut as they were; others are rounded anew.
+    Exact when the blocks are cut as they were; otherwise values are rounded again.
     """
     functional = import_bitsandbytes(EIGHT_BITS).functional
     state: dict[str, Any] = {"step": int(moments["step"])}
@@ -303,7 +303,7 @@ def _nearest(blocks: Tensor, sizes: Tensor, borders: Tensor) -> Tensor:
     return torch.bucketize(scaled, borders, out_int32=True)
 
 
-def _like(parameter: Tensor, piece: Tensor) -> Tensor:
+def _as_layout_of(parameter: Tensor, piece: Tensor) -> Tensor:
     """A rank's piece itself, wherever it lies, as part of a tensor laid out as the parameter is."""
     if not isinstance(parameter, DTensor):
         return piece

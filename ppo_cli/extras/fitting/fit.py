@@ -22,7 +22,7 @@ from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.digests import require_intact_model
 from ppo_cli.engine.checkpoint import model_files, write_files
-from ppo_cli.engine.cpu.products import multiply_with
+from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.device import Compute, require_gpus
 from ppo_cli.engine.export import write_weights
 from ppo_cli.errors import (
@@ -128,7 +128,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
         Path(model_folder(settings.model)).expanduser(),
         lambda other: with_path(settings.model, str(other)),
     )
-    multiply_with(matmul_library(None))
+    set_matmul_library(matmul_library(None))
     network = load_to_fit(
         model_folder(settings.model),
         compute=Compute.choose(recipe.dtype),

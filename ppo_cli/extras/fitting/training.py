@@ -355,7 +355,9 @@ class Trainer:
         self.network = network
         self._recipe = recipe
         # Both samples of a pair lie in a micro-batch: the loss couples them.
-        self._budget = Budget(max(1, recipe.batch_tokens // 2), too_much=OUT_OF_MEMORY_ADVICE)
+        self._budget = Budget(
+            max(1, recipe.batch_tokens // 2), too_long_advice=OUT_OF_MEMORY_ADVICE
+        )
         self._nonfinite_steps = 0
         self.skipped = 0
         self._optimizer = Optimizer(

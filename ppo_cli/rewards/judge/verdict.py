@@ -17,7 +17,7 @@ from typing import Any
 from ppo_cli.errors import RewardError, first_line
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Question, Reply, Scale
 from ppo_cli.rewards.judge.rubric import Comparison, Rubric, RubricDraft, win_share
-from ppo_cli.thoughts import MARKS, UnfinishedThought, after_thought
+from ppo_cli.thoughts import MARKS, UnfinishedThought, strip_leading_thought
 
 # What a judge is asked for, in the words that it reads.
 SCORE_FORMATS: Mapping[Output, str] = {
@@ -177,7 +177,7 @@ def _answer(text: str, output: Output) -> str:
         raise Unreadable("empty", "the judge's reply is empty")
     answer = _STOP.sub("", text)
     if not answer.startswith("{"):
-        answer = after_thought(answer)
+        answer = strip_leading_thought(answer)
     if (frame := _FRAME.fullmatch(answer)) is not None:
         answer = next(part for part in frame.groups() if part is not None).strip()
     if answer.startswith("{"):

@@ -24,7 +24,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sums, merge_sums
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects, join_ranks, sum_over
+from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects, join_ranks, sum_over_ranks
 from ppo_cli.self_test.checks.runs import LIMITS, largest_gap, make_batch, make_config, score_rows
 from ppo_cli.self_test.results import Results, Setup, describe_error
 
@@ -32,7 +32,7 @@ Gaps = dict[str, tuple[float, float]]  # what is compared -> the gap and its lim
 MOST_RANKS = 8
 TIMEOUT_S = 90.0
 NUMBERS = 1000  # of a tensor, per rank
-ROUNDS = 100  # of `agree`
+ROUNDS = 100  # of `exchange_failures`
 LARGE_BYTES = {"cpu": 2**22, "cuda": 2**28}  # of the tensors whose transfer is timed
 KEPT = "step with gathered weights kept"
 WAYS: dict[str, dict[str, Any]] = {
@@ -143,13 +143,13 @@ def _compute_collectives(ranks: Ranks, device: str) -> Gaps:
     gaps["reduce-scatter"] = piece.cpu() - every.sum(0) * (rank + 1)
     objects = gather_objects(ranks, ("rank", rank))
     gaps["objects"] = torch.tensor([float(objects != [("rank", r) for r in range(size)])])
-    gaps["sum"] = torch.tensor([sum_over(ranks, rank + 0.5) - (size * size / 2)])
-    ranks.agree()
+    gaps["sum"] = torch.tensor([sum_over_ranks(ranks, rank + 0.5) - (size * size / 2)])
+    ranks.exchange_failures()
     return {name: (float(gap.abs().max()), 0.0) for name, gap in gaps.items()}
 
 
 def _measure_speed(ranks: Ranks, device: str, figures: dict[str, Any]) -> Gaps:
-    """GB/s of an all-gather, and milliseconds of `agree`."""
+    """GB/s of an all-gather, and milliseconds of `exchange_failures`."""
     large = torch.ones(LARGE_BYTES[device] // 4 // ranks.size, device=device)
     whole = torch.empty(large.numel() * ranks.size, device=device)
 
@@ -159,7 +159,7 @@ def _measure_speed(ranks: Ranks, device: str, figures: dict[str, Any]) -> Gaps:
 
     gather()
     figures["all_gather_gb_per_s"] = round(whole.nbytes / _seconds(gather) / 1e9, 2)
-    figures["agree_ms"] = round(1e3 * _seconds(ranks.agree, ROUNDS), 3)
+    figures["agree_ms"] = round(1e3 * _seconds(ranks.exchange_failures, ROUNDS), 3)
     return {"all-gather of many": (float((whole - 1).abs().max()), 0.0)}
 
 

@@ -18,7 +18,7 @@ from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config.memory.model import LOGIT_CHUNK
 from ppo_cli.config.schedule import lr_factor
 from ppo_cli.config.schema.algorithm import Optim
-from ppo_cli.engine.cpu.products import multiply_with
+from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.models.attention import PackedRows, attend_by_rows
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.self_test.results import Results, Setup
@@ -108,9 +108,9 @@ def _check_vocabulary(
 def check_attention(setup: Setup, results: Results) -> None:
     """Rows end to end, alone and with shared prompts, for each head size and precision."""
     # On a CPU products of float32 choose between two ways to attend.
-    multiply_with("blas")
+    set_matmul_library("blas")
     _check_head_sizes(setup, results)
-    if setup.device == "cpu" and multiply_with("onednn"):
+    if setup.device == "cpu" and set_matmul_library("onednn"):
         _check_head_sizes(setup, results)
 
 
@@ -134,7 +134,7 @@ def _time_rows(setup: Setup, *, shared: bool = False) -> float:
     lengths = [prompt + response] + [response + (0 if shared else prompt)] * (count - 1)
     counts = [0] + [prompt if shared else 0] * (count - 1)
     leads = [0] * count if shared else [*range(count)]
-    rows = PackedRows.of(lengths, torch.device(setup.device), leads, counts).rows_113B
+    rows = PackedRows.from_lengths(lengths, torch.device(setup.device), leads, counts).rows_113B
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = s.heads // s.kv_heads, True  # type: ignore[assignment]
     query, key, value = (
@@ -166,7 +166,7 @@ def _check_rows(
     states = [s.to(setup.device, dtype).requires_grad_() for s in exact]
     exact = [s.requires_grad_() for s in exact]
     leads, counts = SHARED if shared else (tuple(range(len(ROWS))), (0,) * len(ROWS))
-    rows = PackedRows.of(ROWS, torch.device(setup.device), leads, counts).rows_113B
+    rows = PackedRows.from_lengths(ROWS, torch.device(setup.device), leads, counts).rows_113B
     packed_1Lhd, _ = attend_by_rows(module, states[0], states[1], states[2], rows)
     expected_Lhd = attend_in_float64(exact[0][0], exact[1][0], exact[2][0], leads, counts)
     weight_Lhd = torch.randn(expected_Lhd.shape, generator=generator)

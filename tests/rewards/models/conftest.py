@@ -21,14 +21,14 @@ from tokenizers import (
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from ppo_cli.engine.cpu.products import multiply_with
+from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.rewards.models.base import LoadedModel, Scores
 
 
 @pytest.fixture(autouse=True)
 def _products_as_in_a_process_of_its_own() -> None:
     """An engine that other tests had in this process may have left them to oneDNN."""
-    multiply_with("blas")
+    set_matmul_library("blas")
 
 
 CORPUS = [

@@ -273,7 +273,7 @@ def test_a_step_that_is_taken_again_stands_in_batches_of_its_own(
 
 
 def test_a_round_that_was_given_up_is_not_scored_to_its_end(reward_of: RewardOf) -> None:
-    begun, go_on, sizes = Event(), Event(), []
+    begun, extend_rollout, sizes = Event(), Event(), []
 
     class Slow:
         module = torch.nn.Linear(1, 1)
@@ -281,7 +281,7 @@ def test_a_round_that_was_given_up_is_not_scored_to_its_end(reward_of: RewardOf)
         def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids: Any = None) -> Scores:
             sizes.append(len(ids_BL))
             begun.set()
-            assert go_on.wait(10)
+            assert extend_rollout.wait(10)
             return Scores(mask_BL.sum(1).float())
 
     reward = reward_of(network=Slow(), batch_tokens=16)
@@ -289,7 +289,7 @@ def test_a_round_that_was_given_up_is_not_scored_to_its_end(reward_of: RewardOf)
     reward.end_round()
     assert begun.wait(10)
     reward.load_state_dict({})
-    go_on.set()
+    extend_rollout.set()
     assert all(future.cancelled() for future in futures)
     assert len(score_all(reward, rollouts_of(3))) == 3
     assert len(sizes) == 1 + 3
