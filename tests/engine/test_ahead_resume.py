@@ -24,13 +24,13 @@ def same_end(a: Run, b: Run) -> None:
 
 
 WAYS = [(1, None), (2, None), (3, None), (1, 3), (2, 3), (3, 2)]  # steps ahead, partial tokens
-RunMode = tuple[int, int | None]
+Way = tuple[int, int | None]
 
 
 @pytest.mark.parametrize("way", [(0, None), *WAYS])
 @pytest.mark.parametrize("stop", [1, 2, 4, 7])
 def test_a_run_with_a_stop_is_the_same_run(
-    start: Start, tmp_path: Path, way: RunMode, stop: int
+    start: Start, tmp_path: Path, way: Way, stop: int
 ) -> None:
     whole = start(*way).train(8)
     folder = start(*way).train(stop).save(tmp_path / "saved")
@@ -40,7 +40,7 @@ def test_a_run_with_a_stop_is_the_same_run(
 
 
 @pytest.mark.parametrize("way", [(2, None), (2, 3), (3, 1)])
-def test_a_stop_at_every_step(start: Start, tmp_path: Path, way: RunMode) -> None:
+def test_a_stop_at_every_step(start: Start, tmp_path: Path, way: Way) -> None:
     whole = start(*way).train(8)
     run = start(*way)
     for step in range(8):
@@ -65,7 +65,7 @@ def test_what_was_sampled_is_not_sampled_again(start: Start, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("way", [(1, None), (2, None), (2, 3)])
-def test_an_undone_step_is_taken_again_with_the_same_rollouts(start: Start, way: RunMode) -> None:
+def test_an_undone_step_is_taken_again_with_the_same_rollouts(start: Start, way: Way) -> None:
     whole, run = start(*way).train(8), start(*way).train(3)
     order = run.order.state_dict()
     drawn = run.inner.rounds_drawn
@@ -88,7 +88,7 @@ def test_the_first_step_may_be_undone(start: Start) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("done", [0, 1, 4])
 def test_saved_while_a_step_is_undone(
-    start: Start, tmp_path: Path, way: RunMode, done: int
+    start: Start, tmp_path: Path, way: Way, done: int
 ) -> None:
     """The round under way is not waited for: it is sampled again, the same."""
     whole, run = start(*way).train(8), start(*way).train(done)

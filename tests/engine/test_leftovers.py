@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from ppo_cli.engine import leftovers
 leftovers.SHARED_MEMORY = Path(sys.argv[1])
-folder = leftovers.own_folder("sampler")
+folder = leftovers.create_folder("sampler")
 (folder / "vllm_dist_12").touch()
 (leftovers.SHARED_MEMORY / "vllm_dist_12-3").touch()
 print(folder, flush=True)

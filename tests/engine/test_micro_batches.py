@@ -84,7 +84,7 @@ def test_packed_rows_are_halved_by_their_tokens_and_the_light_groups_stay_whole(
         done.append(len(rows))
 
     run_within_memory(lengths, budget, work, lambda: None)
-    assert budget.halvings == 1 and budget.held() == ("tokens", tried[0] // 2)
+    assert budget.halvings == 1 and budget.current_limit() == ("tokens", tried[0] // 2)
     assert sum(done) == 104 and max(done) > 40
 
     def hungry(rows: Sequence[int], last: bool) -> None:
@@ -102,14 +102,14 @@ def test_a_resumed_run_takes_up_halvings_of_its_own_kind(packed: bool) -> None:
     assert fresh == Budget(1000, packed=packed)
     tried.halve(longest=100, most_rows=8, most_tokens=800)
     fresh.load_state(tried.state())
-    assert fresh == tried and fresh.held() == (("tokens", 400) if packed else ("rows", 4))
+    assert fresh == tried and fresh.current_limit() == (("tokens", 400) if packed else ("rows", 4))
     # A smaller setting of the resumed run stands, a larger one yields to what memory allowed.
     smaller = Budget(300, rows=3, packed=packed)
     smaller.load_state(tried.state())
-    assert smaller.held() == (("tokens", 300) if packed else ("rows", 3)) and smaller.halvings == 1
+    assert smaller.current_limit() == (("tokens", 300) if packed else ("rows", 3)) and smaller.halvings == 1
     larger = Budget(9000, rows=90, packed=packed)
     larger.load_state(tried.state())
-    assert larger.held() == (("tokens", 400) if packed else ("rows", 4))
+    assert larger.current_limit() == (("tokens", 400) if packed else ("rows", 4))
     other = Budget(1000, packed=not packed)
     other.load_state(tried.state())
     assert other == Budget(1000, packed=not packed)

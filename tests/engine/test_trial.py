@@ -169,11 +169,11 @@ def test_logits_without_their_cap_are_the_learners_fault(monkeypatch: pytest.Mon
 def test_wrong_values_are_found_out(
     spoil: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MicroBatch, "pick", lambda cut, states: spoil(PICK(cut, states)))
+    monkeypatch.setattr(MicroBatch, "gather_states", lambda cut, states: spoil(PICK(cut, states)))
     assert [*run_trial(llama(), CRITIC).differences] == ["annotation", "update"]
 
 
-PICK = MicroBatch.pick
+PICK = MicroBatch.gather_states
 
 
 def judge(path: Path, config: PreTrainedConfig, **settings: Any) -> tuple[Verdict, list[str]]:
