@@ -87,9 +87,7 @@ def test_the_first_step_may_be_undone(start: Start) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("done", [0, 1, 4])
-def test_saved_while_a_step_is_undone(
-    start: Start, tmp_path: Path, way: Way, done: int
-) -> None:
+def test_saved_while_a_step_is_undone(start: Start, tmp_path: Path, way: Way, done: int) -> None:
     """The round under way is not waited for: it is sampled again, the same."""
     whole, run = start(*way).train(8), start(*way).train(done)
     order, never = run.order.state_dict(), threading.Event()

@@ -106,7 +106,10 @@ def test_a_resumed_run_takes_up_halvings_of_its_own_kind(packed: bool) -> None:
     # A smaller setting of the resumed run stands, a larger one yields to what memory allowed.
     smaller = Budget(300, rows=3, packed=packed)
     smaller.load_state(tried.state())
-    assert smaller.current_limit() == (("tokens", 300) if packed else ("rows", 3)) and smaller.halvings == 1
+    assert (
+        smaller.current_limit() == (("tokens", 300) if packed else ("rows", 3))
+        and smaller.halvings == 1
+    )
     larger = Budget(9000, rows=90, packed=packed)
     larger.load_state(tried.state())
     assert larger.current_limit() == (("tokens", 400) if packed else ("rows", 4))

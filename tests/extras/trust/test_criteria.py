@@ -76,10 +76,10 @@ def test_calibrate_by_criterion(
     found = told["criteria"]
     assert list(found) == ["kind", "rude", "depth", "always", "all criteria"]
     assert found["kind"]["with the label"]["value"] == pytest.approx(1.0)
-    assert (found["kind"]["exchange_failures"]["value"], found["kind"]["kappa"]) == (1.0, 1.0)
+    assert (found["kind"]["agree"]["value"], found["kind"]["kappa"]) == (1.0, 1.0)
     # People say that two more are rude, so the judge gave that credit wrongly.
     assert found["rude"]["labelled"] == 19
-    assert found["rude"]["exchange_failures"]["value"] == pytest.approx(17 / 19)
+    assert found["rude"]["agree"]["value"] == pytest.approx(17 / 19)
     assert found["rude"]["credited too much"] == pytest.approx(2 / 19)
     by_hand = (17 / 19 - (14 * 12 + 5 * 7) / 19**2) / (1 - (14 * 12 + 5 * 7) / 19**2)
     assert found["rude"]["kappa"] == pytest.approx(by_hand)
@@ -87,10 +87,7 @@ def test_calibrate_by_criterion(
     assert (found["always"]["mean"], found["always"]["with the label"]["value"]) == (1.0, None)
     assert found["depth"]["with the rest"]["value"] < -0.3
     everything = found["all criteria"]
-    assert (everything["labelled"], everything["exchange_failures"]["value"]) == (
-        76,
-        pytest.approx(72 / 76),
-    )
+    assert (everything["labelled"], everything["agree"]["value"]) == (76, pytest.approx(72 / 76))
     advice = "\n".join(told["advice"])
     assert "'always' had its full credit in all 20 rows" in advice
     assert "'depth' goes against the others" in advice
@@ -155,7 +152,7 @@ def test_criteria_of_rows_are_told_together(flags: list[str], tmp_path: Path, ru
     found = json.loads(out)["criteria"]
     assert list(found) == ["kind", "all criteria"]
     # Met in rows 0, 3, 6 and 9, labelled so in all even ones: 3 and 9, and 2, 4, 8 and 10 differ.
-    assert found["all criteria"]["exchange_failures"]["value"] == 0.5
+    assert found["all criteria"]["agree"]["value"] == 0.5
     assert found["all criteria"]["labelled"] == 12
 
 
