@@ -34,7 +34,7 @@ from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.verdict import build_reminder, read_answer
 from ppo_cli.rewards.remote.breaker import TOO_MANY, Admission, BadRequests, Breaker
 from ppo_cli.rewards.remote.event_loop import LoopThread
-from ppo_cli.rewards.remote.limits import Limits, Ticket
+from ppo_cli.rewards.remote.limits import Limits, QueueSlot
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 8.0
@@ -52,7 +52,7 @@ class _Job:
 
     asked: Question
     question: Question
-    ticket: Ticket = field(default_factory=Ticket)
+    ticket: QueueSlot = field(default_factory=QueueSlot)
     first_sent: float | None = None
     spent: float = 0.0
     last_s: float = 0.0
@@ -158,7 +158,7 @@ class JudgeClient:
         """Return what was counted since the last call, and start again from nothing."""
         taken, self._counts = self._counts, Counters()
         open_seconds = self._breaker.open_seconds()
-        taken.concurrency = self._admission.capacity.size()
+        taken.concurrency = self._admission.capacity.size
         taken.open_seconds, self._open_before = open_seconds - self._open_before, open_seconds
         return taken
 
@@ -324,7 +324,7 @@ class JudgeClient:
         try:
             await asyncio.wait(both, timeout=hedge_after)
             if not first.done() and self._admission.room():
-                spare = Ticket(job.ticket.tokens)
+                spare = QueueSlot(job.ticket.tokens)
                 self._admission.admit(spare)
                 both.add(asyncio.create_task(self._send(job, spare)))
             pending = set(both)
@@ -339,7 +339,7 @@ class JudgeClient:
                 task.cancel()
             await asyncio.gather(*both, return_exceptions=True)
 
-    async def _send(self, job: _Job, ticket: Ticket) -> Verdict:
+    async def _send(self, job: _Job, ticket: QueueSlot) -> Verdict:
         """Make a call that was let in, and tell the admission what came of it."""
         before = job.usage
         try:
@@ -406,7 +406,7 @@ class JudgeClient:
         """Try a question that was answered before; for the case that only bad ones are left."""
         if self._known_good is None or self._closed:
             return False
-        ticket = Ticket()
+        ticket = QueueSlot()
         self._admission.admit(ticket)
         job = _Job(self._known_good, self._known_good, ticket)
         task = asyncio.get_running_loop().create_task(self._send_spare(job))

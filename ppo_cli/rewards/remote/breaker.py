@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question
-from ppo_cli.rewards.remote.limits import MINUTE_S, Capacity, Clock, Limits, Spacing, Ticket
+from ppo_cli.rewards.remote.limits import MINUTE_S, AdaptiveWindow, Clock, Limits, RateLimiter, QueueSlot
 
 FEWEST = 5
 MOST = 20
@@ -232,13 +232,13 @@ class Admission:
     def __init__(self, limits: Limits, breaker: Breaker, clock: Clock = time.monotonic) -> None:
         self.in_flight = 0
         self.breaker = breaker
-        self.capacity = Capacity(limits.concurrency, clock)
+        self.capacity = AdaptiveWindow(limits.concurrency, clock)
         self.known_good: Callable[[], bool] = lambda: False
         self._clock = clock
-        self._rpm = Spacing(limits.max_rpm / MINUTE_S, clock) if limits.max_rpm else None
-        self._tpm = Spacing(limits.max_tpm / MINUTE_S, clock) if limits.max_tpm else None
-        self._again: deque[tuple[Ticket, asyncio.Future[None]]] = deque()
-        self._fresh: deque[tuple[Ticket, asyncio.Future[None]]] = deque()
+        self._rpm = RateLimiter(limits.max_rpm / MINUTE_S, clock) if limits.max_rpm else None
+        self._tpm = RateLimiter(limits.max_tpm / MINUTE_S, clock) if limits.max_tpm else None
+        self._again: deque[tuple[QueueSlot, asyncio.Future[None]]] = deque()
+        self._fresh: deque[tuple[QueueSlot, asyncio.Future[None]]] = deque()
         self._resting: set[asyncio.Future[None]] = set()
         self._paused_until = -math.inf
         self._pushed_at = -math.inf
@@ -246,9 +246,9 @@ class Admission:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
 
-    async def enter(self, ticket: Ticket) -> None:
+    async def enter(self, ticket: QueueSlot) -> None:
         """Wait until this call may leave; raises Interrupted when the judge was given up."""
-        if not ticket.sent and not self._waiting() and not self.in_flight:
+        if not ticket.times_sent and not self._waiting() and not self.in_flight:
             self.breaker.fresh_start()
         if self.breaker.lapsed():
             raise self.breaker.stop()
@@ -257,7 +257,7 @@ class Admission:
             return
         place = asyncio.get_running_loop().create_future()
         # A refused call goes behind the others: most providers ask it to wait a second or more.
-        again = ticket.sent and not ticket.refused and not self.breaker.open
+        again = ticket.times_sent and not ticket.refused and not self.breaker.open
         (self._again if again else self._fresh).append((ticket, place))
         self.pump()
         try:
@@ -284,14 +284,14 @@ class Admission:
         calm = now - self._pushed_at > _CALM_S
         return calm and not self.breaker.open and not self._waiting() and self._delay() <= 0.0
 
-    def succeeded(self, ticket: Ticket, *, used: int | None = None) -> None:
+    def succeeded(self, ticket: QueueSlot, *, used: int | None = None) -> None:
         """Take back a call that the judge answered, whatever it said; `used` tokens it took."""
-        self.capacity.answered(ticket, waiting=self._waiting())
+        self.capacity.answered(ticket)
         if self.breaker.success():
             self.capacity.restart()
         self.leave(ticket, used)
 
-    def failed(self, ticket: Ticket, error: JudgeError) -> None:
+    def failed(self, ticket: QueueSlot, error: JudgeError) -> None:
         """Take back a call that failed, and learn from how."""
         now, asked = self._clock(), error.retry_after
         ticket.failed_probes += ticket.probing
@@ -300,7 +300,7 @@ class Admission:
         outage = True
         if ticket.refused:
             self._pushed_at = now
-            none_yet = self.capacity.refused(ticket)
+            none_yet = self.breaker.last_success is None; self.capacity.refused(ticket, self.in_flight-1)
             # One that may pass soon is no sign of an outage, unless none was answered for long.
             long = min(LONGEST_WAIT_S, self.breaker.outage_wait)
             soon = error.kind is Failure.RETRYABLE and not is_long(asked)
@@ -313,7 +313,7 @@ class Admission:
             self.capacity.overloaded(ticket.sent_at)
         self._paused_until = max(self._paused_until, now + pause)
         if outage:
-            self.breaker.failure(error, window=self.capacity.size(), probe=ticket.probing)
+            self.breaker.failure(error, window=self.capacity.size, probe=ticket.probing)
         if self.breaker.open:
             # Whoever waits elsewhere would not be there to probe, nor hear of the end.
             self.breaker.hold_until(self._paused_until)
@@ -355,7 +355,7 @@ class Admission:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _rather_known_good(self, ticket: Ticket) -> bool:
+    def _rather_known_good(self, ticket: QueueSlot) -> bool:
         """Whether a text that was judged before is tried instead of one that keeps failing."""
         patience = 1 if self.breaker.suspects_fatal else 2
         turn = ticket.failed_probes >= patience and (ticket.failed_probes - patience) % 2 == 0
@@ -373,34 +373,32 @@ class Admission:
         waits += [spacing.wait() for spacing in (self._rpm, self._tpm) if spacing]
         return max(0.0, *waits)
 
-    def admit(self, ticket: Ticket) -> None:
+    def admit(self, ticket: QueueSlot) -> None:
         """Let a call leave without queueing."""
         ticket.probing = self.breaker.open
         self._probing += ticket.probing
-        ticket.sent += 1
-        self.capacity.sent(ticket)
+        ticket.times_sent += 1
+        self.capacity.sent(ticket, self.in_flight)
         self.in_flight += 1
         self.breaker.sent()
         if self._rpm:
-            self._rpm.take()
+            self._rpm.consume()
         if self._tpm:
-            self._tpm.take(ticket.tokens)
+            self._tpm.consume(ticket.tokens)
 
-    def leave(self, ticket: Ticket, used: int | None = None) -> None:
+    def leave(self, ticket: QueueSlot, used: int | None = None) -> None:
         """Take back a call; one that was cancelled says nothing about the judge."""
         self.in_flight -= 1
         self._probing -= ticket.probing
         ticket.probing = False
         if self._tpm and used is not None:
             self._tpm.correct(used - ticket.tokens)
-        if not self.in_flight and not self._waiting():
-            self.capacity.idle()
         self.pump()
 
     def _waiting(self) -> bool:
         return bool(self._again or self._fresh)
 
-    def _pop(self) -> tuple[Ticket, asyncio.Future[None]]:
+    def _pop(self) -> tuple[QueueSlot, asyncio.Future[None]]:
         return (self._again or self._fresh).popleft()
 
     def _turn_away(self) -> None:
