@@ -382,8 +382,9 @@ def _sandbox(machine: Machine) -> Said:
 
 
 def _judges(machine: Machine) -> Said:
-    from ppo_cli.rewards.judge.calls import Failure, JudgeError
+    from ppo_cli.rewards.judge.calls import JudgeError
     from ppo_cli.rewards.judge.providers import api_key, build_provider
+    from ppo_cli.rewards.remote.failures import Failure
     from ppo_cli.scoring.forecast import providers_with_keys
 
     wanted = {
@@ -418,7 +419,8 @@ def _judges(machine: Machine) -> Said:
 
 async def _ask(provider: SdkProvider) -> str:
     """Have a judge answer with a few tokens and list its models; say what came."""
-    from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale
+    from ppo_cli.rewards.judge.calls import JudgeError, Question, Scale
+    from ppo_cli.rewards.remote.failures import Failure
     from ppo_cli.scoring.forecast import NO_LIST, describe_availability, fetch_models
 
     said = "Answer with the number 1 alone."

@@ -18,8 +18,8 @@ from tests.judge_server.server import JudgeServer
 T = TypeVar("T")
 
 
-class Hands:
-    """A clock's hands, moved by the test."""
+class ManualClock:
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -29,7 +29,7 @@ from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Usage, Verdict, worst_case
-from ppo_cli.rewards.judge.client import JudgeClient, reach
+from ppo_cli.rewards.judge.client import JudgeClient, reach_judge
 from ppo_cli.rewards.judge.costs import Spending, build_ledger
 from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.prompt import (
@@ -218,7 +218,7 @@ def draft_rows(
             extra = {**rows[n].rollout.prompt.extra_info, RUBRIC: answer.info["rubric"]}
             done[n] = {**rows[n].record, "extra_info": extra}
         elif answer is not None:
-            failed.append({"row": str(rows[n].place), "why": answer.said})
+            failed.append({"row": str(rows[n].place), "why": answer.summary})
     written = [record for record in done.values() if record is not None]
     write_rows(out, written)
     return {"rows": len(rows), "written": len(written), "there before": len(rows) - len(missing),
@@ -243,7 +243,7 @@ def draft_for_run(
     screen.note(_forecast_drafts(api, [question], 0))
     drafts = ask_all(api, [question], screen)
     answer = drafts.answers[0]
-    failed = [{"row": "all", "why": answer.said}] if isinstance(answer, JudgeError) else []
+    failed = [{"row": "all", "why": answer.summary}] if isinstance(answer, JudgeError) else []
     if isinstance(answer, Verdict):
         head = f"# Drafted by {api.model} from {len(chosen)} of {len(rows)} rows; edit it.\n"
         text = yaml.safe_dump(answer.info["rubric"], sort_keys=False, allow_unicode=True, width=90)
@@ -337,7 +337,9 @@ def ask_all(
         # Where key, model or address are wrong, no other question is asked.
         with suppress(JudgeError):
             if cache is None or cache.get(key) is None:
-                answered[0] = reach(loop, client, questions[0], api, tell=screen.note, tries=1)
+                answered[0] = reach_judge(
+                    loop, client, questions[0], api, tell=screen.note, parse_attempts=1
+                )
                 if cache is not None:
                     cache.put(key, answered[0])
         numbered = enumerate(questions)

@@ -23,8 +23,9 @@ from ppo_cli.atomic import replacing
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_key
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, worst_case
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, worst_case
 from ppo_cli.rewards.judge.providers.base import CALL_S, Results, SdkProvider, row_error
+from ppo_cli.rewards.remote.failures import Failure
 
 logger = logging.getLogger(__name__)
 

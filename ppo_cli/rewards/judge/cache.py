@@ -21,7 +21,8 @@ from typing import Any
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.redact import mask_secrets
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Verdict
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Verdict
+from ppo_cli.rewards.remote.failures import Failure
 
 logger = logging.getLogger(__name__)
 

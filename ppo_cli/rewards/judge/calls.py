@@ -1,9 +1,9 @@
-"""What goes to a judge and what comes back, whoever the provider is.
+"""What goes to a judge and what comes back, for all providers.
 
 A `Question` is a rendered request, a `Reply` what a provider answered, a `Verdict` what was
-read from it. Whatever goes wrong is a `JudgeError` of one of four kinds. A call is booked with
-what the provider reports; a number that it does not report counts at its worst case. Several
-verdicts on one response make its score.
+read from it; every failure is a `JudgeError`. A call is booked with the usage that the provider
+reports; a number that it does not report counts at its worst case. The score of a response is the
+mean of its verdicts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import lru_cache
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,21 +19,23 @@ from typing import TYPE_CHECKING, Any, Literal
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Part, Score
 from ppo_cli.redact import redact
+from ppo_cli.rewards.remote.failures import Failure, RemoteError
 from ppo_cli.spending import UPPER_BOUND
 
 if TYPE_CHECKING:
     from ppo_cli.rewards.judge.rubric import Comparison, Rubric, RubricDraft
 
-# What a judge is asked to answer with, and so what counts as an answer.
+# The form of answer that a judge is asked for.
 Output = Literal["json", "text"]
-# Roles, separators and the schema of the answer, whatever the provider makes of them.
+# Upper bound of the tokens of roles, separators and the schema of the answer.
 REQUEST_OVERHEAD = 64
-# Words of the transports for a connection that was never made.
+# HTTP libraries name a connection that was never made so (httpx 0.28, aiohttp 3.13).
 _NEVER_SENT = re.compile(r"ConnectionRefused|gaierror|Connect(Error|Timeout)\b|Cannot connect")
-_NO_CALL = {"sdk", "credentials", "unread"}  # causes of failures before any call
-# A request may time out after it was processed; a filter reads it, and Azure bills that.
+# Causes of failures before any call was sent.
+_NO_CALL = {"sdk", "credentials", "unread"}
+# A request may time out after it was processed; Azure bills what its filter reads.
 _PROCESSED_STATUSES, _FILTER = {408, 499}, "content_filter"
-# A count below this is not a count of the text: tokens have 3 to 5 characters of prose.
+# Tokens have 3 to 5 characters of prose: a count of one per 8 characters or fewer is wrong.
 _CHARACTERS_PER_TOKEN = 8
 _PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\n|[^\S\n]+|[!-~]|[^\x00-\x7f]|.", re.S)
 
@@ -55,18 +56,18 @@ class Scale:
 
     @property
     def key(self) -> str:
-        """What a score on it is called in a judge's answer, so that the scale goes with it."""
+        """The name of the score in a judge's answer; it repeats the scale for the model."""
         low, high = (f"minus_{-end}" if end < 0 else str(end) for end in (self.low, self.high))
         return f"score_{low}_to_{high}"
 
     def scaled(self, value: float) -> float:
-        """Map a verdict to [0, 1]; one outside the scale raises ValueError, never clamped."""
+        """Map a verdict to [0, 1]; one outside the scale raises ValueError and is never clamped."""
         if not self.low <= value <= self.high:
             raise ValueError(f"{value:g} is outside {self}")
         return (value - self.low) / (self.high - self.low)
 
     def levels(self) -> range:
-        """Every level, lowest first."""
+        """Return every level, lowest first."""
         return range(self.low, self.high + 1)
 
 
@@ -75,7 +76,7 @@ class Question:
     """One rendered request to a judge.
 
     `system` and `user` go on the wire, the data in them fenced with a random nonce. `identity`
-    is the same text with the nonce left out: what the cache and the de-duplication go by.
+    is the same text without the nonce: the key of the cache and of de-duplication.
     `vote` numbers independent verdicts on one response, `output` is the form of the answer that
     `user` asks for. With a `rubric` the answer decides its criteria, and the score is in [0, 1].
     With a `comparison` it says which response is better, with a `draft` it writes criteria.
@@ -111,7 +112,7 @@ class Usage:
 
     @property
     def total(self) -> int:
-        """Tokens read and written."""
+        """Tokens of input and output."""
         return self.input + self.output
 
     def __add__(self, other: Usage) -> Usage:
@@ -139,7 +140,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A score that was read from a reply, on the judge's own scale."""
+    """A score that was read from a reply, on the judge's scale."""
 
     value: float
     reason: str
@@ -152,21 +153,11 @@ class Verdict:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Failure(Enum):
-    """The four ways in which asking a judge goes wrong."""
-
-    FATAL = "fatal"  # no later call will do better: key, model, account, request form
-    RETRYABLE = "retryable"  # transport, overload, limits: the same call may pass later
-    REFUSED = "refused"  # the judge will not judge this text
-    UNPARSED = "unparsed"  # it answered, but no score can be read
-
-
-class JudgeError(Exception):
+class JudgeError(RemoteError):
     """One failed call, or one verdict that could not be had.
 
-    `cause` is a short word for metrics and rollouts: `timeout`, `connection`, `http_429`,
-    `http_503`, `bad_body`, `http_401`, `refusal`, `content_filter`, `truncated`, `form` …
-    `retry_after` is what the provider asked for, in seconds. `usage` is billed all the same.
+    More causes than a `RemoteError` has: `refusal`, `content_filter`, `too_long`, `truncated`,
+    `form` ... `usage` is billed although the call failed, `reply` is what the judge wrote.
     """
 
     def __init__(
@@ -180,78 +171,75 @@ class JudgeError(Exception):
         usage: Usage | None = None,
         reply: str = "",
     ) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.cause = cause
-        self.status = status
-        self.retry_after = retry_after
+        super().__init__(kind, cause, message, status=status, retry_after=retry_after)
         self.usage = usage or Usage()
         self.reply = reply
 
-    @property
-    def said(self) -> str:
-        """Cause and message, without secrets."""
-        return f"{self.cause}: {redact(str(self))}"
+    def rewritten(
+        self, message: str, *, usage: Usage | None = None, reply: str | None = None
+    ) -> JudgeError:
+        """Return the same error with another message, and maybe with other usage or reply."""
+        return JudgeError(
+            self.kind, self.cause, message, status=self.status, retry_after=self.retry_after,
+            usage=self.usage if usage is None else usage,
+            reply=self.reply if reply is None else reply,
+        )  # fmt: skip
 
     def redacted(self) -> JudgeError:
-        """The same error without secrets in its message and its reply."""
-        return JudgeError(
-            self.kind, self.cause, redact(str(self)), status=self.status,
-            retry_after=self.retry_after, usage=self.usage, reply=redact(self.reply),
-        )  # fmt: skip
+        """Return the same error without secrets in its message and its reply."""
+        return self.rewritten(redact(str(self)), reply=redact(self.reply))
 
 
 class UnlimitedCost(Interrupted):
-    """There is a budget, and no upper bound for what a call may cost."""
+    """There is a budget, but the cost of a call has no upper bound."""
 
 
 def estimate_tokens(text: str) -> int:
     """Return an upper estimate of a text's tokens under any of the usual tokenizers.
 
-    A short word counts a token for each two letters, a long one (it may be gibberish) and
-    capitals more, digits and signs one each, runs of blanks one for sixteen. Beyond ASCII it goes
-    by what byte-level tokenizers make of letters they know little of: one up to Cyrillic, two for
-    the rest of the BMP, CJK included, four above it. English prose comes out at about twice its
-    true length.
+    A short word counts one token for two letters; capitals and long words (maybe gibberish) count
+    more. Digits and signs count one each, blanks one for sixteen. Other letters count as byte-level
+    tokenizers split rare ones: one token up to Cyrillic, two in the rest of the BMP (with CJK),
+    four above it. The estimate for English prose is about twice the true count.
     """
-    return sum(_piece(found.group()) for found in _PIECES.finditer(text))
+    return sum(_tokens_of_piece(match.group()) for match in _PIECES.finditer(text))
 
 
 @lru_cache(maxsize=256)
 def worst_case(question: Question) -> Usage:
     """Return the most that one call of this question may be billed for.
 
-    It is kept: a long text is measured once, however many tries and calls it takes.
+    The result is cached: a long text is measured once, even if it takes several attempts.
     """
     read = estimate_tokens(question.system) + estimate_tokens(question.user) + REQUEST_OVERHEAD
     return Usage(read, question.max_tokens)
 
 
 def quick_worst_case(question: Question) -> Usage:
-    """Return a coarser bound than `worst_case` at no cost: a token has at least one byte."""
+    """Return a coarser bound than `worst_case` quickly: a token has at least one byte."""
     size = len((question.system + question.user).encode("utf-8", "replace"))
     return Usage(size + REQUEST_OVERHEAD, question.max_tokens)
 
 
-def bill(
+def billed_usage(
     outcome: Reply | JudgeError | None, question: Question, input_ratio: float = 1.0
 ) -> tuple[Usage, str]:
-    """Return what a call is booked with, and a note where that is an upper bound.
+    """Return the usage that a call is booked with, and a note if that is an upper bound.
 
-    `None` stands for a call that was cut off here, `input_ratio` is that of its reservation. A
+    The outcome None is a call that was cancelled here; `input_ratio` is that of its reservation. A
     number that the provider does not report, or that is too small for the text, counts at the
-    worst case. So does a call that failed, unless it never left or was turned away unread.
+    worst case. So does a failed call, unless it was never sent or was rejected unread.
     """
-    if isinstance(outcome, JudgeError) and _turned_away(outcome):
+    if isinstance(outcome, JudgeError) and _was_not_billed(outcome):
         return Usage(), ""
     usage = (outcome.usage if outcome else None) or Usage()
     sent = len(question.system) + len(question.user)
     read = usage.input if usage.input >= sent // _CHARACTERS_PER_TOKEN else 0
-    written, decided = usage.output, False
+    written, is_decision = usage.output, False
     if isinstance(outcome, Reply):
-        decided = outcome.probabilities is not None  # no text is written for these
+        is_decision = outcome.probabilities is not None  # these have no text
         written = written if written >= len(outcome.text) // _CHARACTERS_PER_TOKEN else 0
-    if read and (written or decided):
+    if read and (written or is_decision):
         return usage, ""
     worst = worst_case(question)
     cached = usage.cached_input if read else 0
@@ -259,8 +247,8 @@ def bill(
     return Usage(read, written or worst.output, cached), UPPER_BOUND
 
 
-def _turned_away(error: JudgeError) -> bool:
-    """Whether nothing was billed: 3xx and most 4xx statuses, and what never reached the judge."""
+def _was_not_billed(error: JudgeError) -> bool:
+    """Whether a failed call cost nothing: most 3xx and 4xx statuses, and calls never sent."""
     if error.usage.total or error.cause == _FILTER:
         return False
     if error.status is not None:
@@ -270,12 +258,12 @@ def _turned_away(error: JudgeError) -> bool:
     return error.cause in _NO_CALL or bool(never_sent)
 
 
-def _piece(piece: str) -> int:
+def _tokens_of_piece(piece: str) -> int:
     first = piece[0]
     if first.isascii():
         if piece.isalpha():
-            a_token = 1.3 if piece.isupper() else 2 if len(piece) <= 12 else 1.5
-            return math.ceil(len(piece) / a_token)
+            letters_per_token = 1.3 if piece.isupper() else 2 if len(piece) <= 12 else 1.5
+            return math.ceil(len(piece) / letters_per_token)
         if piece.isspace() and piece != "\n":
             return 0 if piece == " " else math.ceil(len(piece) / 16)
         return 1
@@ -283,7 +271,7 @@ def _piece(piece: str) -> int:
 
 
 def gated_score(reason: str, scale: Scale) -> Score:
-    """The lowest score, given without asking."""
+    """Return the lowest score, which was given without asking the judge."""
     return Score(
         0.0,
         reason=f"not sent to the judge: {reason}",
@@ -293,34 +281,34 @@ def gated_score(reason: str, scale: Scale) -> Score:
     )
 
 
-def score_of(
+def score_from_votes(
     answers: Sequence[Verdict | BaseException], question: Question
 ) -> tuple[Score | None, JudgeError | None]:
-    """Score of a response by the mean of its votes; None with the error when too few came.
+    """Return a response's mean score; None and the error unless more than half the votes came.
 
-    More than half of the votes must have come. Raises what must stop the run, and bugs.
+    Exceptions that are not JudgeErrors stop the run and are raised.
     """
-    verdicts, error = sort_out(answers)
+    verdicts, error = split_answers(answers)
     if 2 * len(verdicts) <= len(answers):
         return None, error
     return _mean_score(verdicts, question), None
 
 
-def sort_out(
+def split_answers(
     answers: Sequence[Verdict | BaseException],
 ) -> tuple[list[Verdict], JudgeError | None]:
-    """The verdicts, and the error that counts if one does; raises what is no JudgeError."""
+    """Return the verdicts and the main error, if any; raises what is not a JudgeError."""
     for answer in answers:
         if isinstance(answer, BaseException) and not isinstance(answer, JudgeError):
             raise answer
     errors = [answer for answer in answers if isinstance(answer, JudgeError)]
-    # What may pass later outweighs what will not: then asking again has a point.
+    # A temporary error is the main one: asking again may then help.
     error = min(errors, key=lambda error: error.kind is not Failure.RETRYABLE, default=None)
     return [answer for answer in answers if isinstance(answer, Verdict)], error
 
 
-def together(verdicts: Sequence[Verdict], rubric: Rubric) -> Verdict:
-    """The verdict of a rubric from those on each of its criteria."""
+def merge_criteria(verdicts: Sequence[Verdict], rubric: Rubric) -> Verdict:
+    """Combine the verdicts on each criterion of a rubric into one."""
     grades = [grade for verdict in verdicts for grade in verdict.info["grades"]]
     return Verdict(
         rubric.value(grades),
@@ -339,7 +327,7 @@ def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
     scale = question.scale
     raw = fmean(v.value for v in verdicts)
     value = fmean(scale.scaled(v.value) for v in verdicts)
-    told = min(verdicts, key=lambda v: abs(v.value - raw))
+    typical = min(verdicts, key=lambda v: abs(v.value - raw))
     usage = sum((v.usage for v in verdicts), Usage())
     info: dict[str, Any] = {
         "cached": all(v.cached for v in verdicts),
@@ -354,18 +342,18 @@ def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
     parts = {"judge": Part(raw=raw, scaled=value)}
     if question.rubric is not None:
         parts |= _graded(question.rubric, [v.info["grades"] for v in verdicts], info)
-    return Score(value, reason=told.reason, parts=parts, info=info, reply=told.text)
+    return Score(value, reason=typical.reason, parts=parts, info=info, reply=typical.text)
 
 
 def _graded(
     rubric: Rubric, votes: Sequence[Sequence[float]], info: dict[str, Any]
 ) -> dict[str, Part]:
-    """The mean credit of each criterion: all in `info`, those that every row has as metrics."""
+    """Return metrics of the criteria that every row has; `info` gets the mean of all of them."""
     pairs = zip(rubric.criteria, zip(*votes, strict=True), strict=True)
-    named = {one.name: fmean(map(one.credit, grades)) for one, grades in pairs}
-    info["criteria"] = named
-    parts = {f"rubric/{name}": Part(mean, None) for name, mean in named.items() if rubric.fixed}
-    if any(one.must for one in rubric.criteria):
+    means = {item.name: fmean(map(item.credit, grades)) for item, grades in pairs}
+    info["criteria"] = means
+    parts = {f"rubric/{name}": Part(mean, None) for name, mean in means.items() if rubric.fixed}
+    if any(item.must for item in rubric.criteria):
         missed = fmean(bool(rubric.missed_hurdles(grades)) for grades in votes)
         parts["rubric/hurdle_missed"] = Part(missed, None)
     return parts

@@ -27,13 +27,12 @@ from ppo_cli.errors import PpoError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import RoundKind
 from ppo_cli.rewards.judge.calls import (
-    Failure,
     JudgeError,
     Question,
     Usage,
     Verdict,
     gated_score,
-    sort_out,
+    split_answers,
 )
 from ppo_cli.rewards.judge.prompt import (
     as_text,
@@ -43,6 +42,7 @@ from ppo_cli.rewards.judge.prompt import (
 from ppo_cli.rewards.judge.reward import CANARY_REPLIES, JudgeReward, PendingScore
 from ppo_cli.rewards.judge.rubric import win_share
 from ppo_cli.rewards.judge.verdict import LONGEST_REASON
+from ppo_cli.rewards.remote.failures import Failure
 
 Pair = tuple[int, int]
 PRIOR = 0.5  # of a tie of each response with one of strength 0: all strengths stay finite
@@ -231,7 +231,7 @@ class CompareReward(JudgeReward):
         )
         contest.answers |= zip(questions, answers, strict=True)
         try:
-            sort_out(answers)
+            split_answers(answers)
         except PpoError as stop:
             for entry in contest.entries:
                 if not entry.future.done():
@@ -353,7 +353,7 @@ def _by_reference(contest: Contest, tally: Tally) -> Found:
 def _explain_missing_score(contest: Contest, tally: Tally, node: int) -> JudgeError:
     """Why a response has no score: a failed call, or verdicts that follow the place."""
     node_answers = [answer for (shown, _), answer in contest.answers.items() if node in shown]
-    if (error := sort_out(node_answers)[1]) is not None:
+    if (error := split_answers(node_answers)[1]) is not None:
         return error
     if not node_answers:
         return JudgeError(Failure.REFUSED, "alone", "there is no response to compare it with")

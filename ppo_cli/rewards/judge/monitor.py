@@ -20,10 +20,11 @@ from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Tell
 from ppo_cli.rewards.judge.cache import VerdictCache
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale, UnlimitedCost
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Scale, UnlimitedCost
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
 from ppo_cli.rewards.judge.costs import Ledger, share_ledger
 from ppo_cli.rewards.judge.providers import build_provider, monitor_of
+from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 
 

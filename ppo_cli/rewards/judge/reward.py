@@ -27,16 +27,15 @@ from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell
 from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path
 from ppo_cli.rewards.judge.calls import (
-    Failure,
     JudgeError,
     Question,
     Verdict,
     gated_score,
-    score_of,
-    sort_out,
-    together,
+    merge_criteria,
+    score_from_votes,
+    split_answers,
 )
-from ppo_cli.rewards.judge.client import TRIES, JudgeClient, reach, who
+from ppo_cli.rewards.judge.client import PARSE_ATTEMPTS, JudgeClient, judge_label, reach_judge
 from ppo_cli.rewards.judge.costs import SharedLedger, build_ledger
 from ppo_cli.rewards.judge.format_check import FormatCheck, format_checks
 from ppo_cli.rewards.judge.monitor import (
@@ -58,6 +57,7 @@ from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.rewards.judge.sanitise import no_content_reason
 from ppo_cli.rewards.remote.event_loop import LoopThread
+from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 from ppo_cli.thoughts import NO_ANSWER
 
@@ -214,7 +214,7 @@ class JudgingRound:
             mean = fmean(values) if values else None
         for entry in failed:
             error = entry.error
-            failure, reply = (error.said, error.reply) if error else ("no verdict", "")
+            failure, reply = (error.summary, error.reply) if error else ("no verdict", "")
             score = Score(None, failure, reply=reply)
             if mean is not None:
                 reason = "imputed: the mean of the step"
@@ -237,7 +237,7 @@ class JudgingRound:
             message += (
                 f", and {self._rules.outage_wait:.0f} s of waiting (--rm_outage_wait) did not help"
             )
-        errors = [entry.error.said for entry in self._open() if entry.error]
+        errors = [entry.error.summary for entry in self._open() if entry.error]
         first = f" The first: {errors[0]}" if errors else ""
         return f"{message}. Look at the judge and its prompt, or raise that rate.{first}"
 
@@ -245,17 +245,18 @@ class JudgingRound:
 def _unreadable(error: JudgeError, api: ApiReward, room: int | None) -> str:
     if error.cause == "truncated" and room is not None:
         return (
-            f"The judge {who(api)} does not come to an end: its context leaves {room} tokens for "
-            f"an answer, and {TRIES} answers were cut there. Serve it with a longer context, or "
-            "try another --rm_model."
+            f"The judge {judge_label(api)} does not come to an end: its context leaves {room} "
+            f"tokens for an answer, and {PARSE_ATTEMPTS} answers were cut there. Serve it with a "
+            "longer context, or try another --rm_model."
         )
     if error.cause == "truncated":
         return (
-            f"The judge {who(api)} does not come to an end: {TRIES} answers were cut at "
-            f"{api.max_tokens} tokens. Raise --rm_max_tokens, or try another --rm_model."
+            f"The judge {judge_label(api)} does not come to an end: {PARSE_ATTEMPTS} answers were "
+            f"cut at {api.max_tokens} tokens. Raise --rm_max_tokens, or try another --rm_model."
         )
     return (
-        f"The judge {who(api)} answers, but no score can be read from it ({error.said}). It "
+        f"The judge {judge_label(api)} answers, but no score can be read from it "
+        f"({error.summary}). It "
         'said: "' + redact(error.reply[:200]) + '". Try a stronger --rm_model or another '
         f"--rm_output, or see the request with `{ppo('prompts render embedded')}` and the same "
         "--rm_ flags."
@@ -358,7 +359,7 @@ class JudgeReward(Reward):
                 is_cached = self._cache is not None and self._cache.get(key) is not None
                 # A batch goes out in a form that a call has found to work.
                 if not is_cached or (self._batch is not None and not self._batch.under_way()):
-                    probe = reach(
+                    probe = reach_judge(
                         self._loop, self._direct, question, self._api, patient=patient, tell=tell
                     )
                     if self._cache is not None:
@@ -371,7 +372,7 @@ class JudgeReward(Reward):
                     ) from refusal
                 error = refusal
         if error is not None and error.cause == "too_long":
-            raise RewardError(f"The judge cannot be used ({error.said})") from error
+            raise RewardError(f"The judge cannot be used ({error.summary})") from error
         tell(f"The judge answers, but would not judge the first prompts ({error}).")
 
     def check_format(self, tell: Tell) -> None:
@@ -387,13 +388,13 @@ class JudgeReward(Reward):
         passed = sum(isinstance(a, Verdict) and check.is_passed(a) for check, a in pairs)
         known_answers = f"{passed} of {len(checks)} questions with a known answer"
         if passed == len(checks):
-            tell(f"The judge {who(self._api)} answers {known_answers} right.")
+            tell(f"The judge {judge_label(self._api)} answers {known_answers} right.")
             return
         failed = [a for check, a in pairs if not (isinstance(a, Verdict) and check.is_passed(a))]
         judge_text = failed[0].text if isinstance(failed[0], Verdict) else str(failed[0])
         tell(
-            f"Warning: the judge {who(self._api)} answers only {known_answers} right, so its "
-            f"verdicts may not mean what they are read as. It said: "
+            f"Warning: the judge {judge_label(self._api)} answers only {known_answers} right, so "
+            f"its verdicts may not mean what they are read as. It said: "
             f"{shorten(redact(judge_text), 200)}. Compare it with labels "
             f"(`{ppo('reward calibrate')}`), or try another --rm_model."
         )
@@ -495,7 +496,7 @@ class JudgeReward(Reward):
             return_exceptions=True,
         )
         try:
-            score, error = score_of(answers, questions[0])
+            score, error = score_from_votes(answers, questions[0])
         except PpoError as stop:
             entry.future.set_exception(stop)
             return
@@ -525,10 +526,10 @@ class JudgeReward(Reward):
         answers = await asyncio.gather(
             *(self._client.ask(part, fresh=fresh) for part in parts), return_exceptions=True
         )
-        verdicts, error = sort_out(answers)
+        verdicts, error = split_answers(answers)
         if error is not None:
             raise error
-        return together(verdicts, rubric)
+        return merge_criteria(verdicts, rubric)
 
     async def _is_judge_up(self) -> bool:
         """Ask again about something that was judged before: is it the judge, or the texts?"""
@@ -554,7 +555,7 @@ class JudgeReward(Reward):
             return_exceptions=True,
         )
         pairs = [
-            score_of([answer], question)
+            score_from_votes([answer], question)
             for answer, question in zip(answers, questions, strict=True)
         ]
         return [score or Score.failed(str(error)) for score, error in pairs]
@@ -581,7 +582,7 @@ class JudgeReward(Reward):
 
     async def _measure(self) -> dict[str, float]:
         report, self._report = self._report, StepReport()
-        metrics = report.metrics(self._client.take(), self._ledger)
+        metrics = report.metrics(self._client.pop_counters(), self._ledger)
         metrics |= self._canaries.take(self.template.scale)
         if self._held_out is not None and not self._validating:
             metrics |= self._held_out.take()

@@ -15,8 +15,9 @@ from functools import lru_cache
 from typing import Any
 
 from ppo_cli.errors import RewardError, first_line
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Question, Reply, Scale
+from ppo_cli.rewards.judge.calls import JudgeError, Output, Question, Reply, Scale
 from ppo_cli.rewards.judge.rubric import Comparison, Rubric, RubricDraft, win_share
+from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.thoughts import MARKS, UnfinishedThought, strip_leading_thought
 
 # What a judge is asked for, in the words that it reads.

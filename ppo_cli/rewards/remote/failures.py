@@ -1,4 +1,8 @@
-"""What an HTTP reply without an answer says, whoever sent it: its message, and how long to wait."""
+"""How calls to a remote service fail, and what the reply to a failed call says.
+
+`RemoteError` is the one exception; `kind_of_status` sorts HTTP statuses for everybody. The rest
+reads replies without an answer, whoever sent them: their message, and how long to wait.
+"""
 
 from __future__ import annotations
 
@@ -9,69 +13,126 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
+from enum import Enum
 from typing import Any
 
-LONGEST = 600  # characters of a provider's words that are shown
-# Where the words stand, the most telling place first.
-_PLACES = (
+from ppo_cli.redact import redact
+
+
+class Failure(Enum):
+    """The four ways in which a call fails."""
+
+    FATAL = "fatal"  # no later call will succeed: key, model, account, address
+    RETRYABLE = "retryable"  # network, overload, limits: the same call may succeed later
+    REFUSED = "refused"  # the service does not accept this text
+    UNPARSED = "unparsed"  # it answered, but no score can be read
+
+
+class RemoteError(Exception):
+    """One failed call.
+
+    `cause` is a short word for metrics and rollouts: `timeout`, `connection`, `http_429`,
+    `bad_body`, `refusal` ... `retry_after` is the wait that the service asked for, in seconds.
+    """
+
+    def __init__(
+        self,
+        kind: Failure,
+        cause: str,
+        message: str,
+        *,
+        status: int | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.cause = cause
+        self.status = status
+        self.retry_after = retry_after
+
+    @property
+    def summary(self) -> str:
+        """Cause and message, without secrets."""
+        return f"{self.cause}: {redact(str(self))}"
+
+
+# Too many calls; 529 is Anthropic's word for a server at capacity.
+TOO_MANY = frozenset({429, 529})
+OVERLOADED = frozenset({408, 503, 504})
+# Every other 4xx is fatal, every other 5xx is retryable.
+_STATUSES = {
+    **dict.fromkeys((400, 411, 413, 414, 422, 431), Failure.REFUSED),
+    **dict.fromkeys((408, 409, 424, 425, 429), Failure.RETRYABLE),
+    **dict.fromkeys((501, 505), Failure.FATAL),
+}
+
+
+def kind_of_status(status: int) -> Failure:
+    """Return the kind of failure that an HTTP status other than 200 means."""
+    return _STATUSES.get(status, Failure.RETRYABLE if status >= 500 else Failure.FATAL)
+
+
+MESSAGE_LIMIT = 600  # characters of a service's message that are shown
+# Keys that hold the message of an error object, the most specific one first.
+_MESSAGE_KEYS = (
     "message", "msg", "detail", "details", "error_description", "error_message", "error",
     "errors", "description", "reason", "title",
 )  # fmt: skip
-_DEEPEST = 6
-_MOST = 3
-_PAGE = re.compile(r"(?i)<\s*(!doctype|html|head|title|body|center|div|h1|p)\b")
-_SILENT = re.compile(r"(?is)<(script|style)\b.*?</\1\s*>|<!--.*?-->")
+_MAX_DEPTH = 6  # of nested objects: a gateway may wrap the reply of another one
+_MAX_ITEMS = 3  # of a list of errors
+_HTML = re.compile(r"(?i)<\s*(!doctype|html|head|title|body|center|div|h1|p)\b")
+_INVISIBLE = re.compile(r"(?is)<(script|style)\b.*?</\1\s*>|<!--.*?-->")
 _TAG = re.compile(r"(?s)<[^>]*>")
 
 
-def read_words(body: Any, depth: int = 0) -> str:
-    """The words of a body (an object, a list, JSON, a page, plain text) in one line, or ''."""
-    if depth > _DEEPEST:
+def read_message(body: Any, depth: int = 0) -> str:
+    """Return the message in a body (object, list, JSON, HTML page, text) as one line, or ''."""
+    if depth > _MAX_DEPTH:
         return ""
     if isinstance(body, str):
-        return _of_text(body, depth)
+        return _message_of_text(body, depth)
     if isinstance(body, Mapping):
-        return _of_object({str(key).lower(): value for key, value in body.items()}, depth)
+        return _message_of_object({str(key).lower(): value for key, value in body.items()}, depth)
     if isinstance(body, Sequence) and not isinstance(body, bytes):
-        said = [read_words(item, depth + 1) for item in body[:_MOST]]
-        return "; ".join(part for part in said if part)
+        messages = [read_message(item, depth + 1) for item in body[:_MAX_ITEMS]]
+        return "; ".join(message for message in messages if message)
     return ""
 
 
-def is_page(text: Any) -> bool:
-    """Whether a text is a page of HTML, which a proxy sent instead of the provider."""
-    return isinstance(text, str) and bool(_PAGE.search(text))
+def is_html(text: Any) -> bool:
+    """Whether a text is a page of HTML, sent by a proxy instead of the service."""
+    return isinstance(text, str) and bool(_HTML.search(text))
 
 
-def one_line(text: str) -> str:
-    """The text with every run of blanks and line breaks as one blank."""
+def to_one_line(text: str) -> str:
+    """Return the text with each run of white space as one blank."""
     return " ".join(text.split())
 
 
-def _of_text(text: str, depth: int) -> str:
+def _message_of_text(text: str, depth: int) -> str:
     if text.lstrip().startswith(("{", "[")):
         try:
-            return read_words(json.loads(text), depth + 1) or one_line(text)
+            return read_message(json.loads(text), depth + 1) or to_one_line(text)
         except (ValueError, RecursionError):
             pass
-    if is_page(text):
-        text = html.unescape(_TAG.sub(" ", _SILENT.sub(" ", text)))
-    return one_line(text)
+    if is_html(text):
+        text = html.unescape(_TAG.sub(" ", _INVISIBLE.sub(" ", text)))
+    return to_one_line(text)
 
 
-def _of_object(body: Mapping[str, Any], depth: int) -> str:
-    said = (read_words(body.get(place), depth + 1) for place in _PLACES)
-    words = next((part for part in said if part), "")
-    # A checker of requests tells the place, a router what the provider behind it said.
-    loc, behind = body.get("loc"), body.get("metadata")
-    if words and isinstance(loc, list | tuple):
-        return f"{'.'.join(map(str, loc))}: {words}"
-    inner = read_words(behind.get("raw"), depth + 1) if isinstance(behind, Mapping) else ""
-    return f"{words}: {inner}" if words and inner else words or inner
+def _message_of_object(body: Mapping[str, Any], depth: int) -> str:
+    messages = (read_message(body.get(key), depth + 1) for key in _MESSAGE_KEYS)
+    message = next((text for text in messages if text), "")
+    # FastAPI names the field in `loc`; OpenRouter quotes the provider behind it in `metadata.raw`.
+    location, metadata = body.get("loc"), body.get("metadata")
+    if message and isinstance(location, list | tuple):
+        return f"{'.'.join(map(str, location))}: {message}"
+    inner = read_message(metadata.get("raw"), depth + 1) if isinstance(metadata, Mapping) else ""
+    return f"{message}: {inner}" if message and inner else message or inner
 
 
-def read_seconds(text: str) -> float | None:
-    """Seconds in a header value: a number that is not negative, else None."""
+def parse_seconds(text: str) -> float | None:
+    """Return the seconds in a header value, or None unless it is a finite number >= 0."""
     try:
         value = float(text)
     except ValueError:
@@ -79,17 +140,17 @@ def read_seconds(text: str) -> float | None:
     return value if math.isfinite(value) and value >= 0 else None
 
 
-def read_retry_after(headers: Mapping[str, str], *, now: float | None = None) -> float | None:
-    """Seconds that a reply asks to wait: retry-after-ms, or Retry-After as seconds or a date."""
-    milliseconds = read_seconds(headers.get("retry-after-ms", ""))
+def parse_retry_after(headers: Mapping[str, str], *, now: float | None = None) -> float | None:
+    """Return the wait that a reply asks for: retry-after-ms, or Retry-After (seconds or date)."""
+    milliseconds = parse_seconds(headers.get("retry-after-ms", ""))
     if milliseconds is not None:
         return milliseconds / 1000.0
-    told = headers.get("retry-after", "")
-    seconds = read_seconds(told)
-    if seconds is not None or not told:
+    value = headers.get("retry-after", "")
+    seconds = parse_seconds(value)
+    if seconds is not None or not value:
         return seconds
     try:
-        moment = parsedate_to_datetime(told).timestamp()
+        moment = parsedate_to_datetime(value).timestamp()
     except (TypeError, ValueError):
         return None
     return max(0.0, moment - (time.time() if now is None else now))

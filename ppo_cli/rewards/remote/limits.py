@@ -22,19 +22,20 @@ CREDIT_S = 0.25
 # were held up on the network and arrive together, must not exceed the server's own count.
 MINUTE_S = 60.0 + CREDIT_S + 0.75
 
-# The first calls of a run, and the first ones after an outage.
+# Calls in flight at the start of a run, and after an outage.
 FIRST_WINDOW = 8
-# Seconds until the window grows by one call: at first, and at the least and the most.
+# Seconds until the window grows by one call: at first, at the least, at the most.
 FIRST_PAUSE_S, SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.002, 5.0
-IDLE_PAUSE_S = 0.25
-# The pause is multiplied by this after growth that was refused, and after growth that was not.
-# Refusals that come at random (63 % of the pauses have one) must still make it longer.
+# A refusal multiplies the pause by the first, an answer by the second: they balance when about one
+# call in seven is refused, which keeps a server busy and costs little.
 PAUSE_GROWTH, PAUSE_DECAY = 1.3, 0.96
-# After this many refusals in a row the quota is used up: the pause is no longer changed, and the
-# next try waits for this share of the time since the first of those refusals.
+# After so many refusals in a row the quota is used up: the pause says nothing about that, so it
+# stays as it is, and the next try waits for a tenth of the time since the first of the refusals.
 LONG_ROW, WAIT_SHARE = 8, 0.1
-# The window shrinks to this share when most calls time out.
-OVERLOAD_SHRINK = 0.7
+# The longest pause while no call is in flight: then no answer can let the next call go earlier.
+IDLE_PAUSE_S = 0.25
+# When most calls time out, the window shrinks to this share and grows more slowly for a while.
+OVERLOAD_SHRINK, OVERLOAD_PAUSE_S = 0.7, 1.0
 
 
 @dataclass(frozen=True)
@@ -85,16 +86,15 @@ class RateLimiter:
 class QueueSlot:
     """The place of one call in the queue of `Admission`.
 
-    `tokens` is what the call is expected to use of a token cap, `times_sent` counts its attempts,
+    `tokens` is what the call is expected to use of a token cap, `times_sent` counts its attempts.
     `refused` says that the server turned the last attempt away for its rate (429, 529). `probing`
-    marks a call that tests a server which is down.
+    marks an attempt that tests whether a server that was down is back.
     """
 
     tokens: int = 0
     times_sent: int = 0
     sent_at: float = 0.0
     refused: bool = False
-    widened: bool = False
     probing: bool = False
     failed_probes: int = 0
 
@@ -102,15 +102,15 @@ class QueueSlot:
 class AdaptiveWindow:
     """How many calls may be in flight, learned from the calls that the server refuses.
 
-    Additive increase, multiplicative decrease: the window grows by one call after each pause. When
-    a call is refused, the calls that are still in flight are what the server accepts, so they
-    become the window. The pause, too, adapts: it grows while growth is refused.
+    The window grows by one call after each pause (additive increase). When a call is refused, the
+    calls that are still in flight are what the server accepts, so they become the window. The pause
+    adapts too: each refusal makes it longer, each answer shorter (multiplicative).
     """
 
     def __init__(self, limit: int, clock: Clock = time.monotonic) -> None:
         self._limit = limit
         self._clock = clock
-        self._overload_share = 0.0  # moving average of calls that timed out
+        self._overload_share = 0.0  # moving average of the calls that timed out
         self._shrunk_at = -math.inf
         self.restart()
 
@@ -118,9 +118,9 @@ class AdaptiveWindow:
         """Start with a few calls, as at the start of a run or after an outage."""
         self.size = min(self._limit, FIRST_WINDOW)
         self._pause_s = FIRST_PAUSE_S
+        self._pause_grown_at = -math.inf
         self._next_growth = -math.inf
         self._refused_in_a_row = 0
-        self._slowed_at = -math.inf
         self._row_began = self._clock()
 
     def wait(self, in_flight: int) -> float:
@@ -131,44 +131,48 @@ class AdaptiveWindow:
             return math.inf
         return max(0.0, self._next_growth - self._clock())
 
-    def sent(self, slot: QueueSlot, in_flight: int) -> None:
-        """Note that a call leaves; it widens the window when the window was full."""
-        slot.sent_at, slot.widened, slot.refused = self._clock(), False, False
+    def sent(self, in_flight: int) -> None:
+        """Note that a call leaves, with so many others in flight; grow if the window is full."""
         if in_flight < self.size or self.size >= self._limit:
             return
         self.size += 1
-        slot.widened = True
-        pause, now = self._pause_s, self._clock()
+        pause = self._pause_s
         if self._refused_in_a_row:
-            pause = max(pause, WAIT_SHARE * (now - self._row_began))
-        self._next_growth = now + pause
+            pause = max(pause, self._row_wait())
+        self._next_growth = self._clock() + pause
 
-    def answered(self, slot: QueueSlot) -> None:
+    def answered(self) -> None:
         """Note that the server answered a call."""
-        self._pause_s = max(SHORTEST_PAUSE_S, PAUSE_DECAY * self._pause_s)
         self._overload_share -= self._overload_share / max(4, self.size)
+        self._pause_s = max(SHORTEST_PAUSE_S, PAUSE_DECAY * self._pause_s)
         if self._refused_in_a_row:
             self._refused_in_a_row = 0
             self._next_growth = min(self._next_growth, self._clock() + self._pause_s)
 
-    def refused(self, slot: QueueSlot, in_flight: int) -> None:
-        """Note that the server refused a call, with so many others in flight."""
+    def refused(self, sent_at: float, in_flight: int) -> None:
+        """Note that the server refused a call, which left at `sent_at`; others are in flight."""
         now = self._clock()
         if not self._refused_in_a_row:
             self._row_began = now
         self._refused_in_a_row += 1
-        if slot.sent_at >= self._slowed_at and self._refused_in_a_row <= LONG_ROW:
-            self._slowed_at = now
+        # Calls that left before the pause was made longer say nothing about the longer one.
+        if sent_at >= self._pause_grown_at and self._refused_in_a_row <= LONG_ROW:
+            self._pause_grown_at = now
             self._pause_s = min(LONGEST_PAUSE_S, PAUSE_GROWTH * self._pause_s)
         self.size = min(self.size, in_flight)
         if not in_flight:
-            self._next_growth = min(self._next_growth, now + max(IDLE_PAUSE_S, WAIT_SHARE * (now - self._row_began)))
+            next_try = now + max(IDLE_PAUSE_S, self._row_wait())
+            self._next_growth = min(self._next_growth, next_try)
 
     def overloaded(self, sent_at: float) -> None:
-        """Note a timeout or a 503; shrink when most calls end so, once for all that left before."""
+        """Note a timeout or a 503. Shrink when most calls end so; a few of them are accidents."""
         self._overload_share += (1.0 - self._overload_share) / max(4, self.size)
+        # Once for all calls that left before the window last shrank.
         if self._overload_share > 0.5 and sent_at >= self._shrunk_at:
             self.size = max(1, int(self.size * OVERLOAD_SHRINK))
-            self._pause_s = max(self._pause_s, 1.0)
+            self._pause_s = max(self._pause_s, OVERLOAD_PAUSE_S)
             self._shrunk_at = self._clock()
             self._next_growth = self._shrunk_at + self._pause_s
+
+    def _row_wait(self) -> float:
+        return WAIT_SHARE * (self._clock() - self._row_began)

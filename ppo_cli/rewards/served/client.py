@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_cli.errors import Interrupted, PpoError, RewardError
 from ppo_cli.redact import hide, redact, redact_url
 from ppo_cli.rewards.base import Tell
-from ppo_cli.rewards.remote.failures import read_retry_after, read_words
+from ppo_cli.rewards.remote.failures import parse_retry_after, read_message
 from ppo_cli.rewards.remote.proxies import client_settings
 from ppo_cli.rewards.served.protocols import (
     EXCERPT,
@@ -323,13 +323,13 @@ class ServedModelClient:
 
     def _fault_of(self, status: int, text: str, headers: Mapping[str, str]) -> ServerFault:
         headers = {name.lower(): value for name, value in headers.items()}
-        words = redact(read_words(text))[:EXCERPT] or "empty body"
+        words = redact(read_message(text))[:EXCERPT] or "empty body"
         cause = f"http_{status}"
         if 300 <= status < 400:
             where = headers.get("location")
             words = redact(f"redirect to {where}" if where else "redirect without a Location")
         if status in _PASSING or (status >= 500 and status not in _FINAL_5XX):
-            return ServerFault(Kind.DOWN, cause, words, retry_after=read_retry_after(headers))
+            return ServerFault(Kind.DOWN, cause, words, retry_after=parse_retry_after(headers))
         if status in _REJECTED:
             return ServerFault(Kind.REJECTED, cause, words)
         return ServerFault(Kind.HOPELESS, cause, words)

@@ -29,7 +29,7 @@ from ppo_cli.rewards.models.formats import (
     served_format,
     shown_messages,
 )
-from ppo_cli.rewards.remote.failures import is_page, read_words
+from ppo_cli.rewards.remote.failures import is_html, read_message
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def read_json(body: str) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        what = "a web page" if is_page(body) else "something that is not JSON"
-        said = redact(read_words(body))[:EXCERPT]
+        what = "a web page" if is_html(body) else "something that is not JSON"
+        said = redact(read_message(body))[:EXCERPT]
         words = f"the reply is {what}: {said}" if said else "the reply is empty"
         raise ServerFault(Kind.DOWN, "bad_body", words) from None
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path, default_cache_path
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale, Usage, Verdict
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Scale, Usage, Verdict
+from ppo_cli.rewards.remote.failures import Failure
 
 QUESTION = Question("sys", "user NONCE", "sys\nuser", Scale(1, 10))
 VERDICT = Verdict(

@@ -14,11 +14,12 @@ import pytest
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge.cache import VerdictCache
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Usage, Verdict, worst_case
+from ppo_cli.rewards.judge.calls import JudgeError, Usage, Verdict, worst_case
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
 from ppo_cli.rewards.judge.costs import Ledger, Reservation
 from ppo_cli.rewards.judge.prices import Price
 from ppo_cli.rewards.remote.event_loop import LoopThread
+from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
 
@@ -59,7 +60,7 @@ def test_a_third_of_the_calls_failing_loses_nothing(server: JudgeServer) -> None
 
     async def work(client: JudgeClient) -> tuple[list[Any], Any]:
         answers = await ask_all(client, questions(100))
-        return answers, client.take()
+        return answers, client.pop_counters()
 
     answers, counters = run(server, work, concurrency=64)
     assert len(verdicts(answers)) == counters.verdicts == 100
@@ -82,7 +83,7 @@ def test_an_outage_costs_time_but_no_verdict(server: JudgeServer, concurrency: i
             told = client.waiting_for() or told
         await asyncio.to_thread(server.resume)
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        return answers, told, client.take(), client.take()
+        return answers, told, client.pop_counters(), client.pop_counters()
 
     answers, told, counters, nothing = run(
         server, work, concurrency=concurrency, timeout=2, deadline=20
@@ -120,7 +121,7 @@ def test_a_poisoned_text_ends_alone(server: JudgeServer) -> None:
 
     async def work(client: JudgeClient) -> tuple[list[Any], Any]:
         answers = await ask_all(client, [ask_for(POISON), *questions(20)])
-        return answers, client.take()
+        return answers, client.pop_counters()
 
     (bad, *good), counters = run(server, work, concurrency=4)
     assert isinstance(bad, JudgeError) and bad.kind is Failure.UNPARSED
@@ -162,7 +163,7 @@ def test_a_refusal_is_final_and_kept(server: JudgeServer, tmp_path: Path) -> Non
 
     async def work(client: JudgeClient) -> list[Any]:
         twice = [await ask_all(client, [ask_for("no")]) for _ in range(2)]
-        return [*twice[0], *twice[1], client.take()]
+        return [*twice[0], *twice[1], client.pop_counters()]
 
     first, second, counters = run(server, work, cache=cache)
     cache.close()
@@ -195,7 +196,7 @@ def test_each_try_may_wait_twice_as_long_as_the_one_before(
         longest.append(high)
         return low
 
-    monkeypatch.setattr("ppo_cli.rewards.judge.client.random.uniform", uniform)
+    monkeypatch.setattr("ppo_cli.rewards.remote.client.random.uniform", uniform)
     server.fail(500, times=6)
     verdicts(run(server, lambda client: ask_all(client, [ask_for("well")])))
     assert longest == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
@@ -205,7 +206,7 @@ def test_a_deadline_ends_a_verdict_only_while_the_judge_answers_others(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pause = 0.02
-    monkeypatch.setattr("ppo_cli.rewards.judge.client.random.uniform", lambda low, high: pause)
+    monkeypatch.setattr("ppo_cli.rewards.remote.client.random.uniform", lambda low, high: pause)
     server.fail(500, times=4)
     assert run(server, lambda client: client.ask(ask_for("alone")), deadline=0.001).calls == 5
 
@@ -229,7 +230,7 @@ def test_a_deadline_ends_a_verdict_only_while_the_judge_answers_others(
 def test_a_long_pause_uses_up_a_quarter_of_a_verdicts_time(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo_cli.rewards.judge.client.random.uniform", lambda low, high: 0.6)
+    monkeypatch.setattr("ppo_cli.rewards.remote.client.random.uniform", lambda low, high: 0.6)
     server.fail(500, said="stubborn")
 
     async def beside_others(client: JudgeClient) -> BaseException | None:
@@ -273,7 +274,7 @@ def test_equal_questions_share_one_call(server: JudgeServer, tmp_path: Path) -> 
         many = await ask_all(client, [ask_for("same")] * 50)
         kept = await client.ask(ask_for("same"))
         vote = await client.ask(ask_for("same", vote=1))
-        return many, kept, vote, client.take()
+        return many, kept, vote, client.pop_counters()
 
     paid = Ledger(Price(1.0, 2.0, None, "test"), budget_usd=None, budget_tokens=None)
     many, kept, vote, counters = run(server, work, cache=cache, ledger=paid)
@@ -322,7 +323,7 @@ def test_a_slow_call_is_hedged_and_both_are_paid(server: JudgeServer) -> None:
     ledger = free()
 
     async def work(client: JudgeClient) -> tuple[Verdict, Any]:
-        return await client.ask(ask_for("slow")), client.take()
+        return await client.ask(ask_for("slow")), client.pop_counters()
 
     verdict, counters = run(server, work, ledger=ledger, hedge_after=0.2, timeout=20)
     assert verdict.latency_s < 5.0

@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from ppo_cli.errors import EXIT_RESUMABLE, Interrupted, RewardError, UsedUp
 from ppo_cli.rewards.judge.calls import (
     REQUEST_OVERHEAD,
-    Failure,
     JudgeError,
     Question,
     Reply,
     Scale,
     UnlimitedCost,
     Usage,
-    bill,
+    billed_usage,
     estimate_tokens,
     worst_case,
 )
 from ppo_cli.rewards.judge.costs import DayBudget, Ledger, Spending
 from ppo_cli.rewards.judge.prices import Price
+from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.run_folder import paid_calls
 from ppo_cli.spending import in_flight_file
 
@@ -426,7 +426,7 @@ def test_what_is_not_reported_is_booked_at_its_worst_case(
 ) -> None:
     asked = question("word " * ((100 - REQUEST_OVERHEAD) // 2), 50)
     assert worst_case(asked) == Usage(100, 50)
-    assert bill(outcome, asked) == (usage, note)
+    assert billed_usage(outcome, asked) == (usage, note)
 
 
 def test_calls_in_flight_at_a_kill_count_at_their_worst_case(tmp_path: Path) -> None:
@@ -554,7 +554,7 @@ def test_the_message_of_a_used_up_budget_has_what_was_not_reported() -> None:
 
     async def story() -> None:
         held = await book.reserve(question())
-        usage, note = bill(None, question())
+        usage, note = billed_usage(None, question())
         held.settle(usage, "timeout", note=note)
         await book.reserve(question())
 

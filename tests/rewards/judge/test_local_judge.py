@@ -19,10 +19,11 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.config.schema.reward import ApiReward
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
 from ppo_cli.rewards.judge.prompt import Material, load_template
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.verdict import read_answer
+from ppo_cli.rewards.remote.failures import Failure
 
 needs_no_gpu = pytest.mark.skipif(
     any(Path("/dev").glob("nvidia[0-9]*")) or sys.platform != "linux",

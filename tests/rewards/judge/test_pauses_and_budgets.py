@@ -13,16 +13,10 @@ import pytest
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge.cache import VerdictCache
-from ppo_cli.rewards.judge.calls import (
-    Failure,
-    JudgeError,
-    Usage,
-    Verdict,
-    estimate_tokens,
-    worst_case,
-)
+from ppo_cli.rewards.judge.calls import JudgeError, Usage, Verdict, estimate_tokens, worst_case
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.costs import Ledger
+from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
@@ -66,7 +60,7 @@ def test_a_long_pause_is_told_and_closing_does_not_wait_for_it(server: JudgeServ
 
     told, took, answers = run(server, work)
     assert told.startswith("The judge asked for a pause of 3,600 s (http_429")
-    assert "trying again in 1,770 s, for up to 30 min. more" in told
+    assert "trying again in 1,770 s, for up to 30 min more" in told
     assert took < 18.0  # closing may take 20 s
     assert {type(answer) for answer in answers} == {Interrupted}
 

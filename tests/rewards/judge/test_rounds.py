@@ -12,8 +12,9 @@ import pytest
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.rewards.judge.calls import Failure, JudgeError
+from ppo_cli.rewards.judge.calls import JudgeError
 from ppo_cli.rewards.judge.reward import FailurePolicy, JudgingRound, PendingScore
+from ppo_cli.rewards.remote.failures import Failure
 
 Answer = Callable[[int, int], "float | Failure"]  # (row, how often asked before)
 

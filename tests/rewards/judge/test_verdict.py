@@ -20,8 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Question, Reply, Scale, Usage
+from ppo_cli.rewards.judge.calls import JudgeError, Output, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.verdict import build_reminder, read_answer
+from ppo_cli.rewards.remote.failures import Failure
 
 HERE = Path(__file__).parent
 TEN = Scale(1, 10)

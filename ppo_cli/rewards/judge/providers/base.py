@@ -24,14 +24,7 @@ from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import shorten
 from ppo_cli.redact import hide, redact
-from ppo_cli.rewards.judge.calls import (
-    Failure,
-    JudgeError,
-    Question,
-    Reply,
-    UnlimitedCost,
-    Usage,
-)
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, UnlimitedCost, Usage
 from ppo_cli.rewards.judge.providers.failures import (
     Context,
     Symptoms,
@@ -47,7 +40,7 @@ from ppo_cli.rewards.judge.providers.lengths import (
     ReadingCheck,
     fewer_tokens,
 )
-from ppo_cli.rewards.remote.failures import LONGEST, one_line
+from ppo_cli.rewards.remote.failures import MESSAGE_LIMIT, Failure, to_one_line
 from ppo_cli.rewards.remote.proxies import client_settings, is_socks
 
 logger = logging.getLogger(__name__)
@@ -434,9 +427,9 @@ class SdkProvider(ABC):
             retry_after=error.retry_after, usage=error.usage, reply=self._clean(error.reply),
         )  # fmt: skip
 
-    def _clean(self, text: str, longest: int = LONGEST) -> str:
+    def _clean(self, text: str, longest: int = MESSAGE_LIMIT) -> str:
         """A text in one line, without secrets and not too long."""
-        return shorten(one_line(redact(text)), longest)
+        return shorten(to_one_line(redact(text)), longest)
 
 
 # --- reading replies ----------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ppo_cli.rewards.judge.calls import Failure, JudgeError
+from ppo_cli.rewards.judge.calls import JudgeError
 from ppo_cli.rewards.judge.providers.lengths import about_length
-from ppo_cli.rewards.remote.failures import is_page, one_line, read_words
+from ppo_cli.rewards.remote.failures import Failure, is_html, read_message, to_one_line
 
 if TYPE_CHECKING:
     import aiohttp
@@ -77,7 +77,7 @@ def raise_body(body: Any) -> NoReturn:
     """Raise what a decoded body without an answer is: an error with a status, or a bad body."""
     error = body.get("error") if isinstance(body, Mapping) else None
     if isinstance(error, Mapping):
-        code, words = error.get("code"), read_words(error)
+        code, words = error.get("code"), read_message(error)
         if isinstance(code, int) and 400 <= code < 600:
             raise ErrorInBody(body, code)
         if about_length(400, frozenset({str(code).lower()}), words):
@@ -90,7 +90,7 @@ def describe(body: Any) -> str:
     if isinstance(body, str):
         return _describe_text(body)
     if isinstance(body, Mapping):
-        words = read_words(
+        words = read_message(
             {key: body[key] for key in ("error", "errors", "message") if key in body}
         )
         if words:
@@ -108,8 +108,8 @@ def _describe_text(text: str) -> str:
         return "an empty body"
     if is_stream(text):
         return f"an event stream: {STREAMS}"
-    words = one_line(read_words(text))[:_EXCERPT]
-    if is_page(text):
+    words = to_one_line(read_message(text))[:_EXCERPT]
+    if is_html(text):
         return f"a page of HTML: {words}"
     if text.lstrip().startswith("{"):
         kind = f"lines of JSON: {STREAMS}" if _has_json_line(text) else "JSON that breaks off"
@@ -144,7 +144,7 @@ def _join_chunks(text: str) -> dict[str, Any]:
         except ValueError:
             raise bad_body(f"an event stream that breaks off or is not JSON: {STREAMS}") from None
         if not isinstance(chunk, dict) or not isinstance(chunk.get("choices"), list):
-            words = read_words(chunk)[:_EXCERPT] or "no chat chunks"
+            words = read_message(chunk)[:_EXCERPT] or "no chat chunks"
             raise bad_body(f"an event stream ({words}): {STREAMS}")
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"][:1]:

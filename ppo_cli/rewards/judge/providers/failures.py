@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ppo_cli.errors import ppo
-from ppo_cli.rewards.judge.calls import Failure, JudgeError
+from ppo_cli.rewards.judge.calls import JudgeError
 from ppo_cli.rewards.judge.prices import model_hint
 from ppo_cli.rewards.judge.providers.lengths import about_length
 from ppo_cli.rewards.remote.failures import (
-    LONGEST,
-    is_page,
-    read_retry_after,
-    read_seconds,
-    read_words,
+    MESSAGE_LIMIT,
+    Failure,
+    is_html,
+    parse_retry_after,
+    parse_seconds,
+    read_message,
 )
 
 _FILTER_CODES = {
@@ -73,7 +74,7 @@ class Symptoms:
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     wait: float | None = None
-    longest: int = LONGEST
+    longest: int = MESSAGE_LIMIT
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def _from_status(error: BaseException, status: int, text: str) -> Symptoms:
     codes |= {item.get("reason") for item in details}
     told, longest = _words(error, text)
     param = body.get("param") or getattr(error, "param", None)
-    delays = [read_seconds(str(item.get("retryDelay", "")).removesuffix("s")) for item in details]
+    delays = [parse_seconds(str(item.get("retryDelay", "")).removesuffix("s")) for item in details]
     return Symptoms(
         "status", told, status, frozenset(c.lower() for c in codes if isinstance(c, str)),
         param if isinstance(param, str) else None, {k.lower(): v for k, v in headers.items()},
@@ -177,13 +178,13 @@ def _words(error: BaseException, text: str) -> tuple[str, int]:
         sent = getattr(getattr(error, "response", None), "text", None)
         body = _parsed(sent) or body
     for said in (body, text):
-        if words := read_words(said):
+        if words := read_message(said):
             # Another SDK puts a plain text into an object of these two.
             wrapped = isinstance(said, dict) and said.keys() == {"message", "status"}
             inside = said.get("message") if isinstance(said, dict) else said
-            plain = wrapped or isinstance(said, str) or is_page(inside)
-            return words, _EXCERPT if plain else LONGEST
-    return text, LONGEST
+            plain = wrapped or isinstance(said, str) or is_html(inside)
+            return words, _EXCERPT if plain else MESSAGE_LIMIT
+    return text, MESSAGE_LIMIT
 
 
 def _parsed(sent: Any) -> Any:
@@ -317,7 +318,7 @@ def _without_status(symptoms: Symptoms, context: Context) -> JudgeError:
 
 
 def _error(kind: Failure, cause: str, message: str, symptoms: Symptoms) -> JudgeError:
-    wait = read_retry_after(symptoms.headers)
+    wait = parse_retry_after(symptoms.headers)
     retryable = kind is Failure.RETRYABLE
     return JudgeError(
         kind, cause, message, status=symptoms.status,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ppo_cli.errors import shorten
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.providers.base import attribute
 from ppo_cli.rewards.judge.providers.bodies import bad_body, describe
-from ppo_cli.rewards.remote.failures import LONGEST
+from ppo_cli.rewards.remote.failures import MESSAGE_LIMIT, Failure
 
 # A decision endpoint answers one question about the text with a probability for each level.
 QUESTION = "verdict"
@@ -46,7 +46,7 @@ def by_level(
     right = all(isinstance(p, int | float) and not isinstance(p, bool) for _, p in shares)
     if sorted(names) != sorted(labels) or not right:
         text = f"The decision is not one probability for each of {', '.join(labels)}: {shares}"
-        raise JudgeError(Failure.UNPARSED, "unparsed", shorten(text, LONGEST), usage=usage)
+        raise JudgeError(Failure.UNPARSED, "unparsed", shorten(text, MESSAGE_LIMIT), usage=usage)
     levels = dict(zip(labels, scale.levels(), strict=True))
     return Reply("", usage, probabilities={levels[name]: float(share) for name, share in shares})
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply, Usage
+from ppo_cli.rewards.judge.calls import JudgeError, Reply, Usage
+from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import WIRES, ask_once, judge_at
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply
-from ppo_cli.rewards.remote.failures import read_words
+from ppo_cli.rewards.judge.calls import JudgeError, Reply
+from ppo_cli.rewards.remote.failures import Failure, read_message
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET, WIRES, Ask, ask_once, judge_at
 
@@ -105,10 +105,10 @@ def test_a_message_is_one_line_with_one_hint(server: JudgeServer) -> None:
 
 def test_a_body_without_words() -> None:
     for body in (None, 3, b"x", "", {}, [], {"error": {"code": 4}}, {"message": None}):
-        assert read_words(body) == ""
+        assert read_message(body) == ""
     deep: Any = "words"
     for _ in range(1000):
         deep = {"error": deep}
-    assert read_words(deep) == ""
-    assert read_words("[" * 100_000).startswith("[[")
-    assert read_words('{"error": ') == '{"error":'
+    assert read_message(deep) == ""
+    assert read_message("[" * 100_000).startswith("[[")
+    assert read_message('{"error": ') == '{"error":'

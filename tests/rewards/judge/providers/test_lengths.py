@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale
 from ppo_cli.rewards.judge.providers.lengths import ReadingCheck, about_length, fewer_tokens
+from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import WIRES, ask_once, judge_at, make_question, on_a_loop
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply
+from ppo_cli.rewards.judge.calls import JudgeError, Reply
 from ppo_cli.rewards.judge.providers.base import Option, SdkProvider
+from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import WIRES, ask_once, judge_at, make_question, on_a_loop
 from tests.judge_server.faults import holds_key

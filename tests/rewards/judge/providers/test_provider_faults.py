@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply, Usage
+from ppo_cli.rewards.judge.calls import JudgeError, Reply, Usage
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.base import refused
-from ppo_cli.rewards.remote.failures import read_retry_after
+from ppo_cli.rewards.remote.failures import Failure, parse_retry_after
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import (
     KEYS,
@@ -155,9 +155,9 @@ def test_a_hint_names_the_flags_of_the_monitor(server: JudgeServer) -> None:
 
 def test_seconds_are_never_nonsense() -> None:
     for told in ("-3", "nan", "inf", "", "tomorrow"):
-        assert read_retry_after({"retry-after": told}) is None
+        assert parse_retry_after({"retry-after": told}) is None
     past = email.utils.formatdate(1_000_000_000, usegmt=True)
-    assert read_retry_after({"retry-after": past}) == 0.0
+    assert parse_retry_after({"retry-after": past}) == 0.0
 
 
 WORDS = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply, Scale, Usage
+from ppo_cli.rewards.judge.calls import JudgeError, Reply, Scale, Usage
 from ppo_cli.rewards.judge.providers import (
     build_provider,
     claude,
@@ -21,6 +21,7 @@ from ppo_cli.rewards.judge.providers import (
 )
 from ppo_cli.rewards.judge.providers.base import SdkProvider, read_usage
 from ppo_cli.rewards.judge.providers.forms import by_level, criteria, read_decision
+from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import Call, JudgeServer
 from tests.judge_server.asking import (
     KEYS,

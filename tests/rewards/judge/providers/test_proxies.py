@@ -8,7 +8,8 @@ from importlib.util import find_spec
 import pytest
 from aiohttp import web
 
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply
+from ppo_cli.rewards.judge.calls import JudgeError, Reply
+from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.proxies import client_settings, proxy_for
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET, WIRES, ask_once, judge_at

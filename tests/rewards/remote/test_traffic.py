@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Usage, Verdict
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Usage, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
+from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 from tests.judge_server.clients import free, questions
 
