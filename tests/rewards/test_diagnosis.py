@@ -108,5 +108,5 @@ def test_a_mixture_that_comes_to_nothing_names_the_parts_that_never_vary(
     ]  # fmt: skip
     told = explain_no_reward(scored)
     assert told is not None
-    assert "The mixture comes to 0 for all 2 responses. Parts that say the same of each: " in told
+    assert "The mixture is 0 for all 2 responses. Parts with one value for all of them: " in told
     assert "model (3.5)." in told
