@@ -70,7 +70,7 @@ def test_zscore_learns_over_the_run_and_equals_the_moments_of_everything_seen() 
     memory, seen = ScalingState(), []
     for values in rounds:
         mixed = mix([part("a", scaling="zscore")], rollouts(16), columns(a=values), "train", memory)
-        memory, seen = mixed.memory, seen + values
+        memory, seen = mixed.state, seen + values
         expected = [(v - fmean(seen)) / pstdev(seen) for v in values]
         assert totals(mixed) == pytest.approx(expected, rel=1e-12)
 
@@ -110,10 +110,10 @@ def test_group_scaling_is_by_prompt_with_divisor_n_minus_1() -> None:
 def test_validations_compare_with_each_other_and_teach_nothing() -> None:
     parts = [part("a", scaling="zscore")]
     first = mix(parts, rollouts(4), columns(a=[0.0, 1.0, 2.0, 3.0]), "validation", ScalingState())
-    trained = mix(parts, rollouts(2), columns(a=[50.0, 60.0]), "train", first.memory)
-    assert trained.memory.running["a"].count == 2
-    later = mix(parts, rollouts(4), columns(a=[1.0, 2.0, 3.0, 4.0]), "validation", trained.memory)
-    assert later.memory == trained.memory
+    trained = mix(parts, rollouts(2), columns(a=[50.0, 60.0]), "train", first.state)
+    assert trained.state.running["a"].count == 2
+    later = mix(parts, rollouts(4), columns(a=[1.0, 2.0, 3.0, 4.0]), "validation", trained.state)
+    assert later.state == trained.state
     gain = [b - a for a, b in zip(totals(first), totals(later), strict=True)]
     assert gain == pytest.approx([1 / pstdev([0, 1, 2, 3])] * 4)
 
@@ -124,8 +124,8 @@ def test_greedy_baselines_are_scaled_like_the_step_and_teach_nothing() -> None:
         given = columns(a=[1.0, 3.0, 5.0, 7.0], b=[10.0, 30.0, 50.0, 70.0])
         step = mix(parts, rollouts(4, 2), given, "train", ScalingState())
         given = columns(a=[2.0, 50.0], b=[20.0, 50.0])
-        greedy = mix(parts, rollouts(2), given, "baseline", step.memory)
-        assert greedy.memory == step.memory
+        greedy = mix(parts, rollouts(2), given, "baseline", step.state)
+        assert greedy.state == step.state
         centre, spread = (4.0, pstdev([1, 3, 5, 7])) if scaling == "zscore" else (2.0, math.sqrt(2))
         assert totals(greedy)[0] == pytest.approx(1.5 * (2.0 - centre) / spread, abs=1e-6)
 
@@ -138,7 +138,7 @@ def test_a_reward_model_around_20_and_a_rule_of_0_or_1_move_the_total_by_their_w
         model = [random.gauss(20, 4) for _ in range(128)]
         rule = [float(random.random() < 0.3) for _ in range(128)]
         mixed = mix(parts, rollouts(128), columns(model=model, rule=rule), "train", memory)
-        memory = mixed.memory
+        memory = mixed.state
         metrics = describe_round(mixed.columns, rollouts(128))
     assert {name: one.count for name, one in memory.running.items()} == {
         "model": 2560,
@@ -188,7 +188,7 @@ def test_a_failed_part_fails_the_sample_and_its_value_is_in_no_scale() -> None:
     mixed = mix(parts, rollouts(3), given, "train", ScalingState())
     assert totals(mixed) == [pytest.approx(-1.0), None, None]
     assert [s.failure for s in mixed.scores] == ["", "b: timeout", "a: timeout"]
-    assert mixed.memory.running["a"] == Moments.of([1.0, 3.0])
+    assert mixed.state.running["a"] == Moments.of([1.0, 3.0])
 
 
 def test_renormalising_lets_the_others_share_the_weight() -> None:
@@ -231,7 +231,7 @@ def test_a_rule_that_nothing_fulfils_at_first_counts_when_something_does() -> No
         given[1]["other"] = GATE_CLOSED
         given[0]["other"] = Score(1.0) if right else GATE_CLOSED
         mixed = mix(parts, rollouts(2), given, "validation", memory)
-        memory = mixed.memory
+        memory = mixed.state
         means.append(fmean(v for v in totals(mixed) if v is not None))
     assert means == pytest.approx([0.0, 0.25, 0.5])
 
@@ -257,7 +257,7 @@ def test_a_value_put_in_for_want_of_a_verdict_teaches_nothing_and_stays_marked()
     given = columns(a=[1.0, 3.0, 100.0])
     given[2]["a"] = Score(100.0, imputed="batch mean")
     mixed = mix([part("a", scaling="zscore")], rollouts(3), given, "train", ScalingState())
-    assert mixed.memory.running["a"].count == 2
+    assert mixed.state.running["a"].count == 2
     assert not mixed.scores[2].judged and mixed.scores[0].judged
 
 
