@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_cli.algo.batch import build_batch
 from ppo_cli.allocator import start_with_jemalloc
-from ppo_cli.config.memory.plan import settle_memory
+from ppo_cli.config.memory.plan import fill_memory_settings
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
@@ -89,7 +89,7 @@ def main() -> None:
 
 def measure(folder: str, rows: int, tokens: int) -> Measured:
     """Seconds of the verbs, the faster of two turns after a warm-up, and the peak in MiB."""
-    config = settle_memory(
+    config = fill_memory_settings(
         Config.model_validate({
             "model": {"path": folder, "dtype": "float32"},
             "data": {"max_prompt_length": PROMPT, "max_response_length": tokens},

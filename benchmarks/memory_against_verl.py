@@ -132,9 +132,9 @@ def update_verl(engine: Any, tokens: int, config: Any) -> None:
 
 def measure_ours(config: Any) -> dict[str, Any]:
     """Role -> rest, peak and collectives of our learner, as `ppo plan --simulate` measures them."""
-    from ppo_cli.config.memory.plan import change
+    from ppo_cli.config.memory.plan import with_settings
 
-    actor_alone = run_simulation(change(config, {"algorithm.adv_estimator": "grpo"}))
+    actor_alone = run_simulation(with_settings(config, {"algorithm.adv_estimator": "grpo"}))
     both = run_simulation(config)
     rest = {"actor": actor_alone["rest_bytes"]}
     rest["critic"] = both["rest_bytes"] - rest["actor"]

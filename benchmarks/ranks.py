@@ -39,7 +39,7 @@ from step_against_trl import ENDS, VOCABULARY, make_model
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, build_batch
 from ppo_cli.cluster.driver import ApartEngine
-from ppo_cli.config.memory.plan import settle_memory
+from ppo_cli.config.memory.plan import fill_memory_settings
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema.run import Config
@@ -176,7 +176,7 @@ def cluster(folder: Path, name: str, ranks: int) -> Any:
 
 def settings(model: str, ranks: int | None) -> Config:
     """As `ppo train` has them, with a reference; without ranks, of one process."""
-    return settle_memory(
+    return fill_memory_settings(
         Config.model_validate({
             "model": {"path": model, "dtype": "float32"},
             "rollout": {"name": "hf"},

@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.allocator import start_with_jemalloc
 from ppo_cli.config.machine.processor import matmul_library
-from ppo_cli.config.memory.plan import settle_dtype, settle_memory
+from ppo_cli.config.memory.plan import fill_dtype, fill_memory_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.cpu.products import set_matmul_library
@@ -156,7 +156,7 @@ def pairs_of(folder: Path, quick: bool, *, half: bool = False) -> list[tuple[str
     size = argparse.Namespace(small=False, rows=8 if quick else 16)
     chosen = matmul_library(None)
     own: Literal["blas", "onednn"] = "blas" if quick else chosen
-    config = settle_memory(
+    config = fill_memory_settings(
         Config.model_validate({
             "model": {"path": str(folder), "dtype": "float32" if quick else None},
             "actor": {"use_kl_loss": True},
@@ -164,7 +164,7 @@ def pairs_of(folder: Path, quick: bool, *, half: bool = False) -> list[tuple[str
         }),
         lambda text: print(text, file=sys.stderr),
     )  # fmt: skip
-    config = settle_dtype(config)
+    config = fill_dtype(config)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = make_batch(size, VOCABULARY)
     batch = replace(batch, sampler_entropy_BT=torch.zeros_like(batch.sampler_logprobs_BT))

@@ -96,7 +96,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     from ppo_cli.algo.batch import merge_annotations
-    from ppo_cli.config.memory.plan import settle_memory
+    from ppo_cli.config.memory.plan import fill_memory_settings
     from ppo_cli.engine.base import MiniBatch
     from ppo_cli.engine.learner import Learner
     from ppo_cli.extras.bridge.overrides import build_overrides
@@ -110,7 +110,7 @@ def main() -> None:
             f"data.max_prompt_length={PROMPT}", f"data.max_response_length={RESPONSE}",
             "data.train_files=p.jsonl",
         ]  # fmt: skip
-        ours = settle_memory(settle(lines), print)
+        ours = fill_memory_settings(settle(lines), print)
         torch.manual_seed(0)
         learner = Learner(ours, AutoTokenizer.from_pretrained(folder / "model"), total_steps=100)
         batch = make_batch()

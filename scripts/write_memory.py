@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.memory.devices import RESERVE, Shapes
-from ppo_cli.config.memory.plan import change, estimate
+from ppo_cli.config.memory.devices import RESERVE, ModelShapes
+from ppo_cli.config.memory.plan import estimate_memory, with_settings
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Config
 
@@ -140,14 +140,14 @@ def settings(name: str, devices: int) -> Config:
 def way(name: str, devices: int, size: int) -> str:
     """The first way in which a model trains on these GPUs."""
     shape = shape_of(name)
-    shapes, config = Shapes(shape, shape, shape), settings(name, devices)
+    shapes, config = ModelShapes(shape, shape, shape), settings(name, devices)
     there = size * 10**9
     found = (
         letter
         for letter, how in WAYS.items()
         for share in SHARES
-        if estimate(
-            change(config, how | {"rollout.gpu_memory_utilization": share}), shapes, there
+        if estimate_memory(
+            with_settings(config, how | {"rollout.gpu_memory_utilization": share}), shapes, there
         ).fits
     )
     return next(found, "-")
@@ -157,7 +157,7 @@ def needs(name: str, devices: int) -> str:
     """What the heaviest phase of training takes of each GPU, beside the sampler."""
     shape = shape_of(name)
     config = settings(name, devices)
-    (place,) = estimate(config, Shapes(shape, shape, shape), None).places
+    (place,) = estimate_memory(config, ModelShapes(shape, shape, shape), None).places
     sampling = ("rollout", "publishing")
     most = max(need for phase, need in place.phases.items() if phase not in sampling)
     return f"{most / 1e9:.0f}"

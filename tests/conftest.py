@@ -121,4 +121,4 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     from ppo_cli.config.machine import gpus
 
     yield Machine(tmp_path, monkeypatch)
-    gpus._ask.cache_clear()
+    gpus.query_nvml.cache_clear()

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from ppo_cli.cli.flags import Given, add_command, switch
-from ppo_cli.config.machine.gpus import fix_order, list_gpus
-from ppo_cli.config.machine.torch_build import find_fault
+from ppo_cli.config.machine.gpus import list_gpus, pin_gpu_order
+from ppo_cli.config.machine.torch_build import find_gpu_fault
 from ppo_cli.config.models.bundled import EMBEDDED
 from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.shape import Shape
@@ -64,8 +64,8 @@ def _self_test(config: Config, *, as_json: bool) -> None:
     from ppo_cli.self_test.runner import make_record, run_checks
 
     gpus = len(list_gpus())
-    fix_order(os.environ)
-    if fault := find_fault(gpus or 1):
+    pin_gpu_order(os.environ)
+    if fault := find_gpu_fault(gpus or 1):
         raise MissingPart(str(fault))
     try:
         require_writable()
@@ -99,7 +99,7 @@ def _wanted_shape(config: Config) -> LayerShape:
     from ppo_cli.self_test.results import LayerShape
 
     path = config.model.path
-    shape = None if path == EMBEDDED else Shape.of(read_config(path))
+    shape = None if path == EMBEDDED else Shape.from_config(read_config(path))
     if shape is None:
         return LayerShape()
     size = shape.queries // shape.heads

@@ -32,7 +32,7 @@ from ppo_cli.config.checks.requirements import (
 from ppo_cli.config.checks.rewards import missing_keys
 from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files, train_rows
 from ppo_cli.config.layers import Resolved, read_yaml
-from ppo_cli.config.memory.devices import assume_memory
+from ppo_cli.config.memory.devices import assume_gpu_memory
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import (
@@ -96,7 +96,7 @@ def plan(given: Given) -> None:
     problems = list(dict.fromkeys([*problems, *refused_rows(resolved.config, read)]))
     if refused_settings(resolved):  # there is nothing to lay out
         raise ConfigError(problems)
-    with assume_memory(given.extras["device_memory"]):
+    with assume_gpu_memory(given.extras["device_memory"]):
         _show_plan(resolved, read, given.extras, problems)
     if problems:
         raise ConfigError(problems)

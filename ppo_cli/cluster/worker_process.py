@@ -29,7 +29,7 @@ from typing import Any
 
 import ray
 
-from ppo_cli.config.machine.gpus import fix_order
+from ppo_cli.config.machine.gpus import pin_gpu_order
 from ppo_cli.config.machine.processor import count_cores
 from ppo_cli.engine.leftovers import create_folder
 from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError, travels
@@ -80,7 +80,7 @@ class Worker:
         def settle() -> dict[str, Any]:
             write_into(Path(log))
             ignore_signals()
-            fix_order(os.environ)
+            pin_gpu_order(os.environ)
             os.environ[VISIBLE] = visible_gpus(gpus, os.environ.get(VISIBLE))
             here = ray.get_runtime_context().get_node_id()
             if gpus:  # Ray has set it to 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.machine.device_record import proven
+from ppo_cli.config.machine.device_record import is_proven
 from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.machine.processor import has_fast_bfloat16
 from ppo_cli.config.models.bundled import prompt_files
@@ -110,7 +110,7 @@ def quantised(config: Config) -> list[str]:
 
 def shares_prompts(config: Config, *, on_gpu: bool) -> bool:
     """Return whether packed rows of a prompt compute it once; unset, on GPUs only where proven."""
-    unset = not on_gpu or proven("shared_prompts")
+    unset = not on_gpu or is_proven("shared_prompts")
     return unset if config.model.share_prompts is None else config.model.share_prompts
 
 

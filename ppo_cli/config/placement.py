@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any, Final, Literal, get_args
 
-from ppo_cli.config.machine.device_record import proven
+from ppo_cli.config.machine.device_record import is_proven
 from ppo_cli.config.machine.gpus import Gpu, list_gpus
 from ppo_cli.config.mixture import Judge, judges_of, models_of
 from ppo_cli.config.models.known_models import is_url
@@ -157,7 +157,7 @@ def weight_transfer(config: Config, gpus: int | None = None) -> Transfer:
     if config.rollout.weight_transfer != "auto":
         return config.rollout.weight_transfer
     way = fastest_transfer(config, gpus)
-    works = way == "memory" or proven("transfer_ipc" if way == "ipc" else "transfer_nccl")
+    works = way == "memory" or is_proven("transfer_ipc" if way == "ipc" else "transfer_nccl")
     return way if works else "memory"
 
 
@@ -179,12 +179,12 @@ def sleep_mode(config: Config) -> Sleep:
     """
     if config.rollout.sleep != "auto":
         return config.rollout.sleep
-    return "discard" if not publishes_adapter(config) and proven("sleep") else "offload"
+    return "discard" if not publishes_adapter(config) and is_proven("sleep") else "offload"
 
 
 def expands_segments(config: Config) -> bool:
     """Return whether CUDA's allocator grows segments where models train: slow to share by IPC."""
-    return weight_transfer(config) != "ipc" and proven("expandable_segments")
+    return weight_transfer(config) != "ipc" and is_proven("expandable_segments")
 
 
 def shared_samplers(config: Config) -> Literal["all", "some", "none"]:

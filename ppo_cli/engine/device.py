@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_cli.config.machine.gpus import fix_order, has_bfloat16, list_gpus
-from ppo_cli.config.machine.torch_build import GpuFault, describe, find_fault
+from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus, pin_gpu_order
+from ppo_cli.config.machine.torch_build import GpuFault, describe, find_gpu_fault
 from ppo_cli.errors import MissingPart, first_line
 
 
@@ -54,8 +54,8 @@ def require_gpus(planned: int) -> None:
 
     From here on all processes number GPUs as the plan does.
     """
-    fix_order(os.environ)
-    if (fault := find_fault(planned) or find_cuda_fault(planned)) is not None:
+    pin_gpu_order(os.environ)
+    if (fault := find_gpu_fault(planned) or find_cuda_fault(planned)) is not None:
         raise MissingPart(str(fault))
 
 

@@ -31,7 +31,7 @@ from ppo_cli.config.derived import (
 )
 from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.memory.advice import advise_memory
-from ppo_cli.config.memory.plan import settle_dtype
+from ppo_cli.config.memory.plan import fill_dtype
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.limits import require_length
 from ppo_cli.config.placement import expands_segments, publishes_adapter, sampler_name
@@ -564,7 +564,7 @@ class LocalEngine:
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         set_threads(config.trainer.threads)
-        config = settle_dtype(config)
+        config = fill_dtype(config)
         self._learner = Learner(config, tokenizer, total_steps=total_steps, profiles=profiles)
         for remark in self._learner.remarks:
             tell(remark)

@@ -28,7 +28,7 @@ from ppo_cli.allocator import has_jemalloc
 from ppo_cli.config.checks.judge_server import with_judge_devices
 from ppo_cli.config.derived import DataSplit, describe_missing_rows, gen_batch, split_files
 from ppo_cli.config.layers import Resolved
-from ppo_cli.config.memory.plan import cpu_plan, settle_dtype, settle_memory
+from ppo_cli.config.memory.plan import cpu_plan, fill_dtype, fill_memory_settings
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import vocabulary_size
 from ppo_cli.config.placement import engine_name, gpus_per_node, placement_of
@@ -254,7 +254,7 @@ class Engines:
             return hosted
 
     def _make(self) -> Engine:
-        self.config = settle_memory(self.config, self.tell)
+        self.config = fill_memory_settings(self.config, self.tell)
         for line in cpu_plan(self.config, jemalloc=has_jemalloc()):
             self.tell(f"CPU: {line}")
         if engine_name(self.config) == "local":
@@ -269,7 +269,7 @@ class Engines:
         from ppo_cli.cluster.driver import ApartEngine
 
         engine = ApartEngine(
-            settle_dtype(self.config),
+            fill_dtype(self.config),
             self.tokenizer,
             total_steps=self.total_steps,
             placement=placement,

@@ -22,9 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
-from ppo_cli.config.machine.device_record import proven
-from ppo_cli.config.machine.gpus import Gpu, driver_version, find_idle_gpus, has_bfloat16, list_gpus
-from ppo_cli.config.machine.torch_build import find_fault
+from ppo_cli.config.machine.device_record import is_proven
+from ppo_cli.config.machine.gpus import (
+    Gpu,
+    driver_version,
+    explain_hidden_gpus,
+    has_bfloat16,
+    list_gpus,
+)
+from ppo_cli.config.machine.torch_build import find_gpu_fault
 from ppo_cli.config.memory.devices import GIB, host_memory
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.bundled import model_folder
@@ -118,12 +124,12 @@ def _torch(machine: Machine) -> Said:
     from ppo_cli.engine.device import find_cuda_fault
 
     gpus, version = machine.gpus, torch.__version__
-    fault = find_fault(len(gpus), machine.environ) or find_cuda_fault(len(gpus))
+    fault = find_gpu_fault(len(gpus), machine.environ) or find_cuda_fault(len(gpus))
     if fault is not None:
         yield "fail", fault.what, fault.repair
         return
     if not gpus:
-        if (idle := find_idle_gpus(machine.environ)) is not None:
+        if (idle := explain_hidden_gpus(machine.environ)) is not None:
             yield "warn", f"{version} trains on the CPU", idle
             return
         hidden = list_gpus({}) and "CUDA_VISIBLE_DEVICES hides the GPUs"
@@ -178,7 +184,7 @@ def _allocator(machine: Machine) -> Said:
     found = f"{name}={machine.environ[name]}"
     if not re.search("expandable_segments:true", machine.environ[name], re.IGNORECASE):
         yield "ok", found, ""
-    elif proven("expandable_segments"):
+    elif is_proven("expandable_segments"):
         yield "ok", f"{found}, passed by the self-test; vLLM leaves it for what sleeps", ""
     else:
         yield (

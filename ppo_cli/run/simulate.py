@@ -19,13 +19,13 @@ from ppo_cli.config.derived import quantised, uses_critic
 from ppo_cli.config.memory.devices import (
     GIB,
     RESERVE,
-    Shapes,
+    ModelShapes,
     count_learner,
     count_memory,
     device_memory,
     read_shapes,
 )
-from ppo_cli.config.memory.plan import change, format_size, settle_memory
+from ppo_cli.config.memory.plan import fill_memory_settings, format_size, with_settings
 from ppo_cli.config.placement import engine_name, gpus_per_node, sampler_name
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, UserError
@@ -151,16 +151,16 @@ def run_simulation(config: Config, report: Callable[[str], None]) -> Simulation:
 
     Raises UserError with what the run would end with before its first step.
     """
-    config, memory = settle_memory(config, lambda text: None), device_memory(config)
+    config, memory = fill_memory_settings(config, lambda text: None), device_memory(config)
     gpus, shapes = gpus_per_node(config), read_shapes(config)
     planned: Mapping[str, int] = {}
     beside, left_free = 0, int(RESERVE * (memory or 0))
-    if isinstance(shapes, Shapes):
+    if isinstance(shapes, ModelShapes):
         planned, place = count_learner(config, shapes), count_memory(config, shapes, memory)[0]
         beside = place.phases["annotation"] - planned["annotation"] + place.asleep
         left_free = place.left_free
     # The process sees no GPU, from whose number these would follow.
-    settled = change(
+    settled = with_settings(
         config,
         {
             "trainer.n_gpus_per_node": gpus,

@@ -153,13 +153,13 @@ Devices
   one process on the CPU trains and samples
 
 Memory
-  what a/b needs is not known: no config.json here, or not a plain decoder's
-  gradient checkpointing is on: what a step needs of memory is not known here
-  rows are packed without padding if a trial at the start gives the same numbers
+  memory of a/b: unknown (no config.json here, or not a plain decoder)
+  gradient checkpointing: on (the memory of a step is unknown here)
+  packing: on if a trial at start-up gives the same numbers as padded rows
   attention: sdpa if the trial gives the same numbers, else eager
-  packed responses share their prompt
-  old log-probs are the sampler's, which computes with the actor's own weights
-  oneDNN multiplies float32 matrices
+  prompt computed once for its packed responses: yes (model.share_prompts)
+  old log-probs: from the sampler (it uses the actor's weights)
+  matrix products: float32 by oneDNN
 """
 
 

@@ -146,7 +146,7 @@ def test_expandable_segments_are_proven_first(monkeypatch: pytest.MonkeyPatch) -
     assert state(PYTORCH_CUDA_ALLOC_CONF=on)[0] == "warn"
     both = state(PYTORCH_ALLOC_CONF="max_split_size_mb:64", PYTORCH_CUDA_ALLOC_CONF=on)
     assert both == ("ok", "PYTORCH_ALLOC_CONF=max_split_size_mb:64")
-    monkeypatch.setattr(doctor, "proven", lambda feature: feature == "expandable_segments")
+    monkeypatch.setattr(doctor, "is_proven", lambda feature: feature == "expandable_segments")
     assert state(PYTORCH_ALLOC_CONF=on)[0] == "ok"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.memory.plan import change
+from ppo_cli.config.memory.plan import with_settings
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
@@ -54,7 +54,7 @@ def test_what_cannot_be_simulated_is_refused(capfd: pytest.CaptureFixture[str]) 
         "model.quantization=nf4": "model.quantization holds weights in 4 bits",
     }.items():
         key, value = settings.split("=")
-        refused = change(config, {key: int(value) if value.isdigit() else value})
+        refused = with_settings(config, {key: int(value) if value.isdigit() else value})
         with pytest.raises(ConfigError, match=words):
             require_simulation(refused)
     require_simulation(config)

@@ -121,7 +121,7 @@ def test_auto_goes_on_by_memory_where_its_way_fails_at_the_first_use(
     address: str, prompts: list[Prompt], tokenizer: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(placement, "proven", lambda feature: True)
+    monkeypatch.setattr(placement, "is_proven", lambda feature: True)
     # Settings that say that there are GPUs, of which one only samples: auto takes NCCL then.
     devices = {"n_gpus_per_node": 2, "placement": "train:0,rollout:1"}
     config = settings("auto", **devices)

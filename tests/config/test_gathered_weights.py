@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.memory import plan as memory_plan
-from ppo_cli.config.memory.devices import Shapes, count_memory
-from ppo_cli.config.memory.plan import Estimate, estimate
+from ppo_cli.config.memory.devices import ModelShapes, count_memory
+from ppo_cli.config.memory.plan import Estimate, estimate_memory
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Config
 
@@ -32,12 +32,12 @@ def settings(nodes: int = 1, gpus: int = 8, **sections: dict[str, Any]) -> Confi
 
 
 def choose(config: Config, shape: Shape, memory_gb: int) -> Estimate:
-    return estimate(config, Shapes(shape, shape, shape), memory_gb * GB)
+    return estimate_memory(config, ModelShapes(shape, shape, shape), memory_gb * GB)
 
 
 @pytest.fixture
 def proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "proven", lambda feature: feature == "keep_gathered")
+    monkeypatch.setattr(memory_plan, "is_proven", lambda feature: feature == "keep_gathered")
 
 
 @pytest.mark.usefixtures("proven")
@@ -93,15 +93,15 @@ def test_without_a_self_test_nothing_is_kept_and_the_plan_says_so(
 
     def lines(config: Config) -> list[str]:
         sentences = memory_plan.memory_plan(config).sentences
-        return [line for line in sentences if "ranks gather weights" in line]
+        return [line for line in sentences if "weights are gathered" in line]
 
     model = {"path": "embedded"}
     (line,) = lines(settings(model=model))
-    assert "with each micro-batch" in line and "doctor --self-test" in line
+    assert "in each micro-batch" in line and "doctor --self-test" in line
     careful = {"fsdp_config": {"reshard_after_forward": True}, "ppo_mini_batch_size": 256}
     assert not lines(settings(model=model, actor=careful))
     assert not lines(settings(model=model, gpus=1))
-    monkeypatch.setattr(memory_plan, "proven", lambda feature: True)
+    monkeypatch.setattr(memory_plan, "is_proven", lambda feature: True)
     monkeypatch.setattr(memory_plan, "device_memory", lambda config: 80 * GB)
     (line,) = lines(settings(model=model))
     assert "once a step" in line and "self-test" not in line
@@ -109,7 +109,7 @@ def test_without_a_self_test_nothing_is_kept_and_the_plan_says_so(
 
 def test_a_reference_in_host_memory_is_on_the_device_for_an_annotation_alone() -> None:
     def phases(**sections: dict[str, Any]) -> dict[str, int]:
-        shapes = Shapes(QWEN_7B, QWEN_7B, QWEN_7B)
+        shapes = ModelShapes(QWEN_7B, QWEN_7B, QWEN_7B)
         places = count_memory(settings(**sections), shapes, 80 * GB)
         return dict(places[0].phases)
 

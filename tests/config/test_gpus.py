@@ -14,7 +14,7 @@ from ppo_cli.config.derived import compute_dtype
 from ppo_cli.config.machine.gpus import (
     Gpu,
     driver_version,
-    find_idle_gpus,
+    explain_hidden_gpus,
     list_gpus,
     read_inventory,
 )
@@ -86,43 +86,43 @@ def test_a_split_card_without_slices_is_not_usable(machine: Machine) -> None:
 @pytest.mark.parametrize("visible", ["9", "none", "MIG-1234", "GPU-none,0", "7,0", "0,0", "h1001"])
 def test_a_list_that_names_no_gpu_is_told(visible: str, machine: Machine) -> None:
     machine.set(DRIVER, h100(0), h100(1))
-    idle = find_idle_gpus({"CUDA_VISIBLE_DEVICES": visible})
+    idle = explain_hidden_gpus({"CUDA_VISIBLE_DEVICES": visible})
     assert idle is not None
     assert idle.startswith(f"CUDA_VISIBLE_DEVICES={visible} names none of the 2 GPUs here")
 
 
 def test_a_list_that_ends_early_is_told(machine: Machine) -> None:
     machine.set(DRIVER, h100(0), h100(1))
-    idle = find_idle_gpus({"CUDA_VISIBLE_DEVICES": "0,9,1"})
+    idle = explain_hidden_gpus({"CUDA_VISIBLE_DEVICES": "0,9,1"})
     assert idle is not None and 'names 1 of the 2 GPUs here: it ends at "9"' in idle
 
 
 @pytest.mark.parametrize("visible", [None, "", "-1", " ", "0", "1,0", "1,-1,0", "GPU-h1001", "0,"])
 def test_a_list_that_is_a_choice_is_not_told(visible: str | None, machine: Machine) -> None:
     machine.set(DRIVER, h100(0), h100(1))
-    assert find_idle_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) is None
+    assert explain_hidden_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) is None
 
 
 def test_a_machine_without_gpus_has_none_idle(machine: Machine) -> None:
     machine.set(DRIVER)
-    assert find_idle_gpus({"CUDA_VISIBLE_DEVICES": "9"}) is None
+    assert explain_hidden_gpus({"CUDA_VISIBLE_DEVICES": "9"}) is None
 
 
 @pytest.mark.parametrize("visible", [None, "1", "GPU-h1001", "0,1"])
 def test_a_split_card_without_instances_is_told(visible: str | None, machine: Machine) -> None:
     machine.set(DRIVER, h100(0), h100(1), "split")
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    idle = find_idle_gpus(environ)
+    idle = explain_hidden_gpus(environ)
     assert idle is not None and idle.startswith("GPU 1 (NVIDIA H100 80GB HBM3) is in MIG mode")
     assert "`sudo nvidia-smi mig -cgi 0 -C -i 1`" in idle
-    assert find_idle_gpus({"CUDA_VISIBLE_DEVICES": "0"}) is None
+    assert explain_hidden_gpus({"CUDA_VISIBLE_DEVICES": "0"}) is None
 
 
 def test_what_is_idle_is_a_remark_of_plans_and_runs(machine: Machine) -> None:
     machine.set(DRIVER, h100(0))
     environ = {"CUDA_VISIBLE_DEVICES": "9"}
     notes = list(cluster_remarks(Config(), 0, environ))
-    assert find_idle_gpus(environ) in notes
+    assert explain_hidden_gpus(environ) in notes
     assert not any("names none" in n for n in cluster_remarks(Config(), 1, {}))
 
 

@@ -14,7 +14,7 @@ from ppo_cli.config.checks.judge_server import (
     with_judge_devices,
 )
 from ppo_cli.config.memory import devices
-from ppo_cli.config.memory.devices import judge_memory
+from ppo_cli.config.memory.devices import count_judge_server
 from ppo_cli.config.placement import describe_placement, placement_of, read_placement
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
@@ -69,10 +69,10 @@ def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_its_memory_is_counted_and_one_that_does_not_fit_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = judge_memory(config(f"{ON}embedded"))
+    place = count_judge_server(config(f"{ON}embedded"))
     assert place is not None and place.fits
     assert place.needed > place.roles["judge"].parameters > 1_000_000
-    assert judge_memory(config(f"{ON}Qwen/Qwen3-8B")) is None, "its weights are not here"
+    assert count_judge_server(config(f"{ON}Qwen/Qwen3-8B")) is None, "its weights are not here"
     monkeypatch.setattr(devices, "device_memory", lambda config: 1 << 30)
     (said,) = missing_for_judge(config(f"{ON}embedded"), {"PPO_VLLM_PYTHON": "/py"})
     assert "needs about 3 GiB on each of its devices, which have 1 GiB" in said

@@ -28,17 +28,22 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppo_cli.config.memory.devices import Place, Shapes, count_memory, host_memory, read_shapes
+from ppo_cli.config.memory.devices import (
+    DeviceNeeds,
+    ModelShapes,
+    count_memory,
+    host_memory,
+    read_shapes,
+)
 from ppo_cli.config.memory.plan import (
-    change,
-    estimate,
+    estimate_memory,
+    fill_memory_settings,
+    find_smallest_change,
     memory_plan,
-    settle_memory,
-    smallest_change,
+    with_settings,
 )
 from ppo_cli.config.models.shape import Device, Shape
 from ppo_cli.config.schema.run import Config
-from ppo_cli.engine.cpu.lean_layers import use_lean_layers
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3,
@@ -82,7 +87,7 @@ def test_activations_are_those_that_autograd_keeps(name: str) -> None:
     build, allowed = MODELS[name]
     model = build().train()
     use_lean_layers(model)
-    shape = Shape.of(model.config.to_dict())
+    shape = Shape.from_config(model.config.to_dict())
     assert shape is not None
     plain = Device(half=False, gpu=False, shards=1, tensor=1, packed=False, keeps_freed=False)
     a_token = shape.layers * shape.layer_bytes(plain, 64) // 4 + 2 * shape.hidden
@@ -138,20 +143,26 @@ def test_parameters_are_those_of_the_model(kind: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shape = Shape.of(json.loads((tmp_path / "config.json").read_text()))
+    shape = Shape.from_config(json.loads((tmp_path / "config.json").read_text()))
     assert shape is not None
     expected = sum(p.numel() for p in model.parameters())
     assert 0.97 * expected <= shape.parameters() <= (1.4 if kind in UNGATED else 1.03) * expected
 
 
 def test_no_shape_is_guessed() -> None:
-    assert Shape.of({}) is None
-    assert Shape.of(SIZES | {"num_experts": 8}) is None  # nobody knows how many a token takes
-    assert Shape.of(SIZES | {"layer_types": ["full_attention", "linear_attention"]}) is None
+    assert Shape.from_config({}) is None
+    assert (
+        Shape.from_config(SIZES | {"num_experts": 8}) is None
+    )  # nobody knows how many a token takes
+    assert (
+        Shape.from_config(SIZES | {"layer_types": ["full_attention", "linear_attention"]}) is None
+    )
     for key in ("mamba_d_state", "conv_L_cache", "kv_lora_rank", "vocab_size_per_layer_input"):
-        assert Shape.of(SIZES | {key: 16}) is None
-    assert Shape.of({"text_config": SIZES}) == Shape.of(SIZES)
-    assert Shape.of(SIZES | {"intermediate_size": [128, 256, 128]}) == Shape.of(SIZES)
+        assert Shape.from_config(SIZES | {key: 16}) is None
+    assert Shape.from_config({"text_config": SIZES}) == Shape.from_config(SIZES)
+    assert Shape.from_config(SIZES | {"intermediate_size": [128, 256, 128]}) == Shape.from_config(
+        SIZES
+    )
 
 
 def config(**parts: dict[str, Any]) -> Config:
@@ -166,14 +177,14 @@ def config(**parts: dict[str, Any]) -> Config:
 
 
 SHAPE = Shape(hidden=10, inner=20, layers=2, heads=2, queries=10, keys=5, vocabulary=100, tied=True)
-SHAPES = Shapes(SHAPE, SHAPE, SHAPE)
+SHAPES = ModelShapes(SHAPE, SHAPE, SHAPE)
 LAYER = 2 * 10 * 15 + 3 * 10 * 20
 WEIGHTS = 4 * (2 * LAYER + 100 * 10)
 # What autograd keeps of a token in a layer (with packed attention's own copy), and above them.
 TOKEN, TOP = 4 * (60 + 30 + 2 + 10 + 80), 4 * 20
 
 
-def counted(**parts: dict[str, Any]) -> Place:
+def counted(**parts: dict[str, Any]) -> DeviceNeeds:
     keeps = {"enable_gradient_checkpointing": False} | parts.pop("model", {})
     (place,) = count_memory(config(model=keeps, **parts), SHAPES, GIB)
     return place
@@ -239,12 +250,12 @@ def test_weights_in_4_bits_are_counted_as_bitsandbytes_holds_them() -> None:
 
 def test_frozen_weights_take_two_bytes_in_bfloat16_on_gpus() -> None:
     """A reference, the base of an adapter and a separate sampler; experts of a reference four."""
-    shape = Shape.of(HUGE)
+    shape = Shape.from_config(HUGE)
     assert shape is not None
 
     def weights(role: str, **parts: Any) -> int:
         gpu = {"trainer": {"engine": "ray", "n_gpus_per_node": 1}, "rollout": {"name": "hf"}}
-        (place,) = count_memory(config(**gpu | parts), Shapes(shape, shape, shape), 80 * GIB)
+        (place,) = count_memory(config(**gpu | parts), ModelShapes(shape, shape, shape), 80 * GIB)
         return place.roles[role].parameters
 
     adapted = {"model": {"lora_rank": 8}}
@@ -253,9 +264,9 @@ def test_frozen_weights_take_two_bytes_in_bfloat16_on_gpus() -> None:
     assert weights("actor", **adapted) == 2 * shape.parameters() + 4 * shape.adapter(8)
     float32 = {"model": {"dtype": "float32"}}
     assert weights("reference", **float32) == 4 * shape.parameters()
-    mixed = replace(shape, experts=4, held=4 * shape.inner, routes=1)
+    mixed = replace(shape, experts=4, expert_width=4 * shape.inner, routes=1)
     gpu = Device(half=True, gpu=True, shards=1, tensor=1, packed=True, keeps_freed=False)
-    experts = mixed.layers * 3 * mixed.hidden * mixed.held
+    experts = mixed.layers * 3 * mixed.hidden * mixed.expert_width
     assert gpu.frozen(mixed) == 2 * mixed.parameters() + 2 * experts
     assert replace(gpu, shards=2).frozen(mixed) == mixed.parameters()
 
@@ -286,7 +297,7 @@ def test_all_scores_of_a_row_are_held_where_attention_is_eager() -> None:
     """Gemma 2 in annotations and updates; models with sinks, whose config.json names no cap."""
     sizes = SIZES | {"num_key_value_heads": 6}
     gemma, sinks, llama = (
-        Shape.of(sizes | told)
+        Shape.from_config(sizes | told)
         for told in (
             {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
             {"model_type": "gpt_oss"},
@@ -297,22 +308,26 @@ def test_all_scores_of_a_row_are_held_where_attention_is_eager() -> None:
     ranks = Device(half=True, gpu=True, shards=8, tensor=1, packed=False, keeps_freed=False)
     # Six heads at 10 bytes a pair, two masks; three states, queries three and keys two times.
     scores = 10 * 6 * 4096 + 2 * 2 * 4096
-    assert gemma.scored_bytes(ranks, 4096) == scores + 2 * (3 * 96 + 5 * 96)
-    assert sinks.scored_bytes(ranks, 4096) == gemma.scored_bytes(ranks, 4096)
-    assert gemma.scored_gradients(ranks, 4096) == 6 * 6 * 4096
-    assert llama.scored_bytes(ranks, 4096) == llama.scored_gradients(ranks, 4096) == 0
+    assert gemma.attention_score_bytes(ranks, 4096) == scores + 2 * (3 * 96 + 5 * 96)
+    assert sinks.attention_score_bytes(ranks, 4096) == gemma.attention_score_bytes(ranks, 4096)
+    assert gemma.attention_score_gradients(ranks, 4096) == 6 * 6 * 4096
+    assert (
+        llama.attention_score_bytes(ranks, 4096)
+        == llama.attention_score_gradients(ranks, 4096)
+        == 0
+    )
 
 
 def test_eager_attention_is_counted_where_it_is_set(tmp_path: Path) -> None:
     path = write_model(tmp_path / "plain", **SIZES)
     for kernel, scores in ((None, False), ("sdpa", False), ("eager", True)):
         shapes = read_shapes(config(model={"path": path, "attn_implementation": kernel}))
-        assert isinstance(shapes, Shapes)
+        assert isinstance(shapes, ModelShapes)
         assert shapes.actor.scores is scores
 
 
 def test_a_gpu_computes_the_gradients_of_all_experts_at_once() -> None:
-    shape = replace(SHAPE, experts=8, held=160, routes=2)
+    shape = replace(SHAPE, experts=8, expert_width=160, routes=2)
     gpu = Device(half=True, gpu=True, shards=8, tensor=1, packed=True, keeps_freed=False)
     assert shape.expert_gradients(gpu) == 2 * 3 * 10 * 160
     assert shape.expert_gradients(replace(gpu, shards=1)) == 4 * 3 * 10 * 160
@@ -373,9 +388,9 @@ def test_processes_of_a_machine_add_up() -> None:
 
 
 def test_the_smallest_change_makes_it_fit() -> None:
-    shape = Shape.of(HUGE | {"hidden_size": 1024, "num_hidden_layers": 24, "head_dim": 64})
+    shape = Shape.from_config(HUGE | {"hidden_size": 1024, "num_hidden_layers": 24, "head_dim": 64})
     assert shape is not None
-    shapes = Shapes(shape, shape, shape)
+    shapes = ModelShapes(shape, shape, shape)
     wide = config(
         trainer={"engine": "ray", "n_gpus_per_node": 1},
         rollout={"name": "hf", "max_num_seqs": 8},
@@ -386,14 +401,14 @@ def test_the_smallest_change_makes_it_fit() -> None:
     seen = []
     for gib in (400, 140, 110, 60, 20, 5, 1):
         there = gib * GIB
-        if estimate(wide, shapes, there).fits:
+        if estimate_memory(wide, shapes, there).fits:
             seen.append("fits")
             continue
-        found = smallest_change(wide, shapes, there)
+        found = find_smallest_change(wide, shapes, there)
         if found is None:
             seen.append("none")
             continue
-        assert estimate(change(wide, found), shapes, there).fits
+        assert estimate_memory(with_settings(wide, found), shapes, there).fits
         seen.append(min(key.rpartition(".")[2] for key in found))
     budget, more = "ppo_max_token_len_per_gpu", "n_gpus_per_node"
     assert seen == ["fits", "fits", budget, more, more, "none", "none"]
@@ -415,13 +430,13 @@ def test_activations_are_kept_where_memory_is_ample(tmp_path: Path) -> None:
     huge = write_model(tmp_path / "huge", **HUGE)
     odd = write_model(tmp_path / "odd", model_type="own")
     for path, recomputed, words in (
-        ("embedded", False, "they are kept (no gradient checkpointing)"),
-        (huge, True, "they are computed again (gradient checkpointing)"),
-        (odd, True, "gradient checkpointing is on: what a step needs of memory is not known"),
-        ("nobody/has-this-model", True, "is not known"),
+        ("embedded", False, "gradient checkpointing: off (a step"),
+        (huge, True, "gradient checkpointing: on (a step"),
+        (odd, True, "gradient checkpointing: on (the memory of a step is unknown here)"),
+        ("nobody/has-this-model", True, "unknown (no config.json"),
     ):
         told: list[str] = []
-        settled = settle_memory(config(model={"path": path}), told.append)
+        settled = fill_memory_settings(config(model={"path": path}), told.append)
         assert settled.model.enable_gradient_checkpointing is recomputed, path
         assert words in " ".join(memory_plan(config(model={"path": path})).sentences)
         assert all(line in words or words in line for line in told), told
@@ -431,9 +446,9 @@ def test_activations_are_kept_where_memory_is_ample(tmp_path: Path) -> None:
 def test_what_was_set_stays(asked: bool, tmp_path: Path) -> None:
     for path in ("embedded", write_model(tmp_path / "huge", **HUGE)):
         given = config(model={"path": path, "enable_gradient_checkpointing": asked})
-        assert settle_memory(given, pytest.fail) is given
+        assert fill_memory_settings(given, pytest.fail) is given
         said = memory_plan(given).sentences
-        assert f"gradient checkpointing is {'on' if asked else 'off'}, as set" in said
+        assert f"gradient checkpointing: {'on' if asked else 'off'}, as set" in said
 
 
 RANKS = {"engine": "ray", "n_gpus_per_node": 0, "num_workers": 2}
@@ -442,8 +457,8 @@ RANKS = {"engine": "ray", "n_gpus_per_node": 0, "num_workers": 2}
 @pytest.mark.parametrize(
     ("path", "trainer", "asked", "actor", "critic", "said"),
     [
-        ("embedded", RANKS, None, False, False, "reduce gradients once a step"),
-        ("huge", RANKS, None, True, True, "reduce gradients with each micro-batch"),
+        ("embedded", RANKS, None, False, False, "gradients reduced once a step"),
+        ("huge", RANKS, None, True, True, "gradients reduced in each micro-batch"),
         ("embedded", RANKS, True, True, False, None),
         ("huge", RANKS, False, False, True, None),
         ("embedded", RANKS | {"num_workers": 1}, None, None, None, None),
@@ -465,7 +480,7 @@ def test_ranks_keep_whole_weights_where_memory_is_ample(
         actor={"fsdp_config": {"reshard_after_forward": asked}},
     )
     told: list[str] = []
-    settled = settle_memory(given, told.append)
+    settled = fill_memory_settings(given, told.append)
     for part, wanted in ((settled.actor, actor), (settled.critic, critic)):
         assert part.fsdp_config.reshard_after_forward is wanted
     lines = [line for line in (*told, *memory_plan(given).sentences) if "gather" in line]
@@ -481,7 +496,7 @@ def test_whole_weights_are_counted() -> None:
             "fsdp_config": {"reshard_after_forward": reshard}, "ppo_max_token_len_per_gpu": 128,
         }  # fmt: skip
         given = config(trainer=RANKS, actor=part, critic=part)
-        (host,) = count_memory(given, Shapes(shape, shape, shape), None)
+        (host,) = count_memory(given, ModelShapes(shape, shape, shape), None)
         return host.phases
 
     whole, freed = phases(False), phases(True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.memory.advice import Cause, advise_memory
-from ppo_cli.config.memory.plan import change
+from ppo_cli.config.memory.plan import with_settings
 from ppo_cli.config.schema.run import Config
 
 CAUSES: tuple[Cause, ...] = ("weights", "sequence", "step", "sampling")
@@ -23,7 +23,7 @@ def settings(gpus: int = 8, **changes: Any) -> Config:
     trainer = {"engine": "ray", "n_gpus_per_node": gpus}
     sampler = {"name": "vllm" if gpus else "hf"}
     config = Config.model_validate({"trainer": trainer, "rollout": sampler})
-    return change(config, {key.replace("__", "."): value for key, value in changes.items()})
+    return with_settings(config, {key.replace("__", "."): value for key, value in changes.items()})
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_what_is_to_be_added_is_valid_and_new(cause: Cause, gpus: int) -> None:
     changed = {
         key: values.get(value, int(value) if value.isdigit() else value) for key, value in offered
     }
-    followed = Config.model_validate(change(config, changed).model_dump())
+    followed = Config.model_validate(with_settings(config, changed).model_dump())
     assert followed != config or not offered
     again = advise_memory(followed, cause)
     for key, value in offered:

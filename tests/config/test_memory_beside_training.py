@@ -8,15 +8,15 @@ import pytest
 
 from ppo_cli.config.memory.devices import (
     CONTEXT_BYTES,
-    Place,
-    Shapes,
-    assume_memory,
+    DeviceNeeds,
+    ModelShapes,
+    assume_gpu_memory,
     count_host,
     count_memory,
     host_memory,
     host_of_gpus,
 )
-from ppo_cli.config.memory.plan import change, estimate, smallest_change
+from ppo_cli.config.memory.plan import estimate_memory, find_smallest_change, with_settings
 from ppo_cli.config.memory.publishing import CHUNK_BYTES
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Config
@@ -39,14 +39,14 @@ def settings(gpus: int = 8, nodes: int = 1, **changes: Any) -> Config:
         | {"rollout": SAMPLER, "trainer": trainer}
         | {"model": {"path": "x", "dtype": "bfloat16", "enable_gradient_checkpointing": True}}
     )
-    return change(config, {key.replace("__", "."): value for key, value in changes.items()})
+    return with_settings(config, {key.replace("__", "."): value for key, value in changes.items()})
 
 
-def shapes(shape: Shape) -> Shapes:
-    return Shapes(shape, shape, shape)
+def shapes(shape: Shape) -> ModelShapes:
+    return ModelShapes(shape, shape, shape)
 
 
-def count_gpu(config: Config, shape: Shape, there: int = 80 * GB) -> Place:
+def count_gpu(config: Config, shape: Shape, there: int = 80 * GB) -> DeviceNeeds:
     (place,) = count_memory(config, shapes(shape), there)
     return place
 
@@ -82,10 +82,10 @@ def test_a_model_that_fits_but_for_publishing_does_not_fit() -> None:
     there = int(place.needed / 0.9) - 1
     others = max(need for phase, need in place.phases.items() if phase != "publishing")
     assert others < 0.9 * there
-    assert not estimate(tight, shapes(QWEN_3B), there).fits
-    found = smallest_change(tight, shapes(QWEN_3B), there)
+    assert not estimate_memory(tight, shapes(QWEN_3B), there).fits
+    found = find_smallest_change(tight, shapes(QWEN_3B), there)
     assert found == {"rollout.tensor_model_parallel_size": 2}
-    assert estimate(change(tight, found), shapes(QWEN_3B), there).fits
+    assert estimate_memory(with_settings(tight, found), shapes(QWEN_3B), there).fits
 
 
 def test_devices_of_their_own_publish_with_the_cache_awake() -> None:
@@ -94,7 +94,7 @@ def test_devices_of_their_own_publish_with_the_cache_awake() -> None:
     assert sampler.name == "a GPU that samples"
     assert sampler.phases["publishing"] > sampler.phases["rollout"] == 40 * GB
     assert learner.phases["publishing"] > learner.phases["rollout"]
-    assert estimate(apart, shapes(QWEN_7B), 80 * GB).places == (learner, sampler)
+    assert estimate_memory(apart, shapes(QWEN_7B), 80 * GB).places == (learner, sampler)
 
 
 def test_small_gpus_leave_room_for_contexts() -> None:
@@ -140,15 +140,15 @@ def test_the_host_holds_checkpoints_and_what_is_offloaded(
 
 def test_a_run_that_fits_its_gpus_but_not_the_host_does_not_fit() -> None:
     config = settings()
-    assert estimate(config, shapes(QWEN_7B), 80 * GB, 500 * GB).fits
-    assert estimate(config, shapes(QWEN_7B), 80 * GB, 128 * GB).fits is False
+    assert estimate_memory(config, shapes(QWEN_7B), 80 * GB, 500 * GB).fits
+    assert estimate_memory(config, shapes(QWEN_7B), 80 * GB, 128 * GB).fits is False
 
 
 def test_memory_beside_gpus_that_are_elsewhere_is_not_known() -> None:
     assert host_of_gpus() == host_memory()
-    with assume_memory("80GB"):
+    with assume_gpu_memory("80GB"):
         assert host_of_gpus() is None
-    elsewhere = estimate(settings(), shapes(QWEN_7B), 80 * GB, None)
+    elsewhere = estimate_memory(settings(), shapes(QWEN_7B), 80 * GB, None)
     assert elsewhere.host is not None
     assert (elsewhere.fits, elsewhere.host.fits) == (True, None)
 
@@ -185,7 +185,7 @@ def test_the_change_for_vllm_is_a_larger_share_or_more_gpus() -> None:
         (16, 0.5, {"rollout.tensor_model_parallel_size": 2}),
     ):
         config = settings(**frozen, rollout__gpu_memory_utilization=share)
-        assert smallest_change(config, shapes(QWEN_7B), gpu * GB) == found
+        assert find_smallest_change(config, shapes(QWEN_7B), gpu * GB) == found
 
 
 ADAPTER = {"model__lora_rank": 16, "model__lora_merge": False, "algorithm__adv_estimator": "grpo"}
@@ -194,7 +194,9 @@ ADAPTER = {"model__lora_rank": 16, "model__lora_merge": False, "algorithm__adv_e
 def test_a_base_sleeps_on_the_gpu_where_it_fits_and_else_in_host_memory() -> None:
     config = settings(gpus=1, **ADAPTER, rollout__n=4, rollout__sleep="auto")
     base = 2 * QWEN_7B.parameters()
-    large, small = (estimate(config, shapes(QWEN_7B), size * GB, 500 * GB) for size in (141, 40))
+    large, small = (
+        estimate_memory(config, shapes(QWEN_7B), size * GB, 500 * GB) for size in (141, 40)
+    )
     assert (large.config.rollout.sleep, small.config.rollout.sleep) == ("keep", "auto")
     assert large.host is not None and small.host is not None
     assert small.host.phases["training"] - large.host.phases["training"] == base

@@ -12,7 +12,7 @@ import pytest
 from ppo_cli.config import derived
 from ppo_cli.config.checks.requirements import missing_inputs, missing_parts, refused_settings
 from ppo_cli.config.derived import compute_dtype, why_recompute_logprobs
-from ppo_cli.config.memory.plan import cpu_plan, settle_dtype
+from ppo_cli.config.memory.plan import cpu_plan, fill_dtype
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle
 
@@ -179,15 +179,15 @@ FAST = {"hidden_size": 320}
 @pytest.mark.parametrize(
     ("given", "told", "fast", "gpus", "dtype", "said"),
     [
-        ("", FAST, True, 0, "bfloat16", "in bfloat16, which this processor does faster"),
-        ("", {"text_config": FAST}, True, 0, "bfloat16", "in bfloat16, which"),
-        ("", {"n_embd": 768}, True, 0, "bfloat16", "in bfloat16, which"),
+        ("", FAST, True, 0, "bfloat16", "bfloat16 (faster on this processor)"),
+        ("", {"text_config": FAST}, True, 0, "bfloat16", "bfloat16 (faster"),
+        ("", {"n_embd": 768}, True, 0, "bfloat16", "bfloat16 (faster"),
         ("", FAST, False, 0, "float32", "float32"),
         ("", {"hidden_size": 319}, True, 0, "float32", "float32"),
         ("", {"hidden_size": "big"}, True, 0, "float32", "float32"),
         ("", {}, True, 0, "float32", "float32"),
         ("model.dtype=float32", FAST, True, 0, "float32", "float32"),
-        ("model.dtype=bfloat16", {}, False, 0, "bfloat16", "in bfloat16, as set"),
+        ("model.dtype=bfloat16", {}, False, 0, "bfloat16", "bfloat16, as set"),
         ("trainer.engine=ray", FAST, True, 0, "float32", "float32"),
         ("model.quantization=nf4 model.lora_rank=4", FAST, True, 0, "float32", "float32"),
         ("", {}, False, 1, "bfloat16", ""),
@@ -205,6 +205,6 @@ def test_the_precision_that_is_faster(
     if gpus:
         return
     assert said in " ".join(cpu_plan(config, jemalloc=False))
-    settled = settle_dtype(config)
+    settled = fill_dtype(config)
     assert (settled.model.dtype or "float32") == dtype == compute_dtype(settled)
     assert bool(why_recompute_logprobs(config)) == bool(why_recompute_logprobs(settled))

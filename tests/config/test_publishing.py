@@ -12,7 +12,7 @@ from ppo_cli.config.models.shape import Device, Shape
 from ppo_cli.config.schema.run import Config
 
 QWEN_7B = Shape(3584, 18944, 28, 28, 3584, 512, 152064, tied=False)
-MIXTRAL = Shape(4096, 28672, 32, 32, 4096, 1024, 32000, tied=False, experts=8, held=114688)
+MIXTRAL = Shape(4096, 28672, 32, 32, 4096, 1024, 32000, tied=False, experts=8, expert_width=114688)
 EMBEDDING = 2 * 152064 * 3584  # bytes in bfloat16
 LAYER = 2 * (2 * 3584 * (3584 + 512) + 3 * 3584 * 18944)
 WHOLE = 2 * EMBEDDING + 28 * LAYER

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.memory.devices import Shapes
-from ppo_cli.config.memory.plan import change, estimate
+from ppo_cli.config.memory.devices import ModelShapes
+from ppo_cli.config.memory.plan import estimate_memory, with_settings
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Config
 
@@ -27,12 +27,12 @@ WITHIN = 0.10
 @pytest.mark.parametrize("case", DATA["cases"])
 def test_the_plan_is_within_10_percent_of_the_simulation(case: str) -> None:
     run = DATA["cases"][case]
-    shape = Shape.of(DATA["models"][run["model"]])
+    shape = Shape.from_config(DATA["models"][run["model"]])
     assert shape is not None
     trainer = {"n_gpus_per_node": run["gpus_per_node"], "nnodes": run["nodes"]}
     config = Config.model_validate({"model": {"dtype": "bfloat16"}, "trainer": trainer})
-    config = change(config, run["settings"])
-    place, *_ = estimate(config, Shapes(shape, shape, shape), run["gb"] * 10**9).places
+    config = with_settings(config, run["settings"])
+    place, *_ = estimate_memory(config, ModelShapes(shape, shape, shape), run["gb"] * 10**9).places
     off = {
         phase: f"{place.phases[phase] / 1e9:.2f} GB planned, {simulated} simulated"
         for phase, simulated in run["simulated_gb"].items()

@@ -13,8 +13,8 @@ import pytest
 from ppo_cli.config.checks.devices import cluster_remarks
 from ppo_cli.config.checks.judge_server import judge_fault
 from ppo_cli.config.machine import torch_build
-from ppo_cli.config.machine.gpus import fix_order, list_gpus
-from ppo_cli.config.machine.torch_build import TorchBuild, find_fault, read_build
+from ppo_cli.config.machine.gpus import list_gpus, pin_gpu_order
+from ppo_cli.config.machine.torch_build import TorchBuild, find_gpu_fault, read_build
 from ppo_cli.config.schema.run import Config
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, T4, Machine, environment, h100
 
@@ -52,10 +52,10 @@ def test_what_cannot_be_used_is_named_with_its_repair(
     machine.set(*lines)
     monkeypatch.setattr(torch_build, "read_build", lambda: build)
     monkeypatch.setattr(torch_build, "_setup_command", lambda: None)
-    why = str(find_fault())
+    why = str(find_gpu_fault())
     assert all(part in why for part in parts), why
     assert why.endswith('To compute on the CPU: `export CUDA_VISIBLE_DEVICES=""`.')
-    assert find_fault(environ={"CUDA_VISIBLE_DEVICES": ""}) is None
+    assert find_gpu_fault(environ={"CUDA_VISIBLE_DEVICES": ""}) is None
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_can_be_used_is_not_refused(
 ) -> None:  # fmt: skip
     machine.set(*lines)
     monkeypatch.setattr(torch_build, "read_build", lambda: build)
-    assert find_fault() is None
+    assert find_gpu_fault() is None
 
 
 def test_an_environment_of_the_set_up_is_repaired_by_it(
@@ -85,12 +85,12 @@ def test_an_environment_of_the_set_up_is_repaired_by_it(
     (tmp_path / "ready.run").touch()
     monkeypatch.chdir(tmp_path)
     line = f"PPO_VENV={tmp_path} {ROOT}/scripts/setup"
-    assert f"Run `{line}`." in str(find_fault())
+    assert f"Run `{line}`." in str(find_gpu_fault())
     (tmp_path / "ready.dev").touch()
     monkeypatch.chdir(ROOT)
-    assert f"Run `PPO_VENV={tmp_path} scripts/setup dev`." in str(find_fault())
+    assert f"Run `PPO_VENV={tmp_path} scripts/setup dev`." in str(find_gpu_fault())
     monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
-    assert "Run `scripts/setup" in str(find_fault())
+    assert "Run `scripts/setup" in str(find_gpu_fault())
 
 
 def test_the_build_is_read_from_torch_s_files(tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_a_driver_that_does_not_answer_is_named(machine: Machine, tmp_path: Path
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch_build, "read_inventory", lambda fault=fault: Inventory(fault=fault))
-            why = str(find_fault(environ={}))
+            why = str(find_gpu_fault(environ={}))
             assert fault.rstrip(".") + ". " in why and advice in why
-            assert find_fault(environ={"CUDA_VISIBLE_DEVICES": "-1"}) is None
+            assert find_gpu_fault(environ={"CUDA_VISIBLE_DEVICES": "-1"}) is None
 
 
 def test_the_order_of_unequal_cards_is_written_down(machine: Machine) -> None:
@@ -132,15 +132,15 @@ def test_the_order_of_unequal_cards_is_written_down(machine: Machine) -> None:
         ({"CUDA_VISIBLE_DEVICES": ""}, ""),
     ):
         before = list_gpus(environ)
-        fix_order(environ)
+        pin_gpu_order(environ)
         assert environ == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": expected}
         assert list_gpus(environ) == before
     chosen = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    fix_order(chosen)
+    pin_gpu_order(chosen)
     assert chosen == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     machine.set(DRIVER, h100(0), h100(1))
     equal: dict[str, str] = {}
-    fix_order(equal)
+    pin_gpu_order(equal)
     assert equal == {}
 
 

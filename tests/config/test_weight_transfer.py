@@ -53,7 +53,7 @@ def test_the_way_follows_from_devices_and_sampler(
     given: str, gpus: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "has_package", lambda name: True)
-    monkeypatch.setattr(placement, "proven", lambda feature: True)
+    monkeypatch.setattr(placement, "is_proven", lambda feature: True)
     assert weight_transfer(settle(*given.split()).config, gpus) == way
 
 
@@ -75,7 +75,7 @@ def test_auto_takes_what_the_self_test_has_proven(
     given: str, features: tuple[str, ...], way: str, sleep: str, slow: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(placement, "proven", features.__contains__)
+    monkeypatch.setattr(placement, "is_proven", features.__contains__)
     config = settle(VLLM, FOUR, *given.split()).config
     assert (weight_transfer(config, 4), sleep_mode(config)) == (way, sleep)
     said = [line for line in cluster_remarks(config, 4, {}) if "self-test" in line]
@@ -144,7 +144,7 @@ def test_an_unreadable_placement_is_told_alone() -> None:
 
 
 def test_the_plan_tells_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "proven", lambda feature: True)
+    monkeypatch.setattr(placement, "is_proven", lambda feature: True)
     said = device_plan(settle(VLLM, FOUR, SPLIT).config).sentences
     assert "new weights travel by nccl" in said
     assert "travel" not in " ".join(device_plan(settle("trainer.num_workers=2").config).sentences)

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from ppo_cli.algo.batch import TrainBatch
-from ppo_cli.config.memory.devices import Shapes, count_memory, read_shapes
+from ppo_cli.config.memory.devices import ModelShapes, count_memory, read_shapes
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
@@ -176,7 +176,7 @@ def measure(config: Config) -> dict[str, int]:
     baseline = status("VmRSS")
     train(config, 2)
     shapes = read_shapes(config)
-    assert isinstance(shapes, Shapes)
+    assert isinstance(shapes, ModelShapes)
     (host,) = count_memory(config, shapes, None)
     return {"measured": status("VmHWM") - baseline, "counted": host.needed}
 

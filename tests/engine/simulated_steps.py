@@ -25,7 +25,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppo_cli.config.memory.plan import change
+from ppo_cli.config.memory.plan import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.simulation import steps
 from ppo_cli.engine.simulation.counters import CollectiveCounter, MemoryCounter, Watch
@@ -60,7 +60,7 @@ def make_config(path: str, ranks: int, **settings: Any) -> Config:
     trainer = {"n_gpus_per_node": ranks, "engine": "ray" if ranks > 1 else "local"}
     rollout = {"name": "vllm" if ranks > 1 else "hf"}
     sections = BASE | {"model": model, "trainer": trainer, "rollout": rollout}
-    return change(Config.model_validate(sections), settings)
+    return with_settings(Config.model_validate(sections), settings)
 
 
 @contextmanager

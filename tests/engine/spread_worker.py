@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from ppo_cli.algo.tokens import full_kl
-from ppo_cli.config.memory.plan import change
+from ppo_cli.config.memory.plan import with_settings
 from ppo_cli.config.schema.algorithm import CriticModel, Optim, Sharding
 from ppo_cli.config.schema.run import Config, Model
 from ppo_cli.engine import learner
@@ -397,7 +397,7 @@ def unsplit_case(ranks: Ranks, models: dict[str, str]) -> Found:
 def stay_whole(config: Config) -> Config:
     """The same, with weights that stay whole through a step."""
     keys = [f"{part}.fsdp_config.reshard_after_forward" for part in ("actor", "critic")]
-    return change(config, dict.fromkeys(keys, False))
+    return with_settings(config, dict.fromkeys(keys, False))
 
 
 def packed_case(

@@ -65,13 +65,13 @@ def test_a_gpu_without_bfloat16_computes_in_float32(
     card: str, dtype: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ppo_cli.config.derived import compute_dtype
-    from ppo_cli.config.memory.plan import settle_dtype
+    from ppo_cli.config.memory.plan import fill_dtype
 
     machine.set(DRIVER, card)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert Compute.choose(None) == Compute(torch.device("cuda"), getattr(torch, dtype))
     assert compute_dtype(Config()) == dtype
-    assert settle_dtype(Config()).model.dtype == (None if dtype == "bfloat16" else dtype)
+    assert fill_dtype(Config()).model.dtype == (None if dtype == "bfloat16" else dtype)
     assert Compute.choose("bfloat16").dtype == torch.bfloat16
 
 

@@ -158,7 +158,7 @@ def test_gate_and_up_projection_have_a_rank_each() -> None:
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
 def test_memory_is_counted_for_an_adapter_of_this_size(kind: str) -> None:
     model = adapted(kind, ALL, {})
-    shape = Shape.of(model.config.to_dict())
+    shape = Shape.from_config(model.config.to_dict())
     assert shape is not None
     size = sum(tensor.numel() for _, tensor in adapter_tensors(model))
     assert shape.adapter(2) == pytest.approx(size, rel=0.01)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.config.memory.plan import change
+from ppo_cli.config.memory.plan import with_settings
 from ppo_cli.engine.batches.micro_batches import Budget, plan_rank_micro_batches
 from ppo_cli.engine.batches.rows import row_lengths, row_prompts
 from ppo_cli.engine.ranks import Ranks
@@ -122,7 +122,9 @@ def test_an_adapter_takes_no_memory_of_this_machine_while_models_load(
 def test_two_micro_batches_of_each_rank_fill_a_budget_of_any_size(
     budget: int, shared: bool, ranks: int
 ) -> None:
-    config = change(make_config("unused", ranks), {"data.max_response_length": 960, "rollout.n": 8})
+    config = with_settings(
+        make_config("unused", ranks), {"data.max_response_length": 960, "rollout.n": 8}
+    )
     packed = Budget(budget, packed=True, shared=shared)
     batch = make_batch(config, "update of the actor", packed)
     lengths = row_lengths(batch)

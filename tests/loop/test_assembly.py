@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.memory.plan import cpu_plan, settle_memory
+from ppo_cli.config.memory.plan import cpu_plan, fill_memory_settings
 from ppo_cli.config.placement import placement_of
 from ppo_cli.config.resolve import resolve
 from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
@@ -260,7 +260,7 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
     assert engine.get() is engine.get() is made[0].engine
     first = made[0]
     memory: list[str] = []
-    settled = settle_memory(seen.job.config, memory.append)
+    settled = fill_memory_settings(seen.job.config, memory.append)
     products = [f"CPU: {line}" for line in cpu_plan(settled, jemalloc=False)]
     assert settled.model.enable_gradient_checkpointing is False
     assert (first.config, first.tokenizer) == (settled, engine.tokenizer)

@@ -34,7 +34,7 @@ SECRET = "sk-proj-4f8a1c9e7b2d6053e8f7a1b4c9d2e6f0"
 
 def prove(monkeypatch: pytest.MonkeyPatch, *features: Feature) -> None:
     for module in (derived, placement):
-        monkeypatch.setattr(module, "proven", features.__contains__)
+        monkeypatch.setattr(module, "is_proven", features.__contains__)
 
 
 def test_prompts_are_shared_on_gpus_only_where_proven(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from ppo_cli.config.checks.judge_server import local_clashes
 from ppo_cli.config.derived import critic_mini_batch, quantised, shares_prompts, uses_critic
-from ppo_cli.config.machine.gpus import find_idle_gpus, has_bfloat16, list_gpus
+from ppo_cli.config.machine.gpus import explain_hidden_gpus, has_bfloat16, list_gpus
 from ppo_cli.config.machine.processor import count_cores
 from ppo_cli.config.placement import (
     Roles,
@@ -390,7 +390,7 @@ def _check_async(config: Config, gpus: int) -> Iterator[Clash]:
 def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:
     """Say what is allowed and easily overlooked; `gpus` are those visible on this node."""
     trainer = config.trainer
-    if not environ.get("RAY_ADDRESS") and (idle := find_idle_gpus(environ)) is not None:
+    if not environ.get("RAY_ADDRESS") and (idle := explain_hidden_gpus(environ)) is not None:
         yield idle
     if gpus > 1 and trainer.n_gpus_per_node is None:
         used = gpus_per_node(config, gpus)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.machine.gpus import list_gpus
-from ppo_cli.config.machine.torch_build import GpuFault, find_fault, read_build
-from ppo_cli.config.memory.devices import GIB, KV_GB, judge_memory
+from ppo_cli.config.machine.torch_build import GpuFault, find_gpu_fault, read_build
+from ppo_cli.config.memory.devices import GIB, KV_GB, count_judge_server
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import folder_problem, has_template
@@ -42,7 +42,7 @@ def judge_fault(environ: Mapping[str, str]) -> GpuFault | None:
     """Return why the server of a judge cannot use the GPUs here; None: it can, or has none."""
     python = vllm_python(environ)
     if python == sys.executable:
-        return find_fault(environ=environ)
+        return find_gpu_fault(environ=environ)
     build = read_build(python) if python and list_gpus(environ) else None
     if build is None or build.cuda is not None:
         return None
@@ -131,12 +131,11 @@ def missing_for_judge(config: Config, environ: Mapping[str, str]) -> list[str]:
             )
     elif name.startswith((".", "/", "~")):
         problems.append(f"The judge {name} is no model folder: it has no config.json.")
-    place = judge_memory(config)
-    if place is not None and place.there is not None and place.fits is False:
+    place = count_judge_server(config)
+    if place is not None and place.capacity is not None and place.fits is False:
         problems.append(
             f"The judge {name} needs about {place.needed / GIB:.3g} GiB on each of its devices, "
-            f"which have {place.there / GIB:.3g} GiB: take a smaller --rm_model, or give it more "
-            "GPUs."
+            f"which have {place.capacity / GIB:.3g} GiB: use a smaller --rm_model, or more GPUs."
         )
     return [sentence for sentence in problems if sentence]
 

@@ -20,7 +20,7 @@ from ppo_cli.config.checks.unused import find_unused
 from ppo_cli.config.derived import quantised, rejections, uses_critic, why_recompute_logprobs
 from ppo_cli.config.layers import DEFAULT, Resolved
 from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
-from ppo_cli.config.machine.torch_build import find_fault
+from ppo_cli.config.machine.torch_build import find_gpu_fault
 from ppo_cli.config.memory.devices import ASSUMED_MEMORY
 from ppo_cli.config.placement import (
     engine_name,
@@ -262,7 +262,7 @@ def _unusable_gpus(config: Config, gpus: int, environ: Mapping[str, str]) -> Ite
     if config.trainer.engine == "verl" or environ.get("RAY_ADDRESS"):
         return
     used = gpus_per_node(config, gpus)
-    if (fault := find_fault(used, environ)) is not None:
+    if (fault := find_gpu_fault(used, environ)) is not None:
         yield str(fault)
     if config.model.dtype == "bfloat16" and sampler_name(config, gpus) == "vllm":
         yield from (

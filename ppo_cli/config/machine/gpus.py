@@ -1,14 +1,14 @@
-"""The NVIDIA GPUs that this process may use, and their driver, by NVML: no torch, no CUDA context.
+"""The NVIDIA GPUs that this process may use, and their driver, from NVML, without a CUDA context.
 
-NVML lists cards in the order of the PCI bus and ignores CUDA's variables; `list_gpus` gives the
-order and the selection of CUDA:
+NVML lists cards in the order of the PCI bus and ignores CUDA's variables. `list_gpus` reproduces
+the order and the selection of CUDA:
 
 - Unless CUDA_DEVICE_ORDER is PCI_BUS_ID, the fastest card comes first. CUDA does not publish how
   it estimates the speed; here it is cores times clock. Equal cards keep the order of the bus.
-- CUDA_VISIBLE_DEVICES holds numbers in that order, or prefixes of UUIDs; the list ends at the
-  first entry that names no device, and a device named twice leaves none.
+- CUDA_VISIBLE_DEVICES has numbers in that order, or prefixes of UUIDs. The list ends at the first
+  entry that names no device; a device named twice leaves none.
 - A card that is split (MIG) is used through one of its slices, and a process sees one slice only:
-  the first, unless CUDA_VISIBLE_DEVICES names another; cards beside it are hidden.
+  the first, unless CUDA_VISIBLE_DEVICES names another. Other cards are hidden then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-AMPERE = (8, 0)
+AMPERE = (8, 0)  # compute capability
+# Where Windows puts NVML for Linux under WSL, relative to the root.
 WSL_LIBRARY = "usr/lib/wsl/lib/libnvidia-ml.so.1"
 
 
@@ -47,7 +48,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What NVML says: cards in the order of the PCI bus, the driver, the newest CUDA it runs."""
+    """NVML's answer: cards in the order of the PCI bus, the driver, the newest CUDA it runs."""
 
     cards: tuple[Card, ...] = ()
     driver: str | None = None
@@ -58,55 +59,58 @@ class Inventory:
 def list_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> tuple[Gpu, ...]:
     """Return the GPUs that a process with this environment may use, in CUDA's order."""
     environ = os.environ if environ is None else environ
-    cards = _order(environ, root)
+    cards = _order_cards(environ, root)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        gpus = [gpu for card in cards for gpu in _usable(card)]
+        gpus = [gpu for card in cards for gpu in _usable_gpus(card)]
     else:
-        gpus = list(_select(visible, cards))
+        gpus = list(_select_visible(visible, cards))
+    # CUDA shows no GPU if one is named twice, and only one slice to a process.
     if len({gpu.uuid for gpu in gpus}) < len(gpus):
         return ()
     slices = [gpu for gpu in gpus if gpu.uuid.startswith("MIG-")]
     return tuple(slices[:1] or gpus)
 
 
-def chooses_cpu(environ: Mapping[str, str]) -> bool:
-    """Tell whether CUDA_VISIBLE_DEVICES asks for no GPU: empty, or -1 comes first."""
+def hides_all_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES hides all GPUs on purpose: it is empty, or -1 comes first."""
     visible = environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
     return not visible or visible.startswith("-")
 
 
-def find_idle_gpus(environ: Mapping[str, str]) -> str | None:
-    """Say which GPUs a mistake in CUDA_VISIBLE_DEVICES hides, or lack the MIG instance to use."""
-    cards = _order(environ)
-    if not cards or chooses_cpu(environ):
+def explain_hidden_gpus(environ: Mapping[str, str]) -> str | None:
+    """Explain which GPUs a mistake in CUDA_VISIBLE_DEVICES hides, or lack a MIG instance."""
+    cards = _order_cards(environ)
+    if not cards or hides_all_gpus(environ):
         return None
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return next((_lack(card) for card in cards if card.slices == ()), None)
-    words = [word.strip() for word in visible.rstrip(", ").split(",")]
-    selected = list(_select(visible, cards))
-    end = next(iter(words[len(selected) :]), None)
+        return next((_describe_missing_slice(card) for card in cards if card.slices == ()), None)
+    # The first entry that names no device ends the list.
+    entries = [word.strip() for word in visible.rstrip(", ").split(",")]
+    selected = list(_select_visible(visible, cards))
+    end = next(iter(entries[len(selected) :]), None)
     if end is None and len(set(selected)) == len(selected):
         return None
     if end is not None and end.startswith("-"):
         return None
+    # The entry may name a card in MIG mode that has no slice.
     for number, card in enumerate(cards):
         names_card = end and (end == str(number) or card.gpu.uuid.startswith(end))
         if card.slices == () and names_card:
-            return _lack(card)
+            return _describe_missing_slice(card)
     setting = f"CUDA_VISIBLE_DEVICES={visible}"
-    here = f"of the {len(cards)} GPUs here" if len(cards) > 1 else "of the GPUs here (1)"
+    of_these = f"of the {len(cards)} GPUs here" if len(cards) > 1 else "of the GPUs here (1)"
     if gpus := list_gpus(environ):
-        what = f'{setting} names {len(gpus)} {here}: it ends at "{end}", which names none'
+        what = f'{setting} names {len(gpus)} {of_these}: it ends at "{end}", which names none'
     elif end is None:
-        what = f"{setting} names none {here}, since it names one twice: CUDA shows no GPU"
+        what = f"{setting} names none {of_these}, since it names one twice: CUDA shows no GPU"
     else:
-        what = f"{setting} names none {here}: CUDA shows no GPU"
+        what = f"{setting} names none {of_these}: CUDA shows no GPU"
     return f'{what}. `nvidia-smi -L` lists them; CUDA_VISIBLE_DEVICES="" asks for the CPU.'
 
 
-def _lack(card: Card) -> str:
+def _describe_missing_slice(card: Card) -> str:
     index = read_inventory().cards.index(card)
     return (
         f"GPU {index} ({card.gpu.name}) is in MIG mode without an instance, so nothing can use it: "
@@ -114,7 +118,7 @@ def _lack(card: Card) -> str:
     )
 
 
-def _order(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[Card, ...]:
+def _order_cards(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[Card, ...]:
     cards = read_inventory(root).cards
     if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         cards = tuple(sorted(cards, key=lambda card: card.speed, reverse=True))
@@ -122,14 +126,14 @@ def _order(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[Card, ..
 
 
 def has_bfloat16(gpus: Sequence[Gpu]) -> bool:
-    """Tell whether these GPUs compute in bfloat16 (Ampere and newer); older ones emulate it."""
+    """Whether these GPUs compute in bfloat16 (Ampere and newer); older ones emulate it."""
     return all((gpu.compute_capability or AMPERE) >= AMPERE for gpu in gpus)
 
 
-def fix_order(environ: MutableMapping[str, str]) -> None:
-    """Write the order of unequal cards into CUDA's variables, so that no program guesses another.
+def pin_gpu_order(environ: MutableMapping[str, str]) -> None:
+    """Set CUDA's variables to the order of `list_gpus`, if cards differ.
 
-    Programs that are started with them then number the GPUs as `list_gpus` does.
+    Programs that inherit the variables then number the GPUs in the same order.
     """
     cards = [card.gpu for card in read_inventory().cards]
     gpus = list_gpus(environ)
@@ -141,20 +145,20 @@ def fix_order(environ: MutableMapping[str, str]) -> None:
 
 
 def driver_version() -> str | None:
-    """Return the version of NVIDIA's driver; None without one."""
+    """Return the version of NVIDIA's driver; None without a driver."""
     return read_inventory().driver
 
 
-def _usable(card: Card) -> Sequence[Gpu]:
+def _usable_gpus(card: Card) -> Sequence[Gpu]:
     return (card.gpu,) if card.slices is None else card.slices[:1]
 
 
-def _select(visible: str, cards: Sequence[Card]) -> Iterator[Gpu]:
-    every = [gpu for card in cards for gpu in (card.slices or _usable(card))]
+def _select_visible(visible: str, cards: Sequence[Card]) -> Iterator[Gpu]:
+    every = [gpu for card in cards for gpu in (card.slices or _usable_gpus(card))]
     for word in map(str.strip, visible.split(",")):
         if number := re.match(r"\d+", word):
             index = int(number[0])
-            matches = list(_usable(cards[index])) if index < len(cards) else []
+            matches = list(_usable_gpus(cards[index])) if index < len(cards) else []
         else:
             named = word.startswith(("GPU-", "MIG-"))
             matches = [gpu for gpu in every if named and gpu.uuid.startswith(word)]
@@ -164,32 +168,34 @@ def _select(visible: str, cards: Sequence[Card]) -> Iterator[Gpu]:
 
 
 def read_inventory(root: Path = Path("/")) -> Inventory:
-    """Ask NVML; without NVIDIA's driver everything is empty."""
+    """Query NVML; empty without NVIDIA's driver."""
     import pynvml
 
     try:
-        return _ask(pynvml, root)
+        return query_nvml(pynvml, root)
     except pynvml.NVMLError as error:
+        # A machine without NVIDIA devices has no fault: NVML is not expected to answer.
         has_wsl_gpu = (root / "dev/dxg").exists() and (root / WSL_LIBRARY).exists()
         has_cards = any(re.fullmatch(r"nvidia\d+", p.name) for p in (root / "dev").glob("nvidia*"))
         return Inventory(fault=str(error) if has_cards or has_wsl_gpu else None)
 
 
-@cache  # an error is not kept
-def _ask(nvml: Any, root: Path) -> Inventory:
+@cache  # errors are not cached
+def query_nvml(nvml: Any, root: Path) -> Inventory:
+    """Read the inventory with the module pynvml; raise its errors."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError_LibraryNotFound:
         if not (root / WSL_LIBRARY).exists():
             raise
-        # Windows provides it outside of the loader's path; once loaded, its short name finds it.
+        # WSL has it outside of the loader's path; once loaded, NVML finds it by its short name.
         ctypes.CDLL(str(root / WSL_LIBRARY))
         nvml.nvmlInit()
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         number = nvml.nvmlSystemGetCudaDriverVersion_v2()
         return Inventory(
-            tuple(_card(nvml, handle) for handle in handles),
+            tuple(_read_card(nvml, handle) for handle in handles),
             nvml.nvmlSystemGetDriverVersion(),
             (number // 1000, number % 1000 // 10),
         )
@@ -197,41 +203,41 @@ def _ask(nvml: Any, root: Path) -> Inventory:
         nvml.nvmlShutdown()
 
 
-def _card(nvml: Any, handle: Any) -> Card:
+def _read_card(nvml: Any, handle: Any) -> Card:
     capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
     slices = None
-    if _is_split(nvml, handle):
-        slices = tuple(_gpu(nvml, part, capability) for part in _slices(nvml, handle))
-    return Card(_gpu(nvml, handle, capability), _speed(nvml, handle), slices)
+    if _is_mig(nvml, handle):
+        slices = tuple(_read_gpu(nvml, part, capability) for part in _list_slices(nvml, handle))
+    return Card(_read_gpu(nvml, handle, capability), _estimate_speed(nvml, handle), slices)
 
 
-def _is_split(nvml: Any, handle: Any) -> bool:
+def _is_mig(nvml: Any, handle: Any) -> bool:
     try:
         return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
     except nvml.NVMLError_NotSupported:
         return False
 
 
-def _slices(nvml: Any, handle: Any) -> Iterator[Any]:
+def _list_slices(nvml: Any, handle: Any) -> Iterator[Any]:
     for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         try:
             yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-        except nvml.NVMLError_NotFound:  # numbers of slices have holes
+        except nvml.NVMLError_NotFound:  # the numbers of slices have gaps
             continue
 
 
-def _gpu(nvml: Any, handle: Any, capability: Any) -> Gpu:
+def _read_gpu(nvml: Any, handle: Any, capability: Any) -> Gpu:
     try:
         memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except nvml.NVMLError_NotSupported:  # one memory for CPU and GPU, as in GB10
+    except nvml.NVMLError_NotSupported:  # CPU and GPU share the memory, as in GB10
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
     return Gpu(name, uuid, memory_bytes, capability)
 
 
-def _speed(nvml: Any, handle: Any) -> int:
+def _estimate_speed(nvml: Any, handle: Any) -> int:
     try:
         clock_mhz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
         return int(nvml.nvmlDeviceGetNumGpuCores(handle) * clock_mhz)
-    except nvml.NVMLError:  # virtual GPUs and old drivers do not say
+    except nvml.NVMLError:  # not supported by virtual GPUs and old drivers
         return 0

@@ -1,7 +1,7 @@
 """Whether the installed torch can compute on this machine's GPUs, without importing it.
 
-`scripts/setup` chooses among the same builds: CUDA 13's is the default, CUDA 12's is for older
-drivers and older GPUs.
+`scripts/setup` chooses among the same builds: CUDA 13 by default, CUDA 12 for older drivers and
+older GPUs.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from ppo_cli.config.machine.gpus import Gpu, chooses_cpu, list_gpus, read_inventory
+from ppo_cli.config.machine.gpus import Gpu, hides_all_gpus, list_gpus, read_inventory
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 # The oldest driver that runs programs built with a major version of CUDA: CUDA's release notes,
 # table of minor version compatibility.
 DRIVERS: Final = {11: 450, 12: 525, 13: 580}
-# Compute capabilities: CUDA 13 dropped what is older than TURING, and what is as new as BLACKWELL
-# needs CUDA 12.8.
+# Compute capabilities: CUDA 13 supports TURING and newer; BLACKWELL and newer need CUDA 12.8.
 TURING, BLACKWELL = (7, 5), (10, 0)
 USE_CPU: Final = 'To compute on the CPU: `export CUDA_VISIBLE_DEVICES=""`.'
 
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The version of torch, and of the CUDA that it was built with: None for CPUs."""
+    """The version of torch, and of the CUDA that it was built for; None: CPUs only."""
 
     version: str
     cuda: tuple[int, int] | None
@@ -41,7 +40,7 @@ class TorchBuild:
 
 
 def read_build(python: str = sys.executable) -> TorchBuild | None:
-    """Read what a Python's torch was built for from its files; None where it is not installed."""
+    """Read from its files what a Python's torch was built for; None if it is not installed."""
     if python == sys.executable:
         spec = find_spec("torch")
         files = [] if spec is None or spec.origin is None else [Path(spec.origin)]
@@ -57,7 +56,7 @@ def read_build(python: str = sys.executable) -> TorchBuild | None:
 
 @dataclass(frozen=True)
 class GpuFault:
-    """Why torch cannot compute on the GPUs here, and what repairs that."""
+    """Why torch cannot compute on the GPUs of this machine, and how to repair that."""
 
     what: str
     repair: str
@@ -66,19 +65,20 @@ class GpuFault:
         return f"{self.what}. {self.repair[0].upper()}{self.repair[1:]}. {USE_CPU}"
 
 
-def find_fault(used: int = 1, environ: Mapping[str, str] | None = None) -> GpuFault | None:
+def find_gpu_fault(used: int = 1, environ: Mapping[str, str] | None = None) -> GpuFault | None:
     """Return why torch cannot compute on the first `used` GPUs.
 
-    None: it can, there are none, or CUDA_VISIBLE_DEVICES hides all. What only a start of CUDA shows
-    is found by `engine.device.require_gpus`.
+    None: it can, there are no GPUs, or CUDA_VISIBLE_DEVICES hides all. `engine.device.require_gpus`
+    finds faults that only a start of CUDA shows.
     """
     environ = os.environ if environ is None else environ
     gpus, inventory, build = list_gpus(environ)[:used], read_inventory(), read_build()
-    if inventory.fault is not None and not chooses_cpu(environ):
+    if inventory.fault is not None and not hides_all_gpus(environ):
         what = "This machine has NVIDIA GPUs, but their driver does not answer: "
-        return GpuFault(what + inventory.fault.rstrip("."), _revive(inventory.fault))
+        return GpuFault(what + inventory.fault.rstrip("."), _suggest_driver_fix(inventory.fault))
     if not gpus or build is None:
         return None
+    # The build has to match the driver and the oldest and newest of the GPUs.
     lowest, highest = min(map(_capability, gpus)), max(map(_capability, gpus))
     if build.cuda is None:
         why = ""
@@ -90,12 +90,12 @@ def find_fault(used: int = 1, environ: Mapping[str, str] | None = None) -> GpuFa
         why = ", which has no code for this GPU"
     else:
         return None
-    return GpuFault(f"{describe(gpus)} cannot be used: {build}{why}", _repair(build, gpus))
+    return GpuFault(f"{describe(gpus)} cannot be used: {build}{why}", _repair_command(build, gpus))
 
 
-def _repair(build: TorchBuild, gpus: Sequence[Gpu]) -> str:
+def _repair_command(build: TorchBuild, gpus: Sequence[Gpu]) -> str:
     """Return the command that installs the build of torch for these GPUs."""
-    name = _build_for(gpus)
+    name = _choose_build(gpus)
     if name is None:
         return f"update NVIDIA's driver to {DRIVERS[13]} or newer"
     if (setup := _setup_command()) is not None:
@@ -106,7 +106,7 @@ def _repair(build: TorchBuild, gpus: Sequence[Gpu]) -> str:
 
 
 def describe(gpus: Sequence[Gpu]) -> str:
-    """Name GPUs, and their driver with the newest CUDA that it runs."""
+    """Return the names of GPUs, and their driver with the newest CUDA that it runs."""
     inventory = read_inventory()
     names = dict.fromkeys(gpu.name for gpu in gpus)
     capabilities = dict.fromkeys(gpu.compute_capability for gpu in gpus if gpu.compute_capability)
@@ -122,8 +122,8 @@ def _capability(gpu: Gpu) -> tuple[int, int]:
     return gpu.compute_capability or TURING
 
 
-def _build_for(gpus: Sequence[Gpu]) -> str | None:
-    """Name the build that these GPUs and their driver run; None: no build does."""
+def _choose_build(gpus: Sequence[Gpu]) -> str | None:
+    """Return the build of torch that these GPUs and their driver can run; None: no build."""
     newest = (read_inventory().cuda or (13, 0))[0]
     if newest >= 13 and all(_capability(gpu) >= TURING for gpu in gpus):
         return "cu130"
@@ -131,17 +131,17 @@ def _build_for(gpus: Sequence[Gpu]) -> str | None:
 
 
 def _setup_command() -> str | None:
-    """Return the line that brings this environment in step, where `scripts/setup` made it."""
+    """Return the setup command that updates this environment; None if setup did not make it."""
     prefix, script = Path(sys.prefix), ROOT / "scripts/setup"
     if not script.exists() or not any(prefix.glob("ready.*")):
         return None
-    words = ["scripts/setup" if Path.cwd() == ROOT else str(script)]
-    words += ["dev"] if (prefix / "ready.dev").exists() else []
+    arguments = ["scripts/setup" if Path.cwd() == ROOT else str(script)]
+    arguments += ["dev"] if (prefix / "ready.dev").exists() else []
     where = "" if prefix == ROOT / ".venv" else f"PPO_VENV={shlex.quote(str(prefix))} "
-    return where + shlex.join(words)
+    return where + shlex.join(arguments)
 
 
-def _revive(fault: str) -> str:
+def _suggest_driver_fix(fault: str) -> str:
     if "mismatch" in fault:
         return "it was updated while the machine ran: `sudo reboot`"
     if "Not Found" in fault:

@@ -1,7 +1,7 @@
-"""What helps where memory has run out: settings that are not set already, and what else there is.
+"""Advice when memory has run out: settings to change, and other ways.
 
-Each cause has its own: gathered weights do not shrink with shorter rows, nor moments with smaller
-micro-batches. What helps a transfer of weights is in `engine/base.py`, the same on both sides.
+Each cause has different advice: shorter rows do not shrink gathered weights, and smaller
+micro-batches do not shrink moments. Advice for the transfer of weights is in `engine/base.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ Cause = Literal["weights", "sequence", "step", "sampling"]
 
 
 def advise_memory(config: Config, cause: Cause) -> str:
-    """Say in one sentence what to add to the command, the least costly first."""
-    ways = [*_ways(config, cause)]
+    """Return one sentence with what to add to the command, the least costly first."""
+    # Settings first, then more devices, then a smaller model.
+    ways = [*_suggestions(config, cause)]
     if gpus_per_node(config) and cause != "sampling":
         ways.append("use more GPUs (--n_gpus, --nnodes)")
     elif cause != "sampling" and (ranks := learner_ranks(config)) > 1:
@@ -31,55 +32,57 @@ def advise_memory(config: Config, cause: Cause) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _ways(config: Config, cause: Cause) -> Iterator[str]:
+def _suggestions(config: Config, cause: Cause) -> Iterator[str]:
     if cause == "sampling":
-        yield from _for_sampling(config)
+        yield from _suggest_for_sampling(config)
         return
     if cause == "sequence":
         yield "lower --max_response_length or --max_prompt_length"
         if config.model.enable_gradient_checkpointing is False:
             yield "add model.enable_gradient_checkpointing=true"
     if not gpus_per_node(config):
-        yield from _fewer_trained(config)
+        yield from _suggest_training_less(config)
         return
-    if cause in ("weights", "sequence") and _keeps_reference(config):
+    if cause in ("weights", "sequence") and _has_separate_reference(config):
         yield "add ref.param_offload=true"
-    yield from _offload(config, "optimizer_offload")
+    yield from _suggest_offload(config, "optimizer_offload")
     if cause == "step" and config.actor.optim.optimizer != "AdamW8bit":
         yield "add actor.optim.optimizer=AdamW8bit (moments in 8 bits)"
-    if cause != "step" or learner_ranks(config) > 1:  # then ranks step in host memory
-        yield from _offload(config, "param_offload")
+    # A step on offloaded weights saves memory only if several ranks step in host memory.
+    if cause != "step" or learner_ranks(config) > 1:
+        yield from _suggest_offload(config, "param_offload")
     if cause == "step":
-        yield from _fewer_trained(config)
+        yield from _suggest_training_less(config)
 
 
-def _fewer_trained(config: Config) -> Iterator[str]:
-    """Gradients and moments of fewer numbers, which changes what is learned."""
+def _suggest_training_less(config: Config) -> Iterator[str]:
+    """Suggest training fewer weights, which changes what is learned."""
     ranks = {"model.lora_rank": config.model.lora_rank}
     if uses_critic(config):
         ranks["critic.model.lora_rank"] = config.critic.model.lora_rank
-    whole = [key for key, rank in ranks.items() if not rank]
-    if whole:
-        yield "add " + " ".join(f"{key}={LORA_RANK}" for key in whole)
+    full_keys = [key for key, rank in ranks.items() if not rank]
+    if full_keys:
+        yield "add " + " ".join(f"{key}={LORA_RANK}" for key in full_keys)
     if uses_critic(config):
+        # GRPO needs several responses to a prompt.
         group = " rollout.n=4" if config.rollout.n < 2 else ""
         yield f"add algorithm.adv_estimator=grpo{group} (trains no critic)"
 
 
-def _keeps_reference(config: Config) -> bool:
-    """Whether a model of its own is the reference, and stays on the device."""
+def _has_separate_reference(config: Config) -> bool:
+    """Whether the reference is a separate model that stays on the device."""
     shared = config.model.lora_rank > 0 and config.ref.path is None
     return uses_reference(config) and not shared and not config.ref.param_offload
 
 
-def _offload(config: Config, what: str) -> Iterator[str]:
+def _suggest_offload(config: Config, what: str) -> Iterator[str]:
     parts = ("actor", "critic") if uses_critic(config) else ("actor",)
     missing = [name for name in parts if not getattr(getattr(config, name).fsdp_config, what)]
     if missing:
         yield "add " + " ".join(f"{name}.fsdp_config.{what}=true" for name in missing)
 
 
-def _for_sampling(config: Config) -> Iterator[str]:
+def _suggest_for_sampling(config: Config) -> Iterator[str]:
     rows = min(config.rollout.max_num_seqs, gen_batch(config) * config.rollout.n)
     if sampler_name(config) == "vllm" and gpus_per_node(config):
         yield "lower --gpu_memory_utilization"

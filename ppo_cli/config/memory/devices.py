@@ -1,8 +1,8 @@
-"""What a run holds in memory, role by role, from each model's config.json and the settings.
+"""Bytes of a run on each kind of device, by role, from each model's config.json and the settings.
 
-Counted at the largest micro-batch with every row as long as it may be. Weights, gradients and
-moments (but AdamW8bit's) are float32; activations are in the computing precision. What libraries
-and drivers take for themselves is not counted: RESERVE is left for it.
+Counted for the largest micro-batch with rows of the greatest length. Weights, gradients and moments
+(except AdamW8bit's) are float32; activations have the computing precision. Memory of libraries and
+drivers is not counted: RESERVE is left free for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ppo_cli.config.derived import (
 )
 from ppo_cli.config.machine import processor
 from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
-from ppo_cli.config.memory.model import Model, Share, Work
+from ppo_cli.config.memory.model import ModelBytes, ModelOnRank, RoleBytes
 from ppo_cli.config.memory.publishing import publish_bytes
 from ppo_cli.config.mixture import models_of
 from ppo_cli.config.models.bundled import model_folder
@@ -50,46 +50,47 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, ModelError
 
 PREFILL_TOKENS = 16_384  # of one forward pass of the hf sampler
-# Activations are kept when a step with them needs at most this share of the memory: an estimate
-# may be wrong, and others may need some too.
+# Activations are kept if a step with them needs at most this share of the memory: the estimate may
+# be wrong, and other programs may need memory too.
 AMPLE = 0.5
-RESERVE = 0.1  # share of a device that the count must leave free to fit
-# Of RESERVE: the CUDA context of one process with the kernels of its libraries, or NCCL's buffers
-# for one group of ranks. Small GPUs must leave as much free even where it is more than RESERVE.
+RESERVE = 0.1  # share of a device that must stay free for a run to fit
+# The CUDA context of one process with the kernels of its libraries, or NCCL's buffers for one group
+# of ranks. Part of RESERVE; on small GPUs it is more than RESERVE and must be free all the same.
 CONTEXT_BYTES = 512 << 20
 GIB = 1 << 30
 AWAKE = ("rollout", "publishing")  # phases in which samplers work
-# Float32 copies of a chunk's logits when a token is drawn.
+# Float32 copies of a chunk's logits when a token is sampled.
 DRAWN_LOGITS = 4
-# Bytes of a GPU in a plan for another machine (`ppo plan --device_memory`).
+# Size of a GPU, in bytes, in a plan for another machine (`ppo plan --device_memory`).
 ASSUMED_MEMORY: ContextVar[int | None] = ContextVar("assumed_memory", default=None)
 
 
 @dataclass(frozen=True)
-class Place:
-    """A kind of device: what it has, what it needs in each phase, and of that for each role.
+class DeviceNeeds:
+    """Bytes on one kind of device: its capacity, and the needs of each phase and each role.
 
-    `asleep` are weights of a sampler that stay while it does not work; `phases` leave them out.
-    vLLM starts only if `vllm_least`, its weights and the cache of one row, is in `vllm_share`.
+    `asleep`: weights of a sampler that stay while it sleeps; `phases` does not include them.
+    vLLM starts only if its share of the device, `vllm_share`, has space for `vllm_least`: its
+    weights and the cache of one row.
     """
 
     name: str
-    there: int | None
-    roles: Mapping[str, Share]
+    capacity: int | None
+    roles: Mapping[str, RoleBytes]
     phases: Mapping[str, int]
-    contexts: int = 0  # of CUDA and NCCL
+    contexts: int = 0  # number of CUDA contexts and NCCL groups
     asleep: int = 0
     vllm_least: int = 0
     vllm_share: int = 0
 
     @property
     def phase(self) -> str:
-        """The phase that needs most."""
+        """The phase that needs most memory."""
         return max(self.phases, key=self._total)
 
     @property
     def needed(self) -> int:
-        """Bytes at the highest."""
+        """Bytes in that phase."""
         return self._total(self.phase)
 
     def _total(self, phase: str) -> int:
@@ -97,30 +98,30 @@ class Place:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it has what it needs beside what is left free; None where that is not known."""
-        if self.there is None:
+        """Whether the needs and the free reserve fit; None if the capacity is unknown."""
+        if self.capacity is None:
             return None
-        return self.needed <= self.there - self.left_free and self.vllm_starts
+        return self.needed <= self.capacity - self.left_free and self.vllm_starts
 
     @property
     def vllm_starts(self) -> bool:
-        """Whether vLLM's share of it is enough; it is where vLLM is not here."""
+        """Whether vLLM's share of the device is enough; True without vLLM."""
         return self.vllm_least <= self.vllm_share
 
     @property
     def left_free(self) -> int:
-        """Bytes for libraries and drivers, and for what the count misses."""
-        return max(int(RESERVE * (self.there or 0)), self.contexts * CONTEXT_BYTES)
+        """Bytes that must stay free for libraries, drivers and errors of the estimate."""
+        return max(int(RESERVE * (self.capacity or 0)), self.contexts * CONTEXT_BYTES)
 
     def facts(self) -> dict[str, Any]:
-        """Everything, as JSON takes it."""
-        shown = asdict(self)
-        return shown | {"phase": self.phase, "needed": self.needed, "fits": self.fits}
+        """Return everything for `ppo plan --json`, where the capacity is called `there`."""
+        fields = {"there" if name == "capacity" else name: v for name, v in asdict(self).items()}
+        return fields | {"phase": self.phase, "needed": self.needed, "fits": self.fits}
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """The models of a run; `rewards` are those that it hosts itself."""
+class ModelShapes:
+    """Shapes of a run's models; `rewards`: the reward models that it hosts itself."""
 
     actor: Shape
     critic: Shape
@@ -129,78 +130,81 @@ class Shapes:
 
 
 def sampled_prompts(config: Config) -> int:
-    """Count the prompts that a sampler gets: they are dealt out whole, with all their rows."""
+    """Count the prompts of one sampler: a prompt's rows are not split over samplers."""
     return -(-gen_batch(config) // max(1, len(placement_of(config).rollout)))
 
 
 def sampled_rows(config: Config) -> int:
-    """Count the rows that a sampler works on at once."""
+    """Count the rows that a sampler processes at once."""
     return min(config.rollout.max_num_seqs, sampled_prompts(config) * config.rollout.n)
 
 
 def count_vllm(config: Config, shape: Shape, width: int) -> tuple[int, int]:
-    """Count the weights of vLLM on one of its devices, and the cache of one row."""
+    """Return the bytes of vLLM's weights on one of its devices, and of the cache of one row."""
     span = config.rollout.tensor_model_parallel_size
     longest = config.data.max_prompt_length + config.data.max_response_length
     token = 2 * width * max(shape.keys // span, shape.queries // shape.heads)
     return width * shape.parameters() // span, token * shape.layers * longest
 
 
-def _sampler(config: Config, shape: Shape, device: Device, there: int | None) -> Work:
-    """Count a sampler on one of its devices: vLLM takes a share of it, ours what it needs."""
+def _count_sampler(
+    config: Config, shape: Shape, device: Device, capacity: int | None
+) -> ModelBytes:
+    """Count a sampler on one of its devices: vLLM claims a share of it, ours only its needs."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     rows = sampled_rows(config)
     if sampler_name(config) == "vllm":
         weights, least = count_vllm(config, shape, device.width)
-        claimed = int(config.rollout.gpu_memory_utilization * (there or 0)) if device.gpu else 0
+        claimed = int(config.rollout.gpu_memory_utilization * (capacity or 0)) if device.gpu else 0
         cache = max(least, claimed - weights) if device.gpu else least * rows
-        return Work(Share(parameters=weights, kv_cache=cache), 0, 0, weights + cache)
+        return ModelBytes(RoleBytes(parameters=weights, kv_cache=cache), 0, 0, weights + cache)
+    # The hf sampler: one process samples with the actor's weights, others have a copy.
     alone = engine_name(config) == "local"
-    own = 0 if alone else (device.width if device.gpu else FLOAT) * shape.parameters()
+    resident = 0 if alone else (device.width if device.gpu else FLOAT) * shape.parameters()
     layer = 2 * device.width * shape.keys * rows * longest
-    # A step makes one layer's cache anew; on a GPU keys are repeated for all heads behind a mask.
+    # A step copies one layer's cache; on a GPU masked attention repeats keys for all heads.
     cache = layer * (shape.layers + 1)
     if shape.keys < shape.queries and device.gpu:
         cache += layer * shape.queries // shape.keys
-    # Linear layers are cast once a rollout, unless they are frozen and held so.
+    # Linear layers are cast to bfloat16 once a rollout, unless they are frozen in bfloat16.
     frozen = device.gpu and (not alone or config.model.lora_rank > 0)
     cast = 2 * (shape.layers * shape.layer + shape.embedding) if device.half and not frozen else 0
     logits = DRAWN_LOGITS * FLOAT * shape.vocabulary * rows
     prompts = min(sampled_prompts(config), rows) * config.data.max_prompt_length
     prefill = min(prompts, max(PREFILL_TOKENS, config.data.max_prompt_length))
     states = prefill * device.width * (3 * shape.inner + 4 * shape.hidden)
-    share = Share(own + cast, 0, 0, states, logits, cache)
-    return Work(share, own, 0, cast + cache + max(logits, states))
+    share = RoleBytes(resident + cast, 0, 0, states, logits, cache)
+    return ModelBytes(share, resident, 0, cast + cache + max(logits, states))
 
 
-def _rewards(config: Config, shapes: Iterable[Shape], gpu: bool) -> Work:
-    """Count all reward models that run here, each with a batch of its own."""
+def _count_rewards(config: Config, shapes: Iterable[Shape], gpu: bool) -> ModelBytes:
+    """Count all reward models that the run hosts, each with its batch."""
     weights = states = rest = 0
-    here = [m.settings for m in models_of(config.reward) if not is_url(str(m.settings.path))]
-    for settings, shape in zip(here, shapes, strict=False):
+    local = [m.settings for m in models_of(config.reward) if not is_url(str(m.settings.path))]
+    for settings, shape in zip(local, shapes, strict=False):
         usual = gpu and has_bfloat16(list_gpus()[:1])
         half = settings.dtype == "bfloat16" or (settings.dtype is None and usual)
         width = 2 if half else FLOAT
-        own = width * shape.parameters(head=False)
-        weights += own
-        rest += 0 if settings.offload and gpu else own
+        model_bytes = width * shape.parameters(head=False)
+        weights += model_bytes
+        rest += 0 if settings.offload and gpu else model_bytes
         batch = settings.batch_tokens * width * (3 * shape.inner + 4 * shape.hidden)
-        states = max(states, batch + own - (0 if settings.offload and gpu else own))
-    return Work(Share(parameters=weights, activations=states), rest, 0, states)
+        states = max(states, batch + model_bytes - (0 if settings.offload and gpu else model_bytes))
+    return ModelBytes(RoleBytes(parameters=weights, activations=states), rest, 0, states)
 
 
 @dataclass(frozen=True)
-class _Roles:
-    """What all roles of a run need of the devices that they use."""
+class _RoleNeeds:
+    """Bytes of all roles of a run on the devices that they use."""
 
     device: Device
-    works: Mapping[str, Work]  # of actor, critic and reference on a learner rank
-    sampler: Work
-    rewards: Work
+    works: Mapping[str, ModelBytes]  # of actor, critic and reference on a learner rank
+    sampler: ModelBytes
+    rewards: ModelBytes
 
     @classmethod
-    def count(cls, config: Config, shapes: Shapes, there: int | None) -> _Roles:
-        """Count each role by itself; `there` is what a device has."""
+    def count(cls, config: Config, shapes: ModelShapes, capacity: int | None) -> _RoleNeeds:
+        """Count each role by itself; `capacity` is the size of a device."""
         gpu, rows = gpus_per_node(config) > 0, data_ranks(config)
         ranks = max(1, len(placement_of(config).train))
         size = config.actor.fsdp_config.fsdp_size
@@ -215,69 +219,89 @@ class _Roles:
         )
         sharding = config.actor.fsdp_config
         mini = config.actor.ppo_mini_batch_size
-        models = {"actor": Model(config, device, shapes.actor, config.actor, mini, sharding)}
+        models = {"actor": ModelOnRank(config, device, shapes.actor, config.actor, mini, sharding)}
         if uses_critic(config):
             mini, spread = critic_mini_batch(config), config.critic.fsdp_config
-            models["critic"] = Model(config, device, shapes.critic, config.critic, mini, spread)
+            models["critic"] = ModelOnRank(
+                config, device, shapes.critic, config.critic, mini, spread
+            )
         if uses_reference(config) and not (config.model.lora_rank and config.ref.path is None):
             sharding = sharding.model_copy(update={"param_offload": config.ref.param_offload})
-            models["reference"] = Model(config, device, shapes.reference, None, 0, sharding)
+            models["reference"] = ModelOnRank(config, device, shapes.reference, None, 0, sharding)
         return cls(
             device,
             {name: model.count() for name, model in models.items()},
-            _sampler(config, shapes.actor, device, there),
-            _rewards(config, shapes.rewards, gpu),
+            _count_sampler(config, shapes.actor, device, capacity),
+            _count_rewards(config, shapes.rewards, gpu),
         )
 
     def phases(self, config: Config) -> dict[str, int]:
-        """Bytes on a learner rank in each phase, samplers and reward models left out."""
+        """Return the bytes on a learner rank in each phase, without samplers and reward models."""
         works = self.works
         rest = sum(work.rest for work in works.values())
-        again = why_recompute_logprobs(config)
-        asked = [work for name, work in works.items() if name != "actor" or again]
-        annotation = max((work.annotate for work in asked), default=0)
-        # The sampler of a single process reads the actor's weights where they are used.
-        own = works["actor"].brought if engine_name(config) == "local" else 0
+        recomputes = why_recompute_logprobs(config)
+        annotating = [work for name, work in works.items() if name != "actor" or recomputes]
+        annotation = max((work.annotate for work in annotating), default=0)
+        # The sampler of a single process needs the actor's weights on the device.
+        read_by_sampler = works["actor"].fetched if engine_name(config) == "local" else 0
         phases = {
-            "rollout": rest + own,
-            "annotation": rest + sum(work.brought for work in asked) + annotation,
+            "rollout": rest + read_by_sampler,
+            "annotation": rest + sum(work.fetched for work in annotating) + annotation,
         }
         updates = {f"update of the {name}": rest + work.update for name, work in works.items()}
         actor = config.actor
         if "reference" in works and actor.use_kl_loss and actor.kl_loss_type == "full":
-            updates["update of the actor"] += works["reference"].brought
+            updates["update of the actor"] += works["reference"].fetched
         return phases | {phase: size for phase, size in updates.items() if size > rest}
 
 
-def count_learner(config: Config, shapes: Shapes) -> dict[str, int]:
-    """Bytes on a learner rank in each phase, samplers and reward models left out."""
-    return _Roles.count(config, shapes, None).phases(config)
+def count_learner(config: Config, shapes: ModelShapes) -> dict[str, int]:
+    """Return the bytes on a learner rank in each phase, without samplers and reward models."""
+    return _RoleNeeds.count(config, shapes, None).phases(config)
 
 
-def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Place, ...]:
-    """Count what each kind of device needs; `there` is what one has (the host, without GPUs)."""
-    placement, roles = placement_of(config), _Roles.count(config, shapes, there)
+def count_memory(
+    config: Config, shapes: ModelShapes, capacity: int | None
+) -> tuple[DeviceNeeds, ...]:
+    """Count the needs of each kind of device; `capacity` is its size (without GPUs, the host's)."""
+    placement, roles = placement_of(config), _RoleNeeds.count(config, shapes, capacity)
     sampler, rewards, phases = roles.sampler, roles.rewards, roles.phases(config)
     shares = {name: work.share for name, work in roles.works.items()}
     if shapes.rewards:
         phases["scoring"] = sum(work.rest for work in roles.works.values())
-    ours = {"sampler": sampler.share} | ({"reward model": rewards.share} if shapes.rewards else {})
+    other_roles = {"sampler": sampler.share} | (
+        {"reward model": rewards.share} if shapes.rewards else {}
+    )
+    # Without GPUs all roles share the memory of their node.
     if not roles.device.gpu:
         ranks = max(1, len(placement.train))
-        return (_cpu_node(placement.nodes, ranks, placement.rollout, phases, shares | ours,
-                          sampler, rewards, there),)  # fmt: skip
+        node = _count_cpu_node(
+            placement.nodes,
+            ranks,
+            placement.rollout,
+            phases,
+            shares | other_roles,
+            sampler,
+            rewards,
+            capacity,
+        )
+        return (node,)
+    # Which roles share the GPUs that train.
     training = {*placement.train}
-    shared = placement.alone or training & {d for one in placement.rollout for d in one}
+    shared = placement.alone or training & {
+        d for sampler_gpus in placement.rollout for d in sampler_gpus
+    }
     scored = training & {*placement.reward} or placement.alone
     vllm = sampler_name(config) == "vllm"
-    awake = sampler.share.parameters if vllm else 0  # beyond what a sampler has at rest
+    awake = sampler.share.parameters if vllm else 0  # in addition to its bytes at rest
     started = {}
-    if vllm and there is not None:
+    if vllm and capacity is not None:
         started["vllm_least"] = sum(count_vllm(config, shapes.actor, roles.device.width))
-        started["vllm_share"] = int(config.rollout.gpu_memory_utilization * there)
+        started["vllm_share"] = int(config.rollout.gpu_memory_utilization * capacity)
     if not placement.alone:
         published = publish_bytes(config, shapes.actor, roles.device)
         phases["publishing"] = sum(work.rest for work in roles.works.values()) + published.learner
+    # The GPUs that train, with the sampler and the reward model if they share them.
     asleep = awake if shared and sleep_mode(config) == "keep" else 0
     places = []
     if shared:
@@ -285,7 +309,7 @@ def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Pla
         phases["rollout"] += sampler.update
         shares["sampler"] = sampler.share
     if shared and not placement.alone:
-        # By memory the learner is done before the sampler's weights wake.
+        # With transfer "memory" the learner has finished before the sampler's weights wake up.
         wakes = awake + published.sampler
         alone = published.learner if weight_transfer(config) == "memory" else 0
         phases["publishing"] += max(0, wakes - alone)
@@ -293,93 +317,104 @@ def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Pla
         phases = {name: need + rewards.rest for name, need in phases.items()}
         phases["scoring"] += rewards.update
         shares["reward model"] = rewards.share
-    # A process that samples has its own; learner ranks and the transfer of weights are groups.
+    # A sampling process has a separate context; learner ranks and weight transfer are groups.
     processes = 1 + (bool(shared) and not placement.alone) + bool(shapes.rewards and scored)
     groups = (len(placement.train) > 1) + (not placement.alone)
     contexts, starts = processes + groups, started if shared else {}
-    places.append(Place("a GPU that trains", there, shares, phases, contexts, asleep, **starts))
+    places.append(
+        DeviceNeeds("a GPU that trains", capacity, shares, phases, contexts, asleep, **starts)
+    )
+    # GPUs that only sample, and GPUs that only score.
     if placement.rollout and not shared:
         need = {"rollout": sampler.rest + sampler.update}
-        need["publishing"] = need["rollout"] + published.sampler  # its cache stays
+        need["publishing"] = need["rollout"] + published.sampler  # the cache is not freed meanwhile
         share = {"sampler": sampler.share}
-        places.append(Place("a GPU that samples", there, share, need, **started))
+        places.append(DeviceNeeds("a GPU that samples", capacity, share, need, **started))
     if shapes.rewards and not scored:
         need = {"scoring": rewards.rest + rewards.update}
-        places.append(Place("a GPU that scores", there, {"reward model": rewards.share}, need))
+        places.append(
+            DeviceNeeds("a GPU that scores", capacity, {"reward model": rewards.share}, need)
+        )
     return tuple(places)
 
 
-def _cpu_node(
+def _count_cpu_node(
     nodes: int, ranks: int, rollout: Sequence[Sequence[int]], phases: Mapping[str, int],
-    shares: Mapping[str, Share], sampler: Work, rewards: Work, there: int | None,
-) -> Place:  # fmt: skip
-    """Add up the processes of the fullest node: each role of one of them is shown."""
+    shares: Mapping[str, RoleBytes], sampler: ModelBytes, rewards: ModelBytes, capacity: int | None,
+) -> DeviceNeeds:  # fmt: skip
+    """Add up the processes of the fullest node; `roles` of the result shows one of each."""
     learners, samplers = -(-ranks // nodes), -(-len(rollout) // nodes)
     always = samplers * sampler.rest + rewards.rest
-    whole = {name: learners * need + always for name, need in phases.items()}
-    whole["rollout"] += samplers * sampler.update
-    if "scoring" in whole:
-        whole["scoring"] += rewards.update
-    return Place("this machine" if nodes == 1 else "a node", there, shares, whole)
+    totals = {name: learners * need + always for name, need in phases.items()}
+    totals["rollout"] += samplers * sampler.update
+    if "scoring" in totals:
+        totals["scoring"] += rewards.update
+    return DeviceNeeds("this machine" if nodes == 1 else "a node", capacity, shares, totals)
 
 
-def count_host(config: Config, shapes: Shapes, there: int | None) -> Place | None:
-    """Count the memory of the fullest node where GPUs compute; None where there are none.
+def count_host(config: Config, shapes: ModelShapes, capacity: int | None) -> DeviceNeeds | None:
+    """Count the host memory of the fullest node with GPUs; None if the run uses no GPU.
 
-    Offloaded weights, gradients and moments; a checkpoint, whose float32 copies are written while
-    the run goes on; samplers that sleep there; the reading of a model, by the first rank. What
-    processes, their libraries and Ray's object store take is not counted: RESERVE is for it.
+    Counted are offloaded weights, gradients and moments; a checkpoint, whose float32 copies are
+    written while the run continues; sleeping samplers; the loading of a model by the first rank.
+    Processes, their libraries and Ray's object store are not counted: RESERVE is for them.
     """
     placement = placement_of(config)
     if not placement.devices_per_node:
         return None
-    roles = _Roles.count(config, shapes, None)
+    roles = _RoleNeeds.count(config, shapes, None)
     nodes, ranks = placement.nodes, len(placement.train)
     learners, samplers = -(-ranks // nodes), -(-len(placement.rollout) // nodes)
+    # Offloaded parts of all roles, added field by field.
     columns = zip(*(astuple(work.host) for work in roles.works.values()), strict=True)
-    away = Share(*(learners * sum(column) for column in columns))
-    pieces = roles.device.shards * roles.device.tensor  # other ranks hold copies
+    away = RoleBytes(*(learners * sum(column) for column in columns))
+    pieces = roles.device.shards * roles.device.tensor  # further ranks have copies of these
     saved = pieces * sum(work.trained for work in roles.works.values()) // nodes
-    checkpoint = Share(parameters=saved, moments=2 * saved)
+    checkpoint = RoleBytes(parameters=saved, moments=2 * saved)
     shares = {"offloaded": away, "checkpoint": checkpoint}
     always = sum(astuple(away)) + sum(astuple(checkpoint))
     phases = {"training": always}
     weights = roles.device.width * shapes.actor.parameters()
     if sampler_name(config) == "vllm" and placement.sleepers and sleep_mode(config) == "offload":
         phases["training"] += samplers * weights
-        shares["sleeping samplers"] = Share(parameters=samplers * weights)
+        shares["sleeping samplers"] = RoleBytes(parameters=samplers * weights)
     if not placement.alone:
         phases["publishing"] = always + publish_bytes(config, shapes.actor, roles.device).host
+    # The first rank loads one model at a time.
     used = (shapes.actor, *([shapes.critic] if uses_critic(config) else ()))
     phases["loading"] = sum(astuple(away)) + FLOAT * max(shape.parameters() for shape in used)
     name = "the host's memory" if nodes == 1 else "the memory of a node"
-    return Place(name, there, {k: v for k, v in shares.items() if any(astuple(v))}, phases)
+    return DeviceNeeds(name, capacity, {k: v for k, v in shares.items() if any(astuple(v))}, phases)
 
 
-def read_shapes(config: Config) -> Shapes | tuple[str, ...]:
-    """Read the shapes of all models from their config.json; the paths of those that cannot be."""
+def read_shapes(config: Config) -> ModelShapes | tuple[str, ...]:
+    """Read the shapes of all models from their config.json, or return the unreadable paths."""
     paths = {"actor": config.model.path, "critic": critic_path(config)}
     paths["reference"] = config.ref.path or config.model.path
     rewards = [str(model.settings.path) for model in models_of(config.reward)]
     used = {"actor"}
     used |= {"critic"} if uses_critic(config) else set()
     used |= {"reference"} if uses_reference(config) else set()
-    asked = [paths[name] for name in paths if name in used]
-    asked += [path for path in rewards if not is_url(path)]
-    found = {path: Shape.of(read_config(path)) for path in dict.fromkeys(asked)}
-    if unread := tuple(path for path, shape in found.items() if shape is None):
+    needed = [paths[name] for name in paths if name in used]
+    needed += [path for path in rewards if not is_url(path)]
+    shapes = {path: Shape.from_config(read_config(path)) for path in dict.fromkeys(needed)}
+    if unread := tuple(path for path, shape in shapes.items() if shape is None):
         return unread
-    known = {path: shape for path, shape in found.items() if shape is not None}
+    readable = {path: shape for path, shape in shapes.items() if shape is not None}
     if config.model.attn_implementation == "eager":
-        known = {path: replace(shape, scores=True) for path, shape in known.items()}
-    actor, critic, reference = (known.get(paths[name], known[paths["actor"]]) for name in paths)
-    return Shapes(actor, critic, reference, tuple(known[p] for p in rewards if p in known))
+        readable = {path: replace(shape, scores=True) for path, shape in readable.items()}
+    actor, critic, reference = (
+        readable.get(paths[name], readable[paths["actor"]]) for name in paths
+    )
+    return ModelShapes(
+        actor, critic, reference, tuple(readable[p] for p in rewards if p in readable)
+    )
 
 
 def device_memory(config: Config) -> int | None:
-    """Return the memory of a GPU, the smallest of those used, else this machine's, in bytes.
+    """Return the bytes of the smallest GPU that is used, or of this machine without GPUs.
 
-    None: the run uses GPUs, and this machine has none.
+    None: the run uses GPUs and this machine has none.
     """
     per_node = gpus_per_node(config)
     if not per_node:
@@ -390,8 +425,8 @@ def device_memory(config: Config) -> int | None:
 
 
 @contextmanager
-def assume_memory(text: str | None) -> Iterator[None]:
-    """Plan for GPUs of this size, such as 80GB, instead of those that are here (None)."""
+def assume_gpu_memory(text: str | None) -> Iterator[None]:
+    """Plan for GPUs of this size, such as 80GB, instead of this machine's (None)."""
     count = None
     if text is not None:
         size = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG])(i?)B", text.strip(), re.IGNORECASE)
@@ -407,14 +442,14 @@ def assume_memory(text: str | None) -> Iterator[None]:
 
 
 def host_of_gpus() -> int | None:
-    """Return the memory beside the GPUs of a plan; None where these are elsewhere."""
+    """Return the host's bytes next to the GPUs of a plan; None if these are in another machine."""
     return host_memory() if ASSUMED_MEMORY.get() is None else None
 
 
 def host_memory(root: Path = Path("/")) -> int:
-    """Return the memory of this machine, or what control groups leave of it, in bytes."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [whole]
+    """Return the bytes of this machine's memory, or the limit of its control groups."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [physical]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             text = (root / "sys/fs/cgroup" / name).read_text().strip()
@@ -425,12 +460,12 @@ def host_memory(root: Path = Path("/")) -> int:
     return min(limits)
 
 
-KV_GB = 1  # of a server on the CPU
-OVERHEAD = 2 * GIB  # of its processes, measured with vLLM 0.32 on the CPU
+KV_GB = 1  # GiB of the KV cache of a judge's server on the CPU
+OVERHEAD = 2 * GIB  # of its processes, measured with vLLM 0.32
 
 
-def judge_memory(config: Config) -> Place | None:
-    """What the server takes of each of its devices; None where its weights are not at hand."""
+def count_judge_server(config: Config) -> DeviceNeeds | None:
+    """Count the judge's server on one of its devices; None if its weights are not here."""
     judge = local_judge(config)
     if judge is None or not judge.settings.model:
         return None
@@ -441,17 +476,19 @@ def judge_memory(config: Config) -> Place | None:
         weights = 0
     if not weights:
         return None
-    there, devices = device_memory(config), judge_devices(config)
+    capacity, devices = device_memory(config), judge_devices(config)
     if not gpus_per_node(config):
         if (
             not processor.has_bfloat16()
             and read_json(folder / "config.json").get("dtype") == "bfloat16"
         ):
             weights = weights * FLOAT // 2
-        share = Share(parameters=weights, kv_cache=KV_GB * GIB)
+        share = RoleBytes(parameters=weights, kv_cache=KV_GB * GIB)
         need = weights + KV_GB * GIB + OVERHEAD
-        return Place("the judge's server", there, {"judge": share}, {"judging": need})
-    own = weights // max(1, len(devices))
-    taken = int(judge.settings.local.gpu_memory_utilization * there) if there else own
-    share = Share(parameters=own, kv_cache=max(0, taken - own))
-    return Place("a GPU of the judge", there, {"judge": share}, {"judging": max(own, taken)})
+        return DeviceNeeds("the judge's server", capacity, {"judge": share}, {"judging": need})
+    shard = weights // max(1, len(devices))
+    claimed = int(judge.settings.local.gpu_memory_utilization * capacity) if capacity else shard
+    share = RoleBytes(parameters=shard, kv_cache=max(0, claimed - shard))
+    return DeviceNeeds(
+        "a GPU of the judge", capacity, {"judge": share}, {"judging": max(shard, claimed)}
+    )

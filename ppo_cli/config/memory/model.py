@@ -1,9 +1,9 @@
-"""What one model takes of one learner rank: at rest, in an annotation and in an update.
+"""Bytes of one model on one learner rank: at rest, in an annotation and in an update.
 
-A pass has a few moments that may be its highest: the first gather of weights, the logits, the
-backward pass of the last layer, its end, the optimizer's step. Each is a sum of what exists at
-that moment, and the highest counts. The terms on GPUs were found in a simulation of the learner
-(FSDP2 of torch 2.13); `tests/config/test_simulated_memory.py` compares the sums with it.
+The peak of a pass may be at one of a few points: the first gather of weights, the logits, the
+backward pass of the last layer, its end, the optimizer's step. Each is a sum of what exists at that
+point, and the largest counts. The terms for GPUs come from a simulation of the learner (FSDP2 of
+torch 2.13); `tests/config/test_simulated_memory.py` compares the sums with it.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from ppo_cli.config.schema.run import Config
 # Response tokens whose logits exist at once. With 2,048 a step of 10 million parameters took
 # 270 MiB more, and was no faster.
 LOGIT_CHUNK = 512
-# Logits of a micro-batch that are kept for its backward pass, not computed again: few numbers are
-# little memory, and all the more time of a small model (docs/log.md).
+# Up to this many logits of a micro-batch are saved for the backward pass instead of computed again:
+# they take little memory, and much of the time of a small model (docs/log.md).
 KEPT_LOGITS = 1 << 24
-FOUR_BITS = 1 / 2 + 1 / 64 + FLOAT / 64 / 256  # bytes of a weight in NF4, and of sizes of blocks
-EIGHT_BITS = (1 + FLOAT / 256) / FLOAT  # a code, and a block's size, as a share of a float32
-# Float32 copies of a chunk's logits at once: in a backward pass, in one beside kept logits, in a
-# forward pass alone. In bfloat16 the product and the two factors of the entropy are half a copy
-# each, next to two in float32.
+FOUR_BITS = 1 / 2 + 1 / 64 + FLOAT / 64 / 256  # bytes of an NF4 weight with its block's scales
+EIGHT_BITS = (1 + FLOAT / 256) / FLOAT  # an 8-bit code and its block's scale, relative to float32
+# Float32 copies of a chunk's logits that exist at once: in a backward pass, in one with saved
+# logits, in a forward pass alone. In bfloat16 the product and the two factors of the entropy are
+# half a copy each, next to two in float32.
 BACKWARD_LOGITS, KEPT_BACKWARD_LOGITS, FORWARD_LOGITS, HALF_FORWARD_LOGITS = 4, 3, 3, 3.5
-# States as wide as the MLP: in a forward pass (gate, up, product; an adapter adds its own result
-# to one), and in the backward pass the gradients of the product and of both its factors.
+# States as wide as the MLP: in a forward pass (gate, up, product; an adapter adds its result to
+# one), and in the backward pass the gradients of the product and of both its factors.
 FORWARD_INNER, ADAPTED_FORWARD_INNER, BACKWARD_INNER = 3, 4, 3
-# Of these, states that are float32 where layers in 4 bits give what they get: one process has
-# float32 states between layers.
+# How many of these are float32 in 4-bit layers, whose output has the precision of their input: one
+# process has float32 states between layers.
 IN_4_BITS_INNER, IN_4_BITS_BACKWARD_INNER = 3, 2
-# A process on the CPU keeps what it frees, and glibc's aligned allocation does not fit a block
-# into the hole of one of the same size: blocks of the forward passes (of an annotation, of an
-# update) are still held when those of the backward pass are added. Larger ones are given back.
-# The small gradients of adapters lie between what layers free, about an output of each module.
-LARGEST_HELD = 1 << 30
+# A process on the CPU keeps freed memory, and glibc's aligned allocation does not fit a block into
+# the hole of another of the same size: blocks of the forward passes (of an annotation, of an
+# update) still count when those of the backward pass are added. Larger blocks are returned.
+# The small gradients of adapters fragment what layers free, by about an output of each module.
+LARGEST_UNRETURNED = 1 << 30
 
 
 @dataclass(frozen=True)
-class Share:
-    """Bytes that a role takes of a device, in the phase in which it takes most."""
+class RoleBytes:
+    """Bytes of a role on a device, in the phase in which the role needs most."""
 
     parameters: int = 0
     gradients: int = 0
@@ -54,25 +54,25 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one model needs: at rest, and beyond it in an annotation and in an update.
+class ModelBytes:
+    """Bytes of one model: at rest, and in addition in an annotation and in an update.
 
-    `brought` is on the device for all of an annotation: weights that are gathered once, or that
-    come from host memory. `host` is what it keeps there. `trained` are bytes of float32 weights.
+    `fetched` is on the device for a whole annotation: weights that are gathered once, or that come
+    from host memory. `host` is what stays in host memory. `trained` is the float32 weights.
     """
 
-    share: Share
+    share: RoleBytes
     rest: int
     annotate: int
     update: int
-    brought: int = 0
-    host: Share = Share()
+    fetched: int = 0
+    host: RoleBytes = RoleBytes()
     trained: int = 0
 
 
 @dataclass(frozen=True)
-class Model:
-    """A model on one learner rank; `part` holds the settings of a trained one."""
+class ModelOnRank:
+    """A model on one learner rank; `part`: settings of a trained model, None for a reference."""
 
     config: Config
     device: Device
@@ -81,59 +81,63 @@ class Model:
     mini: int  # prompts of a mini-batch
     sharding: Sharding
 
-    def count(self) -> Work:
-        """Count it at rest, in an annotation and in an update."""
+    def count(self) -> ModelBytes:
+        """Count its bytes at rest, in an annotation and in an update."""
         at_home = self.sharding.param_offload and self.device.gpu
         rest = 0 if at_home else self.weights
-        # One process, and ranks with their pieces of a reference, bring what is offloaded to the
-        # device for as long as they work with it.
-        whole = self.device.shards == 1 or (self.part is None and loads_reference_once(self.config))
-        brought = (self.weights - rest if whole else 0) + self.gathered_once
-        host = Share(parameters=self.weights - rest)
+        # One process, and ranks with shards of a reference, move offloaded weights to the device
+        # for the whole pass.
+        stays_on_device = self.device.shards == 1 or (
+            self.part is None and loads_reference_once(self.config)
+        )
+        fetched = (self.weights - rest if stays_on_device else 0) + self.gathered_once
+        host = RoleBytes(parameters=self.weights - rest)
         if self.part is None:
-            return Work(Share(parameters=self.weights), rest, self.annotation(), 0, brought, host)
+            return ModelBytes(
+                RoleBytes(parameters=self.weights), rest, self.annotation(), 0, fetched, host
+            )
         moments, gradients, step = self.moments, self.gradients, self.gradients
-        if at_home and self.device.shards > 1:  # ranks get their gradients and step there
+        if at_home and self.device.shards > 1:  # ranks receive gradients and step in host memory
             host, moments = replace(host, gradients=self.trained, moments=moments), 0
         elif self.sharding.optimizer_offload and self.device.gpu:
             step += moments
             host = replace(host, moments=moments)
-        share = Share(self.weights, gradients, moments, self.activations, self.update_logits)
-        return Work(
+        share = RoleBytes(self.weights, gradients, moments, self.activations, self.update_logits)
+        return ModelBytes(
             share,
             rest + (moments if step == gradients else 0),
             self.annotation(),
-            brought + max(*self.update_moments().values(), step),
-            brought,
+            fetched + max(*self.update_peaks().values(), step),
+            fetched,
             host,
             self.trained,
         )
 
     @property
     def is_critic(self) -> bool:
-        """Whether a value head stands in place of the one over the vocabulary."""
+        """Whether it has a value head instead of one over the vocabulary."""
         return self.part is self.config.critic
 
     @property
     def lora_rank(self) -> int:
-        """The rank of its adapter; 0 where all weights are trained, or none."""
+        """The rank of its LoRA adapter; 0 if all weights are trained, or none."""
         model = self.config.critic.model if self.is_critic else self.config.model
         return model.lora_rank if self.part is not None else 0
 
     @property
     def in_4_bits(self) -> bool:
-        """Whether the linear layers under the adapter are in NF4."""
+        """Whether the linear layers under the adapter are quantised to NF4."""
         model = self.config.critic.model if self.is_critic else self.config.model
         return self.part is not None and model.quantization is not None
 
     @property
     def trained(self) -> int:
-        """Bytes of the float32 weights of this rank that are trained."""
+        """Bytes of the trained float32 weights on this rank."""
         if self.lora_rank:
             model = self.config.critic.model if self.is_critic else self.config.model
             adapter = self.shape.adapter(self.lora_rank, model.target_modules)
             return FLOAT * adapter // self.device.shards
-        return self.device.held(self.shape, self.shape.parameters(head=not self.is_critic))
+        return self.device.sharded_bytes(self.shape, self.shape.parameters(head=not self.is_critic))
 
     @property
     def weights(self) -> int:
@@ -142,7 +146,7 @@ class Model:
             return self.device.frozen(self.shape)
         if not self.lora_rank:
             return self.trained
-        base = self.device.held(self.shape, self.shape.parameters(head=not self.is_critic))
+        base = self.device.sharded_bytes(self.shape, self.shape.parameters(head=not self.is_critic))
         width = self.device.frozen_width
         base = base * width // FLOAT
         if self.in_4_bits:
@@ -151,7 +155,7 @@ class Model:
 
     @property
     def gradients(self) -> int:
-        """Bytes of the gradients that this rank keeps on the device."""
+        """Bytes of the gradients of this rank on the device."""
         at_home = self.device.gpu and self.device.shards > 1 and self.sharding.param_offload
         return 0 if at_home else self.trained
 
@@ -162,29 +166,29 @@ class Model:
         bits = EIGHT_BITS if self.part.optim.optimizer == "AdamW8bit" else 1
         return int(2 * self.trained * bits)
 
-    # What ranks gather (FSDP2): the root group, which is the embedding and the head, for all of
-    # a pass; a layer, and the embedding of a critic that trains it, for their own work.
+    # What ranks gather (FSDP2): the root group (embedding and head) for a whole pass; each layer,
+    # and the embedding of a critic that trains it, only while it computes.
 
     @property
     def root(self) -> int:
-        """Numbers of the embedding and of a head of its own, where they are gathered together."""
+        """Number of weights in the FSDP2 root group: embedding and untied head, unless separate."""
         if self.embedding:
             return 0
         return self.shape.embedding * (1 if self.shape.tied or self.is_critic else 2)
 
     @property
     def embedding(self) -> int:
-        """Numbers of an embedding that is gathered by itself."""
+        """Number of weights of an embedding that is an FSDP2 group by itself; else 0."""
         return self.shape.embedding if self.is_critic and not self.lora_rank else 0
 
     @property
     def layer(self) -> int:
-        """Numbers of a layer on ranks that share it."""
+        """Number of weights of a layer on one of its tensor-parallel ranks."""
         return self.shape.layer // self.device.tensor
 
     @property
     def gathered_once(self) -> int:
-        """Bytes of the weights where they stay gathered through a step."""
+        """Bytes of the gathered weights if they stay gathered through a step; else 0."""
         if self.device.shards == 1 or not self.sharding.stays_whole:
             return 0
         numbers = self.root + self.embedding + self.shape.layers * self.layer
@@ -192,24 +196,24 @@ class Model:
 
     @property
     def first_gather(self) -> int:
-        """Bytes at the begin of a pass: what is gathered, as it comes and in its place."""
+        """Bytes at the start of a pass: the first gather's receive buffer and its copy."""
         if self.device.shards == 1 or self.gathered_once:
             return 0
         return 2 * self.device.width * max(self.embedding, self.root + self.layer)
 
     @property
     def gathered(self) -> int:
-        """Bytes within a pass: the root, a layer, and the buffer of the one after or before it."""
+        """Bytes during a pass: the root group, a layer, and the buffer of the prefetched one."""
         if self.device.shards == 1 or self.gathered_once:
             return 0
         return self.device.width * (self.root + min(2, self.shape.layers) * self.layer)
 
     @property
     def cast(self) -> int:
-        """Bytes of the weights in bfloat16 that one process holds through a forward pass.
+        """Bytes of the bfloat16 copies of weights that autocast makes in a forward pass.
 
-        Autocast keeps copies of weights that are trained; of frozen ones in float32, only for one
-        product.
+        Copies of trained weights stay to its end; a copy of a frozen float32 weight only for one
+        product. Ranks have none.
         """
         if self.in_4_bits:
             return self._dequantised
@@ -224,20 +228,20 @@ class Model:
 
     @property
     def _dequantised(self) -> int:
-        """Bytes of a linear layer in 4 bits while it is used: float32, and what is multiplied."""
+        """Bytes of a dequantised 4-bit layer while it is used: float32, and its bfloat16 copy."""
         width = FLOAT + (self.device.width if self.device.half else 0)
         return width * self.shape.hidden * max(self.shape.inner, self.shape.queries)
 
     @property
-    def _widened(self) -> int:
-        """Bytes that a float32 state of the MLP takes beyond the computing precision."""
+    def _float32_excess(self) -> int:
+        """Bytes that a float32 state of a 4-bit MLP takes beyond the computing precision."""
         wide = self.in_4_bits and self.state_bytes > self.device.width
         return (FLOAT - self.device.width) * self.shape.inner if wide else 0
 
     # Annotation.
 
     def annotation(self) -> int:
-        """Bytes of a forward pass without gradients, beyond `rest` and `brought`."""
+        """Bytes of a forward pass without gradients, in addition to `rest` and `fetched`."""
         config, shape, device = self.config, self.shape, self.device
         longest = _longest(config)
         budget = micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu)
@@ -247,12 +251,12 @@ class Model:
         states = tokens * (
             4 * self.state_bytes * shape.hidden
             + inner * device.width * shape.inner // device.tensor
-            + IN_4_BITS_INNER * self._widened
+            + IN_4_BITS_INNER * self._float32_excess
         )
-        scored = tokens * shape.scored_bytes(device, longest)
-        routed = tokens * shape.routed_bytes(self.state_bytes)
-        most = max(states, scored, routed, self._logits(tokens))
-        return max(self.first_gather, self.gathered + self.cast + most)
+        scored = tokens * shape.attention_score_bytes(device, longest)
+        routed = tokens * shape.expert_state_bytes(self.state_bytes)
+        peak = max(states, scored, routed, self._logits(tokens))
+        return max(self.first_gather, self.gathered + self.cast + peak)
 
     def _logits(self, tokens: int) -> int:
         if self.is_critic:
@@ -265,14 +269,14 @@ class Model:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a number of the states between layers."""
+        """Bytes of a number in the states between layers."""
         return FLOAT if self.device.half and self.device.shards == 1 else self.device.width
 
     # Update.
 
     @property
     def tokens(self) -> int:
-        """The most tokens of a micro-batch."""
+        """Number of tokens in the largest micro-batch."""
         assert self.part is not None
         longest, rows = _longest(self.config), self._rows
         if self.part.ppo_micro_batch_size_per_gpu is not None:
@@ -290,7 +294,7 @@ class Model:
 
     @property
     def recomputes(self) -> bool:
-        """Whether layers are computed again in the backward pass."""
+        """Whether layers are recomputed in the backward pass (gradient checkpointing)."""
         model = self.config.critic.model if self.is_critic else self.config.model
         switch = model.enable_gradient_checkpointing
         if switch is None:
@@ -299,43 +303,45 @@ class Model:
 
     @property
     def activations(self) -> int:
-        """Bytes that a forward pass keeps for the backward pass."""
+        """Bytes that a forward pass saves for the backward pass."""
         state = self.shape.hidden * self.state_bytes
         layer = state if self.recomputes else self._layer_bytes
-        kept = self.tokens * (2 * state + self.shape.layers * layer)
+        saved = self.tokens * (2 * state + self.shape.layers * layer)
         if self.lora_rank and self.device.keeps_freed:
             at_once = 1 if self.recomputes else self.shape.layers
-            kept += self.tokens * at_once * self.shape.outputs * FLOAT
-        return kept
+            saved += self.tokens * at_once * self.shape.outputs * FLOAT
+        return saved
 
     @property
     def update_logits(self) -> int:
-        """Bytes of the logits in an update."""
+        """Bytes of the logits and their gradients in an update."""
         if self.is_critic:
             return 0
         config, device = self.config, self.device
         tokens = int(self.tokens * config.data.max_response_length / _longest(config))
         chunk = FLOAT * self.shape.vocabulary * min(LOGIT_CHUNK, tokens)
-        whole = self.shape.vocabulary * tokens
-        kept = FLOAT * whole if whole <= KEPT_LOGITS else 0
-        backward = KEPT_BACKWARD_LOGITS if kept else BACKWARD_LOGITS
+        all_logits = self.shape.vocabulary * tokens
+        saved = FLOAT * all_logits if all_logits <= KEPT_LOGITS else 0
+        backward = KEPT_BACKWARD_LOGITS if saved else BACKWARD_LOGITS
         full = config.actor.use_kl_loss and config.actor.kl_loss_type == "full"
-        held = device.keeps_freed and chunk <= LARGEST_HELD
-        copies = backward + (BACKWARD_LOGITS if full else 0) + held * (FORWARD_LOGITS + backward)
-        return kept + chunk * copies
+        unreturned = device.keeps_freed and chunk <= LARGEST_UNRETURNED
+        copies = (
+            backward + (BACKWARD_LOGITS if full else 0) + unreturned * (FORWARD_LOGITS + backward)
+        )
+        return saved + chunk * copies
 
-    def update_moments(self) -> dict[str, int]:
-        """Bytes at each moment of an update that may be its highest, but the step itself."""
+    def update_peaks(self) -> dict[str, int]:
+        """Bytes at each point of an update that may be its peak, except the optimizer's step."""
         device, shape = self.device, self.shape
         several = self.tokens < self._rows * _longest(self.config)
-        # Gradients of the micro-batches before this one; whole where they are reduced at the end.
+        # Gradients of earlier micro-batches; unsharded if they are reduced at the end of the step.
         earlier = self.gradients if several else 0
         if self.gathered_once:
             earlier *= device.shards
         ranks, trains_all = device.shards > 1, not self.lora_rank
         number = device.width if ranks else FLOAT  # of a gradient before it is reduced
         head = number * shape.embedding if trains_all and not self.is_critic else 0
-        # The gradient of a tied table waits for that of the embedding, one in pieces for the root.
+        # The gradient of a tied table waits for that of the embedding; a sharded one for the root.
         waits = head if ranks or shape.tied else 0
         open_ = earlier + self.activations + self.gathered
         layer = self._layer_at_work()
@@ -344,10 +350,10 @@ class Model:
         if device.half and not ranks and not self.in_4_bits and casts:
             copies = 1 if self.recomputes else shape.layers
             open_ += copies * device.width * shape.layer
-        # Root gradients as they are and in the buffer in which they are reduced.
+        # Root gradients, and the buffer in which they are reduced.
         tables = self.root + self.embedding
         root = (number + FLOAT) * tables if ranks else FLOAT * shape.embedding + waits
-        # The embedding is gathered next, in the place of a layer.
+        # The embedding is gathered next, instead of a layer.
         ahead = device.width * max(0, self.embedding - self.layer) if self.gathered else 0
         end = max(self.gradients, earlier)
         return {
@@ -360,22 +366,22 @@ class Model:
         }
 
     def _layer_at_work(self) -> int:
-        """Bytes of one layer in its backward pass."""
+        """Bytes of one layer during its backward pass."""
         device, shape = self.device, self.shape
         inner = BACKWARD_INNER * device.width * shape.inner // device.tensor
-        inner += (IN_4_BITS_INNER + IN_4_BITS_BACKWARD_INNER) * self._widened
-        # Without checkpointing its states are among the activations. The CPU's allocator gives
-        # what they leave to nothing else.
+        inner += (IN_4_BITS_INNER + IN_4_BITS_BACKWARD_INNER) * self._float32_excess
+        # Without checkpointing its states are part of the activations. The CPU's allocator does not
+        # reuse their memory.
         states = self._layer_bytes if self.recomputes or not device.gpu else 0
         inside = self.tokens * (states + inner)
-        scored = shape.scored_gradients(device, _longest(self.config))
-        # Two of the four states of the MLP are left when all gradients of experts are there, and
-        # none in the backward pass of attention.
+        scored = shape.attention_score_gradients(device, _longest(self.config))
+        # Two of the four states of the MLP remain when all gradients of experts exist, and none in
+        # the backward pass of attention.
         state = device.width * shape.inner // device.tensor
         inside = max(inside, self.tokens * (states - 4 * state + scored))
         if shape.experts and not self.lora_rank:
-            experts, kept = shape.expert_gradients(device), self.tokens * states
-            routed = kept - 2 * self.tokens * state if device.gpu else inside
+            experts, saved = shape.expert_gradients(device), self.tokens * states
+            routed = saved - 2 * self.tokens * state if device.gpu else inside
             inside = max(inside, routed + experts)
         return inside + (self._dequantised if self.in_4_bits else 0)
 

@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, and the smallest change that makes it fit."""
+"""Whether a run fits into memory, and the smallest change of settings that makes it fit."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ppo_cli.config.derived import (
     uses_reference,
     why_recompute_logprobs,
 )
-from ppo_cli.config.machine.device_record import proven
+from ppo_cli.config.machine.device_record import is_proven
 from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.memory.devices import (
     AMPLE,
     GIB,
-    Place,
-    Shapes,
+    DeviceNeeds,
+    ModelShapes,
     count_host,
+    count_judge_server,
     count_memory,
     count_vllm,
     device_memory,
     host_of_gpus,
-    judge_memory,
     read_shapes,
     sampled_rows,
 )
@@ -46,82 +46,86 @@ from ppo_cli.config.placement import (
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ppo
 
-LORA_RANK = 16  # of the adapter that is proposed
-STEP_PHASES = ("annotation", "update")  # in which those settings take memory
-SMALLEST_BUDGET = 1024  # tokens of a micro-batch; fewer leave a device idle
-LARGEST_SHARE = 0.9  # of a GPU that vLLM is offered
-Settings = Mapping[str, Any]
+LORA_RANK = 16  # of the adapter that is suggested
+STEP_PHASES = ("annotation", "update")  # in which checkpointing and gathering matter
+SMALLEST_BUDGET = 1024  # tokens of a suggested micro-batch; fewer leave a device idle
+LARGEST_SHARE = 0.9  # of a GPU that is suggested for vLLM
+Settings = Mapping[str, Any]  # key -> value
+UNKNOWN_STEP = "gradient checkpointing: on (the memory of a step is unknown here)"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run needs with its settings, those settled that take memory for speed."""
+    """The needs of a run, with the settings that trade memory for speed filled in."""
 
     config: Config
-    places: tuple[Place, ...]
-    ample: int  # bytes that a step needs with all that was unset kept
-    host: Place | None = None  # beside GPUs
+    places: tuple[DeviceNeeds, ...]
+    ample: int  # bytes of a step with all activations kept and weights gathered once
+    host: DeviceNeeds | None = None  # the host of GPUs
 
     @property
     def fits(self) -> bool | None:
-        """Whether all devices have what they need; None where that is not known."""
+        """Whether all devices and the host have enough memory; None if unknown."""
         answers = [place.fits for place in self.places]
         if None in answers:
             return None
         return all(answers) and (self.host is None or self.host.fits is not False)
 
 
-def estimate(
-    config: Config, shapes: Shapes, there: int | None, host: int | None = None
+def estimate_memory(
+    config: Config, shapes: ModelShapes, capacity: int | None, host: int | None = None
 ) -> Estimate:
-    """Count the memory of a run; what is unset takes memory for speed only where it is ample.
+    """Count the memory of a run; unset settings trade memory for speed only if it is ample.
 
-    `there` is what a device has, `host` what the host of GPUs has.
+    `capacity` is the size of a device, `host` that of the memory next to GPUs.
     """
     if _sleeps_in_host_memory(config) and config.rollout.sleep == "auto":
-        # Weights that stay need not come back from host memory in each step.
-        keeping = estimate(change(config, {"rollout.sleep": "keep"}), shapes, there, host)
+        # A sampler that keeps its weights on the GPU saves a copy from host memory in each step.
+        keeping = estimate_memory(
+            with_settings(config, {"rollout.sleep": "keep"}), shapes, capacity, host
+        )
         if keeping.fits:
             return keeping
-    settled = _estimate_devices(config, shapes, there)
+    settled = _estimate_devices(config, shapes, capacity)
     return replace(settled, host=count_host(settled.config, shapes, host))
 
 
 def _sleeps_in_host_memory(config: Config) -> bool:
-    """Whether vLLM's weights go to host memory while their GPU trains."""
+    """Whether vLLM's weights move to host memory while their GPU trains."""
     shared = gpus_per_node(config) and placement_of(config).sleepers
     return bool(shared) and sampler_name(config) == "vllm" and sleep_mode(config) == "offload"
 
 
-def _estimate_devices(config: Config, shapes: Shapes, there: int | None) -> Estimate:
+def _estimate_devices(config: Config, shapes: ModelShapes, capacity: int | None) -> Estimate:
+    # The first mode that fits wins; the most frugal one is counted if none does.
     ample = 0
-    for recompute, reshard in _ways_by_speed(config):
-        settled = _settle(config, recompute=recompute, reshard=reshard)
-        places = count_memory(settled, shapes, there)
+    for recompute, reshard in _modes_by_speed(config):
+        settled = _fill_unset(config, recompute=recompute, reshard=reshard)
+        places = count_memory(settled, shapes, capacity)
         step = max(map(_step_bytes, places))
         if not recompute:
             ample = step
-        if there is None:
+        if capacity is None:
             continue
-        # Of activations the count may be wrong. Weights and gradients are what they are.
+        # The estimate of activations may be wrong, that of weights and gradients is not.
         counted_well = recompute or config.model.enable_gradient_checkpointing is not None
         if counted_well and gpus_per_node(config):
             enough = all(place.fits for place in places)
         else:
-            enough = step <= AMPLE * there
+            enough = step <= AMPLE * capacity
         if enough:
             return Estimate(settled, places, ample)
-    saving = _settle(config, recompute=True, reshard=True)
-    return Estimate(saving, count_memory(saving, shapes, there), ample)
+    saving = _fill_unset(config, recompute=True, reshard=True)
+    return Estimate(saving, count_memory(saving, shapes, capacity), ample)
 
 
-def _ways_by_speed(config: Config) -> list[tuple[bool, bool]]:
-    """Ways that take memory for speed, the fastest first: (recompute layers, reshard weights).
+def _modes_by_speed(config: Config) -> list[tuple[bool, bool]]:
+    """Return pairs (recompute layers, reshard weights), the fastest first.
 
-    Products take 6 FLOPs a weight and token, and 2 more where layers are computed again. Gathers
-    and reductions take 8 bytes a weight and micro-batch: in a node these are hidden behind the
-    products, between nodes they may take longer (100 Gb/s: 0.6 s of 1e9 weights, of which 16,384
-    tokens take 0.25 s at 400 TFLOPS).
+    Products take 6 FLOPs for each weight and token, and 2 more if layers are recomputed. Gathers
+    and reductions send 8 bytes for each weight and micro-batch: within a node they overlap with the
+    products, between nodes they may take longer (1e9 weights at 100 Gb/s: 0.6 s; their products for
+    16,384 tokens at 400 TFLOPS: 0.25 s).
     """
     if not _may_keep_gathered(config):
         return [(False, True)]
@@ -129,201 +133,197 @@ def _ways_by_speed(config: Config) -> list[tuple[bool, bool]]:
     return [(False, False), *(between[::-1] if config.trainer.nnodes > 1 else between)]
 
 
-def _step_bytes(place: Place) -> int:
-    """Bytes that a device needs where models are asked and trained; 0 where it only samples."""
+def _step_bytes(place: DeviceNeeds) -> int:
+    """Return the bytes of annotation and update on a device; 0 if it only samples."""
     return max((n for name, n in place.phases.items() if name.startswith(STEP_PHASES)), default=0)
 
 
 def _may_keep_gathered(config: Config) -> bool:
-    """Whether ranks share weights that may stay gathered through a step."""
+    """Whether weights are sharded and may stay gathered through a step."""
     if data_ranks(config) == 1:
         return False
-    return not gpus_per_node(config) or proven("keep_gathered")
+    return not gpus_per_node(config) or is_proven("keep_gathered")
 
 
-def _settle(config: Config, *, recompute: bool, reshard: bool) -> Config:
-    """Decide whether to take memory for speed, in all settings that are unset."""
+def _fill_unset(config: Config, *, recompute: bool, reshard: bool) -> Config:
+    """Fill in the unset settings of checkpointing and resharding."""
     if config.model.enable_gradient_checkpointing is None:
-        config = change(config, {"model.enable_gradient_checkpointing": recompute})
+        config = with_settings(config, {"model.enable_gradient_checkpointing": recompute})
     for part in ("actor", "critic") if _may_keep_gathered(config) else ():
         sharding = getattr(config, part).fsdp_config
         if sharding.reshard_after_forward is None:
-            # Weights at home in host memory are there for want of room on the GPU.
+            # Weights are offloaded because the GPU is too small: they must not stay gathered.
             frees = reshard or (sharding.param_offload and gpus_per_node(config) > 0)
-            config = change(config, {f"{part}.fsdp_config.reshard_after_forward": frees})
+            config = with_settings(config, {f"{part}.fsdp_config.reshard_after_forward": frees})
     return config
 
 
 def memory_plan(config: Config) -> PlanPart:
-    """Lay out what each role holds on a device, whether it fits, and what would make it fit."""
-    model = config.model
-    layout = [
-        {
-            None: "rows are packed without padding if a trial at the start gives the same numbers",
-            True: "rows are packed without padding, as set",
-            False: "rows are padded, as set",
-        }[model.packing]
-    ]
-    layout.append(
-        f"attention: {model.attn_implementation}, as set"
-        if model.attn_implementation
-        else "attention: sdpa if the trial gives the same numbers, else eager"
-    )
-    if config.rollout.n > 1 and model.packing is not False:
-        why = "" if model.share_prompts is None else ", as set"
-        once = shares_prompts(config, on_gpu=gpus_per_node(config) > 0)
-        layout.append(
-            f"packed responses share their prompt{why}"
-            if once
-            else f"packed responses have a prompt each{why} (model.share_prompts)"
-        )
-    why = why_recompute_logprobs(config)
-    layout.append(
-        f"the actor computes old log-probs: {why}"
-        if why
-        else "old log-probs are the sampler's, which computes with the actor's own weights"
-    )
-    layout += cpu_plan(config, jemalloc=find_jemalloc() is not None)
-    if compute_dtype(config) == "bfloat16":
-        spreads = spreads_weights(config, "cuda" if gpus_per_node(config) else "cpu")
-        layout.append(
-            "weights that bfloat16 holds exactly are "
-            + ("spread, so that small updates count" if spreads else "trained as they are")
-            + (" (model.spread_weights)" if model.spread_weights is None else ", as set")
-        )
-    shapes, there, host = read_shapes(config), device_memory(config), host_of_gpus()
-    asked = config.model.enable_gradient_checkpointing
-    if not isinstance(shapes, Shapes):
-        said = [
-            f"what {path} needs is not known: no config.json here, or not a plain decoder's"
+    """Return the plan's lines about memory: needs by role, whether they fit, what would help."""
+    layout = list(_describe_layout(config))
+    shapes, capacity, host = read_shapes(config), device_memory(config), host_of_gpus()
+    checkpointing = config.model.enable_gradient_checkpointing
+    as_set = [f"gradient checkpointing: {'on' if checkpointing else 'off'}, as set"]
+    # Nothing can be counted if a model's config.json is not readable.
+    if not isinstance(shapes, ModelShapes):
+        lines = [
+            f"memory of {path}: unknown (no config.json here, or not a plain decoder)"
             for path in shapes
         ]
-        if asked is None:
-            said.append(
-                "gradient checkpointing is on: what a step needs of memory is not known here"
-            )
-        else:
-            said.append(f"gradient checkpointing is {'on' if asked else 'off'}, as set")
-        return PlanPart((*said, *layout), {"unknown": list(shapes)})
-    found = estimate(config, shapes, there, host)
-    judge = judge_memory(config)
-    places = [*found.places, *filter(None, (judge, found.host))]
-    said = [line for place in places for line in _lines(place)]
+        lines += [UNKNOWN_STEP] if checkpointing is None else as_set
+        return PlanPart((*lines, *layout), {"unknown": list(shapes)})
+    chosen = estimate_memory(config, shapes, capacity, host)
+    judge = count_judge_server(config)
+    places = [*chosen.places, *filter(None, (judge, chosen.host))]
+    lines = [line for place in places for line in _describe_device(place)]
+    # What would make it fit, and how the unset settings were chosen.
     changes = None
-    if found.fits is False:
-        changes = smallest_change(config, shapes, there, host)
+    if chosen.fits is False:
+        changes = find_smallest_change(config, shapes, capacity, host)
         if changes is None:
-            said.append("no change of settings makes it fit: take a smaller --model")
+            lines.append("no change of settings makes it fit: use a smaller --model")
         else:
-            said.append("the smallest change that makes it fit: " + _words(changes))
-    if asked is not None:
-        said.append(f"gradient checkpointing is {'on' if asked else 'off'}, as set")
-    said += _settled(config, found, there)
+            lines.append("the smallest change that makes it fit: " + _format_overrides(changes))
+    lines += as_set if checkpointing is not None else []
+    lines += _explain_choices(config, chosen, capacity)
     facts = {
-        "fits": found.fits,
+        "fits": chosen.fits,
         "devices": [place.facts() for place in places],
-        "gradient_checkpointing": found.config.model.enable_gradient_checkpointing,
+        "gradient_checkpointing": chosen.config.model.enable_gradient_checkpointing,
         "changes": changes,
     }
-    return PlanPart((*said, *layout), facts)
+    return PlanPart((*lines, *layout), facts)
+
+
+def _describe_layout(config: Config) -> Iterator[str]:
+    """Yield the plan's lines about how rows, log-probs and products are computed."""
+    model = config.model
+    if model.packing is None:
+        yield "packing: on if a trial at start-up gives the same numbers as padded rows"
+    else:
+        yield f"packing: {'on' if model.packing else 'off'}, as set"
+    if model.attn_implementation:
+        yield f"attention: {model.attn_implementation}, as set"
+    else:
+        yield "attention: sdpa if the trial gives the same numbers, else eager"
+    if config.rollout.n > 1 and model.packing is not False:
+        once = shares_prompts(config, on_gpu=gpus_per_node(config) > 0)
+        why = " (model.share_prompts)" if model.share_prompts is None else ", as set"
+        yield f"prompt computed once for its packed responses: {'yes' if once else 'no'}{why}"
+    why = why_recompute_logprobs(config)
+    source = f"from the actor ({why})" if why else "from the sampler (it uses the actor's weights)"
+    yield f"old log-probs: {source}"
+    yield from cpu_plan(config, jemalloc=find_jemalloc() is not None)
+    if compute_dtype(config) == "bfloat16":
+        spreads = spreads_weights(config, "cuda" if gpus_per_node(config) else "cpu")
+        why = " (model.spread_weights)" if model.spread_weights is None else ", as set"
+        result = "spread, so that small updates count" if spreads else "trained as loaded"
+        yield f"weights that are exact in bfloat16: {result}{why}"
 
 
 def cpu_plan(config: Config, *, jemalloc: bool) -> list[str]:
-    """Say what multiplies matrices and what gives out memory where models are on the CPU."""
+    """Return the plan's lines about the matrix library and the allocator on the CPU."""
     if gpus_per_node(config):
         return []
-    said = []
+    lines = []
     if compute_dtype(config) == "bfloat16":
-        why = "as set" if config.model.dtype else "which this processor does faster"
-        said.append(f"matrices are multiplied in bfloat16, {why}")
+        why = ", as set" if config.model.dtype else " (faster on this processor)"
+        lines.append(f"matrix products: bfloat16{why}")
     else:
-        asked = config.model.float32_matmul
-        library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[matmul_library(asked)]
-        said.append(f"{library} multiplies float32 matrices{', as set' if asked else ''}")
+        setting = config.model.float32_matmul
+        library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[matmul_library(setting)]
+        lines.append(f"matrix products: float32 by {library}{', as set' if setting else ''}")
     if jemalloc and engine_name(config) == "local":
-        said.append("jemalloc gives out memory")
-    return said
+        lines.append("allocator: jemalloc")
+    return lines
 
 
-def settle_dtype(config: Config) -> Config:
-    """Write down what an unset `model.dtype` comes to, unless it is the usual of the device."""
+def fill_dtype(config: Config) -> Config:
+    """Set an unset `model.dtype` to the computed one, unless it is the device's default."""
     chosen = compute_dtype(config)
     if config.model.dtype or (chosen == "bfloat16") == bool(gpus_per_node(config)):
         return config
-    return change(config, {"model.dtype": chosen})
+    return with_settings(config, {"model.dtype": chosen})
 
 
-def settle_memory(config: Config, tell: Callable[[str], None]) -> Config:
-    """Settle what is unset and takes memory for speed where it is ample, and say why."""
-    shapes, there = read_shapes(config), device_memory(config)
-    if not isinstance(shapes, Shapes) or there is None:
-        return _settle(config, recompute=True, reshard=True)
-    found = estimate(config, shapes, there, host_of_gpus())
-    for line in _settled(config, found, there):
+def fill_memory_settings(config: Config, tell: Callable[[str], None]) -> Config:
+    """Fill in unset settings that trade memory for speed, and report why."""
+    shapes, capacity = read_shapes(config), device_memory(config)
+    if not isinstance(shapes, ModelShapes) or capacity is None:
+        return _fill_unset(config, recompute=True, reshard=True)
+    chosen = estimate_memory(config, shapes, capacity, host_of_gpus())
+    for line in _explain_choices(config, chosen, capacity):
         tell(f"Memory: {line}")
-    return found.config
+    return chosen.config
 
 
-def smallest_change(
-    config: Config, shapes: Shapes, there: int | None, host: int | None = None
+def find_smallest_change(
+    config: Config, shapes: ModelShapes, capacity: int | None, host: int | None = None
 ) -> dict[str, Any] | None:
-    """The first change that makes a run fit, from harmless to costly; else as few as are needed.
+    """Return the first change that makes a run fit, from harmless to costly; else a few together.
 
-    None where all of them together do not.
+    None if all changes together do not make it fit.
     """
 
     def fits(changes: list[Settings]) -> bool:
-        merged = {key: value for one in changes for key, value in one.items()}
-        return bool(estimate(change(config, merged), shapes, there, host).fits)
+        merged = {key: value for candidate in changes for key, value in candidate.items()}
+        return bool(estimate_memory(with_settings(config, merged), shapes, capacity, host).fits)
 
-    offered = list(_changes(config, shapes.actor, there))
+    # One change may be enough; otherwise changes are added until the run fits.
+    offered = list(_memory_saving_changes(config, shapes.actor, capacity))
     tried: list[Settings] = []
-    chosen = next(([one] for one in offered if fits([one])), None)
-    for one in offered if chosen is None else ():
-        tried.append(one)
+    chosen = next(([candidate] for candidate in offered if fits([candidate])), None)
+    for candidate in offered if chosen is None else ():
+        tried.append(candidate)
         if fits(tried):
             chosen = tried
             break
     if chosen is None:
         return None
-    for one in list(chosen):
-        rest = [other for other in chosen if other is not one]
+    # Drop changes that turn out to be unnecessary.
+    for candidate in list(chosen):
+        rest = [other for other in chosen if other is not candidate]
         if rest and fits(rest):
             chosen = rest
-    return {key: value for one in chosen for key, value in one.items()}
+    return {key: value for candidate in chosen for key, value in candidate.items()}
 
 
-def _changes(config: Config, shape: Shape, there: int | None) -> Iterator[Settings]:
-    """Settings that save memory, those first that change nothing but speed."""
+def _memory_saving_changes(
+    config: Config, shape: Shape, capacity: int | None
+) -> Iterator[Settings]:
+    """Yield settings that save memory; those that only cost speed come first."""
     longest = config.data.max_prompt_length + config.data.max_response_length
-    asked = {
+    # Smaller micro-batches, and recomputed layers.
+    set_budgets = {
         "actor.ppo_max_token_len_per_gpu": config.actor.ppo_max_token_len_per_gpu,
         "ref.log_prob_max_token_len_per_gpu": config.ref.log_prob_max_token_len_per_gpu,
     }
     if uses_critic(config):
-        asked["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
-    budgets = {key: micro_batch_tokens(config, tokens) for key, tokens in asked.items()}
+        set_budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
+    budgets = {key: micro_batch_tokens(config, tokens) for key, tokens in set_budgets.items()}
     tokens = max(budgets.values()) // 2
     while tokens >= max(longest, SMALLEST_BUDGET):
         yield {key: tokens for key, now in budgets.items() if tokens < now}
         tokens //= 2
     if config.model.enable_gradient_checkpointing is False:
         yield {"model.enable_gradient_checkpointing": True}
+    # Less memory for sampling.
     if sampler_name(config) == "hf":
         rows = sampled_rows(config)
         while rows > 8:
             rows //= 2
             yield {"rollout.max_num_seqs": rows}
-    elif gpus_per_node(config) and there:
-        least = _least_share(
+    elif gpus_per_node(config) and capacity:
+        least = _smallest_vllm_share(
             sum(count_vllm(config, shape, 2 if compute_dtype(config) == "bfloat16" else FLOAT)),
-            there,
+            capacity,
         )
         share = config.rollout.gpu_memory_utilization
         if share > max(0.3, least) or share < least <= LARGEST_SHARE:
             yield {"rollout.gpu_memory_utilization": max(0.3, least)}
     if sampler_name(config) == "vllm" and gpus_per_node(config):
-        yield from _wider_samplers(config, shape)
+        yield from _wider_tensor_parallelism(config, shape)
+    # Offloading to the host, then training fewer weights, then more devices.
     if gpus_per_node(config):
         if uses_reference(config) and not config.model.lora_rank:
             yield {"ref.param_offload": True}
@@ -338,15 +338,15 @@ def _changes(config: Config, shape: Shape, there: int | None) -> Iterator[Settin
         yield from _more_devices(config)
 
 
-def _least_share(size: int, there: int) -> float:
-    """The least share of a device with room for `size` bytes, in steps of 0.05."""
-    return math.ceil(20 * size / there) / 20
+def _smallest_vllm_share(size: int, capacity: int) -> float:
+    """Return the smallest share of a device that holds `size` bytes, in steps of 0.05."""
+    return math.ceil(20 * size / capacity) / 20
 
 
-def _wider_samplers(config: Config, shape: Shape) -> Iterator[Settings]:
-    """Samplers over more GPUs: less of the weights on each, in a rollout and when they arrive."""
+def _wider_tensor_parallelism(config: Config, shape: Shape) -> Iterator[Settings]:
+    """Yield samplers over more GPUs: each has fewer weights, in rollout and transfer."""
     span, gpus = config.rollout.tensor_model_parallel_size, gpus_per_node(config)
-    keys = shape.keys * shape.heads // shape.queries  # heads of keys
+    keys = shape.keys * shape.heads // shape.queries  # key-value heads
     while config.trainer.placement is None and 2 * span <= gpus:
         span *= 2
         if gpus % span == 0 and shape.heads % span == 0 and keys % min(span, keys) == 0:
@@ -354,7 +354,7 @@ def _wider_samplers(config: Config, shape: Shape) -> Iterator[Settings]:
 
 
 def _more_devices(config: Config) -> Iterator[Settings]:
-    """More GPUs, as long as they can share the rows of a mini-batch."""
+    """Yield larger numbers of GPUs that divide the rows of a mini-batch."""
     if config.trainer.placement is not None or config.trainer.engine == "local":
         return
     nodes, now = config.trainer.nnodes, gpus_per_node(config)
@@ -368,28 +368,28 @@ def _more_devices(config: Config) -> Iterator[Settings]:
             yield {"trainer.n_gpus_per_node": 8, "trainer.nnodes": count // 8}
 
 
-def change(config: Config, settings: Settings) -> Config:
-    """The configuration with other values at these keys, which must be valid ones."""
+def with_settings(config: Config, settings: Settings) -> Config:
+    """Return the configuration with new values at these keys; the values must be valid."""
     for key, value in settings.items():
-        config = _put(config, key.split("."), value)
+        config = _replace_setting(config, key.split("."), value)
     return config
 
 
-def _put(section: Any, names: list[str], value: Any) -> Any:
+def _replace_setting(section: Any, names: list[str], value: Any) -> Any:
     name, *below = names
-    inner = _put(getattr(section, name), below, value) if below else value
+    inner = _replace_setting(getattr(section, name), below, value) if below else value
     return section.model_copy(update={name: inner})
 
 
-def _lines(place: Place) -> Iterator[str]:
-    """Say what a device needs, and what of it for which role."""
+def _describe_device(place: DeviceNeeds) -> Iterator[str]:
+    """Yield lines about the needs of a device, in total and by role."""
     need = f"{place.name} needs about {format_size(place.needed)} ({place.phase})"
-    if place.there is None:
-        yield f"{need}; how much it has is not known here"
+    if place.capacity is None:
+        yield f"{need}; its size is unknown here"
     elif place.fits:
-        yield f"{need} of {format_size(place.there)}: fits"
+        yield f"{need} of {format_size(place.capacity)}: fits"
     elif not place.vllm_starts:
-        least = _least_share(place.vllm_least, place.there)
+        least = _smallest_vllm_share(place.vllm_least, place.capacity)
         setting = f"rollout.gpu_memory_utilization to {least:.2g} or "
         yield (
             f"{place.name} gives vLLM {format_size(place.vllm_share)}, which needs "
@@ -399,7 +399,8 @@ def _lines(place: Place) -> Iterator[str]:
         )
     else:
         free = format_size(place.left_free)
-        yield f"{need} of {format_size(place.there)}, of which {free} is left free: does not fit"
+        size = format_size(place.capacity)
+        yield f"{need} of {size}, of which {free} must stay free: does not fit"
     for role, share in place.roles.items():
         parts = [
             f"{field.replace('_', ' ').replace('kv', 'KV')} {format_size(size)}"
@@ -410,34 +411,33 @@ def _lines(place: Place) -> Iterator[str]:
             yield f"{role}: {', '.join(parts)}"
 
 
-def _settled(asked: Config, found: Estimate, there: int | None) -> Iterator[str]:
-    """Say what was counted and what follows from it for what was unset."""
-    if asked.model.enable_gradient_checkpointing is None:
-        if there is None:
-            yield "gradient checkpointing is on: what a step needs of memory is not known here"
+def _explain_choices(config: Config, chosen: Estimate, capacity: int | None) -> Iterator[str]:
+    """Yield lines about the choice of unset settings, with the numbers behind it."""
+    if config.model.enable_gradient_checkpointing is None:
+        if capacity is None:
+            yield UNKNOWN_STEP
         else:
-            recompute = found.config.model.enable_gradient_checkpointing
-            then = "computed again (gradient" if recompute else "kept (no gradient"
+            recompute = chosen.config.model.enable_gradient_checkpointing
             yield (
-                f"a step with all activations needs about {format_size(found.ample)} of "
-                f"{format_size(there)}: they are {then} checkpointing)"
+                f"gradient checkpointing: {'on' if recompute else 'off'} (a step with all "
+                f"activations needs about {format_size(chosen.ample)} of {format_size(capacity)})"
             )
-    if data_ranks(asked) == 1 or asked.actor.fsdp_config.reshard_after_forward is not None:
+    if data_ranks(config) == 1 or config.actor.fsdp_config.reshard_after_forward is not None:
         return
-    if not _may_keep_gathered(asked):
+    if not _may_keep_gathered(config):
         yield (
-            "ranks gather weights and reduce gradients with each micro-batch: "
-            f"`{ppo('doctor --self-test')}` has not proven here that once a step is right"
+            "weights are gathered and gradients reduced in each micro-batch: "
+            f"`{ppo('doctor --self-test')}` has not proven the faster way (once a step) here"
         )
     else:
         yield (
-            "ranks gather weights and reduce gradients once a step: memory is ample"
-            if found.config.actor.fsdp_config.stays_whole
-            else "ranks gather weights and reduce gradients with each micro-batch"
+            "weights are gathered and gradients reduced once a step: memory is ample"
+            if chosen.config.actor.fsdp_config.stays_whole
+            else "weights are gathered and gradients reduced in each micro-batch"
         )
 
 
-def _words(changes: Settings) -> str:
+def _format_overrides(changes: Settings) -> str:
     return " ".join(
         f"{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in changes.items()
@@ -445,5 +445,5 @@ def _words(changes: Settings) -> str:
 
 
 def format_size(count: int) -> str:
-    """Bytes in GiB, or MiB where they are few, to three digits."""
+    """Write bytes in GiB, or in MiB if they are few, with three digits."""
     return f"{count / GIB:.3g} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.3g} MiB"

@@ -1,9 +1,9 @@
-"""What a model cannot do, as its config.json tells: long rows, kernels of attention. No torch.
+"""Limits of a model according to its config.json: length of rows, attention kernels. No torch.
 
-Tables of positions end. Rotary positions of two kinds depend on the longest row of a batch:
-longrope has other factors above a length, dynamic NTK another base for each length. Up to that
-length every row has the positions that it has alone. Other kinds (linear, yarn, llama3,
-proportional, ALiBi) do not look at the length.
+Position tables have an end. Two kinds of rotary positions depend on the longest row of a batch:
+longrope changes its factors above a length, dynamic NTK its base with each length. Up to that
+length a row has the same positions alone and in a batch. Other kinds (linear, yarn, llama3,
+proportional, ALiBi) do not depend on the length.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Final, Protocol
 from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.errors import ModelError
 
-# Field of config.json with the size of a table of positions -> model types that have one, be it
-# learned, of sines, rotary (GPT-J, CodeGen) or ALiBi (MPT): tried one by one on transformers 5.19.
+# Field of config.json with the size of a position table -> model types that have one, whether
+# learned, sinusoidal, rotary (GPT-J, CodeGen) or ALiBi (MPT). Each was tried on transformers 5.19.
 POSITION_TABLES: Final = {
     "n_positions": ("codegen", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "gptj", "openai-gpt"),
     "max_seq_len": ("mpt",),
@@ -28,14 +28,14 @@ POSITION_TABLES: Final = {
         "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod",
     ),
 }  # fmt: skip
-# Their first position is the one behind pad_token_id: those before it are never used.
+# Positions of these start after pad_token_id: the first entries of their table are never used.
 _BEHIND_PADDING: Final = (
     "camembert", "data2vec-text", "prophetnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
     "xlm-roberta-xl", "xmod",
 )  # fmt: skip
-# Every kind of theirs but "default" is longrope.
+# In these every kind of rotary positions except "default" is longrope.
 _PHI: Final = ("phi3", "phi4_multimodal", "phimoe")
-# transformers has no sdpa for them, or they have attention sinks, which sdpa cannot take.
+# transformers has no sdpa for these, or they have attention sinks, which sdpa cannot compute.
 _EAGER_ONLY: Final = (
     "big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba",
     "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa",
@@ -43,10 +43,10 @@ _EAGER_ONLY: Final = (
     "openai-gpt", "prophetnet", "reformer", "rembert", "roformer", "rwkv", "trocr", "xglm", "xlm",
     "xlnet", "xlstm",
 )  # fmt: skip
-_SOFT_CAPPED: Final = ("gemma2", "vaultgemma")  # caps of attention, which sdpa leaves out
-_FLOOR_SCALE: Final = 8192  # of Llama 4 where config.json is silent
+_SOFT_CAPPED: Final = ("gemma2", "vaultgemma")  # soft caps of scores, which sdpa ignores
+_FLOOR_SCALE: Final = 8192  # Llama 4's default
 ORIGINAL: Final = "original_max_position_embeddings"
-_PHI_ORIGINAL: Final = 4096  # of phi3 and phi4_multimodal where config.json is silent
+_PHI_ORIGINAL: Final = 4096  # default of phi3 and phi4_multimodal
 
 
 class RowLengths(Protocol):
@@ -62,7 +62,7 @@ class RowLengths(Protocol):
 
 
 def encoder_problem(config: Mapping[str, Any], path: str, flag: str) -> str:
-    """Say that a model reads its prompts with an encoder; "" for decoders."""
+    """Explain that a model has an encoder and cannot be trained; "" for decoders."""
     if config.get("is_encoder_decoder") is not True:
         return ""
     return (
@@ -72,39 +72,41 @@ def encoder_problem(config: Mapping[str, Any], path: str, flag: str) -> str:
 
 
 def attention_problem(config: Mapping[str, Any], path: str, kernel: str | None) -> str:
-    """Say that a model has no attention kernel of this name; "" where it may have."""
-    return eager_only(path) if kernel == "sdpa" and needs_eager(text_config(config)) else ""
+    """Explain that a model cannot use the attention kernel `kernel`; "" if it can."""
+    return (
+        describe_eager_only(path) if kernel == "sdpa" and needs_eager(text_config(config)) else ""
+    )
 
 
 def needs_eager(text: Mapping[str, Any]) -> bool:
-    """Whether sdpa cannot compute the attention of a model, by its `text_config`."""
+    """Whether sdpa cannot compute a model's attention, according to its `text_config`."""
     kind = text.get("model_type")
     capped = kind in _SOFT_CAPPED and text.get("attn_logit_softcapping", True) is not None
     return kind in _EAGER_ONLY or capped
 
 
-def eager_only(path: str) -> str:
-    """Say which kernel computes the attention of a model that only eager attention computes."""
+def describe_eager_only(path: str) -> str:
+    """Return the message that a model needs the eager attention kernel."""
     return f"The attention of {path} needs the eager kernel: set model.attn_implementation=eager."
 
 
 def length_problem(config: Mapping[str, Any], path: str, lengths: RowLengths) -> str:
-    """Say that prompt and response may be longer than a model takes; "" where they fit."""
+    """Explain that prompt and response may be longer than a model's limit; "" if they fit."""
     limits = [*_table_limits(text_config(config)), *_rope_limits(text_config(config))]
     longest = lengths.max_prompt_length + lengths.max_response_length
     limit, why = min(limits, default=(longest, ""))
     return (
         ""
         if longest <= limit
-        else f"{_too_long(path, why, lengths)} {_fitting_flags(limit, lengths)}."
+        else f"{_describe_excess(path, why, lengths)} {_fitting_flags(limit, lengths)}."
     )
 
 
 def column_problem(config: Mapping[str, Any], path: str, lengths: RowLengths) -> str:
-    """Say that rows may be longer than the hf sampler is exact for; "" where they fit.
+    """Explain that rows may be too long for the hf sampler to be exact; "" if they fit.
 
-    Llama 4 counts positions by columns of its cache where it scales attention. The sampler pads
-    rows on the left, by less than their length: a row begins while an earlier one runs.
+    Llama 4 scales attention by the column in the cache instead of the position. The sampler pads
+    rows on the left by less than their length, because a row starts while earlier ones run.
     """
     text = text_config(config)
     tuned = text.get("attn_temperature_tuning", text.get("model_type") == "llama4_text")
@@ -114,10 +116,10 @@ def column_problem(config: Mapping[str, Any], path: str, lengths: RowLengths) ->
         return ""
     why = f"counts padding where it scales attention above {limit} tokens (half of floor_scale)"
     flags = _fitting_flags(limit, lengths)
-    return f"{_too_long(path, why, lengths)} {flags}, or rollout.name=vllm on a GPU."
+    return f"{_describe_excess(path, why, lengths)} {flags}, or rollout.name=vllm on a GPU."
 
 
-def _too_long(path: str, why: str, lengths: RowLengths) -> str:
+def _describe_excess(path: str, why: str, lengths: RowLengths) -> str:
     prompt, response = lengths.max_prompt_length, lengths.max_response_length
     return (
         f"{path} {why}, but a prompt and its response may have {prompt + response} "
@@ -126,7 +128,7 @@ def _too_long(path: str, why: str, lengths: RowLengths) -> str:
 
 
 def require_length(config: Mapping[str, Any], path: str, lengths: RowLengths) -> None:
-    """Raise ModelError where `length_problem` has one to report."""
+    """Raise ModelError if `length_problem` finds one."""
     if problem := length_problem(config, path, lengths):
         raise ModelError(problem)
 
@@ -153,19 +155,19 @@ def _rope_limits(text: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
         if "dynamic" in scaling:
             name, border, field = "dynamic NTK", longest, "max_position_embeddings"
         elif scaling == "longrope" or (kind in _PHI and scaling != "default"):
-            # As transformers has it: the model's own field comes before that of a flat dictionary.
+            # As in transformers: the model's field takes precedence over that of a flat dictionary.
             inner = part.get(ORIGINAL, longest)
             border = inner if nested or original is None else original
             name, field = "longrope", ORIGINAL
         else:
             continue
         if type(border) is int:
-            words = f"has rotary positions ({name}) that depend on the longest row of a batch"
-            yield border, f"{words} above {border} tokens ({field})"
+            problem = f"has rotary positions ({name}) that depend on the longest row of a batch"
+            yield border, f"{problem} above {border} tokens ({field})"
 
 
 def _fitting_flags(limit: int, lengths: RowLengths) -> str:
-    """The flags that make a row fit: the longer part is cut, or both are halved."""
+    """Return flags that make a row fit: the longer part is cut, or both are halved."""
     prompt, response = lengths.max_prompt_length, lengths.max_response_length
     if prompt <= limit // 2:
         return f"--max_response_length {limit - prompt}"

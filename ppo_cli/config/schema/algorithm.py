@@ -156,7 +156,7 @@ class Sharding(Section):
 
     @property
     def stays_whole(self) -> bool:
-        """Whether weights stay gathered through a step; `settle_memory` decides what is unset."""
+        """Whether weights stay gathered through a step (unset: `fill_memory_settings` decides)."""
         return self.reshard_after_forward is False
 
 

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from ppo_cli.config.models.folder import check_folder, folder_problem, read_config, refetch_advice
 from ppo_cli.config.models.known_models import describe_missing_folder
-from ppo_cli.config.models.limits import eager_only
+from ppo_cli.config.models.limits import describe_eager_only
 from ppo_cli.config.models.weight_files import list_tensors
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory
 
@@ -186,7 +186,7 @@ def _known_limit(path: str, what: str, flag: str, error: Exception) -> str:
     """Say what transformers cannot do with a model whose files are whole; "" for other errors."""
     text, kind = " ".join(str(error).split()), read_config(path).get("model_type")
     if ATTENTION_ERROR.search(text):
-        return eager_only(path)
+        return describe_eager_only(path)
     if "does not recognize this architecture" in text:
         return (
             f"The installed transformers does not know the model_type {kind!r} of {path}: install "

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
-from ppo_cli.config.machine.torch_build import find_fault
+from ppo_cli.config.machine.torch_build import find_gpu_fault
 from ppo_cli.config.models.known_models import AdapterChoice, choose_adapter, find_model_folder
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.schema.reward import ModelReward
@@ -505,7 +505,7 @@ def choose_device(name: str | None) -> torch.device:
 
     Raises MissingPart where torch cannot use that GPU.
     """
-    if name is None and (fault := find_fault()):
+    if name is None and (fault := find_gpu_fault()):
         raise MissingPart(str(fault))
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 

@@ -171,7 +171,7 @@ def save_wide_model(setup: Setup, path: Path) -> Shape:
     with torch.device(setup.device):  # a CPU draws for a minute
         model = Qwen2ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(path)
-    shape = Shape.of(config.to_dict())
+    shape = Shape.from_config(config.to_dict())
     assert shape is not None
     return shape
 

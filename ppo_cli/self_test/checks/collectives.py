@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Annotations, merge_annotations
-from ppo_cli.config.memory.plan import change
+from ppo_cli.config.memory.plan import with_settings
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sums, merge_sums
@@ -172,7 +172,7 @@ def _seconds(work: Callable[[], None], rounds: int = 3) -> float:
 
 def _compare_step(ranks: Ranks, device: str, way: str) -> Gaps:
     """One step of all ranks together, and the same step of this rank alone."""
-    config = change(make_config(device), WAYS[way])
+    config = with_settings(make_config(device), WAYS[way])
     together, alone = (_take_step(config, group) for group in (ranks, ALONE))
     limit = LIMITS[str(config.model.dtype)]
     gaps = {f"log-probs after a {way}": (largest_gap(together[0], alone[0]), limit)}
