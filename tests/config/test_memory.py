@@ -44,6 +44,7 @@ from ppo_cli.config.memory.plan import (
 )
 from ppo_cli.config.models.shape import Device, Shape
 from ppo_cli.config.schema.run import Config
+from ppo_cli.engine.cpu.lean_layers import use_lean_layers
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3,
