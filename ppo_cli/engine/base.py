@@ -1,7 +1,7 @@
-"""The seven verbs between the loop and wherever the weights live, and what samplers are to them.
+"""The engine protocol (seven verbs) that the training loop calls, and the sampler protocol.
 
-The loop knows nothing else of an engine. One process, many ranks, vLLM or not: the same verbs.
-A sampler takes prompts and gives rollouts, and takes new weights now and then.
+The loop knows nothing else about an engine: the verbs are the same for one process, many ranks and
+vLLM. A sampler turns prompts into rollouts and receives new weights after each publish.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ppo_cli.thoughts import Detokenize, count_tokens
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 are off.
+    """Sampling parameters: `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 are off.
 
-    `seed` fixes the draw: the same weights, prompts and seed give the same rollouts. A text of
-    `stop` ends a response; the tokens up to the one that completes it stay. A response that has
-    got `new_tokens` in one call and needs more comes back unfinished.
+    The same weights, prompts and `seed` give the same rollouts. A string of `stop` ends a
+    response; the tokens up to the one that completes it are kept. A response that needs more than
+    `new_tokens` in one call is returned unfinished.
     """
 
     temperature: float = 1.0
@@ -47,7 +47,7 @@ class Sampling:
     new_tokens: int | None = None
 
     def length_limit(self, drawn: int) -> int:
-        """How long a response that has so many tokens may be after one call."""
+        """Return the maximal response length after one call, with `drawn` tokens before it."""
         if self.new_tokens is None:
             return self.max_tokens
         return min(self.max_tokens, drawn + self.new_tokens)
@@ -57,7 +57,7 @@ NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 
 
 def start_rollouts(prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
-    """Responses of which nothing is drawn yet: `sampling.n` for each prompt."""
+    """Return empty, unfinished rollouts: `sampling.n` for each prompt."""
     return [
         Rollout(prompt, sample, (), NO_LOGPROBS, "", "unfinished", seed=sampling.seed)
         for prompt in prompts
@@ -74,9 +74,9 @@ class MiniBatch:
     critic: bool
 
 
-# Metric name -> (sum, count): ranks and micro-batches add exactly, the loop divides. Before all
-# are added up a count may be 0: of what is normalised by the whole mini-batch already (a loss),
-# of which micro-batches hold parts and which counts once.
+# Metric name -> (sum, count). Ranks and micro-batches are added exactly; the loop divides at the
+# end. Losses are already normalised by the whole mini-batch: each part has count 0, and
+# `merge_sums` gives their sum count 1.
 Sums = dict[str, tuple[float, float]]
 
 
@@ -87,7 +87,7 @@ def add_sum(sums: Sums, name: str, total: float, count: float) -> None:
 
 
 def merge_sums(parts: Sequence[Sums]) -> Sums:
-    """Add up the sums of all ranks; a name that only ever had count 0 counts as one."""
+    """Add up the sums of all ranks; a metric with a total count of 0 gets count 1."""
     totals: Sums = {}
     for part in parts:
         for name, (total, count) in part.items():
@@ -96,19 +96,19 @@ def merge_sums(parts: Sequence[Sums]) -> Sums:
 
 
 class Engine(Protocol):
-    """Holds actor, critic and reference, samples from the actor and trains both."""
+    """Holds actor, critic and reference; samples from the actor, trains actor and critic."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
     ) -> Iterator[Rollout]:
         """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes.
 
-        Unfinished rollouts that have `begun` go on, each in its own stream of random numbers.
+        The unfinished rollouts in `begun` continue, each with its own random stream.
         """
         ...
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
-        """Add old and reference log-probs, entropy and values under the present weights."""
+        """Add old and reference log-probs, entropy and values under the current weights."""
         ...
 
     def step(self, minibatch: MiniBatch) -> Sums:
@@ -116,20 +116,20 @@ class Engine(Protocol):
         ...
 
     def publish(self) -> None:
-        """Hand the new weights to the sampler, drop its caches, raise the weight version."""
+        """Send the new weights to the sampler, drop its caches, raise the weight version."""
         ...
 
     def save(self, directory: Path, *, last: bool = False) -> Future[None]:
-        """Write `actor/`, `critic/` and `state/` into `directory`, which exists.
+        """Write `actor/`, `critic/` and `state/` into the existing `directory`.
 
-        Takes a snapshot at once, so that training may go on; all is on disk when the future is
-        done. It is done, well or not, only when nothing writes into `directory` any more. With
-        `last` nothing is trained before that: the weights need not be copied.
+        Takes a snapshot at once, so that training can continue; the future is done when all files
+        are on disk, or when writing has failed and stopped. With `last` nothing is trained before
+        that, so the weights need not be copied.
         """
         ...
 
     def load(self, directory: Path) -> None:
-        """Take back everything that `save` wrote."""
+        """Restore everything that `save` wrote."""
         ...
 
     def close(self) -> None:
@@ -139,11 +139,11 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """All weights of a policy on the CPU: for vLLM as its files have them, else as it has them.
+    """All weights of a policy on the CPU: in checkpoint layout for vLLM, else in the model's.
 
-    With `adapter` they are those of a LoRA adapter alone, under PEFT's names. A tied output
-    head is left out: it is the embedding. With `persistent`, later weights are written over these,
-    while nobody samples: they need not be copied.
+    With `adapter` they are the weights of a LoRA adapter alone, under PEFT's names. A tied output
+    head is omitted, because it is the embedding. With `persistent`, later weights overwrite these
+    tensors in place while nobody samples, so a sampler need not copy them.
     """
 
     tensors: Mapping[str, Tensor]
@@ -154,9 +154,9 @@ class Weights:
 
 @dataclass
 class SamplerCapacity:
-    """How many responses are sampled at once; halved, and kept halved, when memory runs out.
+    """How many responses are sampled at once; halved for good when memory runs out.
 
-    `tell` is called with the new number after each halving.
+    `on_halving` is called with the new number after each halving.
     """
 
     rows: int
@@ -164,30 +164,31 @@ class SamplerCapacity:
     on_halving: Callable[[int], None] = lambda rows: None
 
     def halve(self, tried: int) -> None:
-        """Shrink below what was just tried; raises UserError when one response is too much."""
+        """Halve the number just tried; raises UserError when one response is too much."""
         if tried <= 1:
             raise UserError(
                 "Sampling ran out of memory, even with one response at a time: lower "
                 "--max_response_length or --max_prompt_length, or take a smaller --model."
             )
+        # The allocator's free blocks are too fragmented for the smaller batch.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.rows, self.halved = tried // 2, True
         self.on_halving(self.rows)
 
     def halved_rows(self) -> int | None:
-        """What halving has left of it; None while it is as it was set."""
+        """The number after halvings, for the checkpoint; None before any."""
         return self.rows if self.halved else None
 
     def restore(self, rows: int | None) -> None:
-        """Take up what an earlier run had left of it; a smaller setting of this run stands."""
+        """Apply the halvings of an earlier run, unless this run's setting is smaller."""
         if rows is not None and rows < self.rows:
             self.rows, self.halved = rows, True
 
 
 @contextmanager
 def explain_transfer_out_of_memory() -> Iterator[None]:
-    """Say what helps where memory runs out while new weights travel, on either side."""
+    """Turn running out of memory during a weight transfer into an error with advice."""
     try:
         yield
     except Exception as error:
@@ -202,7 +203,7 @@ def explain_transfer_out_of_memory() -> Iterator[None]:
 
 
 def describe_halving(rows: int, who: str = "Sampling") -> str:
-    """What people are told of a halving."""
+    """Return the message about a halving of the sampler's capacity."""
     return (
         f"{who} ran out of memory: at most {rows} response{'s' * (rows != 1)} are sampled at "
         f"once now. Set rollout.max_num_seqs={rows} to start there next time."
@@ -210,7 +211,8 @@ def describe_halving(rows: int, who: str = "Sampling") -> str:
 
 
 def non_finite_error(weight_version: int) -> ModelError:
-    """The error of logits from which nothing can be drawn; updates are blamed only after one."""
+    """Return the error for logits that are not finite, with the probable cause."""
+    # Before the first update the run itself cannot have diverged.
     cause = (
         "a run that diverged: lower --lr and resume from an earlier checkpoint"
         if weight_version
@@ -225,6 +227,7 @@ def non_finite_error(weight_version: int) -> ModelError:
 
 def stream_key(seed: int, uid: str, sample: int) -> int:
     """Return the 64-bit key of one rollout's stream."""
+    # Not hash(): Python's differs between processes.
     digest = hashlib.blake2b(f"{seed} {sample} {uid}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -239,7 +242,11 @@ def extend_rollout(
     weight_version: int,
     detokenize: Detokenize,
 ) -> Rollout:
-    """An unfinished rollout with further tokens, drawn in one call; finished where they end it."""
+    """Append the tokens of one call to an unfinished rollout, and finish it if they end it.
+
+    The weight version stays that of the first token; `carried` counts tokens of earlier calls.
+    """
+    # Tokens, log-probs and the count of tokens from earlier calls.
     before = len(begun.token_ids)
     token_ids = (*begun.token_ids, *ids)
     rollout = replace(
@@ -251,6 +258,7 @@ def extend_rollout(
     )
     if not stopped and len(token_ids) < sampling.max_tokens:
         return rollout
+    # Only a finished response is decoded: its last token may complete a character.
     prompt = begun.prompt
     text = detokenize(token_ids, prompt.token_ids)
     return replace(
@@ -262,7 +270,7 @@ def extend_rollout(
 
 
 class Sampler(Protocol):
-    """Samples from weights of its own."""
+    """Generates rollouts from a set of weights that it holds."""
 
     capacity: SamplerCapacity
 
@@ -275,7 +283,7 @@ class Sampler(Protocol):
     ) -> Iterator[Rollout]:
         """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes.
 
-        Unfinished rollouts that have `begun` go on, each in its own stream of random numbers.
+        The unfinished rollouts in `begun` continue, each with its own random stream.
         """
         ...
 
@@ -288,15 +296,15 @@ class Sampler(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give device memory back until `wake_weights` and `wake_cache`."""
+        """Release device memory until `wake_weights` and `wake_cache`."""
         ...
 
     def wake_weights(self) -> None:
-        """Take the device memory that weights need; new ones come before the next `generate`."""
+        """Allocate device memory for weights; new weights arrive before the next `generate`."""
         ...
 
     def wake_cache(self) -> None:
-        """Take all other device memory, once the weights have come."""
+        """Allocate all other device memory, after the weights have arrived."""
         ...
 
     def close(self) -> None:
@@ -305,10 +313,11 @@ class Sampler(Protocol):
 
 
 def build_sampler(config: Config, tokenizer: Any, *, transfer: Transfer = "memory") -> Sampler:
-    """Build the run's sampler with a model of its own, by `build` of engine/samplers/NAME.py.
+    """Build the run's sampler with its own copy of the model (`build` of engine/samplers/NAME.py).
 
-    `transfer` is how new weights reach it: as `Weights`, or by a `Sender` of vLLM's.
+    `transfer` is how new weights reach it: as `Weights`, or through vLLM's weight transfer.
     """
+    # Imported by name, so that vLLM is loaded only where it is used.
     module = import_module(f"ppo_cli.engine.samplers.{sampler_name(config)}")
     sampler: Sampler = module.build(config, tokenizer, transfer)
     return sampler

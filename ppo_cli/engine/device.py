@@ -1,4 +1,4 @@
-"""Where an engine computes, in which precision, and with how many CPU threads."""
+"""The device and precision of an engine, copies to the device, and checks of the planned GPUs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from ppo_cli.errors import MissingPart, first_line
 
 @dataclass(frozen=True)
 class Compute:
-    """A device and the precision of matrix products; weights stay in float32."""
+    """A device and the precision of matrix products; trained weights stay in float32."""
 
     device: torch.device
     dtype: torch.dtype
 
     @classmethod
     def choose(cls, dtype: str | None) -> Compute:
-        """Take the GPU if there is one; unset precision is bfloat16 where it computes in that."""
+        """Choose the GPU if there is one; the default precision is bfloat16 if it supports it."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # The plan reads the same list of GPUs, so that plan and run choose the same precision.
         half = device.type == "cuda" and has_bfloat16(list_gpus()[:1])
         name = dtype or ("bfloat16" if half else "float32")
         return cls(device, getattr(torch, name))
@@ -37,22 +38,22 @@ class Compute:
 
 
 def pin(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor in page-locked memory where `device` is a GPU: only from there copies are queued.
+    """Return the tensor in page-locked memory if `device` is a GPU, else unchanged.
 
-    torch keeps the memory until the copies out of it are done.
+    Only copies from page-locked memory are asynchronous. torch keeps the memory until they end.
     """
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Queue a copy of a CPU tensor to the device: the host does not wait for earlier work there."""
+    """Copy a CPU tensor to the device asynchronously, behind the work queued there."""
     return pin(tensor, device).to(device, non_blocking=True)
 
 
 def require_gpus(planned: int) -> None:
-    """Raise MissingPart where torch cannot use the GPUs that are planned, or sees unplanned ones.
+    """Raise MissingPart if torch cannot use the planned GPUs, or sees GPUs that were not planned.
 
-    From here on all processes number GPUs as the plan does.
+    Also fixes the order in which this process and its children number the GPUs.
     """
     pin_gpu_order(os.environ)
     if (fault := find_gpu_fault(planned) or find_cuda_fault(planned)) is not None:
@@ -60,7 +61,7 @@ def require_gpus(planned: int) -> None:
 
 
 def find_cuda_fault(planned: int) -> GpuFault | None:
-    """Return why CUDA does not start here, or shows other GPUs than are planned."""
+    """Return why CUDA does not start, or why its GPUs differ from the plan; None if all is well."""
     gpus, starts = list_gpus()[:planned], torch.cuda.is_available()
     if not planned and starts:
         return GpuFault(
@@ -70,6 +71,7 @@ def find_cuda_fault(planned: int) -> GpuFault | None:
         )
     if not planned or (starts and torch.cuda.device_count() >= planned):
         return None
+    # Initialise CUDA for its own error text: `is_available` only returns False.
     try:
         torch.cuda.init()
         problem = f"it sees {torch.cuda.device_count()} of {planned} GPUs"
@@ -83,8 +85,9 @@ def find_cuda_fault(planned: int) -> GpuFault | None:
 
 
 def expand_segments() -> None:
-    """Let CUDA's allocator grow its segments: less memory is lost between tensors.
+    """Enable expandable segments in CUDA's allocator, which reduces fragmentation.
 
-    Not in a process of vLLM's, whose own pools do not work with it.
+    Not in vLLM's processes: its memory pools do not work with them.
     """
+    # Private in torch 2.13; the public way is an environment variable before torch is imported.
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")

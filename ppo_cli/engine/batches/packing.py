@@ -1,7 +1,7 @@
-"""Packing: rows end to end without padding, and how attention is kept within each of them.
+"""Switch a model to packed rows, after comparing the gradients of the attention kernel.
 
-Whether a model may be packed is what `engine/trial.py` tries; here the kernel of GPUs is compared,
-for which there is nothing on other devices.
+`engine/trial.py` decides whether packing suits a model; here the GPU's kernel for packed rows is
+compared with attention to each row alone. Called by the learner.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from ppo_cli.errors import ModelError, first_line
 
 Loaded = TypeVar("Loaded", Policy, ValueModel)
 
-MASKED_TOKENS = 4096  # of a micro-batch whose attention is masked: all pairs are computed
-TRIED = (9, 1, 7)  # lengths of the rows of the trial
-# Share of a gradient's norm by which it may differ.
+# Tokens of a micro-batch with masked attention, which computes all pairs of tokens.
+MASKED_TOKENS = 4096
+TRIED = (9, 1, 7)  # lengths of the rows of the comparison
+# Largest allowed difference of a gradient, as a share of its norm.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
@@ -38,11 +39,11 @@ def enable_packing(
     setting: bool | None = True,
     shares: bool = True,
 ) -> Loaded:
-    """A model that a trial has found exact on packed rows, with packing on; all ranks call.
+    """Return the model with packing on, if this device's kernel is exact; all ranks call.
 
-    Where the kernel of this device has other gradients, it comes back as it was, or ModelError is
-    raised if packing was `asked` for; unset, it also does where the self-test has failed for it.
-    With `shares` a prompt is computed once for all its rows.
+    Otherwise the model is returned unchanged, or ModelError is raised when the `setting` is True.
+    When it is unset (None), a failed self-test of packed attention counts too. With `shares` a
+    prompt is computed once for all its rows.
     """
     attention = loaded.model.config._attn_implementation
     packing = choose_attention(loaded.model)
@@ -52,6 +53,7 @@ def enable_packing(
     wrong = _try_gradients(packed, compute)
     if setting is None and compute.device.type == "cuda" and failed("packed_attention"):
         wrong = wrong or "the self-test has not passed for it"
+    # All ranks must agree: they plan the same micro-batches.
     if not any(gather_objects(ranks, wrong)):
         return packed
     if setting:
@@ -64,7 +66,7 @@ def enable_packing(
 
 
 def build_budget(tokens: int, rows: int | None, *models: Policy | ValueModel) -> Budget:
-    """The budget of micro-batches that these models share: packed if they are."""
+    """Return the micro-batch budget that these models share; packed if all of them are."""
     kinds = [model.packing for model in models]
     if Packing.MASKED in kinds:
         tokens = min(tokens, MASKED_TOKENS)
@@ -74,7 +76,10 @@ def build_budget(tokens: int, rows: int | None, *models: Policy | ValueModel) ->
 
 
 def choose_attention(model: Any) -> Packing:
-    """Attend by rows where attention is plain; else leave it to masks, which windows need too."""
+    """Set the model's attention for packed rows: by rows if it is plain, else with masks.
+
+    Sliding windows and chunks need masks.
+    """
     config = model.config
     if config._attn_implementation == "sdpa" and _is_plain(config):
         config._attn_implementation = BY_ROWS
@@ -82,7 +87,7 @@ def choose_attention(model: Any) -> Packing:
 
 
 def _is_plain(config: Any) -> bool:
-    """Whether every token of every layer attends to all before it."""
+    """Whether in every layer each token attends to all tokens before it."""
     layers = {type(layer) for layer in DynamicCache(config=config).layers}
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
@@ -90,10 +95,10 @@ def _is_plain(config: Any) -> bool:
 
 
 def _try_gradients(loaded: Policy | ValueModel, compute: Compute) -> str:
-    """What is wrong with the gradients of attention by rows, or nothing.
+    """Return what is wrong with the gradients of attention by rows, or "".
 
-    A GPU does all rows by a kernel that nothing else here uses. It is tried on random states,
-    as the model itself may be in pieces.
+    On a GPU all rows go through a kernel that nothing else here uses. It is tried on random
+    states with the model's head sizes, because the model itself may be sharded.
     """
     config = loaded.model.config.get_text_config(decoder=True)
     if loaded.packing is not Packing.BY_ROWS or compute.device.type == "cpu":
@@ -105,7 +110,7 @@ def _try_gradients(loaded: Policy | ValueModel, compute: Compute) -> str:
 
 
 def compare_gradients(heads: int, keys: int, size: int, compute: Compute) -> str:
-    """Attend to rows of random states end to end, and to each alone; "" where both agree."""
+    """Compare packed attention with attention to each row alone; returns "" if gradients match."""
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = heads // keys, True  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(0)
@@ -115,6 +120,7 @@ def compare_gradients(heads: int, keys: int, size: int, compute: Compute) -> str
         .requires_grad_()
         for count in (heads, keys, keys)
     ]
+    # The same random weights on both outputs give comparable gradients.
     ends = PackedRows.from_lengths(TRIED, compute.device).rows_113B
     try:
         together_1Lhd, _ = attend_by_rows(module, states[0], states[1], states[2], ends)

@@ -1,12 +1,12 @@
-"""Float32 weights that products round to bfloat16: cast once a rollout, spread to be trained.
+"""Float32 weights for bfloat16 products: spread once before training, cast once per rollout.
 
-A checkpoint in bfloat16 holds just those numbers that bfloat16 can hold. Each lies in the middle
-of all that are rounded to it, so that an update moves no product until many of them add up to
-half a gap: at a learning rate of 1e-5 that takes some twenty steps for a weight of 0.1. Spread
-over what is rounded to them, the share of weights that cross a border in a step is the share of a
-gap that the update is: products move by the update, on average, from the first step on
-(docs/log.md). It is the idea of stochastic rounding (Gupta et al. 2015, arXiv 1502.02551), done
-once.
+A bfloat16 checkpoint only holds numbers that bfloat16 can represent. Each is the midpoint of the
+float32 numbers that round to it, so small updates change no product until they add up to half a
+gap: about twenty steps at a learning rate of 1e-5 for a weight of 0.1. Therefore trained weights
+are spread at random over the interval that rounds to them. In each step the share of weights that
+cross a boundary then equals the update's share of the gap, so products follow the update on average
+from the first step on (docs/log.md). This is stochastic rounding (Gupta et al. 2015, arXiv
+1502.02551), applied once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_cli.config.machine.processor import has_fast_bfloat16
 
-HALF_GAP = 1 << 15  # of two bfloat16 numbers, in float32's last places
-BLOCK = (1 << 20) + 7  # random numbers that are drawn; they repeat
+# Half the gap between two bfloat16 numbers, in units of float32's last place.
+HALF_GAP = 1 << 15
+# Random numbers drawn; they repeat. The odd size keeps them from lining up with weight rows.
+BLOCK = (1 << 20) + 7
 
 
 @torch.no_grad()
 def make_master_weights(
     model: nn.Module, compute: torch.dtype, seed: int, spreads: bool = True, sharded: bool = False
 ) -> None:
-    """Give trained weights their own memory; spread those that products round to bfloat16.
+    """Copy trained weights to their own memory; spread those that products round to bfloat16.
 
     Products receive bit-identical inputs. Norms, biases and embeddings that are only looked up
     stay as they are, and so do weights of a float32 checkpoint. An embedding that is also the
@@ -46,7 +48,7 @@ def make_master_weights(
     )  # fmt: skip
     for parameter in model.parameters():
         if parameter.requires_grad and not parameter.is_meta:
-            # What was read from a file is mapped: its pages would be copied in the first step.
+            # Weights read from a file are memory-mapped: the first step would copy the pages.
             parameter.data = parameter.data.clone()
             rounded = (
                 compute == torch.bfloat16 and parameter.ndim >= 2 and id(parameter) in multiplied
@@ -56,9 +58,10 @@ def make_master_weights(
 
 
 def spread_weights(weights: Tensor, noise_N: Tensor) -> None:
-    """Add last places to contiguous float32 numbers if bfloat16 holds them all; zeros stay.
+    """Add noise below bfloat16's precision to weights that bfloat16 represents exactly.
 
-    `noise_N` is used again and again, less than HALF_GAP either way.
+    Zeros stay zero. `noise_N` repeats over the contiguous weights; its absolute values are below
+    HALF_GAP, so that each weight still rounds to its old value.
     """
     blocks = weights.view(torch.int32).view(-1).split(len(noise_N))
     if not any((bits & (2 * HALF_GAP - 1)).any() for bits in blocks):
@@ -67,9 +70,9 @@ def spread_weights(weights: Tensor, noise_N: Tensor) -> None:
 
 
 def round_embeddings(model: nn.Module, dtype: torch.dtype, *, untied: bool) -> None:
-    """Round what embeddings return to `dtype`, as ranks do that share the weights of a model.
+    """Round the outputs of embeddings to `dtype`, as sharded models do; states stay float32.
 
-    States stay float32. Tables that no product takes are looked up exactly unless `untied`.
+    Without `untied`, only tables that are also used in a product (tied heads) are rounded.
     """
     if dtype == torch.float32:
         return
@@ -82,10 +85,10 @@ def round_embeddings(model: nn.Module, dtype: torch.dtype, *, untied: bool) -> N
 
 
 def _multiplied(model: nn.Module, *, everything: bool = False) -> set[int]:
-    """The ids of parameters that autocast rounds, or of all that are not only looked up.
+    """Return the ids of parameters that autocast rounds; with `everything`, of all but lookups.
 
-    A family's own modules call theirs `weight` where they are linear, as routers are; kernels of
-    experts and of state spaces take theirs as they are.
+    In custom modules, parameters named `weight` belong to linear maps such as routers; kernels of
+    experts and state spaces use their parameters without casting.
     """
     return {
         id(parameter)
@@ -97,9 +100,9 @@ def _multiplied(model: nn.Module, *, everything: bool = False) -> set[int]:
 
 
 def _look_up(module: nn.Embedding, dtype: torch.dtype, ids_X: Tensor) -> Tensor:
-    """Let the module look up in a table of just these rows, rounded.
+    """Run the module on a rounded table of the rows that these ids need.
 
-    Families scale or normalise what they look up: rows are rounded before that.
+    Some families scale or normalise the looked-up rows: rounding comes before that.
     """
     rows_NH = nn.functional.embedding(ids_X.flatten(), module.weight, module.padding_idx)
     table: Any = copy.copy(module)
@@ -113,7 +116,7 @@ def _look_up(module: nn.Embedding, dtype: torch.dtype, ids_X: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _looks_up_rows(module: nn.Embedding) -> bool:
-    """Whether a module's result depends on the rows of its table alone."""
+    """Whether a module's output depends only on the rows of its table."""
     if len(signature(type(module).forward).parameters) != 2:
         return False  # computes positions from a mask
     ids = torch.tensor([[0, len(module.weight) - 1]])
@@ -143,15 +146,15 @@ class CastLayer:
             self.module._parameters.update(self.cast)
 
     def uninstall(self) -> None:
-        """Let it compute with its own again."""
+        """Let the module compute with its float32 weights again."""
         self.module.__dict__.pop("forward", None)
         self.module._parameters.update(self.own)
 
 
 def cast_layers(model: nn.Module, dtype: torch.dtype) -> list[CastLayer]:
-    """The linear layers of a model, cast once for all tokens of a rollout.
+    """Return the linear layers of a model with their weights cast once for a whole rollout.
 
-    A tied output head is cast; the embedding, which is not a product, stays as it is.
+    A tied output head is cast; the embedding itself stays in float32.
     """
     layers = []
     packs = has_fast_bfloat16() and dtype == torch.bfloat16
@@ -173,9 +176,9 @@ def cast_layers(model: nn.Module, dtype: torch.dtype) -> list[CastLayer]:
 
 @torch.no_grad()
 def cast_frozen_layers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Hold the linear layers of a frozen model as products take them, and no longer in float32.
+    """Replace the float32 weights of a frozen model's linear layers by their cast copies.
 
-    Under autocast its results stay what they are.
+    Results under autocast do not change.
     """
     for layer in cast_layers(model, dtype):
         layer.install()
@@ -187,7 +190,7 @@ def cast_frozen_layers(model: nn.Module, dtype: torch.dtype) -> None:
             layer.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     for parameter in model.parameters():
         if parameter.dtype == torch.float32:
-            # Read from a file, it is mapped: any of them would keep the whole file in memory.
+            # A memory-mapped parameter would keep the whole file in memory.
             parameter.data = parameter.data.clone()
 
 
@@ -195,12 +198,12 @@ def cast_frozen_layers(model: nn.Module, dtype: torch.dtype) -> None:
 def cast_frozen_weights(
     model: nn.Module, dtype: torch.dtype, *, norms: bool = False, experts: bool = True
 ) -> None:
-    """Hold the frozen float32 weights of a model in the precision in which it computes, in place.
+    """Cast a model's frozen float32 weights in place to the precision of its products.
 
-    Under autocast results stay what they are: layers and rounded lookups take no more of their
-    weights. `norms` casts all else too, for ranks that share a model: they compute with nothing
-    else. Kernels of experts take weights as they are, out of autocast's reach: theirs stay float32
-    unless `experts`, and where an adapter is added to them.
+    Results under autocast do not change, because layers and rounded lookups cast these weights
+    anyway. `norms` casts all other weights too: sharded models compute with cast weights only.
+    Kernels of experts are not covered by autocast: their weights stay in float32 unless `experts`
+    is set, and also when an adapter is added to them.
     """
     excluded: set[int] = set()
     for module in model.modules():
@@ -218,7 +221,7 @@ def cast_frozen_weights(
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Whether autocast, or a rounded lookup, casts all weights that this module takes."""
+    """Whether autocast or a rounded lookup casts all weights of this module."""
     if isinstance(module, nn.Embedding):
         return getattr(module.__dict__.get("forward"), "func", None) is _look_up
     return type(module) in (nn.Linear, Conv1D) and "forward" not in module.__dict__

@@ -28,17 +28,17 @@ class RootMeanSquare(torch.autograd.Function):
     def forward(
         ctx: Any, states_XH: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype
     ) -> Tensor:
-        """States like those given."""
+        """Return normalised states; keeps the input and one number per token."""
         scale_X1 = torch.rsqrt(states_XH.pow(2).mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(states_XH, weight_H, scale_X1)
         return (states_XH * scale_X1).mul_(weight_H).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_XH: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of states and weight.
+        """Return the gradients of states and weight.
 
-        The kernel is that of a layer norm. With a mean of zero its result lacks only
-        scale * mean(w grad), which it takes away as the gradient of the mean.
+        Uses the kernel of layer norm with a mean of zero. That kernel also subtracts
+        scale * mean(w grad), the gradient of the mean, which is added back here.
         """
         states_XH, weight_H, scale_X1 = ctx.saved_tensors
         grad_XH = grad_XH.float().contiguous()
@@ -52,25 +52,26 @@ class RootMeanSquare(torch.autograd.Function):
 
 
 class GatedUnit(torch.autograd.Function):
-    """silu(gate) * up; the first of them is computed again in the backward pass."""
+    """silu(gate) * up; the backward pass computes silu(gate) again."""
 
     @staticmethod
     def forward(ctx: Any, gate_X: Tensor, up_X: Tensor) -> Tensor:
-        """States like those given."""
+        """Return silu(gate) * up; keeps both inputs."""
         ctx.save_for_backward(gate_X, up_X)
         return silu(gate_X).mul_(up_X)
 
     @staticmethod
     def backward(ctx: Any, grad_X: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of both."""
+        """Return the gradients of gate and up."""
         gate_X, up_X = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad_X * up_X, gate_X), silu(gate_X).mul_(grad_X)
 
 
 def use_lean_layers(model: nn.Module) -> None:
-    """Exchange the forward passes of those norms and units that compute just what ours do.
+    """Replace the forward passes of RMS norms and gated units by ones that keep less memory.
 
-    Those that take more than states, such as the gate of a norm, stay as they are.
+    Only modules whose results are identical are replaced; those with further inputs, such as a
+    gated norm, stay as they are.
     """
     for module in model.modules():
         if "forward" in module.__dict__ or len(signature(type(module).forward).parameters) != 2:
@@ -82,10 +83,10 @@ def use_lean_layers(model: nn.Module) -> None:
 
 @torch.no_grad()
 def round_norms(model: nn.Module, states: Callable[[], Tensor]) -> None:
-    """Let norms round their results where each product that takes them would round its own copy.
+    """Let norms round their outputs once, if only products use them (which would round copies).
 
-    `states` are the model's results under autocast. Norms of one name round if these stay the
-    same to the bit: nothing but such products takes what they give.
+    `states` computes the model's output under autocast. All norms of one name round if that
+    output stays bit-identical.
     """
     named = defaultdict(list)
     for name, module in model.named_modules():
@@ -93,6 +94,7 @@ def round_norms(model: nn.Module, states: Callable[[], Tensor]) -> None:
             named[name.rpartition(".")[2]].append(module)
     if not named:
         return
+    # Name by name: switch rounding on, and off again if the output changes.
     exact = states()
     for norms in named.values():
         for norm in norms:
@@ -125,7 +127,7 @@ def _gate(module: Any, states: Tensor) -> Tensor:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether `RootMeanSquare` does what this module does with a weight."""
+    """Whether a module computes what `RootMeanSquare` does, tried on a probe weight."""
     if [*module._parameters] != ["weight"] or not hasattr(module, "variance_epsilon"):
         return False
     weight_H = nn.Parameter(torch.linspace(0.5, 1.5, 8))
@@ -133,7 +135,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_unit(module: nn.Module) -> bool:
-    """Whether it is a gated unit, whatever its linear layers are."""
+    """Whether a module is a gated unit, tried with simple maps in place of its linear layers."""
     maps: dict[str, Any] = {
         "gate_proj": lambda states: 2000 * states - 1,
         "up_proj": lambda states: 3 - 1000 * states,
@@ -151,7 +153,7 @@ def _stand_in(module: nn.Module, **parts: Any) -> nn.Module:
 
 
 def _computes(lean_forward: Callable[..., Tensor], module: nn.Module) -> bool:
-    """Whether a module's own forward pass gives the same; states are so small that eps matters."""
+    """Whether both forward passes give equal results, on states so small that eps matters."""
     states = torch.linspace(-1e-3, 2e-3, 16).view(2, 8)
     try:
         with torch.enable_grad():

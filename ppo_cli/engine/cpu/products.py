@@ -10,11 +10,11 @@ import torch
 
 
 def set_matmul_library(library: Literal["blas", "onednn"]) -> bool:
-    """Have oneDNN or torch's BLAS multiply float32 matrices on the CPU; whether it is so now.
+    """Select oneDNN or torch's BLAS for float32 products on the CPU; returns whether it is in use.
 
-    torch gives these products to oneDNN where bfloat16 is allowed inside of them. Without AMX
-    oneDNN computes them in float32 nonetheless, twice as fast as MKL on AMD's processors with
-    AVX-512 (docs/log.md). That it does so is tried: where products are rounded, BLAS stays.
+    torch passes these products to oneDNN only if bfloat16 is allowed inside them. Without AMX
+    oneDNN still computes in float32, twice as fast as MKL on AMD processors with AVX-512
+    (docs/log.md). A trial product verifies that; if oneDNN rounds, BLAS stays selected.
     """
     products = _products()
     products.fp32_precision = "bf16" if library == "onednn" else "none"
@@ -24,18 +24,19 @@ def set_matmul_library(library: Literal["blas", "onednn"]) -> bool:
 
 
 def using_onednn() -> bool:
-    """Whether oneDNN multiplies float32 matrices."""
+    """Whether oneDNN computes float32 products."""
     return bool(_products().fp32_precision == "bf16")
 
 
 def _products() -> Any:
-    backend: Any = torch.backends.mkldnn  # torch puts an object in the place of the module
+    # torch replaces this module by an object with properties, which its type stubs do not know.
+    backend: Any = torch.backends.mkldnn
     return backend.matmul
 
 
 @contextmanager
 def use_blas() -> Iterator[None]:
-    """Leave products in this block to BLAS: many small ones at once are slower with oneDNN."""
+    """Context in which BLAS computes products: oneDNN is slower for many small ones."""
     products = _products()
     previous, products.fp32_precision = products.fp32_precision, "none"
     try:
@@ -45,7 +46,8 @@ def use_blas() -> Iterator[None]:
 
 
 def _multiplies_exactly() -> bool:
-    """Whether a product of numbers that bfloat16 cannot hold is right to float32's precision."""
+    """Whether a product of numbers that bfloat16 cannot represent has float32 precision."""
+    # 1 + 2^-12 needs 13 bits of mantissa; bfloat16 has 8.
     number = 1 + 2.0**-12
     product = torch.full((64, 64), number) @ torch.full((64, 64), number)
     return bool(((product.double() / (64 * number**2) - 1).abs() < 1e-6).all())

@@ -24,7 +24,10 @@ def attend_last_token(
     mask_R11C: Tensor | None,
     options: Mapping[str, Any],
 ) -> Tensor:
-    """Heads that share a key as tokens of one head: transformers would copy the keys for each."""
+    """Attend from one new token per row, with the heads that share a key as tokens of one head.
+
+    transformers would copy the keys for each of these heads.
+    """
     query_Rkqd = query_Rh1d.unflatten(1, (key_RkCd.shape[1], -1)).squeeze(3)
     out_Rkqd = scaled_dot_product_attention(
         query_Rkqd, key_RkCd, value_RkCd, mask_R11C,
@@ -48,7 +51,7 @@ class RowSpan:
 
     @classmethod
     def from_ends(cls, ends: Sequence[int], at: int, lead: int, shared: int) -> RowSpan:
-        """Row `at` of rows with these ends, which goes on from so many tokens of row `lead`."""
+        """Build the span of row `at`, which continues the first `shared` tokens of row `lead`."""
 
         def widened(start: int, length: int) -> slice:
             return slice(start, min(start + -(-length // STEP) * STEP, ends[-1]))
@@ -60,21 +63,21 @@ class RowSpan:
         )  # fmt: skip
 
     def select(self, states_kLd: Tensor) -> Tensor:
-        """Of keys or values: what this row looks at."""
+        """Return the keys or values that this row attends to, shared tokens first."""
         own_knd = states_kLd[:, self.wide]
         if self.lead.start == self.lead.stop:
             return own_knd
         return torch.cat((states_kLd[:, self.wide_lead], own_knd), dim=1)
 
     def add(self, total_kLd: Tensor, part_kmd: Tensor) -> None:
-        """Add gradients of what was `select` to those of all tokens."""
+        """Add the gradients of the selected tokens to those of all tokens."""
         leads = self.wide_lead.stop - self.wide_lead.start
         shared, own_length = (at.stop - at.start for at in (self.lead, self.own_tokens))
         total_kLd[:, self.lead] += part_kmd[:, :shared]
         total_kLd[:, self.own_tokens] += part_kmd[:, leads : leads + own_length]
 
     def probabilities(self, query_kqd: Tensor, key_kmd: Tensor) -> Tensor:
-        """softmax(q k^T), each query blind to what comes after it."""
+        """Return softmax(q k^T), causal, with the tokens of the padding masked."""
         count = self.wide.stop - self.wide.start
         mask_nm = query_kqd.new_full((count, count), -torch.inf).triu_(1)
         leads = key_kmd.shape[1] - count
@@ -87,17 +90,17 @@ class RowSpan:
 
 
 class RowAttention(torch.autograd.Function):
-    """Attention of each row by itself as matrix products: softmax(q k^T) v, q scaled already.
+    """Attention to each row alone as matrix products: softmax(q k^T) v, with q already scaled.
 
-    Keys and values may have fewer heads (k) than queries (h). Probabilities are computed again in
-    the backward pass, so that nothing is kept but what autograd holds anyway.
+    Keys and values may have fewer heads (k) than queries (h). The backward pass recomputes the
+    probabilities, so that only the inputs are kept.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query_hLd: Tensor, key_kLd: Tensor, value_kLd: Tensor, spans: Sequence[RowSpan]
     ) -> Tensor:
-        """(tokens, heads, size of a value)."""
+        """Return the attended values: (tokens, heads, size of a value)."""
         ctx.save_for_backward(query_hLd, key_kLd, value_kLd)
         ctx.spans = spans
         heads, tokens, _ = query_hLd.shape
@@ -112,7 +115,7 @@ class RowAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_Lhd: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of queries, keys and values."""
+        """Return the gradients of queries, keys and values."""
         query_hLd, key_kLd, value_kLd = ctx.saved_tensors
         keys = len(key_kLd)
         repeats = len(query_hLd) // keys
@@ -133,6 +136,6 @@ class RowAttention(torch.autograd.Function):
 
 
 def _by_key(states_hnd: Tensor, keys: int) -> Tensor:
-    """Queries of all heads that share a key, one after the other: (k, q, d)."""
+    """Concatenate the queries of all heads that share a key: (k, q, d)."""
     states_krnd: Tensor = states_hnd.unflatten(0, (keys, -1))
     return states_krnd.flatten(1, 2)

@@ -14,10 +14,10 @@ from ppo_cli.config.machine.processor import count_cores
 
 
 def set_threads(threads: int | None, environ: Mapping[str, str] = os.environ) -> None:
-    """Take `wanted` threads; None: OMP_NUM_THREADS, else torch's choice within the CPU quota.
+    """Set the number of threads; None means OMP_NUM_THREADS, else torch's choice within the quota.
 
-    They stay fixed during a run: another number of threads sums in another order, and a resumed
-    run would no longer be the same bit for bit.
+    The number stays fixed during a run: with another number sums are computed in another order,
+    and a resumed run would differ in the last bits.
     """
     if threads is None:
         chosen = "OMP_NUM_THREADS" in environ
@@ -30,25 +30,27 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what tensors free for the next ones; elsewhere nothing happens.
+    """Let glibc reuse the memory of freed tensors; does nothing without glibc.
 
-    By default it maps each large block anew, and the system clears it page by page.
+    By default glibc maps each large block again, and the kernel zeroes its pages.
     """
     library = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(library, "mallopt"):
+        # Blocks below 1 GiB come from the heap, which is never trimmed and grows by 64 MiB.
         library.mallopt(M_MMAP_THRESHOLD, 1 << 30)
         library.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
         library.mallopt(M_TOP_PAD, 1 << 26)
 
 
-LARGE_BLOCK = 1_000_000  # bytes
+# Bytes from which blocks are mapped, so that freeing returns them; gathered layers are larger.
+LARGE_BLOCK = 1_000_000
 
 
 def return_freed_memory() -> None:
-    """Have the C library give large freed blocks back to the system, now and from now on.
+    """Make glibc return large freed blocks to the system, now and later.
 
-    Weights are gathered and let go layer by layer; kept for reuse and cut up by what comes
-    between, such blocks cost half as much memory again as is in use.
+    Ranks gather and free weights layer by layer. If glibc kept those blocks, fragmentation would
+    cost half as much memory again as is in use.
     """
     if sys.platform != "linux":
         return

@@ -14,10 +14,10 @@ from ppo_cli.errors import ModelError
 
 
 def checkpoint_blocks(model: Any) -> None:
-    """Compute each block again in the backward pass, and keep only its inputs until then.
+    """Recompute each block in the backward pass, and keep only its inputs until then.
 
-    transformers' own switch works in training mode alone, in which dropout, skipped layers and
-    routers draw at random. Raises ModelError for a model without blocks.
+    transformers' own switch works only in training mode, where dropout, skipped layers and
+    routers are random. Raises ModelError for a model without blocks.
     """
     names = set(model._no_split_modules or ())  # of models that come with their own code
     blocks = [

@@ -33,7 +33,7 @@ def gather_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     device = tensor.device_mesh.device_type
     if pieces.device.type != device:  # pieces in host memory
         pieces = pieces.to(device)
-    gathered: Tensor = pieces.gather_copy()
+    gathered: Tensor = pieces.full_tensor()
     return gathered
 
 
