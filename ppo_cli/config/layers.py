@@ -21,13 +21,12 @@ from ppo_cli.config.mixture import judges_of, models_of
 from ppo_cli.config.models.bundled import EMBEDDED, preset_path
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.placement import gpu_count
-from ppo_cli.config.schema.keys import find_key, table
+from ppo_cli.config.schema.keys import find_key, sections, table
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import (
     Quoted,
     is_unset,
-    parse_list,
     parse_yaml,
     repeated_keys,
     unquote,
@@ -196,133 +195,73 @@ def _describe_node(node: yaml.Node) -> str:
     return "a list" if isinstance(node, yaml.SequenceNode) else f"'{node.value}'"
 
 
-API = "reward.api."
-SWITCH = f"{API}enable"
-FILE = "reward.config_file"
-# What a section of a reward file stands for, other words in it, and an example.
+REWARD_FILE = "reward.config_file"
+JUDGE_SWITCH = "reward.api.enable"
+# Section of a reward file -> the settings that it holds. The schema's own groups work as well.
 SECTIONS = {
-    **dict.fromkeys(("api", "api_reward", "api_reward_config"), "api"),
-    **dict.fromkeys(("composite", "composite_reward"), "composite"),
-    **dict.fromkeys(("shaping", "reward_shaping"), "shaping"),
-    **dict.fromkeys(("code", "code_reward"), "code"),
-    "reward_model": "model",
+    "api_reward": "reward.api",
+    "reward_model": "reward.model",
+    "composite_reward": "reward.composite",
 }
-OTHER_WORDS = {
-    "api": {
-        "api_type": "type", "provider": "type", "model_name": "model", "api_base": "base_url",
-        "endpoint": "base_url", "api_key_env": "key_env", "preset": "prompt_preset",
-        "prompt": "scoring_prompt", "rpm": "max_rpm", "tpm": "max_tpm",
-        "max_concurrency": "concurrency", "num_votes": "votes", "enabled": "enable",
-    },
-    "composite": {"enabled": "enable"},
-    "model": {"model_path": "path", "name": "path", "model": "path", "api_key_env": "key_env"},
-}  # fmt: skip
-EXAMPLES = {
-    "composite": "weights: {judge: 0.7, rule: 0.3}",
-    "model": "path: DIR",
-    "shaping": "overlong_buffer: 64",
-    "code": "score: share",
-}
-# Files that are read where a run starts, once it has a judge or a reward model.
+# Files that are read in the folder where a run starts, once it has a judge or a reward model.
 JUDGE_FILE, MODEL_FILE = "api_reward_config.yaml", "reward_model_config.yaml"
-MODEL_SWITCH = "reward_model.enable"
-_SECRET = re.compile(r"(?:^|_)(?:api_?keys?|key|token|secret|password)$|^authorization$")
+_SECRET = re.compile(r"(?:^|_)(?:api_?keys?|key|token|secret|password)$|^authorization$", re.I)
 _VARIABLE = re.compile(r"\$\{?(?:oc\.env:)?([A-Za-z_]\w*)\}?")
 
 
 def find_reward_files(reward: Reward, *, named: bool) -> list[str]:
-    """Return the reward files in the current folder that concern a reward; `named` takes none."""
+    """Return the reward files in the current folder that this reward reads.
+
+    With `named`, a reward file was named by a setting, so that none is looked for.
+    """
     uses = {JUDGE_FILE: bool(judges_of(reward)), MODEL_FILE: bool(models_of(reward))}
     return [file for file, used in uses.items() if used and not named and Path(file).is_file()]
 
 
 def read_reward_file(path: Path, label: str) -> list[Entry]:
-    """Return the entries of a reward file under the schema's names; all problems at once."""
-    file_entries = read_yaml(path.expanduser(), label, example="api:")
+    """Return the entries of a reward file under the schema's names; all problems at once.
+
+    In such a file `reward.` may be left out, and the judge, the reward model and the mixture have
+    the section names of SECTIONS.
+    """
+    entries, problems = [], []
+    file_entries = read_yaml(path.expanduser(), label, example="api_reward:")
     if not file_entries:
-        raise ConfigError(f"{label}: the file holds no setting. Write settings such as 'api:'.")
-    problems: list[str] = []
-    entries: list[Entry] = []
-    rules = any(_plain(e.name) in ("function", "rule", "reward_function") for e in file_entries)
+        problems.append(
+            f"{label}: the file holds no setting. Write settings such as 'api_reward:'."
+        )
     for entry in file_entries:
-        try:
-            name = _own_name(entry, file_entries, rules=rules)
-        except ValueError as error:
-            problems.append(f"{entry.origin}: {error}")
-            continue
-        raw = entry.raw
-        if name == f"{API}scale" and isinstance(raw, list) and len(raw) == 2:  # its two ends
-            raw = "-".join(str(end) for end in parse_list(raw))
-        entries.append(Entry(name, raw, entry.origin))
+        section, _, key = entry.name.removeprefix("reward.").partition(".")
+        name = ".".join(filter(None, (SECTIONS.get(section, f"reward.{section}"), key)))
+        if _holds_secret(name):
+            problems.append(f"{entry.origin}: {_refuse_secret(entry, file_entries)}")
+        elif name == REWARD_FILE or find_key(name) is None:
+            problems.append(f"{entry.origin}: {_refuse_unknown(entry, name)}")
+        else:
+            entries.append(Entry(name, entry.raw, entry.origin))
     problems += _find_duplicates(entries)
     if problems:
         raise ConfigError(problems)
-    # A file that sets a judge up, and does not say whether, switches it on.
-    first = next((entry for entry in entries if entry.name.startswith(API)), None)
-    if first is not None and all(entry.name != SWITCH for entry in entries):
-        return [Entry(SWITCH, "true", first.origin), *entries]
+    # A file that sets up a judge switches it on, unless the file itself sets the switch.
+    first = next((entry for entry in entries if entry.name.startswith("reward.api.")), None)
+    if first is not None and all(entry.name != JUDGE_SWITCH for entry in entries):
+        return [Entry(JUDGE_SWITCH, "true", first.origin), *entries]
     return entries
 
 
-def _own_name(entry: Entry, file_entries: list[Entry], *, rules: bool) -> str:
-    """Return the schema's name of an entry; ValueError says why it has none."""
-    parts = entry.name.split(".")
-    path = [_plain(part) for part in parts]
-    rooted = path[0] == "reward" and len(path) > 1
-    if rooted:
-        parts, path = parts[1:], path[1:]
-    section = SECTIONS.get(path[0], "") if len(path) > 1 else ""
-    # Names of parts, and arguments of a function, are free.
-    named = path[3:] if section == "composite" and path[1] in ("parts", "weights") else path
-    if "function_kwargs" not in path and any(_SECRET.search(part) for part in named):
-        raise ValueError(_no_secrets(entry, file_entries))
-    if path == ["timeout"] and rules and not rooted:
-        raise ValueError(
-            "timeout may be the judge's or the rule's; write api.timeout or reward.timeout."
-        )
-    empty = path[0] in ("reward", *SECTIONS) and not entry.raw
-    groups = ["reward.", API] if rooted else [API, "reward."]
-    if section:
-        groups, path, parts = [f"reward.{section}."], path[1:], parts[1:]
-        empty = section == "composite" and entry.raw == {}
-    if section == "model" and path in (["enable"], ["enabled"]):
-        return MODEL_SWITCH
-    candidates = [_setting(group, path, parts) for group in groups]
-    candidates.append(_by_flag(path, groups[0] if section else "reward."))
-    name = next((name for name in candidates if name is not None), None)
-    if name is None or empty:
-        raise ValueError(_unknown(entry, path, section, empty=empty))
-    return name
+def _holds_secret(name: str) -> bool:
+    """Tell whether a key is meant for a secret; parts and function arguments have free names."""
+    parts = name.replace("-", "_").split(".")
+    if parts[1] == "composite":
+        parts = parts[4:]
+    return "function_kwargs" not in parts and any(_SECRET.search(part) for part in parts)
 
 
-def _plain(word: str) -> str:
-    """Read `--RM-Model` as `rm_model`."""
-    return word.lower().replace("-", "_").strip("_")
-
-
-def _setting(group: str, path: list[str], parts: list[str]) -> str | None:
-    """Return the setting of a key in a group; free words below it stay as `parts` has them."""
-    section = group.removeprefix("reward.").removesuffix(".")
-    leaf = OTHER_WORDS.get(section, {}).get(path[0], path[0])
-    names = (f"{group}{'.'.join([leaf, *path[1:]])}", f"{group}{'.'.join([leaf, *parts[1:]])}")
-    setting_name = names[0] if names[0] in table() else names[1]
-    return setting_name if find_key(setting_name) is not None and setting_name != FILE else None
-
-
-def _by_flag(path: list[str], group: str) -> str | None:
-    group_keys = (k for k in table().values() if k.name.startswith(group) and k.name != FILE)
-    return next((k.name for k in group_keys if [k.flag] == [f"--{word}" for word in path]), None)
-
-
-def _no_secrets(entry: Entry, file_entries: list[Entry]) -> str:
-    """Say where a key belongs; its value is shown nowhere."""
-    raw_values = {_plain(e.name.rsplit(".", 1)[-1]): str(e.raw) for e in file_entries}
-    kind = next((raw_values[k] for k in ("type", "api_type", "rm_api_type") if k in raw_values), "")
-    usual = (
-        JUDGES[kind].keys
-        if kind in JUDGES
-        else tuple(api.keys[0] for api in JUDGES.values() if api.keys)
-    )
+def _refuse_secret(entry: Entry, file_entries: list[Entry]) -> str:
+    """Say where a key belongs; the message does not repeat its value."""
+    raw_values = {e.name.rsplit(".", 1)[-1]: str(e.raw) for e in file_entries}
+    provider = JUDGES.get(raw_values.get("type", ""))
+    usual = provider.keys if provider else [api.keys[0] for api in JUDGES.values() if api.keys]
     variable = _VARIABLE.fullmatch(str(entry.raw))
     other = variable[1] if variable else "NAME"
     return (
@@ -332,26 +271,26 @@ def _no_secrets(entry: Entry, file_entries: list[Entry]) -> str:
     )
 
 
-def _unknown(entry: Entry, path: list[str], section: str, *, empty: bool) -> str:
-    """Say why a key of a reward file, `path` below its section, is no setting."""
-    group = section or SECTIONS.get(path[0], "")
-    if empty or (len(path) == 1 and path[0] in (*SECTIONS, "reward", "monitor")):
-        example = EXAMPLES.get(group, "model: NAME")
-        return f"{entry.name} is a group of settings; write them below it, such as {example}."
-    owner = _setting(API, path[:1], path[:1]) or _by_flag(path[:1], "reward.")
-    if owner is not None and len(path) > 1:
-        return f"{entry.name}: {owner} is one value, not a group."
-    if find_key(entry.name) is not None and not entry.name.startswith("reward."):
+def _refuse_unknown(entry: Entry, name: str) -> str:
+    """Say why a key of a reward file is not a setting of the reward, with the nearest one."""
+    if name in sections():
+        example = next(key for key in table() if key.startswith(f"{name}."))
+        leaf = example.removeprefix(f"{name}.")
+        return f"{entry.name} is a group of settings; write them below it, such as {leaf}."
+    if find_key(entry.name) is not None and entry.name != REWARD_FILE:
         return f"{entry.name} is not a setting of the reward; put it in a --config file."
-    section_keys = [k for k in table().values() if k.name.startswith(f"reward.{section}")]
-    leaves = [k.name.rsplit(".", 1)[-1] for k in section_keys]
-    if section:
-        near = did_you_mean(path[0], [*leaves, *OTHER_WORDS.get(section, {})])
-        where = ".".join(entry.name.split(".")[: -len(path)])
-        near = near or f" Known: {', '.join(leaves)}."
-        return f"there is no setting '{path[0]}' in {where}.{near}"
-    flags = [k.flag.removeprefix("--") for k in section_keys if k.flag]
-    near = did_you_mean(path[-1], [*leaves, *flags, *OTHER_WORDS["api"], *SECTIONS])
+    group, _, leaf = name.rpartition(".")
+    keys = [key for key in table() if key.startswith("reward.")]
+    siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == group]
+    if group in sections():
+        near = did_you_mean(leaf, [*siblings, *(SECTIONS if group == "reward" else ())])
+    else:
+        near = did_you_mean(entry.name.split(".")[0], SECTIONS)
+    elsewhere = [key for key in keys if key.endswith(f".{leaf.removeprefix('rm_')}")]
+    if not near and elsewhere:
+        near = f" Did you mean '{elsewhere[0]}'?"
+    elif not near and group != "reward":
+        near = f" Known: {', '.join(siblings)}."
     return f"there is no setting '{entry.name}' of the reward.{near}"
 
 
@@ -361,7 +300,6 @@ DATA_FOLDER = "data.path"
 DATA_FILE = r"[-_.].*?\.?(parquet|arrow|(json|jsonl|ndjson)(\.gz)?)"  # after the name of the split
 VALIDATION = ("test", "val", "validation", "valid", "eval", "dev")  # names of files, in this order
 PROMPT_KEYS = ("data.train_files", "data.val_files")
-REWARD_FILE = "reward.config_file"
 GPU_KEYS = frozenset({"trainer.n_gpus_per_node"})
 EMBEDDED_NOTE = (
     "No GPU and no --model: training the small model that ships with ppo-cli (preset embedded)."

@@ -17,7 +17,7 @@ from ppo_cli.config.checks.run import cross_checks
 from ppo_cli.config.derived import describe_lowered_batches, fit_batches, train_rows
 from ppo_cli.config.layers import (
     DEFAULT,
-    FILE,
+    REWARD_FILE,
     RUN_ORIGIN,
     DerivedValue,
     Entry,
@@ -71,7 +71,7 @@ def resolve(
     layers = (flags, preset, config_files, overrides, environ, origins)
     draft = _merge(read_layers(*layers, run=run), environ)
     config = _build(draft)
-    if files := find_reward_files(config.reward, named=FILE in draft.entries):
+    if files := find_reward_files(config.reward, named=REWARD_FILE in draft.entries):
         draft = _merge(read_layers(*layers, reward_files=files, run=run), environ)
         config = _build(draft)
         draft.notes += (f"Settings of the reward are read from {f} in this folder." for f in files)

@@ -17,7 +17,7 @@ FILES = {
     "tiny.yaml": TINY,
     "good.jsonl": f"{json.dumps(ROW)}\n" * 6,
     "older.yaml": OLDER,
-    "r_secret.yaml": "type: openai\nmodel: m\napi_key: sk-hush-hush-hush\n",
+    "r_secret.yaml": "api_reward:\n  type: openai\n  api_key: sk-hush-hush-hush\n",
 }
 
 

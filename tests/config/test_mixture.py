@@ -64,12 +64,8 @@ def test_rm_score_is_the_reward_model_or_else_the_judge(overrides: str, kinds: s
     ("more", "kinds"),
     [
         ("reward_model: {path: rm}\n", "model rule"),
-        ("reward_model: {model_path: rm, enable: true}\n", "model rule"),
-        ("reward_model: {name: rm, reward_model_max_length: 99}\n", "model rule"),
-        ("reward_model: rm\n", "model rule"),
         ("api_reward: {model: m}\n", "judge rule"),
         ("api_reward: {model: m}\nrule: exact\n", "judge rule"),
-        ("reward:\n  model: {path: rm}\n", "model rule"),
     ],
 )
 def test_a_whole_file_sets_up_a_mixture(more: str, kinds: str) -> None:
@@ -77,18 +73,9 @@ def test_a_whole_file_sets_up_a_mixture(more: str, kinds: str) -> None:
     assert [part.kind for part in found.values()] == kinds.split()
 
 
-@pytest.mark.parametrize("head", ["composite_reward", "composite", "reward.composite"])
-def test_every_spelling_of_the_section_is_read(head: str) -> None:
-    text = f"{head}:\n  weights: {{judge_score: 0.7, function_score: 0.3}}\n  enabled: true\n"
+def test_names_of_scores_stand_for_their_kinds() -> None:
+    text = "composite.weights: {judge_score: 0.7, function_score: 0.2, api_score: 0.7}\n"
     assert set(parts(file=written(text))) == {"judge", "rule"}
-    assert set(parts(file=written(f"{head}.weights: {{api_score: 1}}\n"))) == {"judge"}
-
-
-def test_a_file_reaches_the_other_sections() -> None:
-    text = "rule: exact\nreward_shaping: {overlong_buffer: 9, reward_clip: 3}\ncode: {score: share}"
-    reward = settle(file=written(text)).config.reward
-    assert (reward.shaping.overlong_buffer, reward.shaping.reward_clip) == (9, 3.0)
-    assert reward.code.score == "share"
 
 
 def test_weights_and_settings_of_a_part_are_merged() -> None:
