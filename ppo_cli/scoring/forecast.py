@@ -27,7 +27,7 @@ from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
 from ppo_cli.rewards.judge.compare import calls_per_prompt
 from ppo_cli.rewards.judge.format_check import format_checks
-from ppo_cli.rewards.judge.prices import Price, disagreement, find_price, look_up_model, model_hint
+from ppo_cli.rewards.judge.prices import Price, find_price, look_up_model, model_hint
 from ppo_cli.rewards.judge.prompt import (
     Template,
     build_material,
@@ -189,8 +189,6 @@ class Forecast:
         """Say what the lists of models have against this one."""
         api, longest = self.config.reward.api, self.a_step.high
         assert api.model is not None
-        if differ := disagreement(api):
-            yield differ
         if api.base_url is None and (near := model_hint(api.type, api.model)):
             yield f"{api.model} is in no list of {api.type}'s models.{near}"
         listed = look_up_model(api)
@@ -427,7 +425,6 @@ def _list_provider(api: ApiReward, environ: Mapping[str, str]) -> dict[str, Any]
         return listing
     each = [api.model_copy(update={"model": name}) for name in names]
     listing["models"] = [_model_facts(model) for model in each]
-    listing["notes"] += [conflict for model in each if (conflict := disagreement(model))]
     return listing
 
 

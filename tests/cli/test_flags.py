@@ -81,7 +81,6 @@ rm_hedge_after reward.api.hedge_after     rm_on_failure reward.api.on_failure
 rm_max_failure_rate reward.api.max_failure_rate
 rm_outage_wait reward.api.outage_wait     rm_cache reward.api.cache
 rm_budget_usd reward.api.budget_usd       rm_budget_tokens reward.api.budget_tokens
-rm_budget_usd_day reward.api.budget_usd_day
 rm_prices reward.api.prices               rm_price_input reward.api.price_input
 rm_price_output reward.api.price_output   rm_canary_every reward.api.canary_every
 rm_monitor_type reward.api.monitor.type   rm_monitor_model reward.api.monitor.model

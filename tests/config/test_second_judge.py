@@ -71,7 +71,7 @@ def test_who_the_second_judge_is(
     assert second(watched(*given, keys=keys)) == expected
 
 
-@pytest.mark.parametrize("budget", ["budget_usd", "budget_tokens", "budget_usd_day"])
+@pytest.mark.parametrize("budget", ["budget_usd", "budget_tokens"])
 def test_a_budget_is_not_spent_on_what_nobody_asked_for(budget: str) -> None:
     found = watched(f"reward.api.{budget}=5")
     assert second(found) == ""

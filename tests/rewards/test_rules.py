@@ -8,7 +8,7 @@ import pytest
 
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.base import CannotScore
-from ppo_cli.rewards.rules import RULES, check_sources, find_rule, get_rule
+from ppo_cli.rewards.rules import RULES, check_sources, rule_for, rule_named
 
 
 def score(rule: str, reply: str, gold: Any = None, extra: Any = None, **settings: Any) -> float:
@@ -245,7 +245,7 @@ def test_routes() -> None:
         ("some/gsm8k", None),
         ("helpfulness", None),
     ):
-        found = find_rule(source)
+        found = rule_for(source)
         assert (found and found.name) == rule, source
 
 
@@ -276,4 +276,4 @@ def test_many_unknown_sources_are_counted() -> None:
 
 def test_an_unknown_rule_is_told_with_its_nearest() -> None:
     with pytest.raises(RewardError, match="Did you mean 'gsm8k'"):
-        get_rule("gsm8")
+        rule_named("gsm8")

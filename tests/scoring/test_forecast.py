@@ -132,17 +132,18 @@ def test_cost_is_tokens_times_price() -> None:
     assert low == pytest.approx((bill.low.input * 2 + bill.low.output * 10) / 1e6, rel=1e-3)
     assert high == pytest.approx((bill.high.input * 2 + bill.high.output * 10) / 1e6, rel=1e-3)
     assert "(gpt-4o-mini: $2 in, $10 out per M; the settings)" in found.lines()[0]
-    assert "$0.15 in, $0.6 out per M; the bundled list of " in foretell().lines()[0]
+    assert "$0.15 in, $0.6 out per M; genai-prices " in foretell().lines()[0]
     own = foretell("reward.api.model=mine", "reward.api.base_url=http://127.0.0.1:1/v1")
     assert "$0" in "\n".join(own.lines()), "a judge on this machine costs nothing"
 
 
 def test_what_genai_prices_knows_of_a_model_is_told() -> None:
-    version = pytest.importorskip("genai_prices").__version__
+    from genai_prices import __version__
+
     write("t.jsonl", 4)
     at_openai = ["reward.api.type=openai", "reward.api.model=o3-pro"]
     (first, *more) = foretell(*at_openai).lines()
-    assert f"per M; genai-prices {version})" in first
+    assert f"per M; genai-prices {__version__})" in first
     assert not [line for line in more if "reads" in line]
     Path("t.jsonl").write_text(json.dumps({"prompt": "why not " * 100_000}))
     said = "\n".join(foretell(*at_openai).lines())

@@ -290,10 +290,6 @@ class ApiReward(Section):
     budget_tokens: int | None = setting(
         None, "Most judge tokens to use.", flag="--rm_budget_tokens", ge=1, identity="start"
     )
-    budget_usd_day: float | None = setting(
-        None, "Most to spend in a day (UTC), in US dollars, over all runs of a user that set it.",
-        flag="--rm_budget_usd_day", gt=0.0, identity="start",
-    )  # fmt: skip
     prices: str | None = setting(
         None, "YAML file with prices of your own.", flag="--rm_prices", env="RM_PRICES",
         identity="start",
@@ -319,14 +315,9 @@ class ApiReward(Section):
     monitor: Monitor = section(Monitor)
 
     @property
-    def counts_dollars(self) -> bool:
-        """Whether a budget needs the price of each call."""
-        return self.budget_usd is not None or self.budget_usd_day is not None
-
-    @property
     def has_budget(self) -> bool:
         """Whether the worst case of each call must be known."""
-        return self.counts_dollars or self.budget_tokens is not None
+        return self.budget_usd is not None or self.budget_tokens is not None
 
     @property
     def within_group(self) -> bool:

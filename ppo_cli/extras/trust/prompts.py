@@ -324,7 +324,7 @@ def ask_all(
     if not questions:
         return Drafts((), Spending())
     provider = build_provider(api, environ=environ)
-    ledger = build_ledger(api, environ)
+    ledger = build_ledger(api)
     path = cache_path(api, environ)
     cache = None if path is None else VerdictCache(path)
     client = JudgeClient(provider, limits=Limits.of(api), ledger=ledger, cache=cache)

@@ -28,7 +28,7 @@ from ppo_cli.rewards.judge.calls import (
 )
 from ppo_cli.rewards.judge.costs import Ledger, SharedLedger
 from ppo_cli.rewards.judge.providers.base import SdkProvider
-from ppo_cli.rewards.judge.verdict import build_reminder, read_answer
+from ppo_cli.rewards.judge.verdict import MAX_REMINDERS, build_reminder, read_answer
 from ppo_cli.rewards.remote.client import RemoteCall, RemoteClient, reach
 from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.rewards.remote.failures import Failure, RemoteError
@@ -235,7 +235,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
     # --- attempts -------------------------------------------------------------------------------
 
     def _pause_after(self, call: _JudgeCall, error: RemoteError) -> float:
-        if error.kind is Failure.UNPARSED and call.reminders < self._limits.reasks:
+        if error.kind is Failure.UNPARSED and call.reminders < MAX_REMINDERS[call.original.output]:
             # Ask again with a reminder of the form, and with more room if the answer was cut.
             call.reminders += 1
             factor = 2 if error.cause == "truncated" else 1

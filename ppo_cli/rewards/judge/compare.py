@@ -41,7 +41,7 @@ from ppo_cli.rewards.judge.prompt import (
 )
 from ppo_cli.rewards.judge.reward import CANARY_REPLIES, JudgeReward, PendingScore
 from ppo_cli.rewards.judge.rubric import win_share
-from ppo_cli.rewards.judge.verdict import LONGEST_REASON
+from ppo_cli.rewards.judge.verdict import MAX_REASON_CHARS
 from ppo_cli.rewards.remote.failures import Failure
 
 Pair = tuple[int, int]
@@ -399,7 +399,7 @@ def _build_score(
         lines.append(f"{head} ({order}): {verdict.reason}".rstrip(": "))
     parts = {"judge": Part(raw=value, scaled=value)}
     return Score(
-        value, reason="\n".join(lines)[:LONGEST_REASON], parts=parts, info=info,
+        value, reason="\n".join(lines)[:MAX_REASON_CHARS], parts=parts, info=info,
         reply=node_verdicts[0][1].text if node_verdicts else "",
     )  # fmt: skip
 

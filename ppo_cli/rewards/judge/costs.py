@@ -1,10 +1,10 @@
-"""What a judge costs: what was spent, and what calls may cost at most; `prices` has the prices.
+"""The ledger of a judge: what its calls cost and what they may cost at most; prices: `prices`.
 
-The worst case of a call is reserved, in a file too, before it is sent and settled by its usage
-after, so that settled and reserved together stay within the budget, and calls that were in flight
-when the process was killed count at their worst case. Lines are not synced to the disk: they
-survive the process, and a power cut may lose the last ones. Reservations live on one event loop;
-totals may be read, and the file attached, from any thread.
+Before a call is sent its worst case is reserved, in a file too; afterwards the call is settled by
+its reported usage. So settled and reserved together stay within the budget, and a call that was in
+flight when the process was killed counts at its worst case. Lines are not synced to disk: they
+survive the process, but a power cut may lose the last ones. Reservations are made on one event
+loop; totals may be read, and the file attached, from any thread.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ import logging
 import math
 import os
 import secrets
-import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted, RewardError, UsedUp
-from ppo_cli.rewards.judge.cache import default_cache_path
 from ppo_cli.rewards.judge.calls import (
     Question,
     UnlimitedCost,
@@ -41,17 +38,17 @@ from ppo_cli.spending import IN_FLIGHT, UPPER_BOUND, all_calls, in_flight_file
 
 logger = logging.getLogger(__name__)
 
-# Sums of many small floats may be off by this much, in dollars.
+# Rounding errors of a sum of many small amounts, in dollars.
 _ROUNDING = 1e-9
-# Lines kept for a file that may be attached later; without one they are dropped one by one.
-_MOST_UNWRITTEN = 4096
-# An answer may be this much longer than its limit: servers count the ends of answers differently.
-_MOST_EXCESS, _MOST_EXCESS_TOKENS = 1.01, 8
+# Lines kept for a file that may be attached later; beyond that the oldest are dropped.
+_MAX_UNWRITTEN = 4096
+# How far an answer may exceed its token limit: servers count end-of-text tokens differently.
+_MAX_EXCESS, _MAX_EXCESS_TOKENS = 1.01, 8
 
 
 @dataclass(frozen=True)
 class Spending:
-    """Calls that were made, the tokens they were billed for, and US dollars."""
+    """Number of calls, the tokens that they were billed for, and US dollars."""
 
     calls: int = 0
     usage: Usage = field(default_factory=Usage)
@@ -63,7 +60,7 @@ class Spending:
 
 @dataclass(eq=False)
 class SharedLedger:
-    """Another model's calls on the same budget, at their own price."""
+    """A second model that spends from the same ledger at its own price."""
 
     ledger: Ledger
     price: Price | None
@@ -72,7 +69,7 @@ class SharedLedger:
     spent: Spending = field(default_factory=Spending)
 
     async def reserve(self, question: Question) -> Reservation:
-        """Set aside the worst case of one call; see `Ledger.reserve`."""
+        """Reserve the worst case of one call; see `Ledger.reserve`."""
         return await self.ledger.reserve(question, shared=self)
 
     def check_output_limit(self) -> None:
@@ -80,87 +77,36 @@ class SharedLedger:
         self.ledger.check_output_limit(self)
 
     def take(self) -> Spending:
-        """Return what this model was booked for since the last call of this method."""
+        """Return what was booked for this model since the last call of this method."""
         spent, self.spent = self.spent, Spending()
         return spent
 
 
 @dataclass(eq=False)
 class Reservation:
-    """The worst case of one call, held until the call is settled."""
+    """The worst case of one call, reserved until the call is settled."""
 
     ledger: Ledger
     usage: Usage
     usd: float
     shared: SharedLedger | None = None
-    day: str = ""  # whose budget holds it
     id: str = ""
-    input_ratio: float = 1.0  # of the tokens that are reserved to those estimated
+    input_ratio: float = 1.0  # reserved / estimated input tokens
 
     def settle(self, usage: Usage, outcome: str, latency_s: float = 0.0, note: str = "") -> float:
-        """Book what the call was billed for, free the rest and return the cost; once only."""
+        """Book what the call was billed for, free the rest and return the cost in dollars."""
         return self.ledger.settle(self, usage, outcome, latency_s, note)
 
     @property
     def tokens(self) -> int:
-        """Most tokens that the call may be billed for."""
+        """The most tokens that the call may be billed for."""
         return self.usage.total
 
     @property
     def model(self) -> dict[str, str]:
-        """Provider and model of the call, as its lines name them."""
-        who = self.shared or self.ledger
-        return {"provider": who.provider, "model": who.model}
-
-
-class DayBudget:
-    """What a user's runs spend in a day, in one SQLite file for all of them.
-
-    A call is booked at its worst case before it is sent and corrected after, so that runs side by
-    side stay within the budget. The calls of a killed run stay booked as they are.
-    """
-
-    def __init__(self, path: Path, most_usd: float) -> None:
-        self.most_usd = most_usd
-        self._path = path
-        self._db: sqlite3.Connection | None = None  # opened by the first call, not by a plan
-
-    @classmethod
-    def of(cls, api: ApiReward, environ: Mapping[str, str]) -> DayBudget | None:
-        """The budget that the settings ask for; its file is the same for every `--rm_cache`."""
-        if api.budget_usd_day is None:
-            return None
-        cache = default_cache_path(environ)
-        return cls(cache.with_name(f"{cache.stem}.spent.sqlite"), api.budget_usd_day)
-
-    def take(self, held: Reservation) -> bool:
-        """Book a call on this day if it fits."""
-        held.day = datetime.now(UTC).date().isoformat()
-        self._do("INSERT OR IGNORE INTO spent VALUES (?, 0.0)", held.day)
-        book = "UPDATE spent SET usd = usd + ? WHERE day = ? AND usd + ? <= ?"
-        return self._do(book, held.usd, held.day, held.usd, self.most_usd + _ROUNDING) == 1
-
-    def settle(self, held: Reservation, usd: float) -> None:
-        """Put what a call cost in the place of its worst case."""
-        self._do("UPDATE spent SET usd = usd + ? WHERE day = ?", usd - held.usd, held.day)
-
-    def _do(self, order: str, *values: str | float) -> int:
-        """Change the file, and return how many rows that were."""
-        try:
-            if self._db is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._db = sqlite3.connect(self._path, timeout=30.0, check_same_thread=False)
-                self._db.execute("PRAGMA synchronous=OFF")
-                with self._db:
-                    table = "spent (day TEXT PRIMARY KEY, usd REAL)"
-                    self._db.execute(f"CREATE TABLE IF NOT EXISTS {table}")
-            with self._db:
-                return self._db.execute(order, values).rowcount
-        except (OSError, sqlite3.Error) as problem:
-            raise RewardError(
-                f"Cannot count what is spent in a day (--rm_budget_usd_day) in {self._path}: "
-                f"{problem}."
-            ) from None
+        """Provider and model of the call, as in the ledger's file."""
+        spender = self.shared or self.ledger
+        return {"provider": spender.provider, "model": spender.model}
 
 
 class Ledger:
@@ -172,15 +118,13 @@ class Ledger:
         *,
         budget_usd: float | None,
         budget_tokens: int | None,
-        budget_day: DayBudget | None = None,
         provider: str = "",
         model: str = "",
     ) -> None:
-        most = budget_day.most_usd if budget_usd is None and budget_day else budget_usd
-        if most is not None and price is None:
+        if budget_usd is not None and price is None:
             near = model_hint(provider, model) if provider and model else ""
             raise RewardError(
-                f"A budget of ${most:.2f} needs the price of the judge's model"
+                f"A budget of ${budget_usd:.2f} needs the price of the judge's model"
                 f"{f' {model}' if model else ''}, which is not known.{near} Give it with "
                 "--rm_price_input and --rm_price_output (US dollars for a million tokens) or in a "
                 "file with --rm_prices, or limit tokens with --rm_budget_tokens."
@@ -188,36 +132,35 @@ class Ledger:
         self.price = price
         self.budget_usd = budget_usd
         self.budget_tokens = budget_tokens
-        self.budget_day = budget_day
         self.provider, self.model = provider, model
-        self.total = Spending()  # everything booked, by earlier runs in the same file too
-        self.unreported = Spending()  # the part of it that is an upper bound
-        self.interrupted = Spending()  # the part of it that was in flight when a run was killed
+        self.total = Spending()  # everything booked, by earlier starts of the run too
+        self.unreported = Spending()  # the part of the total that is an upper bound
+        self.interrupted = Spending()  # the part that was in flight when the run was killed
         self._new = Spending()
-        # By model: its tokenizer may make more tokens of a text than is estimated.
+        # By model: the largest ratio of billed to estimated input tokens so far.
         self._input_ratios: dict[str, float] = {}
-        self._too_long: dict[str, Usage] = {}
+        self._over_limit: dict[str, Usage] = {}  # by model: an answer above its token limit
         self._session, self._number = secrets.token_hex(4), 0
         self._open: set[Reservation] = set()
-        self._settled = asyncio.Event()  # a new one after each settled call
+        self._settled = asyncio.Event()  # replaced after each settled call
         self._lock = threading.Lock()
         self._path: Path | None = None
-        self._unwritten: deque[str] = deque(maxlen=_MOST_UNWRITTEN)
+        self._unwritten: deque[str] = deque(maxlen=_MAX_UNWRITTEN)
         self._complained = False
 
     @property
     def has_budget(self) -> bool:
-        """Whether there is any limit on what calls may take."""
-        return (self.budget_usd, self.budget_tokens, self.budget_day) != (None, None, None)
+        """Whether dollars or tokens are limited."""
+        return (self.budget_usd, self.budget_tokens) != (None, None)
 
     @property
     def reserved_usd(self) -> float:
-        """What calls under way may still cost at most."""
+        """The most that calls in flight may cost."""
         return math.fsum(call.usd for call in self._open)
 
     @property
     def reserved_tokens(self) -> int:
-        """How many tokens calls under way may still use at most."""
+        """The most tokens that calls in flight may use."""
         return sum(call.tokens for call in self._open)
 
     def take(self) -> Spending:
@@ -229,21 +172,21 @@ class Ledger:
     async def reserve(
         self, question: Question, *, shared: SharedLedger | None = None
     ) -> Reservation:
-        """Set aside the worst case of one call, waiting while others may settle lower.
+        """Reserve the worst case of one call; waits while calls in flight may turn out cheaper.
 
-        Raises Interrupted when the call can no longer fit into the budget, UnlimitedCost when
-        the model writes more than it may.
+        Raises Interrupted when the call no longer fits into the budget, UnlimitedCost when the
+        model writes more tokens than its limit allows.
         """
         reservation = Reservation(self, Usage(), 0.0, shared)
-        day = self.budget_day
         while True:
             self.check_output_limit(shared)
             self._set_worst_case(reservation, question)
-            if (fits := self._fits(reservation)) and (day is None or day.take(reservation)):
+            if self._fits(reservation):
                 break
-            if not self._fits(reservation, alone=True) or (fits and not self._open):
-                raise self._used_up(reservation)
+            if not self._fits(reservation, alone=True):
+                raise self._budget_used_up(reservation)
             await self._settled.wait()
+        # Write the reservation down before the call is sent: a killed process cannot settle it.
         self._number += 1
         reservation.id = f"{self._session}-{self._number}"
         self._open.add(reservation)
@@ -257,26 +200,26 @@ class Ledger:
         return reservation
 
     def check_output_limit(self, shared: SharedLedger | None = None) -> None:
-        """Raise UnlimitedCost where the model has written more tokens than it was allowed."""
-        who = shared or self
-        if self.has_budget and (usage := self._too_long.get(who.model)) is not None:
+        """Raise UnlimitedCost when a budget is set and the model exceeded its token limit."""
+        model = (shared or self).model
+        if self.has_budget and (usage := self._over_limit.get(model)) is not None:
             raise UnlimitedCost(
-                f"The judge {who.model} does not keep to the limit on the tokens of an answer: it "
-                f"wrote {usage.output:,}. What a call costs has no upper bound then, and no budget "
-                "can hold. Raise --rm_max_tokens above what it writes, take another --rm_model or "
-                "--rm_base_url, or go without a budget."
+                f"The judge {model} does not keep to the limit on the tokens of an answer: it "
+                f"wrote {usage.output:,}. The cost of a call has no upper bound then, so no budget "
+                "can be kept. Raise --rm_max_tokens above what it writes, choose another "
+                "--rm_model or --rm_base_url, or go without a budget."
             )
 
     def _set_worst_case(self, reservation: Reservation, question: Question) -> None:
-        """Set what a call may take at most; measured closely where a budget depends on it."""
+        """Set the most that a call may use; estimated more closely when there is a budget."""
         worst = worst_case(question) if self.has_budget else quick_worst_case(question)
-        who = reservation.shared or self
-        reservation.input_ratio = self._input_ratios.get(who.model, 1.0)
+        spender = reservation.shared or self
+        reservation.input_ratio = self._input_ratios.get(spender.model, 1.0)
         reservation.usage = Usage(math.ceil(reservation.input_ratio * worst.input), worst.output)
-        reservation.usd = who.price.cost(reservation.usage) if who.price else 0.0
+        reservation.usd = spender.price.cost(reservation.usage) if spender.price else 0.0
 
     def attach(self, path: Path) -> None:
-        """Write each settled call to this file; what it already holds counts as spent."""
+        """Write settled calls to this file; calls that are in it already count as spent."""
         with self._lock:
             if self._path == path:
                 return
@@ -298,13 +241,8 @@ class Ledger:
             self.budget_usd is None or usd <= self.budget_usd + _ROUNDING
         )
 
-    def _used_up(self, need: Reservation) -> Interrupted:
-        if self.budget_day is not None and self._fits(need, alone=True):
-            return Interrupted(
-                f"The judge budget of ${self.budget_day.most_usd:g} for this day (UTC) is used up, "
-                f"and the next call may cost up to ${need.usd:.2g}. Go on tomorrow, or raise "
-                "--rm_budget_usd_day and resume."
-            )
+    def _budget_used_up(self, need: Reservation) -> Interrupted:
+        """Return the exception for a call that no longer fits into the budget."""
         unreported = ""
         if (upper := self.unreported).calls:
             usd = f"${upper.usd:.3g}, " if self.budget_usd is not None else ""
@@ -331,16 +269,16 @@ class Ledger:
     def settle(
         self, reservation: Reservation, usage: Usage, outcome: str, latency_s: float, note: str
     ) -> float:
-        """Book a call and let those that wait look at the budget again; see `Reservation`."""
+        """Book a call and wake those that wait for the budget; see `Reservation.settle`."""
         if reservation not in self._open:
             return 0.0
         self._open.discard(reservation)
-        self._settled.set()  # wakes them when this has run to its end
+        self._settled.set()  # they run after this method has ended
         self._settled = asyncio.Event()
         shared = reservation.shared
         price = (shared or self).price
         usd = price.cost(usage) if price else 0.0
-        self._compare(reservation, usage)
+        self._note_excess(reservation, usage)
         line = (
             {"time": round(time.time(), 3)}
             | reservation.model
@@ -364,24 +302,22 @@ class Ledger:
                 shared.spent = shared.spent + spent
             self._unwritten.append(json.dumps(line))
             self._write()
-        if self.budget_day is not None:  # last: its file may fail
-            self.budget_day.settle(reservation, usd)
         return usd
 
-    def _compare(self, reservation: Reservation, usage: Usage) -> None:
-        """Learn from a call that took more than was reserved for it."""
+    def _note_excess(self, reservation: Reservation, usage: Usage) -> None:
+        """Remember for later reservations that a call used more than was reserved for it."""
         model = (reservation.shared or self).model
         ratio = reservation.input_ratio * usage.input / reservation.usage.input
         self._input_ratios[model] = max(ratio, self._input_ratios.get(model, 1.0))
-        if usage.output > _MOST_EXCESS * reservation.usage.output + _MOST_EXCESS_TOKENS:
-            self._too_long[model] = usage
+        if usage.output > _MAX_EXCESS * reservation.usage.output + _MAX_EXCESS_TOKENS:
+            self._over_limit[model] = usage
 
     def _open_file(self, path: Path) -> None:
-        """Count what earlier sessions spent, and settle what they left in flight."""
+        """Count what earlier starts spent, and settle the calls that they left in flight."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        sent, over = _read(in_flight_file(path)), _read(path)
+        sent, settled = _read_lines(in_flight_file(path)), _read_lines(path)
         ends: list[str] = []
-        for call in all_calls(sent, over):
+        for call in all_calls(sent, settled):
             with suppress(ValueError, KeyError, TypeError):
                 read, written, cached = (int(call[n]) for n in ("input", "output", "cached_input"))
                 spent = Spending(1, Usage(read, written, cached), float(call["usd"]))
@@ -393,6 +329,7 @@ class Ledger:
                 if call["outcome"] == IN_FLIGHT:
                     self.interrupted = self.interrupted + spent
                     ends.append(json.dumps(call | {"outcome": "killed"}))
+        # A kill may have cut the last line: start a new one.
         torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         with path.open("a", encoding="utf-8") as file:
             file.write("\n" * torn + "".join(f"{end}\n" for end in ends))
@@ -402,7 +339,7 @@ class Ledger:
         self._write()
 
     def _write_in_flight(self, calls: Iterable[Reservation]) -> bool:
-        """Append calls that are about to be sent; whether they are in the file."""
+        """Append calls that are about to be sent; return whether they are in the file."""
         lines = [
             {"time": round(time.time(), 3)}
             | call.model
@@ -416,10 +353,10 @@ class Ledger:
         return self._append(in_flight_file(self._path), map(json.dumps, lines))
 
     def _write(self) -> None:
-        """Append the calls that are over; with none in flight, that file is empty again.
+        """Append the settled calls; empty the in-flight file when no call is in flight.
 
-        Lines that cannot be written come with the next ones: until then the file of those in
-        flight has their calls.
+        Lines that cannot be written are written with the next ones: until then the in-flight
+        file still has their calls.
         """
         if self._path is None or not self._append(self._path, self._unwritten):
             return
@@ -429,8 +366,8 @@ class Ledger:
                 os.truncate(in_flight_file(self._path), 0)
 
     def _append(self, path: Path, lines: Iterable[str]) -> bool:
-        """Append lines in one write; whether they are there."""
-        # What failed before may have been cut in the middle of a line.
+        """Append lines in one write; return whether that worked."""
+        # A write that failed before may have ended in the middle of a line.
         start = "\n" if self._complained else ""
         try:
             with path.open("a", encoding="utf-8") as file:
@@ -443,22 +380,21 @@ class Ledger:
         return True
 
 
-def build_ledger(api: ApiReward, environ: Mapping[str, str]) -> Ledger:
-    """A judge's ledger; RewardError where it has a budget in dollars and no known price."""
+def build_ledger(api: ApiReward) -> Ledger:
+    """Return a judge's ledger; RewardError for a budget in dollars without a known price."""
     return Ledger(
         find_price(api),
         budget_usd=api.budget_usd,
         budget_tokens=api.budget_tokens,
-        budget_day=DayBudget.of(api, environ),
         provider=api.type,
         model=(api.model or "").strip(),
     )
 
 
 def share_ledger(ledger: Ledger, judge: ApiReward) -> SharedLedger:
-    """Another judge's calls on a ledger; RewardError as above."""
+    """Let another judge spend from a ledger; RewardError as for `build_ledger`."""
     price, model = find_price(judge), (judge.model or "").strip()
-    if price is None and judge.counts_dollars:
+    if price is None and judge.budget_usd is not None:
         raise RewardError(
             f"A budget in dollars needs the price of the monitoring judge's model {model}, which "
             f"is not known.{model_hint(judge.type, model)} Give it in a file with --rm_prices."
@@ -466,8 +402,8 @@ def share_ledger(ledger: Ledger, judge: ApiReward) -> SharedLedger:
     return SharedLedger(ledger, price, judge.type, model)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; one that was torn by a kill is passed over."""
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a ledger's file; a line that a kill cut off is skipped."""
     lines: list[dict[str, Any]] = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for row in text.splitlines():

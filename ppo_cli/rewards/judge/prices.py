@@ -1,14 +1,13 @@
 """The price of a judge's tokens.
 
-It comes from the settings, a file, the bundled list, or genai-prices, a package of its own
-(the extra `prices`) that lists models of many providers, with prices and limits. What
-the bundled list knows, that list decides.
+Read from the settings, the user's price file, the short list `prices.yaml` of this package, or
+genai-prices, in this order. The last is a package with the prices and context lengths of many
+providers' models. Called by the ledger, the forecast and the list of models.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import ipaddress
 import re
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from ppo_cli.rewards.judge.written import FileModel, read_file
 
 BUNDLED = Path(__file__).with_name("prices.yaml")
 _VERSION = re.compile(r"-(?:20\d\d-?\d\d-?\d\d|latest)$")
+# Fields of genai-prices for costs besides those of input and output tokens.
+_OTHER_COSTS = ("requests_kcount", "output_reasoning_mtok", "output_citation_mtok")
 
 
 @dataclass(frozen=True)
@@ -41,34 +42,31 @@ class Price:
     def cost(self, usage: Usage) -> float:
         """Return what these tokens cost, in US dollars."""
         cached = min(usage.cached_input, usage.input)
-        cheap = self.input if self.cached_input is None else self.cached_input
-        millionths = (usage.input - cached) * self.input + cached * cheap
+        cached_price = self.input if self.cached_input is None else self.cached_input
+        millionths = (usage.input - cached) * self.input + cached * cached_price
         return (millionths + usage.output * self.output) / 1e6
 
 
 def find_price(api: ApiReward) -> Price | None:
-    """Return the price of a judge's model, or None when nobody knows it.
-
-    The settings are asked first, then the user's file, the bundled list and genai-prices.
-    """
+    """Return the price of a judge's model, or None when no source knows it."""
     if api.price_input is not None and api.price_output is not None:
         return Price(api.price_input, api.price_output, None, "the settings")
-    for file in _files(api):
-        if (price := _from_file(file, api)) is not None:
+    for file in _price_files(api):
+        if (price := _price_in_file(file, api)) is not None:
             return price
-    if (listed := look_up_model(api)) is not None and listed.price is not None:
-        return listed.price
+    if (model := look_up_model(api)) is not None and model.price is not None:
+        return model.price
     if api.type == "local":
         return Price(0.0, 0.0, None, "the run's own judge")
-    # With a budget in dollars, free is for the user to say: a local proxy may cost.
-    if not api.counts_dollars and api.base_url is not None and is_local(api.base_url):
+    # A local proxy may cost money: under a budget in dollars the user has to say that it is free.
+    if api.budget_usd is None and api.base_url is not None and is_local(api.base_url):
         return Price(0.0, 0.0, None, "a judge on this machine")
     return None
 
 
 def batch_price(price: Price | None, api: ApiReward) -> Price | None:
     """Return what the same tokens cost in a batch: the share that the price files name."""
-    shares = [read_prices(file).batch.get(api.type) for file in _files(api)]
+    shares = [read_prices(file).batch.get(api.type) for file in _price_files(api)]
     share = next((share for share in shares if share is not None), 1.0)
     if price is None:
         return None
@@ -77,7 +75,7 @@ def batch_price(price: Price | None, api: ApiReward) -> Price | None:
 
 
 def is_local(base_url: str) -> bool:
-    """Say whether an endpoint lies on this machine."""
+    """Return whether an endpoint is on this machine."""
     host = urlsplit(base_url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -85,28 +83,13 @@ def is_local(base_url: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-def _from_file(file: Path, api: ApiReward) -> Price | None:
-    content = read_prices(file)
-    table = content.prices.get(api.type, {})
-    if api.model is None:
-        return None
-    source = "the bundled list" if file == BUNDLED else str(file)
-    if content.checked is not None:
-        source += f" of {content.checked}"
-    # A gateway's name (openai/gpt-4o-mini) and a dated one cost what the plain one does.
-    plain = api.model.rsplit("/", 1)[-1]
-    for name in (api.model, plain, _VERSION.sub("", plain)):
-        fitting = [pattern for pattern in table if fnmatch.fnmatchcase(name, pattern)]
-        if fitting:
-            amounts = table[max(fitting, key=lambda pattern: _specificity(pattern, name))]
-            return Price(amounts.input, amounts.output, amounts.cached_input, source)
-    return None
+def _spellings(model: str) -> list[str]:
+    """Return a model's name, without a gateway's prefix, and without a date."""
+    plain = model.rsplit("/", 1)[-1]
+    return list(dict.fromkeys((model, plain, _VERSION.sub("", plain))))
 
 
-def _specificity(pattern: str, name: str) -> tuple[bool, int, int]:
-    literal = re.sub(r"\[[^]]*\]|[*?]", "", pattern)
-    return pattern == name, len(literal), -pattern.count("*")
-
+# --- price files ----------------------------------------------------------------------------------
 
 Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -131,102 +114,110 @@ class PriceFile(FileModel):
     checked: Any = None
 
 
-def _files(api: ApiReward) -> list[Path]:
-    return [BUNDLED] if api.prices is None else [Path(api.prices).expanduser(), BUNDLED]
-
-
 def read_prices(file: Path) -> PriceFile:
     """Read a price file; RewardError names what is wrong."""
     return read_file(file, PriceFile, f"--rm_prices {file}")
 
 
+def _price_files(api: ApiReward) -> list[Path]:
+    return [BUNDLED] if api.prices is None else [Path(api.prices).expanduser(), BUNDLED]
+
+
+def _price_in_file(file: Path, api: ApiReward) -> Price | None:
+    """Return the price of the most specific pattern that fits the model's name."""
+    content = read_prices(file)
+    table = content.prices.get(api.type, {})
+    source = "ppo-cli's list" if file == BUNDLED else str(file)
+    if content.checked is not None:
+        source += f" of {content.checked}"
+    for name in _spellings(api.model) if api.model else ():
+        fitting = [pattern for pattern in table if fnmatch.fnmatchcase(name, pattern)]
+        if fitting:
+            amounts = table[max(fitting, key=lambda pattern: _specificity(pattern, name))]
+            return Price(amounts.input, amounts.output, amounts.cached_input, source)
+    return None
+
+
+def _specificity(pattern: str, name: str) -> tuple[bool, int, int]:
+    """Return a sort key: the name itself, then more literal characters, then fewer stars."""
+    literal = re.sub(r"\[[^]]*\]|[*?]", "", pattern)
+    return pattern == name, len(literal), -pattern.count("*")
+
+
+# --- genai-prices (0.2.3) -------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Listed:
-    """What genai-prices has of a model; `context` is how many tokens it reads at most."""
+class ListedModel:
+    """What genai-prices has of a model; `context` is the most tokens that it reads."""
 
     price: Price | None
     context: int | None
 
 
-def look_up_model(api: ApiReward) -> Listed | None:
-    """What genai-prices has of a judge's model; None without the package or the model.
+def look_up_model(api: ApiReward) -> ListedModel | None:
+    """Return what genai-prices has of a judge's model; None where it does not have the model.
 
-    Behind an address of one's own a model is looked for at the provider that has the address.
+    With a base URL, the provider with that URL counts, else the one of the judge's type: gateways
+    mostly pass the provider's prices on.
     """
-    provider, every = _shelf(api.type, api.base_url)
+    provider, all_providers = _listed_provider(api.type, api.base_url)
     if provider is None or api.model is None:
         return None
-    names = dict.fromkeys((api.model, api.model.rsplit("/", 1)[-1]))
-    models = [provider.find_model(name, all_providers=every) for name in names]
-    model = next((one for one in models if one is not None), None)
-    return None if model is None else Listed(_list_price(model), model.context_window)
-
-
-def disagreement(api: ApiReward) -> str:
-    """Say that the bundled list and genai-prices differ about a model; empty where they do not."""
-    ours, listed = _from_file(BUNDLED, api), look_up_model(api)
-    theirs = None if listed is None else listed.price
-    if ours is None or theirs is None or (ours.input, ours.output) == (theirs.input, theirs.output):
-        return ""
-    return (
-        f"two prices of {api.model}: {_said(ours)} by {ours.source}, which counts, and "
-        f"{_said(theirs)} by {theirs.source}; --rm_price_input and --rm_price_output decide"
+    models = (
+        provider.find_model(name, all_providers=all_providers) for name in _spellings(api.model)
     )
+    model = next((model for model in models if model is not None), None)
+    return None if model is None else ListedModel(_highest_price(model), model.context_window)
 
 
 def model_hint(kind: str, model: str) -> str:
     """Return ` Did you mean 'x'?` for a name that no list knows; empty where one knows it."""
     api = ApiReward(type=kind, model=model)
-    if _from_file(BUNDLED, api) is not None or look_up_model(api) is not None:
+    if _price_in_file(BUNDLED, api) is not None or look_up_model(api) is not None:
         return ""
-    provider, _ = _shelf(kind, None)
-    listed = read_prices(BUNDLED).prices.get(api.type, {})
-    names = [name for name in listed if not re.search(r"[*?[]", name)]
+    provider, _ = _listed_provider(kind, None)
+    table = read_prices(BUNDLED).prices.get(api.type, {})
+    names = [name for name in table if not re.search(r"[*?[]", name)]
     names += [model.id for model in provider.models] if provider else []
     return did_you_mean(model.rsplit("/", 1)[-1], dict.fromkeys([JUDGES[kind].example, *names]))
 
 
-def _shelf(kind: str, base_url: str | None) -> tuple[Any, list[Any]]:
-    """A provider's models in genai-prices, or None, and all of its providers."""
-    if importlib.util.find_spec("genai_prices") is None:
-        return None, []
+def _listed_provider(kind: str, base_url: str | None) -> tuple[Any, list[Any]]:
+    """Return a provider of genai-prices (None where it has none), and all of its providers."""
     from genai_prices.data_snapshot import get_snapshot
 
-    lists = get_snapshot()
-    provider_id = None if base_url else JUDGES[kind].listed
-    if not (base_url or provider_id):
-        return None, []
-    try:
-        return lists.find_provider(None, provider_id, base_url), lists.providers
-    except LookupError:
-        return None, []
+    snapshot = get_snapshot()
+    listed = JUDGES[kind].listed
+    for provider_id, url in ((None, base_url), (listed, None)):
+        if provider_id or url:
+            try:
+                return snapshot.find_provider(None, provider_id, url), snapshot.providers
+            except LookupError:
+                continue
+    return None, []
 
 
-def _list_price(model: Any) -> Price | None:
-    """The price at the smallest context tier and the dearest hour of the day."""
+def _highest_price(model: Any) -> Price | None:
+    """Return today's price at the most expensive hour, for the shortest context.
+
+    None for a model that also charges for anything besides input and output tokens.
+    """
     from genai_prices import __version__
 
     now = datetime.now(UTC)
     hours = [model.get_prices(now.replace(hour=hour)) for hour in range(24)]
-    beside = [getattr(prices, name, None) for prices in hours for name in _NOT_ONLY_TOKENS]
+    others = [getattr(prices, name, None) for prices in hours for name in _OTHER_COSTS]
     read, written, cached = (
-        max((_base(getattr(prices, f"{side}_mtok")) for prices in hours), key=lambda x: x or 0.0)
-        for side in ("input", "output", "cache_read")
+        max((_first_tier(getattr(prices, field)) for prices in hours), key=lambda usd: usd or 0.0)
+        for field in ("input_mtok", "output_mtok", "cache_read_mtok")
     )
-    if read is None or written is None or any(amount is not None for amount in beside):
+    if read is None or written is None or any(amount is not None for amount in others):
         return None
     return Price(read, written, cached, f"genai-prices {__version__}")
 
 
-# What a call costs beside its tokens, or instead of them.
-_NOT_ONLY_TOKENS = ("requests_kcount", "output_reasoning_mtok", "output_citation_mtok")
-
-
-def _base(amount: Any) -> float | None:
-    """The first step of a price that rises with the length of the prompt, or the price."""
+def _first_tier(amount: Any) -> float | None:
+    """Return a price, or its first step where it rises with the length of the prompt."""
     base = getattr(amount, "base", amount)
     return None if base is None else float(base)
-
-
-def _said(price: Price) -> str:
-    return f"${price.input:g} in, ${price.output:g} out"

@@ -284,7 +284,7 @@ class JudgeReward(Reward):
         self.template = load_template(api)
         self._criteria = rubric_reader(api)
         provider = build_provider(api, environ=environ)
-        self._ledger = build_ledger(api, environ)
+        self._ledger = build_ledger(api)
         path = cache_path(api, environ)
         self._cache = None if path is None else VerdictCache(path)
         limits = Limits.of(api)

@@ -49,7 +49,6 @@ class Limits:
     deadline: float = 180.0
     hedge_after: float | None = None
     outage_wait: float = 1800.0
-    reasks: int = 2
 
     @classmethod
     def of(cls, api: ApiReward) -> Limits:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 import time
-from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
@@ -26,7 +24,7 @@ from ppo_cli.rewards.judge.calls import (
     estimate_tokens,
     worst_case,
 )
-from ppo_cli.rewards.judge.costs import DayBudget, Ledger, Spending
+from ppo_cli.rewards.judge.costs import Ledger, Spending
 from ppo_cli.rewards.judge.prices import Price
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.run_folder import paid_calls
@@ -70,78 +68,9 @@ def test_take_returns_what_is_new() -> None:
     assert book.total.calls == 2
 
 
-def test_runs_of_one_day_share_its_budget(tmp_path: Path) -> None:
-    """At 1 and 10 dollars a million: a call may cost 1.07 thousandths, and costs 0.7."""
-
-    def book() -> Ledger:
-        day = DayBudget(tmp_path / "new" / "spent.sqlite", 0.0024)
-        return Ledger(PRICE, budget_usd=None, budget_tokens=None, budget_day=day)
-
-    async def day() -> None:
-        first, second = book(), book()
-        held = await first.reserve(question())
-        await call(second, Usage(100, 60))
-        waits = asyncio.create_task(call(second, Usage(100, 60)))
-        with pytest.raises(Interrupted, match=r"\$0\.0024 for this day \(UTC\) is used up"):
-            await waits  # what the first run holds may be spent
-        held.settle(Usage(), "timeout")
-        await call(second, Usage(100, 60))
-        with pytest.raises(Interrupted, match="--rm_budget_usd_day"):
-            await first.reserve(question())
-        with sqlite3.connect(tmp_path / "new" / "spent.sqlite") as file:
-            spent = file.execute("SELECT usd FROM spent").fetchall()
-            file.execute("UPDATE spent SET day = '2020-02-02'")
-        assert spent == [(pytest.approx(0.0014),)]
-        both = [await first.reserve(question()), await first.reserve(question())]
-        waits = asyncio.create_task(call(first, Usage()))
-        await asyncio.sleep(0.01)
-        assert not waits.done(), "a call of its own may come out cheaper"
-        both[0].settle(Usage(), "timeout")
-        await waits
-
-    asyncio.run(day())
-
-
-def test_a_call_over_midnight_counts_on_the_day_when_it_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Clock(datetime):
-        moment = datetime(2020, 2, 1, 23, 59, tzinfo=UTC)
-
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> Clock:
-            return cls.moment  # type: ignore[return-value]
-
-    monkeypatch.setattr("ppo_cli.rewards.judge.costs.datetime", Clock)
-    day = DayBudget(tmp_path / "spent.sqlite", 1.0)
-    book = Ledger(PRICE, budget_usd=None, budget_tokens=None, budget_day=day)
-
-    async def story() -> None:
-        held = await book.reserve(question())
-        Clock.moment += timedelta(minutes=2)
-        await call(book, Usage(100, 60))
-        held.settle(Usage(100, 10), "ok")
-
-    asyncio.run(story())
-    with sqlite3.connect(tmp_path / "spent.sqlite") as file:
-        spent = dict(file.execute("SELECT day, usd FROM spent"))
-    assert spent == {"2020-02-01": pytest.approx(0.0002), "2020-02-02": pytest.approx(0.0007)}
-
-
-def test_a_day_that_cannot_be_counted_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "spent.sqlite").write_text("This is a diary, and no database at all, dear reader.")
-    day = DayBudget(tmp_path / "spent.sqlite", 1.0)
-    book = Ledger(PRICE, budget_usd=None, budget_tokens=None, budget_day=day)
-    with pytest.raises(RewardError, match="Cannot count what is spent in a day"):
-        asyncio.run(book.reserve(question()))
-
-
-def test_a_price_is_needed_for_a_budget_in_dollars(tmp_path: Path) -> None:
+def test_a_price_is_needed_for_a_budget_in_dollars() -> None:
     with pytest.raises(RewardError, match=r"--rm_price_input and --rm_price_output.*--rm_prices"):
         Ledger(None, budget_usd=5.0, budget_tokens=None)
-    with pytest.raises(RewardError, match=r"A budget of \$2\.00 needs the price"):
-        day = DayBudget(tmp_path / "spent.sqlite", 2.0)
-        Ledger(None, budget_usd=None, budget_tokens=None, budget_day=day)
     assert Ledger(None, budget_usd=None, budget_tokens=100).price is None
 
 
@@ -494,21 +423,6 @@ def test_calls_that_could_not_be_recorded_are_written_with_the_next_one(tmp_path
     asyncio.run(call(book, Usage(20, 2)))
     resumed.attach(path)
     assert resumed.total == book.total == Spending(2, Usage(30, 3), pytest.approx(60e-6))
-
-
-def test_a_call_is_booked_even_if_the_file_of_the_day_fails(tmp_path: Path) -> None:
-    day = DayBudget(tmp_path / "day.sqlite", 1.0)
-    book = Ledger(PRICE, budget_usd=1.0, budget_tokens=None, budget_day=day)
-
-    async def story() -> None:
-        held = await book.reserve(question())
-        with sqlite3.connect(tmp_path / "day.sqlite") as file:
-            file.execute("DROP TABLE spent")
-        with pytest.raises(RewardError, match="rm_budget_usd_day"):
-            held.settle(Usage(10, 1), "ok")
-
-    asyncio.run(story())
-    assert book.total == Spending(1, Usage(10, 1), pytest.approx(20e-6))
 
 
 def test_a_call_whose_end_cannot_be_written_still_counts_in_flight(tmp_path: Path) -> None:
