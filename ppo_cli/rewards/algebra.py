@@ -1,8 +1,9 @@
-"""Equality of expressions: what text can decide, and what takes sympy and math-verify.
+"""Equality of mathematical expressions: by comparing text, or with sympy and math-verify.
 
 `decide` is quick and safe. `equal` may hang on hostile expressions: call it in a worker process.
-math-verify reads single expressions, relations, sets and matrices well. Where its grammar would
-guess (words as products of letters, `3 4` as 7, `12:30` as a fraction), the text is unreadable.
+math-verify reads single expressions, relations, sets and matrices. `Unreadable` is raised for
+texts that its grammar would misread (words as products of letters, `3 4` as 7, `12:30` as a
+fraction).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ppo_cli.rewards.answers import leading_choice, read_choice, strip_delimiters
+from ppo_cli.rewards.answers import read_choice, read_leading_choice, strip_delimiters
 from ppo_cli.rewards.values import (
     NOISE,
     ROUNDING,
@@ -23,7 +24,9 @@ from ppo_cli.rewards.values import (
     unwrap_text,
 )
 
-LONGEST_ANSWER = 300
+MAX_ANSWER_CHARS = 300  # sympy is too slow for longer expressions
+
+# Unicode signs -> LaTeX.
 
 _SYMBOLS = str.maketrans({
     "√": "\\sqrt", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "π": "\\pi ",
@@ -31,12 +34,16 @@ _SYMBOLS = str.maketrans({
     "∈": "\\in ", "∅": "\\emptyset ", "≈": "\\approx ", "θ": "\\theta ", "ℝ": "\\mathbb{R}",
     "α": "\\alpha ", "β": "\\beta ", "ℤ": "\\mathbb{Z}", "−": "-",
 })  # fmt: skip
+# Regular expressions that bring spellings of one thing into the LaTeX that math-verify reads,
+# applied in this order. The numbers name the groups.
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\(?:math(?:rm|bf|it)|text(?:normal|bf|it|rm)|mbox|operatorname)(?=\s*\{)", r"\\text"),
+        # \text{…} around a number or a single letter is dropped.
         (r"\\text\s*\{([^{}A-Za-z]*)\}", r"\1"),
         (r"\\text\s*\{\s*([A-Za-z])\s*\}", r"\1"),
+        # Operators and relations.
         (r"\*\*", "^"),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
@@ -46,15 +53,18 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\lt(?![a-z])", "<"),
         (r"\\gt(?![a-z])", ">"),
         (r"\\varnothing", r"\\emptyset "),
+        # Roots and functions, with and without braces or backslash.
         (r"\\sqrt\s+(?=\w)|√\s*(?=\w)", r"\\sqrt"),
         (r"(?<![\\A-Za-z])(sqrt)\s*\(([^()]*)\)", r"\\sqrt{\2}"),
         (r"\\sqrt\s*(\d+|[A-Za-z])", r"\\sqrt{\1}"),
         (r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|log|ln|exp|pi|infinity)(?![a-z])", r"\\\1 "),
         (r"\\infinity", r"\\infty"),
         (r"\\[lcdv]?dots[bcim]?(?![a-z])|\.\.\.", r"\\dots "),
+        # Mixed numbers, powers of ten, thousands separators.
         (r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)", r"\1\\frac{\2}{\3}"),
         (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)", r"(\1\\cdot 10^{\2})"),
         (r"(?<=\d)(?:\{,\}|,\\!|\\,|\\!)\s?(?=\d{3})", ""),
+        # Spacing, sizes of brackets, degrees.
         (r"\\q?quad(?![a-z])|(?<!\\)\\[,;:! ]|~|\\displaystyle|\\limits", " "),
         (r"(?:\\left|\\right)(?![a-z])", ""),
         (r"\^\s*\{?\\circ\}?|°|\\degree", ""),
@@ -66,25 +76,29 @@ _OR = re.compile(
 _AND = re.compile(
     r"\s*,?\s*(?:\\text\s*\{\s*and\s*\}|(?<![A-Za-z\\])and(?![a-z])|\\land|\\wedge|且|かつ|和)\s*"
 )
+# `x < 1`, `x \le 1`; then units at the end, bare and in \text{…}.
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|leq|geq|neq|lt|gt)(?![a-z])|!=")
 _TRAILING_UNIT = re.compile(
     r"(?:(?<=\w)|(?<=[})\]]))(?:\s+(?:sq(?:uare)? )?(?:units?|cm|mm|km|kg|feet|ft|inches|meters?"
     r"|metres?|miles?|degrees?|dollars?|days?|weeks?|months?|years?|hours?|minutes?|seconds?)(?:\s*\^\s*\{?\d\}?)?|\s*\\?%|\s+percent)$"
 )
-# Of single letters only units: `2\mathrm{e}` is not two of something.
+# Single letters only if they are units: `2\mathrm{e}` is a product.
 _MARKED_UNIT = re.compile(
     r"(?<=[\w})\]])(?:\s|~|\\[,;: ])*\\(?:text\w*|mbox|math(?:rm|bf|it)|operatorname)\s*"
     r"\{[\s~]*(?:[msghLNJWVAKC]|(?!(?:and|or)\b)[^{}\d]{2,}?)[\s.]*\}(?:\s*\^\s*\{?\d\}?)?$"
 )
+# `x \in`, and `\{x \mid x > 1\}`.
 _MEMBER_OF = re.compile(r"^\s*[A-Za-z]\s*\\in(?![a-z])\s*")
 _BUILDER = re.compile(
     r"^\\?\{\s*([a-z])\s*(?:\\in\s*(?:\\mathbb\s*\{?\s*R\s*\}?|R)\s*)?(?:\\mid|\\vert|\||:)\s*(.+?)\s*\\?\}$"
 )
 _DOTS = re.compile(r"\\dots|\.\. ")
+# `12:30`, `3:4`, `101_2`.
 _TIME = re.compile(r"\d{1,2}:\d{2}(?!\d)")
 _RATIO = re.compile(r"\s*([\w.\\{}]+)\s*:\s*([\w.\\{}]+)\s*")
 _BASE = re.compile(r"\(?([0-9A-Za-z]+)\)?_\s*\{?(\d{1,2})\}?")
 _WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+# Short words that mark a text as words; other short letters may be a product of variables.
 _SMALL_WORDS = {
     "is", "of", "if", "for", "in", "the", "to", "by", "at", "no", "yes", "odd", "not", "all", "any",
     "are", "be", "do", "we", "so", "it", "on", "as", "an", "or", "and", "but", "mod",
@@ -93,21 +107,22 @@ _NAME = re.compile(r"[^\d+\-*^<>=,;]+")
 
 
 class Unreadable(Exception):
-    """An expression that would have to be guessed at."""
+    """An expression that math-verify does not read, or would misread."""
 
 
 def decide(answer: str | None, gold: str) -> bool | None:
-    """Return the verdict where comparing text is enough, else None."""
+    """Return whether answer and gold are equal, if comparing text is enough, otherwise None."""
     if answer is None:
         return False
     plain_answer, plain_gold = normalise_maths(answer), normalise_maths(gold)
     if plain_answer == plain_gold:
         return True
-    if len(answer) > LONGEST_ANSWER or len(gold) > LONGEST_ANSWER:
+    if len(answer) > MAX_ANSWER_CHARS or len(gold) > MAX_ANSWER_CHARS:
         return False
+    # Choices, numbers with a base, quantities, words: each has its own comparison.
     letter = read_choice(gold)
     if letter and gold.strip(" ()[].:$").isupper():
-        chosen = leading_choice(answer)
+        chosen = read_leading_choice(answer)
         return chosen == letter if chosen else None
     bases = _BASE.fullmatch(plain_answer), _BASE.fullmatch(plain_gold)
     if bases[0] and bases[1]:
@@ -132,9 +147,9 @@ def _read_words(text: str) -> str:
 
 
 def equal(answer: str, gold: str) -> bool:
-    """Ask math-verify whether two expressions are equal; may hang, call it in a worker.
+    """Return whether math-verify finds two expressions equal; may hang, so call it in a worker.
 
-    Raises Unreadable for a text that its grammar does not cover, or would guess at.
+    Raises Unreadable for a text that its grammar does not cover or would misread.
     """
     answer_latex, gold_latex = _write_latex(answer), _write_latex(gold)
     answer_latex, gold_latex = _unwrap_equations(answer_latex, gold_latex)
@@ -164,7 +179,7 @@ def equal(answer: str, gold: str) -> bool:
 
 
 def _write_latex(text: str) -> str:
-    """Return a text in the notation that math-verify reads, its unit dropped."""
+    """Return a text in the notation that math-verify reads, without its unit."""
     plain = strip_delimiters(clean(text).translate(_SYMBOLS)).replace("\n", " ")
     plain = _MARKED_UNIT.sub("", plain.replace("\\$", "").replace("$", "").strip())
     for pattern, replacement in _REWRITES:
@@ -174,7 +189,7 @@ def _write_latex(text: str) -> str:
 
 
 def _unwrap_equations(answer_latex: str, gold_latex: str) -> tuple[str, str]:
-    """Drop the names of values: `x = 5` against `5`, or against `x = 10/2`."""
+    """Reduce equations to their values: `x = 5` compared with `5`, or with `x = 10/2`."""
     answer, gold = (_split_equation(text) for text in (answer_latex, gold_latex))
     if answer and gold is None and len(answer) == 2 and re.fullmatch("[A-Za-z]", answer[1]):
         answer.reverse()
@@ -197,7 +212,7 @@ def _unwrap_equations(answer_latex: str, gold_latex: str) -> tuple[str, str]:
 
 
 def _split_equation(text: str) -> list[str] | None:
-    """Return the sides of an equation, without roundings; None for anything else."""
+    """Return the sides of an equation, without rounded values; None for any other text."""
     text, *rounded = re.split(r"\\approx|\\simeq|\\doteq", text)
     if rounded and not text.strip("= "):
         return ["", rounded[-1].strip()]
@@ -229,7 +244,7 @@ def _drop_subscripts(text: str) -> str:
 
 
 def _list_parts(text: str) -> list[str]:
-    """Split at commas and semicolons that no bracket holds."""
+    """Split at commas and semicolons outside brackets; a comma in `1,000` does not split."""
     parts, depth, start = list[str](), 0, 0
     for place, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")
@@ -240,6 +255,7 @@ def _list_parts(text: str) -> list[str]:
 
 
 def _is_tuple(text: str) -> bool:
+    """Whether a text is one pair of round brackets with a comma inside."""
     return (
         text.startswith("(")
         and text.endswith(")")
@@ -250,7 +266,7 @@ def _is_tuple(text: str) -> bool:
 
 
 def _write_ratios(answer_latex: str, gold_latex: str) -> tuple[str, str]:
-    """Write a ratio as a fraction; times of day are compared as text only."""
+    """Write ratios as fractions; Unreadable for times of day, which only text can compare."""
     if _BUILDER.match(answer_latex) or _BUILDER.match(gold_latex):
         return answer_latex, gold_latex
     if _TIME.fullmatch(answer_latex.strip()) or _TIME.fullmatch(gold_latex.strip()):
@@ -269,7 +285,7 @@ def _write_ratios(answer_latex: str, gold_latex: str) -> tuple[str, str]:
 
 
 def _check_readable(text: str) -> None:
-    """Raise where the grammar of math-verify would take words or lists for something else."""
+    """Raise Unreadable if math-verify's grammar would misread words or lists in the text."""
     if _DOTS.search(text):
         raise Unreadable("a list with dots")
     if re.search(r"\\text\s*\{[^{}]*[A-Za-z]{2}|\\begin\{cases\}", text):
@@ -283,7 +299,7 @@ def _check_readable(text: str) -> None:
 
 
 def _read(text: str) -> Any:
-    """Return the sympy object of an expression, all of it."""
+    """Return the sympy object of a whole expression."""
     from latex2sympy2_extended.latex2sympy2 import (
         NormalizationConfig,
         latex2sympy,
@@ -291,6 +307,7 @@ def _read(text: str) -> Any:
     )
     from math_verify.grader import should_treat_as_complex
 
+    # Set builders and relations joined by "and" or "or" become sets of sympy.
     builder = _BUILDER.match(text)
     if _RELATION.search(text) and not re.search(r"[(\[{]", text):
         text = text.replace("\\cup", " or ")
@@ -313,7 +330,7 @@ def _read(text: str) -> Any:
             convert_degrees=False,
             normalization_config=None,
         )
-    except Exception as error:  # its errors are of many kinds, all mean the same
+    except Exception as error:  # it raises many kinds of errors for an unreadable text
         raise Unreadable("an expression that math-verify does not read") from error
 
 
@@ -344,14 +361,14 @@ def _compare(answer: Any, gold: Any) -> bool:
         numbers = _evaluate(answer), _evaluate(gold)
         if numbers[0] is not None and numbers[1] is not None:
             return _same_number(numbers[0], numbers[1], answer, gold)
-    # It says once that its time limits are off; the worker's limits hold instead.
+    # It warns that its time limits are off; the worker has limits instead.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     exact = [
         side.xreplace({number: Rational(str(number)) for number in side.atoms(Float)})
         if isinstance(side, Basic) and side.has(Float) else side
         for side in (gold, answer)
     ]  # fmt: skip
-    # A range may be given as a set by one and as an inequality by the other.
+    # One side may be a set and the other an inequality.
     return bool(
         verify(
             *exact,
@@ -364,7 +381,7 @@ def _compare(answer: Any, gold: Any) -> bool:
 
 
 def _evaluate(expression: Any) -> Any:
-    """Return a constant with 50 digits, e and i in it read as such; None for other expressions."""
+    """Return a constant as a number of 50 digits, with e and i as constants; otherwise None."""
     from sympy import E, I, oo, zoo
 
     constants = {"e": E, "i": I}
@@ -379,8 +396,8 @@ def _evaluate(expression: Any) -> Any:
 
 
 def _same_number(answer_value: Any, gold_value: Any, answer: Any, gold: Any) -> bool:
-    """Compare by a relative tolerance: that of a rounding where one side has decimals."""
-    from sympy import Float, Rational, simplify
+    """Compare within a relative tolerance, which is wider if one side has decimals."""
+    from sympy import Float, Rational, primefactors, simplify
 
     gap, size = abs(answer_value - gold_value), max(abs(answer_value), abs(gold_value))
     if gap == 0:
@@ -388,16 +405,11 @@ def _same_number(answer_value: Any, gold_value: Any, answer: Any, gold: Any) -> 
     decimals = [side.has(Float) for side in (answer, gold)]
     if not any(decimals):
         return bool(gap < size * 1e-40) or (size < 1e-30 and simplify(answer - gold) == 0)
+    # A fraction with a finite decimal form must match it; others may be rounded.
     exact = [side for side, decimal in zip((answer, gold), decimals, strict=True) if not decimal]
     ends = all(
-        side.doit().is_Rational and not set(_prime_factors(int(side.doit().q))) - {2, 5}
+        side.doit().is_Rational and not set(primefactors(int(side.doit().q))) - {2, 5}
         for side in exact
     )
     tolerance = NOISE if ends else ROUNDING
     return bool(gap <= size * Rational(tolerance.numerator, tolerance.denominator))
-
-
-def _prime_factors(number: int) -> list[int]:
-    from sympy import primefactors
-
-    return list(primefactors(number))

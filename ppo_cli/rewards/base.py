@@ -1,9 +1,9 @@
-"""The interface of every reward, and of a reward function: what it is given and may return.
+"""The interface of every reward, and what a reward function receives and may return.
 
-`submit` returns at once; the future it returns always resolves to a `Score`, and a failure to
-judge is a `Score` whose value is None. The future raises only what must stop the run
-(a `PpoError`); after an `Interrupted` a resumed run asks for the same scores again. Callers may
-submit from one thread only; the work happens elsewhere.
+`submit` returns immediately. Its future resolves to a `Score`; a response that could not be scored
+is a `Score` with the value None. The future raises only errors that must stop the run (a
+`PpoError`); after an `Interrupted` a resumed run submits the same responses again. Callers submit
+from one thread only; the work happens in other threads and processes.
 """
 
 from __future__ import annotations
@@ -24,76 +24,75 @@ Tell = Callable[[str], None]  # shows the user a line
 
 
 def tell_nobody(text: str) -> None:
-    """Show a line to nobody."""
+    """Discard a line; the default where the caller shows nothing."""
 
 
 class Reward(Protocol):
-    """Scores rollouts, one by one, as they finish."""
+    """Scores rollouts, each as soon as it is finished."""
 
     name: str
 
     def start(
         self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
     ) -> None:
-        """Try the reward out before any rollout, on prompts that it will have to score.
+        """Test the reward before any rollout, on prompts that it will have to score.
 
-        `patient` waits for a judge that is down (a run that goes on) instead of giving up at
-        once. Raises RewardError with what is wrong.
+        `patient` waits for a judge that is down (for a resumed run) instead of failing at once.
+        Raises RewardError with what is wrong.
         """
         return
 
     def prompts_for_reference(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        """Of which prompts it needs the starting model's greedy response, before any score."""
+        """Return the prompts for which it needs the initial model's greedy response."""
         return ()
 
     def set_references(self, rollouts: Sequence[Rollout]) -> None:
-        """Take these responses."""
+        """Receive the initial model's responses to `prompts_for_reference`."""
         return
 
     def set_labelled(self, labelled: Mapping[str, LabelledRollouts]) -> None:
-        """Take responses that people have labelled, by the file that settings name."""
+        """Receive human-labelled responses, by the file name in the settings."""
         return
 
     def check_format(self, tell: Tell) -> None:
-        """Ask questions with known answers, and report a judge that gets one wrong."""
+        """Ask a judge questions with known answers, and show a warning for a wrong verdict."""
         return
 
     def submit(self, rollout: Rollout) -> Future[Score]:
-        """Start scoring one rollout; never blocks on the answer."""
+        """Start scoring one rollout without waiting for the score."""
         ...
 
     def begin_step(self, step: int) -> None:
-        """Say that what is submitted from now on belongs to `step`."""
+        """Announce that everything submitted from now on belongs to `step`."""
         return
 
     def end_round(self, kind: RoundKind = "train") -> None:
-        """Say that all of this round is submitted: now decide what becomes of failed ones.
+        """Announce that the whole round is submitted, so that its failures can be decided.
 
-        A round is the rollouts of a step, the greedy baselines beside them, or a validation;
-        running statistics learn from the first kind only.
-        Returns at once. A reward may hold back the futures of rollouts that it could not score
-        until this is called, to ask again for all of them when too many failed.
+        A round is the rollouts of a step, their greedy baselines, or a validation. Running
+        statistics learn only from the rollouts of a step. Returns immediately. A reward may keep
+        failed rollouts open until this call, to retry all of them if too many failed.
         """
         return
 
     def waiting_for(self) -> str | None:
-        """Say in one sentence why nothing moves at the moment, or return None."""
+        """Return one sentence about why scoring is paused at the moment, or None."""
         return None
 
     def pop_metrics(self) -> dict[str, float]:
-        """Metrics of what was scored since the last call, under flat names (`judge/calls`)."""
+        """Return metrics of the scores since the last call, under flat names (`judge/calls`)."""
         return {}
 
     def attach(self, folder: Path) -> None:
-        """Take the run's folder, for what must outlive a killed process."""
+        """Receive the run's folder, to write what must survive a killed process."""
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run must remember (JSON-serialisable); {} when nothing."""
+        """Return what a resumed run must know (JSON-serialisable); {} for nothing."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state from `state_dict`."""
         return
 
     def close(self) -> None:
@@ -101,71 +100,72 @@ class Reward(Protocol):
         ...
 
 
-# A reward that needs a device says what is to be made, by a factory that pickles, and talks to it
-# by method names. It does not know who makes it, or where: in this process, or in one of its own.
+# A reward that needs a device passes a picklable factory of an object, and calls its methods by
+# name. It does not know whether the object is in this process or in a separate one.
 Factory = Callable[[], Any]
 
 
 class Host(Protocol):
-    """An object that was made by a factory, wherever it lives; one call at a time."""
+    """An object created by a factory, in this or another process; takes one call at a time."""
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be called: not lost, not closed, nor the cluster under it."""
+        """Whether it can still be called: its process is alive, and nothing is closed."""
         ...
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the object; arguments and result pickle.
+        """Call a method of the object; arguments and result must be picklable.
 
-        A PpoError that the method raises comes out as itself. Raises WorkerLost when the
-        object's process died, does not answer in time or was closed, at any moment of the call.
+        Raises a PpoError of the method unchanged. Raises WorkerLost when the object's process
+        died, does not answer in time or was closed, at any moment of the call.
         """
         ...
 
     def close(self) -> None:
-        """Close the object and end its process, also one that is lost. Safe to call twice."""
+        """Close the object and end its process, even a lost one. Safe to call twice."""
         ...
 
 
-# Takes a factory and the name of the reward that it is for.
+# Called with a factory and the name of the reward.
 HostMaker = Callable[[Factory, str], Host]
 
 
 class InProcess:
-    """The object lives here, where nothing else was arranged, and its errors are its own."""
+    """A host in this process, the default: calls the object directly."""
 
     def __init__(self, factory: Factory, name: str = "") -> None:
-        self._made = factory()
+        self._object = factory()
         self._closed = False
 
     @property
     def alive(self) -> bool:
-        """Until it is closed."""
+        """True until it is closed."""
         return not self._closed
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the object."""
         if self._closed:
             raise WorkerLost("This reward was closed.")
-        return getattr(self._made, method)(*args)
+        return getattr(self._object, method)(*args)
 
     def close(self) -> None:
         """Close the object."""
         if not self._closed:
             self._closed = True
-            self._made.close()
+            self._object.close()
 
 
+# Keys of a returned dict, and of the dicts in its list of step rewards.
 TOKENS = "token_rewards"
 STEPS = "step_rewards"
 ENDS = ("offset", "end")
 VALUES = ("value", "score", "reward")
-LARGEST = 1e30  # beyond this the sums and squares of scores are no numbers any more
+MAX_MAGNITUDE = 1e30  # the squares of larger scores overflow in sums
 
 
 @dataclass(frozen=True)
 class Call:
-    """One response to score."""
+    """The arguments of a reward function for one response."""
 
     data_source: str
     solution_str: str
@@ -174,7 +174,7 @@ class Call:
 
 
 def read_placed(form: str, value: Any) -> tuple[PlacedReward, ...]:
-    """Read one of the two forms; ValueError says in words what is wrong."""
+    """Read `token_rewards` or `step_rewards`; ValueError says what is wrong."""
     items = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(items, Sequence) or isinstance(items, str | bytes):
         raise ValueError(f"{form} is {type(value).__name__}, not a list")
@@ -208,28 +208,29 @@ def _number(where: str, value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if isinstance(value, str | bytes) or not abs(number) <= LARGEST:
+    if isinstance(value, str | bytes) or not abs(number) <= MAX_MAGNITUDE:
         raise ValueError(f"{where} is {value!r}, not a finite number of a usable size"[:200])
     return number
 
 
-LONGEST_TEXT = 2000
-DEEPEST = 6
+# What the records keep of a function's texts and nested values.
+MAX_TEXT_CHARS = 2000
+MAX_DEPTH = 6
 
 
 class CannotScore(Exception):
-    """A rule has no way to score this row; the message becomes the failure."""
+    """A rule cannot score this row; the message becomes the failure of the score."""
 
 
 def read_returned(value: Any) -> Score:
     """Read a float, int, bool, numpy number, list of placed rewards or dict; never raises.
 
     A dict has `score`, or `token_rewards` or `step_rewards` (see `read_placed`), whose sum is the
-    score where none is given.
+    default of the score.
     """
     try:
         if isinstance(value, list) and value:
-            # By itself: of pairs by step, of numbers by token.
+            # A list without a key: pairs and dicts are step rewards, numbers are token rewards.
             form = STEPS if isinstance(value[0], Mapping | list | tuple) else TOKENS
             return _summed(read_placed(form, value))
         if isinstance(value, Mapping):
@@ -251,6 +252,7 @@ def _read_mapping(value: Mapping[Any, Any]) -> Score:
         if value.get(TOKENS) is not None or value.get(STEPS) is not None:
             keys += ", which is empty"
         return Score.failed(f"returned a dict without 'score' (it has {keys})")
+    # Other keys: numbers are parts of the score, anything else is recorded as information.
     parts: dict[str, Part] = {}
     info: dict[str, Any] = {}
     for key, item in value.items():
@@ -262,7 +264,7 @@ def _read_mapping(value: Mapping[Any, Any]) -> Score:
         else:
             info[str(key)] = as_plain(item)
     reason = value.get("reason")
-    text = reason[:LONGEST_TEXT] if isinstance(reason, str) else ""
+    text = reason[:MAX_TEXT_CHARS] if isinstance(reason, str) else ""
     if "score" not in value:
         return _summed(steps, reason=text, parts=parts, info=info)
     score, failure = _finite(value["score"], "returned score")
@@ -270,33 +272,33 @@ def _read_mapping(value: Mapping[Any, Any]) -> Score:
 
 
 def _summed(steps: tuple[PlacedReward, ...], **fields: Any) -> Score:
-    """The score of placed rewards that come without one: their sum."""
+    """Return a score whose value is the sum of the placed rewards."""
     return Score(math.fsum(step.value for step in steps), steps=steps, **fields)
 
 
 def as_plain(value: Any, depth: int = 0) -> Any:
-    """Return a value that JSON can hold; long texts are cut, strange objects become text."""
+    """Return a value that JSON can represent; long texts are cut, other objects become text."""
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
-        return value[:LONGEST_TEXT]
-    if depth < DEEPEST and isinstance(value, Mapping):
+        return value[:MAX_TEXT_CHARS]
+    if depth < MAX_DEPTH and isinstance(value, Mapping):
         return {str(k): as_plain(v, depth + 1) for k, v in value.items()}
-    if depth < DEEPEST and isinstance(value, (list, tuple, set, frozenset)):
+    if depth < MAX_DEPTH and isinstance(value, (list, tuple, set, frozenset)):
         return [as_plain(v, depth + 1) for v in value]
     number, _ = _finite(value, "")
     if number is not None:
         return number
     try:
-        return repr(value)[:LONGEST_TEXT]
+        return repr(value)[:MAX_TEXT_CHARS]
     except Exception:
         return f"<{type(value).__name__}>"
 
 
 def describe_error(error: BaseException) -> str:
-    """Return `ValueError: text` for an error, its text cut and on one line."""
+    """Return `ValueError: text` for an error, the text on one line and cut."""
     try:
         text = " ".join(str(error).split())[:300]
     except Exception:
@@ -305,7 +307,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _finite(value: Any, verb: str) -> tuple[float | None, str]:
-    """Return the number, or None and what is wrong with it."""
+    """Return the number and '', or None and what is wrong, starting with `verb`."""
     if value is None:
         return None, f"{verb} None; is a `return` missing?"
     if isinstance(value, (str, bytes)):
@@ -316,6 +318,6 @@ def _finite(value: Any, verb: str) -> tuple[float | None, str]:
         return None, f"{verb} a number too large for a float"
     except Exception:
         return None, f"{verb} {type(value).__name__}, not a number"
-    if not abs(number) <= LARGEST:
+    if not abs(number) <= MAX_MAGNITUDE:
         return None, f"{verb} {number}" + (", too large" if math.isfinite(number) else "")
     return number, ""

@@ -1,4 +1,4 @@
-"""Why nothing scored: from a step whose scores are all zero or failed to a likely cause."""
+"""Explains a step in which nothing scored: names the likely cause of zero or failed scores."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ppo_cli.records import Scored
 from ppo_cli.rewards.rules import RULES
 from ppo_cli.rewards.values import accepted
 
-MOST = 0.5
-LONGEST_GOLD = 100
+MAJORITY = 0.5
+MAX_GOLD_CHARS = 100  # a longer ground truth is hardly an answer
 
 
 @dataclass(frozen=True)
 class Commands:
-    """Commands that look into a run, as they are typed."""
+    """Shell commands that inspect a run."""
 
     show: str
     render: str
@@ -27,7 +27,7 @@ class Commands:
 
 
 def commands(run: Path = Path("outputs"), train_files: Sequence[str] = ("embedded",)) -> Commands:
-    """Return the commands that look into the run in this folder and at its prompts."""
+    """Return the commands that inspect the run in this folder and its prompts."""
     folder, files = shlex.quote(str(run)), [shlex.quote(name) for name in train_files]
     config = shlex.quote(str(run / "config.yaml"))
     return Commands(
@@ -43,18 +43,18 @@ def explain_no_reward(scored: Sequence[Scored], look: Commands | None = None) ->
         return None
     look = look or commands()
     failed = [response for response in scored if response.score.value is None]
-    if _most(failed, scored):
-        cause, example = _failed(failed, len(scored), look)
+    if _is_majority(failed, scored):
+        cause, example = _explain_failures(failed, len(scored), look)
     else:
-        cause, example = _zero(scored, look)
-    return f"{cause} {_example(example)}"
+        cause, example = _explain_zeros(scored, look)
+    return f"{cause} {_format_example(example)}"
 
 
-def _most(part: Sequence[Scored], everything: Sequence[Scored]) -> bool:
-    return len(part) > MOST * len(everything)
+def _is_majority(part: Sequence[Scored], everything: Sequence[Scored]) -> bool:
+    return len(part) > MAJORITY * len(everything)
 
 
-def _failed(failed: Sequence[Scored], total: int, look: Commands) -> tuple[str, Scored]:
+def _explain_failures(failed: Sequence[Scored], total: int, look: Commands) -> tuple[str, Scored]:
     reason, count = Counter(response.score.failure for response in failed).most_common(1)[0]
     example = next(response for response in failed if response.score.failure == reason)
     message = reason.removesuffix(".")
@@ -65,10 +65,10 @@ def _failed(failed: Sequence[Scored], total: int, look: Commands) -> tuple[str, 
     else:
         count_note = "" if count == len(failed) else f", {count} of them"
         text = f"{len(failed)} of {total} responses failed{count_note}{message}."
-    return f"{text}{_mend_failure(reason, look)}", example
+    return f"{text}{_advice_for(reason, look)}", example
 
 
-def _mend_failure(reason: str, look: Commands) -> str:
+def _advice_for(reason: str, look: Commands) -> str:
     if "no rule for data_source" in reason:
         return " Give --reward_function FILE:NAME, or --rule NAME for every row."
     if "ground_truth" in reason:
@@ -80,24 +80,25 @@ def _mend_failure(reason: str, look: Commands) -> str:
     return ""
 
 
-def _zero(scored: Sequence[Scored], look: Commands) -> tuple[str, Scored]:
-    """All zero: empty replies, nothing extracted, a strange ground truth, or plainly wrong."""
+def _explain_zeros(scored: Sequence[Scored], look: Commands) -> tuple[str, Scored]:
+    """Return the cause of scores that are all 0, and an example."""
     judged = [response for response in scored if response.score.value is not None]
+    # From the most specific cause to the most general one.
     empty = [response for response in judged if not response.rollout.text.strip()]
-    if _most(empty, judged):
+    if _is_majority(empty, judged):
         return (
             f"The reward is 0 because {len(empty)} of {len(judged)} responses are empty: the model "
             "ends at once. Check that it knows this chat template.",
             empty[0],
         )
     nothing = [response for response in judged if response.score.info.get("extracted", "") is None]
-    if _most(nothing, judged):
-        return _nothing_found(nothing, judged), nothing[0]
+    if _is_majority(nothing, judged):
+        return _explain_no_answer(nothing, judged), nothing[0]
     strange = [response for response in judged if _gold_problem(response)]
-    if _most(strange, judged):
+    if _is_majority(strange, judged):
         return (
-            f"The reward is 0, likely for the ground_truth: {_gold_problem(strange[0])} in "
-            f"{len(strange)} of {len(judged)} rows. Bring the answer alone into that column.",
+            f"The reward is 0, likely because of the ground_truth: {_gold_problem(strange[0])} in "
+            f"{len(strange)} of {len(judged)} rows. Put only the answer into that column.",
             strange[0],
         )
     if any(response.score.reply or response.score.gated for response in judged):
@@ -107,11 +108,11 @@ def _zero(scored: Sequence[Scored], look: Commands) -> tuple[str, Scored]:
             judged[0],
         )
     if any(response.score.mixture for response in judged):
-        return _mixture_of_nothing(judged, look), judged[0]
+        return _explain_mixture(judged, look), judged[0]
     if not any("rule" in response.score.info for response in judged):
         return (
             f"The reward function gave 0 to all {len(judged)} responses. Try it by hand on the "
-            "example, and see that data_source and ground_truth are what it expects.",
+            "example, and check that data_source and ground_truth are what it expects.",
             judged[0],
         )
     return (
@@ -122,68 +123,70 @@ def _zero(scored: Sequence[Scored], look: Commands) -> tuple[str, Scored]:
     )
 
 
-def _mixture_of_nothing(judged: Sequence[Scored], look: Commands) -> str:
-    """Scaled by mean and spread, parts that never vary come to 0."""
+def _explain_mixture(judged: Sequence[Scored], look: Commands) -> str:
+    """Return the cause for a mixture: scaled by mean and spread, constant parts become 0."""
     same = [
         f"{name} ({values.pop():g})"
         for name in judged[0].score.parts
         if len(values := {response.score.parts[name].raw for response in judged} - {None}) == 1
     ]
     return (
-        f"The mixture comes to 0 for all {len(judged)} responses. Parts that say the same of each: "
+        f"The mixture is 0 for all {len(judged)} responses. Parts with one value for all of them: "
         f"{', '.join(same) or 'none'}. Look at the parts with `{look.show}`, and try each alone."
     )
 
 
-def _nothing_found(nothing: Sequence[Scored], judged: Sequence[Scored]) -> str:
+def _explain_no_answer(nothing: Sequence[Scored], judged: Sequence[Scored]) -> str:
     names = Counter(str(response.score.info.get("rule", "")) for response in nothing)
     name = names.most_common(1)[0][0]
     rule = RULES.get(name)
     looks_for = f"the rule {name} looks for {rule.looks_for}" if rule else "nothing was extracted"
     cut = sum(response.rollout.finish_reason == "length" for response in nothing)
-    if cut > MOST * len(nothing):
-        mend = (
+    if cut > MAJORITY * len(nothing):
+        advice = (
             f"{cut} of them were cut off at --max_response_length before an answer: raise it, "
             "or ask for shorter replies."
         )
     else:
-        mend = "Ask for that form in the prompts, or choose a rule that fits with --rule NAME."
+        advice = "Ask for that form in the prompts, or choose a rule that fits with --rule NAME."
     return (
         f"The reward is 0 because extraction found nothing in {len(nothing)} of {len(judged)} "
-        f"responses: {looks_for}. {mend}"
+        f"responses: {looks_for}. {advice}"
     )
 
 
 def _gold_problem(response: Scored) -> str:
-    """Say what is odd about a ground truth that its rule compares with an answer."""
+    """Return what is wrong with a ground truth that its rule compares with an answer, or ''."""
     golds = accepted(response.rollout.prompt.ground_truth)
     if not golds:
         return ""
     rule = RULES.get(str(response.score.info.get("rule", "")))
-    if rule and rule.has_answer and len(golds[0]) > LONGEST_GOLD:
-        return f"it holds {len(golds[0])} characters, a whole text rather than an answer,"
+    if rule and rule.has_answer and len(golds[0]) > MAX_GOLD_CHARS:
+        return f"it has {len(golds[0])} characters, a text rather than an answer,"
     return ""
 
 
-def _example(response: Scored) -> str:
-    prompt = response.rollout.prompt
-    extracted = response.score.info.get("extracted")
-    shown = (
-        f", extracted {_cut(str(extracted))!r}" if extracted is not None else ", extracted nothing"
-    )
+def _format_example(response: Scored) -> str:
+    prompt, info = response.rollout.prompt, response.score.info
+    note = ""
+    if "extracted" in info:
+        extracted = info["extracted"]
+        shown = "nothing" if extracted is None else repr(_shorten_line(str(extracted)))
+        note = f", extracted {shown}"
     return (
-        f"Example ({prompt.data_source or 'no data_source'}): prompt {_cut(prompt.text)!r}, "
-        f"response {_cut_middle(response.rollout.text)!r}, ground_truth "
-        f"{_cut(str(prompt.ground_truth))!r}{shown if 'extracted' in response.score.info else ''}."
+        f"Example ({prompt.data_source or 'no data_source'}): "
+        f"prompt {_shorten_line(prompt.text)!r}, "
+        f"response {_shorten_middle(response.rollout.text)!r}, "
+        f"ground_truth {_shorten_line(str(prompt.ground_truth))!r}{note}."
     )
 
 
-def _cut(text: str, max_chars: int = 120) -> str:
+def _shorten_line(text: str, max_chars: int = 120) -> str:
     return shorten(" ".join(text.split()), max_chars)
 
 
-def _cut_middle(text: str, max_chars: int = 160) -> str:
-    """Keep the beginning and the end, where answers stand."""
+def _shorten_middle(text: str, max_chars: int = 160) -> str:
+    """Cut out the middle: answers are at the end of a response."""
     plain = " ".join(text.split())
     if len(plain) <= max_chars:
         return plain

@@ -1,7 +1,7 @@
-"""The rewards that run functions: the built-in rules, and what a user wrote.
+"""The rewards that run functions: the built-in rules, and a user's `compute_score`.
 
-Text is compared at once; algebra, and `compute_score` from a user's Python file, are for worker
-processes; code is for sandboxes.
+Rules that compare text answer immediately. Algebra and functions from a user's Python file run in
+worker processes, code in sandboxes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.records import Part, Prompt, Rollout, Score
@@ -33,20 +33,21 @@ from ppo_cli.rewards.base import (
     tell_nobody,
 )
 from ppo_cli.rewards.pool import Refused, Task, WorkerPool, place_in
-from ppo_cli.rewards.rules import RULES, Rule, answer_now, check_prompts, rule_for
+from ppo_cli.rewards.rules import RULES, Rule, check_prompts, find_rule, score_immediately
 from ppo_cli.thoughts import NO_ANSWER
 
 if TYPE_CHECKING:
     from ppo_cli.config.schema.reward import Code
     from ppo_cli.rewards.code.check import CodePool
 
+# The function's default name and its arguments, as in verl.
 DEFAULT_NAME = "compute_score"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 SIGNATURE = f"{DEFAULT_NAME}(data_source, solution_str, ground_truth, extra_info=None)"
 
 
 class FunctionReward(Reward):
-    """Scores with the user's function; whatever it does, the run goes on."""
+    """Scores with the user's function in worker processes; its errors are failed scores."""
 
     name = "function"
 
@@ -70,18 +71,18 @@ class FunctionReward(Reward):
             raise
 
     def submit(self, rollout: Rollout) -> Future[Score]:
-        """Hand one rollout to a worker."""
+        """Send one rollout to a worker."""
         prompt = rollout.prompt
         call = Call(prompt.data_source, rollout.text, prompt.ground_truth, dict(prompt.extra_info))
-        return self._pool.submit(call, partial(_checked, rollout))
+        return self._pool.submit(call, partial(_check_placed_rewards, rollout))
 
     def close(self) -> None:
         """Stop the workers."""
         self._pool.close()
 
 
-def _checked(rollout: Rollout, score: Score) -> Score:
-    """The score, or a failure where its rewards cannot be placed in the response."""
+def _check_placed_rewards(rollout: Rollout, score: Score) -> Score:
+    """Return the score, or a failure if its placed rewards do not fit into the response."""
     tokens, count = sum(s.unit == "token" for s in score.steps), len(rollout.token_ids)
     ends = rollout.finish_reason == "stop"  # its last token is the end of the sequence
     length = len(rollout.text)
@@ -98,7 +99,7 @@ def _checked(rollout: Rollout, score: Score) -> Score:
 
 
 def find_file(spec: str) -> tuple[Path, str]:
-    """Split FILE[:NAME] and make sure that the file is there."""
+    """Split FILE[:NAME] into path and function name; RewardError unless the file exists."""
     file, _, name = spec.rpartition(":")
     if not file or os.sep in name or name.endswith(".py"):
         file, name = spec, DEFAULT_NAME
@@ -111,22 +112,18 @@ def find_file(spec: str) -> tuple[Path, str]:
     if path.is_dir():
         raise RewardError(f"--reward_function {spec}: {path} is a folder; name the Python file.")
     if not path.is_file():
-        raise RewardError(f"--reward_function {spec}: there is no file {path}.{_near(path)}")
+        hint = f" The folder {path.parent} does not exist either."
+        if path.parent.is_dir():
+            neighbours = [p.name for p in path.parent.iterdir() if p.suffix == ".py"]
+            hint = did_you_mean(path.name, neighbours)
+        raise RewardError(f"--reward_function {spec}: there is no file {path}.{hint}")
     return path.resolve(), name
 
 
-def _near(path: Path) -> str:
-    try:
-        names = [p.name for p in path.parent.iterdir() if p.suffix == ".py"]
-    except OSError:
-        return f" The folder {path.parent} does not exist either."
-    return did_you_mean(path.name, names)
-
-
 def check_source(path: Path, name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise RewardError for a file that is not Python, or whose function surely is not usable.
+    """Raise RewardError for a file that is not Python, or whose function is certainly not usable.
 
-    Nothing of the file runs. Whatever only running it would show is left to the worker.
+    Does not run the file. Errors that only show when it runs are found by the worker.
     """
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
@@ -139,19 +136,21 @@ def check_source(path: Path, name: str, kwargs: Mapping[str, Any]) -> None:
         ) from error
     except (OSError, ValueError) as error:
         raise RewardError(f"The reward function file {path} cannot be read: {error}") from error
+    # The statements that bind the name. Without one, the file may still do so at run time.
     bindings = [node for node in tree.body if name in _bound_names(node)]
     if not bindings and not _binds_at_run_time(tree):
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         names = [node.name for node in tree.body if isinstance(node, kinds)]
-        raise RewardError(_no_function(str(path), name, names))
+        raise RewardError(_missing_function_message(str(path), name, names))
+    # With several bindings (try/except, if/else) only running the file shows which one counts.
     if len(bindings) != 1:
         return
     node = bindings[0]
     try:
         if isinstance(node, ast.ClassDef):
-            _check_kind(type, str(path), name)
+            _check_is_function(type, str(path), name)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            _check_kind(node.value.value, str(path), name)
+            _check_is_function(node.value.value, str(path), name)
         elif isinstance(node, ast.FunctionDef) and not node.decorator_list:
             _check_signature(_without_body(node, path), str(path), name, kwargs)
     except Refused as error:
@@ -159,7 +158,7 @@ def check_source(path: Path, name: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def _bound_names(node: ast.AST) -> set[str]:
-    """Return the names that a statement binds in its own scope."""
+    """Return the names that a statement binds in its scope."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Lambda):
@@ -171,11 +170,12 @@ def _bound_names(node: ast.AST) -> set[str]:
     return set().union(*map(_bound_names, ast.iter_child_nodes(node)))
 
 
+# Names whose use may bind others.
 BINDING_CALLS = ("globals", "vars", "locals", "exec", "setattr")
 
 
 def _binds_at_run_time(tree: ast.Module) -> bool:
-    """Tell whether a file may bind names that its text does not show."""
+    """Whether a file may bind names that are not visible in its text."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Global) or (isinstance(node, ast.alias) and node.name == "*"):
             return True
@@ -187,12 +187,12 @@ def _binds_at_run_time(tree: ast.Module) -> bool:
 
 
 def _without_body(node: ast.FunctionDef, path: Path) -> Callable[..., Any]:
-    """Return a function with the arguments of a definition, which does nothing."""
+    """Return an empty function with the parameters of a definition, to inspect its signature."""
     arguments = node.args
     for argument in ast.walk(arguments):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    # A default is code; only that there is one counts, and constants are shown as they are.
+    # A default may be any code: only constants are kept, for messages; others become None.
     arguments.defaults = [_constant(value) for value in arguments.defaults]
     arguments.kw_defaults = [value and _constant(value) for value in arguments.kw_defaults]
     node.body, node.returns = [ast.copy_location(ast.Pass(), node)], None
@@ -209,63 +209,62 @@ def _constant(default: ast.expr) -> ast.expr:
 
 
 def load_function(file: str, name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """Import the file and return the function, its extra keyword arguments bound.
+    """Import the file and return the function with its extra keyword arguments bound.
 
-    Runs in a worker: the trainer itself never imports the file. Raises `Refused`.
+    Runs in a worker; the trainer never imports the file. Raises `Refused`.
     """
-    function = _pick(_import(file), file, name)
+    function = _get_function(_import_file(file), file, name)
     _check_signature(function, file, name, kwargs)
     return partial(function, **kwargs) if kwargs else function
 
 
-def _import(file: str) -> ModuleType:
+def _import_file(file: str) -> ModuleType:
     stem = Path(file).stem
     name = stem if stem.isidentifier() and stem not in sys.modules else f"reward_function_{stem}"
     loader = SourceFileLoader(name, file)
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    # As when the file is run as a script: its neighbours can be imported, classes be pickled.
+    # As for a script: files in the same folder can be imported, and classes can be pickled.
     sys.path.insert(0, str(Path(file).parent))
     sys.modules[name] = module
     sys.dont_write_bytecode = True
     try:
         loader.exec_module(module)
     except BaseException as error:
-        mend = ""
+        advice = ""
         if isinstance(error, ModuleNotFoundError) and error.name:
-            mend = f" Install {error.name.split('.')[0]!r} into this environment ({sys.prefix})."
+            advice = f" Install {error.name.split('.')[0]!r} into this environment ({sys.prefix})."
         raise Refused(
             f"The reward function file {file} does not load: "
-            f"{describe_error(error)}{place_in(error, file)}.{mend}"
+            f"{describe_error(error)}{place_in(error, file)}.{advice}"
         ) from error
     return module
 
 
-def _pick(module: ModuleType, file: str, name: str) -> Callable[..., Any]:
+def _get_function(module: ModuleType, file: str, name: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         values = {n: v for n, v in vars(module).items() if callable(v)}
         names = [n for n, v in values.items() if getattr(v, "__module__", "") == module.__name__]
-        raise Refused(_no_function(file, name, names))
+        raise Refused(_missing_function_message(file, name, names))
     function = getattr(module, name)
-    _check_kind(function, file, name)
-    checked: Callable[..., Any] = function
-    return checked
+    _check_is_function(function, file, name)
+    return cast("Callable[..., Any]", function)
 
 
-def _no_function(file: str, name: str, names: Sequence[str]) -> str:
-    """Say that a file lacks the function, and which ones it has."""
+def _missing_function_message(file: str, name: str, names: Sequence[str]) -> str:
+    """Return the message that a file lacks the function, and which functions it has."""
     names = [other for other in names if not other.startswith("_")]
     hint = did_you_mean(name, names)
     listed = f" It has: {', '.join(names[:10])}." if names else " It has no functions at all."
-    mend = " Write --reward_function FILE:NAME with one of them."
+    advice = " Write --reward_function FILE:NAME with one of them."
     if name == DEFAULT_NAME:
-        mend = f" Define {SIGNATURE}, or choose one with FILE:NAME."
-    return f"The reward function file {file} has no '{name}'.{hint}{listed}{mend}"
+        advice = f" Define {SIGNATURE}, or choose one with FILE:NAME."
+    return f"The reward function file {file} has no '{name}'.{hint}{listed}{advice}"
 
 
-def _check_kind(value: object, file: str, name: str) -> None:
-    """Refuse what is not a function."""
+def _check_is_function(value: object, file: str, name: str) -> None:
+    """Raise Refused for a value that is not a function."""
     if not callable(value) or inspect.isclass(value):
         kind = "a class" if inspect.isclass(value) else f"of type {type(value).__name__}"
         raise Refused(f"'{name}' in {file} is {kind}, not a function. Define {SIGNATURE}.")
@@ -274,9 +273,10 @@ def _check_kind(value: object, file: str, name: str) -> None:
 def _check_signature(
     function: Callable[..., Any], file: str, name: str, kwargs: Mapping[str, Any]
 ) -> None:
+    """Raise Refused for a function that cannot be called with ARGUMENTS and these kwargs."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # some functions of C extensions have none
         return
     try:
         signature.bind(**dict.fromkeys(ARGUMENTS), **kwargs)
@@ -291,12 +291,13 @@ def _check_signature(
         ) from error
 
 
+# Limits of one comparison in a worker: sympy may take for ever, or all memory.
 CPU_SECONDS = 3.0
-MOST_MEMORY = 4 << 30
+MAX_MEMORY_BYTES = 4 << 30
 
 
 def load_slow(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the slow way of a rule, with its libraries loaded before the clock runs."""
+    """Return a rule's slow function, with its libraries loaded before a call is timed."""
     slow = RULES[name].slow
     assert slow is not None
 
@@ -309,10 +310,11 @@ def load_slow(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 class RuleReward(Reward):
-    """Scores by rule: strings are compared at once, algebra goes to workers, code to sandboxes.
+    """Scores by rule: compares texts immediately, sends algebra to workers, code to sandboxes.
 
-    `rule` serves every row; without it each row's data_source chooses. `timeout` is by the
-    wall clock, `cpu_seconds` by the worker's own processor time; `code` limits the rule code.
+    `rule` serves every row; without it each row's data_source selects one. `timeout` is in
+    seconds of wall time, `cpu_seconds` of the worker's processor time; `code` has the limits of
+    the rule `code`.
     """
 
     name = "rule"
@@ -327,7 +329,7 @@ class RuleReward(Reward):
         cpu_seconds: float = CPU_SECONDS,
         code: Code | None = None,
     ) -> None:
-        # Settings come with it, and workers of a user's function do without.
+        # Imported here, because workers of a user's function import this module without them.
         from ppo_cli.config.schema.reward import Code
         from ppo_cli.rewards.code.check import CodePool
 
@@ -344,26 +346,27 @@ class RuleReward(Reward):
     def start(
         self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
     ) -> None:
-        """Choose the sandbox where prompts ask for code.
+        """Choose the sandbox if the prompts need one.
 
-        RewardError when no sandbox works, or when no prompt of a rule can be scored.
+        Raises RewardError when no sandbox works, or when a rule can score none of its prompts.
         """
         check_prompts(self._rule, self._settings, prompts)
-        if any((self._rule or rule_for(p.data_source)) is RULES["code"] for p in prompts):
+        if any((self._rule or find_rule(p.data_source)) is RULES["code"] for p in prompts):
             self._code.start(tell)
 
     def submit(self, rollout: Rollout) -> Future[Score]:
-        """Score one rollout; most rules answer before this returns."""
+        """Score one rollout; most rules have the score before this returns."""
         if self._closed:
             raise RuntimeError("this reward is closed")
         prompt = rollout.prompt
-        rule = self._rule or rule_for(prompt.data_source)
+        rule = self._rule or find_rule(prompt.data_source)
         if rule is None:
-            return _done(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
+            return _resolved(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
         text = rollout.whole if rule.reads_thoughts else rollout.answer
         extra_info = {"question": prompt.text, **prompt.extra_info}
         call = Call(prompt.data_source, text, prompt.ground_truth, extra_info)
-        score = answer_now(rule, call, self._settings)
+        score = score_immediately(rule, call, self._settings)
+        # A response that ends inside its thought has no answer, whatever the rule makes of "".
         if (
             not rule.reads_thoughts
             and not text
@@ -372,15 +375,15 @@ class RuleReward(Reward):
         ):
             score = read_returned({"score": 0.0, "extracted": None, "reason": NO_ANSWER})
         if score is None:
-            return self._pool(rule).submit(call, partial(_named, rule))
-        return _done(_named(rule, score))
+            return self._pool(rule).submit(call, partial(_add_rule_name, rule))
+        return _resolved(_add_rule_name(rule, score))
 
     def _pool(self, rule: Rule) -> WorkerPool | CodePool:
         if rule.slow is None:
             return self._code
         if rule.name not in self._pools:
             load = partial(load_slow, rule.name, self._settings)
-            task = Task(f"the rule {rule.name}", load, self._cpu_seconds, MOST_MEMORY)
+            task = Task(f"the rule {rule.name}", load, self._cpu_seconds, MAX_MEMORY_BYTES)
             self._pools[rule.name] = WorkerPool(task, size=self._num_workers, timeout=self._timeout)
         return self._pools[rule.name]
 
@@ -392,14 +395,14 @@ class RuleReward(Reward):
             pool.close()
 
 
-def _done(score: Score) -> Future[Score]:
+def _resolved(score: Score) -> Future[Score]:
     future: Future[Score] = Future()
     future.set_result(score)
     return future
 
 
-def _named(rule: Rule, score: Score) -> Score:
-    # How long it took stays out: the same rollout gives the same record.
+def _add_rule_name(rule: Rule, score: Score) -> Score:
+    # Without the latency, so that the same rollout gives the same record.
     info = {k: v for k, v in score.info.items() if k != "latency_s"} | {"rule": rule.name}
     value = score.value
     parts = {} if value is None else {rule.name: Part(raw=value, scaled=value)}

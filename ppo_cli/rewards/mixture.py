@@ -1,9 +1,10 @@
-"""A mixture of rewards: each rollout goes to every part, and comes back with one score.
+"""A mixture of rewards: sends each rollout to every part, and returns one weighted score.
 
-All that happens to a round runs in order on one thread: results arrive there, conditions open
-there, and when the last result of a settled round is in, the round is mixed as a whole (scale,
-clip, weigh, sum), in a fixed order, so that the same rollouts give the same bits whenever their
-parts came. Metrics of a round: each part's scale, share of the variance, correlations.
+One thread handles all events of a round in order: results of parts arrive there, and conditions
+are decided there. When the last result of an ended round has arrived, the whole round is mixed
+(scaled, clipped, weighted, summed) in a fixed order, so that the same rollouts give the same bits
+whatever the order of arrival. Metrics of a round: each part's scale, share of the variance,
+correlations.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from ppo_cli.moments import Affine, Moments, by_moments, clipped, correlation
 from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell_nobody
 
-GROUP_EPS = 1e-6  # as in GRPO, where a group's spread divides too
-CLOSED = Score(None, "its gate is closed")  # the mark of a part that was not asked
+GROUP_EPS = 1e-6  # added to a group's standard deviation, as in GRPO
+# The score of a part that was not asked because its condition failed; compared by identity.
+GATE_CLOSED = Score(None, "its gate is closed")
 
 
-def by_group(raws: Sequence[float], groups: Sequence[Hashable]) -> dict[Hashable, Affine]:
-    """Mean 0 and spread 1 within each group, divisor n - 1; a group of one comes to 0.
+def scale_by_group(raws: Sequence[float], groups: Sequence[Hashable]) -> dict[Hashable, Affine]:
+    """Return each group's scaling to mean 0 and standard deviation 1 (divisor n - 1).
 
-    Parts are normalised before they are summed, so that none vanishes in another's spread
-    (GDPO, Liu et al. 2026, arXiv 2601.05242).
+    A group of one is scaled to 0. Parts are normalised before they are summed, so that none
+    disappears in another's spread (GDPO, Liu et al. 2026, arXiv 2601.05242).
     """
     members: dict[Hashable, list[float]] = defaultdict(list)
     for raw, group in zip(raws, groups, strict=True):
@@ -52,11 +54,11 @@ def sigmoid(x: float) -> float:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What scalings remember, by part: the run so far, and the first validation.
+class ScalingState:
+    """State of the scalings by part: moments of the run so far, and of the first validation.
 
-    Validations are scaled by the first one's moments, so that they compare with each other.
-    `groups` holds the scalings of the last step's groups, for their greedy baselines.
+    Validations are scaled by the first one's moments, so that they are comparable. `groups` has
+    the scalings of the last step's groups, for their greedy baselines.
     """
 
     running: Mapping[str, Moments] = field(default_factory=dict)
@@ -66,10 +68,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Column:
-    """One part over a round: None where it failed or was not asked.
+    """The scores of one part over a round; None where it failed or was not asked.
 
-    `slopes` are what a share of the raw score is multiplied by: the scaling's slope where the
-    score lies.
+    `slopes` are the derivatives of the scaling at each raw score: placed rewards, which are shares
+    of the raw score, are multiplied by them.
     """
 
     part: MixPart
@@ -81,12 +83,12 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """A round's scores in its order, each part's column, and what to remember."""
+class MixedRound:
+    """The scores of a round in its order, each part's column, and the new state of the scalings."""
 
     scores: tuple[Score, ...]
     columns: Mapping[str, Column]
-    memory: Memory
+    state: ScalingState
 
 
 def mix(
@@ -94,30 +96,34 @@ def mix(
     rollouts: Sequence[Rollout],
     scores_by_rollout: Sequence[Mapping[str, Score]],
     kind: RoundKind,
-    memory: Memory,
-) -> Mixed:
-    """Mix a round; `given` has each rollout's scores by part, CLOSED where a gate was shut."""
+    state: ScalingState,
+) -> MixedRound:
+    """Mix a round; `scores_by_rollout` has each rollout's score of every part."""
     columns: dict[str, Column] = {}
     for part in parts:
         scores = [scores_of[part.name] for scores_of in scores_by_rollout]
-        columns[part.name], memory = _column(part, rollouts, scores, kind, memory)
-    mixed = [_total(parts, columns, i, scores_of) for i, scores_of in enumerate(scores_by_rollout)]
-    return Mixed(tuple(mixed), columns, memory)
+        columns[part.name], state = _scale_part(part, rollouts, scores, kind, state)
+    mixed = [
+        _mixed_score(parts, columns, i, scores_of) for i, scores_of in enumerate(scores_by_rollout)
+    ]
+    return MixedRound(tuple(mixed), columns, state)
 
 
-def _column(
+def _scale_part(
     part: MixPart,
     rollouts: Sequence[Rollout],
     scores: Sequence[Score],
     kind: RoundKind,
-    memory: Memory,
-) -> tuple[Column, Memory]:
+    state: ScalingState,
+) -> tuple[Column, ScalingState]:
+    """Return one part's raw and scaled scores over a round, and the new state of the scalings."""
     raw = [s.value for s in scores]
     groups = [r.prompt.uid for r in rollouts]
-    # An imputed value is scaled like others, but teaches nothing.
+    # An imputed value is scaled like others, but does not change the moments.
     samples = [(v, g) for v, g, s in zip(raw, groups, scores, strict=True)
              if v is not None and s.judged]  # fmt: skip
-    scale_of, memory = _scales(part, samples, kind, memory)
+    scale_of, state = _scalings(part, samples, kind, state)
+    # Scale and clip each score; a group without a scaling gets 0.
     scaled: list[float | None] = []
     slopes: list[float] = []
     for value, group in zip(raw, groups, strict=True):
@@ -128,60 +134,64 @@ def _column(
             slope *= x * (1 - x)
         scaled.append(None if x is None else clipped(x, part.bound))
         slopes.append(slope)
-    # A closed gate counts as whatever adds least to the total, 0 or one of the round.
+    # A closed gate counts as the value that adds least to the total: 0 or one of the round's.
     least = (min if part.weight >= 0 else max)([0.0, *(x for x in scaled if x is not None)])
-    shut = [score is CLOSED for score in scores]
+    shut = [score is GATE_CLOSED for score in scores]
     scaled = [least if closed else x for closed, x in zip(shut, scaled, strict=True)]
     failed = sum(v is None for v in raw) - sum(shut)
-    return Column(part, tuple(raw), tuple(scaled), tuple(slopes), sum(shut), failed), memory
+    return Column(part, tuple(raw), tuple(scaled), tuple(slopes), sum(shut), failed), state
 
 
-def _scales(
-    part: MixPart, samples: Sequence[tuple[float, str]], kind: RoundKind, memory: Memory
-) -> tuple[dict[Hashable, Affine], Memory]:
-    """The scaling of each group; under None, that of all others."""
+def _scalings(
+    part: MixPart, samples: Sequence[tuple[float, str]], kind: RoundKind, state: ScalingState
+) -> tuple[dict[Hashable, Affine], ScalingState]:
+    """Return the scaling of each group, that of all other groups under None, and the new state."""
     name, values = part.name, [value for value, _ in samples]
     if part.scaling in ("none", "affine", "sigmoid"):
-        return {None: Affine(part.mean or 0.0, 1 / (part.std or 1.0))}, memory
+        return {None: Affine(part.mean or 0.0, 1 / (part.std or 1.0))}, state
     if kind == "validation":
-        anchor = memory.anchor.get(name) or Moments.of(values)
+        anchor = state.anchor.get(name) or Moments.of(values)
         if anchor.count:
-            memory = replace(memory, anchor={**memory.anchor, name: anchor})
-        # A rule that nothing has fulfilled yet must count as soon as something does.
-        return {None: by_moments(anchor, otherwise=1.0)}, memory
+            state = replace(state, anchor={**state.anchor, name: anchor})
+        # A part without spread in the first validation keeps its raw slope, so that a rule which
+        # nothing has fulfilled yet counts as soon as something does.
+        return {None: by_moments(anchor, otherwise=1.0)}, state
     if part.scaling == "group":
         if kind == "baseline":
-            return dict(memory.groups.get(name, {})), memory
-        scalings = by_group(values, [group for _, group in samples])
-        return scalings, replace(memory, groups={**memory.groups, name: scalings})
-    running = memory.running.get(name, Moments())
+            return dict(state.groups.get(name, {})), state
+        scalings = scale_by_group(values, [group for _, group in samples])
+        return scalings, replace(state, groups={**state.groups, name: scalings})
+    running = state.running.get(name, Moments())
     if kind == "train":
         running = running.merge(Moments.of(values))
-        memory = replace(memory, running={**memory.running, name: running})
-    return {None: by_moments(running)}, memory
+        state = replace(state, running={**state.running, name: running})
+    return {None: by_moments(running)}, state
 
 
-def _total(
+def _mixed_score(
     parts: Sequence[MixPart],
     columns: Mapping[str, Column],
     row: int,
     part_scores: Mapping[str, Score],
 ) -> Score:
-    """The score of one rollout."""
+    """Return the mixed score of one rollout, or a failure by the parts' `on_failure`."""
+    # What every score of a mixture records, failed or not.
     lost = [p for p in parts if columns[p.name].scaled[row] is None]
     of_all = Score(
         None,
         reason="; ".join(f"{n}: {s.reason}" for n, s in part_scores.items() if s.reason),
-        parts=_shown(parts, columns, row, part_scores),
+        parts=_reported_parts(parts, columns, row, part_scores),
         imputed="; ".join(f"{n}: {s.imputed}" for n, s in part_scores.items() if s.imputed),
-        mixture={p.name: part_scores[p.name] for p in parts if part_scores[p.name] is not CLOSED},
+        mixture={
+            p.name: part_scores[p.name] for p in parts if part_scores[p.name] is not GATE_CLOSED
+        },
     )
     scored = [p for p in parts if p not in lost]
     scored_weight = math.fsum(abs(p.weight) for p in scored)
     fatal = next((p for p in lost if p.on_failure == "fail" or not scored_weight), None)
     if fatal is not None:
         return replace(of_all, failure=f"{fatal.name}: {part_scores[fatal.name].failure}")
-    # Those that are left share the weight of the lost ones.
+    # The remaining parts share the weight of the failed ones.
     share = math.fsum(abs(p.weight) for p in parts) / scored_weight if lost else 1.0
     total = math.fsum(share * p.weight * (columns[p.name].scaled[row] or 0.0) for p in scored)
     steps = tuple(
@@ -192,13 +202,13 @@ def _total(
     return replace(of_all, value=total, steps=steps)
 
 
-def _shown(
+def _reported_parts(
     parts: Sequence[MixPart],
     columns: Mapping[str, Column],
     row: int,
     part_scores: Mapping[str, Score],
 ) -> dict[str, Part]:
-    """Every part, and below it what its source only reports."""
+    """Return every part's raw and scaled score, and below it what the part only reports."""
     shown: dict[str, Part] = {}
     for p in parts:
         column = columns[p.name]
@@ -211,9 +221,10 @@ def _shown(
 
 
 def describe_round(columns: Mapping[str, Column], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics under `reward/<part>/…`; the share of a part is of the weighted spreads' sum.
+    """Return metrics under `reward/<part>/…`.
 
-    `weight` is the share that the part's weight asks for, so that the two can be compared.
+    `share` is the part's weighted spread divided by the sum over all parts. `weight` is its weight
+    divided by the sum of weights, which `share` can be compared with.
     """
     lengths = [float(len(r.token_ids)) for r in rollouts]
     spreads = {n: abs(c.part.weight) * Moments.of(c.scaled).std for n, c in columns.items()}
@@ -244,7 +255,7 @@ def describe_round(columns: Mapping[str, Column], rollouts: Sequence[Rollout]) -
 
 @dataclass(eq=False)
 class _Entry:
-    """One rollout on its way through the parts."""
+    """One rollout, its future, and the scores that have arrived."""
 
     rollout: Rollout
     future: Future[Score] = field(default_factory=Future)
@@ -253,16 +264,19 @@ class _Entry:
 
 @dataclass(eq=False)
 class _Round:
-    """Rollouts that are mixed together; `kind` is None until the round is settled."""
+    """Rollouts that are mixed together; `kind` is None until the round has ended.
+
+    `opened` has the gated parts to ask next; `ended`: gated parts whose round was ended.
+    """
 
     entries: list[_Entry] = field(default_factory=list)
     kind: RoundKind | None = None
-    waiting: list[tuple[_Entry, str]] = field(default_factory=list)
-    settled: set[str] = field(default_factory=set)
+    opened: list[tuple[_Entry, str]] = field(default_factory=list)
+    ended: set[str] = field(default_factory=set)
 
 
 class CompositeReward(Reward):
-    """Scores by the weighted sum of its parts; see MixPart for every setting."""
+    """The reward that returns the weighted sum of its parts; see MixPart for the settings."""
 
     name = "mixture"
 
@@ -272,12 +286,12 @@ class CompositeReward(Reward):
         self._gates: dict[str, Condition] = {
             p.name: gate for p in self._settings if (gate := p.gate) is not None
         }
-        self._memory = Memory()
+        self._scaling = ScalingState()
         self._metrics: dict[str, float] = {}
-        self._open = _Round()  # the caller's thread adds to it
+        self._open = _Round()  # the round that `submit` adds to, on the caller's thread
         self._closed = False
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Below this line everything belongs to the thread.
+        # Only the thread uses what follows.
         self._rounds: deque[_Round] = deque()
         self._thread = threading.Thread(target=self._work, name="mixture", daemon=True)
         self._thread.start()
@@ -285,12 +299,12 @@ class CompositeReward(Reward):
     def start(
         self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
     ) -> None:
-        """Try every part out."""
+        """Test every part."""
         for reward in self._rewards.values():
             reward.start(prompts, patient=patient, tell=tell)
 
     def prompts_for_reference(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        """What any part wants."""
+        """Return the prompts that any part needs."""
         uids = {p.uid for r in self._rewards.values() for p in r.prompts_for_reference(prompts)}
         return [prompt for prompt in prompts if prompt.uid in uids]
 
@@ -315,35 +329,35 @@ class CompositeReward(Reward):
             reward.begin_step(step)
 
     def submit(self, rollout: Rollout) -> Future[Score]:
-        """Hand one rollout to every part without a gate, at once; to others when theirs opens."""
+        """Submit one rollout to every part without a gate; to gated parts when their gate opens."""
         if self._closed:
             raise RuntimeError("this reward is closed")
         entry, current = _Entry(rollout), self._open
-        self._inbox.put(partial(self._enter, current, entry))
+        self._inbox.put(partial(self._add, current, entry))
         for name, reward in self._rewards.items():
             if name not in self._gates:
                 self._watch(current, entry, name, reward.submit(rollout))
         return entry.future
 
     def end_round(self, kind: RoundKind = "train") -> None:
-        """Close the round; the parts that have a gate are settled when all gates are decided."""
+        """End the round; a gated part's round ends once all its gates are decided."""
         done, self._open = self._open, _Round()
         for name, reward in self._rewards.items():
             if name not in self._gates:
                 reward.end_round(kind)
-        self._inbox.put(partial(self._settle, done, kind))
+        self._inbox.put(partial(self._end, done, kind))
 
     def waiting_for(self) -> str | None:
-        """Say what the first part waits for that stands still."""
+        """Return the sentence of the first part that is paused."""
         reasons = (reward.waiting_for() for reward in self._rewards.values())
         return next((text for text in reasons if text is not None), None)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Every part's metrics, and what the last round says of the mixture."""
+        """Return every part's metrics, and the mixture's of the last round."""
         metrics, self._metrics = dict(self._metrics), {}
         metrics_by_part = {name: reward.pop_metrics() for name, reward in self._rewards.items()}
         for name, measured in metrics_by_part.items():
-            # Of two judges the one of that name, else the first, reports as `judge/…`.
+            # Of several judges, the one named `judge`, otherwise the first, reports as `judge/…`.
             for key, value in measured.items():
                 stage, _, rest = key.partition("/")
                 rivals = [
@@ -356,13 +370,13 @@ class CompositeReward(Reward):
         return metrics
 
     def attach(self, folder: Path) -> None:
-        """Pass the run's folder on."""
+        """Pass the run's folder to every part."""
         for reward in self._rewards.values():
             reward.attach(folder)
 
     def state_dict(self) -> dict[str, Any]:
-        """The running scales, and what the parts remember."""
-        memory = self._memory
+        """Return the moments of the scalings and the state of every part."""
+        memory = self._scaling
         return {
             "parts": {name: reward.state_dict() for name, reward in self._rewards.items()},
             "running": {name: m.state_dict() for name, m in memory.running.items()},
@@ -370,21 +384,21 @@ class CompositeReward(Reward):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the same scales; a part that is new begins afresh.
+        """Restore the scalings and the parts; a new part starts from scratch.
 
-        Rounds that are under way are given up: what still comes of them must not be learnt.
+        Open rounds are cancelled: their remaining results must not change the scalings.
         """
         for name, part_state in state.get("parts", {}).items():
             if name in self._rewards:
                 self._rewards[name].load_state_dict(part_state)
-        memory = Memory(
+        memory = ScalingState(
             running={n: Moments.from_state(m) for n, m in state.get("running", {}).items()},
             anchor={n: Moments.from_state(m) for n, m in state.get("anchor", {}).items()},
         )
-        self._give_up_all(memory)
+        self._cancel_all(memory)
 
     def close(self) -> None:
-        """Close every part, whatever one of them says."""
+        """Close every part, even if one raises; then raise the first error."""
         if self._closed:
             return
         self._closed = True
@@ -394,7 +408,7 @@ class CompositeReward(Reward):
                 reward.close()
             except Exception as problem:
                 error = error or problem
-        self._give_up_all(self._memory)
+        self._cancel_all(self._scaling)
         self._inbox.put(None)
         self._thread.join(timeout=10.0)
         if error is not None:
@@ -405,78 +419,79 @@ class CompositeReward(Reward):
             lambda done: self._inbox.put(partial(self._arrive, round_, entry, name, done))
         )
 
-    def _give_up_all(self, memory: Memory) -> None:
-        """Cancel every open round and take this memory, in turn with all that happens."""
+    def _cancel_all(self, scaling: ScalingState) -> None:
+        """Cancel every open round and set this state, on the thread, in order with other events."""
         done = threading.Event()
 
-        def forget() -> None:
+        def cancel() -> None:
             for round_ in self._rounds:
                 for entry in round_.entries:
                     entry.future.cancel()
                 round_.entries.clear()
             self._rounds.clear()
-            self._memory = memory
+            self._scaling = scaling
             done.set()
 
-        self._inbox.put(forget)
+        self._inbox.put(cancel)
         done.wait(timeout=60.0)
 
     def _work(self) -> None:
+        """Handle events in their order, on the thread, until None arrives."""
         while (message := self._inbox.get()) is not None:
             try:
                 message()
-            except Exception as bug:  # nobody may wait for ever
+            except Exception as bug:  # callers must not wait for ever
                 for round_ in self._rounds:
-                    _break(round_, bug)
+                    _fail_entries(round_, bug)
                 self._rounds.clear()
 
-    def _enter(self, round_: _Round, entry: _Entry) -> None:
+    def _add(self, round_: _Round, entry: _Entry) -> None:
         if round_ not in self._rounds:
             self._rounds.append(round_)
         round_.entries.append(entry)
 
-    def _settle(self, round_: _Round, kind: RoundKind) -> None:
+    def _end(self, round_: _Round, kind: RoundKind) -> None:
         round_.kind = kind
-        self._go_on()
+        self._advance()
 
     def _arrive(self, round_: _Round, entry: _Entry, name: str, done: Future[Score]) -> None:
         if entry.future.done():
             return
         error = CancelledError(f"{name} was closed") if done.cancelled() else done.exception()
         if error is not None:
-            self._give_up(round_, error)
+            self._fail_round(round_, error)
             return
-        self._take(round_, entry, name, done.result())
-        self._go_on()
+        self._record(round_, entry, name, done.result())
+        self._advance()
 
-    def _take(self, round_: _Round, entry: _Entry, name: str, score: Score) -> None:
-        """Note a part's score, and decide the gates that depend on it."""
+    def _record(self, round_: _Round, entry: _Entry, name: str, score: Score) -> None:
+        """Store a part's score, and decide the gates that depend on it."""
         entry.scores[name] = score
         for gated, gate in self._gates.items():
             if gate.part != name:
                 continue
-            if score is CLOSED or (score.value is not None and not gate.holds(score.value)):
-                self._take(round_, entry, gated, CLOSED)
+            if score is GATE_CLOSED or (score.value is not None and not gate.holds(score.value)):
+                self._record(round_, entry, gated, GATE_CLOSED)
             elif score.value is None:
                 why = f"its gate {name} failed: {score.failure}"
-                self._take(round_, entry, gated, Score.failed(why))
+                self._record(round_, entry, gated, Score.failed(why))
             else:
-                round_.waiting.append((entry, gated))
+                round_.opened.append((entry, gated))
 
-    def _go_on(self) -> None:
-        """Ask gated parts and finish rounds, strictly one round after the other."""
+    def _advance(self) -> None:
+        """Submit to opened parts and finish complete rounds, strictly in their order."""
         while self._rounds:
             head = self._rounds[0]
-            waiting, head.waiting = head.waiting, []
-            for entry, name in waiting:
+            opened, head.opened = head.opened, []
+            for entry, name in opened:
                 self._watch(head, entry, name, self._rewards[name].submit(entry.rollout))
             if head.kind is None:
                 return
             for name, gate in self._gates.items():
-                # A gated part is settled once every gate before it is decided.
+                # A gated part's round ends when its gate is decided for every rollout.
                 decided = all(gate.part in entry.scores for entry in head.entries)
-                if decided and name not in head.settled:
-                    head.settled.add(name)
+                if decided and name not in head.ended:
+                    head.ended.add(name)
                     self._rewards[name].end_round(head.kind)
             if any(len(e.scores) < len(self._settings) for e in head.entries):
                 return
@@ -484,30 +499,32 @@ class CompositeReward(Reward):
             self._rounds.popleft()
 
     def _finish(self, entries: Sequence[_Entry], kind: RoundKind) -> None:
+        """Mix these entries and resolve their futures."""
+        # A fixed order, so that sums do not depend on which response finished first.
         ordered = sorted(entries, key=lambda e: e.rollout.key)
         rollouts = [e.rollout for e in ordered]
-        mixed = mix(self._settings, rollouts, [e.scores for e in ordered], kind, self._memory)
-        self._memory = mixed.memory
+        mixed = mix(self._settings, rollouts, [e.scores for e in ordered], kind, self._scaling)
+        self._scaling = mixed.state
         if kind != "baseline":
             self._metrics = describe_round(mixed.columns, rollouts)
         for entry, score in zip(ordered, mixed.scores, strict=True):
             if not entry.future.done():
                 entry.future.set_result(score)
 
-    def _give_up(self, round_: _Round, error: BaseException) -> None:
-        """A part stops the run: what is complete keeps its score, the rest says why."""
-        memory = self._memory
+    def _fail_round(self, round_: _Round, error: BaseException) -> None:
+        """Handle a part's fatal error: complete rollouts get their score, the others the error."""
+        memory = self._scaling
         complete = [e for e in round_.entries if len(e.scores) == len(self._settings)]
         if complete:
             self._finish(complete, round_.kind or "train")
-        self._memory = memory  # a round that was not finished has taught nothing
-        _break(round_, error)
+        self._scaling = memory  # an incomplete round does not change the scalings
+        _fail_entries(round_, error)
         round_.entries.clear()
         self._rounds.remove(round_)
-        self._go_on()
+        self._advance()
 
 
-def _break(round_: _Round, error: BaseException) -> None:
+def _fail_entries(round_: _Round, error: BaseException) -> None:
     for entry in round_.entries:
         if not entry.future.done():
             entry.future.set_exception(error)

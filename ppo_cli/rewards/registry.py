@@ -1,4 +1,4 @@
-"""From the reward settings to a reward: the one place that knows every kind."""
+"""Builds the reward that the settings describe; the only module that knows every kind."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ppo_cli.errors import RewardError
 from ppo_cli.rewards.base import HostMaker, InProcess, Reward
 from ppo_cli.rewards.function import FunctionReward, RuleReward
 from ppo_cli.rewards.mixture import CompositeReward
-from ppo_cli.rewards.rules import check_sources, rule_named
+from ppo_cli.rewards.rules import check_sources, get_rule
 
 
 def build_reward(
     settings: RewardSettings, *, sources: Collection[str], host: HostMaker | None = None
 ) -> Reward:
-    """Build the reward, and make sure that it can score rows of these data_sources.
+    """Build the reward, and check that it can score rows of these data_sources.
 
-    `host` gives reward models a place of their own; without it they run in this process.
+    `host` creates the process of a reward model; by default models run in this process.
     """
     host = host or InProcess
     parts = mixture_of(settings)
@@ -46,17 +46,17 @@ def _mixture(
     sources: Collection[str],
     host: HostMaker,
 ) -> Reward:
-    """Build every part; what is built already is closed when a later one cannot be."""
-    with ExitStack() as undoing:
+    """Build every part; on an error, close the parts that are already built."""
+    with ExitStack() as built_parts:
         built = []
         for part in parts:
             try:
                 reward = _part(settings, part, sources, host)
             except RewardError as error:
                 raise RewardError(f"Part '{part.name}' of the mixture: {error}") from error
-            undoing.callback(reward.close)
+            built_parts.callback(reward.close)
             built.append((part, reward))
-        undoing.pop_all()
+        built_parts.pop_all()
     return CompositeReward(built)
 
 
@@ -71,7 +71,7 @@ def _part(
 
 
 def _judge(api: ApiReward, name: str) -> Reward:
-    # HTTP and its certificates come with it, which a rule does without
+    # Imported here: it loads HTTP and certificates, which a rule does not need.
     from ppo_cli.rewards.judge.compare import CompareReward
     from ppo_cli.rewards.judge.reward import JudgeReward
 
@@ -83,7 +83,7 @@ def _model(settings: ModelSettings, name: str, host: HostMaker) -> Reward:
         from ppo_cli.rewards.served.reward import ServedModelReward
 
         return ServedModelReward(settings, name=name)
-    # torch comes with it, which a judge or a rule does without
+    # Imported here: it loads torch, which a judge or a rule does not need.
     from ppo_cli.rewards.models.local import LocalModelReward
 
     return LocalModelReward(settings, name=name, host=host)
@@ -92,7 +92,7 @@ def _model(settings: ModelSettings, name: str, host: HostMaker) -> Reward:
 def _rules(settings: RewardSettings, sources: Collection[str]) -> Reward:
     if settings.function is not None and settings.rule is not None:
         raise RewardError(
-            "--reward_function and --rule are both set; keep the one that is to score."
+            "--reward_function and --rule are both set; keep the one that should score."
         )
     if settings.function is not None:
         return FunctionReward(
@@ -101,7 +101,7 @@ def _rules(settings: RewardSettings, sources: Collection[str]) -> Reward:
             timeout=settings.timeout,
             num_workers=settings.num_workers,
         )
-    rule = None if settings.rule is None else rule_named(settings.rule)
+    rule = None if settings.rule is None else get_rule(settings.rule)
     if rule is None:
         check_sources(sources)
     return RuleReward(

@@ -1,8 +1,8 @@
-"""The built-in rules, each declared at the function that scores, with the data_sources it serves.
+"""The built-in rules, each declared at its scoring function with the data_sources it serves.
 
-`answers` extracts the answer of a response for all of them, `values` reads numbers, `algebra`
-compares expressions. A rule returns a dict: `score`, `extracted` (the answer of the response), and
-`reason` where there is none. It raises `CannotScore` where the row has nothing to compare with.
+`answers` extracts the answer of a response, `values` reads numbers, `algebra` compares
+expressions. A rule returns a dict: `score`, `extracted` (the answer of the response), and `reason`
+if there is no answer. It raises `CannotScore` if the row has nothing to compare with.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ppo_cli.rewards.answers import (
     Extraction,
     extract_answer,
     find_after_hashes,
+    find_marked_answer,
     find_tagged,
-    marked_answer,
     read_choice,
 )
 from ppo_cli.rewards.base import Call, CannotScore, describe_error, read_returned
@@ -40,12 +40,12 @@ from ppo_cli.rewards.values import (
 )
 from ppo_cli.thoughts import split_strictly, strip_reasoning
 
-LAST_CHARS = 300
-SHOWN = 60
+LAST_CHARS = 300  # where verl's scorer of gsm8k looks for the answer
+SHOWN_CHARS = 60
 
 Facts = Mapping[str, Any]
 Answer = dict[str, Any]
-# Reply, ground truth and extra_info of a row, then settings by name; None: not decided.
+# Takes reply, ground truth and extra_info of a row, and settings by name; None: undecided.
 ScoreReply = Callable[..., Answer | None]
 
 _FRAMED = re.compile(r"\s*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
@@ -55,10 +55,10 @@ _FRAMED = re.compile(r"\s*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
 class Rule:
     """A way to score a reply.
 
-    `score` answers at once or gives None, which means: ask `slow` in a worker process, where it
-    can be killed. `looks_for` completes the sentence "this rule looks for …"; `sources` are the
-    patterns of the data_sources that it serves; `has_answer` says that a ground truth is one, and
-    `reads_thoughts` that it reads thoughts too.
+    `score` answers immediately, or returns None: then `slow` is called in a worker process, which
+    can be killed. `looks_for` completes the sentence "the rule looks for …". `sources` are patterns
+    of data_sources. `has_answer`: a ground truth is an answer, not tests or a pattern.
+    `reads_thoughts`: the rule also reads the thought of a response.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Rule:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Names of the keyword arguments that it takes."""
+        """Names of its settings, which are the keyword-only parameters of `score`."""
         parameters = inspect.signature(self.score).parameters.values()
         return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
@@ -82,7 +82,7 @@ RULES: dict[str, Rule] = {}
 def _rule(
     name: str, looks_for: str, *sources: str, **fields: Any
 ) -> Callable[[ScoreReply], ScoreReply]:
-    """Declare a rule by the function that scores; `more` are other fields of it."""
+    """Decorator that declares a rule by its scoring function; `fields` are its other fields."""
 
     def declare(score: ScoreReply) -> ScoreReply:
         RULES[name] = Rule(name, score, looks_for, sources, **fields)
@@ -126,16 +126,17 @@ def _score_number(answer: Extraction, truth: Any, *, integer: bool = False) -> A
     number = _read_value(answer.text)
     if number is None or (integer and number.value.denominator != 1):
         kind = "an integer" if integer else "a number"
-        shown = shorten(answer.text, SHOWN)
+        shown = shorten(answer.text, SHOWN_CHARS)
         return _answer(False, None, f"no answer: {shown!r} is not {kind}")
     return _answer(any(same_quantity(number, gold) for gold in golds), answer.text)
 
 
 def _gold_quantity(gold: str) -> Quantity:
+    """Return the number of a ground truth; of a GSM8K solution, the one after `####`."""
     written = find_after_hashes(clean(gold)) if "####" in gold else gold
     quantity = None if written is None else read_quantity(written)
     if quantity is None:
-        raise CannotScore(f"ground_truth {shorten(gold, SHOWN)!r} is not a number")
+        raise CannotScore(f"ground_truth {shorten(gold, SHOWN_CHARS)!r} is not a number")
     return quantity
 
 
@@ -147,13 +148,14 @@ def _read_value(text: str) -> Quantity | None:
         return None
     if not names_value(name) or (value.strip() == "0" and re.search(r"[A-Za-z]\W*[-+*/^]", name)):
         return None
+    # `x ≈ 0.33` has only a rounded value.
     if rounded and ("=" not in exact or not value.strip()):
         value = rounded[-1]
     return read_quantity(value, decimal_comma=True)
 
 
 def compare_algebra(reply: str, truth: Any, extra: Facts) -> Answer:
-    """1 when the answer of the reply equals the right one mathematically; may hang."""
+    """1 when the reply's answer is mathematically equal to a ground truth; may hang."""
     golds = [_gold_maths(gold) for gold in _golds(truth)]
     answer = _extract_maths(reply, golds)
     reason = answer.reason
@@ -174,7 +176,7 @@ def compare_algebra(reply: str, truth: Any, extra: Facts) -> Answer:
     slow=compare_algebra,
 )  # fmt: skip
 def score_math(reply: str, truth: Any, extra: Facts) -> Answer | None:
-    """Score what comparing text can settle; None when it takes algebra."""
+    """Score by comparing texts and numbers; None when the comparison needs algebra."""
     golds = [_gold_maths(gold) for gold in _golds(truth)]
     answer = _extract_maths(reply, golds)
     verdicts = [decide(answer.text, gold) for gold in golds]
@@ -190,7 +192,7 @@ def _extract_maths(reply: str, golds: Sequence[str]) -> Extraction:
 
 def _gold_maths(gold: str) -> str:
     """Return the answer within a ground truth that may be a whole solution."""
-    return marked_answer(clean(gold)) or gold
+    return find_marked_answer(clean(gold)) or gold
 
 
 @_rule("choice", "a letter A-J in <answer>, \\boxed{} or `the answer is`, or at the end")
@@ -198,7 +200,7 @@ def score_choice(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the reply chooses the right letter."""
     letters = [read_choice(gold) for gold in _golds(truth)]
     if None in letters:
-        raise CannotScore(f"ground_truth {shorten(str(truth), SHOWN)!r} is not a letter A-J")
+        raise CannotScore(f"ground_truth {shorten(str(truth), SHOWN_CHARS)!r} is not a letter A-J")
     answer = extract_answer(reply, choice=True)
     return _answer(answer.text in letters, answer.text, answer.reason)
 
@@ -210,9 +212,9 @@ def score_exact(reply: str, truth: Any, extra: Facts) -> Answer:
     return _answer(any(text == normalise_words(gold) for gold in _golds(truth)), text or None)
 
 
-@_rule("contains", "the ground truth as words of its own")
+@_rule("contains", "the ground truth as separate words")
 def score_contains(reply: str, truth: Any, extra: Facts) -> Answer:
-    """1 when the right text stands in the reply, or in its tags, as words of its own."""
+    """1 when the right text occurs in the reply, or in its tags, as separate words."""
     text = _inside_tags(strip_reasoning(reply))
     match = next((gold for gold in _golds(truth) if contains_answer(text, gold)), None)
     return _answer(match is not None, match)
@@ -230,7 +232,7 @@ def match_pattern(reply: str, truth: Any, extra: Facts, *, pattern: str = "") ->
         match = re.compile(expression, re.DOTALL).fullmatch(reply)
     except re.error as error:
         raise CannotScore(
-            f"the pattern {shorten(expression, SHOWN)!r} is not valid: {error}"
+            f"the pattern {shorten(expression, SHOWN_CHARS)!r} is not valid: {error}"
         ) from error
     return _answer(match is not None, None if match is None else "matched")
 
@@ -243,9 +245,9 @@ def match_pattern(reply: str, truth: Any, extra: Facts, *, pattern: str = "") ->
     reads_thoughts=True,
 )
 def score_format(reply: str, truth: Any, extra: Facts, *, pattern: str = "") -> Answer | None:
-    """1 for a closed thought, then `<answer>…</answer>`; None for a pattern of the user's.
+    """1 for a closed thought, then `<answer>…</answer>`; None for a user's pattern.
 
-    Those may backtrack for ever.
+    A user's pattern may backtrack for ever, so it is matched in a worker.
     """
     if extra.get("format") or pattern:
         return None
@@ -258,7 +260,7 @@ def score_format(reply: str, truth: Any, extra: Facts, *, pattern: str = "") -> 
 def score_length(
     reply: str, truth: Any, extra: Facts, *, max_chars: float = 2000, min_chars: float = 1
 ) -> Answer:
-    """1 between `min_chars` and `max_chars`, falling to 0 at no text and at twice the most."""
+    """1 between `min_chars` and `max_chars`, falling linearly to 0 at 0 and 2 * `max_chars`."""
     longest = float(extra.get("max_chars", max_chars))
     least = float(extra.get("min_chars", min_chars))
     size = len(reply.strip())
@@ -269,7 +271,7 @@ def score_length(
 
 @_rule("repetition", "words that do not repeat", has_answer=False, reads_thoughts=True)
 def score_repetition(reply: str, truth: Any, extra: Facts) -> Answer:
-    """1 when no run of four words is said twice, less the share of those that are."""
+    """1 minus the share of four-word sequences that occur more than once."""
     share = repetition(reply)
     return {"score": 1 - share, "extracted": f"{share:.3f} repeated"}
 
@@ -282,7 +284,7 @@ def score_repetition(reply: str, truth: Any, extra: Facts) -> Answer:
     has_answer=False,
 )  # fmt: skip
 def score_code(reply: str, truth: Any, extra: Facts) -> Answer | None:
-    """Score a reply without code; None for one that must be run, which sandboxes do."""
+    """0 for a reply without code; None for code, which a sandbox must run."""
     if find_code(reply, read_tests(truth, extra).entry_point).strip():
         return None
     return {"score": 0.0, "extracted": None, "reason": "no code in the response"}
@@ -295,29 +297,29 @@ def _golds(ground_truth: Any) -> list[str]:
     return golds
 
 
-# The first pattern that fits decides; matched without regard to case.
+# Pattern of a data_source (case-insensitive) -> rule; the first match decides.
 ROUTES: tuple[tuple[str, str], ...] = (
     *((pattern, rule.name) for rule in RULES.values() for pattern in rule.sources),
     *((name, name) for name in RULES),
 )
 
 
-def rule_for(data_source: str) -> Rule | None:
-    """Return the rule of a data_source, or None."""
+def find_rule(data_source: str) -> Rule | None:
+    """Return the rule that serves a data_source, or None."""
     source = data_source.casefold()
     return next((RULES[rule] for pattern, rule in ROUTES if fnmatchcase(source, pattern)), None)
 
 
-def rule_named(name: str) -> Rule:
-    """Return a rule by its name; an unknown one fails with the nearest name."""
+def get_rule(name: str) -> Rule:
+    """Return the rule of this name; RewardError suggests the nearest one."""
     if name not in RULES:
         hint = did_you_mean(name, RULES)
         raise RewardError(f"--rule {name}: there is no such rule.{hint} Known: {', '.join(RULES)}.")
     return RULES[name]
 
 
-def answer_now(rule: Rule, call: Call, settings: Facts) -> Score | None:
-    """Return what a rule says at once; None where it takes a worker process."""
+def score_immediately(rule: Rule, call: Call, settings: Facts) -> Score | None:
+    """Return a rule's score; None when it needs a worker process or a sandbox."""
     try:
         value = rule.score(call.solution_str, call.ground_truth, call.extra_info, **settings)
         return None if value is None else read_returned(value)
@@ -328,16 +330,16 @@ def answer_now(rule: Rule, call: Call, settings: Facts) -> Score | None:
 
 
 def check_prompts(rule: Rule | None, settings: Facts, prompts: Sequence[Prompt]) -> None:
-    """Raise where a rule finds nothing to compare with in any of its prompts."""
+    """Raise RewardError if a rule has nothing to compare with in any of its prompts."""
     by_rule: dict[str, list[Prompt]] = {}
     for prompt in prompts:
-        if chosen := rule or rule_for(prompt.data_source):
+        if chosen := rule or find_rule(prompt.data_source):
             by_rule.setdefault(chosen.name, []).append(prompt)
     for name, rule_prompts in by_rule.items():
         failure = ""
         for prompt in rule_prompts:
             call = Call(prompt.data_source, "", prompt.ground_truth, dict(prompt.extra_info))
-            returned = answer_now(rule or RULES[name], call, settings)
+            returned = score_immediately(rule or RULES[name], call, settings)
             if returned is None or not returned.failure:
                 break
             failure = returned.failure
@@ -351,20 +353,20 @@ def check_prompts(rule: Rule | None, settings: Facts, prompts: Sequence[Prompt])
 
 def check_sources(sources: Collection[str]) -> None:
     """Raise unless every data_source of the prompts has a rule."""
-    unknown = sorted(source for source in sources if rule_for(source) is None)
+    unknown = sorted(source for source in sources if find_rule(source) is None)
     if not unknown:
         return
-    mend = (
-        "Give a reward function of your own with --reward_function FILE:NAME, or one rule for "
+    advice = (
+        "Give your own reward function with --reward_function FILE:NAME, or one rule for "
         f"every row with --rule NAME ({', '.join(RULES)})."
     )
     if unknown == [""]:
-        raise RewardError(f"The prompts have no data_source, which chooses the rule. {mend}")
+        raise RewardError(f"The prompts have no data_source, which chooses the rule. {advice}")
     patterns = dict.fromkeys(pattern for pattern, _ in ROUTES)
     hints = dict.fromkeys(did_you_mean(name.casefold(), patterns) for name in unknown)
     named = ", ".join(repr(name) for name in unknown[:5])
     suffix = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
     raise RewardError(
         f"No rule for data_source {named}{suffix}.{''.join(hints)} "
-        f"Known: {', '.join(patterns)}. {mend}"
+        f"Known: {', '.join(patterns)}. {advice}"
     )

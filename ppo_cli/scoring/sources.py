@@ -35,9 +35,9 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
         if rule.function is not None:
             yield partial(_check_function, rule.function, rule.function_kwargs)
         elif rule.rule is not None:
-            from ppo_cli.rewards.rules import rule_named
+            from ppo_cli.rewards.rules import get_rule
 
-            yield partial(rule_named, rule.rule)
+            yield partial(get_rule, rule.rule)
     for judge in judges_of(settings):
         from ppo_cli.rewards.judge.prompt import load_template, rubric_reader
 
@@ -64,12 +64,12 @@ def row_checks(
     Without `all_known` there are other rows, in which a rule may find what these lack.
     """
     for rules in rules_of(settings):
-        from ppo_cli.rewards.rules import RULES, check_prompts, check_sources, rule_named
+        from ppo_cli.rewards.rules import RULES, check_prompts, check_sources, get_rule
 
         if rules.function is None and rules.rule is None:
             yield partial(check_sources, {prompt.data_source for prompt in prompts})
         if rules.function is None and all_known and (rules.rule is None or rules.rule in RULES):
-            rule = None if rules.rule is None else rule_named(rules.rule)
+            rule = None if rules.rule is None else get_rule(rules.rule)
             yield partial(check_prompts, rule, rules.function_kwargs, prompts)
     for judge in judges_of(settings):
         yield partial(_check_template, judge.settings, prompts)

@@ -99,7 +99,7 @@ FOUND: dict[Callable[[str], object], list[tuple[str, object]]] = {
         ("abc", None),
         ("", None),
     ],
-    answers.leading_choice: [
+    answers.read_leading_choice: [
         ("(D) because B is wrong", "D"),
         ("B. 12", "B"),
         ("**C**, as the mass is constant", "C"),
@@ -111,7 +111,7 @@ FOUND: dict[Callable[[str], object], list[tuple[str, object]]] = {
         ("E = mc^2", None),
         ("B cells", None),
     ],
-    answers.closing_expression: [
+    answers.find_closing_expression: [
         ("12 + 30 = 42", "12 + 30 = 42"),
         ("It is 42.", "42"),
         ("it is -5", "-5"),

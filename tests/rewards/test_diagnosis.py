@@ -54,8 +54,8 @@ def test_a_ground_truth_of_another_kind(build: Build, rollout: MakeRollout) -> N
 
 def test_a_ground_truth_that_is_a_whole_text(build: Build, rollout: MakeRollout) -> None:
     text = said(build(), rollout("Paris", "word " * 40, "exact"))
-    assert "likely for the ground_truth" in text
-    assert "a whole text rather than an answer" in text
+    assert "likely because of the ground_truth" in text
+    assert "a text rather than an answer" in text
 
 
 def test_no_ground_truth_at_all(build: Build, rollout: MakeRollout) -> None:
@@ -108,5 +108,5 @@ def test_a_mixture_that_comes_to_nothing_names_the_parts_that_never_vary(
     ]  # fmt: skip
     told = explain_no_reward(scored)
     assert told is not None
-    assert "The mixture comes to 0 for all 2 responses. Parts that say the same of each: " in told
+    assert "The mixture is 0 for all 2 responses. Parts with one value for all of them: " in told
     assert "model (3.5)." in told

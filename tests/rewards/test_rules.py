@@ -8,7 +8,7 @@ import pytest
 
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.base import CannotScore
-from ppo_cli.rewards.rules import RULES, check_sources, rule_for, rule_named
+from ppo_cli.rewards.rules import RULES, check_sources, find_rule, get_rule
 
 
 def score(rule: str, reply: str, gold: Any = None, extra: Any = None, **settings: Any) -> float:
@@ -245,7 +245,7 @@ def test_routes() -> None:
         ("some/gsm8k", None),
         ("helpfulness", None),
     ):
-        found = rule_for(source)
+        found = find_rule(source)
         assert (found and found.name) == rule, source
 
 
@@ -276,4 +276,4 @@ def test_many_unknown_sources_are_counted() -> None:
 
 def test_an_unknown_rule_is_told_with_its_nearest() -> None:
     with pytest.raises(RewardError, match="Did you mean 'gsm8k'"):
-        rule_named("gsm8")
+        get_rule("gsm8")

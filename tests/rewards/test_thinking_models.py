@@ -18,7 +18,7 @@ from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.records import Prompt, Rollout, Scored
 from ppo_cli.report.metrics import score_metrics
 from ppo_cli.rewards.function import RuleReward
-from ppo_cli.rewards.judge.prompt import readable
+from ppo_cli.rewards.judge.prompt import visible_text
 from ppo_cli.rewards.rules import RULES
 from ppo_cli.thoughts import count_tokens
 from tests.rewards.thinking_models import CORPUS, RIGHT, THINKERS, WRONG, Reply, Thinker
@@ -100,9 +100,9 @@ def test_no_thought_is_scored_as_an_answer(rule: str) -> None:
 def test_a_judge_reads_answers_alone_unless_it_is_to_see_thoughts() -> None:
     for reply in CORPUS:
         rollout = rollout_of(reply)
-        assert WRONG not in readable(rollout.answer)
+        assert WRONG not in visible_text(rollout.answer)
         if WRONG in reply.text:
-            assert WRONG in readable(rollout.whole, "keep")
+            assert WRONG in visible_text(rollout.whole, "keep")
 
 
 def test_the_format_is_one_closed_thought_and_an_answer_in_its_tags() -> None:

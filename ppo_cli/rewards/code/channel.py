@@ -366,7 +366,7 @@ class Remote:
 
 # Objects are never released: the tests may hold any of them until the end of the job.
 MAX_OBJECTS = 200_000
-LONGEST_TEXT = 300
+MAX_TEXT_CHARS = 300
 # Requests other than calls, by name: what they do to an object of the response.
 OPERATIONS: dict[str, Any] = {
     "get": getattr,
@@ -551,7 +551,7 @@ def describe_exception(error: BaseException) -> tuple[list[str], str]:
     """Return the names of an exception's types, the nearest first, and its text."""
     names = [kind.__name__ for kind in type(error).__mro__]
     try:
-        text = str(error)[:LONGEST_TEXT]
+        text = str(error)[:MAX_TEXT_CHARS]
     except BaseException:
         text = ""
     return names, text

@@ -20,7 +20,14 @@ from typing import Any
 from ppo_cli.config.schema.reward import Code
 from ppo_cli.errors import RewardError, address_space, describe_address_space
 from ppo_cli.records import Score
-from ppo_cli.rewards.base import LONGEST_TEXT, Call, CannotScore, Tell, describe_error, tell_nobody
+from ppo_cli.rewards.base import (
+    MAX_TEXT_CHARS,
+    Call,
+    CannotScore,
+    Tell,
+    describe_error,
+    tell_nobody,
+)
 from ppo_cli.rewards.code.channel import (
     MAX_TRUSTED_BYTES,
     ChannelClosed,
@@ -366,7 +373,7 @@ def judge(call: Call, check: Check) -> Score:
         tests = read_tests(call.ground_truth, call.extra_info)
         code = find_code(call.solution_str, tests.entry_point)
         info = {
-            "extracted": code[:LONGEST_TEXT],
+            "extracted": code[:MAX_TEXT_CHARS],
             "code_chars": len(code),
             "sandbox": check.sandbox.name,
         }

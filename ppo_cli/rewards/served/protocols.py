@@ -20,7 +20,7 @@ from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import RewardError, shorten
 from ppo_cli.records import Message, Prompt
 from ppo_cli.redact import redact
-from ppo_cli.rewards.base import LARGEST
+from ppo_cli.rewards.base import MAX_MAGNITUDE
 from ppo_cli.rewards.models.base import TooLong, conversation_of
 from ppo_cli.rewards.models.formats import (
     PLACE,
@@ -162,7 +162,7 @@ def finite(value: Any) -> float | None:
         number = float(value)
     except OverflowError:
         return None
-    return number if abs(number) <= LARGEST else None
+    return number if abs(number) <= MAX_MAGNITUDE else None
 
 
 def shown(value: Any) -> str:
