@@ -58,7 +58,7 @@ IN_STEPS = {
     "rewards/models/heads.py:forward in modeling_deberta_v2.py:build_relative_position",
     "rewards/models/base.py:rows_of",
     "rewards/models/checkpoint.py:pack_left",
-    "rewards/models/local.py:_move",
+    "rewards/models/local.py:_move_to",
     "rewards/models/heads.py:hidden_states in masking_utils.py:_ignore_causal_mask_sdpa",
     "rewards/models/heads.py:forward in masking_utils.py:_ignore_bidirectional_mask_sdpa",
     # Looks of transformers at masks and positions, once a pass over padded rows.

@@ -1,9 +1,9 @@
-"""What every reward model comes to: how its samples are scored in batches, and how it is tested.
+"""What all reward models share: scoring in batches, and the self-test.
 
-A model is a tokenizer, a format for samples, and a network. Batches hold samples of one length or
-nearly so, within a token budget that learns from running out of memory. In the test before a run
-good answers must score above bad ones: loaded here or behind a server, a model is asked the same
-pairs and judged by the same rule.
+A model is a tokenizer, a format for samples, and a network. Samples of similar length form a batch
+within a token budget, which is lowered when memory runs out. In the self-test before a run, good
+answers must score above bad ones; local and served models are tested with the same pairs and the
+same rule.
 
 Legend: B samples, L tokens (right-padded), O objectives.
 """
@@ -25,20 +25,20 @@ from ppo_cli.rewards.base import Tell
 
 @dataclass(frozen=True)
 class Encoded:
-    """One sample as token ids; `type_ids` for models that tell question from answer by them."""
+    """One sample as token ids; `type_ids` for models that mark question and answer with them."""
 
     ids: tuple[int, ...]
     type_ids: tuple[int, ...] | None = None
 
 
 class TooLong(Exception):
-    """A sample that does not fit, even after cutting what may be cut; the message has numbers."""
+    """A sample that is too long even after cutting the prompt; the message has the numbers."""
 
 
 class Format(Protocol):
-    """Turns a conversation and the response to it into the ids that a model was trained on.
+    """Encodes a conversation and a response in the form that a model was trained on.
 
-    `prompts_cut` counts the prompts that lost a part to keep within `max_length` tokens.
+    `prompts_cut` counts the prompts that were shortened to `max_length` tokens.
     """
 
     prompts_cut: int
@@ -51,7 +51,7 @@ class Format(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Scores of a batch: `score_B` in float32, and named objectives beside it."""
+    """Scores of a batch: `score_B` in float32, and optional named objectives."""
 
     score_B: Tensor
     objectives: Mapping[str, Tensor] = field(default_factory=dict)  # name -> (B,)
@@ -63,7 +63,7 @@ class Network(Protocol):
     module: nn.Module
 
     def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids_BL: Tensor | None = None) -> Scores:
-        """Score a padded batch (either side); pooling goes by the mask, never by the pad id."""
+        """Score a batch padded on either side; pooling uses the mask, never the pad id."""
         ...
 
 
@@ -71,8 +71,8 @@ class Network(Protocol):
 class LoadedModel:
     """A reward model in memory.
 
-    `adapter` names how it is read, `reason` in one sentence why; `max_length` is the most
-    tokens that it was made for, `pad_token_id` a token to pad with (its embedding is unused).
+    `adapter` names the way it is read, and `reason` why it was chosen, in one sentence.
+    `max_length` is the model's limit in tokens; `pad_token_id` is any valid token.
     """
 
     adapter: str
@@ -85,7 +85,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Row:
-    """What a sample got: its score, and the objectives beside it."""
+    """The score of one sample, and its named objectives."""
 
     score: float
     objectives: dict[str, float]
@@ -93,18 +93,18 @@ class Row:
 
 @dataclass
 class Budget:
-    """Most tokens of a batch, padding included; stays lower once memory has run out."""
+    """The limit of a batch in tokens, padding included; lowered when memory runs out."""
 
     tokens: int
 
     def lower_to(self, tokens: int) -> None:
-        """Remember that a batch of more tokens than these did not fit."""
+        """Lower the limit, because a larger batch did not fit into memory."""
         self.tokens = min(self.tokens, tokens)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch that was scored: places of its samples, their rows, tokens, tokens with padding."""
+    """A scored batch: indices of its samples, their rows, tokens without and with padding."""
 
     indices: tuple[int, ...]
     rows: tuple[Row, ...]
@@ -113,9 +113,9 @@ class Batch:
 
 
 def plan_batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Group neighbours within the budget; a sample above it goes alone.
+    """Group neighbours into batches of at most `tokens`; a longer sample is a batch by itself.
 
-    The lengths come sorted, the longest first, so that the first batch is the largest.
+    The lengths must be sorted, the longest first, so that the first batch is the largest.
     """
     batches: list[list[int]] = []
     for index in range(len(lengths)):
@@ -147,15 +147,15 @@ def pad(
 def score_batches(
     loaded: LoadedModel, samples: Sequence[Encoded], budget: Budget
 ) -> Iterator[Batch]:
-    """Score samples that come sorted, the longest first.
+    """Score samples, which must be sorted, the longest first.
 
-    When memory runs out, the batch is halved and the budget stays at the half.
+    When memory runs out, the batch is halved, and the budget is lowered for good.
     """
     lengths = [len(sample.ids) for sample in samples]
     waiting = plan_batches(lengths, budget.tokens)
     while waiting:
         batch = waiting.pop(0)
-        scores = _try(loaded, [samples[i] for i in batch])
+        scores = _score_or_none(loaded, [samples[i] for i in batch])
         if scores is None:
             longest, start = lengths[batch[0]], batch[0]
             if len(batch) == 1:
@@ -164,6 +164,7 @@ def score_batches(
                     "Lower --reward_model_max_length, give it another --reward_model_device, or "
                     "set --reward_model_offload."
                 )
+            # Plan the rest again, from the first sample of the batch that did not fit.
             budget.lower_to(len(batch) // 2 * longest)
             plan = plan_batches(lengths[start:], budget.tokens)
             waiting = [[start + i for i in part] for part in plan]
@@ -173,7 +174,7 @@ def score_batches(
 
 
 def rows_of(scores: Scores) -> list[Row]:
-    """Take scores to the host in one piece, a row for each sample."""
+    """Copy scores to the CPU in one transfer, a row for each sample."""
     columns = [scores.score_B.float(), *(each_B.float() for each_B in scores.objectives.values())]
     return [
         Row(score, dict(zip(scores.objectives, others, strict=True)))
@@ -182,15 +183,18 @@ def rows_of(scores: Scores) -> list[Row]:
 
 
 def body_dtype(module: nn.Module) -> torch.dtype:
-    """The precision of most weights; a head in float32 beside them does not count."""
+    """Return the dtype of most weights, which is the body's; the head is float32."""
     sizes: dict[torch.dtype, int] = {}
     for weight in module.parameters():
         sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def _try(loaded: LoadedModel, samples: Sequence[Encoded]) -> Scores | None:
-    """Score one batch; None when memory ran out. The error's tensors are gone by then."""
+def _score_or_none(loaded: LoadedModel, samples: Sequence[Encoded]) -> Scores | None:
+    """Score one batch; None when memory ran out.
+
+    Returning frees the tensors that the error's traceback refers to; then the cache is emptied.
+    """
     device = next(loaded.network.module.parameters()).device
     try:
         with torch.inference_mode():
@@ -205,11 +209,11 @@ def _try(loaded: LoadedModel, samples: Sequence[Encoded]) -> Scores | None:
 
 Sample = TypeVar("Sample")
 
-ROWS = 16  # pairs made of the run's own rows
-SHORT = 200  # characters of a ground truth that could be an answer
-LOOKED_AT = 2000  # rows among which they are looked for
-NO_ANSWER = "I do not know."  # the worse answer where all rows have the same ground truth
-TURN_OFF = "To start all the same: --reward_model_self_test warn."
+MAX_PAIRS = 16  # pairs made from the run's rows
+MAX_ANSWER_CHARS = 200  # a longer ground truth is not an answer
+MAX_SEARCHED_ROWS = 2000  # rows that are searched for them
+NO_ANSWER = "I do not know."  # the worse answer if all rows have the same ground truth
+TURN_OFF = "To start anyway: --reward_model_self_test warn."
 
 BUILT_IN = (
     (
@@ -251,19 +255,19 @@ class Pair:
     bad: str
 
 
-def conversation_of(prompt: Prompt) -> tuple[Message, ...]:
-    """Return the messages of a prompt, its text as one where it has none."""
+def get_messages(prompt: Prompt) -> tuple[Message, ...]:
+    """Return the messages of a prompt; a prompt without messages is one user message."""
     return prompt.messages or ({"role": "user", "content": prompt.text},)
 
 
-def one_of_each_kind(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
-    """The first prompt of each order of roles: a template may refuse some."""
-    kinds = {tuple(m["role"] for m in conversation_of(p)): p for p in reversed(prompts)}
+def first_of_each_kind(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
+    """Return the first prompt of each sequence of roles: a template may refuse some."""
+    kinds = {tuple(m["role"] for m in get_messages(p)): p for p in reversed(prompts)}
     return tuple(kinds.values())
 
 
-def like(prompts: Sequence[Prompt], question: str, number: int = 0) -> Prompt:
-    """A prompt with another question, written as the run's own prompts are where that works."""
+def prompt_like(prompts: Sequence[Prompt], question: str, number: int = 0) -> Prompt:
+    """Return a prompt with another question, rendered like the run's first prompt if possible."""
     rendered = question
     for prompt in prompts[:1]:
         if prompt.text and prompt.rendered.count(prompt.text) == 1:
@@ -273,17 +277,17 @@ def like(prompts: Sequence[Prompt], question: str, number: int = 0) -> Prompt:
 
 
 def choose_pairs(prompts: Sequence[Prompt]) -> tuple[Pair, ...]:
-    """Pair the ground truth of each of the first rows with that of the next other one.
+    """Pair the ground truth of each of the first rows with another row's ground truth.
 
-    Built-in pairs of plain English serve only where the rows have no short ground truths: a
-    model for one narrow task may know nothing else.
+    Built-in pairs of plain English are used only if the rows have no short ground truths, because
+    a model for one narrow task may not know anything else.
     """
     rows: list[tuple[Prompt, str]] = []
-    for prompt in prompts[:LOOKED_AT]:
-        truth = _answer_in(prompt)
+    for prompt in prompts[:MAX_SEARCHED_ROWS]:
+        truth = _short_truth(prompt)
         if truth is not None and all(prompt.text != row.text for row, _ in rows):
             rows.append((prompt, truth))
-        if len(rows) == ROWS:
+        if len(rows) == MAX_PAIRS:
             break
     truths = [truth for _, truth in rows]
     pairs = []
@@ -291,7 +295,7 @@ def choose_pairs(prompts: Sequence[Prompt]) -> tuple[Pair, ...]:
         others = (other for other in truths[i + 1 :] + truths[:i] if other != truth)
         pairs.append(Pair(prompt, truth, next(others, NO_ANSWER)))
     return tuple(pairs) or tuple(
-        Pair(like(prompts, question, n), good, bad)
+        Pair(prompt_like(prompts, question, n), good, bad)
         for n, (question, good, bad) in enumerate(BUILT_IN)
     )
 
@@ -299,9 +303,9 @@ def choose_pairs(prompts: Sequence[Prompt]) -> tuple[Pair, ...]:
 def encode_pairs(
     pairs: Sequence[Pair], encode: Callable[[Prompt, str], Sample | None], max_tokens: object
 ) -> tuple[list[Pair], list[Sample]]:
-    """Encode good and bad answer of each pair, in turn; pairs above `most` tokens are left out.
+    """Encode good and bad answer of each pair, in turn; pairs above `max_tokens` are left out.
 
-    `encode` returns None for a sample that does not fit.
+    `encode` returns None for a sample that does not fit; RewardError if no pair fits.
     """
     usable: list[Pair] = []
     samples: list[Sample] = []
@@ -321,7 +325,7 @@ def encode_pairs(
 def check_direction(pairs: Sequence[Pair], scores: Sequence[float], doubt: str) -> str:
     """Return a line to show; RewardError unless most good answers score above the bad ones.
 
-    `scores` are in the order of `encode_pairs`; `doubt` ends the question of the error's text.
+    `scores` are in the order of `encode_pairs`; `doubt` is a further question in the error.
     """
     results = list(zip(pairs, scores[::2], scores[1::2], strict=True))
     wrong = [result for result in results if not result[1] > result[2]]
@@ -329,7 +333,7 @@ def check_direction(pairs: Sequence[Pair], scores: Sequence[float], doubt: str) 
     if 2 * right > len(results):
         return f"Reward model tested: {right} of {len(results)} good answers above bad ones."
     pair, good, bad = wrong[0]
-    last_message = str(conversation_of(pair.prompt)[-1]["content"])
+    last_message = str(get_messages(pair.prompt)[-1]["content"])
     question, better, worse = (shorten(text, 80) for text in (last_message, pair.good, pair.bad))
     raise RewardError(
         f"The reward model put only {right} of {len(results)} good answers above bad ones. Asked "
@@ -339,8 +343,8 @@ def check_direction(pairs: Sequence[Pair], scores: Sequence[float], doubt: str) 
 
 
 @contextmanager
-def as_strict_as(mode: str, tell: Tell) -> Iterator[None]:
-    """Let a failed test stop the run when `mode` is strict, and only tell it otherwise."""
+def raise_if_strict(mode: str, tell: Tell) -> Iterator[None]:
+    """Raise a RewardError of the block if `mode` is strict, otherwise only show it."""
     try:
         yield
     except RewardError as failed:
@@ -349,10 +353,10 @@ def as_strict_as(mode: str, tell: Tell) -> Iterator[None]:
         tell(str(failed))
 
 
-def _answer_in(prompt: Prompt) -> str | None:
+def _short_truth(prompt: Prompt) -> str | None:
     truth = prompt.ground_truth
     if isinstance(truth, bool) or not isinstance(truth, (str, int, float)):
         return None
     text = str(truth).strip()
-    # Tests, rubrics and the like are data, not an answer.
-    return text if 0 < len(text) <= SHORT and text[0] not in "{[" else None
+    # JSON (tests, rubrics) is not an answer.
+    return text if 0 < len(text) <= MAX_ANSWER_CHARS and text[0] not in "{[" else None

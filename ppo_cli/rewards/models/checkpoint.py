@@ -1,4 +1,4 @@
-"""Checkpoints of reward models: found here or on the hub, read by tensor name."""
+"""Checkpoints of reward models: downloads them, and reads them tensor by tensor."""
 
 from __future__ import annotations
 
@@ -19,55 +19,57 @@ from transformers.utils import logging as transformers_logging
 from ppo_cli.config.models.weight_files import SAFETENSORS, has_weights, weight_files
 from ppo_cli.errors import ModelError, first_line
 
-SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
+# What is downloaded: small files, and the weights in the first format that the hub has.
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 FORMATS = ("*.safetensors", "*.bin", "*.pt")
-# Copies for other programs and states of a training run lie in folders of their own.
-ELSEWHERE = ("*/*", "optimizer*", "scheduler*", "training_args*", "rng_state*")
+# Not downloaded: subfolders (copies for other programs), and the state of a training run.
+NOT_DOWNLOADED = ("*/*", "optimizer*", "scheduler*", "training_args*", "rng_state*")
 
 
 def fetch(name: str, revision: str | None) -> Path:
-    """Download (or find in the cache) a hub model; the folder of its snapshot comes back."""
+    """Download a hub model, or find it in the cache; returns the folder of its snapshot."""
     for pattern in FORMATS:
         try:
             folder = Path(
                 snapshot_download(
                     name,
                     revision=revision,
-                    allow_patterns=[*SMALL, pattern],
-                    ignore_patterns=list(ELSEWHERE),
+                    allow_patterns=[*SMALL_FILES, pattern],
+                    ignore_patterns=list(NOT_DOWNLOADED),
                 )
             )
         except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
             at = f" at revision {revision}" if revision else ""
             raise ModelError(
-                f"The reward model {name}{at} could not be loaded: there is no such folder here, "
-                f"and the hub did not give it ({first_line(error)}). Give a local folder with "
+                f"The reward model {name}{at} could not be loaded: there is no such folder, "
+                f"and the hub did not return it ({first_line(error)}). Give a local folder with "
                 "--reward_model, or check the name and the connection."
             ) from error
-        if has_weights(folder):  # an index may come without the shards that it lists
+        if has_weights(folder):  # an index may exist without the shards that it lists
             return folder
     raise ModelError(f"The hub's {name} holds no weights (*.safetensors, *.bin or *.pt).")
 
 
-# What checkpoints carry beside the weights that a reward model needs: the language model's output
-# layer, tables that are computed anyway, heads of an encoder's pretraining.
-SPARE = (
+# Tensors that a reward model does not need: the language model's output layer, tables that are
+# computed, heads of an encoder's pretraining. A name that ends in a dot is a prefix.
+UNNEEDED = (
     "lm_head.", "embed_out.", "cls.predictions.", "cls.seq_relationship.", "lm_predictions.",
     "mask_predictions.", "position_embeddings._weight", "word_embeddings._weight",
     "rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "embeddings.position_ids",
     "embeddings.token_type_ids", ".attn.bias", ".attn.masked_bias", ".attention.bias",
     ".attention.masked_bias",
 )  # fmt: skip
-_BUFFERS = tuple(spare for spare in SPARE if not spare.endswith("."))
+_MODULES = tuple(name for name in UNNEEDED if name.endswith("."))
+_BUFFERS = tuple(name for name in UNNEEDED if not name.endswith("."))
 
 
 class Checkpoint:
-    """All tensors of a folder by name; a file is mapped, and a tensor read when it is wanted."""
+    """All tensors of a folder by name; files are mapped, and a tensor is read on access."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._where: dict[str, Any] = {}  # name -> open safetensors file, or the tensor itself
-        self._used: set[str] = set()
+        self._used: set[str] = set()  # names for `check_all_used`
         for file in weight_files(folder):
             self._open(file)
 
@@ -87,40 +89,40 @@ class Checkpoint:
         return tuple(slice_.shape if isinstance(slice_, Tensor) else slice_.get_shape())
 
     def lazy(self, name: str) -> Any:
-        """A tensor, or safetensors' slice of it that is read when transformers asks."""
+        """Return a tensor, or a slice of safetensors that transformers reads later."""
         self._used.add(name)
         source = self._where[name]
         return source if isinstance(source, Tensor) else source.get_slice(name)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor that is read now."""
+        """Read a tensor now."""
         self._used.add(name)
         source = self._where[name]
         return source if isinstance(source, Tensor) else source.get_tensor(name)
 
     def head(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors of a head in float32; all must be there, for a head is never drawn at random."""
+        """Return the tensors of a head in float32; ModelError if one is missing."""
         required = list(names)
         missing = [name for name in required if name not in self._where]
         if missing:
             raise ModelError(
-                f"{self.folder} lacks {listed(missing)} of its reward head: its scores would come "
-                "from random weights. Fetch the whole checkpoint, or another one."
+                f"{self.folder} lacks {list_names(missing)} of its reward head: its scores would "
+                "come from random weights. Download the complete checkpoint, or use another one."
             )
         return {name: self.tensor(name).float() for name in required}
 
-    def spare(self, names: Iterable[str]) -> None:
-        """Mark tensors that are known to be of no use here, such as a second copy of the body."""
+    def mark_unneeded(self, names: Iterable[str]) -> None:
+        """Mark tensors as not needed, such as a second copy of the body."""
         self._used.update(names)
 
     def check_all_used(self, adapter: str) -> None:
-        """Refuse a checkpoint that holds more than the network could take up."""
+        """Raise ModelError for a checkpoint with tensors that the network does not use."""
         unused = sorted(
-            name for name in self._where if name not in self._used and not is_spare(name)
+            name for name in self._where if name not in self._used and not is_unneeded(name)
         )
         if unused:
             raise ModelError(
-                f"{self.folder} contains {listed(unused)}, unused by the adapter {adapter}, "
+                f"{self.folder} contains {list_names(unused)}, unused by the adapter {adapter}, "
                 "so its scores would not be this model's. Choose another with "
                 "--reward_model_adapter, or save the checkpoint without them."
             )
@@ -137,27 +139,29 @@ class Checkpoint:
             raise ModelError(f"{file} does not load: {first_line(error)}.") from error
         except pickle.UnpicklingError as error:
             raise ModelError(
-                f"{file} holds more than weights, and running what is in it is not safe: "
+                f"{file} contains more than weights, and unpickling it would run code: "
                 "save it as safetensors."
             ) from error
 
 
-def is_spare(name: str) -> bool:
-    """Whether a tensor is one that reward models do without."""
+def is_unneeded(name: str) -> bool:
+    """Whether reward models do not need this tensor."""
     return name.endswith(_BUFFERS) or any(
-        name.startswith(spare) or f".{spare}" in name for spare in SPARE if spare.endswith(".")
+        name.startswith(ending) or f".{ending}" in name
+        for ending in UNNEEDED
+        if ending.endswith(".")
     )
 
 
-def listed(names: Iterable[str], limit: int = 4) -> str:
-    """Name a few, and count the rest."""
+def list_names(names: Iterable[str], limit: int = 4) -> str:
+    """Return the first names and the number of others, as text."""
     every = sorted(names)
     suffix = f" and {len(every) - limit} more" if len(every) > limit else ""
     return ", ".join(every[:limit]) + suffix
 
 
 def _state_dict(file: Path) -> dict[str, Tensor]:
-    """Tensors of a file of torch.save, mapped where its layout allows it."""
+    """Return the tensors of a file of torch.save, memory-mapped if its layout allows it."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError:  # the older layout cannot be mapped
@@ -166,11 +170,11 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"it holds a {type(loaded).__name__}, not tensors by name")
     inner = [value for value in loaded.values() if isinstance(value, dict)]
     if len(inner) == 1 and not any(isinstance(value, Tensor) for value in loaded.values()):
-        loaded = inner[0]  # {"model": {...}}, as some trainers save it
+        loaded = inner[0]  # some trainers save {"model": {...}}
     return {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
 
 
-# Its bars and advice would break into our own progress; what matters comes as an error.
+# Its progress bars and hints would interrupt our output; problems are raised as errors below.
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
@@ -178,7 +182,8 @@ transformers_logging.set_verbosity_error()
 def load_body(
     checkpoint: Checkpoint, config: Any, dtype: torch.dtype, *, prefer: tuple[str, ...] = ()
 ) -> nn.Module:
-    """Load the bare transformer; `prefer` orders prefixes where it lies there more than once."""
+    """Load the bare transformer; `prefer` orders the prefixes if the file has several copies."""
+    # Find the prefix of the body by the name of its embedding.
     with torch.device("meta"):
         bare = AutoModel.from_config(config, trust_remote_code=False)
     table = bare.get_input_embeddings()
@@ -190,16 +195,17 @@ def load_body(
     ]
     if not prefixes:
         raise ModelError(
-            f"{checkpoint.folder} lacks {embedding} under any prefix: it does not hold the "
-            f"{type(bare).__name__} that its config.json speaks of."
+            f"{checkpoint.folder} lacks {embedding} under any prefix: it does not contain the "
+            f"{type(bare).__name__} of its config.json."
         )
+    # Load the preferred copy; others must be identical.
     order = {prefix: place for place, prefix in enumerate(prefer)}
     prefixes.sort(key=lambda prefix: (order.get(prefix, len(order)), len(prefix), prefix))
     prefix = prefixes[0]
-    _spare_copies(checkpoint, prefix, prefixes[1:])
+    _check_copies(checkpoint, prefix, prefixes[1:])
     weights = {
         name.removeprefix(prefix): checkpoint.lazy(name)
-        for name in _under(checkpoint, prefix, bare)
+        for name in _body_names(checkpoint, prefix, bare)
     }
     body: nn.Module = load_module(type(bare), checkpoint, config, weights, dtype, prefix)
     return body
@@ -213,7 +219,7 @@ def load_module(
     dtype: torch.dtype,
     prefix: str = "",
 ) -> Any:
-    """Fill a transformers module with `weights`; nothing may be missing, left over or misshapen."""
+    """Load `weights` into a transformers module; ModelError if names or shapes do not match."""
     model, info = kind.from_pretrained(
         None,
         config=config,
@@ -225,8 +231,8 @@ def load_module(
     folder = checkpoint.folder
     if missing := info["missing_keys"]:
         raise ModelError(
-            f"{folder} lacks {listed(prefix + name for name in missing)}: fetch the whole "
-            "checkpoint."
+            f"{folder} lacks {list_names(prefix + name for name in missing)}: download the "
+            "complete checkpoint."
         )
     if mismatched := info["mismatched_keys"]:
         name, actual_shape, expected_shape = sorted(mismatched)[0]
@@ -237,21 +243,21 @@ def load_module(
         )
     if unexpected := info["unexpected_keys"]:
         raise ModelError(
-            f"{folder} contains {listed(prefix + name for name in unexpected)}, which its "
+            f"{folder} contains {list_names(prefix + name for name in unexpected)}, which its "
             "config.json does not describe: config and weights are not of one model."
         )
     return freeze(model)
 
 
 def freeze(module: Any) -> Any:
-    """Evaluation only: no dropout, no gradients."""
+    """Set a module to evaluation: no dropout, no gradients."""
     return module.eval().requires_grad_(False)
 
 
 def pack_left(
     ids_BL: Tensor, mask_BL: Tensor, type_ids_BL: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Move what the mask lets through to the left of each row; what follows is hidden from it."""
+    """Move the tokens under the mask to the left of each row, and cut to the longest row."""
     mask_BL = mask_BL.bool()
     if bool((mask_BL.sum(-1) == 0).any()):
         raise ValueError("a sample without a token cannot be scored")
@@ -264,44 +270,45 @@ def pack_left(
 
 
 def last_BH(hidden_BLH: Tensor, mask_BL: Tensor) -> Tensor:
-    """Hidden state at the last token of each left-packed row, in float32."""
+    """Return the hidden state at the last token of each left-packed row, in float32."""
     rows = torch.arange(len(mask_BL), device=mask_BL.device)
     return hidden_BLH[rows, mask_BL.sum(-1) - 1].float()
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], folder: object) -> None:
-    """Refuse a head whose weights are not numbers."""
+    """Raise ModelError if a tensor has values that are not finite."""
     for name, tensor in tensors:
         if not math.isfinite(float(tensor.float().abs().sum())):
-            raise ModelError(f"{folder}: {name} holds values that are not finite: it is damaged.")
+            raise ModelError(f"{folder}: {name} has values that are not finite: it is damaged.")
 
 
-def _under(checkpoint: Checkpoint, prefix: str, bare: nn.Module) -> list[str]:
-    """Names of the body: by the prefix, or without one by the body's own first words."""
+def _body_names(checkpoint: Checkpoint, prefix: str, bare: nn.Module) -> list[str]:
+    """Return the names of the body: by prefix, or without one by its top-level modules."""
     body_names = set(bare.state_dict())
     stems = (prefix,) if prefix else tuple({name.split(".")[0] + "." for name in body_names})
     return [
         name
         for name in checkpoint.starting_with(*stems)
-        if name.removeprefix(prefix) in body_names or not is_spare(name)
+        if name.removeprefix(prefix) in body_names or not is_unneeded(name)
     ]
 
 
-def _spare_copies(checkpoint: Checkpoint, prefix: str, others: list[str]) -> None:
-    """Some classes save their body under two names; the copies must be the same.
+def _check_copies(checkpoint: Checkpoint, prefix: str, others: list[str]) -> None:
+    """Mark further copies of the body as not needed; ModelError if a copy differs.
 
-    Compared are the vectors (norms, biases): they are small, and two bodies differ in them.
+    Some classes save their body under two names. Only vectors (norms, biases) are compared: they
+    are small, and two different bodies differ in them.
     """
     for other in others:
         for name in checkpoint.starting_with(other) if other else []:
             twin = prefix + name.removeprefix(other)
             if twin not in checkpoint.names:
                 continue
-            checkpoint.spare([name])
+            checkpoint.mark_unneeded([name])
             if len(checkpoint.shape(twin)) == 1 and not torch.equal(
                 checkpoint.tensor(twin), checkpoint.tensor(name)
             ):
                 raise ModelError(
-                    f"{checkpoint.folder}: {twin} and {name} should be copies of each other and "
-                    "differ, so nobody can say which body belongs to the head."
+                    f"{checkpoint.folder}: {twin} and {name} should be copies of each other "
+                    "but differ, so it is unclear which body belongs to the head."
                 )

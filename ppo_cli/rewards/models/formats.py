@@ -1,8 +1,8 @@
-"""The formats of reward models: how a conversation becomes tokens or text.
+"""The formats of reward models: how a conversation becomes tokens.
 
-A format is one class, which `heads.py` names beside the network that reads it;
-`reward.model.template` goes before it. In text, only the template's own control words may become
-control tokens.
+A format is one class, which `heads.py` names together with the network that reads it;
+`reward.model.template` replaces it. Only control words of the template become control tokens,
+never those in a prompt or a response.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SYSTEM_ROLES = ("system", "developer")
 SPEAKERS = {"user": "Human", "assistant": "Assistant"}
 
 
-def shown_messages(settings: ModelReward, messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Choose what is shown: system messages or not, all turns or only the last question."""
+def select_messages(settings: ModelReward, messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the messages that the settings show: with or without system, all or the last turn."""
     system = tuple(m for m in messages if m["role"] in SYSTEM_ROLES)
     if settings.turns == "last":
         questions = [m for m in messages if m["role"] == "user"] or list(messages)
@@ -37,10 +37,10 @@ def shown_messages(settings: ModelReward, messages: Sequence[Message]) -> tuple[
     return tuple(messages)
 
 
-def later_turns(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the conversation without its oldest turn, its two oldest … down to the last.
+def shorter_conversations(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield the conversation without its oldest turn, without its two oldest, …
 
-    System messages stay, and what is left begins with a user's message.
+    System messages stay, and the first other message is always a user's.
     """
     turns = [i for i, m in enumerate(messages) if m["role"] not in SYSTEM_ROLES]
     for first in turns[1:]:
@@ -49,10 +49,10 @@ def later_turns(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def question_of(messages: Sequence[Message]) -> str:
-    """Write a conversation as one question, for models that know only question and answer.
+    """Return a conversation as one question, for models that read only question and answer.
 
-    A single message stands as it is. Several turns are named as in HH-RLHF; a system message
-    stands in front without a name.
+    A single message is returned unchanged. Several turns have the speakers' names of HH-RLHF; a
+    system message comes first, without a name.
     """
     system = [str(m["content"]) for m in messages if m["role"] in SYSTEM_ROLES]
     turns = [m for m in messages if m["role"] not in SYSTEM_ROLES]
@@ -62,28 +62,30 @@ def question_of(messages: Sequence[Message]) -> str:
     return "\n\n".join([*system, *named])
 
 
+# Characters that may mark a broken control word: Unicode's private use area.
 MARKS = tuple(map(chr, range(0xE000, 0xE100)))  # Unicode's private use area
 REASONING = re.compile(r"</?\w*think\w*>")
+# Texts to find out whether a tokenizer treats the start of a text like any other place.
 PROBES = ("hello", " hello", "\nhello", "(a) b", "Was 3 + 4 = 7?\n\n So it\tis. \n")
 
 
 class ControlToken(Exception):
-    """Text that this tokenizer turns into a control token however it is cut."""
+    """A text that this tokenizer turns into a control token in any case."""
 
 
 class PlainText:
-    """A tokenizer that knows which control words are meant.
+    """A tokenizer that keeps control words of contents as plain text.
 
-    `template_text` is a rendered template: added tokens in it that are not declared special
-    mark turns all the same. Reasoning marks belong to the text.
+    `template_text` is a rendered template: added tokens in it count as control words even if they
+    are not declared special, except reasoning marks, which belong to the text.
     """
 
     def __init__(self, tokenizer: Any, template_text: str = "") -> None:
         self.tokenizer = tokenizer
         self._ids = _control_words(tokenizer, template_text)
-        # An unknown character may stand in any text.
+        # The unknown token may appear in any text.
         self._control_ids = frozenset(self._ids.values()) - {tokenizer.unk_token_id}
-        # Words that swallow the white space before them, and behind them.
+        # Words whose tokens include the white space before or after them.
         tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
         self._eats_before = frozenset(str(token) for token in tokens if token.lstrip)
         self._eats_after = frozenset(str(token) for token in tokens if token.rstrip)
@@ -91,28 +93,29 @@ class PlainText:
         either = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._word = re.compile(either)
         self._anywhere = re.compile(f"(?={either})")
+        # A control word to put in front of text that is not at the start of a sample.
         self._anchor = next(
             (w for w in longest_first if w not in self._eats_after and self.count(w) == 1), ""
         )
         self._borders_are_free = all(
-            self._behind_anchor(probe) == self._tokenise(probe) for probe in PROBES
+            self._tokenise_after_anchor(probe) == self._tokenise(probe) for probe in PROBES
         )
 
     def break_words(self, texts: Sequence[str]) -> tuple[list[str], str]:
-        """Put a mark into every control word of the texts; returns them and the mark.
+        """Insert a mark into every control word of the texts; returns the texts and the mark.
 
-        The mark is empty where there was nothing to break.
+        The mark is empty if there are no control words.
         """
         if not any(self._word.search(text) for text in texts):
             return list(texts), ""
         written = set().union(*texts)
         mark = next((mark for mark in MARKS if mark not in written), None)
         if mark is None:
-            raise ControlToken("the sample uses up Unicode's private characters")
+            raise ControlToken("the sample contains all of Unicode's private characters")
         return [self._break(text, mark) for text in texts], mark
 
     def encode(self, text: str, mark: str = "") -> tuple[int, ...]:
-        """Tokenise a rendered template whose contents went through `break_words`."""
+        """Tokenise a rendered template whose contents were returned by `break_words`."""
         if not mark:
             ids = self._tokenise(text)
             if self._controls(ids) == self.count(text):
@@ -120,12 +123,12 @@ class PlainText:
         return self.encode_in_pieces(text, mark)
 
     def encode_untrusted(self, text: str) -> tuple[int, ...]:
-        """Tokenise text that stands alone and has no control words of its own."""
+        """Tokenise one text without a template, none of whose words are control words."""
         (broken,), mark = self.break_words([text])
         return self.encode(broken, mark)
 
     def encode_in_pieces(self, text: str, mark: str = "") -> tuple[int, ...]:
-        """Tokenise control words and the text between them apart from each other."""
+        """Tokenise control words and the text between them separately."""
         ids: list[int] = []
         for between, word in self._split(text):
             if between:
@@ -135,11 +138,11 @@ class PlainText:
         return tuple(ids)
 
     def check(self, text: str) -> None:
-        """Raise RewardError when pieces of harmless text give other ids than the whole."""
+        """Raise RewardError if tokenising this harmless text in pieces changes the ids."""
         if self.encode_in_pieces(text) != tuple(self._tokenise(text)):
             raise RewardError(
                 "The reward model's tokenizer reads a text in pieces differently from the whole, "
-                "so control tokens in responses could not be kept out. Take another "
+                "so control tokens in responses could not be excluded. Use another "
                 "reward.model.tokenizer, a fast one (tokenizer.json) where there is one."
             )
 
@@ -155,7 +158,7 @@ class PlainText:
         return mark.join([*parts, text[done:]])
 
     def _split(self, text: str) -> Iterator[tuple[str, str]]:
-        """Pairs of a text and the control word behind it, the last one without a word."""
+        """Yield pairs of a text and the control word after it; the last one has no word."""
         done, eaten = 0, False
         for match in self._word.finditer(text):
             word = match.group()
@@ -166,6 +169,8 @@ class PlainText:
         yield (text[done:].lstrip() if eaten else text[done:]), ""
 
     def _without_controls(self, text: str, mark: str, *, at_start: bool) -> list[int]:
+        """Tokenise text between control words so that no control token comes out."""
+        # At best in one call without special tokens; otherwise in pieces around each mark.
         if self._borders_are_free:
             unmarked = text.replace(mark, "") if mark else text
             ids = self._tokenise(unmarked, split_special_tokens=True)
@@ -177,15 +182,15 @@ class PlainText:
         return ids
 
     def _piece(self, text: str, *, at_start: bool) -> list[int]:
-        """Tokenise text without control words; cut in halves while one appears all the same.
+        """Tokenise text without control words; halve it while a control token still appears.
 
-        A tokenizer that normalises (full-width letters, upper case) finds words that the text
-        does not hold letter by letter.
+        A tokenizer that normalises (full-width letters, upper case) finds control words that the
+        text does not contain literally.
         """
         if not text:
             return []
         alone = at_start or self._borders_are_free
-        ids = self._tokenise(text) if alone else self._behind_anchor(text)
+        ids = self._tokenise(text) if alone else self._tokenise_after_anchor(text)
         if not self._controls(ids):
             return ids
         if len(text) == 1:
@@ -194,8 +199,8 @@ class PlainText:
         first = self._piece(text[:half], at_start=at_start)
         return first + self._piece(text[half:], at_start=False)
 
-    def _behind_anchor(self, text: str) -> list[int]:
-        """Tokenise text as it reads behind a control word, not at the beginning."""
+    def _tokenise_after_anchor(self, text: str) -> list[int]:
+        """Tokenise text as after a control word, not as at the start of a text."""
         ids = self._tokenise(self._anchor + text)
         return ids[1:] if self._anchor else ids
 
@@ -208,6 +213,7 @@ class PlainText:
 
 
 def _control_words(tokenizer: Any, template_text: str) -> dict[str, int]:
+    """Return the control words of a tokenizer (see PlainText) with their ids."""
     control_words = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=False))
     for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
         text = str(token)
@@ -218,7 +224,7 @@ def _control_words(tokenizer: Any, template_text: str) -> dict[str, int]:
 
 
 class TextFormat(ABC):
-    """A format whose sample is one text; `prompts_cut` counts the prompts that lost a part."""
+    """A format whose sample is one text; `prompts_cut` counts the shortened prompts."""
 
     def __init__(self, plain: PlainText, settings: ModelReward, max_length: int) -> None:
         self.plain = plain
@@ -229,11 +235,11 @@ class TextFormat(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[Message], response: str) -> str:
-        """Write the sample as the text that the model was trained on."""
+        """Return the sample as the text that the model was trained on."""
 
     def encode(self, messages: Sequence[Message], response: str) -> Encoded:
         """Encode one sample; raises TooLong."""
-        chosen = shown_messages(self._settings, messages)
+        chosen = select_messages(self._settings, messages)
         ids = self.ids_of(chosen, response)
         if len(ids) > self.max_length:
             ids = self._cut(chosen, response)
@@ -241,7 +247,8 @@ class TextFormat(ABC):
         return Encoded(ids)
 
     def ids_of(self, messages: Sequence[Message], response: str) -> tuple[int, ...]:
-        """Token ids of a sample, whatever its length."""
+        """Return the token ids of a sample of any length."""
+        # Control words are broken before the template is rendered, and mended when tokenised.
         contents = [str(message["content"]) for message in messages]
         (*broken, answer), mark = self.plain.break_words([*contents, response])
         pairs = zip(messages, broken, strict=True)
@@ -249,13 +256,13 @@ class TextFormat(ABC):
         return self.finish(self.plain.encode(text, mark))
 
     def finish(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Leave one BOS where the template wrote several."""
+        """Keep one BOS if the template and the tokenizer wrote several."""
         while self._bos is not None and ids[:2] == (self._bos, self._bos):
             ids = ids[1:]
         return ids
 
     def _cut(self, messages: Sequence[Message], response: str) -> tuple[int, ...]:
-        for fewer in later_turns(messages):
+        for fewer in shorter_conversations(messages):
             ids = self.ids_of(fewer, response)
             if len(ids) <= self.max_length:
                 return ids
@@ -263,7 +270,8 @@ class TextFormat(ABC):
         return self._cut_question(messages, response)
 
     def _cut_question(self, messages: Sequence[Message], response: str) -> tuple[int, ...]:
-        """Take as few characters as possible off the beginning of the last question."""
+        """Cut as few characters as possible from the start of the last question."""
+        # Binary search of the first start that fits.
         low, high = 0, len(str(messages[-1]["content"])) if messages else 0
         least = len(self._ids_from(messages, response, high))
         if least > self.max_length:
@@ -285,9 +293,9 @@ class TextFormat(ABC):
 
 
 def too_long(response: int, sample: int, max_tokens: int) -> TooLong:
-    """Say that a response does not fit; `sample` is its length with the least around it."""
+    """Return the error of a response that is too long; `sample` has its shortest prompt."""
     return TooLong(
-        f"response of {response} tokens ({sample} with what must stand around it), "
+        f"response of {response} tokens ({sample} with what must surround it), "
         f"model reads {max_tokens}"
     )
 
@@ -296,7 +304,7 @@ QUESTION, ANSWER = "Is 17 a prime number?", "Yes: nothing but 1 and 17 divides i
 
 
 class ChatFormat(TextFormat):
-    """The response as an assistant's message, without a generation prompt."""
+    """Renders the response as an assistant's message of the chat template."""
 
     def __init__(self, tokenizer: Any, settings: ModelReward, max_length: int) -> None:
         self._path = path = settings.path or ""
@@ -307,6 +315,7 @@ class ChatFormat(TextFormat):
                 "{response} in it, or reward.model.tokenizer to a tokenizer with a template."
             )
         self.tokenizer = tokenizer
+        # A template that drops the question or the response would give meaningless scores.
         sample = self.render([{"role": "user", "content": QUESTION}], ANSWER)
         if QUESTION not in sample or ANSWER not in sample:
             raise RewardError(
@@ -317,7 +326,7 @@ class ChatFormat(TextFormat):
         self.plain.check(sample)
 
     def render(self, messages: Sequence[Message], response: str) -> str:
-        """Apply the chat template; raises RewardError when it refuses the conversation."""
+        """Apply the chat template; RewardError when it refuses the conversation."""
         conversation = [dict(message) for message in messages]
         conversation.append({"role": "assistant", "content": response})
         try:
@@ -332,6 +341,7 @@ class ChatFormat(TextFormat):
         return str(text)
 
     def _refusal(self, conversation: list[dict[str, Any]], error: Exception) -> str:
+        """Return the error's message; tries whether it is due to the system message."""
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         message = (
             f"The chat template of the reward model {self._path} refuses a conversation: {reason}."
@@ -345,8 +355,10 @@ class ChatFormat(TextFormat):
         try:
             self._apply(rest)
         except (TemplateError, TypeError, ValueError, KeyError):
-            return f"{message} It refuses it without the system message, too."
-        return f"{message} It takes no system message: set reward.model.system_prompt=drop."
+            return f"{message} It also refuses it without the system message."
+        return (
+            f"{message} It does not support system messages: set reward.model.system_prompt=drop."
+        )
 
 
 STARLING = "<s>[INST] {prompt} </s> [/INST] {response}</s>"
@@ -354,7 +366,7 @@ PLACE = re.compile(r"\{(prompt|response)\}")
 
 
 class LiteralFormat(TextFormat):
-    """A text with {prompt} and {response}, each filled in once and never looked at again."""
+    """A text with {prompt} and {response}; braces in the contents are not replaced."""
 
     def __init__(
         self, tokenizer: Any, template: str, settings: ModelReward, max_length: int
@@ -365,7 +377,7 @@ class LiteralFormat(TextFormat):
         self.plain.check(sample)
 
     def render(self, messages: Sequence[Message], response: str) -> str:
-        """Put the question and the response into the text."""
+        """Return the template with question and response."""
         return self._fill(question_of(messages), response)
 
     def _fill(self, prompt: str, response: str) -> str:
@@ -374,48 +386,49 @@ class LiteralFormat(TextFormat):
 
 
 class StarlingFormat(LiteralFormat):
-    """The prompt that Starling-RM was trained on, its <s> and </s> as BOS and EOS.
+    """The prompt that Starling-RM was trained on, with <s> and </s> as BOS and EOS.
 
-    It was trained with this text handed to the tokenizer as any other text, so Llama 2's puts
-    its own BOS before the <s> that is there; both stay.
+    In training this text was tokenised like any other text, so Llama 2's tokenizer put another
+    BOS in front of <s>; both stay.
     """
 
     def __init__(self, tokenizer: Any, settings: ModelReward, max_length: int) -> None:
-        self._before, self._behind = _around(tokenizer)
+        self._before, self._after = _added_tokens(tokenizer)
         super().__init__(tokenizer, STARLING, settings, max_length)
         ids = self.plain.encode(self._fill("a", "b"))
         if ids[0] != tokenizer.bos_token_id or ids.count(tokenizer.eos_token_id) != 2:
             raise RewardError(
-                "Starling's prompt begins with <s> and has two </s>, but this tokenizer does not "
-                "know them as its BOS and EOS. Set reward.model.tokenizer to that of Llama 2."
+                "Starling's prompt begins with <s> and has two </s>, but they are not BOS and EOS "
+                "of this tokenizer. Set reward.model.tokenizer to that of Llama 2."
             )
 
     def finish(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Put around the ids what the tokenizer puts around any text."""
-        return self._before + ids + self._behind
+        """Add the tokens that the tokenizer adds around any text."""
+        return self._before + ids + self._after
 
 
 class TemplateFormat(LiteralFormat):
-    """A template of the user's, with the BOS and EOS that the tokenizer puts around any text.
+    """The user's template, with the BOS and EOS that the tokenizer adds around any text.
 
-    Those that the template has already are not put there twice.
+    Those that the template already contains are not added again.
     """
 
     def __init__(self, tokenizer: Any, settings: ModelReward, max_length: int) -> None:
-        self._before, self._behind = _around(tokenizer)
+        self._before, self._after = _added_tokens(tokenizer)
         super().__init__(tokenizer, settings.template or "", settings, max_length)
 
     def finish(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Put the tokenizer's own BOS and EOS around the ids."""
+        """Add the tokenizer's BOS and EOS around the ids."""
         ids = super().finish(ids)
         if ids[: len(self._before)] != self._before:
             ids = self._before + ids
-        if self._behind and ids[-len(self._behind) :] != self._behind:
-            ids += self._behind
+        if self._after and ids[-len(self._after) :] != self._after:
+            ids += self._after
         return ids
 
 
-def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _added_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that a tokenizer adds before and after any text."""
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     full = list(tokenizer("a")["input_ids"])
     start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
@@ -429,24 +442,24 @@ Kinds = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Layout:
-    """What stands around a pair, and the type ids of all five stretches."""
+    """The ids around question and answer, and the type ids of all five sections."""
 
     before: Kinds
     between: Kinds
-    behind: Kinds
+    after: Kinds
     types: tuple[Kinds, int, Kinds, int, Kinds] | None
 
     def join(self, question: Kinds, answer: Kinds) -> Encoded:
-        ids = self.before + question + self.between + answer + self.behind
+        ids = self.before + question + self.between + answer + self.after
         if self.types is None:
             return Encoded(ids)
-        before, of_question, between, of_answer, behind = self.types
+        before, of_question, between, of_answer, after = self.types
         spread = (of_question,) * len(question) + between + (of_answer,) * len(answer)
-        return Encoded(ids, before + spread + behind)
+        return Encoded(ids, before + spread + after)
 
 
 class PairFormat:
-    """`tokenizer(question, answer)`, the question cut from the left where it is too long."""
+    """As `tokenizer(question, answer)`; a question that is too long is cut from the left."""
 
     def __init__(self, tokenizer: Any, settings: ModelReward, max_length: int) -> None:
         self.plain = PlainText(tokenizer)
@@ -455,6 +468,7 @@ class PairFormat:
         self._settings = settings
         self._tokenizer = tokenizer
         self._layout = self._find_layout()
+        # The layout must reproduce the tokenizer's own pairs.
         for question, answer in SAMPLES:
             expected = self._tokenizer(question, answer)
             sample = self._layout.join(
@@ -465,7 +479,7 @@ class PairFormat:
 
     def encode(self, messages: Sequence[Message], response: str) -> Encoded:
         """Encode one sample; raises TooLong."""
-        shown = shown_messages(self._settings, messages)
+        shown = select_messages(self._settings, messages)
         question = self.plain.encode_untrusted(question_of(shown))
         answer = self.plain.encode_untrusted(response)
         least = len(self._layout.join((), answer).ids)
@@ -478,18 +492,19 @@ class PairFormat:
         return self._layout.join(question, answer)
 
     def _find_layout(self) -> _Layout:
+        """Derive the layout from a pair of the tokenizer, by searching both texts in its ids."""
         first, second = (self.plain.encode_untrusted(text) for text in SAMPLES[0])
         encoding = self._tokenizer(*SAMPLES[0])
         ids = tuple(encoding["input_ids"])
         question_start = _find(ids, first, 0)
         two = _find(ids, second, question_start + len(first))
         end = two + len(second)
-        behind = question_start + len(first)
+        after = question_start + len(first)
         types = None
         if "token_type_ids" in encoding:
             of = tuple(encoding["token_type_ids"])
-            types = of[:question_start], of[question_start], of[behind:two], of[two], of[end:]
-        return _Layout(ids[:question_start], ids[behind:two], ids[end:], types)
+            types = of[:question_start], of[question_start], of[after:two], of[two], of[end:]
+        return _Layout(ids[:question_start], ids[after:two], ids[end:], types)
 
 
 def _find(ids: Kinds, part: Kinds, start: int) -> int:
@@ -501,8 +516,8 @@ def _find(ids: Kinds, part: Kinds, start: int) -> int:
 
 def _unreadable() -> RewardError:
     return RewardError(
-        "The reward model's tokenizer joins a question and an answer in a way that is not known "
-        "here. Set reward.model.template to a text with {prompt} and {response} instead."
+        "The reward model's tokenizer joins a question and an answer in an unknown way. "
+        "Set reward.model.template to a text with {prompt} and {response} instead."
     )
 
 
@@ -513,28 +528,28 @@ FormatClass = Callable[[Any, ModelReward, int], Format]
 def format_for(
     tokenizer: Any, settings: ModelReward, max_length: int, usual: FormatClass = ChatFormat
 ) -> Format:
-    """Return the user's format or the model's own; RewardError when the tokenizer cannot do it."""
+    """Return the user's format or the model's own; RewardError if the tokenizer does not fit."""
     limit = min(settings.max_length or max_length, max_length)
     return (usual if settings.template is None else TemplateFormat)(tokenizer, settings, limit)
 
 
-# What loaders raise for files that are absent, cut off, or not what they should be.
+# Errors of loaders for files that are missing, incomplete, or of another kind.
 DAMAGED = (OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError)
 
 
-def load_part(loader: Any, source: str | None, what: str, mend: str) -> Any:
-    """Load a part of a model; a failure names its fix."""
+def load_part(loader: Any, source: str | None, what: str, advice: str) -> Any:
+    """Load a tokenizer or a config; ModelError with `what` failed and the `advice`."""
     try:
         return loader.from_pretrained(source, trust_remote_code=False)
     except DAMAGED as error:
-        raise ModelError(f"{what}: {first_line(error)}. {mend}") from error
+        raise ModelError(f"{what}: {first_line(error)}. {advice}") from error
 
 
 def served_format(settings: ModelReward) -> TextFormat:
-    """Load `settings.tokenizer`, and write samples with its chat template or the user's."""
+    """Return the format of a served model: the tokenizer's chat template, or the user's."""
     what = f"The tokenizer {settings.tokenizer} (reward.model.tokenizer) does not load"
-    mend = "Give a folder, or a name on the hub."
-    tokenizer = load_part(AutoTokenizer, settings.tokenizer, what, mend)
+    advice = "Give a folder, or a name on the hub."
+    tokenizer = load_part(AutoTokenizer, settings.tokenizer, what, advice)
     named = settings.model_copy(update={"path": settings.tokenizer})
     format_class = ChatFormat if settings.template is None else TemplateFormat
     return format_class(tokenizer, named, settings.max_length or NO_LIMIT)

@@ -37,7 +37,7 @@ from ppo_cli.rewards.models.checkpoint import (
     check_finite,
     fetch,
     freeze,
-    is_spare,
+    is_unneeded,
     last_BH,
     load_body,
     load_module,
@@ -255,7 +255,7 @@ def load_encoder(parts: Parts) -> Network:
     weights = {
         name: checkpoint.lazy(name)
         for name in checkpoint.names
-        if name in module_names or (name.startswith(body) and not is_spare(name))
+        if name in module_names or (name.startswith(body) and not is_unneeded(name))
     }
     rows = row_weights(checkpoint.folder, count, config, parts.outputs)
     module = load_module(kind, checkpoint, config, weights, parts.dtype)

@@ -1,4 +1,4 @@
-"""The reward that runs a reward model in this process: rollouts in, raw scores out."""
+"""The reward that runs a local reward model, in this process or in one that a host creates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ppo_cli.errors import PpoError, RewardError, WorkerLost
 from ppo_cli.records import Message, Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Host, HostMaker, InProcess, Reward, RoundKind, Tell, tell_nobody
 from ppo_cli.rewards.models.base import (
-    LOOKED_AT,
+    MAX_SEARCHED_ROWS,
     TURN_OFF,
     Batch,
     Budget,
@@ -29,26 +29,27 @@ from ppo_cli.rewards.models.base import (
     LoadedModel,
     Row,
     TooLong,
-    as_strict_as,
     body_dtype,
     check_direction,
     choose_pairs,
-    conversation_of,
     encode_pairs,
-    one_of_each_kind,
+    first_of_each_kind,
+    get_messages,
+    raise_if_strict,
     score_batches,
 )
 from ppo_cli.rewards.models.formats import ControlToken, format_for
 from ppo_cli.rewards.models.heads import HEADS, load_reward_model
 
 Load = Callable[[ModelReward], LoadedModel]
-COUNTED = ("samples", "failed", "prompts_cut", "batches", "seconds")
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of a score alone and in a batch
+COUNTS = ("samples", "failed", "prompts_cut", "batches", "seconds")
+# Relative difference allowed between a sample's score alone and in a batch.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A response to be scored; `key` orders samples of one length."""
+    """A response to score; `key` orders samples of one length."""
 
     key: tuple[str, int]
     messages: tuple[Message, ...]
@@ -56,8 +57,8 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A round that is encoded; `failures` has a reason for each sample that cannot be read."""
+class EncodedRound:
+    """An encoded round; `failures` has the reason of each sample that cannot be encoded."""
 
     adapter: str
     failures: tuple[str | None, ...]
@@ -65,7 +66,7 @@ class Begun:
 
 
 class ModelScorer:
-    """A reward model and one round of samples at a time; see ModelReward for every setting."""
+    """A reward model that scores one round of samples at a time; its settings: ModelReward."""
 
     def __init__(self, settings: ModelReward, load: Load = load_reward_model) -> None:
         self._settings = settings
@@ -73,19 +74,19 @@ class ModelScorer:
         self._model: tuple[LoadedModel, Format] | None = None
         self._home = torch.device("cpu")
         self._budget = Budget(settings.batch_tokens)
-        self._places: list[int] = []  # of the samples of the round that can be read, as scored
+        self._order: list[int] = []  # indices of the round's samples, in the order of scoring
         self._batches: Iterator[Batch] = iter(())
 
     def load(self, prompts: Sequence[Prompt]) -> str:
-        """Load the model, see that its format takes these prompts; returns a line to show."""
+        """Load the model, check that its format accepts these prompts; returns a line to show."""
         loaded, format_ = self._ready()
         for prompt in prompts:
             try:
-                format_.encode(conversation_of(prompt), "Yes.")
+                format_.encode(get_messages(prompt), "Yes.")
             except (TooLong, ControlToken):
-                continue  # this one fails alone, when its turn comes
+                continue  # only this sample will fail
         format_.prompts_cut = 0
-        self._rest()
+        self._offload()
         dtype = str(body_dtype(loaded.network.module)).removeprefix("torch.")
         away = ", in host memory between steps" if self._settings.offload else ""
         return (
@@ -93,27 +94,27 @@ class ModelScorer:
             f"{dtype} on {self._home}{away}."
         )
 
-    def try_out(self, prompts: Sequence[Prompt]) -> tuple[str, int]:
+    def self_test(self, prompts: Sequence[Prompt]) -> tuple[str, int]:
         """Test the model on these prompts; raises RewardError with what is wrong.
 
-        Returns how it ended, in words, and the most tokens of a batch from now on.
+        Returns the result as a line to show, and the new limit of a batch in tokens.
         """
         loaded, format_ = self._ready()
-        with self._breaking():
+        with self._naming_model():
             try:
-                self._move(self._home)
-                summary = try_out_model(loaded, format_, prompts, self._budget)
+                self._move_to(self._home)
+                summary = run_self_test(loaded, format_, prompts, self._budget)
             finally:
                 format_.prompts_cut = 0
-                self._rest()
+                self._offload()
         return summary, self._budget.tokens
 
-    def begin(self, samples: Sequence[Sample], batch_tokens: int) -> Begun:
-        """Encode and sort a round, whose batches have at most so many tokens.
+    def begin(self, samples: Sequence[Sample], batch_tokens: int) -> EncodedRound:
+        """Encode and sort a round, whose batches have at most `batch_tokens` tokens.
 
-        A round that was not scored to its end is dropped.
+        An earlier round that is not finished is dropped.
         """
-        with self._breaking():
+        with self._naming_model():
             loaded, format_ = self._ready()
             self._budget.lower_to(batch_tokens)
             readable: dict[int, Encoded] = {}
@@ -123,28 +124,28 @@ class ModelScorer:
                     readable[i] = format_.encode(sample.messages, sample.response)
                 except (TooLong, ControlToken, RewardError) as problem:
                     failures[i] = f"not readable by the reward model: {problem}"
-            # The longest first, and in one order however they arrived.
-            self._places = sorted(
+            # The longest first, in an order that does not depend on arrival.
+            self._order = sorted(
                 readable, key=lambda i: (-len(readable[i].ids), samples[i].key, readable[i].ids)
             )
-            self._move(self._home)
-            ordered = [readable[i] for i in self._places]
+            self._move_to(self._home)
+            ordered = [readable[i] for i in self._order]
             self._batches = score_batches(loaded, ordered, self._budget)
         cut, format_.prompts_cut = format_.prompts_cut, 0
-        return Begun(loaded.adapter, tuple(failures), cut)
+        return EncodedRound(loaded.adapter, tuple(failures), cut)
 
     def next_batch(self) -> tuple[Batch, int] | None:
-        """Score the next batch of the round; None when there is none left.
+        """Score the next batch of the round; None at its end.
 
-        The number is the most tokens of a batch from now on.
+        The number is the new limit of a batch in tokens.
         """
-        with self._breaking():
+        with self._naming_model():
             batch = next(self._batches, None)
         if batch is None:
-            self._rest()
+            self._offload()
             return None
-        places = tuple(self._places[index] for index in batch.indices)
-        return replace(batch, indices=places), self._budget.tokens
+        indices = tuple(self._order[index] for index in batch.indices)
+        return replace(batch, indices=indices), self._budget.tokens
 
     def close(self) -> None:
         """Free the model."""
@@ -164,8 +165,8 @@ class ModelScorer:
         return self._model
 
     @contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """Say which model broke: a bare error from a network names nothing."""
+    def _naming_model(self) -> Iterator[None]:
+        """Turn other errors of the block into a RewardError that names the model."""
         try:
             yield
         except PpoError:
@@ -173,30 +174,34 @@ class ModelScorer:
         except Exception as error:
             message = (str(error).splitlines() or [""])[0]
             raise RewardError(
-                f"The reward model {self._settings.path} broke while scoring: "
+                f"The reward model {self._settings.path} failed while scoring: "
                 f"{type(error).__name__}: {message}"
             ) from error
 
-    def _move(self, device: torch.device) -> None:
+    def _move_to(self, device: torch.device) -> None:
         if self._model is not None and self._settings.offload:
             self._model[0].network.module.to(device)
 
-    def _rest(self) -> None:
-        """Leave the device to the policy until the next round."""
+    def _offload(self) -> None:
+        """With `offload`, move the model to the CPU until the next round."""
         if self._settings.offload:
-            self._move(torch.device("cpu"))
+            self._move_to(torch.device("cpu"))
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
 
-def try_out_model(
+def run_self_test(
     loaded: LoadedModel, format_: Format, prompts: Sequence[Prompt], budget: Budget
 ) -> str:
-    """Test a reward model; raises RewardError with what is wrong, returns a line to show."""
+    """Test a reward model on pairs of answers; returns a line to show.
+
+    Raises RewardError if a score is not finite, differs between alone and in a batch, or if too
+    few good answers score above bad ones.
+    """
 
     def encode(prompt: Prompt, answer: str) -> Encoded | None:
         try:
-            return format_.encode(conversation_of(prompt), answer)
+            return format_.encode(get_messages(prompt), answer)
         except (TooLong, ControlToken):
             return None
 
@@ -221,7 +226,7 @@ def try_out_model(
 
 
 def _score(loaded: LoadedModel, samples: Sequence[Encoded], budget: Budget) -> list[Row]:
-    """Score samples in batches; the rows come in the order of the samples."""
+    """Score samples in batches; returns rows in the order of the samples."""
     order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].ids), i))
     rows: dict[int, Row] = {}
     ordered = [samples[i] for i in order]
@@ -231,21 +236,21 @@ def _score(loaded: LoadedModel, samples: Sequence[Encoded], budget: Budget) -> l
 
 
 def _not_finite(row: Row) -> tuple[str, float] | None:
-    """The first of a row's numbers that is none, by name."""
+    """Return name and value of the first number of a row that is not finite, or None."""
     values = {"score": row.score, **row.objectives}
     return next(((name, value) for name, value in values.items() if not isfinite(value)), None)
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A rollout on its way to its score."""
+    """A rollout and the future of its score."""
 
     rollout: Rollout
     future: Future[Score] = field(default_factory=Future)
 
 
 class LocalModelReward(Reward):
-    """Scores with a reward model that `host` gives a place; see ModelReward for every setting."""
+    """Scores with a reward model in a process created by `host`; its settings: ModelReward."""
 
     def __init__(
         self,
@@ -259,29 +264,29 @@ class LocalModelReward(Reward):
         self._settings = settings
         self._make_host = partial(host, partial(ModelScorer, settings, load), name)
         self._host: Host | None = None
-        self._budget = Budget(settings.batch_tokens)  # the host's, and kept when that is lost
+        self._budget = Budget(settings.batch_tokens)  # as in the host, whose process may be lost
         self._pending: list[_Entry] = []
-        self._rounds: list[list[_Entry]] = []  # settled, and not scored to their end
-        self._tally: dict[str, float] = defaultdict(float)  # since the metrics were taken
+        self._rounds: list[list[_Entry]] = []  # ended, but not scored completely
+        self._tally: dict[str, float] = defaultdict(float)  # since the last `pop_metrics`
         self._closed = False
-        # One thread: batches run in their order, and the tokenizer has one user at a time.
+        # One thread: batches run in order, and the tokenizer is not used concurrently.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"reward-{name}")
 
     def start(
         self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
     ) -> None:
-        """Load the model, see that its format takes the prompts, and test it."""
+        """Load the model, check that its format accepts the prompts, and run the self-test."""
         host = self._ready()
-        tell(host.call("load", one_of_each_kind(prompts)))
+        tell(host.call("load", first_of_each_kind(prompts)))
         if self._settings.self_test == "off":
             return
-        with as_strict_as(self._settings.self_test, tell):
-            summary, batch_tokens = host.call("try_out", tuple(prompts[:LOOKED_AT]))
+        with raise_if_strict(self._settings.self_test, tell):
+            summary, batch_tokens = host.call("self_test", tuple(prompts[:MAX_SEARCHED_ROWS]))
             self._budget.lower_to(batch_tokens)
             tell(summary)
 
     def submit(self, rollout: Rollout) -> Future[Score]:
-        """Keep a rollout until its round is settled."""
+        """Store a rollout until its round ends."""
         if self._closed:
             raise RuntimeError("this reward is closed")
         entry = _Entry(rollout)
@@ -289,66 +294,66 @@ class LocalModelReward(Reward):
         return entry.future
 
     def end_round(self, kind: RoundKind = "train") -> None:
-        """Score what was submitted, in the background."""
+        """Start scoring the submitted rollouts in the background."""
         entries, self._pending = self._pending, []
         if entries:
             self._rounds.append(entries)
             self._thread.submit(self._score, entries)
 
     def pop_metrics(self) -> dict[str, float]:
-        """`NAME/…` metrics since the last call."""
+        """Return `NAME/…` metrics since the last call."""
         done, self._tally = self._tally, defaultdict(float)
         if not done["samples"]:
             return {}
-        metrics = {key: done[key] for key in COUNTED}
+        metrics = {key: done[key] for key in COUNTS}
         metrics["tokens_per_s"] = done["tokens"] / max(done["seconds"], 1e-9)
         metrics["padding_share"] = 1.0 - done["tokens"] / done["padded"] if done["padded"] else 0.0
         return {f"{self.name}/{key}": float(value) for key, value in metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Keep a batch size that running out of memory has lowered; other batches, other bits."""
+        """Return a lowered batch limit: other batches would give other bits."""
         lowered = self._budget.tokens < self._settings.batch_tokens
         return {"batch_tokens": self._budget.tokens} if lowered else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, and give up what was submitted before.
+        """Restore the batch limit, and cancel everything submitted before.
 
-        A step that is taken again submits its rollouts anew; beside what is left of the first
-        time they would stand in other batches.
+        A repeated step submits its rollouts again; together with remaining ones from the first
+        time they would form other batches.
         """
         self._budget.lower_to(int(state.get("batch_tokens", self._settings.batch_tokens)))
-        self._give_up_all()
+        self._cancel_all()
         self._tally.clear()
 
     def close(self) -> None:
-        """Let the batch under way finish, drop the rest and free the model."""
+        """Finish the current batch, cancel the rest and free the model."""
         if self._closed:
             return
         self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._give_up_all()
-        self._leave_host()
+        self._cancel_all()
+        self._close_host()
 
     def _ready(self) -> Host:
-        """The host; a new one when the last was lost, with the model to be loaded again."""
+        """Return the host; after a loss a new one, which loads the model again."""
         if self._host is not None and not self._host.alive:
-            self._leave_host()
+            self._close_host()
         if self._host is None:
             self._host = self._make_host()
         return self._host
 
-    def _leave_host(self) -> None:
+    def _close_host(self) -> None:
         host, self._host = self._host, None
         if host is not None:
             host.close()
 
-    def _give_up_all(self) -> None:
+    def _cancel_all(self) -> None:
         pending, self._pending = self._pending, []
         for entry in chain(pending, *self._rounds):
             entry.future.cancel()
 
     def _score(self, entries: list[_Entry]) -> None:
-        """Bring the futures of a round to their scores; what breaks the round breaks them all."""
+        """Resolve the futures of a round; an error of the round is the error of all of them."""
         try:
             self._score_batches(entries)
         except Exception as error:
@@ -356,30 +361,31 @@ class LocalModelReward(Reward):
                 if not entry.future.done():
                     entry.future.set_exception(error)
             if isinstance(error, WorkerLost):
-                self._leave_host()
+                self._close_host()
         finally:
-            for entry in entries:  # closed half-way
+            for entry in entries:  # not scored, because the reward was closed
                 entry.future.cancel()
             self._rounds.remove(entries)
 
     def _score_batches(self, entries: list[_Entry]) -> None:
-        if _given_up(entries):
+        """Score a round batch by batch, until its end, or until it is cancelled or closed."""
+        if _is_cancelled(entries):
             return
         started, host = time.perf_counter(), self._ready()
         rollouts = [entry.rollout for entry in entries]
-        samples = [Sample(r.key, conversation_of(r.prompt), r.text) for r in rollouts]
-        begun: Begun = host.call("begin", samples, self._budget.tokens)
-        self._tally["prompts_cut"] += begun.prompts_cut
-        for entry, failure in zip(entries, begun.failures, strict=True):
+        samples = [Sample(r.key, get_messages(r.prompt), r.text) for r in rollouts]
+        encoded: EncodedRound = host.call("begin", samples, self._budget.tokens)
+        self._tally["prompts_cut"] += encoded.prompts_cut
+        for entry, failure in zip(entries, encoded.failures, strict=True):
             if failure is not None:
                 self._resolve(entry, Score.failed(failure))
-        while not self._closed and not _given_up(entries):
+        while not self._closed and not _is_cancelled(entries):
             reply: tuple[Batch, int] | None = host.call("next_batch")
             if reply is None:
                 return
             batch, batch_tokens = reply
             self._budget.lower_to(batch_tokens)
-            # Counted first: whoever waits for the last future asks for the metrics next.
+            # Count before resolving: the caller reads the metrics right after the last future.
             now = time.perf_counter()
             tally = self._tally
             tally["batches"] += 1
@@ -388,7 +394,7 @@ class LocalModelReward(Reward):
             tally["seconds"] += now - started
             started = now
             for index, row in zip(batch.indices, batch.rows, strict=True):
-                self._resolve(entries[index], self._score_of(row, begun.adapter))
+                self._resolve(entries[index], self._score_of(row, encoded.adapter))
 
     def _score_of(self, row: Row, adapter: str) -> Score:
         if bad := _not_finite(row):
@@ -400,12 +406,12 @@ class LocalModelReward(Reward):
 
     def _resolve(self, entry: _Entry, score: Score) -> None:
         if entry.future.done():
-            return  # given up meanwhile
+            return  # cancelled meanwhile
         self._tally["samples"] += 1
         self._tally["failed"] += score.value is None
         entry.future.set_result(score)
 
 
-def _given_up(entries: Sequence[_Entry]) -> bool:
-    """Whether nobody waits for a round any more; it is not scored to its end."""
+def _is_cancelled(entries: Sequence[_Entry]) -> bool:
+    """Whether a round was cancelled, so that scoring can stop."""
     return any(entry.future.cancelled() for entry in entries)

@@ -21,13 +21,13 @@ from ppo_cli.errors import RewardError, shorten
 from ppo_cli.records import Message, Prompt
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import MAX_MAGNITUDE
-from ppo_cli.rewards.models.base import TooLong, conversation_of
+from ppo_cli.rewards.models.base import TooLong, get_messages
 from ppo_cli.rewards.models.formats import (
     PLACE,
     ControlToken,
     question_of,
+    select_messages,
     served_format,
-    shown_messages,
 )
 from ppo_cli.rewards.remote.failures import is_html, read_message
 
@@ -242,7 +242,7 @@ class Writer:
 
     def write(self, prompt: Prompt, response: str) -> Sample:
         """Write one sample; raises UnfitError."""
-        messages = shown_messages(self._settings, conversation_of(prompt))
+        messages = select_messages(self._settings, get_messages(prompt))
         if self._format is not None and self._adapter == "vllm":
             try:
                 encoded = self._format.encode(messages, response)

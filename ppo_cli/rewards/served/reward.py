@@ -24,12 +24,12 @@ from ppo_cli.rewards.models.base import (
     BUILT_IN,
     NO_ANSWER,
     TURN_OFF,
-    as_strict_as,
     check_direction,
     choose_pairs,
     encode_pairs,
-    like,
-    one_of_each_kind,
+    first_of_each_kind,
+    prompt_like,
+    raise_if_strict,
 )
 from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.rewards.served.client import Counters, ServedModelClient
@@ -177,7 +177,7 @@ class ServedModelReward(Reward):
         for remark in self._writer.remarks():
             tell(remark)
         self._client = self._new_client(prompts)
-        for prompt in one_of_each_kind(prompts):
+        for prompt in first_of_each_kind(prompts):
             self._written(prompt, NO_ANSWER)
         self._loop.call(self._start(prompts, patient=patient, tell=tell))
 
@@ -218,7 +218,7 @@ class ServedModelReward(Reward):
         question, good, _ = BUILT_IN[0]
         settings = self._settings
         return ServedModelClient(
-            self._wire, witness=self._written(like(prompts, question), good),
+            self._wire, witness=self._written(prompt_like(prompts, question), good),
             timeout=settings.timeout, concurrency=settings.concurrency,
             outage_wait=settings.outage_wait, key=self._key,
         )  # fmt: skip
@@ -246,7 +246,7 @@ class ServedModelReward(Reward):
         if isinstance(self._wire, Vllm):
             await check_raw(self._client, self._wire, samples[:4], tell)
         if self._settings.self_test != "off":
-            with as_strict_as(self._settings.self_test, tell):
+            with raise_if_strict(self._settings.self_test, tell):
                 scores = await check_scores(self._client, samples, tell)
                 check_direction(pairs, scores, "are the server's model and template right")
         self._client.counters = Counters()

@@ -197,7 +197,7 @@ def test_a_network_that_breaks_there_is_named_here(reward_of: RewardOf) -> None:
     reward = reward_of(lambda factory, _: Posted(factory), Broken())
     future = reward.submit(rollouts_of(1)[0])
     reward.end_round()
-    with pytest.raises(RewardError, match=r"made/model broke while scoring: IndexError: index 7"):
+    with pytest.raises(RewardError, match=r"made/model failed while scoring: IndexError: index 7"):
         future.result(timeout=300)
 
 

@@ -126,7 +126,7 @@ def test_what_gives_no_score_is_told_in_a_sentence(start: Start, reader: MakeRea
     def broken(question: str, answer: str) -> float:
         raise KeyError("weights")
 
-    with pytest.raises(RewardError, match="broke while scoring: KeyError"):
+    with pytest.raises(RewardError, match="failed while scoring: KeyError"):
         start(reader(broken), SUMS)
     with pytest.raises(RewardError, match=rf"no sample fits into 12 tokens.*{HINT}"):
         start(reader(sums), SUMS, max_length=12)
