@@ -154,8 +154,8 @@ def test_a_reward_model_is_shown_with_how_it_is_read() -> None:
     assert line.startswith(f"reward model: {name} is read as starling (")
     (model,) = made.as_dict()["reward"]["models"]
     assert (model["path"], model["adapter"], model["part"]) == (name, "starling", None)
-    forced = scored(f"reward.model.path={name}", "reward.model.adapter=value_head")
-    assert "is read as value_head (reward.model.adapter says so" in forced.reward.sentences[0]
+    forced = scored(f"reward.model.path={name}", "reward.model.adapter=pair")
+    assert "is read as pair (reward.model.adapter says so" in forced.reward.sentences[0]
 
 
 def test_a_reward_model_that_is_not_there_is_told_in_the_plan() -> None:

@@ -38,10 +38,6 @@ FOUND: list[tuple[Callable[..., Path], dict[str, Any], str, str]] = [
     (twins.skywork_llama_twin, {}, "seqcls", "its head score.weight is a sequence classifier's"),
     (twins.skywork_qwen3_twin, {"shards": 3}, "seqcls", "score.weight"),
     (twins.gpt2_twin, {}, "seqcls", "score.weight"),
-    (twins.trl_twin, {}, "value_head", "v_head.summary.weight and v_head.summary.bias"),
-    (twins.openrlhf_twin, {}, "value_head", "its tensors value_head.weight are a value head's"),
-    (twins.openrlhf_twin, {"head": "v_head"}, "value_head", "v_head.weight is a value head's"),
-    (twins.token_value_twin, {}, "value_head", "gives each token a value"),
 ]
 
 
@@ -141,13 +137,24 @@ def test_an_address_that_says_nothing() -> None:
 def test_a_named_adapter_must_be_possible(tmp_path: Path) -> None:
     score = str(twins.openrlhf_twin(tmp_path / "score", head="score"))
     starling = str(twins.starling_twin(tmp_path / "starling"))
-    named = choose_adapter(score, "value_head")
-    assert named.adapter == "value_head"
+    named = choose_adapter(str(twins.roberta_twin(tmp_path / "chat", chat=True)), "pair")
+    assert named.adapter == "pair"
     assert "reward.model.adapter says so (by itself: seqcls" in named.reason
     assert choose_adapter(score, "seqcls").reason == choose_adapter(score).reason
     for path, wanted in [(starling, "seqcls"), (score, "armorm"), (score, "pair")]:
         with pytest.raises(ModelError, match=f"{wanted} cannot read"):
             choose_adapter(path, wanted)
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [(twins.trl_twin, {}), (twins.openrlhf_twin, {"head": "v_head"}), (twins.token_value_twin, {})],
+)
+def test_a_value_head_is_refused_with_what_to_use(
+    build: Callable[..., Path], options: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=r"has a value head .*`ppo reward fit`"):
+        choose_adapter(str(build(tmp_path, **options)))
 
 
 def test_no_reward_model_at_all(tmp_path: Path) -> None:

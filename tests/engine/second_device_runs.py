@@ -119,8 +119,6 @@ REWARDS: dict[str, Callable[[Path], Path]] = {
     "BERT, pairs": twins.bert_pair_twin,
     "sequence classifier": twins.skywork_llama_twin,
     "GPT-2 classifier": twins.gpt2_twin,
-    "TRL value head": twins.trl_twin,
-    "OpenRLHF value head": twins.openrlhf_twin,
 }
 
 

@@ -96,7 +96,13 @@ def shutdown_date(provider: str, model: str) -> datetime.date | None:
 SERVED = {"vllm": ("/classify", "/pooling"), "openrlhf": ("/get_reward",), "rerank": ("/rerank",)}
 KEY = "reward.model.adapter"
 GATED = ("regression_layer.", "reward_transform_matrix", "gating.")
+# Value heads of TRL, OpenRLHF and critics, which are refused with the advice below.
 VALUE = ("v_head.summary.", "v_head.", "value_head.", "reward_head.")
+VALUE_HEAD_ADVICE = (
+    "A value head is not read as a reward model: save it with a sequence classifier's head "
+    f"`score`, fit one with `{ppo('reward fit')}`, or serve it with OpenRLHF "
+    "(--reward_model http://HOST:PORT/get_reward)."
+)
 # Heads of sequence classifiers: `score` on decoders, the rest on encoders.
 CLASSIFIER = (
     "score.", "classifier.", "classification_head.", "pre_classifier.", "logits_proj.",
@@ -217,6 +223,10 @@ def _choose_head(signs: CheckpointSigns, adapter: str | None) -> AdapterChoice:
     reasons = ((name, head.recognise(signs)) for name, head in HEADS.items())
     choice = next((AdapterChoice(name, reason) for name, reason in reasons if reason), None)
     if choice is None:
+        if names := signs.heads(*VALUE, *CLASSIFIER):
+            raise ModelError(
+                f"{signs.folder} has a value head ({_shorten_list(names)}). {VALUE_HEAD_ADVICE}"
+            )
         raise ModelError(
             f"{signs.folder} has no reward head: its {len(signs.tensors)} tensors hold "
             f"no {', '.join(prefix.rstrip('.') for prefix in ('score', 'classifier', 'v_head'))} "
@@ -266,15 +276,6 @@ def _pair(signs: CheckpointSigns) -> str | None:
     return f"its head {_shorten_list(head)} is an encoder's ({kind}), without a chat template"
 
 
-def _value_head(signs: CheckpointSigns) -> str | None:
-    if head := signs.heads(*CLASSIFIER):
-        return f"its head {_shorten_list(head)} gives each token a value"
-    if "v_head.weight" in signs.tensors and not signs.heads("v_head.summary."):
-        return "its tensor v_head.weight is a value head's"
-    value = signs.heads("v_head.summary.") or signs.heads(*VALUE)
-    return f"its tensors {_shorten_list(value)} are a value head's" if value else None
-
-
 @dataclass(frozen=True)
 class HeadPattern:
     """How a kind of reward model is recognised, before anything is loaded.
@@ -293,7 +294,6 @@ HEADS = {
     "armorm": HeadPattern(_armorm, GATED, ("rlhflow/armorm-llama3-8b-v0.1",)),
     "starling": HeadPattern(_starling, ("v_head.weight",), ("berkeley-nest/starling-rm-7b-alpha",)),
     "pair": HeadPattern(_pair, CLASSIFIER[1:], ("openassistant/reward-model-deberta-v3-*",)),
-    "value_head": HeadPattern(_value_head, (*VALUE, "score.", "classifier.")),
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
+from ppo_cli.config.models.known_models import VALUE_HEAD_ADVICE
 from ppo_cli.config.schema.keys import Key, offered_choices
 from ppo_cli.errors import did_you_mean
 
@@ -24,6 +25,8 @@ MAX_YAML_NODES = 100_000
 YES = frozenset({"true", "yes", "on", "1"})
 NO = frozenset({"false", "no", "off", "0"})
 UNSET = frozenset({"null", "none", "~"})
+# Choices of earlier versions -> what to use instead.
+REMOVED_CHOICES = {"value_head": VALUE_HEAD_ADVICE}
 
 
 class Quoted(str):
@@ -216,8 +219,8 @@ def _choice(choices: tuple[Any, ...], raw: Any) -> Any:
     if text in choices:
         return text
     offered = offered_choices(choices)
-    near = did_you_mean(text, offered)
-    raise ValueError(f"'{text}' is not one of {', '.join(offered)}.{near}")
+    advice = f" {REMOVED_CHOICES[text]}" if text in REMOVED_CHOICES else did_you_mean(text, offered)
+    raise ValueError(f"'{text}' is not one of {', '.join(offered)}.{advice}")
 
 
 def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:

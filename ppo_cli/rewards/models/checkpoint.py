@@ -147,9 +147,7 @@ class Checkpoint:
 def is_unneeded(name: str) -> bool:
     """Whether reward models do not need this tensor."""
     return name.endswith(_BUFFERS) or any(
-        name.startswith(ending) or f".{ending}" in name
-        for ending in UNNEEDED
-        if ending.endswith(".")
+        name.startswith(prefix) or f".{prefix}" in name for prefix in _MODULES
     )
 
 

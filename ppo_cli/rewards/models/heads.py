@@ -1,8 +1,8 @@
-"""The heads of reward models: a network, its format and its length for each kind; and loading one.
+"""The heads of reward models: network, format and length of each kind; and loading a model.
 
-Most read one number off the hidden state at the last token. ArmoRM reads 19 objectives there, and
-weighs them by a gate that reads the prompt: with h the hidden state at the last token and p the
-one where the prompt ends (the last `<|eot_id|>` before an assistant's header),
+Most compute one number from the hidden state at the last token. ArmoRM computes 19 objectives
+there and weights them by a gate that depends on the prompt: with h the hidden state at the last
+token and p the one at the end of the prompt (the last `<|eot_id|>` before an assistant's header),
     objectives r = R h,   gate g = s * softmax(MLP(p) / T),   score = sum_o g_o (r M)_o
 with R `regression_layer`, M `reward_transform_matrix`, s `gating.logit_scale`, T the temperature
 (arXiv:2406.12845). A sample without such a header has no gate: its score is NaN.
@@ -55,7 +55,7 @@ from ppo_cli.rewards.models.formats import (
 
 @dataclass(frozen=True)
 class Parts:
-    """What a network is built of; `outputs` are the user's weights of the rows of its head."""
+    """What a network is built from; `outputs` are the user's weights of the head's rows."""
 
     checkpoint: Checkpoint
     config: Any
@@ -65,7 +65,7 @@ class Parts:
 
 
 class LeftPacked:
-    """Scores by a module that takes rows which begin with their first token."""
+    """A network around a module that requires rows without padding on the left."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module: nn.Module = freeze(module)
@@ -80,7 +80,7 @@ class LeftPacked:
 
 
 class BodyAndHead(nn.Module):
-    """Scores by one row of the head at the last token, or by the weighted sum of its rows."""
+    """A body and a linear head at the last token: its row, or the weighted sum of its rows."""
 
     def __init__(
         self, body: nn.Module, weight_OH: Tensor, bias_O: Tensor | None, rows: RowWeights
@@ -92,14 +92,14 @@ class BodyAndHead(nn.Module):
         self._rows = rows
 
     def forward(self, ids_BL: Tensor, mask_BL: Tensor, types_BL: Tensor | None) -> Scores:
-        """Score in float32; the body of a causal model knows no token types."""
+        """Score in float32; the body of a causal model has no token types."""
         hidden_BLH = hidden_states(self.body, ids_BL, mask_BL)
         output_BO = functional.linear(last_BH(hidden_BLH, mask_BL), self.weight, self.bias)
         return self._rows.scores(output_BO)
 
 
 def hidden_states(body: nn.Module, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """Last hidden states (B, L, H) of left-packed rows."""
+    """Return the last hidden states (B, L, H) of left-packed rows."""
     out = body(input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False)
     hidden_BLH: Tensor = out.last_hidden_state
     return hidden_BLH
@@ -107,13 +107,13 @@ def hidden_states(body: nn.Module, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RowWeights:
-    """What the rows of a head are called, and how much each counts."""
+    """Names and weights of the rows of a head."""
 
     weights: tuple[float, ...]
     names: tuple[str, ...]
 
     def scores(self, output_BO: Tensor) -> Scores:
-        """Sum the rows by weight; several rows are shown by name beside the sum."""
+        """Return the weighted sum of the rows; several rows become objectives by name."""
         if len(self.names) == 1 and self.weights == (1.0,):
             return Scores(output_BO[:, 0])
         weights_O = output_BO.new_tensor(self.weights)
@@ -122,13 +122,14 @@ class RowWeights:
 
 
 def row_weights(path: object, rows: int, config: Any, outputs: Sequence[float]) -> RowWeights:
-    """Settle how the rows of a head count; several need weights from the settings."""
+    """Return names and weights of a head's rows; several rows need weights in the settings."""
     if len(outputs) != rows and (outputs or rows > 1):
         raise ModelError(
             f"{path} has {rows} output{'s' if rows > 1 else ''}, and reward.model.outputs holds "
             f"{len(outputs)} weights; say how they count with reward.model.outputs="
             f"[{','.join(['1', *['0'] * (rows - 1)])}] or other weights."
         )
+    # Names from the config, if they are complete and distinct.
     labels = getattr(config, "id2label", None) or {}
     named = len(labels) == rows and len(set(labels.values())) == rows
     names = (str(labels[i]) if named and i in labels else f"output_{i}" for i in range(rows))
@@ -136,11 +137,11 @@ def row_weights(path: object, rows: int, config: Any, outputs: Sequence[float]) 
 
 
 def linear_head(
-    checkpoint: Checkpoint, stem: str, hidden: int, *, bias: bool | None = None
+    checkpoint: Checkpoint, stem: str, hidden: int, *, bias: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Weight (O, H) and bias of a head; `bias` None takes one where the checkpoint has it."""
+    """Return the weight (O, H) of a head, and with `bias` its bias if the checkpoint has one."""
     names = [f"{stem}.weight"]
-    if bias or (bias is None and f"{stem}.bias" in checkpoint.names):
+    if bias and f"{stem}.bias" in checkpoint.names:
         names.append(f"{stem}.bias")
     tensors = checkpoint.head(names)
     check_finite(tensors.items(), checkpoint.folder)
@@ -160,91 +161,56 @@ def linear_head(
 
 
 def load_decoder(
-    parts: Parts, stem: str, *, bias: bool | None = None, one_row: bool = True,
-    bodies: tuple[str, ...] = (),
-) -> Network:  # fmt: skip
-    """Load body and head of a causal model; `bodies` orders prefixes of the body."""
+    parts: Parts, stem: str, *, bias: bool = True, bodies: tuple[str, ...] = ()
+) -> Network:
+    """Load body and head of a causal model; `bodies` orders the prefixes of the body."""
     checkpoint, config = parts.checkpoint, parts.config
     hidden = config.get_text_config().hidden_size
     weight_OH, bias_O = linear_head(checkpoint, stem, hidden, bias=bias)
-    if one_row and len(weight_OH) != 1:
-        raise ModelError(
-            f"{checkpoint.folder}: {stem}.weight has {len(weight_OH)} rows, and a value head has "
-            "one."
-        )
     rows = row_weights(checkpoint.folder, len(weight_OH), config, parts.outputs)
     body = load_body(checkpoint, config, parts.dtype, prefer=bodies)
     return LeftPacked(BodyAndHead(body, weight_OH, bias_O, rows))
 
 
 def load_seqcls(parts: Parts) -> Network:
-    """Load a sequence classifier: a decoder's head is called `score`, an encoder's otherwise."""
+    """Load a sequence classifier: a decoder, whose head is called `score`, or an encoder."""
     decoder = parts.checkpoint.starting_with("score.")
-    return load_decoder(parts, "score", one_row=False) if decoder else load_encoder(parts)
+    return load_decoder(parts, "score") if decoder else load_encoder(parts)
 
 
 def load_starling(parts: Parts) -> Network:
-    """Load the body that the head was trained on, and the head."""
+    """Load the copy of the body that the head was trained with, and the head."""
     bodies = ("transformer.", "model.model.", "model.")
     return load_decoder(parts, "v_head", bias=False, bodies=bodies)
 
 
-STEMS = ("v_head.summary", "v_head", "value_head", "reward_head", "score", "classifier")
-
-
-def load_value_head(parts: Parts) -> Network:
-    """Load the body, under whatever prefix it lies, and its value head."""
-    stem = _stem(parts.checkpoint)
-    return load_decoder(parts, stem, bias=_needs_bias(stem, parts.config))
-
-
-def _stem(checkpoint: Checkpoint) -> str:
-    for stem in STEMS:
-        if f"{stem}.weight" in checkpoint.names:
-            return stem
-    present = checkpoint.starting_with(*(f"{stem}." for stem in STEMS))
-    raise ModelError(
-        f"{checkpoint.folder} lacks the weight of its value head (it has {present}): fetch the "
-        "whole checkpoint."
-    )
-
-
-def _needs_bias(stem: str, config: Any) -> bool | None:
-    """Whether the head must have a bias: True, or None for `where there is one`."""
-    if stem == "v_head.summary":
-        return True
-    written_by = (getattr(config, "architectures", None) or [""])[0]
-    if stem == "score" and written_by.endswith("ForTokenClassification"):
-        return True if getattr(config, "token_classification_bias", True) else None
-    return None
-
-
 class Encoder(nn.Module):
-    """Scores by the class's own forward pass."""
+    """Scores with the forward pass of transformers' sequence classifier."""
 
     def __init__(self, model: Any, rows: RowWeights) -> None:
         super().__init__()
         self.model = model
         self._rows = rows
-        # A table of one type knows no second text; families without a table take no types.
+        # Types need an embedding table of at least two types.
         self._takes_types = int(getattr(model.config, "type_vocab_size", 0) or 0) > 1
 
     def forward(self, ids_BL: Tensor, mask_BL: Tensor, types_BL: Tensor | None) -> Scores:
-        """Score; token types are used by the families that know them."""
+        """Score; token types are passed to families that have them."""
         types = {"token_type_ids": types_BL} if self._takes_types and types_BL is not None else {}
         out = self.model(input_ids=ids_BL, attention_mask=mask_BL.long(), **types)
         return self._rows.scores(out.logits.float())
 
 
 def load_encoder(parts: Parts) -> Network:
-    """Load an encoder's sequence classifier; its head comes from the checkpoint in float32."""
+    """Load an encoder's sequence classifier, with its head in float32."""
     checkpoint, config = parts.checkpoint, parts.config
     kind = _class_of(config, checkpoint)
-    # Rows of the output layer: what the checkpoint has, not what a default config says.
+    # The number of outputs is the checkpoint's: a config may have transformers' default of 2.
     outputs = ("classifier.weight", "classifier.out_proj.weight")
     output_name = next((name for name in outputs if name in checkpoint.names), None)
     count = checkpoint.shape(output_name)[0] if output_name else int(config.num_labels)
     config.num_labels = count
+    # All parameters outside the body belong to the head, and must be in the checkpoint.
     with torch.device("meta"):
         bare = kind(config)
     body = f"{kind.base_model_prefix}."
@@ -267,16 +233,16 @@ def _class_of(config: Any, checkpoint: Checkpoint) -> Any:
     kinds = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     if type(config) not in kinds:
         raise ModelError(
-            f"{checkpoint.folder}: transformers knows no sequence classifier for the model type "
+            f"{checkpoint.folder}: transformers has no sequence classifier for the model type "
             f"{config.model_type}."
         )
-    with warnings.catch_warnings():  # DeBERTa's module still uses torch.jit
+    with warnings.catch_warnings():  # importing DeBERTa's module warns about torch.jit
         warnings.simplefilter("ignore", DeprecationWarning)
         return kinds[type(config)]
 
 
 def _restore_head(module: Any, body: str, raw: dict[str, Tensor]) -> None:
-    """Put the head back as it was saved, in float32, and cast what flows into it."""
+    """Set the head to the saved tensors in float32, and cast its inputs to float32."""
     parameters = dict(module.named_parameters())
     for name, tensor in raw.items():
         parameters[name].data = tensor.clone()
@@ -291,6 +257,7 @@ def _to_float32(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(v.float() if cast else v for v, cast in zip(inputs, floating, strict=True))
 
 
+# The end of the prompt in a Llama 3 chat, and ArmoRM's objectives in the order of its rows.
 HEADER = ("<|eot_id|>", "<|start_header_id|>", "assistant", "<|end_header_id|>", "\n\n")
 OBJECTIVES = (
     "helpsteer-helpfulness", "helpsteer-correctness", "helpsteer-coherence",
@@ -304,7 +271,7 @@ OBJECTIVES = (
 
 
 class GatedRewards(nn.Module):
-    """The body in its dtype, and in float32 what ArmoRM has on top of it."""
+    """ArmoRM: the body in its dtype, and in float32 the objectives and the gate."""
 
     def __init__(
         self, body: nn.Module, head: Mapping[str, Tensor], temperature: float,
@@ -323,14 +290,14 @@ class GatedRewards(nn.Module):
         self.biases = nn.ParameterList(head[f"gating.layers.{i}.bias"] for i in range(layers))
 
     def gate_BO(self, prompt_BH: Tensor) -> Tensor:
-        """How much each objective counts, from the hidden state where the prompt ends."""
+        """Return the weight of each objective, from the hidden state at the end of the prompt."""
         x = prompt_BH
         for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = functional.linear(x if index == 0 else x.relu(), weight, bias)
         return functional.softmax(x / self._temperature, dim=-1) * self.scale[0]
 
     def forward(self, ids_BL: Tensor, mask_BL: Tensor, types_BL: Tensor | None) -> Scores:
-        """Score by the gated sum, NaN without an assistant's header; raw objectives beside it."""
+        """Return the gated sum (NaN without an assistant's header) and the raw objectives."""
         gates_B = find_last(ids_BL, mask_BL, self._header)
         hidden_BLH = hidden_states(self.body, ids_BL, mask_BL)
         rewards_BO = functional.linear(last_BH(hidden_BLH, mask_BL), self.regression_OH)
@@ -342,52 +309,53 @@ class GatedRewards(nn.Module):
 
 
 def find_last(ids_BL: Tensor, mask_BL: Tensor, pattern: Sequence[int]) -> Tensor:
-    """Where the last occurrence of `pattern` begins in each row; -1 where there is none."""
+    """Return the start of the last occurrence of `pattern` in each row; -1 for none."""
     width = len(pattern)
     if ids_BL.shape[1] < width:
         return ids_BL.new_full((len(ids_BL),), -1)
     pattern_ids = ids_BL.new_tensor(pattern)
     windows = ids_BL.unfold(1, width, 1)
-    inside = mask_BL[:, width - 1 :].bool()  # left-packed: the window's end is no padding
+    inside = mask_BL[:, width - 1 :].bool()  # rows are left-packed: windows that end in the row
     hits = (windows == pattern_ids).all(-1) & inside
     places = torch.arange(hits.shape[1], device=hits.device).expand_as(hits)
     return torch.where(hits, places, -1).max(dim=-1).values
 
 
 def load_armorm(parts: Parts) -> Network:
-    """Load ArmoRM's own tensors by name; the checkpoint's Python code is never run."""
+    """Load ArmoRM by tensor names; the checkpoint's Python code is never run."""
     checkpoint, config = parts.checkpoint, parts.config
-    shapes = _shapes(config)
+    shapes = _expected_shapes(config)
     head = checkpoint.head(shapes)
     check_finite(head.items(), checkpoint.folder)
     for name, shape in shapes.items():
         if tuple(head[name].shape) != shape:
             raise ModelError(
                 f"{checkpoint.folder}: {name} has the shape {list(head[name].shape)}, and its "
-                f"config.json asks for {list(shape)}: config and weights are not of one model."
+                f"config.json requires {list(shape)}: config and weights are not of one model."
             )
     body = load_body(checkpoint, config, parts.dtype)
     temperature = float(_field(config, "gating_temperature", 10.0))
     count = len(head["regression_layer.weight"])
-    # The published names, or numbers where a model has another number of objectives.
+    # The published names, or numbers if the model has another number of objectives.
     names = OBJECTIVES if count == len(OBJECTIVES) else [f"objective_{i}" for i in range(count)]
     return LeftPacked(GatedRewards(body, head, temperature, header_ids(parts.tokenizer), names))
 
 
 def header_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Ids of an assistant's header in a Llama-3 chat, by the model's own tokenizer."""
+    """Return the ids of an assistant's header in a Llama 3 chat, by the model's tokenizer."""
     vocabulary = set(tokenizer.get_added_vocab())
     absent = [token for token in HEADER if token.startswith("<|") and token not in vocabulary]
     if absent:
         raise ModelError(
-            f"The tokenizer has no {', '.join(absent)}, and ArmoRM's gate goes by Llama 3's chat "
-            "tokens: name the tokenizer that belongs to it with reward.model.tokenizer."
+            f"The tokenizer has no {', '.join(absent)}, and ArmoRM's gate needs Llama 3's chat "
+            "tokens: set reward.model.tokenizer to the tokenizer that belongs to it."
         )
     ids = tokenizer("".join(HEADER), add_special_tokens=False)["input_ids"]
     return tuple(int(i) for i in ids)
 
 
-def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
+def _expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of ArmoRM's tensors by its config."""
     objectives = int(_field(config, "num_objectives", len(OBJECTIVES)))
     hidden_layers = int(_field(config, "gating_n_hidden", 3))
     wide = int(_field(config, "gating_hidden_dim", 1024))
@@ -404,22 +372,22 @@ def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _field(config: Any, name: str, default: float) -> float:
-    """A field of ArmoRM's config; the defaults are those of its class."""
+    """Return a field of ArmoRM's config; the defaults are those of its published class."""
     value = vars(config).get(name)
     return default if value is None else float(value)
 
 
 @dataclass(frozen=True)
 class Head:
-    """A kind of reward model once its files are here.
+    """A kind of reward model: how it is loaded, its format and length.
 
-    `max_length` is the most tokens that its authors used; `not_finite` says what a score that is
-    no number may come from.
+    `max_length` is the number of tokens that its authors used; `not_finite` explains a score that
+    is not finite.
     """
 
     load: Callable[[Parts], Network]
     format: FormatClass = ChatFormat
-    max_length: int = 16384  # Skywork's; none is known to be good beyond
+    max_length: int = 16384  # Skywork's limit; no model here was trained on longer samples
     not_finite: str = ""
 
 
@@ -432,28 +400,27 @@ HEADS = {
     ),
     "starling": Head(load_starling, StarlingFormat, 2048),
     "pair": Head(load_encoder, PairFormat, 512),
-    "value_head": Head(load_value_head),
 }  # fmt: skip
 
-_UNKNOWN = 2048
+_DEFAULT_LIMIT = 2048
 _FIELDS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length")
-# A tokenizer that knows no limit says so with a huge number.
+# transformers reports a missing limit of a tokenizer as a huge number.
 _NO_LIMIT = 10**6
 
 
 def hard_limit(config: Any, tokenizer: Any) -> int:
-    """How many positions the body has; without such a number, what its tokenizer says."""
+    """Return the number of positions of the body, otherwise the tokenizer's limit."""
     text = config.get_text_config()
     for field in _FIELDS:
         value = getattr(text, field, None)
         if isinstance(value, int) and value > 0:
             return value - _position_offset(text)
     limit = getattr(tokenizer, "model_max_length", _NO_LIMIT)
-    return int(limit) if limit < _NO_LIMIT else _UNKNOWN
+    return int(limit) if limit < _NO_LIMIT else _DEFAULT_LIMIT
 
 
 def _position_offset(config: Any) -> int:
-    """RoBERTa and its kin begin to count after the pad token's own position."""
+    """Return the positions lost to padding: RoBERTa's positions start after the pad token's id."""
     kin = ("roberta", "camembert", "longformer", "mpnet", "xmod", "data2vec-text", "ibert")
     if any(word in config.model_type for word in kin):
         return int(config.pad_token_id or 0) + 1
@@ -461,7 +428,8 @@ def _position_offset(config: Any) -> int:
 
 
 def load_reward_model(settings: ModelReward) -> LoadedModel:
-    """Load body, head and tokenizer of `settings.path`, onto its device, ready to score."""
+    """Load body, head and tokenizer of `settings.path` onto its device."""
+    # Device and precision, then adapter, config and tokenizer, then the weights.
     device = choose_device(settings.device)
     half = device.type == "cuda" and has_bfloat16(list_gpus()[:1])
     usual = "bfloat16" if half else "float32"
@@ -471,8 +439,8 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
     config = _load_config(folder, settings.tokenizer, choice)
     source = settings.tokenizer or str(folder)
     what = f"The tokenizer of the reward model {source} does not load"
-    mend = "Name another with reward.model.tokenizer."
-    tokenizer = load_part(AutoTokenizer, source, what, mend)
+    advice = "Set reward.model.tokenizer to another one."
+    tokenizer = load_part(AutoTokenizer, source, what, advice)
     checkpoint = Checkpoint(folder)
     head = HEADS[choice.adapter]
     try:
@@ -483,8 +451,8 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
         raise
     except torch.cuda.OutOfMemoryError as error:
         raise ModelError(
-            f"{settings.path} does not fit into the free memory of {device}: choose another with "
-            "--reward_model_device, or bring less there."
+            f"{settings.path} does not fit into the free memory of {device}: choose another "
+            "device with --reward_model_device."
         ) from error
     except DAMAGED as error:
         if is_out_of_memory(error):
@@ -501,9 +469,9 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device that was named, or a GPU where there is one.
+    """Return the named device, otherwise the GPU if there is one.
 
-    Raises MissingPart where torch cannot use that GPU.
+    Raises MissingPart when torch cannot use that GPU.
     """
     if name is None and (fault := find_gpu_fault()):
         raise MissingPart(str(fault))
@@ -515,12 +483,12 @@ def _folder(settings: ModelReward) -> Path:
     local = Path(path).expanduser()
     if local.is_dir():
         return local
-    cached = find_model_folder(path)  # a name that can be no hub model is refused here
+    cached = find_model_folder(path)  # refuses names that are not valid on the hub
     return cached if cached and settings.revision is None else fetch(path, settings.revision)
 
 
 def _load_config(folder: Path, base: str | None, choice: AdapterChoice) -> Any:
-    """The checkpoint's config; one without `model_type` borrows that of the base model."""
+    """Return the checkpoint's config, or that of its base model if it has no `model_type`."""
     written = read_json(folder / "config.json")
     if "quantization_config" in written:
         raise ModelError(f"{folder} is quantised; give the reward model's plain weights.")
@@ -529,16 +497,16 @@ def _load_config(folder: Path, base: str | None, choice: AdapterChoice) -> Any:
         if base is None:
             raise ModelError(
                 f"{folder} has no config.json that says its model_type, so its body cannot be "
-                "built: put the config.json of its base model there, or name a folder that holds "
-                "config and tokenizer of the base model with reward.model.tokenizer."
+                "built: put the config.json of its base model there, or set reward.model.tokenizer "
+                "to a folder with config and tokenizer of the base model."
             )
         source = base
     what = f"The config of {source} cannot be read as {choice.adapter}"
-    return load_part(AutoConfig, source, what, "Code that lies with a model is never run.")
+    return load_part(AutoConfig, source, what, "Code that comes with a model is never run.")
 
 
 def _pad_token_id(tokenizer: Any, config: Any) -> int:
-    """A token to pad with; any that the embedding has a row for will do."""
+    """Return a token to pad with: any token that has an embedding."""
     rows = int(getattr(config.get_text_config(), "vocab_size", 1))
     for candidate in (tokenizer.pad_token_id, config.pad_token_id, tokenizer.eos_token_id):
         if isinstance(candidate, int) and 0 <= candidate < rows:

@@ -52,7 +52,6 @@ def gated(folder: Path) -> plain.Straight:
 
 
 SCORE, STARLING = linear("model.", "score"), linear("transformer.", "v_head")
-TRL = linear("model.", "v_head.summary")
 CASES = {
     "armorm": Case("armorm", twins.armorm_twin, gated, {}),
     "armorm-5": Case("armorm", twins.armorm_twin, gated, {"objectives": 5}),
@@ -84,14 +83,7 @@ CASES = {
         "seqcls", twins.skywork_qwen3_twin, SCORE, {"form": "bin", "shards": 2}
     ),
     "gpt2": Case("seqcls", twins.gpt2_twin, own(GPT2ForSequenceClassification), {}),
-    "trl": Case("value_head", twins.trl_twin, TRL, {}),
-    "trl-prefixed": Case(
-        "value_head", twins.trl_twin, linear("pretrained_model.model.", "v_head.summary"),
-        {"prefix": "pretrained_model."},
-    ),
-    "openrlhf": Case("value_head", twins.openrlhf_twin, linear("model.", "value_head"), {}),
     "openrlhf-score": Case("seqcls", twins.openrlhf_twin, SCORE, {"head": "score"}),
-    "token-value": Case("value_head", twins.token_value_twin, SCORE, {}),
 }  # fmt: skip
 
 
@@ -193,7 +185,7 @@ def test_a_row_of_padding_alone_is_no_sample(ready: Ready) -> None:
 
 
 def test_the_body_may_be_bfloat16_and_the_head_is_not(tmp_path: Path) -> None:
-    for name in ("armorm", "starling-bin", "deberta", "skywork-qwen3", "trl", "bert-pair"):
+    for name in ("armorm", "starling-bin", "deberta", "skywork-qwen3", "bert-pair"):
         case = CASES[name]
         folder = case.build(tmp_path / name, **case.options)
         settings = ModelReward(path=str(folder), device="cpu", dtype="bfloat16")

@@ -35,9 +35,6 @@ NO_HEAD: list[tuple[Build, tuple[str, ...]]] = [
     (twins.skywork_llama_twin, ("score.weight",)),
     (twins.skywork_qwen3_twin, ("score.weight",)),
     (twins.gpt2_twin, ("score.weight",)),
-    (twins.trl_twin, ("v_head.",)),
-    (twins.openrlhf_twin, ("value_head.weight",)),
-    (twins.token_value_twin, ("score.",)),
 ]
 
 
@@ -62,8 +59,6 @@ PART_OF_A_HEAD: list[tuple[Build, str]] = [
     (twins.deberta_twin, "pooler.dense.weight"),
     (twins.bert_pair_twin, "bert.pooler.dense.weight"),
     (twins.roberta_twin, "classifier.dense.weight"),
-    (twins.trl_twin, "v_head.summary.bias"),
-    (twins.token_value_twin, "score.bias"),
 ]
 UNUSED: list[tuple[Build, str]] = [
     (twins.armorm_twin, "score.weight"),
@@ -75,9 +70,6 @@ UNUSED: list[tuple[Build, str]] = [
     (twins.skywork_llama_twin, "v_head.weight"),
     (twins.skywork_llama_twin, "model.layers.7.mlp.up_proj.weight"),
     (twins.skywork_qwen3_twin, "value_head.weight"),
-    (twins.trl_twin, "v_head.out.weight"),
-    (twins.openrlhf_twin, "reward_head.weight"),
-    (twins.token_value_twin, "reference.norm.weight"),
 ]
 SPARE = [
     (twins.skywork_llama_twin, "model.layers.0.self_attn.rotary_emb.inv_freq"),
@@ -97,8 +89,6 @@ BODY: list[tuple[Build, str]] = [
     (twins.skywork_llama_twin, "model.embed_tokens.weight"),
     (twins.skywork_qwen3_twin, "model.layers.0.self_attn.q_norm.weight"),
     (twins.gpt2_twin, "transformer.wpe.weight"),
-    (twins.trl_twin, "model.layers.0.input_layernorm.weight"),
-    (twins.token_value_twin, "model.norm.weight"),
 ]
 MISSHAPEN: list[tuple[Build, str, tuple[int, ...]]] = [
     (twins.armorm_twin, "regression_layer.weight", (5, HIDDEN)),
@@ -107,7 +97,6 @@ MISSHAPEN: list[tuple[Build, str, tuple[int, ...]]] = [
     (twins.skywork_llama_twin, "model.norm.weight", (HIDDEN + 1,)),
     (twins.starling_twin, "v_head.weight", (1, HIDDEN - 1)),
     (twins.deberta_twin, "classifier.weight", (1, HIDDEN + 2)),
-    (twins.trl_twin, "v_head.summary.bias", (2,)),
 ]
 # What is done to a checkpoint, and what the message names.
 DAMAGED: list[tuple[Build, dict[str, Any], str]] = [
@@ -136,11 +125,6 @@ def test_tensors_that_a_reward_model_does_without(tmp_path: Path) -> None:
     for number, (build, name) in enumerate(SPARE):
         folder = build(tmp_path / str(number), extra={name: torch.zeros(4)})
         load_reward_model(ModelReward(path=str(folder), device="cpu"))
-
-
-def test_a_value_head_gives_one_number(tmp_path: Path) -> None:
-    folder = twins.openrlhf_twin(tmp_path, extra={"value_head.weight": torch.zeros(2, HIDDEN)})
-    assert "has 2 rows" in refused(folder)
 
 
 def test_a_head_that_is_not_finite(tmp_path: Path) -> None:
@@ -275,5 +259,5 @@ def test_a_quantised_checkpoint(tmp_path: Path) -> None:
 
 def test_a_hub_model_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match="could not be loaded: there is no such folder here"):
+    with pytest.raises(ModelError, match="could not be loaded: there is no such folder"):
         load_reward_model(ModelReward(path="nobody/no-such-reward-model", device="cpu"))

@@ -168,17 +168,17 @@ def gpt2_twin(folder: Path, *, outputs: int = 1, **options: Any) -> Path:
     return _write(folder, model.state_dict(), config, qwen_tokenizer(pad=None), model, **options)
 
 
-def trl_twin(folder: Path, *, prefix: str = "", **options: Any) -> Path:
+def trl_twin(folder: Path, **options: Any) -> Path:
     """TRL's AutoModelForCausalLMWithValueHead: the causal model, and `v_head.summary`."""
     config = LlamaConfig(**LLAMA)
     model = LlamaForCausalLM(config)
-    weights = {prefix + name: t for name, t in model.state_dict().items()}
+    weights = dict(model.state_dict())
     weights["v_head.summary.weight"] = torch.empty(1, HIDDEN)
     weights["v_head.summary.bias"] = torch.empty(1)
     return _write(folder, weights, config, llama3_tokenizer(), model, **options)
 
 
-def openrlhf_twin(folder: Path, *, head: str = "value_head", **options: Any) -> Path:
+def openrlhf_twin(folder: Path, *, head: str = "score", **options: Any) -> Path:
     """OpenRLHF's layout: the bare body under `model`, and a head without bias."""
     config = LlamaConfig(**LLAMA)
     weights = {f"model.{name}": t for name, t in LlamaModel(config).state_dict().items()}
