@@ -56,39 +56,39 @@ def listed() -> dict[str, dict[str, str]]:
     return tomllib.loads(Path(__file__).with_name("foreign_flags.toml").read_text("utf-8"))
 
 
-def translate(words: Sequence[str]) -> list[str]:
+def translate(args: Sequence[str]) -> list[str]:
     """Replace each alias by what it stands for; a setting without a flag becomes KEY=VALUE."""
     out: list[str] = []
-    rest = list(words)
+    rest = list(args)
     while rest:
         word = rest.pop(0)
         if word == "--":
             return [*out, word, *rest]
         name, equals, value = word[2:].partition("=")
-        known = word.startswith("--") and listed()["aliases"].get(name.replace("-", "_"))
-        if not known:
+        alias = word.startswith("--") and listed()["aliases"].get(name.replace("-", "_"))
+        if not alias:
             out.append(word)
-        elif known.startswith("--"):
-            out.append(f"{known}{equals}{value}")
+        elif alias.startswith("--"):
+            out.append(f"{alias}{equals}{value}")
         elif equals or rest:
-            out.append(f"{known}={value if equals else rest.pop(0)}")
+            out.append(f"{alias}={value if equals else rest.pop(0)}")
         else:
             out.append(word)
     return out
 
 
-def unknown_flag(flag: str, known: Iterable[str]) -> str:
+def unknown_flag(flag: str, flags: Iterable[str]) -> str:
     """Say that a flag does not exist, and what to use: a known one, or nothing that is far off."""
     name = flag.lstrip("-").replace("-", "_")
-    names = {word.lstrip("-"): word for word in known}
+    names = {word.lstrip("-"): word for word in flags}
     aliases, pointers = listed()["aliases"], listed()["pointers"]
     near = difflib.get_close_matches(name, [*names, *aliases, *pointers], n=1, cutoff=NEAR)
-    said = f"there is no flag {flag}"
+    problem = f"there is no flag {flag}"
     if not near:
-        return f"{said}."
+        return f"{problem}."
     if near[0] in pointers:
-        return f"{said}: {pointers[near[0]].format(ppo=ppo())}."
-    return f"{said}. Did you mean '{names.get(near[0]) or aliases[near[0]]}'?"
+        return f"{problem}: {pointers[near[0]].format(ppo=ppo())}."
+    return f"{problem}. Did you mean '{names.get(near[0]) or aliases[near[0]]}'?"
 
 
 DEFAULT_FOLDER = Path("outputs")
@@ -138,7 +138,7 @@ def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
         return EXIT_USER
     folder = error.folder if isinstance(error, Crash) else DEFAULT_FOLDER
     _say(f"This is a bug in ppo-cli: {type(bug).__name__}: {bug}")
-    _say(_kept(bug, folder))
+    _say(save_traceback(bug, folder))
     if isinstance(bug, ImportError | OSError) or _OF_THE_MACHINE.search(str(bug)):
         _say(_DOCTOR.format(ppo("doctor")))
     return EXIT_BUG
@@ -159,23 +159,23 @@ def _usage(error: BaseException) -> str | None:
     """
     if not hasattr(error, "format_message"):
         return None
-    said = str(error.format_message())
+    message = str(error.format_message())
     # pydantic's words for a value that is no number
-    said = re.sub(r"Input should be a valid (\w+), unable to parse.*", r"this is no \1", said)
-    if "Usage:" in said:  # a group without its command answers with its help
-        return said
+    message = re.sub(r"Input should be a valid (\w+), unable to parse.*", r"this is no \1", message)
+    if "Usage:" in message:  # a group without its command answers with its help
+        return message
     flag = getattr(error, "option_name", None)
     if hasattr(error, "possibilities"):
-        said = f"there is no flag {flag}.{did_you_mean(str(flag), error.possibilities or ())}"
+        message = f"there is no flag {flag}.{did_you_mean(str(flag), error.possibilities or ())}"
     context = getattr(error, "ctx", None)
-    if not said and context:  # a group without its command: its help is printed by now
-        said = f"name one of its commands: {', '.join(context.command.commands)}"
+    if not message and context:  # a group without its command: its help is printed by now
+        message = f"name one of its commands: {', '.join(context.command.commands)}"
     command = context.command_path.partition(" ")[2] if context else "COMMAND"
-    stop = "" if said.endswith((".", "?")) else "."
-    return f"error: {said}{stop} See `{ppo(f'{command} --help'.lstrip())}`."
+    stop = "" if message.endswith((".", "?")) else "."
+    return f"error: {message}{stop} See `{ppo(f'{command} --help'.lstrip())}`."
 
 
-def _kept(bug: BaseException, folder: Path) -> str:
+def save_traceback(bug: BaseException, folder: Path) -> str:
     """Write the traceback into the run's logs and say where it is."""
     text = redact("".join(traceback.format_exception(bug)))
     path = folder / "logs" / f"crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
@@ -254,8 +254,8 @@ class LazyGroup(TyperGroup):
         if name not in COMMANDS:
             ctx.fail(f"There is no command '{name}'.{did_you_mean(name, COMMANDS)}")
         module, _, attribute = COMMANDS[name][0].partition(":")
-        found = getattr(importlib.import_module(f"ppo_cli.cli.{module}"), attribute)
-        command: Any = typer.main.get_command(found)
+        member = getattr(importlib.import_module(f"ppo_cli.cli.{module}"), attribute)
+        command: Any = typer.main.get_command(member)
         command.name = name
         for note in repeats(command, args[1:]):
             typer.echo(note, err=True)
@@ -275,24 +275,24 @@ def repeats(command: Any, args: Sequence[str]) -> list[str]:
     flags = {
         same_spelling(word): p for p in command.params for word in [*p.opts, *p.secondary_opts]
     }
-    given: dict[str, list[str]] = {}
-    words = iter(translate(args))
-    for word in words:
+    values_by_flag: dict[str, list[str]] = {}
+    typed = iter(translate(args))
+    for word in typed:
         if word == "--":
             break
         flag, equals, value = word.partition("=")
         flag = same_spelling(flag) if word.startswith("-") else ""
-        found = flags.get(flag)
-        if found is None or found.multiple or found.count:
+        param = flags.get(flag)
+        if param is None or param.multiple or param.count:
             continue
-        if found.is_flag:
+        if param.is_flag:
             value = word
         elif not equals:
-            value = next(words, "")
-        given.setdefault(found.opts[0], []).append(value)
+            value = next(typed, "")
+        values_by_flag.setdefault(param.opts[0], []).append(value)
     return [
         f"note: {flag} is given as {', then as '.join(map(repr, values))}; the last one counts."
-        for flag, values in given.items()
+        for flag, values in values_by_flag.items()
         if len(set(values)) > 1
     ]
 
@@ -314,8 +314,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"ppo-cli {__version__}")
         raise typer.Exit()
 
@@ -350,9 +350,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `ppo` and return its exit code: 0 done, 1 bug, 2 user's mistake, 3 resumable."""
     args = list(sys.argv[1:] if argv is None else argv)
     # It may stand anywhere before a `--`, and no command has to know it.
-    own = args[: args.index("--")] if "--" in args else args
-    debug = "--debug" in own
-    args = [word for word in own if word != "--debug"] + args[len(own) :]
+    own_args = args[: args.index("--")] if "--" in args else args
+    debug = "--debug" in own_args
+    args = [word for word in own_args if word != "--debug"] + args[len(own_args) :]
     _open_closed_streams()
     if argv is None and args[:1] in (["train"], ["eval"]) and not WITHOUT_WORK & set(args):
         from ppo_cli.allocator import start_with_jemalloc

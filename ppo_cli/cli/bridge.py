@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ppo_cli.cli.flags import Given, add_command, own_flag, switch
+from ppo_cli.cli.flags import Arguments, add_command, own_flag, switch
 from ppo_cli.config.checks.models import damaged_models
 from ppo_cli.config.checks.requirements import missing_inputs
 from ppo_cli.config.checks.rewards import missing_keys
@@ -37,14 +37,14 @@ app = typer.Typer(
 )
 
 
-def verl(given: Given) -> None:
+def verl(arguments: Arguments) -> None:
     """Write what verl 0.9.1 needs to train with these settings; settings of verl pass through."""
-    if given.extras["out"] is None:
+    if arguments.extras["out"] is None:
         raise ConfigError("Name the folder to write: ppo bridge verl --out DIR ...")
-    refuse_out(given.extras["out"])
-    resolved, bridged = translated(given)
-    files = _write(Path(given.extras["out"]), resolved, bridged)
-    if given.extras["json"]:
+    refuse_out(arguments.extras["out"])
+    resolved, bridged = translated(arguments)
+    files = _write(Path(arguments.extras["out"]), resolved, bridged)
+    if arguments.extras["json"]:
         from ppo_cli.cli.screen import print_json
 
         lines = bridged.lines(files[0].parent)
@@ -83,22 +83,22 @@ def read(
         print(f"{folder}: {steps} steps, {responses} responses. See them: ppo show {folder}")
 
 
-def plan_there(given: Given) -> None:
+def plan_there(arguments: Arguments) -> None:
     """Print the overrides of verl that a line comes to."""
     from ppo_cli.cli.screen import print_result
 
-    resolved, bridged = translated(given)
+    resolved, bridged = translated(arguments)
     lines = bridged.lines(Path(resolved.config.trainer.output_dir).expanduser().resolve())
     print_result(
         {"overrides": lines},
         lambda: "\n".join([*lines, *(f"# {note}" for note in resolved.notes)]),
-        as_json=bool(given.extras.get("json")),
+        as_json=bool(arguments.extras.get("json")),
     )
 
 
-def train_there(given: Given) -> None:
+def train_there(arguments: Arguments) -> None:
     """Write the folder, and run this node's script; verl must be installed here."""
-    resolved, bridged = translated(given)
+    resolved, bridged = translated(arguments)
     from ppo_cli.extras.bridge.folder import missing_verl, next_steps
 
     trainer = resolved.config.trainer
@@ -118,34 +118,34 @@ def train_there(given: Given) -> None:
     raise typer.Exit(subprocess.call(["bash", str(script)], env=environ))
 
 
-def runs_there(given: Given, problems: Sequence[str]) -> Iterator[str]:
+def runs_there(arguments: Arguments, problems: Sequence[str]) -> Iterator[str]:
     """Say of a refused line how what verl alone has runs there."""
     from ppo_cli.config.verl.translator import WRAPPER
     from ppo_cli.extras.bridge.overrides import is_verl_only
 
-    said = " ".join(problems)
-    flags = (f"{name}={value}" for name, (value, _) in given.flags.items())
-    words = [word for word in (*flags, *given.overrides) if is_verl_only(word)]
-    names = [word.partition("=")[0].lstrip("+").removeprefix(WRAPPER) for word in words]
-    theirs = [name for name in dict.fromkeys(names) if name in said]
-    if theirs:
-        more = f" and {len(theirs) - 2} more" if len(theirs) > 2 else ""
+    text = " ".join(problems)
+    flags = (f"{name}={value}" for name, (value, _) in arguments.flags.items())
+    verl_words = [word for word in (*flags, *arguments.overrides) if is_verl_only(word)]
+    names = [word.partition("=")[0].lstrip("+").removeprefix(WRAPPER) for word in verl_words]
+    verl_names = [name for name in dict.fromkeys(names) if name in text]
+    if verl_names:
+        others = f" and {len(verl_names) - 2} more" if len(verl_names) > 2 else ""
         line, folder = ppo("train --engine verl"), ppo("bridge verl --out DIR")
         yield (
-            f"verl has {', '.join(theirs[:2])}{more}: `{line} ...` runs this line on its engine, "
-            f"and `{folder} ...` writes what to start there."
+            f"verl has {', '.join(verl_names[:2])}{others}: `{line} ...` runs this line on its "
+            f"engine, and `{folder} ...` writes what to start there."
         )
 
 
-def translated(given: Given) -> tuple[Resolved, VerlOverrides]:
+def translated(arguments: Arguments) -> tuple[Resolved, VerlOverrides]:
     """Resolve a line, and write it in verl's words; raises ConfigError with all problems."""
     from ppo_cli.extras.bridge.overrides import build_overrides, is_verl_only
 
-    theirs = tuple(word for word in given.overrides if is_verl_only(word))
-    rest = tuple(word for word in given.overrides if word not in theirs)
-    flags = {**given.flags, "trainer.engine": ("verl", "--engine verl")}
-    resolved = replace(given, flags=flags, overrides=rest).resolve_node()
-    bridged = build_overrides(resolved.config, theirs)
+    verl_overrides = tuple(word for word in arguments.overrides if is_verl_only(word))
+    rest = tuple(word for word in arguments.overrides if word not in verl_overrides)
+    flags = {**arguments.flags, "trainer.engine": ("verl", "--engine verl")}
+    resolved = replace(arguments, flags=flags, overrides=rest).resolve_node()
+    bridged = build_overrides(resolved.config, verl_overrides)
     problems = [*bridged.problems, *_absent(resolved)]
     if problems:
         raise ConfigError([redact(line) for line in dict.fromkeys(problems)])

@@ -101,11 +101,11 @@ def examine(
 ) -> Report:
     """Read every row of the files and report; only a file that cannot be read raises."""
     sets = [load_rows(s, prompt_key=prompt_key, source_key=source_key) for s in sources]
-    rows = [row for found in sets for row in found.rows]
+    rows = [row for row_set in sets for row in row_set.rows]
     rendered, refused = renderer.render(rows)
-    problems = [problem for found in sets for problem in found.problems] + refused
+    problems = [problem for row_set in sets for problem in row_set.problems] + refused
     usable = [item.row for item in rendered]
-    words = [item for item in rendered if item.control_words]
+    with_control_words = [item for item in rendered if item.control_words]
     long = [item for item in rendered if len(item.token_ids) > max_prompt_length]
     sample = None
     if rendered:
@@ -113,8 +113,8 @@ def examine(
         place, tokens = str(row.place), len(item.token_ids)
         sample = Sample(place, item.text, tokens, row.data_source, row.ground_truth)
     return Report(
-        files=tuple(found.source for found in sets),
-        rows=len(rows) + len({p.place for found in sets for p in found.problems}),
+        files=tuple(row_set.source for row_set in sets),
+        rows=len(rows) + len({p.place for row_set in sets for p in row_set.problems}),
         usable=len(usable),
         bad_rows=tuple(problems),
         data_sources=dict(Counter(row.data_source for row in usable).most_common()),
@@ -124,9 +124,11 @@ def examine(
         tokens=percentiles([len(item.token_ids) for item in rendered]),
         max_prompt_length=max_prompt_length,
         overlong=find([f"{i.row.place}: {len(i.token_ids)} tokens" for i in long]),
-        control_words=find([f"{i.row.place}: {', '.join(i.control_words)}" for i in words]),
-        unused_columns=tuple(dict.fromkeys(n for found in sets for n in found.columns.unused)),
-        notes=tuple(note for found in sets for note in found.notes),
+        control_words=find(
+            [f"{i.row.place}: {', '.join(i.control_words)}" for i in with_control_words]
+        ),
+        unused_columns=tuple(dict.fromkeys(n for row_set in sets for n in row_set.columns.unused)),
+        notes=tuple(note for row_set in sets for note in row_set.notes),
         sample=sample,
     )
 
@@ -139,14 +141,14 @@ def find(examples: Sequence[str]) -> Finding:
 def repeats(rows: Sequence[Row]) -> list[str]:
     """Name the rows whose prompt stood in an earlier row, with that row."""
     first: dict[str, Row] = {}
-    found = []
+    sentences = []
     for row in rows:
         key = row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt, default=str)
         if key in first:
-            found.append(f"{row.place} repeats {first[key].place}")
+            sentences.append(f"{row.place} repeats {first[key].place}")
         else:
             first[key] = row
-    return found
+    return sentences
 
 
 def count_characters(row: Row) -> int:
@@ -214,8 +216,8 @@ def source_rows(sources: Mapping[str, int]) -> Table:
     """Return the count of each data_source, the most frequent first."""
     rows = [(name or "(none)", f"{count:,}") for name, count in sources.items()]
     rest = sum(list(sources.values())[MOST_SOURCES:])
-    more = [(f"{len(rows) - MOST_SOURCES} more", f"{rest:,}")] if rest else []
-    return rows[:MOST_SOURCES] + more
+    remainder = [(f"{len(rows) - MOST_SOURCES} more", f"{rest:,}")] if rest else []
+    return rows[:MOST_SOURCES] + remainder
 
 
 def length_rows(report: Report) -> Table:
@@ -252,17 +254,17 @@ def remarks(report: Report) -> list[str]:
 
 def count_line(what: str, finding: Finding) -> str:
     """Return `3 WHAT: first, second, third`."""
-    more = ", …" if finding.count > len(finding.examples) else ""
-    return f"{finding.count:,} {what}: {'; '.join(finding.examples)}{more}"
+    ellipsis = ", …" if finding.count > len(finding.examples) else ""
+    return f"{finding.count:,} {what}: {'; '.join(finding.examples)}{ellipsis}"
 
 
 def bad_rows(report: Report) -> list[str]:
     """Name the bad rows of each cause, the first ones of very many."""
     lines = group_problems(report.bad_rows, MOST_BAD)
-    more = len(lines) - MOST_BAD
-    if more <= 0:
+    hidden = len(lines) - MOST_BAD
+    if hidden <= 0:
         return lines
-    return [*lines[:MOST_BAD], f"and {more:,} more; --json names them all"]
+    return [*lines[:MOST_BAD], f"and {hidden:,} more; --json names them all"]
 
 
 def verdict(report: Report) -> str:
@@ -291,8 +293,8 @@ def print_prepared(files: Sequence[Prepared]) -> None:
     flags += ["--val_files", str(paths[held_out])] if held_out else []
     print_text(f"Next: {ppo('train')} {shlex.join(flags)}")
     if pairs := next((paths[split] for split in paths if split.startswith("pairs_")), None):
-        words = shlex.join(["--data", str(pairs), "--model", "MODEL", "--out", "my_rm"])
-        print_text(f"Or:   {ppo('reward fit')} {words}")
+        command = shlex.join(["--data", str(pairs), "--model", "MODEL", "--out", "my_rm"])
+        print_text(f"Or:   {ppo('reward fit')} {command}")
 
 
 data_app = typer.Typer(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ppo_cli.cli.flags import Given, add_command, switch
+from ppo_cli.cli.flags import Arguments, add_command, switch
 from ppo_cli.config.machine.gpus import list_gpus, pin_gpu_order
 from ppo_cli.config.machine.torch_build import find_gpu_fault
 from ppo_cli.config.models.bundled import EMBEDDED
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 STATES = {"ok": "ok", "differs": "differs", "failed": "failed", "skipped": "does not apply"}
 
 
-def doctor(given: Given) -> None:
+def doctor(arguments: Arguments) -> None:
     """Look at Python, packages, GPUs, vLLM, Ray, memory, disk, hub, sandboxes and judges.
 
     Each line says ok, warn or fail, and what mends it. The exit code is 2 where one fails.
@@ -36,16 +36,16 @@ def doctor(given: Given) -> None:
     With --self_test the program's parts run on these devices instead, for about two minutes, and
     their numbers are compared with the CPU's in float64; --model gives the sizes of layers.
     """
-    config = given.resolve().config
-    as_json = bool(given.extras["json"])
-    if given.extras["self_test"]:
+    config = arguments.resolve().config
+    as_json = bool(arguments.extras["json"])
+    if arguments.extras["self_test"]:
         _self_test(config, as_json=as_json)
         return
     from ppo_cli.cli.screen import print_json, print_text
     from ppo_cli.run.doctor import examine
 
     findings = []
-    for finding in examine(config, os.environ, probe=given.extras["probe"]):
+    for finding in examine(config, os.environ, probe=arguments.extras["probe"]):
         findings.append(finding)
         if not as_json:
             lines = [f"{finding.state:<5} {finding.part:<14} {finding.found}"]
@@ -108,8 +108,8 @@ def _wanted_shape(config: Config) -> LayerShape:
 
 def _tell_progress(progress: Progress) -> None:
     """One line that is written over on a terminal; a line for each check elsewhere."""
-    left = f"about {progress.seconds_left:.0f} s left"
-    line = f"self-test {progress.number}/{progress.count}: {progress.check}, {left}"
+    time_left = f"about {progress.seconds_left:.0f} s left"
+    line = f"self-test {progress.number}/{progress.count}: {progress.check}, {time_left}"
     _clear_progress()
     print(line, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
@@ -128,14 +128,14 @@ def _tabulate(outcomes: Sequence[Outcome]) -> list[str]:
         detail = "; ".join([outcome.detail, *([", ".join(figures)] if figures else [])])
         seconds = f"{outcome.seconds:.1f}" if outcome.seconds else "-"
         rows.append([outcome.check, STATES[outcome.state], seconds, detail])
-    return aligned(rows, left=4)
+    return aligned(rows, left_aligned=4)
 
 
 def _conclude(outcomes: Sequence[Outcome], shape: LayerShape, device: str) -> list[str]:
     counts = {s: sum(outcome.state == s for outcome in outcomes) for s in STATES}
-    words = [f"{count} {STATES[state]}" for state, count in counts.items() if count]
+    counts_by_state = [f"{count} {STATES[state]}" for state, count in counts.items() if count]
     kind = "the CPU" if device == "cpu" else "GPUs"
-    return [f"On {kind}, with layers of {shape.model}: {', '.join(words)}"]
+    return [f"On {kind}, with layers of {shape.model}: {', '.join(counts_by_state)}"]
 
 
 doctor_app = typer.Typer(add_completion=False)

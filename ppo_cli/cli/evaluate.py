@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from ppo_cli.allocator import collection_paused
-from ppo_cli.cli.flags import Given, add_command, own_flag, own_word, switch, taking
+from ppo_cli.cli.flags import Arguments, add_command, own_flag, own_word, switch, taking
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE, Resolved
 from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.schema.keys import find_key
@@ -36,21 +36,23 @@ WHERE = tuple(f"~trainer.{name}" for name in (
 ))  # fmt: skip
 
 
-def evaluate(given: Given) -> None:
+def evaluate(arguments: Arguments) -> None:
     """Score the responses of models to prompts; two or more models are compared.
 
     Of a RUN, the settings of the first are the defaults: reward, prompts, sampling, template.
     """
-    extras = given.extras
-    words, overrides = models_and_overrides(given.overrides)
-    if not words:
+    extras = arguments.extras
+    names, overrides = models_and_overrides(arguments.overrides)
+    if not names:
         raise ConfigError(f"Name a model or a run: {ppo('eval outputs')}.")
-    sources = [_intact_source(word) for word in words]
-    given = replace(given, overrides=overrides)
+    sources = [_intact_source(word) for word in names]
+    arguments = replace(arguments, overrides=overrides)
     if extras["data"]:
         files = tuple(extras["data"])
-        given = replace(given, flags={**given.flags, "data.val_files": (files, "flag --data")})
-    resolved = settings_of(given, sources)
+        arguments = replace(
+            arguments, flags={**arguments.flags, "data.val_files": (files, "flag --data")}
+        )
+    resolved = settings_of(arguments, sources)
     config = resolved.config
     problems = named_twice(sources)
     if extras["tasks"]:
@@ -59,7 +61,7 @@ def evaluate(given: Given) -> None:
             problems.append(f"--tasks are lm-eval's own rows and scores: leave --{others[0]} out.")
         if problems:
             raise ConfigError(problems)
-        _tasks(given, config, sources)
+        _tasks(arguments, config, sources)
         return
     if extras["right"] is not None and not math.isfinite(extras["right"]):
         problems.append(f"--right {extras['right']}: give a score, such as 0.5.")
@@ -83,11 +85,11 @@ def evaluate(given: Given) -> None:
             if note not in NOT_OURS:
                 screen.note(note)
         out = Path(extras["out"]).expanduser() if extras["out"] else None
-        found = evaluate(config, sources, sampling, screen, out=out, threshold=extras["right"])
-    print_result(found, lambda: eval_text(found), as_json=extras["json"])
-    if found["stopped"]:
-        raise Interrupted(f"{found['stopped']} Scores are kept: run the command again to go on.")
-    for model in found["models"]:
+        report = evaluate(config, sources, sampling, screen, out=out, threshold=extras["right"])
+    print_result(report, lambda: eval_text(report), as_json=extras["json"])
+    if report["stopped"]:
+        raise Interrupted(f"{report['stopped']} Scores are kept: run the command again to go on.")
+    for model in report["models"]:
         every = list(model["sources"].values())[-1]
         if every["failed"] == every["responses"]:
             raise RewardError(
@@ -96,24 +98,24 @@ def evaluate(given: Given) -> None:
             )
 
 
-def _tasks(given: Given, config: Config, sources: Sequence[ModelSource]) -> None:
+def _tasks(arguments: Arguments, config: Config, sources: Sequence[ModelSource]) -> None:
     """Print what lm-eval's tasks come to."""
     from ppo_cli.cli.screen import aligned, make_screen, print_result
     from ppo_cli.run.evaluate import evaluate_tasks
 
-    names = [name for text in given.extras["tasks"] for name in text.split(",") if name]
+    names = [name for text in arguments.extras["tasks"] for name in text.split(",") if name]
     screen = make_screen(sys.stderr)
     with closing(screen):
-        found = evaluate_tasks(config, sources, names, screen)
+        report = evaluate_tasks(config, sources, names, screen)
     rows = [["", "task", "metric", "value", "stderr"]]
-    for model in found["models"]:
+    for model in report["models"]:
         for task, metrics in model["tasks"].items():
             for name, facts in metrics.items():
                 error = facts["stderr"]
                 shown = "-" if error is None else f"{error:.4f}"
                 rows.append([model["name"], task, name, f"{facts['value']:.4f}", shown])
-    lines = aligned(rows, left=3)
-    print_result(found, lambda: "\n".join(lines), as_json=given.extras["json"])
+    lines = aligned(rows, left_aligned=3)
+    print_result(report, lambda: "\n".join(lines), as_json=arguments.extras["json"])
 
 
 def _intact_source(word: str) -> ModelSource:
@@ -129,18 +131,20 @@ def _intact_source(word: str) -> ModelSource:
 
 def named_twice(sources: Sequence[ModelSource]) -> list[str]:
     """Say which models were named more than once, by whatever words."""
-    found: dict[str, str] = {}
+    name_of_path: dict[str, str] = {}
     problems = []
     for source in sources:
         folder = Path(source.path).expanduser()
         path = str(folder.resolve()) if folder.is_dir() else source.path
-        if path in found:
-            problems.append(f"{found[path]} and {source.name} are the same model; name it once.")
-        found.setdefault(path, source.name)
+        if path in name_of_path:
+            problems.append(
+                f"{name_of_path[path]} and {source.name} are the same model; name it once."
+            )
+        name_of_path.setdefault(path, source.name)
     return problems
 
 
-def models_and_overrides(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+def models_and_overrides(args: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Sort the words of a line: an override is KEY=VALUE or ~KEY, unless it is a path."""
 
     def overrides(word: str) -> bool:
@@ -149,37 +153,39 @@ def models_and_overrides(words: Sequence[str]) -> tuple[list[str], tuple[str, ..
         return not is_path and ("=" in word or (word.startswith("~") and "/" not in word))
 
     return (
-        [word for word in words if not overrides(word)],
-        tuple(word for word in words if overrides(word)),
+        [word for word in args if not overrides(word)],
+        tuple(word for word in args if overrides(word)),
     )
 
 
-def settings_of(given: Given, sources: Sequence[ModelSource]) -> Resolved:
+def settings_of(arguments: Arguments, sources: Sequence[ModelSource]) -> Resolved:
     """Resolve what was typed over the settings of the first run, or over those of a first model.
 
     What was trained on many devices is sampled from on one. Nothing is trained here, so a limit
     of training rows is one of the rows that are answered.
     """
     run = next((source.run for source in sources if source.run is not None), None)
-    flags = {**given.flags, "model.path": (sources[0].path, f"model {sources[0].name}")}
-    preset = given.preset
+    flags = {**arguments.flags, "model.path": (sources[0].path, f"model {sources[0].name}")}
+    preset = arguments.preset
     rows = "data.train_max_samples=", "data.val_max_samples="
-    given = replace(given, overrides=tuple(text.replace(*rows) for text in given.overrides))
+    arguments = replace(
+        arguments, overrides=tuple(text.replace(*rows) for text in arguments.overrides)
+    )
     if run is not None:
-        given = replace(given, overrides=(*WHERE, *given.overrides), run=run)
-    elif sources[0].name == EMBEDDED and not given.config_files:
+        arguments = replace(arguments, overrides=(*WHERE, *arguments.overrides), run=run)
+    elif sources[0].name == EMBEDDED and not arguments.config_files:
         preset = preset or EMBEDDED
-    return replace(given, flags=flags, preset=preset).resolve()
+    return replace(arguments, flags=flags, preset=preset).resolve()
 
 
-def eval_text(found: Mapping[str, Any]) -> str:
+def eval_text(report: Mapping[str, Any]) -> str:
     """The result as text: a table for each model, then the differences."""
     from ppo_cli.cli.screen import number, table
 
-    s = found["sampling"]
+    s = report["sampling"]
     drawn = f"temperature {s['temperature']:g}" if s["temperature"] else "greedy"
-    lines = [f"Rows in {found['out']}; {s['n']} a prompt, {drawn}; 95 % intervals over prompts."]
-    for model in found["models"]:
+    lines = [f"Rows in {report['out']}; {s['n']} a prompt, {drawn}; 95 % intervals over prompts."]
+    for model in report["models"]:
         rows = [["", "prompts", "", "value", "95 %"]]
         for source, facts in model["sources"].items():
             measures = {f"mean@{s['n']}": facts["mean"]}
@@ -187,20 +193,20 @@ def eval_text(found: Mapping[str, Any]) -> str:
             for i, (name, estimate) in enumerate(measures.items()):
                 about = ["", ""] if i else [source, f"{facts['prompts']:,}"]
                 rows.append([*about, name, *_interval(estimate)])
-        lines += ["", *table(model["name"], rows, left=1)]
+        lines += ["", *table(model["name"], rows, left_aligned=1)]
         facts = list(model["sources"].values())[-1]
         if facts["failed"]:
             why = next(iter(model["failures"]))
             lines.append(f"  {facts['failed']} of {facts['responses']} have no score: {why}")
         if spent := ", ".join(f"{k} {number(v)}" for k, v in model["spent"].items()):
             lines.append(f"  judge: {spent}")
-    for gap in found["differences"]:
+    for gap in report["differences"]:
         rows = [["", "prompts", "difference", "95 %", "p"]]
         for source, facts in gap["sources"].items():
             p = facts["p"]
             shown = "-" if p is None else "<0.001" if p < 1e-3 else f"{p:.3f}"
             rows.append([source, f"{facts['prompts']:,}", *_interval(facts, "+"), shown])
-        lines += ["", *table(f"{gap['of']} less {gap['from']}", rows, left=1)]
+        lines += ["", *table(f"{gap['of']} less {gap['from']}", rows, left_aligned=1)]
     return "\n".join(lines)
 
 
@@ -210,12 +216,12 @@ def _interval(facts: Mapping[str, Any], sign: str = "") -> list[str]:
     return ["-" if value is None else f"{value:{sign}.3f}", within]
 
 
-def generate(given: Given) -> None:
+def generate(arguments: Arguments) -> None:
     """Let a model answer: one prompt, a file of them, or you in a chat (Ctrl-D ends it)."""
-    extras = given.extras
+    extras = arguments.extras
     model, prompt = extras["source"], extras["prompt"]
     if prompt and "=" in prompt and find_key(prompt.partition("=")[0]) is not None:
-        given, prompt = replace(given, overrides=(prompt, *given.overrides)), None
+        arguments, prompt = replace(arguments, overrides=(prompt, *arguments.overrides)), None
     problems = []
     if not model:
         problems.append(f"Name a model or a run: {ppo('generate outputs')}.")
@@ -226,7 +232,7 @@ def generate(given: Given) -> None:
     if problems:
         raise ConfigError(problems)
     source = _intact_source(model)
-    config = settings_of(given, [source]).config
+    config = settings_of(arguments, [source]).config
     from ppo_cli.scoring.rows import check_out, write_rows
 
     if extras["out"]:
@@ -248,8 +254,8 @@ def generate(given: Given) -> None:
                 return
             _print_rows(rows, as_json=True)
         elif prompt is not None:
-            asked = typed(sys.stdin.read) if prompt == "-" else prompt
-            rows = answers(sampled, [sampled.prompt(asked)], sampling)
+            user_prompt = typed(sys.stdin.read) if prompt == "-" else prompt
+            rows = answers(sampled, [sampled.prompt(user_prompt)], sampling)
             _print_rows(rows, as_json=extras["json"])
         else:
             for row in chat(sampled, lambda prompt: answers(sampled, [prompt], sampling)[0]):
@@ -263,13 +269,13 @@ def chat(sampled: Sampled, answer: Callable[[Prompt], dict[str, Any]]) -> Iterat
         print("This model has no chat template: it continues each line by itself.", file=sys.stderr)
     while True:
         try:
-            said = typed(lambda: input("> " if sys.stdin.isatty() else ""))
+            line = typed(lambda: input("> " if sys.stdin.isatty() else ""))
         except EOFError:
             return
-        if not said.strip():
+        if not line.strip():
             continue
-        prompt = None if sampled.uses_template else sampled.prompt(said)
-        history.append({"role": "user", "content": said})
+        prompt = None if sampled.uses_template else sampled.prompt(line)
+        history.append({"role": "user", "content": line})
         while prompt is None:
             try:
                 prompt = sampled.prompt(history)

@@ -36,12 +36,12 @@ def explain(
 ) -> None:
     """Say what a setting or a metric is: its range, what it goes with, what to change."""
     meant = ON_A_LINE.get(name) or listed()["aliases"].get(name.lstrip("-"), name)
-    found = setting_facts(meant) or metric_facts(meant)
-    if not found:
-        known = [*(k.flag for k in table().values() if k.flag), *(m.key for m in METRICS)]
-        near = suggest_key(name) or did_you_mean(name, [*table(), *known])
+    facts = setting_facts(meant) or metric_facts(meant)
+    if not facts:
+        names = [*(k.flag for k in table().values() if k.flag), *(m.key for m in METRICS)]
+        near = suggest_key(name) or did_you_mean(name, [*table(), *names])
         raise ConfigError(f"There is no setting and no metric '{name}'.{near}")
-    print_result(found, lambda: explained(found), as_json=as_json)
+    print_result(facts, lambda: explained(facts), as_json=as_json)
 
 
 KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
@@ -79,7 +79,7 @@ def setting_facts(name: str) -> dict[str, Any]:
         "no_effect": list(describe_unused(key.name)),
         "beside": [k for k in table() if k.rpartition(".")[0] == group and k != key.name],
     }  # fmt: skip
-    return {what: said for what, said in facts.items() if said not in (None, "", [])}
+    return {what: fact for what, fact in facts.items() if fact not in (None, "", [])}
 
 
 def metric_facts(name: str) -> dict[str, Any]:
@@ -96,16 +96,16 @@ def metric_facts(name: str) -> dict[str, Any]:
                 "healthy": ", ".join(f"{word} {b:g}" for b, word in bounds if b is not None),
                 "otherwise": metric.change.format(kl_setting=limits.kl_setting),
             }
-            return {what: said for what, said in facts.items() if said}
+            return {what: fact for what, fact in facts.items() if fact}
     return {}
 
 
-def explained(found: dict[str, Any]) -> str:
+def explained(facts: dict[str, Any]) -> str:
     """The facts as text, one a line."""
     rows = []
-    for what, said in found.items():
-        for i, one in enumerate(said if isinstance(said, list) else [said]):
-            rows.append((HEADINGS[what] if not i else "", str(one)))
+    for what, fact in facts.items():
+        for i, entry in enumerate(fact if isinstance(fact, list) else [fact]):
+            rows.append((HEADINGS[what] if not i else "", str(entry)))
     return "\n".join(aligned(rows))
 
 
@@ -129,12 +129,12 @@ def list_presets(
     as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
 ) -> None:
     """List the presets with what each is for."""
-    found = {name: _first_comment(name) for name in preset_names()}
+    comments = {name: _first_comment(name) for name in preset_names()}
     rows = []
-    for name, said in found.items():
+    for name, comment in comments.items():
         short = [alias for alias, full in ALIASES.items() if full == name]
-        rows.append((name, said + (f" (also: {', '.join(short)})" if short else "")))
-    print_result(found, lambda: "\n".join(aligned(rows)), as_json=as_json)
+        rows.append((name, comment + (f" (also: {', '.join(short)})" if short else "")))
+    print_result(comments, lambda: "\n".join(aligned(rows)), as_json=as_json)
 
 
 @presets_app.command(epilog="Example: ppo presets show embedded > mine.yaml")

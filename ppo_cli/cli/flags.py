@@ -38,7 +38,7 @@ EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Given:
+class Arguments:
     """What was typed after the command, not yet checked."""
 
     flags: Mapping[str, tuple[Any, str]]
@@ -52,8 +52,8 @@ class Given:
     @property
     def on_verl(self) -> bool:
         """Whether the line is to run on verl."""
-        said = self.flags.get("trainer.engine", ("",))[0]
-        return said == "verl" or "trainer.engine=verl" in self.overrides
+        engine = self.flags.get("trainer.engine", ("",))[0]
+        return engine == "verl" or "trainer.engine=verl" in self.overrides
 
     def resolve_node(self) -> Resolved:
         """Put what was typed over the other layers, with what SLURM says of this node."""
@@ -95,7 +95,7 @@ def flag_keys() -> dict[str, Key]:
 
 def add_command(
     app: typer.Typer,
-    run: Callable[[Given], None],
+    run: Callable[[Arguments], None],
     example: str,
     extras: Sequence[inspect.Parameter],
     shown: tuple[str, ...] = ("",),
@@ -106,7 +106,7 @@ def add_command(
     but hidden, so that the line of a training run can be reused.
     """
     keys = flag_keys()
-    own = {p.name for p in extras}
+    extra_names = {p.name for p in extras}
 
     def command(ctx: typer.Context, **typed: Any) -> None:
         flags = {
@@ -115,12 +115,12 @@ def add_command(
             if typed[name] not in (None, [], ())
         }
         run(
-            Given(
+            Arguments(
                 flags=flags,
                 preset=typed["preset"],
                 config_files=tuple(Path(p) for p in typed["config"] or ()),
                 overrides=tuple(typed["overrides"] or ()),
-                extras={name: typed[name] for name in own},
+                extras={name: typed[name] for name in extra_names},
                 unknown=ctx.meta.get(UNKNOWN, ()),
             )
         )
@@ -132,7 +132,7 @@ def add_command(
     # The file comes before the overrides, which take every word that is left.
     files = [p for p in extras if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     others = [p for p in extras if p not in files]
-    layers = [p for p in _layers() if p.name not in own]
+    layers = [p for p in _layers() if p.name not in extra_names]
     parameters = [*files, *layers, *others, *flags]
     app.command(run.__name__, cls=SettingsCommand, epilog=example)(taking(command, parameters))
 
@@ -144,32 +144,32 @@ def taking(run: Callable[..., None], parameters: Sequence[inspect.Parameter]) ->
     return run
 
 
-def switch(name: str, said: str) -> inspect.Parameter:
+def switch(name: str, description: str) -> inspect.Parameter:
     """Make an on-off flag of a command's own."""
-    return _keyword(name, bool, typer.Option(False, f"--{name}", help=said))
+    return _keyword(name, bool, typer.Option(False, f"--{name}", help=description))
 
 
 def own_flag(
-    name: str, kind: Any, default: Any, said: str, metavar: str | None = None, **more: Any
+    name: str, kind: Any, default: Any, description: str, metavar: str | None = None, **options: Any
 ) -> inspect.Parameter:
     """Make a flag of a command's own; without a default it may be left out.
 
-    `more` are other arguments of typer.Option, such as `min`.
+    `options` are other arguments of typer.Option, such as `min`.
     """
-    shown = {"show_default": default is not None} | more
-    option = typer.Option(default, f"--{name}", help=said, metavar=metavar, **shown)
+    shown = {"show_default": default is not None} | options
+    option = typer.Option(default, f"--{name}", help=description, metavar=metavar, **shown)
     return _keyword(name, kind if default is not None else kind | None, option)
 
 
-def own_file(said: str, *, required: bool = False) -> inspect.Parameter:
+def own_file(description: str, *, required: bool = False) -> inspect.Parameter:
     """Make the argument FILE of a command's own."""
-    return own_word("file", "FILE", said, required=required)
+    return own_word("file", "FILE", description, required=required)
 
 
 def own_word(
     name: str,
     metavar: str,
-    said: str,
+    description: str,
     *,
     required: bool = False,
     several: bool = False,
@@ -184,7 +184,7 @@ def own_word(
     return inspect.Parameter(
         name,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        default=typer.Argument(default, metavar=metavar, help=said, show_default=shown),
+        default=typer.Argument(default, metavar=metavar, help=description, show_default=shown),
         annotation=kind if required else kind | None,
     )
 
@@ -198,7 +198,7 @@ class SettingsCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat a list flag before each of its values, then parse as usual."""
-        known, unknown = self._sorted_out(translate(args))
+        known_words, unknown = self._split_unknown_flags(translate(args))
         if unknown:
             names = [n for p in self.params for n in (*p.opts, *p.secondary_opts) if n[:2] == "--"]
             messages = [unknown_flag(flag, names) for flag in unknown]
@@ -206,7 +206,7 @@ class SettingsCommand(TyperCommand):
             ctx.meta[UNKNOWN] = tuple(messages)
         for param in self.params:
             _spare_absent(param)
-        return super().parse_args(ctx, spread(known))
+        return super().parse_args(ctx, spread(known_words))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print plain help: in rich tables of 80 columns long flags would be cut."""
@@ -218,39 +218,41 @@ class SettingsCommand(TyperCommand):
         panels: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
-                own = "Arguments" if param.param_type_name == "argument" else "Options"
-                panels.setdefault(getattr(param, "rich_help_panel", None) or own, []).append(record)
+                default_panel = "Arguments" if param.param_type_name == "argument" else "Options"
+                panels.setdefault(
+                    getattr(param, "rich_help_panel", None) or default_panel, []
+                ).append(record)
         for panel, records in panels.items():
             with formatter.section(panel):
                 formatter.write_dl(records, col_max=24)
 
-    def _sorted_out(self, words: list[str]) -> tuple[list[str], list[str]]:
+    def _split_unknown_flags(self, args: list[str]) -> tuple[list[str], list[str]]:
         """Take out flags that do not exist, with the values that follow them."""
         takes_value = {
             name: not getattr(option, "is_flag", False)
             for option in self.params
             for name in (*option.opts, *option.secondary_opts)
         } | {"--help": False}
-        known: list[str] = []
+        known_words: list[str] = []
         unknown: list[str] = []
-        rest = list(words)
+        rest = list(args)
         while rest:
             word = rest.pop(0)
             flag, equals, _ = word.replace("-", "_").partition("=")
             flag = f"--{flag[2:]}"
             if word == "--":
-                return [*known, word, *rest], unknown
+                return [*known_words, word, *rest], unknown
             if not word.startswith("--") or flag in takes_value:
-                known.append(word)
+                known_words.append(word)
                 if word.startswith("--") and takes_value[flag] and not equals and rest:
-                    known.append(rest.pop(0))
+                    known_words.append(rest.pop(0))
                 continue
             unknown.append(word.partition("=")[0])
             while (
                 not equals and rest and not rest[0].startswith("--") and not _is_override(rest[0])
             ):
                 rest.pop(0)
-        return known, unknown
+        return known_words, unknown
 
 
 def _spare_absent(param: Any) -> None:
@@ -263,20 +265,20 @@ def spread(args: Sequence[str]) -> list[str]:
     """Turn `--train_files a b` into `--train_files a --train_files b`."""
     lists = {key.flag for key in flag_keys().values() if key.is_list}
     out: list[str] = []
-    current, taken = "", 0
+    current, value_count = "", 0
     for index, word in enumerate(args):
         if word == "--":
             return [*out, *args[index:]]
         if word.startswith("--"):
             flag = "--" + word[2:].partition("=")[0].replace("-", "_")
             current = flag if flag in lists and "=" not in word else ""
-            taken = 0
+            value_count = 0
         elif current:
-            if taken and _is_override(word):
+            if value_count and _is_override(word):
                 current = ""
-            elif taken:
+            elif value_count:
                 out.append(current)
-            taken += 1
+            value_count += 1
         out.append(word)
     return out
 
@@ -287,9 +289,9 @@ def _is_override(word: str) -> bool:
 
 def _layers() -> list[inspect.Parameter]:
     presets = ", ".join([*preset_names(), *ALIASES])
-    said = "Any setting by its key: actor.clip_ratio=0.1"
+    description = "Any setting by its key: actor.clip_ratio=0.1"
     return [
-        own_word("overrides", "[KEY=VALUE]...", said, several=True),
+        own_word("overrides", "[KEY=VALUE]...", description, several=True),
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
         own_flag("preset", str, None, f"A bundled start: {presets}.", "NAME"),
         own_flag("config", list[str], None, "YAML settings; repeatable, later wins.", "FILE"),

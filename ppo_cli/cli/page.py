@@ -112,12 +112,14 @@ def report(
             fresh.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error.strerror or error}.") from error
-    told = {run.name: run.read()["sentence"] for run in data}
+    sentences = {run.name: run.read()["sentence"] for run in data}
     size = out.stat().st_size
-    names = [f"{n}: {said}" if len(told) > 1 else said for n, said in told.items()]
+    names = [
+        f"{n}: {sentence}" if len(sentences) > 1 else sentence for n, sentence in sentences.items()
+    ]
     lines = [*names, f"{out} ({size / 1e6:.1f} MB)"]
-    found = {"out": str(out), "bytes": size, "runs": told}
-    print_result(found, lambda: "\n".join(lines), as_json=as_json)
+    summary = {"out": str(out), "bytes": size, "runs": sentences}
+    print_result(summary, lambda: "\n".join(lines), as_json=as_json)
 
 
 def record_section() -> str:

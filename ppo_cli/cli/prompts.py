@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch
+from ppo_cli.cli.flags import Arguments, add_command, own_file, own_flag, switch
 from ppo_cli.cli.screen import aligned, make_screen, print_result
 from ppo_cli.config.models.bundled import prompt_files
 from ppo_cli.errors import ConfigError, Interrupted, RewardError
@@ -33,7 +33,7 @@ def list_prompts(
     """List the bundled judge prompts with their version and scale."""
     from ppo_cli.extras.trust.prompts import bundled_prompts
 
-    found = bundled_prompts()
+    prompts = bundled_prompts()
     rows = [
         {
             "name": t.name,
@@ -43,10 +43,10 @@ def list_prompts(
             "cases": len(t.cases),
             "description": t.description,
         }
-        for t in found
+        for t in prompts
     ]
-    cells = [[t.name, f"v{t.version}", f"{t.scale!s:<5}", t.description] for t in found]
-    print_result(rows, lambda: "\n".join(aligned(cells, left=4)), as_json=as_json)
+    cells = [[t.name, f"v{t.version}", f"{t.scale!s:<5}", t.description] for t in prompts]
+    print_result(rows, lambda: "\n".join(aligned(cells, left_aligned=4)), as_json=as_json)
 
 
 @app.command(epilog="Example: ppo prompts show math > mine.yaml")
@@ -57,18 +57,18 @@ def show(name: str = typer.Argument(help="Name of a judge prompt.")) -> None:
     print(prompt_text(name), end="")
 
 
-def render(given: Given) -> None:
+def render(arguments: Arguments) -> None:
     """Show the exact request that a judge gets for one data row."""
-    resolved = given.resolve()
+    resolved = arguments.resolve()
     from ppo_cli.extras.trust.prompts import provider_call, render_row
 
     config = resolved.config
-    file = prompt_files([str(given.extras["file"])], "train")[0]
+    file = prompt_files([str(arguments.extras["file"])], "train")[0]
     shown = render_row(
         config.reward.api,
         file,
-        int(given.extras["row"]),
-        response=given.extras["response"],
+        int(arguments.extras["row"]),
+        response=arguments.extras["response"],
         prompt_key=config.data.prompt_key,
         source_key=config.data.reward_fn_key,
     )
@@ -84,30 +84,37 @@ def render(given: Given) -> None:
         "user": shown.question.user,
         "request": provider_call(config.reward.api, shown.question),
     }
-    print_result(facts, lambda: request_text(facts), as_json=given.extras["json"])
+    print_result(facts, lambda: request_text(facts), as_json=arguments.extras["json"])
 
 
-def rubric(given: Given) -> None:
+def rubric(arguments: Arguments) -> None:
     """Have a judge draft criteria from questions and reference answers, for you to edit."""
-    if not given.extras["out"]:
+    if not arguments.extras["out"]:
         raise ConfigError("Name the file for the drafts with --out FILE.")
-    judged = {"reward.api.enable": ("true", "ppo prompts rubric"), **given.flags}
-    config = replace(given, flags=judged).resolve().config
+    judged = {"reward.api.enable": ("true", "ppo prompts rubric"), **arguments.flags}
+    config = replace(arguments, flags=judged).resolve().config
     from ppo_cli.extras.trust.prompts import draft_for_run, draft_rows
     from ppo_cli.scoring.rows import check_out, read_responses
 
-    file = prompt_files([str(given.extras["file"])], "train")[0]
+    file = prompt_files([str(arguments.extras["file"])], "train")[0]
     keys = {"prompt_key": config.data.prompt_key, "source_key": config.data.reward_fn_key}
-    found = read_responses(file, response_key=None, **keys)
-    out = Path(str(given.extras["out"])).expanduser()
+    responses = read_responses(file, response_key=None, **keys)
+    out = Path(str(arguments.extras["out"])).expanduser()
     check_out(out, file)
     plain = {"mode": "text", "rubric": None, "votes": 1}  # a draft is neither score nor vote
-    api, most = config.reward.api.model_copy(update=plain), int(given.extras["criteria"])
-    one = bool(given.extras["one"])
-    draft = draft_for_run if one else draft_rows
+    api, max_criteria = (
+        config.reward.api.model_copy(update=plain),
+        int(arguments.extras["criteria"]),
+    )
+    for_whole_run = bool(arguments.extras["one"])
+    draft = draft_for_run if for_whole_run else draft_rows
     with closing(make_screen(sys.stderr)) as screen:
-        result = {**draft(api, found.rows, out, most, screen), "out": str(out), "one": one}
-    print_result(result, lambda: drafted_text(result), as_json=given.extras["json"])
+        result = {
+            **draft(api, responses.rows, out, max_criteria, screen),
+            "out": str(out),
+            "one": for_whole_run,
+        }
+    print_result(result, lambda: drafted_text(result), as_json=arguments.extras["json"])
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} Run the same command again: what is there stays.")
     if result["failed"] and not result["written"]:
@@ -117,10 +124,10 @@ def rubric(given: Given) -> None:
 def drafted_text(result: dict[str, Any]) -> str:
     """Return what drafting came to."""
     cost = "" if result["cost_usd"] is None else f", ${result['cost_usd']:.4f}"
-    asked = f"{result['calls']:,} calls, {result['tokens']:,} tokens{cost}"
-    lines = [f"{one['row']}: left out, {one['why']}" for one in result["failed"]]
+    usage = f"{result['calls']:,} calls, {result['tokens']:,} tokens{cost}"
+    lines = [f"{failure['row']}: left out, {failure['why']}" for failure in result["failed"]]
     lines.append(
-        f"{asked}; {result['written']:,} written to {result['out']}. Edit them before use:"
+        f"{usage}; {result['written']:,} written to {result['out']}. Edit them before use:"
     )
     use = result["out"] if result["one"] else "extra_info.rubric"
     return "\n".join([*lines, f"  --rm_rubric {use}"])

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from ppo_cli.cli.app import Crash
-from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch, taking
+from ppo_cli.cli.flags import Arguments, add_command, own_file, own_flag, switch, taking
 from ppo_cli.cli.screen import clean, duration, make_screen, number, print_result, table
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.schema.run import Config
@@ -67,9 +67,9 @@ def ranking_lines(facts: Facts) -> list[str]:
         (of_prompts, number(facts["within"])),
         ("their pairs in reversed order", _percent(facts["turned"])),
     ]
-    for one in facts["steps"] if len(facts["steps"]) > 1 else ():
-        said = f"{number(one['before'])} -> {number(one['now'])}, "
-        pairs.append((f"step {one['step']}, mean", f"{said}rank {number(one['agreement'])}"))
+    for step in facts["steps"] if len(facts["steps"]) > 1 else ():
+        means = f"{number(step['before'])} -> {number(step['now'])}, "
+        pairs.append((f"step {step['step']}, mean", f"{means}rank {number(step['agreement'])}"))
     return table("Against the scores that were there", pairs)
 
 
@@ -91,11 +91,11 @@ def part_lines(facts: Facts) -> list[str]:
 
 def _grid(title: str, rows: Mapping[str, Facts], columns: Mapping[str, str]) -> list[str]:
     """A table with a line for each part; columns that no part has are left out."""
-    there = {key: word for key, word in columns.items() if any(key in r for r in rows.values())}
-    cells = [["", *there.values()]]
+    present = {key: word for key, word in columns.items() if any(key in r for r in rows.values())}
+    cells = [["", *present.values()]]
     for name, row in rows.items():
-        cells.append([name, *(_cell(key, row.get(key)) for key in there)])
-    return table(title, cells, left=1)
+        cells.append([name, *(_cell(key, row.get(key)) for key in present)])
+    return table(title, cells, left_aligned=1)
 
 
 def _cell(key: str, value: Any) -> str:
@@ -131,10 +131,10 @@ def bars(histogram: Sequence[Facts]) -> list[str]:
         return []
     names = [_level(level) for level in histogram]
     width = max(map(len, names))
-    most = max(level["count"] for level in histogram)
+    largest = max(level["count"] for level in histogram)
     lines = ["", "Scores by level"]
     for name, level in zip(names, histogram, strict=True):
-        size = round(BAR * level["count"] / most)
+        size = round(BAR * level["count"] / largest)
         bar = "#" * (size or bool(level["count"]))
         lines.append(f"  {name:>{width}}  {bar:<{BAR}} {level['count']:,}")
     return lines
@@ -172,9 +172,9 @@ def calibration_lines(result: Facts) -> list[str]:
     return [*lines, "", "In words", *(f"  - {line}" for line in result["advice"])]
 
 
-def _estimates(found: Mapping[str, Facts]) -> Pairs:
+def _estimates(estimates: Mapping[str, Facts]) -> Pairs:
     rows = []
-    for name, facts in found.items():
+    for name, facts in estimates.items():
         if facts["value"] is None:
             rows.append((name, f"- ({facts['why']})"))
             continue
@@ -208,10 +208,10 @@ def _thousand(facts: Facts) -> Pairs:
 
 def audit_lines(result: Facts) -> list[str]:
     """The checks of an audit, each with its worst case."""
-    words = {True: "PASS", False: "FAIL", None: "skip"}
+    verdicts = {True: "PASS", False: "FAIL", None: "skip"}
     lines = [f"Audit of {result['reward']}", ""]
     for check in result["checks"]:
-        lines.append(f"{words[check['passed']]}  {check['name']}: {check['said']}")
+        lines.append(f"{verdicts[check['passed']]}  {check['name']}: {check['said']}")
         lines += _worst(check["worst"], failed=check["passed"] is False)
     spent = ", ".join(f"{word} {value}" for word, value in _spent(result["spent"]))
     return [*lines, "", f"{result['asked']:,} verdicts; {spent}."]
@@ -239,9 +239,9 @@ reward_app = typer.Typer(
 )
 
 
-def score(given: Given) -> None:
+def score(arguments: Arguments) -> None:
     """Score the responses of a file or a run, by the same path as training."""
-    config, screen = _settings(given)
+    config, screen = _settings(arguments)
     from ppo_cli.data_sets.files import find_saved
     from ppo_cli.scoring.rows import (
         check_out,
@@ -260,87 +260,87 @@ def score(given: Given) -> None:
     )
     from ppo_cli.scoring.statistics import compare_rankings
 
-    file, steps = str(given.extras["file"]), given.extras["step"] or ()
+    file, steps = str(arguments.extras["file"]), arguments.extras["step"] or ()
     run = Path(file).expanduser()
     if steps and not run.is_dir():
         raise ConfigError(f"--step goes with the folder of a run, and {file} is none.")
     if run.is_dir() and find_saved(file) is None:
-        found = read_run_responses(run, steps)
+        responses = read_run_responses(run, steps)
     else:
-        found = read_responses(
+        responses = read_responses(
             file,
             prompt_key=config.data.prompt_key,
             source_key=config.data.reward_fn_key,
-            response_key=given.extras["response_key"],
+            response_key=arguments.extras["response_key"],
         )
-    out = Path(given.extras["out"] or default_out(file)).expanduser()
+    out = Path(arguments.extras["out"] or default_out(file)).expanduser()
     check_out(out, file)
     with closing(screen):
-        for note in found.notes:
+        for note in responses.notes:
             screen.note(note)
-        prompts = [row.rollout.prompt for row in found.rows]
+        prompts = [row.rollout.prompt for row in responses.rows]
         with (
             open_reward(
                 config.reward, prompts, Callbacks(note=screen.note), check_format=True
             ) as reward,
             screen.phase("score", len(prompts)) as advance,
         ):
-            scoring = score_all(reward, found.rollouts, Callbacks(advance, screen.note))
-    write_rows(out, [scored_row(r, s) for r, s in zip(found.rows, scoring.scores, strict=True)])
+            scoring = score_all(reward, responses.rollouts, Callbacks(advance, screen.note))
+    write_rows(out, [scored_row(r, s) for r, s in zip(responses.rows, scoring.scores, strict=True)])
     summary = {
-        "file": found.source,
+        "file": responses.source,
         "out": str(out),
-        **summarise_scores(found.rows, scoring, config.reward),
-        "rankings": compare_rankings(found.rows, scoring.scores),
+        **summarise_scores(responses.rows, scoring, config.reward),
+        "rankings": compare_rankings(responses.rows, scoring.scores),
     }
-    _print(given, summary, score_lines)
+    _print(arguments, summary, score_lines)
     if scoring.stopped:
         done = f"{summary['scored']} of {summary['rows']} rows have a score in {out}."
         raise Interrupted(f"{scoring.stopped} {done} {resume_advice(config.reward)}")
     if summary["scored"] < summary["rows"]:
         lost = summary["rows"] - summary["scored"]
-        said = f"{lost} of {summary['rows']} rows could not be scored; `failure` says why."
-        if given.extras["batch"]:
-            said += " Run the same command without --batch to ask for them directly."
-        print(clean(said), file=sys.stderr)
+        warning = f"{lost} of {summary['rows']} rows could not be scored; `failure` says why."
+        if arguments.extras["batch"]:
+            warning += " Run the same command without --batch to ask for them directly."
+        print(clean(warning), file=sys.stderr)
 
 
-def calibrate(given: Given) -> None:
+def calibrate(arguments: Arguments) -> None:
     """Hold a reward's scores against labels that people gave."""
-    config, screen = _settings(given)
+    config, screen = _settings(arguments)
     from ppo_cli.extras.trust.calibrate import calibrate as run_calibration
     from ppo_cli.extras.trust.criteria import LABEL_VALUE, add_label_values, read_marks
     from ppo_cli.scoring.rows import read_labels, read_responses
     from ppo_cli.scoring.score import Callbacks, open_reward, resume_advice
 
-    found = read_responses(
-        str(given.extras["file"]),
+    responses = read_responses(
+        str(arguments.extras["file"]),
         prompt_key=config.data.prompt_key,
         source_key=config.data.reward_fn_key,
-        response_key=given.extras["response_key"],
+        response_key=arguments.extras["response_key"],
     )
-    labels, marked = given.extras["labels"], given.extras["criteria_labels"]
-    marks = read_marks(found, marked, config.reward) if marked else {}
+    labels, marked = arguments.extras["labels"], arguments.extras["criteria_labels"]
+    marks = read_marks(responses, marked, config.reward) if marked else {}
     if not labels:
-        labels, found = LABEL_VALUE, add_label_values(found, marks, config.reward)
-    labelled = read_labels(found, labels, given.extras["positive"])
-    repeat = int(given.extras["repeat"])
+        labels, responses = LABEL_VALUE, add_label_values(responses, marks, config.reward)
+    labelled = read_labels(responses, labels, arguments.extras["positive"])
+    repeat = int(arguments.extras["repeat"])
     with closing(screen):
-        for note in (*found.notes, *labelled.notes):
+        for note in (*responses.notes, *labelled.notes):
             screen.note(note)
         prompts = [row.rollout.prompt for row in labelled.rows]
         with open_reward(config.reward, prompts, Callbacks(note=screen.note)) as reward:
             result = run_calibration(
                 reward, config.reward, labelled, repeat=repeat, screen=screen, marks=marks
             )
-    _print(given, {"file": found.source, **result}, calibration_lines)
+    _print(arguments, {"file": responses.source, **result}, calibration_lines)
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
 
 
-def audit(given: Given) -> None:
+def audit(arguments: Arguments) -> None:
     """Attack a reward with worthless and hostile replies; exit 2 when a check fails."""
-    config, screen = _settings(given)
+    config, screen = _settings(arguments)
     from ppo_cli.extras.trust.attacks import load_items
     from ppo_cli.extras.trust.audit import audit as run_audit
     from ppo_cli.extras.trust.audit import open_without_gate
@@ -348,9 +348,9 @@ def audit(given: Given) -> None:
 
     items = load_items(
         config.reward,
-        file=given.extras["data"],
-        preset=given.extras["items"],
-        max_rows=int(given.extras["rows"]),
+        file=arguments.extras["data"],
+        preset=arguments.extras["items"],
+        max_rows=int(arguments.extras["rows"]),
         prompt_key=config.data.prompt_key,
         source_key=config.data.reward_fn_key,
     )
@@ -359,28 +359,30 @@ def audit(given: Given) -> None:
         open_without_gate(config.reward, items, Callbacks(note=screen.note)) as reward,
     ):
         result = run_audit(reward, config.reward, items, screen=screen)
-    _print(given, result, audit_lines)
+    _print(arguments, result, audit_lines)
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
     failed = [check["name"] for check in result["checks"] if check["passed"] is False]
-    asked = sum(check["passed"] is not None for check in result["checks"])
+    check_count = sum(check["passed"] is not None for check in result["checks"])
     if failed:
-        raise RewardError(f"{len(failed)} of {asked} checks failed: {', '.join(failed)}.")
+        raise RewardError(f"{len(failed)} of {check_count} checks failed: {', '.join(failed)}.")
 
 
-def models(given: Given) -> None:
+def models(arguments: Arguments) -> None:
     """List the models that a judge's key may use, with price, limit and the day they go."""
-    resolved = given.resolve()
+    resolved = arguments.resolve()
     from ppo_cli.scoring.forecast import list_models
 
     chosen = resolved.origins["reward.api.type"] != "default"
     kind = resolved.config.reward.api.type if chosen else None
-    found = list(list_models(resolved.config.reward, kind))
-    if not found:
+    models = list(list_models(resolved.config.reward, kind))
+    if not models:
         raise ConfigError("No key of a judge is set: set one, or name a type with --rm_api_type.")
-    lines = [line for listing in found for line in _listing_lines(listing)]
-    print_result(found, lambda: "\n".join(lines), as_json=given.extras["json"])
-    if failed := [f"{one['provider']}: {one['problem']}" for one in found if "problem" in one]:
+    lines = [line for listing in models for line in _listing_lines(listing)]
+    print_result(models, lambda: "\n".join(lines), as_json=arguments.extras["json"])
+    if failed := [
+        f"{model['provider']}: {model['problem']}" for model in models if "problem" in model
+    ]:
         raise RewardError("\n".join(failed))
 
 
@@ -388,7 +390,7 @@ def _listing_lines(listing: Facts) -> list[str]:
     rows = listing["models"]
     count = "no list" if rows is None else f"{len(rows):,} models"
     cells = [MODEL_COLUMNS, *map(_model_cells, rows)] if rows else []
-    lines = table(f"{listing['provider']}: {count}", cells, left=1)
+    lines = table(f"{listing['provider']}: {count}", cells, left_aligned=1)
     return lines + [f"  {note}" for note in listing["notes"]]
 
 
@@ -398,18 +400,20 @@ def _model_cells(row: dict[str, Any]) -> list[str]:
     return [row["model"], *amounts, reads, row["until"] or "-", row["source"] or "-"]
 
 
-def _settings(given: Given) -> tuple[Config, Screen]:
+def _settings(arguments: Arguments) -> tuple[Config, Screen]:
     """The checked settings, and a screen on stderr: stdout is for the result."""
-    resolved = given.resolve()
-    if "file" in given.extras and not given.extras["file"]:
+    resolved = arguments.resolve()
+    if "file" in arguments.extras and not arguments.extras["file"]:
         raise ConfigError("Name the FILE with the responses: JSON, JSONL or parquet.")
-    if "labels" in given.extras and not any(given.extras[n] for n in ("labels", "criteria_labels")):
+    if "labels" in arguments.extras and not any(
+        arguments.extras[n] for n in ("labels", "criteria_labels")
+    ):
         raise ConfigError("Name the column that holds the labels with --labels COLUMN.")
     config = resolved.config
-    if given.extras["batch"]:
+    if arguments.extras["batch"]:
         from ppo_cli.scoring.sources import use_batch_api
 
-        reward = use_batch_api(config.reward, given.extras["batch_hours"])
+        reward = use_batch_api(config.reward, arguments.extras["batch_hours"])
         config = config.model_copy(update={"reward": reward})
     screen = make_screen(sys.stderr)
     for note in resolved.notes:
@@ -419,12 +423,12 @@ def _settings(given: Given) -> tuple[Config, Screen]:
 
 
 def _print(
-    given: Given, result: dict[str, Any], lines: Callable[[dict[str, Any]], list[str]]
+    arguments: Arguments, result: dict[str, Any], lines: Callable[[dict[str, Any]], list[str]]
 ) -> None:
-    print_result(result, lambda: "\n".join(lines(result)), as_json=given.extras["json"])
+    print_result(result, lambda: "\n".join(lines(result)), as_json=arguments.extras["json"])
 
 
-def _add(run: Callable[[Given], None], example: str, *extras: inspect.Parameter) -> None:
+def _add(run: Callable[[Arguments], None], example: str, *extras: inspect.Parameter) -> None:
     """Register a command whose help lists the settings of the reward."""
     add_command(reward_app, run, example, [*extras, *_COMMON], ("reward.",))
 

@@ -61,8 +61,8 @@ def clean(text: str) -> str:
 
     Responses are written by a model, and may hold codes that would repaint the terminal.
     """
-    whole = redact(text).encode("utf-8", "replace").decode("utf-8")
-    return _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", whole)
+    printable = redact(text).encode("utf-8", "replace").decode("utf-8")
+    return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", printable)
 
 
 def fit(text: str, encoding: str | None) -> str:
@@ -119,24 +119,24 @@ def step_line(
 
     With a `width` in characters it is broken between fields, and what follows is indented.
     """
-    words = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    fields = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     for key, word in COLUMNS.items():
         if key in metrics and key not in NOT_ON_A_LINE:
             parts = _parts(metrics) if key == "reward_mean" else ""
             shown = number(0.0 if abs(metrics[key]) < NOISE else metrics[key])
-            words.append(f"{word} {shown}{parts}")
+            fields.append(f"{word} {shown}{parts}")
     if (value := validation_value(metrics)) is not None:
-        words.append(f"val {number(value)}{_parts(metrics, 'val/')}")
+        fields.append(f"val {number(value)}{_parts(metrics, 'val/')}")
     if "time/step_s" in metrics:
-        words.append(f"{metrics['time/step_s']:.1f} s")
+        fields.append(f"{metrics['time/step_s']:.1f} s")
     if metrics.get("time/left_s"):
-        words.append(f"{duration(metrics['time/left_s'])} left")
-    return _broken(words, width) if width else "  ".join(words)
+        fields.append(f"{duration(metrics['time/left_s'])} left")
+    return _broken(fields, width) if width else "  ".join(fields)
 
 
-def _broken(words: Sequence[str], width: int) -> str:
-    lines = [words[0]]
-    for word in words[1:]:
+def _broken(fields: Sequence[str], width: int) -> str:
+    lines = [fields[0]]
+    for word in fields[1:]:
         if len(lines[-1]) + 2 + len(word) <= width:
             lines[-1] += f"  {word}"
         else:
@@ -146,8 +146,8 @@ def _broken(words: Sequence[str], width: int) -> str:
 
 def _parts(metrics: Mapping[str, float], prefix: str = "") -> str:
     """Return the raw means of a mixture's parts: its total has a scale of its own."""
-    found = mixture_parts(metrics, prefix)
-    return f" ({', '.join(f'{n} {number(v)}' for n, v in found.items())})" if found else ""
+    means = mixture_parts(metrics, prefix)
+    return f" ({', '.join(f'{n} {number(v)}' for n, v in means.items())})" if means else ""
 
 
 def validation_value(metrics: Mapping[str, float]) -> float | None:
@@ -160,12 +160,12 @@ def validation_value(metrics: Mapping[str, float]) -> float | None:
 
 def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
     """Draw a curve in one line; a long one is averaged down to its width."""
-    known = [v for v in values if math.isfinite(v)]
-    if not known:
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
         return ""
-    count = min(CURVE_WIDTH, len(known))
-    cuts = [round(i * len(known) / count) for i in range(count + 1)]
-    means = [math.fsum(known[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+    count = min(CURVE_WIDTH, len(finite))
+    cuts = [round(i * len(finite) / count) for i in range(count + 1)]
+    means = [math.fsum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
     low, high = min(means), max(means)
     marks = ASCII_BLOCKS if ascii_only else BLOCKS
     scale = (len(marks) - 1) / (high - low) if high > low else 0.0
@@ -174,28 +174,28 @@ def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
 
 def duration(seconds: float) -> str:
     """Return `42 s`, `3 min 5 s` or `2 h 10 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    minutes, rest = divmod(total, 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:
-    """Pad cells to the width of their column; those behind the first `left` columns on the left."""
+def aligned(rows: Sequence[Sequence[str]], left_aligned: int = 2) -> list[str]:
+    """Pad cells to their column's width; the first `left_aligned` columns are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if at < left else cell.rjust(width)
+            cell.ljust(width) if at < left_aligned else cell.rjust(width)
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
 
 
-def table(title: str, rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:
+def table(title: str, rows: Sequence[Sequence[str]], left_aligned: int = 2) -> list[str]:
     """A title, and below it the rows as `aligned` gives them, indented."""
-    return [title, *(f"  {line}" for line in aligned(rows, left))]
+    return [title, *(f"  {line}" for line in aligned(rows, left_aligned))]
 
 
 def _change(before: float | None, after: float, arrow: str, declined: bool) -> str:
@@ -290,8 +290,8 @@ class _TimeLeft(TimeRemainingColumn):
         ends = task.fields.get("ends")
         if ends is None or math.isnan(ends):
             return super().render(task)
-        left = max(0, round(ends - time.monotonic()))
-        minutes, seconds = divmod(left, 60)
+        seconds_left = max(0, round(ends - time.monotonic()))
+        minutes, seconds = divmod(seconds_left, 60)
         shown = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
         return Text(shown, style="progress.remaining")
 
@@ -321,15 +321,15 @@ def judge_line(metrics: Mapping[str, float]) -> str:
     if not of("calls"):
         return ""
     calls, cached = math.fsum(of("calls")), math.fsum(of("cached"))
-    words = [f"judge  {calls:.0f} calls"]
+    fields = [f"judge  {calls:.0f} calls"]
     if seconds := metrics.get("time/step_s"):
-        words[0] += f" ({calls / seconds:.1f}/s)"
+        fields[0] += f" ({calls / seconds:.1f}/s)"
     if calls + cached:
-        words.append(f"from the cache {cached / (calls + cached):.0%}")
-    words.append(f"errors {max([0.0, *of('error_rate')]):.1%}")
+        fields.append(f"from the cache {cached / (calls + cached):.0%}")
+    fields.append(f"errors {max([0.0, *of('error_rate')]):.1%}")
     if cost := math.fsum(of("cost_usd_total")):
-        words.append(f"${cost:.4g} so far")
-    return "  ".join(words)
+        fields.append(f"${cost:.4g} so far")
+    return "  ".join(fields)
 
 
 class TerminalScreen(Screen):
@@ -353,7 +353,7 @@ class TerminalScreen(Screen):
         )
         self._width = console.width
         self._phases: dict[str, TaskID] = {}
-        self._whole: TaskID | None = None
+        self._total_task: TaskID | None = None
         self._curves: dict[str, list[float]] = {}
         self._judge = ""
         self._sample: list[str] = []
@@ -378,9 +378,9 @@ class TerminalScreen(Screen):
             task = self._phases[name] = self._progress.add_task(name, total=total)
         done = 0
 
-        def advance(more: int) -> None:
+        def advance(count: int) -> None:
             nonlocal done
-            done += more
+            done += count
             self._progress.update(task, completed=done)
             self._follow_width()
 
@@ -396,10 +396,10 @@ class TerminalScreen(Screen):
         for task in self._phases.values():
             self._progress.remove_task(task)
         self._phases.clear()
-        if self._whole is None:
-            self._whole = self._progress.add_task("steps", total=total_steps, completed=step)
+        if self._total_task is None:
+            self._total_task = self._progress.add_task("steps", total=total_steps, completed=step)
         ends = time.monotonic() + metrics.get("time/left_s", math.nan)
-        self._progress.update(self._whole, completed=step, ends=ends)
+        self._progress.update(self._total_task, completed=step, ends=ends)
         for name in CURVES:
             if name in metrics:
                 self._curves.setdefault(COLUMNS[name], []).append(metrics[name])

@@ -71,8 +71,8 @@ def show(
         compared = compare_runs(folders, step, val, worst or MOST_PROMPTS)
         print_result(compared, lambda: comparison_text(compared), as_json=json)
     elif summary:
-        found = recent(read_metrics(run))
-        print_result(found, lambda: recent_table(found), as_json=json)
+        means = recent(read_metrics(run))
+        print_result(means, lambda: recent_table(means), as_json=json)
     elif step is not None or worst is not None or val:
         lines = read_rollouts(run, step, "val" if val else "train")
         chosen = lines if worst is None else worst_first(lines)[:worst]
@@ -85,29 +85,37 @@ def show(
         print_result(steps, lambda: steps_text(run, steps, history), as_json=json)
 
 
-def compare_runs(folders: Sequence[Path], step: int | None, val: bool, most: int) -> dict[str, Any]:
+def compare_runs(
+    folders: Sequence[Path], step: int | None, val: bool, max_prompts: int
+) -> dict[str, Any]:
     """Settings that differ, means of the last 10 steps, and answers to the same prompts.
 
     The prompts are those whose scores lie furthest apart. Answers are of one step: the newest
     validation that all have, or else the newest training step, unless `step` and `val` say which.
     """
     settings = [settings_of(run)[0] for run in folders]
-    chosen = {key for one in settings for key, _, origin in one if origin != DEFAULT}
-    told = [{key: value for key, value, _ in one} for one in settings]
-    keys = [key for key in dict.fromkeys(k for one in told for k in one) if key not in OWN]
-    values = {key: [one.get(key) for one in told] for key in keys}
+    chosen = {key for run_values in settings for key, _, origin in run_values if origin != DEFAULT}
+    settings_by_run = [{key: value for key, value, _ in run_values} for run_values in settings]
+    keys = [
+        key
+        for key in dict.fromkeys(k for values_of_run in settings_by_run for k in values_of_run)
+        if key not in OWN
+    ]
+    values = {key: [values_of_run.get(key) for values_of_run in settings_by_run] for key in keys}
     # What an older version did not know yet is no difference from a default.
     differing = {k for k, v in values.items() if len(set(v)) > 1 and (None not in v or k in chosen)}
     histories = [read_metrics(run) for run in folders]
     validated = [[v for v in map(validation_value, h) if v is not None] for h in histories]
     metrics = [recent(history, RECENT) for history in histories]
-    names = sorted({name for one in metrics for name in one if name.endswith("_mean")})
+    names = sorted({name for run_means in metrics for name in run_means if name.endswith("_mean")})
     return {
         "runs": [str(run) for run in folders],
-        "settings": {key: found for key, found in values.items() if key in differing},
+        "settings": {key: run_values for key, run_values in values.items() if key in differing},
         "validation": [values[-1] if values else None for values in validated],
-        "metrics": {n.removesuffix("_mean"): [one.get(n) for one in metrics] for n in names},
-        "prompts": same_prompts(folders, step, val)[:most],
+        "metrics": {
+            n.removesuffix("_mean"): [run_means.get(n) for run_means in metrics] for n in names
+        },
+        "prompts": same_prompts(folders, step, val)[:max_prompts],
     }
 
 
@@ -120,13 +128,13 @@ def same_prompts(folders: Sequence[Path], step: int | None, val: bool) -> list[d
     else:
         return []
     at = max(common) if step is None else step
-    found = [
+    answers = [
         {(x.get("uid"), x.get("sample"), x.get("prompt")): x for x in read_rollouts(run, at, split)}
         for run in folders
     ]
     rows = []
-    for key in [key for key in found[0] if all(key in one for one in found)]:
-        lines = [one[key] for one in found]
+    for key in [key for key in answers[0] if all(key in run_answers for run_answers in answers)]:
+        lines = [run_answers[key] for run_answers in answers]
         scores = [line["score"] for line in lines if line.get("score") is not None]
         rows.append({
             "step": at,
@@ -151,7 +159,7 @@ def comparison_text(compared: Mapping[str, Any]) -> str:
         for name, values in part.items():
             cells = (number(v) if isinstance(v, float | int) else str(v or "-") for v in values)
             rows.append([name, *cells])
-        lines += [*table(title, rows, left=1), ""] if part else [f"{title}: none", ""]
+        lines += [*table(title, rows, left_aligned=1), ""] if part else [f"{title}: none", ""]
     if not compared["prompts"]:
         lines.append("No step whose responses all of them have answers the same prompts.")
     for row in compared["prompts"]:
@@ -166,33 +174,33 @@ class ShowCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Give --csv the file `-` where no FILE.csv follows."""
-        words: list[str] = []
+        tokens: list[str] = []
         for word, following in pairwise([*args, ""]):
-            words.append(word)
+            tokens.append(word)
             if word == "--csv" and following != "-" and not following.endswith(".csv"):
-                words.append("-")
-        return super().parse_args(ctx, words)
+                tokens.append("-")
+        return super().parse_args(ctx, tokens)
 
 
 def read_rollouts(run: Path, step: int | None, split: str) -> list[dict[str, Any]]:
     """Read the responses of a step (None: the newest); raises DataError when there are none."""
-    there = rollout_steps(run, split)
+    steps = rollout_steps(run, split)
     kind = "validation responses" if split == "val" else "responses"
-    if not there:
+    if not steps:
         raise DataError(f"{run} has no {kind} yet.")
-    wanted = there[-1] if step is None else step
-    if wanted not in there:
-        near = min(there, key=lambda s: abs(s - wanted))
+    chosen_step = steps[-1] if step is None else step
+    if chosen_step not in steps:
+        near = min(steps, key=lambda s: abs(s - chosen_step))
         raise DataError(
-            f"{run} has no {kind} of step {wanted}; it has {len(there)} steps from {there[0]} to "
-            f"{there[-1]}. The nearest is --step {near}."
+            f"{run} has no {kind} of step {chosen_step}; it has {len(steps)} steps from {steps[0]} "
+            f"to {steps[-1]}. The nearest is --step {near}."
         )
-    file = rollout_file(run, wanted, split)
+    file = rollout_file(run, chosen_step, split)
     lines = read_lines(file)
     for at, line in enumerate(lines, start=1):
         if wrong := _wrong_type(line):
             raise DataError(f"{file}, response {at}: {wrong}.")
-    return [{"step": wanted} | line for line in lines]
+    return [{"step": chosen_step} | line for line in lines]
 
 
 # What a response is sorted, matched and counted by; the rest is shown as it is.
@@ -225,10 +233,14 @@ def worst_first(lines: Sequence[Line]) -> list[Line]:
 def steps_text(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str:
     """Return the table of steps, and what the judges of the whole run did."""
     judge = judge_totals(run, history)
-    said = [steps_table(steps), *([f"judge: {judge}"] if judge else []), *drift_lines(run, history)]
+    blocks = [
+        steps_table(steps),
+        *([f"judge: {judge}"] if judge else []),
+        *drift_lines(run, history),
+    ]
     if not any(line["step"] > 0 for line in history) and paid_calls(run):
-        said.append(how_to_go_on(run, history))
-    return "\n\n".join(said)
+        blocks.append(how_to_go_on(run, history))
+    return "\n\n".join(blocks)
 
 
 def drift_lines(run: Path, history: Sequence[Line]) -> list[str]:
@@ -236,12 +248,12 @@ def drift_lines(run: Path, history: Sequence[Line]) -> list[str]:
     config, _ = config_of(run)
     if config is None:
         return []
-    found = judge_drift(history, limits_of(config).watched, people_of(run, config))
-    if found is None:
+    drift = judge_drift(history, limits_of(config).watched, people_of(run, config))
+    if drift is None:
         return []
     return [
-        f"drift of the judge: its scores have risen by {found.amount:+.2f} beyond {found.watcher}, "
-        f"which moved by {found.rise:+.2f} (standard error {found.noise:.2f})"
+        f"drift of the judge: its scores have risen by {drift.amount:+.2f} beyond {drift.watcher}, "
+        f"which moved by {drift.rise:+.2f} (standard error {drift.noise:.2f})"
     ]
 
 
@@ -251,17 +263,17 @@ def how_to_go_on(run: Path, history: Sequence[Line]) -> str:
     if not file.exists():
         return "What was paid for counts when the command of this run is given again."
     config = run_settings(run)
-    words = ["train", "--config", str(file), "--output_dir", str(run), "--resume", "auto"]
-    command, api, calls = ppo(shlex.join(words)), config.reward.api, paid_calls(run)
+    arguments = ["train", "--config", str(file), "--output_dir", str(run), "--resume", "auto"]
+    command, api, calls = ppo(shlex.join(arguments)), config.reward.api, paid_calls(run)
     sums = batch_arithmetic(config)
     tokens = sum(call["input"] + call["output"] for call in calls)
-    for flag, most, spent in (
+    for flag, limit, spent in (
         ("--rm_budget_usd", api.budget_usd, sum(call["usd"] for call in calls)),
         ("--rm_budget_tokens", api.budget_tokens, tokens),
     ):
         used = UsedUp(flag, spent, len(calls), 0.0)
         steps, rows = sums["total_steps"] or 0, sums["validation_rows"] or 0
-        if most and spent and budget_to_finish(used, config, history, steps, rows) > most:
+        if limit and spent and budget_to_finish(used, config, history, steps, rows) > limit:
             stop = Interrupted("", used_up=used)
             command = resume_line(command, stop, config, history, steps, rows)
     return f"Go on with: {command}"
@@ -292,19 +304,19 @@ def steps_table(steps: Sequence[Line]) -> str:
     if any(v is not None for v in values):
         for row, cell in zip(rows, ["val", *map(number, values)], strict=True):
             row.append(cell)
-    return "\n".join(aligned(rows, left=0))
+    return "\n".join(aligned(rows, left_aligned=0))
 
 
-def recent_table(found: Mapping[str, float]) -> str:
+def recent_table(means: Mapping[str, float]) -> str:
     """Return what `recent` gives as a table of metric, mean and deviation."""
-    names = [key.removesuffix("_std") for key in found if key.endswith("_std")]
+    names = [key.removesuffix("_std") for key in means if key.endswith("_std")]
     if not names:
         return "No step is finished yet."
     rows = [["metric", f"{'mean':>8}", f"{'std':>8}"]]
     rows += [
-        [name, *(number(found[f"{name}_{what}"]) for what in ("mean", "std"))] for name in names
+        [name, *(number(means[f"{name}_{what}"]) for what in ("mean", "std"))] for name in names
     ]
-    return "\n".join(aligned(rows, left=1))
+    return "\n".join(aligned(rows, left_aligned=1))
 
 
 def rollout_text(line: Line) -> str:
@@ -361,18 +373,18 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the runs in a folder and below it, the newest first."""
-    found: list[dict[str, Any]] = []
+    run_list: list[dict[str, Any]] = []
     if not folder.is_dir():
         raise DataError(f"{folder}: there is no such folder. Name one that holds run folders.")
     for run in find_runs(folder):
         try:
-            found.append(run_facts(run))
+            run_list.append(run_facts(run))
         except DataError as error:  # of one run; the others are listed
             typer.echo(f"note: {error}", err=True)
-    found.sort(key=lambda run: -run["changed"])
-    if not found and not as_json:
+    run_list.sort(key=lambda run: -run["changed"])
+    if not run_list and not as_json:
         raise DataError(f"{folder} holds no run: none has a config.yaml and a {METRICS_FILE}.")
-    print_result(found, lambda: runs_table(found), as_json=as_json)
+    print_result(run_list, lambda: runs_table(run_list), as_json=as_json)
 
 
 def find_runs(folder: Path, depth: int = 0) -> list[Path]:
@@ -398,14 +410,14 @@ def run_facts(run: Path) -> dict[str, Any]:
     rewards = [line["reward_mean"] for line in lines if line.get("reward_mean") is not None]
     values = [v for line in lines if (v := validation_value(line)) is not None]
     saved = CheckpointStore(run / "checkpoints", 1).newest()
-    found = STEP_NAME.match(saved.name) if saved else None
+    match = STEP_NAME.match(saved.name) if saved else None
     state = "running" if is_running(run) else "done" if total and step >= total else "stopped"
     return {
         "run": str(run),
         "state": state,
         "step": step,
         "total_steps": total,
-        "saved_step": int(found.group(1)) if found else None,
+        "saved_step": int(match.group(1)) if match else None,
         "reward": rewards[-1] if rewards else None,
         "validation": values[-1] if values else None,
         "cost_usd": sum(float(call["usd"]) for call in paid_calls(run)),
@@ -425,10 +437,10 @@ def is_running(run: Path) -> bool:
     return False
 
 
-def runs_table(found: list[dict[str, Any]]) -> str:
+def runs_table(run_list: list[dict[str, Any]]) -> str:
     """The runs as aligned columns."""
     rows = [["run", "state", "step", "saved", "reward", "val", "cost", "changed"]]
-    for run in found:
+    for run in run_list:
         total = f"/{run['total_steps']}" if run["total_steps"] else ""
         rows.append([
             run["run"], run["state"], f"{run['step']}{total}", str(run["saved_step"] or "-"),

@@ -20,7 +20,7 @@ import typer
 
 from ppo_cli.allocator import collection_paused
 from ppo_cli.cli.app import Crash
-from ppo_cli.cli.flags import Given, add_command, own_flag, switch
+from ppo_cli.cli.flags import Arguments, add_command, own_flag, switch
 from ppo_cli.config.checks.models import damaged_models
 from ppo_cli.config.checks.requirements import (
     missing_gpus,
@@ -82,22 +82,22 @@ PLAN_EPILOG = (
 )
 
 
-def plan(given: Given) -> None:
+def plan(arguments: Arguments) -> None:
     """Show every setting with its origin, and the batch arithmetic."""
-    if given.on_verl:
+    if arguments.on_verl:
         from ppo_cli.cli.bridge import plan_there
 
-        plan_there(given)
+        plan_there(arguments)
         return
-    resolved = add_second_judge(forked(given), os.environ)
+    resolved = add_second_judge(forked(arguments), os.environ)
     read = reader(resolved.config)
     resolved = replace(resolved, notes=(*resolved.notes, *_lr_notes(resolved.config)))
     problems = [*refusals(resolved), *refused_checkpoint(resolved.config)]
     problems = list(dict.fromkeys([*problems, *refused_rows(resolved.config, read)]))
     if refused_settings(resolved):  # there is nothing to lay out
         raise ConfigError(problems)
-    with assume_gpu_memory(given.extras["device_memory"]):
-        _show_plan(resolved, read, given.extras, problems)
+    with assume_gpu_memory(arguments.extras["device_memory"]):
+        _show_plan(resolved, read, arguments.extras, problems)
     if problems:
         raise ConfigError(problems)
 
@@ -108,8 +108,8 @@ def _show_plan(
     if extras["json"]:
         from ppo_cli.cli.screen import print_json
 
-        made, judge = _lay_out(resolved, read)
-        facts = made.as_dict() | judge.facts
+        plan_of_run, judge = _lay_out(resolved, read)
+        facts = plan_of_run.as_dict() | judge.facts
         if extras["simulate"]:
             facts["simulation"] = _simulate(resolved.config).as_dict()
         print_json(facts | {"problems": problems})
@@ -146,20 +146,20 @@ def _lr_notes(config: Config) -> Iterator[str]:
                 yield f"The run goes on from {checkpoint}: {jump}."
 
 
-def forked(given: Given) -> Resolved:
+def forked(arguments: Arguments) -> Resolved:
     """Resolve; with `--fork RUN[@STEP]` over that run's settings, from its checkpoint, elsewhere.
 
     Once the fork has a checkpoint of its own, `--resume auto` goes on from that.
     """
-    word = given.extras["fork"]
+    word = arguments.extras["fork"]
     if word is None:
         # Resolve a line for this engine; a refusal of what verl has says how it runs there.
         try:
-            return given.resolve_node()
+            return arguments.resolve_node()
         except ConfigError as error:
             from ppo_cli.cli.bridge import runs_there
 
-            raise ConfigError([*error.problems, *runs_there(given, error.problems)]) from error
+            raise ConfigError([*error.problems, *runs_there(arguments, error.problems)]) from error
     if not word.strip():
         raise ConfigError("--fork names no run; name one, or RUN@STEP, or leave it out.")
     source = find_source(word)
@@ -169,9 +169,9 @@ def forked(given: Given) -> Resolved:
     flags = {
         "trainer.resume_mode": (str(checkpoint), f"--fork {word}"),
         "trainer.output_dir": (f"{source.run}-{checkpoint.name}", f"--fork {word}"),
-        **given.flags,
+        **arguments.flags,
     }
-    resolved = replace(given, flags=flags, run=source.run).resolve_node()
+    resolved = replace(arguments, flags=flags, run=source.run).resolve_node()
     if Path(resolved.config.trainer.output_dir).expanduser().resolve() == source.run:
         raise ConfigError(f"--fork {word} takes a folder of its own: another --output_dir.")
     total, done = batch_arithmetic(resolved.config)["total_steps"], int(checkpoint.name[5:])
@@ -192,8 +192,8 @@ def refusals(resolved: Resolved) -> list[str]:
     if config.trainer.node_rank:  # node 0 has the files, and compares the rest
         return []
     allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
-    found = [*missing_parts(resolved), *missing_inputs(config)]
-    problems = [line for line in found if line not in allowed]
+    missing = [*missing_parts(resolved), *missing_inputs(config)]
+    problems = [line for line in missing if line not in allowed]
     problems += [*failing(_file_checks(config)), *damaged_models(config)]
     return [redact(line) for line in dict.fromkeys(problems)]
 
@@ -215,12 +215,12 @@ def _first_rows(config: Config, split: DataSplit) -> list[RowSet]:
     """Read the first MOST_ROWS rows of a split that are on this disk."""
     from ppo_cli.data_sets.rows import load_sets
 
-    files, most = split_files(config, split)
+    files, max_samples = split_files(config, split)
     return load_sets(
         [name for name in files if not is_hub_name(name)],
         prompt_key=config.data.prompt_key,
         source_key=config.data.reward_fn_key,
-        max_samples=most,
+        max_samples=max_samples,
         at_most=MOST_ROWS,
     )
 
@@ -275,8 +275,8 @@ def refused_rows(config: Config, read: Read) -> list[str]:
         except UserError as error:
             problems.append(str(error))
     rows = train_rows(config)
-    if rows and (said := describe_missing_rows(config, rows)):
-        problems.append(said)
+    if rows and (shortage := describe_missing_rows(config, rows)):
+        problems.append(shortage)
     if not problems and prompts:
         far = any(is_hub_name(name) for files in named.values() for name in files)
         problems += failing(row_checks(config.reward, prompts, all_known=not far))
@@ -287,16 +287,16 @@ def refused_rows(config: Config, read: Read) -> list[str]:
 
 def unread_rows(config: Config) -> list[str]:
     """Say of which files a plan has read the first rows only."""
-    said = []
+    notices = []
     for files in (split_files(config, split)[0] for split in SPLITS):
         counts = [count_rows(name) or 0 for name in files]
         if sum(counts) > MOST_ROWS:
             line = ppo(shlex.join(["data", "check", *files]))
-            said.append(
+            notices.append(
                 f"Only the first {MOST_ROWS:,} of {sum(counts):,} rows were read for this plan; "
                 f"`{line}` checks them all."
             )
-    return said
+    return notices
 
 
 def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
@@ -326,38 +326,40 @@ def print_plan(
     Without `every`, settings at their default are counted only. Problems are printed later and
     are left out of the notes.
     """
-    made, judge = _lay_out(resolved, read)
-    rows = [(k, _shown(v), o) for k, (v, o) in made.values.items() if every or o != "default"]
+    plan_of_run, judge = _lay_out(resolved, read)
+    rows = [
+        (k, _shown(v), o) for k, (v, o) in plan_of_run.values.items() if every or o != "default"
+    ]
     rows.sort(key=lambda row: row[2] == "default")
     lines = ["Settings", *_columns(rows)]
-    if hidden := len(made.values) - len(rows):
+    if hidden := len(plan_of_run.values) - len(rows):
         lines.append(f"  and {hidden} at their default (--all shows them)")
     parts = {
-        "Arithmetic": made.sentences,
-        "Devices": made.placement.sentences,
-        "Memory": made.memory.sentences,
-        "Reward": made.reward.sentences,
+        "Arithmetic": plan_of_run.sentences,
+        "Devices": plan_of_run.placement.sentences,
+        "Memory": plan_of_run.memory.sentences,
+        "Reward": plan_of_run.reward.sentences,
         "Judge": judge.sentences,
-        "Notes": made.notes,
+        "Notes": plan_of_run.notes,
     }
     for title, sentences in parts.items():
-        said = [f"  {s}" for s in sentences if s.removeprefix(NO_FORECAST) not in problems]
-        lines += ["", title, *said] if said else []
+        block = [f"  {s}" for s in sentences if s.removeprefix(NO_FORECAST) not in problems]
+        lines += ["", title, *block] if block else []
     print("\n".join(lines), flush=True)
 
 
 def _lay_out(resolved: Resolved, read: Read) -> tuple[Plan, PlanPart]:
     """Return the plan of a run and what its judges will take."""
-    made = make_plan(resolved)
-    notes = (*made.notes, *unread_rows(resolved.config))
-    time = _step_time(resolved.config, made.arithmetic["total_steps"])
-    made = replace(
-        made,
+    plan_of_run = make_plan(resolved)
+    notes = (*plan_of_run.notes, *unread_rows(resolved.config))
+    time = _step_time(resolved.config, plan_of_run.arithmetic["total_steps"])
+    plan_of_run = replace(
+        plan_of_run,
         notes=notes,
-        arithmetic=made.arithmetic | time.facts,
-        sentences=(*made.sentences, *time.sentences),
+        arithmetic=plan_of_run.arithmetic | time.facts,
+        sentences=(*plan_of_run.sentences, *time.sentences),
     )
-    return made, _judge_plan(resolved.config, read)
+    return plan_of_run, _judge_plan(resolved.config, read)
 
 
 def _step_time(config: Config, steps: int | None) -> PlanPart:
@@ -383,12 +385,12 @@ def _step_time(config: Config, steps: int | None) -> PlanPart:
     before = math.prod(map(int, sizes))
     now = config.data.train_batch_size * config.rollout.n
     step = statistics.median(seconds) * now / before
-    whole = "" if steps is None else f", {step * steps / 60:.3g} min for {steps:,} steps"
-    said = (
-        f"time: about {step:.3g} s a step{whole}, by the median of {len(seconds)} steps of "
+    total = "" if steps is None else f", {step * steps / 60:.3g} min for {steps:,} steps"
+    sentence = (
+        f"time: about {step:.3g} s a step{total}, by the median of {len(seconds)} steps of "
         f"{before} responses in {config.trainer.output_dir}"
     )
-    return PlanPart((said,), {"step_seconds": step})
+    return PlanPart((sentence,), {"step_seconds": step})
 
 
 def _judge_plan(config: Config, read: Read) -> PlanPart:
@@ -406,20 +408,20 @@ def _judge_plan(config: Config, read: Read) -> PlanPart:
         }  # fmt: skip
         alone = config.model_copy(update={"reward": config.reward.model_copy(update=only)})
         try:
-            found = forecast(alone, read)
-            said, facts = found.lines(), found.as_dict()
+            estimate = forecast(alone, read)
+            sentences, facts = estimate.lines(), estimate.as_dict()
         except UserError as error:
             facts = {"problem": redact(str(error))}
-            said = [f"{NO_FORECAST}{facts['problem']}"]
+            sentences = [f"{NO_FORECAST}{facts['problem']}"]
         if judge.only_if:
-            said.append(f"it is asked only if {judge.only_if}: so much at most")
+            sentences.append(f"it is asked only if {judge.only_if}: so much at most")
             facts["only_if"] = judge.only_if
         several = judge.part not in (None, "judge")
-        lines += [f"{judge.part}: {line}" for line in said] if several else said
+        lines += [f"{judge.part}: {line}" for line in sentences] if several else sentences
         forecasts[judge.part or "judge"] = facts
     first = next(iter(forecasts.values()))
-    whole = first if len(judges) == 1 else first | {"judges": forecasts}
-    return PlanPart(tuple(lines), {"judge": whole})
+    facts_of_all = first if len(judges) == 1 else first | {"judges": forecasts}
+    return PlanPart(tuple(lines), {"judge": facts_of_all})
 
 
 def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
@@ -470,16 +472,16 @@ TRAIN_EPILOG = (
 )
 
 
-def train(given: Given) -> None:
+def train(arguments: Arguments) -> None:
     """Train a model with PPO."""
-    if given.on_verl:
+    if arguments.on_verl:
         from ppo_cli.cli.bridge import plan_there, train_there
 
-        (plan_there if given.extras["dry_run"] else train_there)(given)
+        (plan_there if arguments.extras["dry_run"] else train_there)(arguments)
         return
-    resolved = add_second_judge(forked(given), os.environ)
+    resolved = add_second_judge(forked(arguments), os.environ)
     problems = refusals(resolved)
-    if given.extras["dry_run"]:
+    if arguments.extras["dry_run"]:
         read = reader(resolved.config)
         problems += refused_checkpoint(resolved.config)
         problems = list(dict.fromkeys([*problems, *refused_rows(resolved.config, read)]))
@@ -490,8 +492,8 @@ def train(given: Given) -> None:
                     *problems]  # fmt: skip
     if problems:
         raise ConfigError(problems)
-    if not given.extras["dry_run"]:
-        _run(resolved, quiet=bool(given.extras["quiet"]))
+    if not arguments.extras["dry_run"]:
+        _run(resolved, quiet=bool(arguments.extras["quiet"]))
 
 
 def _run(resolved: Resolved, *, quiet: bool) -> None:

@@ -145,14 +145,14 @@ def place_of(key: str) -> int:
 
 def plots_of(keys: Iterable[str]) -> list[dict[str, Any]]:
     """The plots that keys need, in the order of METRICS; what no entry names comes last."""
-    found: dict[str, dict[str, Any]] = {}
+    plots: dict[str, dict[str, Any]] = {}
     for place, key in sorted((place_of(key), key) for key in keys):
-        known = place < len(METRICS)
-        title = METRICS[place].plot if known else key
-        stacked = known and METRICS[place].stacked
-        plot = {"title": title, "keys": [], "stacked": stacked, "other": not known}
-        found.setdefault(f"{known} {title}", plot)["keys"].append(key)
-    return list(found.values())
+        catalogued = place < len(METRICS)
+        title = METRICS[place].plot if catalogued else key
+        stacked = catalogued and METRICS[place].stacked
+        plot = {"title": title, "keys": [], "stacked": stacked, "other": not catalogued}
+        plots.setdefault(f"{catalogued} {title}", plot)["keys"].append(key)
+    return list(plots.values())
 
 
 def tiles_of(
@@ -186,14 +186,14 @@ def _outside(
     values: Series, steps: Sequence[int], low: float | None, high: float | None
 ) -> dict[str, Any]:
     """The newest value, on which side of the range it lies, and since which step."""
-    known = [(step, v) for step, v in zip(steps, values, strict=True) if v is not None]
+    measured = [(step, v) for step, v in zip(steps, values, strict=True) if v is not None]
     sides = [
         "above" if high is not None and v > high else "below" if low is not None and v < low else ""
-        for _, v in known
+        for _, v in measured
     ]
-    side, since = (sides[-1], known[-1][0]) if known else ("", None)
-    for (step, _), now in zip(reversed(known), reversed(sides), strict=True):
+    side, since = (sides[-1], measured[-1][0]) if measured else ("", None)
+    for (step, _), now in zip(reversed(measured), reversed(sides), strict=True):
         if now != side:
             break
         since = step
-    return {"value": known[-1][1] if known else None, "side": side, "since": since}
+    return {"value": measured[-1][1] if measured else None, "side": side, "since": since}

@@ -54,11 +54,13 @@ def judge_drift(
     or a rule of the same mixture (`watched` names judge and rule).
     """
     steps = [line for line in history if line["step"] > 0]
-    labelled = [one for one in people if steps and one.step <= steps[-1]["step"]]
+    labelled = [opinion for opinion in people if steps and opinion.step <= steps[-1]["step"]]
     if labelled:
-        middle = (min(one.step for one in labelled) + max(one.step for one in labelled)) / 2
-        early = [(one.judge, one.label) for one in labelled if one.step <= middle]
-        late = [(one.judge, one.label) for one in labelled if one.step > middle]
+        middle = (
+            min(opinion.step for opinion in labelled) + max(opinion.step for opinion in labelled)
+        ) / 2
+        early = [(opinion.judge, opinion.label) for opinion in labelled if opinion.step <= middle]
+        late = [(opinion.judge, opinion.label) for opinion in labelled if opinion.step > middle]
         if min(len(early), len(late)) >= DRIFT_STEPS:
             return _between(early, late, "the labels that people gave")
     pairs = [pair for line in steps if (pair := _seen_twice(line, watched))]
@@ -76,7 +78,7 @@ def people_of(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
     judges = judges_of(config.reward)
     if not judges or judges[0].settings.within_group:
         return ()
-    api, part, found = judges[0].settings, judges[0].part, list[Opinion]()
+    api, part, opinions = judges[0].settings, judges[0].part, list[Opinion]()
     try:
         lines = labels_in_run(run_dir)
     except DataError:  # what people have put there must not end a run
@@ -84,16 +86,24 @@ def people_of(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
     for line in lines:
         if part is not None:
             parts = line.get("parts")
-            own = parts.get(part) if isinstance(parts, dict) else None
-            line["score"] = own.get("raw") if isinstance(own, dict) else None
+            part_score = parts.get(part) if isinstance(parts, dict) else None
+            line["score"] = part_score.get("raw") if isinstance(part_score, dict) else None
         step, score, label = (_finite(line.get(name)) for name in ("step", "score", "label"))
         if step and score is not None and label is not None:
-            found.append(Opinion(int(step), score, label))
+            opinions.append(Opinion(int(step), score, label))
     own_prompt = api.prompt_file is not None or api.scoring_prompt is not None
-    if api.scale is None and own_prompt and any(not 0 <= one.label <= 1 for one in found):
+    if (
+        api.scale is None
+        and own_prompt
+        and any(not 0 <= opinion.label <= 1 for opinion in opinions)
+    ):
         return ()  # on the scale of that prompt, which only the judge has read
-    labels = scale_labels([one.label for one in found], *parse_scale_bounds(api.scale or "1-10"))
-    return tuple(one._replace(label=label) for one, label in zip(found, labels, strict=True))
+    labels = scale_labels(
+        [opinion.label for opinion in opinions], *parse_scale_bounds(api.scale or "1-10")
+    )
+    return tuple(
+        opinion._replace(label=label) for opinion, label in zip(opinions, labels, strict=True)
+    )
 
 
 def _finite(value: Any) -> float | None:

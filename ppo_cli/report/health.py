@@ -90,8 +90,8 @@ def _reward_advice(config: Config) -> str:
         "--reward_model" if models_of(config.reward) else "",
         "--reward_function" if config.reward.function else "",
     ]
-    found = [kind for kind in kinds if kind] or ["--rule"]
-    return f"check {', and '.join(found)}"
+    flags = [kind for kind in kinds if kind] or ["--rule"]
+    return f"check {', and '.join(flags)}"
 
 
 def find_trouble(history: History, limits: Limits) -> dict[str, str]:
@@ -102,10 +102,10 @@ def find_trouble(history: History, limits: Limits) -> dict[str, str]:
     steps = [line for line in history if line["step"] > 0]
     if not steps:
         return {}
-    found = {kind: check(steps, limits) for kind, check in _CHECKS.items()}
-    if found["collapsed"]:  # one cause for all of these
-        found |= dict.fromkeys(SIGNS_OF_COLLAPSE, "")
-    return {kind: line for kind, line in found.items() if line}
+    findings = {kind: check(steps, limits) for kind, check in _CHECKS.items()}
+    if findings["collapsed"]:  # one cause for all of these
+        findings |= dict.fromkeys(SIGNS_OF_COLLAPSE, "")
+    return {kind: line for kind, line in findings.items() if line}
 
 
 class HealthWatch:
@@ -136,8 +136,8 @@ class HealthWatch:
 def _last(steps: History, key: str, count: int) -> list[float]:
     """The last `count` values of a metric; empty unless each of these steps has one."""
     values = [line.get(key) for line in steps[-count:]]
-    whole = [float(v) for v in values if v is not None and math.isfinite(v)]
-    return whole if len(whole) == count else []
+    finite = [float(v) for v in values if v is not None and math.isfinite(v)]
+    return finite if len(finite) == count else []
 
 
 def _reward_stands_still(steps: History) -> bool:
@@ -170,13 +170,13 @@ def _collapsed(steps: History, limits: Limits) -> str:
     signs = [f"kl is {kl:.2g}"] * far + [f"entropy fell from {had:.2g} to {entropy:.2g}"] * silent
     good = max(s["step"] for s in earlier if s.get("reward_mean") == best)
     saved = max((step for step in limits.saved if step <= good), default=None)
-    again = "start afresh with --resume never"
+    restart = "start afresh with --resume never"
     if saved is not None:
         path = f"{limits.run_dir}/checkpoints/step_{saved:06d}"
-        again = f"resume from step {saved} with --resume {path}"
+        restart = f"resume from step {saved} with --resume {path}"
     return (
         f"The policy has collapsed: reward fell from {best:.3f} to {reward:.3f}, "
-        f"{' and '.join(signs)}. Lower --lr (now {limits.lr:g}) and {again}. See "
+        f"{' and '.join(signs)}. Lower --lr (now {limits.lr:g}) and {restart}. See "
         "docs/troubleshooting.md#collapse."
     )
 
@@ -254,12 +254,12 @@ def _sampler_differs(steps: History, limits: Limits) -> str:
     gap = _last(steps, "rollout/logprob_diff", 1)
     if not gap or gap[0] <= limits.logprob_diff:
         return ""
-    said = f"rollout/logprob_diff {gap[0]:.2g} is above {limits.logprob_diff:g}: "
+    finding = f"rollout/logprob_diff {gap[0]:.2g} is above {limits.logprob_diff:g}: "
     if limits.async_steps:
-        return f"{said}the responses come from weights too old. Lower --async_steps or --lr."
+        return f"{finding}the responses come from weights too old. Lower --async_steps or --lr."
     return (
-        f"{said}sampler and trainer disagree on the same tokens, so the sampler lacks the newest "
-        "weights or computes otherwise. Compare with --rollout_name hf and --dtype float32; "
+        f"{finding}sampler and trainer disagree on the same tokens, so the sampler lacks the "
+        "newest weights or computes otherwise. Compare with --rollout_name hf and --dtype float32; "
         "algorithm.rollout_correction.rollout_is=token weighs it off."
     )
 
@@ -420,12 +420,12 @@ def _monitor_silent(steps: History, limits: Limits) -> str:
 
 
 def _judge_drifts(steps: History, limits: Limits) -> str:
-    found = judge_drift(steps, limits.watched, limits.people)
-    if found is None or not found.alarming:
+    drift = judge_drift(steps, limits.watched, limits.people)
+    if drift is None or not drift.alarming:
         return ""
     return (
-        f"The judge's scores have risen by {found.amount:.2f} more than {found.watcher}, which "
-        f"moved by {found.rise:+.2f}: the model learns to please the judge. Read its best "
+        f"The judge's scores have risen by {drift.amount:.2f} more than {drift.watcher}, which "
+        f"moved by {drift.rise:+.2f}: the model learns to please the judge. Read its best "
         "responses, take an earlier checkpoint, or change the judge's prompt; "
         f"`{_audit(limits)}` tests it."
     )
@@ -446,12 +446,12 @@ def _judge_changed(steps: History, limits: Limits) -> str:
 
 
 def _judge_likes_length(steps: History, limits: Limits) -> str:
-    found = _last(steps, "judge/length_correlation", 2 * SETTLE_STEPS)
-    if not found or fmean(found) <= 0.6:
+    correlations = _last(steps, "judge/length_correlation", 2 * SETTLE_STEPS)
+    if not correlations or fmean(correlations) <= 0.6:
         return ""
     return (
-        f"The judge's scores go with length (correlation {fmean(found):.2f}): the model may learn "
-        f"to ramble. Ask in the judge's prompt to ignore length; `{_audit(limits)}` tests it."
+        f"The judge's scores go with length (correlation {fmean(correlations):.2f}): the model may "
+        f"learn to ramble. Ask in the judge's prompt to ignore length; `{_audit(limits)}` tests it."
     )
 
 
@@ -486,10 +486,10 @@ def _criteria(steps: History) -> dict[str, list[float]]:
 def _criterion_stuck(steps: History, limits: Limits) -> str:
     for name, values in _criteria(steps).items():
         if min(values) == max(values) and values[0] in (0.0, 1.0):
-            said = "had its full credit" if values[0] else "had no credit"
+            credit = "had its full credit" if values[0] else "had no credit"
             return (
-                f"The criterion '{name}' {said} in every response of the last {LONG} steps, so it "
-                "tells none from another. Word it otherwise in --rm_rubric, or take it out."
+                f"The criterion '{name}' {credit} in every response of the last {LONG} steps, so "
+                "it does not tell responses apart. Reword it in --rm_rubric, or remove it."
             )
     return ""
 
@@ -498,11 +498,11 @@ def _criterion_against(steps: History, limits: Limits) -> str:
     rewards = _last(steps, "reward_mean", LONG)
     for name, values in _criteria(steps).items():
         moved = min(max(values) - min(values), max(rewards, default=0) - min(rewards, default=0))
-        if moved > 0.1 and (found := correlation(values, rewards)) < -0.6:
+        if moved > 0.1 and (coefficient := correlation(values, rewards)) < -0.6:
             return (
-                f"The criterion '{name}' falls where the reward rises (correlation {found:.2f} "
-                f"over {LONG} steps): the others are learned at its cost. Raise its weight in "
-                "--rm_rubric, or make it a must."
+                f"The criterion '{name}' falls where the reward rises "
+                f"(correlation {coefficient:.2f} over {LONG} steps): the others "
+                "are learned at its cost. Raise its weight in --rm_rubric, or make it a must."
             )
     return ""
 
@@ -520,11 +520,11 @@ def _part_fails(steps: History, limits: Limits) -> str:
 
 
 def _prompts_cut(steps: History, limits: Limits) -> str:
-    found = [int(v) for k, v in steps[-1].items() if k.endswith("/prompts_cut") and v]
-    if not found:
+    cut_counts = [int(v) for k, v in steps[-1].items() if k.endswith("/prompts_cut") and v]
+    if not cut_counts:
         return ""
     return (
-        f"{sum(found)} prompts were cut to fit the reward model, from the left. Raise "
+        f"{sum(cut_counts)} prompts were cut to fit the reward model, from the left. Raise "
         "--reward_model_max_length if it can read more, or shorten them (--max_prompt_length)."
     )
 
@@ -540,10 +540,10 @@ def _memory_ran_out(steps: History, limits: Limits) -> str:
             "tokens": f"{tokens}={{:g}}",
         }
         for unit, key in keys.items():
-            for most in _last(steps, f"{name}/micro_batch_{unit}", 1):
+            for limit in _last(steps, f"{name}/micro_batch_{unit}", 1):
                 lines.append(
-                    f"Memory ran out: {name} micro-batches now hold {most:g} {unit}. Set "
-                    f"{key.format(most)} to start there next time."
+                    f"Memory ran out: {name} micro-batches now hold {limit:g} {unit}. Set "
+                    f"{key.format(limit)} to start there next time."
                 )
     return " ".join(lines)
 

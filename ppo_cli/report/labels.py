@@ -100,14 +100,14 @@ def write_label(
     """
     try:
         with _lock(run_dir):
-            known = read_labels(run_dir)
-            kept = [x for x in known if x.get("response_id") != response["response_id"]]
+            labels = read_labels(run_dir)
+            others = [x for x in labels if x.get("response_id") != response["response_id"]]
             line: dict[str, Any] = {}
             if label is not None or comment:
                 line = {name: response.get(name) for name in ("id", "response_id", *FIELDS)}
                 line |= {"label": label, "comment": comment}
-                kept.append(line)
-            replace_lines(run_dir / LABELS_FILE, kept)
+                others.append(line)
+            replace_lines(run_dir / LABELS_FILE, others)
     except (OSError, DataError) as error:
         reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise UserError(f"The label cannot be written: {reason}.") from error

@@ -32,12 +32,12 @@ def check_loggers(loggers: Sequence[str]) -> None:
     """Raise MissingPart when a logger's package is not installed; imports nothing."""
     missing = [name for name in SINKS if name in loggers and find_spec(name) is None]
     if missing:
-        one = len(missing) == 1
+        singular = len(missing) == 1
         raise MissingPart(
-            f"--logger {','.join(missing)} needs the package{'s' * (not one)} "
-            f"{' and '.join(missing)}. Install {'it' if one else 'them'} with "
+            f"--logger {','.join(missing)} needs the package{'s' * (not singular)} "
+            f"{' and '.join(missing)}. Install {'it' if singular else 'them'} with "
             f"`{shlex.quote(sys.executable)} -m pip install {' '.join(missing)}`, or leave "
-            f"{'it' if one else 'them'} out of --logger."
+            f"{'it' if singular else 'them'} out of --logger."
         )
 
 
@@ -127,12 +127,12 @@ class RunSink(Sink):
     def open(self, step: int, *, resumed: bool) -> None:
         """Start a run, or go on with the one that this run folder belongs to."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        known, self._last = "", -1
+        run_id, self._last = "", -1
         if resumed and (self._folder / "run_id").exists():
-            known = (self._folder / "run_id").read_text()
+            run_id = (self._folder / "run_id").read_text()
             self._last = int((self._folder / "last_step").read_text())
         try:
-            self._run, name = self._start(known)
+            self._run, name = self._start(run_id)
         except Exception as error:  # each package has errors of its own
             raise UserError(
                 f"{self.package} did not start ({redact(first_line(error))}). {self.mend}, "
@@ -146,8 +146,8 @@ class RunSink(Sink):
             fresh.write_text(text)
 
     @abstractmethod
-    def _start(self, known: str) -> tuple[Any, str]:
-        """Start a run, or go on with the `known` one; returns it, and what to know it by."""
+    def _start(self, run_id: str) -> tuple[Any, str]:
+        """Start a run, or resume the run `run_id`; returns the run and its id."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one step, unless an earlier session has."""
@@ -179,8 +179,8 @@ class WandbSink(RunSink):
         self._wandb = wandb
         self._rows: list[list[Any]] = []
 
-    def _start(self, known: str) -> tuple[Any, str]:
-        name = known or uuid.uuid4().hex[:12]
+    def _start(self, run_id: str) -> tuple[Any, str]:
+        name = run_id or uuid.uuid4().hex[:12]
         run = self._wandb.init(
             dir=str(self._run_dir), id=name, resume="allow", project=self._project,
             name=self._name, config=self._config,
@@ -210,11 +210,11 @@ class TrackioSink(RunSink):
     package = "trackio"
     mend = "Look at TRACKIO_DIR"
 
-    def _start(self, known: str) -> tuple[Any, str]:
+    def _start(self, run_id: str) -> tuple[Any, str]:
         import trackio
 
         # trackio knows a run by its name alone.
-        name = known or f"{self._name}-{uuid.uuid4().hex[:6]}"
+        name = run_id or f"{self._name}-{uuid.uuid4().hex[:6]}"
         run = trackio.init(
             project=self._project, name=name, config=self._config, resume="allow", embed=False,
             auto_log_cpu=False,
@@ -228,10 +228,10 @@ class SwanlabSink(RunSink):
     package = "swanlab"
     mend = "Log in with `swanlab login`, or set SWANLAB_MODE=offline"
 
-    def _start(self, known: str) -> tuple[Any, str]:
+    def _start(self, run_id: str) -> tuple[Any, str]:
         import swanlab
 
-        name = known or uuid.uuid4().hex[:12]
+        name = run_id or uuid.uuid4().hex[:12]
         run = swanlab.init(
             project=self._project, name=self._name, config=self._config, id=name, resume="allow",
             log_dir=str(self._folder),
@@ -246,18 +246,18 @@ class MlflowSink(RunSink):
     mend = "Look at MLFLOW_TRACKING_URI"
     _AT_ONCE = 100  # parameters that a call takes
 
-    def _start(self, known: str) -> tuple[Any, str]:
+    def _start(self, run_id: str) -> tuple[Any, str]:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        own = f"sqlite:///{self._folder.resolve() / 'mlflow.db'}"
-        client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or own)
-        self._id = known
-        if known:
-            client.update_run(known, status="RUNNING")
-            return client, known
-        found = client.get_experiment_by_name(self._project)
-        experiment = found.experiment_id if found else client.create_experiment(self._project)
+        default_uri = f"sqlite:///{self._folder.resolve() / 'mlflow.db'}"
+        client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or default_uri)
+        self._id = run_id
+        if run_id:
+            client.update_run(run_id, status="RUNNING")
+            return client, run_id
+        existing = client.get_experiment_by_name(self._project)
+        experiment = existing.experiment_id if existing else client.create_experiment(self._project)
         self._id = client.create_run(experiment, run_name=self._name).info.run_id
         params = [Param(key, str(value)[:500]) for key, value in _flat("", self._config)]
         for start in range(0, len(params), self._AT_ONCE):

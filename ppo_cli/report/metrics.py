@@ -106,7 +106,7 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
             if prefix:
                 source = s.rollout.prompt.data_source or "unnamed"
                 groups[f"reward_mean/{source}"].append(s.score.value)
-    return metrics | {f"{prefix}{name}": float(np.mean(found)) for name, found in groups.items()}
+    return metrics | {f"{prefix}{name}": float(np.mean(scores)) for name, scores in groups.items()}
 
 
 def _thought_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
@@ -118,15 +118,15 @@ def _thought_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
     import numpy as np
 
     answers = [len(r.token_ids) - r.thought_tokens for r in rollouts if not r.unclosed]
-    found = {
+    lengths = {
         "thought/length_mean": float(np.mean([r.thought_tokens for r in thinking])),
         "thought/length_max": float(max(r.thought_tokens for r in thinking)),
         "thought/share": len(thinking) / len(rollouts),
         "thought/unclosed_share": float(np.mean([r.unclosed for r in rollouts])),
     }
     if answers:
-        found["answer_length/mean"] = float(np.mean(answers))
-    return {f"{prefix}{name}": value for name, value in found.items()}
+        lengths["answer_length/mean"] = float(np.mean(answers))
+    return {f"{prefix}{name}": value for name, value in lengths.items()}
 
 
 def _metric_of(part: str) -> str:
@@ -134,22 +134,22 @@ def _metric_of(part: str) -> str:
     return f"rubric/{part.replace('rubric/', '', 1)}" if "rubric/" in part else f"reward/{part}"
 
 
-def recent(lines: Sequence[Mapping[str, Any]], most: int = 100) -> dict[str, float]:
-    """Mean and standard deviation of each main metric over the last `most` training steps.
+def recent(lines: Sequence[Mapping[str, Any]], max_steps: int = 100) -> dict[str, float]:
+    """Mean and standard deviation of each main metric over the last `max_steps` training steps.
 
     Keys are `<metric>_mean` and `<metric>_std`; main metrics are those without a `/`. What a
     step did not measure is left out. The deviation is that of the values themselves (no n - 1).
     """
     import numpy as np
 
-    steps = [line for line in lines if line["step"] > 0][-most:]
-    found: dict[str, float] = {}
+    steps = [line for line in lines if line["step"] > 0][-max_steps:]
+    statistics: dict[str, float] = {}
     for name in sorted({key for line in steps for key in line if "/" not in key} - {"step"}):
         values = [float(line[name]) for line in steps if line.get(name) is not None]
         if values:
-            found[f"{name}_mean"] = float(np.mean(values))
-            found[f"{name}_std"] = float(np.std(values))
-    return found
+            statistics[f"{name}_mean"] = float(np.mean(values))
+            statistics[f"{name}_std"] = float(np.std(values))
+    return statistics
 
 
 def mixture_parts(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -228,8 +228,8 @@ def _declined(
     fell = set()
     series = {"reward": rewards}
     for name in _parts(measured):
-        found = [_parts([line]).get(name) for line in measured]
-        series[name] = [value for value in found if value is not None]
+        means = [_parts([line]).get(name) for line in measured]
+        series[name] = [value for value in means if value is not None]
     for name, values in series.items():
         if len(values) < ENOUGH_STEPS:
             continue
@@ -271,24 +271,24 @@ def judge_totals(run_dir: Path, history: Lines) -> str:
     sums: Counter[str] = Counter()
     for line in history:
         for key, value in line.items():
-            if (found := _JUDGE.fullmatch(key)) and value is not None:
-                sums[found[1]] += value
+            if (match := _JUDGE.fullmatch(key)) and value is not None:
+                sums[match[1]] += value
     if not calls and not sums["cached"]:
         return ""
-    said = [f"{len(calls):,} calls"]
+    clauses = [f"{len(calls):,} calls"]
     if in_flight:
-        said.append(f"{in_flight:,} in flight (at their worst case)")
+        clauses.append(f"{in_flight:,} in flight (at their worst case)")
     if causes:
         each = ", ".join(f"{name} {n:,}" for name, n in causes.most_common())
-        said.append(f"{causes.total():,} failed ({each}), {sums['retries']:,.0f} retries")
+        clauses.append(f"{causes.total():,} failed ({each}), {sums['retries']:,.0f} retries")
     if sums["cached"]:
-        said.append(f"{sums['cached']:,.0f} verdicts reused")
+        clauses.append(f"{sums['cached']:,.0f} verdicts reused")
     unscored = sum(
         line.get(f"{split}score/failed") or 0.0 for line in history for split in ("", "val/")
     )
     if unscored:
-        said.append(f"{unscored:,.0f} responses without a score")
-    return ", ".join([*said, dollars(sum(float(call["usd"]) for call in calls))])
+        clauses.append(f"{unscored:,.0f} responses without a score")
+    return ", ".join([*clauses, dollars(sum(float(call["usd"]) for call in calls))])
 
 
 def resume_line(
@@ -327,9 +327,9 @@ def budget_to_finish(
     steps = len([line for line in history if line["step"] > 0])
     rounds = sum(any(key.startswith("val/") for key in line) for line in history)
     done = max(steps * a_step + rounds * a_round, math.ceil(used.calls / votes), 1)
-    whole = total_steps * a_step + (sums["validation_rounds"] or 0) * a_round
+    total_calls = total_steps * a_step + (sums["validation_rounds"] or 0) * a_round
     each = used.spent / done if used.spent else used.next
-    expected = used.spent + each * max(0, whole - done)
+    expected = used.spent + each * max(0, total_calls - done)
     need = max(MARGIN * expected, used.spent) + used.next
     digit = math.pow(10, math.floor(math.log10(need)) - 1)
     return math.ceil(need / digit) * digit
@@ -359,19 +359,19 @@ def _parts(lines: Lines) -> dict[str, float]:
     for line in lines:
         for name, value in mixture_parts(line).items():
             values[f"reward {name}"].append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    return {name: sum(means) / len(means) for name, means in values.items()}
 
 
 def _validation(lines: Lines) -> dict[str, float]:
-    found: dict[str, float] = {}
+    statistics: dict[str, float] = {}
     for line in lines:
         # Of right-or-wrong scores the mean is the accuracy: one name is enough.
         name = "accuracy" if _has(line, "val/accuracy") else "reward_mean"
         parts = mixture_parts(line, "val/")
         if not parts or abs(line[f"val/{name}"]) > ROUNDING:
-            found[f"validation {name}"] = float(line[f"val/{name}"])
-        found |= {f"validation {n}": v for n, v in parts.items()}
-    return found
+            statistics[f"validation {name}"] = float(line[f"val/{name}"])
+        statistics |= {f"validation {n}": v for n, v in parts.items()}
+    return statistics
 
 
 def lr_jumps(config: Config, checkpoint: Path, total_steps: int) -> list[str]:
@@ -392,8 +392,8 @@ def _next_steps(
         f"{ppo(f'show {folder} --worst 5')}    the responses with the lowest scores",
     ]
     if config.model.path == "embedded":
-        own = ppo("train --model PATH_OR_HUB_NAME --train_files YOUR.jsonl")
-        steps.append(f"{own}    your model, your data")
+        train_own_model = ppo("train --model PATH_OR_HUB_NAME --train_files YOUR.jsonl")
+        steps.append(f"{train_own_model}    your model, your data")
         steps.append(f"{ppo('train --reward_function FILE.py')}    your own reward")
     else:
         total = 2 * int(history[-1]["step"]) if history else 0

@@ -170,8 +170,8 @@ class Tracker:
         earlier = [line for line in self._history if line["step"] < step]
         people = people_of(self._run_dir, self._config)
         line = {"step": step, **merged}
-        if found := judge_drift([*earlier, line], self._limits.watched, people):
-            merged["judge/drift"] = found.amount
+        if drift := judge_drift([*earlier, line], self._limits.watched, people):
+            merged["judge/drift"] = drift.amount
         line = self._write(step, merged)
         if self._console:
             self.screen.step(step, self._total_steps, _numbers(line))
@@ -243,15 +243,18 @@ class _Clock:
         """Seconds of this session."""
         return time.monotonic() - self._started
 
-    def after_step(self, metrics: Mapping[str, float], left: int) -> dict[str, float]:
+    def after_step(self, metrics: Mapping[str, float], steps_left: int) -> dict[str, float]:
         """Record the times of a step; the newest steps are the best estimate for the next."""
         self.steps += 1
         self._recent.append(metrics["time/step_s"])
         self._others += sum(metrics.get(f"time/{name}_s", 0.0) for name in BETWEEN_STEPS)
         a_step = fmean(self._recent) + self._others / self.steps
-        again = {"perf/resumed": 1.0} if self.resumed else {}
+        resumed = {"perf/resumed": 1.0} if self.resumed else {}
         self.resumed = False
-        return again | {"time/run_s": self._before + self.seconds(), "time/left_s": left * a_step}
+        return resumed | {
+            "time/run_s": self._before + self.seconds(),
+            "time/left_s": steps_left * a_step,
+        }
 
 
 def rollout_line(step: int, scored: Scored) -> dict[str, Any]:

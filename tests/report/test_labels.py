@@ -103,7 +103,7 @@ def test_labels_stay_with_their_responses_when_a_run_goes_on_from_an_earlier_ste
     for row in rollouts.rows():
         set_label(rollouts, row.id, None, 1.0, "")
     assert len(shown_labels(folder)) == 48
-    stale = rollouts.read([rollouts.one("train:6:0")], None)[0]
+    stale = rollouts.read([rollouts.row_of_id("train:6:0")], None)[0]
     resume(folder)
     pairs = shown_labels(folder)
     assert len(pairs) == 24 + 12

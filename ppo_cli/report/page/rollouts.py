@@ -67,7 +67,7 @@ class Rollouts:
         self.unread = 0  # steps that are not read yet
         self._lock = threading.Lock()
         self._files: dict[Place, tuple[tuple[int, int], list[Row]]] = {}
-        self.known: list[Row] = []  # what `rows` gave last
+        self.indexed_rows: list[Row] = []  # what `rows` gave last
         self._ends: dict[tuple[str, str], tuple[int, float, int, float]] = {}
 
     def rows(self, seconds: float = math.inf) -> list[Row]:
@@ -76,31 +76,33 @@ class Rollouts:
         The next call reads on.
         """
         with self._lock:
-            found = {
+            states = {
                 (split, step): state
                 for split in PREFIXES
                 for step in rollout_steps(self.folder, split)
                 if (state := _state(rollout_file(self.folder, step, split)))
             }
-            known = {key: file for key, file in self._files.items() if found.get(key) == file[0]}
-            same = found.keys() == known.keys() == self._files.keys()
-            if len(known) < len(self._files):  # a step was written anew
-                self._files, self._ends = known, {}
-                for key, (_, rows) in known.items():
+            unchanged = {
+                key: file for key, file in self._files.items() if states.get(key) == file[0]
+            }
+            same = states.keys() == unchanged.keys() == self._files.keys()
+            if len(unchanged) < len(self._files):  # a step was written anew
+                self._files, self._ends = unchanged, {}
+                for key, (_, rows) in unchanged.items():
                     self._note_ends(key, rows)
-            unread = sorted(found.keys() - known.keys(), key=lambda key: (key[1], key[0]))
+            unread = sorted(states.keys() - unchanged.keys(), key=lambda key: (key[1], key[0]))
             ends = time.monotonic() + seconds
             while unread:
                 key = unread.pop()
-                self._files[key] = (found[key], list(_index(self.folder, *key)))
+                self._files[key] = (states[key], list(_index(self.folder, *key)))
                 self._note_ends(key, self._files[key][1])
                 if time.monotonic() > ends:
                     break
             self.unread = len(unread)
             if not same:
                 in_order = sorted(self._files, key=lambda key: (key[1], key[0]))
-                self.known = [row for key in in_order for row in self._files[key][1]]
-            return self.known
+                self.indexed_rows = [row for key in in_order for row in self._files[key][1]]
+            return self.indexed_rows
 
     def _note_ends(self, key: Place, rows: Iterable[Row]) -> None:
         """Keep of each prompt its first and its last step, with the mean scores there."""
@@ -150,27 +152,27 @@ class Rollouts:
             without = []
         return sorted(chosen, key=keys[sort], reverse=down) + without
 
-    def read(self, rows: Sequence[Row], most: int | None) -> list[dict[str, Any]]:
-        """The whole lines of rows, in their order; texts above `most` characters are cut."""
+    def read(self, rows: Sequence[Row], max_chars: int | None) -> list[dict[str, Any]]:
+        """The whole lines of rows, in their order; texts above `max_chars` characters are cut."""
         by_file: dict[tuple[str, int], list[int]] = defaultdict(list)
         for place, row in enumerate(rows):
             by_file[row.split, row.step].append(place)
-        found: list[dict[str, Any]] = [{}] * len(rows)
+        responses: list[dict[str, Any]] = [{}] * len(rows)
         for (split, step), places in by_file.items():
             lines = _lines(self.folder, split, step)
             for place in places:
                 row = rows[place]
                 if row.line < len(lines):
-                    line = cut(lines[row.line], most)
-                    whole = lines[row.line] | {"split": split, "step": step}
-                    found[place] = line | {
-                        "id": row.id, "response_id": response_id(whole), "split": split,
+                    line = cut(lines[row.line], max_chars)
+                    full_line = lines[row.line] | {"split": split, "step": step}
+                    responses[place] = line | {
+                        "id": row.id, "response_id": response_id(full_line), "split": split,
                         "step": step, "disputed": row.disputed, "changed": self.changed(row),
                         "thoughts": _thoughts(line),
                     }  # fmt: skip
-        return found
+        return responses
 
-    def one(self, name: str) -> Row:
+    def row_of_id(self, name: str) -> Row:
         """The row with this id; raises UserError when there is none."""
         split, _, rest = name.partition(":")
         step, line = map(whole_number, rest.partition(":")[::2])
@@ -178,10 +180,10 @@ class Rollouts:
         self.rows(0.0)
         if place not in self._files:
             self.rows()
-        known = self._files.get(place)
-        if known is None or line is None or line >= len(known[1]):
+        indexed = self._files.get(place)
+        if indexed is None or line is None or line >= len(indexed[1]):
             raise UserError(f"There is no response '{name}'.")
-        return known[1][line]
+        return indexed[1][line]
 
     def through_time(self, row: Row) -> list[Row]:
         """Responses to the same prompt, oldest first, evenly thinned where there are many."""
@@ -193,7 +195,7 @@ class Rollouts:
         import regex
 
         try:
-            wanted = regex.compile(pattern, regex.IGNORECASE)
+            expression = regex.compile(pattern, regex.IGNORECASE)
         except (regex.error, RecursionError) as error:
             raise UserError(f"The pattern cannot be read: {error}.") from error
         names = (where,) if where in TEXTS else TEXTS
@@ -208,7 +210,7 @@ class Rollouts:
                 for row in group:
                     line = lines[row.line] if row.line < len(lines) else {}
                     texts = (str(line.get(name) or "") for name in names)
-                    if any(wanted.search(text, timeout=seconds_left) for text in texts):
+                    if any(expression.search(text, timeout=seconds_left) for text in texts):
                         yield row
                 seconds_left -= time.monotonic() - start
                 if seconds_left <= 0:
@@ -220,8 +222,10 @@ class Rollouts:
 def _thoughts(line: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Where the thoughts of a response are in its text, as the page folds them away."""
     opened, text = str(line.get("opened") or ""), str(line.get("response") or "")
-    found = find_thoughts(opened + text, cut=line.get("finish_reason") == "length")
-    return [(max(0, one.start - len(opened)), one.end - len(opened)) for one in found]
+    thoughts = find_thoughts(opened + text, cut=line.get("finish_reason") == "length")
+    return [
+        (max(0, thought.start - len(opened)), thought.end - len(opened)) for thought in thoughts
+    ]
 
 
 def _state(file: Path) -> tuple[int, int] | None:
@@ -244,50 +248,50 @@ def _index(folder: Path, split: str, step: int) -> Iterator[Row]:
         score = line.get("score")
         yield Row(
             split, step, number,
-            str(line.get("uid", "")), _whole(line.get("sample")),
+            str(line.get("uid", "")), _integer(line.get("sample")),
             str(line.get("data_source") or ""),
             float(score) if isinstance(score, int | float) else None,
-            str(line.get("failure") or ""), _whole(line.get("tokens")),
+            str(line.get("failure") or ""), _integer(line.get("tokens")),
             _disputed(line),
             60 + sum(30 + (len(v) if isinstance(v, str) else 20) for v in line.values()),
         )  # fmt: skip
 
 
-def _whole(value: Any) -> int:
+def _integer(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
 def _disputed(line: Mapping[str, Any]) -> float:
     """The widest gap: between scaled parts, to the monitoring judge, twice the spread of votes."""
     parts = line.get("parts")
-    found = parts.values() if isinstance(parts, dict) else ()
-    scaled = [part.get("scaled") for part in found if isinstance(part, dict)]
-    known = [float(v) for v in scaled if isinstance(v, int | float)]
-    gaps = [max(known) - min(known)] if len(known) > 1 else [0.0]
+    scores = parts.values() if isinstance(parts, dict) else ()
+    scaled = [part.get("scaled") for part in scores if isinstance(part, dict)]
+    numbers = [float(v) for v in scaled if isinstance(v, int | float)]
+    gaps = [max(numbers) - min(numbers)] if len(numbers) > 1 else [0.0]
     mixture = line.get("mixture")
     for facts in [line, *(mixture.values() if isinstance(mixture, dict) else ())]:
         if isinstance(facts, dict):
-            told = {2: facts.get("vote_spread"), 1: facts.get("monitor_gap")}
-            gaps += [n * float(gap) for n, gap in told.items() if isinstance(gap, int | float)]
+            factors = {2: facts.get("vote_spread"), 1: facts.get("monitor_gap")}
+            gaps += [n * float(gap) for n, gap in factors.items() if isinstance(gap, int | float)]
     return round(max(gaps), 6)
 
 
 def _filter(query: Mapping[str, str]) -> Callable[[Row], bool]:
     """Whether a row passes the filters that need no text."""
     low, high = _number(query, "from_step"), _number(query, "to_step")
-    least, most = _number(query, "min"), _number(query, "max")
+    least, greatest = _number(query, "min"), _number(query, "max")
     split, source, why = (query.get(name, "") for name in ("split", "source", "why"))
-    wanted: dict[str, Callable[[Row], bool]] = {
+    predicates: dict[str, Callable[[Row], bool]] = {
         "from_step": lambda row: low is None or row.step >= low,
         "to_step": lambda row: high is None or row.step <= high,
         "split": lambda row: row.split == split,
         "source": lambda row: row.source == source,
         "min": lambda row: least is None or (row.score is not None and row.score >= least),
-        "max": lambda row: most is None or (row.score is not None and row.score <= most),
+        "max": lambda row: greatest is None or (row.score is not None and row.score <= greatest),
         "failed": lambda row: (row.score is None) == (query["failed"] == "yes"),
         "why": lambda row: why.lower() in row.failure.lower(),
     }
-    checks = [check for name, check in wanted.items() if query.get(name)]
+    checks = [check for name, check in predicates.items() if query.get(name)]
     return lambda row: all(check(row) for check in checks)
 
 
@@ -306,13 +310,13 @@ def whole_number(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
 
 
-def cut(line: Mapping[str, Any], most: int | None) -> dict[str, Any]:
+def cut(line: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
     """A line whose texts have at most so many characters; `cut` names the full length of each."""
-    found, lengths = dict(line), {}
+    shortened, lengths = dict(line), {}
     for name, value in line.items():
-        if most is not None and isinstance(value, str) and len(value) > most:
-            found[name], lengths[name] = value[:most], len(value)
-    return found | ({"cut": lengths} if lengths else {})
+        if max_chars is not None and isinstance(value, str) and len(value) > max_chars:
+            shortened[name], lengths[name] = value[:max_chars], len(value)
+    return shortened | ({"cut": lengths} if lengths else {})
 
 
 def brief(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,11 +327,13 @@ def brief(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: line.get(name) for name in names} | texts
 
 
-def spread(rows: Sequence[Row], most: int) -> list[Row]:
+def spread(rows: Sequence[Row], count: int) -> list[Row]:
     """At most so many rows, evenly over all of them, the first and the last among them."""
-    if len(rows) <= most:
+    if len(rows) <= count:
         return list(rows)
-    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
+    return (
+        [rows[round(i * (len(rows) - 1) / (count - 1))] for i in range(count)] if count > 1 else []
+    )
 
 
 def sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
@@ -361,11 +367,11 @@ def sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
     )  # fmt: skip
     chosen: dict[str, Row] = {}
     for room, wished in wishes:
-        left = room
+        bytes_left = room
         for row in wished:
             if row.id not in chosen and _cost(row) < room / 4:
-                left -= _cost(row)
-                if left < 0:
+                bytes_left -= _cost(row)
+                if bytes_left < 0:
                     break
                 chosen[row.id] = row
     return sorted(chosen.values(), key=lambda r: (r.step, r.split, r.line))
@@ -384,7 +390,7 @@ def set_label(
     `response` is the id of the response that the page shows; UserError where the run went on with
     another one.
     """
-    (line,) = rollouts.read([rollouts.one(name)], None)
+    (line,) = rollouts.read([rollouts.row_of_id(name)], None)
     if not line or response not in (None, line["response_id"]):
         raise UserError(
             "This response is not in the run any more: the run went on from an earlier step. "

@@ -159,15 +159,15 @@ def sentence(
         if total and steps < total
         else f"{steps} step{'s' * (steps != 1)}"
     )
-    found = summarise(history, folder, config or Config(), session=(0, 0.0), resume_command="")
-    told = [
+    summary = summarise(history, folder, config or Config(), session=(0, 0.0), resume_command="")
+    changes = [
         f"{name} {_digits(after)}"
         if before is None
         else f"{name} {_digits(before)} to {_digits(after)}"
-        + (" (it fell)" if name in found.declined else "")
-        for name, before, after in found.measures
+        + (" (it fell)" if name in summary.declined else "")
+        for name, before, after in summary.measures
     ]
-    clauses = [", ".join(told[:3] or ["no reward yet"]) + f" in {length}"]
+    clauses = [", ".join(changes[:3] or ["no reward yet"]) + f" in {length}"]
     outside = [tile for tile in tiles if tile["side"] and "pays" not in tile]
     clauses += [
         f"{tile['title']} {_digits(tile['value'])}, {tile['side']} its range since step "
@@ -207,8 +207,8 @@ def config_of(folder: Path) -> tuple[Config | None, str]:
     try:
         return run_settings(folder), ""
     except UserError as error:
-        said = str(error).splitlines()[0]
-        return None, f"config.yaml cannot be read ({said}): ranges are those of the defaults."
+        message = str(error).splitlines()[0]
+        return None, f"config.yaml cannot be read ({message}): ranges are those of the defaults."
 
 
 def settings_of(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
@@ -216,7 +216,7 @@ def settings_of(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
     file = folder / "config.yaml"
     if not file.exists():
         return [], ""
-    found, groups, written_by = [], list[tuple[int, str]](), ""
+    settings, groups, written_by = [], list[tuple[int, str]](), ""
     for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
         if line.startswith(WRITTEN_BY):
             written_by = line.removeprefix(WRITTEN_BY)
@@ -224,8 +224,8 @@ def settings_of(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
             indent, key, value, origin = len(match[1]), match[2], match[3], match[4]
             groups = [(depth, name) for depth, name in groups if depth < indent] + [(indent, key)]
             if value is not None:
-                found.append((".".join(name for _, name in groups), value, origin))
-    return found, written_by
+                settings.append((".".join(name for _, name in groups), value, origin))
+    return settings, written_by
 
 
 def _spent(folder: Path, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def _spent(folder: Path, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     )
     usd = sum(float(call["usd"]) for call in calls)
     rows = [["time", f"{seconds:,.0f} s"], ["tokens trained on", f"{trained:,.0f}"]]
-    if said := judge_totals(folder, history):
-        rows += [["judge", said], ["judge models", ", ".join(models)]]
+    if totals := judge_totals(folder, history):
+        rows += [["judge", totals], ["judge models", ", ".join(models)]]
         rows += [["judge tokens", f"{tokens['input']:,} in, {tokens['output']:,} out"]]
     return {"usd": usd, "rows": rows}

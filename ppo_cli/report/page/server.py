@@ -72,19 +72,19 @@ def report(runs: Sequence[RunData], most_bytes: int = MOST_BYTES) -> str:
 
 def page(data: Mapping[str, Any]) -> str:
     """The HTML of the page for this data; text of the data stays text."""
-    here = files("ppo_cli.report.page")
+    package = files("ppo_cli.report.page")
     # The pictures of the overview come before Bokeh is read, which takes a moment.
-    scripts = [here.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS]
-    ours, later = scripts[0], "\n".join(scripts[1:])
-    blocks = [ours, *(path.read_text(encoding="utf-8") for path in bokeh_files()), later]
-    told = {"version": __version__} | dict(data)
+    scripts = [package.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS]
+    overview, later = scripts[0], "\n".join(scripts[1:])
+    blocks = [overview, *(path.read_text(encoding="utf-8") for path in bokeh_files()), later]
+    facts = {"version": __version__} | dict(data)
     values = {
         "CSP": policy(blocks, live=bool(data["live"])),
-        "STYLE": here.joinpath("page.css").read_text(encoding="utf-8"),
-        "DATA": as_json(told),
+        "STYLE": package.joinpath("page.css").read_text(encoding="utf-8"),
+        "DATA": as_json(facts),
         "SCRIPTS": "\n".join(f"<script>{block}</script>" for block in blocks),
     }
-    text = here.joinpath("page.html").read_text(encoding="utf-8")
+    text = package.joinpath("page.html").read_text(encoding="utf-8")
     head, *rest = text.split("{{")
     return head + "".join(
         values[name] + tail for name, _, tail in (part.partition("}}") for part in rest)
@@ -250,9 +250,9 @@ class _Handler(BaseHTTPRequestHandler):
         except CookieError:
             cookies = SimpleCookie()
         cookie = cookies.get(self._cookie)
-        words = [query.get("token", ""), cookie.value if cookie else ""]
+        tokens = [query.get("token", ""), cookie.value if cookie else ""]
         token = self.server.token.encode()
-        return any(secrets.compare_digest(w.encode("utf-8", "replace"), token) for w in words)
+        return any(secrets.compare_digest(w.encode("utf-8", "replace"), token) for w in tokens)
 
     @property
     def _cookie(self) -> str:
@@ -297,20 +297,21 @@ class _Handler(BaseHTTPRequestHandler):
         if offset is None:
             raise UserError(f"'{query['offset']}' is not a whole number (offset).")
         shown = [brief(x) for x in rollouts.read(chosen[offset : offset + ROWS], None) if x]
-        sources = sorted({row.source for row in rollouts.known})
+        sources = sorted({row.source for row in rollouts.indexed_rows})
         self._json({
-            "total": len(chosen), "all": len(rollouts.known), "rows": shown, "sources": sources,
+            "total": len(chosen), "all": len(rollouts.indexed_rows), "rows": shown,
+            "sources": sources,
             "unread": rollouts.unread,
         })  # fmt: skip
 
     def _row(self, query: dict[str, str]) -> None:
         rollouts = self._rollouts(query)
-        most = None if query.get("whole") else MOST_TEXT
-        self._json(rollouts.read([rollouts.one(query.get("id", ""))], most)[0])
+        max_chars = None if query.get("whole") else MOST_TEXT
+        self._json(rollouts.read([rollouts.row_of_id(query.get("id", ""))], max_chars)[0])
 
     def _prompt(self, query: dict[str, str]) -> None:
         rollouts = self._rollouts(query)
-        rows = rollouts.through_time(rollouts.one(query.get("id", "")))
+        rows = rollouts.through_time(rollouts.row_of_id(query.get("id", "")))
         self._json(rollouts.read(rows, SAMPLE_TEXT))
 
     def _label(self, query: dict[str, str]) -> None:

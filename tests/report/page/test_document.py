@@ -106,7 +106,7 @@ def test_the_newest_steps_are_read_first_and_the_rest_by_and_by(tmp_path: Path) 
     rollouts, whole = Rollouts(folder), Rollouts(folder)
     assert {row.step for row in rollouts.rows(0.0)} == {4}
     assert rollouts.unread == 3
-    assert rollouts.one("train:1:0").step == 1  # an older one that is asked for is read
+    assert rollouts.row_of_id("train:1:0").step == 1  # an older one that is asked for is read
     assert rollouts.rows() == whole.rows()
     assert [rollouts.changed(row) for row in rollouts.rows()] == [
         whole.changed(row) for row in whole.rows()
