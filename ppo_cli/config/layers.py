@@ -28,6 +28,8 @@ from ppo_cli.config.schema.values import (
     Quoted,
     is_unset,
     parse_yaml,
+    read_free,
+    read_value,
     repeated_keys,
     unquote,
 )
@@ -62,29 +64,6 @@ class Entry:
 
 class Reset:
     """The raw value of `~key`: back to the schema's default."""
-
-
-Lookup = Callable[[str], Any]
-
-
-@dataclass(frozen=True)
-class DerivedValue:
-    """A raw value that depends on other settings; computed once these are known.
-
-    One that `yields` gives way to a plain value for the same setting.
-    """
-
-    compute: Callable[[Lookup], Any]
-    yields: bool = False
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """Something that must hold of the whole configuration, because a setting said so."""
-
-    origin: str
-    holds: Callable[[Lookup], bool]
-    otherwise: str
 
 
 def read_yaml(path: Path, label: str, example: str = "actor:") -> list[Entry]:
@@ -318,6 +297,7 @@ class Layers:
     layers: list[list[Entry]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)  # settings whose value could not be worked out
 
     def read(self, path: Path, label: str, reader: Reader = read_yaml) -> list[Entry]:
         """Read a file as a layer of its own; a file that does not read is a problem."""
@@ -503,3 +483,23 @@ def _insert_reward_file(
 
 def _sets_any(layers: list[list[Entry]], keys: Collection[str]) -> bool:
     return any(e.name in keys for layer in layers for e in layer)
+
+
+def merge_layers(layers: Sequence[Sequence[Entry]]) -> dict[str, Entry]:
+    """Return the winning entry of each setting: the last one, unless a later layer resets it."""
+    entries: dict[str, Entry] = {}
+    for layer in layers:
+        for entry in layer:
+            # An entry replaces free-form keys below it, and moves to the end of the order.
+            for name in [n for n in entries if n == entry.name or n.startswith(f"{entry.name}.")]:
+                del entries[name]
+            if not isinstance(entry.raw, Reset):
+                entries[entry.name] = entry
+    return entries
+
+
+def read_entry(entry: Entry) -> Any:
+    """Return the typed value of an entry; ValueError says what is wrong with its raw value."""
+    key = find_key(entry.name)
+    assert key is not None
+    return read_value(key, entry.raw) if key.name == entry.name else read_free(entry.raw)

@@ -292,7 +292,7 @@ def test_a_part_that_is_only_named_takes_more_settings_from_above() -> None:
 def test_a_plain_value_takes_no_settings_below_it() -> None:
     for whole in ("reward.composite.parts={judge: 0.5}", "reward.composite.parts.judge=0.5"):
         (problem,) = problems(whole, "reward.composite.parts.judge.clip=2")
-        assert "reward.composite.parts.judge is one value already, and no group" in problem
+        assert "judge has one plain value already" in problem
 
 
 def test_a_settings_file_in_the_older_style_sets_up_a_mixture(tmp_path: Path) -> None:

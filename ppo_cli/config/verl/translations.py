@@ -8,14 +8,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.layers import DerivedValue, Entry, Expectation, Lookup
+from ppo_cli.config.layers import Entry
 from ppo_cli.config.placement import default_gpus, gpu_count, read_placement
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.values import NO, YES, is_unset, parse_list, read_switch
+
+Lookup = Callable[[str], Any]  # dotted name -> value of the whole configuration
+
+
+@dataclass(frozen=True)
+class DerivedValue:
+    """A raw value that depends on other settings; computed once all layers are translated.
+
+    One that `yields` gives way to a plain value for the same setting in the same layer.
+    """
+
+    compute: Callable[[Lookup], Any]
+    yields: bool = False
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Something that must hold for the whole configuration, because an entry demands it."""
+
+    origin: str
+    holds: Callable[[Lookup], bool]
+    otherwise: str
 
 
 def normalize(raw: Any) -> str:
@@ -51,7 +74,7 @@ class TranslationState:
     ) -> None:
         self.environ, self.verl = environ, verl
         self.problems, self.notes = problems, notes
-        self.demands: list[Expectation] = []
+        self.expectations: list[Expectation] = []
         self.resume_path: str | None = None
         self.resume_by_path = False
         self.overlong_on = False
@@ -96,7 +119,7 @@ class TranslationState:
 
     def demand(self, entry: Entry, holds: Callable[[Lookup], bool], otherwise: str) -> None:
         """Ask for something that can be seen only when all settings are known."""
-        self.demands.append(Expectation(entry.origin, holds, otherwise))
+        self.expectations.append(Expectation(entry.origin, holds, otherwise))
 
 
 BUDGET: Final = "ref.log_prob_max_token_len_per_gpu"

@@ -1,8 +1,9 @@
-"""The settings as a flat table, read from the schema, and how raw values become typed ones.
+"""Translates foreign names to our settings: verl's, old and new, and the older YAML style.
 
-Every layer hands its values over as text, so there is one way in which a number, a switch or
-a list is read, wherever it was written: strict, but friendly. A list is items that are apart
-already (YAML); a tuple is what a repeated flag collected, and each text of it may hold several.
+`translate` runs before the layers are merged, so that `resolve` handles our own names alone. Every
+known name is either translated, tied to one of our settings, accepted with a remark, or refused
+with the reason. verl.toml has the names, and the values that verl takes where a command line in its
+spelling leaves a setting out.
 """
 
 from __future__ import annotations
@@ -12,15 +13,24 @@ import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from ppo_cli.config.layers import DerivedValue, Entry, Lookup, Reset
+from ppo_cli.config.layers import Entry, Layers, Reset, merge_layers, read_entry
 from ppo_cli.config.schema.keys import find_key, sections, suggest_key, table
 from ppo_cli.config.schema.values import is_unset
-from ppo_cli.config.verl.translations import PRECISIONS, TRANSLATIONS, TranslationState, normalize
+from ppo_cli.config.verl.translations import (
+    PRECISIONS,
+    TRANSLATIONS,
+    DerivedValue,
+    Expectation,
+    Lookup,
+    TranslationState,
+    normalize,
+)
 
 WRAPPER = "actor_rollout_ref."
 ON: Final = ("true", "1")
@@ -160,6 +170,73 @@ def describe_defaults(generation: Generation) -> str:
     )
 
 
+def translate(layers: Layers, environ: Mapping[str, str]) -> bool:
+    """Replace the foreign names in the layers by our settings with plain values.
+
+    Return whether the settings are verl's, whose defaults then are the lowest layer. Layers that
+    have our own names alone stay as they are.
+    """
+    if not any(_is_foreign(entry) for layer in layers.layers for entry in layer):
+        return False
+    generation = detect_generation(layers.layers, layers.problems)
+    translator = Translator(environ, layers.problems, layers.notes, generation is not None)
+    if generation is not None:
+        layers.layers.insert(0, default_layer(generation))
+        layers.notes.append(describe_defaults(generation))
+    translated = [translator.translate(layer) for layer in layers.layers]
+    layers.layers = _compute_derived(translated, layers, translator.expectations)
+    return generation is not None
+
+
+def _is_foreign(entry: Entry) -> bool:
+    """Tell whether an entry is not simply one of our settings with a value of its own."""
+    refers = isinstance(entry.raw, str) and "${" in entry.raw
+    return refers or entry.name in TRANSLATIONS or find_key(entry.name) is None
+
+
+def _compute_derived(
+    layers: list[list[Entry]], report: Layers, expectations: Sequence[Expectation]
+) -> list[list[Entry]]:
+    """Return the layers with plain values in place of derived ones; check what entries expect."""
+    merged = [entry for entry in merge_layers(layers).values() if find_key(entry.name) is not None]
+    values: dict[str, Any] = {}
+
+    def value(name: str) -> Any:
+        return values.get(name, table()[name].default)
+
+    # Values that cannot be read count as the default here; the resolver reports them.
+    for entry in merged:
+        if not isinstance(entry.raw, DerivedValue):
+            with suppress(ValueError):
+                values[entry.name] = read_entry(entry)
+    # Numbers of devices first: sizes for each rank are derived from them.
+    derived = [entry for entry in merged if isinstance(entry.raw, DerivedValue)]
+    derived.sort(key=lambda entry: not entry.name.startswith("trainer."))
+    computed: dict[int, Entry] = {}
+    for entry in derived:
+        raw: Any = Reset()
+        try:
+            result = entry.raw.compute(value)
+            if result is not None or table()[entry.name].optional:
+                raw = result
+                values[entry.name] = read_entry(Entry(entry.name, raw, entry.origin))
+        except ValueError as error:
+            if isinstance(raw, Reset):  # what was computed, and cannot be read, is reported later
+                report.problems.append(f"{entry.origin}: {error}")
+                report.broken.add(entry.name)
+        computed[id(entry)] = Entry(entry.name, raw, entry.origin)
+    report.problems += [
+        f"{expectation.origin}: {expectation.otherwise}"
+        for expectation in expectations
+        if not expectation.holds(value)
+    ]
+    # A derived value that a higher layer replaced was not computed, and is left out.
+    plain = [[computed.get(id(entry), entry) for entry in layer] for layer in layers]
+    return [
+        [entry for entry in layer if not isinstance(entry.raw, DerivedValue)] for layer in plain
+    ]
+
+
 def _switches(entry: Entry) -> tuple[str, ...]:
     """Return what an entry switches on: `rollout.mtp.enable`, `model_engine=veomni`."""
     word, entry_name = normalize(entry.raw), entry.name.removeprefix(WRAPPER)
@@ -175,6 +252,8 @@ class Translator(TranslationState):
         self._settings = {}
         self.function = {}
         self._on |= {part for entry in layer for part in _switches(entry)}
+        if not any(_is_foreign(entry) for entry in layer):
+            return list(layer)
         for entry in layer:
             self.entry_name = entry.name
             name = entry.name.removeprefix(WRAPPER)
