@@ -15,60 +15,43 @@ from tests.config.settling import settle
 
 OFF = "algorithm.adv_estimator=rloo rollout.n=2 algorithm.use_kl_in_reward=false data.val_files=[]"
 JUDGE = "reward.api.enable=true reward.api.model=m"
-MIXED = "reward.parts=[judge:1] reward.api.model=m"
-MIXTURE_OFF = "reward.composite.enable=false"
-LOCAL, AT_SERVER = "reward.model.dtype", "reward.model.timeout"
-# Results are what was asked for, so a machine that cannot use these only remarks on them.
-OF_MEMORY_AND_SPEED = {
-    "rollout.gpu_memory_utilization", "rollout.max_num_batched_tokens", "rollout.enforce_eager",
-    "rollout.enable_prefix_caching", "rollout.engine_kwargs.vllm",
-    "actor.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size",
-    "actor.fsdp_config.reshard_after_forward", "critic.fsdp_config.reshard_after_forward",
-    "actor.fsdp_config.param_offload", "critic.fsdp_config.param_offload", "ref.param_offload",
-    "actor.fsdp_config.optimizer_offload", "critic.fsdp_config.optimizer_offload",
-    "model.share_prompts", "model.float32_matmul", "model.spread_weights",
-    "trainer.max_restarts", "trainer.worker_timeout", "trainer.node_timeout",
-}  # fmt: skip
-# What else must be set for a row to be idle, beside OFF.
-BESIDE = {
-    **dict.fromkeys([k for k in UNUSED if k.startswith("reward.api.monitor.")], JUDGE),
-    "reward.api.local.*": JUDGE,
-    "reward.api.prompt_preset": f"{JUDGE} reward.api.scoring_prompt=x",
-    "reward.api.scale": f"{JUDGE} reward.api.rubric=extra_info.r",
-    "reward.api.rubric_calls": JUDGE,
-    "reward.api.compare": JUDGE,
-    "reward.api.compare_calls": f"{JUDGE} reward.api.mode=compare reward.api.compare=list",
-    "reward.api.prices": f"{JUDGE} reward.api.price_input=1 reward.api.price_output=2",
-    "reward.api.hedge_after": f"{JUDGE} reward.api.timeout=32",
-    "reward.api.temperature": f"{JUDGE} reward.api.mode=decision reward.api.type=openai",
-    "reward.api.output": f"{JUDGE} reward.api.mode=decision reward.api.type=openai",
-    "reward.api.max_tokens": f"{JUDGE} reward.api.mode=decision reward.api.type=openai",
-    "model.share_prompts": "model.packing=false",
-    "model.float32_matmul": "model.dtype=bfloat16",
-    "model.spread_weights": "model.dtype=float32",
-    "actor.clip_ratio_c": "actor.policy_loss.loss_mode=cispo",
+DECISION = f"{JUDGE} reward.api.mode=decision reward.api.type=openai"
+# What else must be set for a condition to apply, as well as OFF.
+NEEDED = {
+    **dict.fromkeys(("no_monitor", "no_labels", "judge_elsewhere", "no_rule"), JUDGE),
+    **dict.fromkeys(("no_rubric", "no_comparison"), JUDGE),
+    **dict.fromkeys(("decision_endpoint", "fixed_output"), DECISION),
     **dict.fromkeys(
-        ("actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high"),
-        "actor.policy_loss.loss_mode=gpg",
+        ("every_rule_its_own", "every_model_its_own"), "reward.parts=[judge:1] reward.api.model=m"
     ),
-    "reward.timeout": JUDGE,
-    "reward.num_workers": JUDGE,
-    "reward.function_kwargs": JUDGE,
-    "reward.function": MIXED,
-    "reward.rule": MIXED,
-    "reward.model.path": MIXED,
-    **dict.fromkeys(
-        [k for k, row in UNUSED.items() if row is UNUSED[LOCAL]], "reward.model.path=http://h"
-    ),
-    **dict.fromkeys(
-        [k for k, row in UNUSED.items() if row is UNUSED[AT_SERVER]], "reward.model.path=a/b"
-    ),
-    "reward.code.*": "reward.rule=exact",
-    "reward.parts": MIXTURE_OFF,
-    "reward.composite.weights": MIXTURE_OFF,
-    "reward.composite.parts": MIXTURE_OFF,
+    "own_judge_prompt": f"{JUDGE} reward.api.scoring_prompt=x",
+    "fixed_scale": f"{JUDGE} reward.api.rubric=extra_info.r",
+    "not_in_pairs": f"{JUDGE} reward.api.mode=compare reward.api.compare=list",
+    "own_prices": f"{JUDGE} reward.api.price_input=1 reward.api.price_output=2",
+    "hedge_after_timeout": f"{JUDGE} reward.api.timeout=32",
+    "nothing_to_share": "model.packing=false",
+    "nothing_in_float32": "model.dtype=bfloat16",
+    "nothing_to_spread": "model.dtype=float32",
+    "no_dual_clip": "actor.policy_loss.loss_mode=cispo",
+    "no_clip": "actor.policy_loss.loss_mode=gpg",
+    "model_is_served": "reward.model.path=http://h",
+    "model_is_local": "reward.model.path=a/b",
+    "no_code": "reward.rule=exact",
+    "mixture_off": "reward.composite.enable=false",
 }
+# One setting of each section that a condition covers as a whole.
+OF_SECTIONS = (
+    "reward.api.votes", "reward.model.self_test", "reward.code.score", "critic.optim.lr",
+    "reward.api.local.devices", "algorithm.lam", "algorithm.whiten_advantages",
+)  # fmt: skip
+SECTIONS = {"no_judge", "no_reward_model", "no_code", "no_critic", "judge_elsewhere"}
+ROWS = [
+    name
+    for name, key in table().items()
+    if name in OF_SECTIONS or (key.unused and key.unused[0] not in SECTIONS)
+]
 OTHER = {
+    "reward.model.self_test": "off", "reward.code.score": "share",
     "algorithm.rollout_correction.rollout_is_threshold_lower": "0.5", "trainer.node_rank": "0",
     "actor.clip_ratio_low": "0.1", "actor.clip_ratio_high": "0.4",
     "trainer.master_addr": "host", "ref.path": "a/b", "model.target_modules": "q_proj",
@@ -89,43 +72,39 @@ OTHER = {
 }  # fmt: skip
 
 
-def changed(row: str) -> str:
-    name = next(k for k in table() if k == row or k.startswith(row.removesuffix("*")))
-    if row == "reward.api.*":
-        return "reward.api.votes=3"
-    if row == "reward.model.*":
-        return "reward.model.self_test=off"
-    if row == "reward.code.*":
-        return "reward.code.score=share"
-    if row == "critic.*":
-        return "critic.optim.lr=0.003"
+def changed(name: str) -> str:
     default = table()[name].default
     if isinstance(default, bool):
         return f"{name}={str(not default).lower()}"
     return f"{name}={OTHER.get(name) or (default / 2 if isinstance(default, float) else 32)}"
 
 
-@pytest.mark.parametrize("row", UNUSED)
-def test_a_setting_without_effect_is_refused_or_noted(row: str) -> None:
-    found = settle(*OFF.split(), *BESIDE.get(row, "").split(), changed(row))
-    key, gpus = changed(row).partition("=")[0], int(row == "rollout.num_samplers")
-    refused, noted = find_unused(found, gpus)
-    (line,) = [*refused, *noted]
-    assert line.startswith(f"override: {key} has no effect: ")
-    assert bool(noted) == (key in OF_MEMORY_AND_SPEED)
-    assert missing_parts(found, gpus=gpus) == refused
-    preset = replace(found, origins={**found.origins, key: "preset x line 1"})
+@pytest.mark.parametrize("key", ROWS)
+def test_a_setting_without_effect_is_refused_or_noted(key: str) -> None:
+    condition = table()[key].unused[0]
+    reason = UNUSED[condition]
+    resolved = settle(*OFF.split(), *NEEDED.get(condition, "").split(), changed(key))
+    gpus = int(condition == "on_gpus")
+    refused, remarked = find_unused(resolved, gpus)
+    (line,) = [*refused, *remarked]
+    assert line == f"override: {key} has no effect: {reason.text}."
+    assert bool(remarked) == reason.tuning
+    assert missing_parts(resolved, gpus=gpus) == refused
+    preset = replace(resolved, origins={**resolved.origins, key: "preset x line 1"})
     assert missing_parts(preset, gpus=gpus) == []
     (note,) = remarks(preset, gpus=gpus)
     assert note.startswith("preset x line 1: ")
-    file = replace(found, origins={**found.origins, key: "my.yaml line 1"})
-    refused, noted = find_unused(file, gpus)
-    assert (len(refused), len(noted)) == ((1, 0) if _absent(key) else (0, 1))
+    file = replace(resolved, origins={**resolved.origins, key: "my.yaml line 1"})
+    refused, remarked = find_unused(file, gpus)
+    assert (len(refused), len(remarked)) == ((1, 0) if reason.absent else (0, 1))
 
 
-def _absent(key: str) -> bool:
-    groups = [row for row in UNUSED if row.endswith("*") and key.startswith(row[:-1])]
-    return UNUSED[key if key in UNUSED else max(groups, key=len)].absent
+def test_every_condition_belongs_to_a_setting() -> None:
+    assert {name for key in table().values() for name in key.unused} == set(UNUSED)
+    assert {name for name, reason in UNUSED.items() if reason.tuning} == {
+        "hf_sampler", "nothing_sharded", "nothing_to_share", "nothing_in_float32",
+        "nothing_to_spread", "nothing_to_offload", "no_workers",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import Final
 
 from ppo_cli.algo.estimators import POLICY_LOSSES
@@ -20,11 +19,15 @@ from ppo_cli.config.schema.run import Config
 
 
 @dataclass(frozen=True)
-class UnusedReason:
-    """Why a setting changes nothing: a row of unused.toml, which explains it."""
+class Unused:
+    """A reason why a setting has no effect: what to do, and the condition.
 
-    condition: str
+    `absent`: the part that the setting belongs to is missing, so it is refused in files as well.
+    `tuning`: the setting concerns memory or speed, so it is only remarked on.
+    """
+
     text: str
+    applies: Callable[[Config], bool]
     absent: bool = False
     tuning: bool = False
 
@@ -73,126 +76,269 @@ def _one_process(config: Config) -> bool:
     return engine_name(config) == "local"
 
 
-# By the name of a table in unused.toml.
-CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
-    "no_judge": lambda c: not judges_of(c.reward),
-    "no_reward_model": lambda c: not models_of(c.reward),
-    "no_rule": lambda c: not rules_of(c.reward),
-    "no_code": _runs_no_code,
-    "judge_elsewhere": _all_judges(lambda api: api.type != "local"),
-    "no_monitor": _all_judges(lambda api: api.monitor.model is None),
-    "no_labels": _all_judges(lambda api: api.monitor.labels is None),
-    "decision_endpoint": _all_judges(lambda api: api.mode == "decision"),
-    "no_rubric": _all_judges(lambda api: api.rubric is None),
-    "fixed_scale": _all_judges(lambda api: api.mode == "compare" or api.rubric is not None),
-    "fixed_output": _all_judges(lambda api: api.mode != "text" or api.rubric is not None),
-    "own_judge_prompt": _all_judges(
-        lambda api: (
-            (api.prompt_file, api.scoring_prompt, api.rubric) != (None, None, None)
-            or api.mode == "compare"
-        )
+# By the name that a setting's declaration gives as `unused`.
+UNUSED: Final[dict[str, Unused]] = {
+    "no_judge": Unused(
+        "no LLM judge scores this run (reward.api.enable is off); leave it out",
+        lambda c: not judges_of(c.reward),
+        absent=True,
     ),
-    "no_comparison": _all_judges(lambda api: api.mode != "compare"),
-    "not_in_pairs": _all_judges(lambda api: (api.mode, api.compare) != ("compare", "pairs")),
-    "own_prices": _all_judges(lambda api: None not in (api.price_input, api.price_output)),
-    "hedge_after_timeout": _all_judges(lambda api: (api.hedge_after or 0) >= api.timeout),
-    "every_rule_its_own": _run_rule_unused,
-    "every_model_its_own": _run_model_unused,
-    "model_is_served": _all_models(served=True),
-    "model_is_local": _all_models(served=False),
-    "mixture_off": lambda c: c.reward.composite.enable is False,
-    "no_overlong_buffer": lambda c: c.reward.shaping.overlong_buffer is None,
-    "no_budget": lambda c: (
-        c.reward.shaping.thought_budget is None and c.reward.shaping.answer_budget is None
+    "no_reward_model": Unused(
+        "no reward model scores this run; name one with --reward_model, or leave it out",
+        lambda c: not models_of(c.reward),
+        absent=True,
     ),
-    "no_repetition_penalty": lambda c: c.reward.shaping.repetition_penalty is None,
-    "hf_sampler": lambda c: sampler_name(c) == "hf",
-    "on_gpus": lambda c: gpus_per_node(c) > 0,
-    "nothing_sharded": _one_process,
-    "no_workers": _one_process,
-    "nothing_to_offload": lambda c: _one_process(c) and gpus_per_node(c) == 0,
-    "nothing_in_float32": lambda c: gpus_per_node(c) > 0 or compute_dtype(c) == "bfloat16",
-    "nothing_to_spread": lambda c: compute_dtype(c) == "float32",
-    "nothing_to_share": lambda c: c.rollout.n == 1 or c.model.packing is False,
-    "no_lora": lambda c: c.model.lora_rank == 0,
-    "no_critic_lora": lambda c: c.critic.model.lora_rank == 0,
-    "no_adapter_sent": lambda c: c.model.lora_rank == 0 or _one_process(c),
-    "one_node": lambda c: c.trainer.nnodes == 1,
-    "no_critic": lambda c: not uses_critic(c),
-    "not_grpo": lambda c: c.algorithm.adv_estimator not in ("grpo", "gdpo"),
-    "no_dual_clip": lambda c: not POLICY_LOSSES[c.actor.policy_loss.loss_mode].dual,
-    "no_clip": lambda c: not POLICY_LOSSES[c.actor.policy_loss.loss_mode].clips,
-    "no_filter_groups": lambda c: not c.algorithm.filter_groups.enable,
-    "not_clip_cov": lambda c: c.actor.policy_loss.loss_mode != "clip_cov",
-    "not_kl_cov": lambda c: c.actor.policy_loss.loss_mode != "kl_cov",
-    "no_kl_in_reward": lambda c: not c.algorithm.use_kl_in_reward,
-    "kl_is_fixed": lambda c: (
-        not c.algorithm.use_kl_in_reward or c.algorithm.kl_ctrl.type == "fixed"
+    "no_rule": Unused(
+        "rules and functions use it, and none of them scores this run; judges and reward models "
+        "have settings under reward.api and reward.model, or leave it out",
+        lambda c: not rules_of(c.reward),
     ),
-    "no_kl_loss": lambda c: not c.actor.use_kl_loss,
-    "no_reference": lambda c: not uses_reference(c),
-    "no_importance_weights": lambda c: rollout_is(c) is None,
-    "no_validation": lambda c: not c.data.val_files,
+    "no_code": Unused(
+        "no rule runs code in this run; set --rule code, or leave it out", _runs_no_code
+    ),
+    "judge_elsewhere": Unused(
+        "the run starts no judge; set --rm_api_type local, or leave it out",
+        _all_judges(lambda api: api.type != "local"),
+    ),
+    "no_monitor": Unused(
+        "no second judge is named; set --rm_monitor_model, or leave it out",
+        _all_judges(lambda api: api.monitor.model is None),
+    ),
+    "no_labels": Unused(
+        "no labelled responses are named; set --rm_monitor_labels, or leave it out",
+        _all_judges(lambda api: api.monitor.labels is None),
+    ),
+    "decision_endpoint": Unused(
+        "a decision endpoint writes no text (reward.api.mode decision); leave it out",
+        _all_judges(lambda api: api.mode == "decision"),
+    ),
+    "no_rubric": Unused(
+        "no criteria are given; set --rm_rubric, or leave it out",
+        _all_judges(lambda api: api.rubric is None),
+    ),
+    "fixed_scale": Unused(
+        "criteria (reward.api.rubric) and comparisons come to a score from 0 to 1; leave it out",
+        _all_judges(lambda api: api.mode == "compare" or api.rubric is not None),
+    ),
+    "fixed_output": Unused(
+        "a decision endpoint writes no text, and criteria and comparisons are decided in JSON; "
+        "leave it out",
+        _all_judges(lambda api: api.mode != "text" or api.rubric is not None),
+    ),
+    "own_judge_prompt": Unused(
+        "the judge has another prompt (reward.api.prompt_file, scoring_prompt, rubric or mode "
+        "compare); leave one of them out",
+        _all_judges(
+            lambda api: (
+                (api.prompt_file, api.scoring_prompt, api.rubric) != (None, None, None)
+                or api.mode == "compare"
+            )
+        ),
+    ),
+    "no_comparison": Unused(
+        "no responses are compared; set --rm_mode compare, or leave it out",
+        _all_judges(lambda api: api.mode != "compare"),
+    ),
+    "not_in_pairs": Unused(
+        "no responses are compared in pairs; set --rm_mode compare and --rm_compare pairs, or "
+        "leave it out",
+        _all_judges(lambda api: (api.mode, api.compare) != ("compare", "pairs")),
+    ),
+    "own_prices": Unused(
+        "reward.api.price_input and price_output say what a token costs; leave one of them out",
+        _all_judges(lambda api: None not in (api.price_input, api.price_output)),
+    ),
+    "hedge_after_timeout": Unused(
+        "a call has ended by then (reward.api.timeout); set a shorter time, or leave it out",
+        _all_judges(lambda api: (api.hedge_after or 0) >= api.timeout),
+    ),
+    "every_rule_its_own": Unused(
+        "no part of the mixture is scored by it; add --reward rule:0.5, or leave it out",
+        _run_rule_unused,
+        absent=True,
+    ),
+    "every_model_its_own": Unused(
+        "no part of the mixture is scored by it; add --reward model:0.5, or leave it out",
+        _run_model_unused,
+        absent=True,
+    ),
+    "model_is_served": Unused(
+        "the reward model runs at its server, which has settings of its own; leave it out",
+        _all_models(served=True),
+    ),
+    "model_is_local": Unused(
+        "only a served reward model (--reward_model http://HOST) uses it; leave it out",
+        _all_models(served=False),
+    ),
+    "mixture_off": Unused(
+        "the mixture is off (reward.composite.enable false); leave that out, or this",
+        lambda c: c.reward.composite.enable is False,
+    ),
+    "no_overlong_buffer": Unused(
+        "the over-long penalty is off; set --overlong_buffer TOKENS, or leave it out",
+        lambda c: c.reward.shaping.overlong_buffer is None,
+    ),
+    "no_budget": Unused(
+        "there is no budget; set --thought_budget or --answer_budget TOKENS, or leave it out",
+        lambda c: (
+            c.reward.shaping.thought_budget is None and c.reward.shaping.answer_budget is None
+        ),
+    ),
+    "no_repetition_penalty": Unused(
+        "the repetition penalty is off; set --repetition_penalty, or leave it out",
+        lambda c: c.reward.shaping.repetition_penalty is None,
+    ),
+    "hf_sampler": Unused(
+        "the hf sampler has no such setting; use --rollout_name vllm, or leave it out",
+        lambda c: sampler_name(c) == "hf",
+        tuning=True,
+    ),
+    "on_gpus": Unused(
+        "on GPUs it follows from their number and --rollout_tp; leave it out",
+        lambda c: gpus_per_node(c) > 0,
+    ),
+    "nothing_sharded": Unused(
+        "one process holds whole models and shards nothing; leave it out", _one_process, tuning=True
+    ),
+    "no_workers": Unused(
+        "one process has no workers and no nodes to lose; leave it out", _one_process, tuning=True
+    ),
+    "nothing_to_offload": Unused(
+        "in one process without a GPU everything is in host memory; leave it out",
+        lambda c: _one_process(c) and gpus_per_node(c) == 0,
+        tuning=True,
+    ),
+    "nothing_in_float32": Unused(
+        "it is for models that compute in float32 on the CPU; leave it out",
+        lambda c: gpus_per_node(c) > 0 or compute_dtype(c) == "bfloat16",
+        tuning=True,
+    ),
+    "nothing_to_spread": Unused(
+        "weights are spread where matrices are multiplied in bfloat16 (--dtype bfloat16)",
+        lambda c: compute_dtype(c) == "float32",
+        tuning=True,
+    ),
+    "nothing_to_share": Unused(
+        "rows share a prompt where rollout.n is above 1 and they are packed (model.packing)",
+        lambda c: c.rollout.n == 1 or c.model.packing is False,
+        tuning=True,
+    ),
+    "no_lora": Unused(
+        "without LoRA (model.lora_rank 0) it changes nothing; leave it out",
+        lambda c: c.model.lora_rank == 0,
+    ),
+    "no_critic_lora": Unused(
+        "without LoRA for the critic (critic.model.lora_rank 0) it changes nothing; leave it out",
+        lambda c: c.critic.model.lora_rank == 0,
+    ),
+    "no_adapter_sent": Unused(
+        "it is for LoRA in several processes; leave it out",
+        lambda c: c.model.lora_rank == 0 or _one_process(c),
+    ),
+    "one_node": Unused(
+        "with one node it changes nothing; leave it out", lambda c: c.trainer.nnodes == 1
+    ),
+    "no_critic": Unused(
+        "only the estimator gae uses it; set --adv_estimator gae, or leave it out",
+        lambda c: not uses_critic(c),
+    ),
+    "not_grpo": Unused(
+        "only the estimators grpo and gdpo use it; set --adv_estimator grpo, or leave it out",
+        lambda c: c.algorithm.adv_estimator not in ("grpo", "gdpo"),
+    ),
+    "no_dual_clip": Unused(
+        "only the policy loss vanilla has a dual clip; leave it out",
+        lambda c: not POLICY_LOSSES[c.actor.policy_loss.loss_mode].dual,
+    ),
+    "no_clip": Unused(
+        "the policy losses gpg and kl_cov do not clip; choose another with --policy_loss, or leave "
+        "it out",
+        lambda c: not POLICY_LOSSES[c.actor.policy_loss.loss_mode].clips,
+    ),
+    "no_filter_groups": Unused(
+        "dynamic sampling is off; set algorithm.filter_groups.enable=true, or leave it out",
+        lambda c: not c.algorithm.filter_groups.enable,
+    ),
+    "not_clip_cov": Unused(
+        "only the policy loss clip_cov uses it; set --policy_loss clip_cov, or leave it out",
+        lambda c: c.actor.policy_loss.loss_mode != "clip_cov",
+    ),
+    "not_kl_cov": Unused(
+        "only the policy loss kl_cov uses it; set --policy_loss kl_cov, or leave it out",
+        lambda c: c.actor.policy_loss.loss_mode != "kl_cov",
+    ),
+    "no_kl_in_reward": Unused(
+        "the KL in the reward is off; set algorithm.use_kl_in_reward=true, or leave it out",
+        lambda c: not c.algorithm.use_kl_in_reward,
+    ),
+    "kl_is_fixed": Unused(
+        "only the adaptive controller of the KL in the reward uses it; set "
+        "algorithm.use_kl_in_reward=true and algorithm.kl_ctrl.type=adaptive, or leave it out",
+        lambda c: not c.algorithm.use_kl_in_reward or c.algorithm.kl_ctrl.type == "fixed",
+    ),
+    "no_kl_loss": Unused(
+        "the KL loss is off; set actor.use_kl_loss=true, or leave it out",
+        lambda c: not c.actor.use_kl_loss,
+    ),
+    "no_reference": Unused(
+        "no reference is used; set algorithm.use_kl_in_reward=true or actor.use_kl_loss=true, or "
+        "leave it out",
+        lambda c: not uses_reference(c),
+    ),
+    "no_importance_weights": Unused(
+        "the importance weights are off; set algorithm.rollout_correction.rollout_is=token, or "
+        "leave it out",
+        lambda c: rollout_is(c) is None,
+    ),
+    "no_validation": Unused(
+        "there are no validation prompts; name them with --val_files, or leave it out",
+        lambda c: not c.data.val_files,
+    ),
 }
 
 
-def _read_unused() -> dict[str, UnusedReason]:
-    rows = tomllib.loads(Path(__file__).with_name("unused.toml").read_text(encoding="utf-8"))
-    rows_of: dict[str, UnusedReason] = {}
-    for condition, row in rows.items():
-        rows_of |= dict.fromkeys(row.pop("keys"), UnusedReason(condition, **row))
-    return rows_of
-
-
-UNUSED: Final = _read_unused()
-
-
 def find_unused(resolved: Resolved, gpus: int | None = None) -> tuple[list[str], list[str]]:
-    """Return what to refuse, and what only to note, of settings that change nothing."""
+    """Return what to refuse, and what only to remark on, of settings that have no effect."""
     config = resolved.config
-    # With the number of GPUs filled in no condition looks for them.
+    # With the number of GPUs filled in, no condition has to count them.
     counts = {"n_gpus_per_node": gpus_per_node(config, gpus)}
     counted = config.model_copy(update={"trainer": config.trainer.model_copy(update=counts)})
     refused: dict[tuple[str, str], list[str]] = {}
-    noted: dict[tuple[str, str], list[str]] = {}
-    for key, setting in table().items():
-        origin = resolved.origins[key]
-        if origin.startswith((DEFAULT, "verl ")) or value_of(config, key) == setting.default:
+    remarked: dict[tuple[str, str], list[str]] = {}
+    applies = cache(lambda name: UNUSED[name].applies(counted))
+    for name, key in table().items():
+        origin = resolved.origins[name]
+        if origin.startswith((DEFAULT, "verl ")) or value_of(config, name) == key.default:
             continue
-        idle = next((row for row in _reasons_of(key) if CONDITIONS[row.condition](counted)), None)
-        if idle is not None:
-            to = refused if _is_refused(resolved, key, idle) else noted
-            to.setdefault((origin, idle.text), []).append(key)
-    return _format_messages(refused), _format_messages(noted)
+        condition = next(filter(applies, key.unused), None)
+        if condition is not None:
+            messages = refused if _is_refused(resolved, name, condition) else remarked
+            messages.setdefault((origin, UNUSED[condition].text), []).append(name)
+    return _format_messages(refused), _format_messages(remarked)
 
 
 def describe_unused(key: str) -> Iterator[str]:
-    """Why and when a setting has no effect: a sentence for each case in unused.toml."""
-    return (f"{row.condition.replace('_', ' ')}: {row.text}" for row in _reasons_of(key))
+    """Yield a sentence for each condition under which a setting has no effect."""
+    conditions = table()[key].unused
+    return (f"{name.replace('_', ' ')}: {UNUSED[name].text}" for name in conditions)
 
 
 def _format_messages(groups: dict[tuple[str, str], list[str]]) -> list[str]:
     return [f"{o}: {', '.join(keys)} has no effect: {text}." for (o, text), keys in groups.items()]
 
 
-def _reasons_of(key: str) -> Iterator[UnusedReason]:
-    """Find the rows of a key: its own, then those of its groups, the nearest first."""
-    if key == "reward.api.enable":
-        return
-    parts = key.split(".")
-    groups = [".".join(parts[:cut]) + ".*" for cut in range(len(parts) - 1, 0, -1)]
-    yield from (UNUSED[name] for name in (key, *groups) if name in UNUSED)
+def _is_refused(resolved: Resolved, key: str, condition: str) -> bool:
+    """Return whether a setting without effect is an error: when somebody typed it for this run.
 
-
-def _is_refused(resolved: Resolved, key: str, idle: UnusedReason) -> bool:
-    """Tell an error from a remark: who typed a setting wants it; a preset serves many runs."""
-    origin = resolved.origins[key]
-    if resolved.verl or idle.tuning or origin.startswith(("preset ", "bundled prompts")):
+    A preset and a settings file serve many runs, so theirs are only remarked on.
+    """
+    origin, reason = resolved.origins[key], UNUSED[condition]
+    if resolved.verl or reason.tuning or origin.startswith(("preset ", "bundled prompts")):
         return False
-    if idle.absent:
+    if reason.absent:
         return True
-    if idle.condition == "one_node" and origin.startswith("env "):
-        return False  # launchers set MASTER_ADDR and NODE_RANK for one node, too
+    if condition == "one_node" and origin.startswith("env "):
+        return False  # launchers set MASTER_ADDR and NODE_RANK for one node as well
     twin = key.replace("critic.", "actor.", 1)
     if key.startswith("critic.") and resolved.origins.get(twin) == origin:
         # The older style has one name for both models: the actor's half has its effect.

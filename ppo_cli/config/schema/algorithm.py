@@ -38,26 +38,30 @@ def setting(
     identity: Identity | None = None,
     files: bool = False,
     consent: bool = False,
+    unused: str | None = None,
     **limits: Any,
 ) -> Any:
     """Declare a setting; `limits` are pydantic's (ge, gt, le, lt, min_length …).
 
     `flag` is spelt with underscores (`--batch_size`); the dashed spelling comes for free.
-    A value outside the `usual` range is taken with a remark. Without `identity` that of the
-    section counts. A list of `files` keeps the commas in names of files that exist. A `consent` is
-    never taken from a run folder: people give it again.
+    A value outside the `usual` range gets a remark. `identity` defaults to that of the section. A
+    list of `files` keeps the commas in names of files that exist. A `consent` is never taken from a
+    run folder: people give it again. `unused` names the condition in config/checks/unused.py under
+    which the setting has no effect; "" means that conditions of its section do not apply to it.
     """
     facts = {
-        "flag": flag, "env": env, "usual": usual, "identity": identity, "files": files,
-        "consent": consent,
+        "flag": flag, "env": env, "usual": usual, "identity": identity, "files": files or None,
+        "consent": consent or None, "unused": unused,
     }  # fmt: skip
-    extra: Any = {name: fact for name, fact in facts.items() if fact}
+    extra: Any = {name: fact for name, fact in facts.items() if fact is not None}
     return Field(default, description=help_text, json_schema_extra=extra or None, **limits)
 
 
-def section(kind: type[Section]) -> Any:
-    """Declare a nested section with its own defaults."""
-    return Field(default_factory=kind, description=(kind.__doc__ or "").splitlines()[0])
+def section(kind: type[Section], *, unused: str | None = None) -> Any:
+    """Declare a nested section with its own defaults; `unused` applies to all settings in it."""
+    extra: Any = {"unused": unused} if unused else None
+    summary = (kind.__doc__ or "").splitlines()[0]
+    return Field(default_factory=kind, description=summary, json_schema_extra=extra)
 
 
 def checked(check: Callable[[Any], object]) -> AfterValidator:
@@ -144,14 +148,21 @@ class Sharding(Section):
     """How a model is spread over devices (FSDP2)."""
 
     identity: ClassVar[Identity] = "start"
-    fsdp_size: NotZero = setting(-1, "Devices in a sharding group; -1 is all of them.", ge=-1)
-    param_offload: bool = setting(False, "Keep parameters in host memory between uses.")
-    optimizer_offload: bool = setting(False, "Keep optimizer state in host memory between steps.")
+    fsdp_size: NotZero = setting(
+        -1, "Devices in a sharding group; -1 is all of them.", ge=-1, unused="nothing_sharded"
+    )
+    param_offload: bool = setting(
+        False, "Keep parameters in host memory between uses.", unused="nothing_to_offload"
+    )
+    optimizer_offload: bool = setting(
+        False, "Keep optimizer state in host memory between steps.", unused="nothing_to_offload"
+    )
     reshard_after_forward: bool | None = setting(
         None,
         "Free gathered parameters after each pass, and reduce gradients after each micro-batch; "
         "false: once a step. Unset: once a step where memory allows, on GPUs only if the self-test "
         "has proven it (keep_gathered).",
+        unused="nothing_sharded",
     )
 
     @property
@@ -199,14 +210,26 @@ class PolicyLoss(Section):
         flag="--policy_loss",
     )
     clip_cov_ratio: float = setting(
-        0.0002, "Share of tokens that clip_cov takes out of the loss.", gt=0.0, le=1.0
+        0.0002,
+        "Share of tokens that clip_cov takes out of the loss.",
+        gt=0.0,
+        le=1.0,
+        unused="not_clip_cov",
     )
-    clip_cov_lb: float = setting(1.0, "clip_cov takes tokens of a covariance above this.")
-    clip_cov_ub: float = setting(5.0, "clip_cov takes tokens of a covariance below this.")
+    clip_cov_lb: float = setting(
+        1.0, "clip_cov takes tokens of a covariance above this.", unused="not_clip_cov"
+    )
+    clip_cov_ub: float = setting(
+        5.0, "clip_cov takes tokens of a covariance below this.", unused="not_clip_cov"
+    )
     kl_cov_ratio: float = setting(
-        0.0002, "Share of tokens that kl_cov gives a KL penalty.", gt=0.0, le=1.0
+        0.0002,
+        "Share of tokens that kl_cov gives a KL penalty.",
+        gt=0.0,
+        le=1.0,
+        unused="not_kl_cov",
     )
-    ppo_kl_coef: float = setting(0.1, "Weight of kl_cov's penalty.", ge=0.0)
+    ppo_kl_coef: float = setting(0.1, "Weight of kl_cov's penalty.", ge=0.0, unused="not_kl_cov")
 
 
 class Actor(Trained):
@@ -222,23 +245,32 @@ class Actor(Trained):
     )
     clip_ratio: float = setting(
         0.2, "PPO clip range.", flag="--clip_ratio", env="CLIP_RATIO", usual=(0.05, 0.5), gt=0.0,
-        lt=1.0,
+        lt=1.0, unused="no_clip",
     )  # fmt: skip
     clip_ratio_low: float | None = setting(
-        None, "Lower clip range, when it differs from clip_ratio.", usual=(0.05, 0.5), gt=0.0
+        None,
+        "Lower clip range, when it differs from clip_ratio.",
+        usual=(0.05, 0.5),
+        gt=0.0,
+        unused="no_clip",
     )
     clip_ratio_high: float | None = setting(
         None, "Upper clip range (clip-higher), when it differs from clip_ratio.",
-        usual=(0.05, 0.5), gt=0.0,
+        usual=(0.05, 0.5), gt=0.0, unused="no_clip",
     )  # fmt: skip
     clip_ratio_c: float | None = setting(
-        3.0, "Dual-clip bound for negative advantages; null turns it off.", gt=1.0
+        3.0,
+        "Dual-clip bound for negative advantages; null turns it off.",
+        gt=1.0,
+        unused="no_dual_clip",
     )
     policy_loss: PolicyLoss = section(PolicyLoss)
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.", usual=(0.0, 0.1), ge=0.0)
     use_kl_loss: bool = setting(False, "Add the KL to the reference to the actor loss.")
-    kl_loss_coef: float = setting(0.001, "Weight of the KL loss.", usual=(0.0, 0.5), ge=0.0)
-    kl_loss_type: KlKind = setting("low_var_kl", "Estimator of the KL loss.")
+    kl_loss_coef: float = setting(
+        0.001, "Weight of the KL loss.", usual=(0.0, 0.5), ge=0.0, unused="no_kl_loss"
+    )
+    kl_loss_type: KlKind = setting("low_var_kl", "Estimator of the KL loss.", unused="no_kl_loss")
     target_kl: float | None = setting(
         None, "Stop the epochs of a step when the KL to the old policy passes 1.5 times this.",
         gt=0.0,
@@ -259,11 +291,14 @@ class CriticModel(Section):
         0, "Rank of the critic's LoRA adapter; its value head trains too. 0 trains all.", ge=0,
         identity="checkpoint",
     )  # fmt: skip
-    lora_alpha: float = setting(16, "The critic's LoRA scale is alpha / rank.", gt=0)
+    lora_alpha: float = setting(
+        16, "The critic's LoRA scale is alpha / rank.", gt=0, unused="no_critic_lora"
+    )
     target_modules: str | tuple[str, ...] = setting(
         "all-linear",
         "Modules of the critic that LoRA adapts: all-linear, names, or a pattern.",
         identity="checkpoint",
+        unused="no_critic_lora",
     )
     quantization: Literal["nf4"] | None = setting(
         None, "Hold the critic's linear layers under its adapter in 4 bits.", identity="checkpoint"
@@ -292,7 +327,9 @@ class Critic(Trained):
 class Ref(Section):
     """The frozen reference policy."""
 
-    path: str | None = setting(None, "Reference model; unset takes the actor's first weights.")
+    path: str | None = setting(
+        None, "Reference model; unset takes the actor's first weights.", unused="no_reference"
+    )
     log_prob_max_token_len_per_gpu: int | None = setting(
         None,
         "Token budget of a micro-batch when log-probs are computed; unset: 2048 on the CPU for "
@@ -301,7 +338,10 @@ class Ref(Section):
         identity="start",
     )
     param_offload: bool = setting(
-        False, "Keep the reference in host memory between uses.", identity="start"
+        False,
+        "Keep the reference in host memory between uses.",
+        identity="start",
+        unused="nothing_to_offload",
     )
 
 
@@ -311,10 +351,14 @@ class KlControl(Section):
     type: Literal["fixed", "adaptive"] = setting("fixed", "Fixed, or steered to target_kl.")
     kl_coef: float = setting(
         0.001, "Weight of the KL penalty; with adaptive, where it starts.", flag="--kl_coef",
-        env="KL_COEF", usual=(0.0, 0.5), ge=0.0,
+        env="KL_COEF", usual=(0.0, 0.5), ge=0.0, unused="no_kl_in_reward",
     )  # fmt: skip
-    horizon: int = setting(10000, "Sequences over which the adaptive controller acts.", ge=1)
-    target_kl: float = setting(0.1, "KL that the adaptive controller aims at.", gt=0.0)
+    horizon: int = setting(
+        10000, "Sequences over which the adaptive controller acts.", ge=1, unused="kl_is_fixed"
+    )
+    target_kl: float = setting(
+        0.1, "KL that the adaptive controller aims at.", gt=0.0, unused="kl_is_fixed"
+    )
 
 
 class RolloutCorrection(Section):
@@ -328,11 +372,18 @@ class RolloutCorrection(Section):
     rollout_is: Literal["token", "sequence"] | None = setting(
         None, "Level of the truncated importance weights; unset turns them off."
     )
-    rollout_is_threshold: float = setting(2.0, "Where the weights are truncated.", gt=0.0)
-    rollout_is_threshold_lower: float | None = setting(
-        None, "With it, weights outside of the two thresholds are 0 (IcePop).", gt=0.0
+    rollout_is_threshold: float = setting(
+        2.0, "Where the weights are truncated.", gt=0.0, unused="no_importance_weights"
     )
-    rollout_is_batch_normalize: bool = setting(False, "Scale the weights to mean 1.")
+    rollout_is_threshold_lower: float | None = setting(
+        None,
+        "With it, weights outside of the two thresholds are 0 (IcePop).",
+        gt=0.0,
+        unused="no_importance_weights",
+    )
+    rollout_is_batch_normalize: bool = setting(
+        False, "Scale the weights to mean 1.", unused="no_importance_weights"
+    )
     rollout_rs: str | None = setting(
         None,
         "What is taken out of the loss: token_k1, token_k2, token_k3, or seq_sum_, seq_mean_ (k1 "
@@ -358,9 +409,14 @@ class FilterGroups(Section):
         None,
         "What must differ: score (unset), seq_reward (with penalties), or a part of the reward, "
         "such as acc.",
+        unused="no_filter_groups",
     )
     max_num_gen_batches: int = setting(
-        0, "Most batches sampled in a step; 0 is one pass over the prompts.", ge=0, identity="start"
+        0,
+        "Most batches sampled in a step; 0 is one pass over the prompts.",
+        ge=0,
+        identity="start",
+        unused="no_filter_groups",
     )
 
 
@@ -375,10 +431,21 @@ class Algorithm(Section):
         1.0, "Discount.", flag="--gamma", env="GAE_GAMMA", usual=(0.9, 1.0), ge=0.0, le=1.0
     )
     lam: float = setting(
-        0.95, "GAE lambda.", flag="--lam", env="GAE_LAMBDA", usual=(0.8, 1.0), ge=0.0, le=1.0
+        0.95,
+        "GAE lambda.",
+        flag="--lam",
+        env="GAE_LAMBDA",
+        usual=(0.8, 1.0),
+        ge=0.0,
+        le=1.0,
+        unused="no_critic",
     )
-    whiten_advantages: bool = setting(True, "Whiten GAE advantages over the whole batch.")
-    norm_adv_by_std_in_grpo: bool = setting(True, "Divide by the group's spread in GRPO and GDPO.")
+    whiten_advantages: bool = setting(
+        True, "Whiten GAE advantages over the whole batch.", unused="no_critic"
+    )
+    norm_adv_by_std_in_grpo: bool = setting(
+        True, "Divide by the group's spread in GRPO and GDPO.", unused="not_grpo"
+    )
     gdpo_reward_keys: tuple[str, ...] = setting(
         (), "Parts of the reward that gdpo normalises one by one, by name."
     )
@@ -386,7 +453,9 @@ class Algorithm(Section):
     use_kl_in_reward: bool = setting(
         True, "Subtract kl_coef times the KL from token rewards; unset it is off with a KL loss."
     )
-    kl_penalty: KlKind = setting("kl", "Estimator of the KL penalty in the reward.")
+    kl_penalty: KlKind = setting(
+        "kl", "Estimator of the KL penalty in the reward.", unused="no_kl_in_reward"
+    )
     kl_ctrl: KlControl = section(KlControl)
     rollout_correction: RolloutCorrection = section(RolloutCorrection)
     filter_groups: FilterGroups = section(FilterGroups)

@@ -46,6 +46,7 @@ class Key:
     identity: Identity = "run"
     files: bool = False
     consent: bool = False
+    unused: tuple[str, ...] = ()  # conditions under which it has no effect, its own first
 
     @property
     def is_list(self) -> bool:
@@ -190,19 +191,25 @@ def _shown(limit: float) -> str:
     return f"{limit:g}" if isinstance(limit, float) else str(limit)
 
 
-def _collect_keys(section: type[Section], prefix: str) -> list[tuple[str, Key]]:
+def _collect_keys(
+    section: type[Section], prefix: str, inherited: tuple[str, ...] = ()
+) -> list[tuple[str, Key]]:
+    """Return the keys of a section and of those below it, whose conditions they inherit."""
     keys: list[tuple[str, Key]] = []
     for name, field in section.model_fields.items():
         dotted = f"{prefix}{name}"
         kind = field.annotation
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        condition = extra.get("unused")
+        unused = () if condition == "" else (*((str(condition),) if condition else ()), *inherited)
         if isinstance(kind, type) and issubclass(kind, Section):
-            keys += _collect_keys(kind, f"{dotted}.")
+            keys += _collect_keys(kind, f"{dotted}.", unused)
         else:
-            keys.append((dotted, _key(dotted, field, section.identity)))
+            keys.append((dotted, _key(dotted, field, section.identity, unused)))
     return keys
 
 
-def _key(name: str, field: FieldInfo, identity: Identity) -> Key:
+def _key(name: str, field: FieldInfo, identity: Identity, unused: tuple[str, ...]) -> Key:
     kind, optional = _without_none(field.annotation)
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     limits = [
@@ -224,6 +231,7 @@ def _key(name: str, field: FieldInfo, identity: Identity) -> Key:
         identity=typing.cast("Identity", extra.get("identity", identity)),
         files=bool(extra.get("files")),
         consent=bool(extra.get("consent")),
+        unused=unused,
     )
 
 

@@ -114,7 +114,10 @@ class Monitor(Section):
 
     identity: ClassVar[Identity] = "start"
     type: JudgeType = setting(
-        "openai", "Provider of the monitoring judge.", flag="--rm_monitor_type"
+        "openai",
+        "Provider of the monitoring judge.",
+        flag="--rm_monitor_type",
+        unused="no_monitor",
     )
     model: Annotated[str | None, checked(_check_not_blank)] = setting(
         None, "Model of a second judge that only monitors; unset: a cheap one of another provider "
@@ -123,15 +126,20 @@ class Monitor(Section):
     )  # fmt: skip
     required: bool = setting(
         True, "End a run at its start when the second judge cannot be used; unset: not for one "
-        "that nobody named.",
+        "that nobody named.", unused="no_monitor",
     )  # fmt: skip
     base_url: Address = setting(
-        None, "Endpoint of the monitoring judge.", flag="--rm_monitor_base_url"
+        None,
+        "Endpoint of the monitoring judge.",
+        flag="--rm_monitor_base_url",
+        unused="no_monitor",
     )
-    key_env: Variable = setting(None, "Variable that holds the monitoring judge's key.")
+    key_env: Variable = setting(
+        None, "Variable that holds the monitoring judge's key.", unused="no_monitor"
+    )
     share: float = setting(
         0.1, "Share of the responses that the second judge reads too.",
-        flag="--rm_monitor_share", gt=0.0, le=1.0,
+        flag="--rm_monitor_share", gt=0.0, le=1.0, unused="no_monitor",
     )  # fmt: skip
     labels: str | None = setting(
         None, "File of responses with a label by people (columns prompt, response, label), which "
@@ -140,7 +148,7 @@ class Monitor(Section):
     )  # fmt: skip
     labels_every: int = setting(
         50, "Steps between two readings of the labelled responses; the first is at the start.",
-        flag="--rm_monitor_labels_every", ge=1,
+        flag="--rm_monitor_labels_every", ge=1, unused="no_labels",
     )  # fmt: skip
 
 
@@ -170,7 +178,9 @@ class LocalJudge(Section):
 class ApiReward(Section):
     """An LLM judge behind a provider's API."""
 
-    enable: bool = setting(False, "Let an LLM judge score responses.", flag="--use_api_reward")
+    enable: bool = setting(
+        False, "Let an LLM judge score responses.", flag="--use_api_reward", unused=""
+    )
     type: JudgeType = setting(
         "dashscope", "Provider of the judge.", flag="--rm_api_type", env="RM_API_TYPE"
     )
@@ -189,7 +199,11 @@ class ApiReward(Section):
         flag="--rm_key_env", identity="start",
     )  # fmt: skip
     prompt_preset: Literal["math", "code", "dialogue", "safety"] = setting(
-        "dialogue", "Bundled judge prompt.", flag="--rm_prompt_preset", env="RM_PROMPT_PRESET"
+        "dialogue",
+        "Bundled judge prompt.",
+        flag="--rm_prompt_preset",
+        env="RM_PROMPT_PRESET",
+        unused="own_judge_prompt",
     )
     prompt_file: str | None = setting(
         None, "Judge prompt of your own: a YAML file like those in reward_prompts/.",
@@ -208,15 +222,15 @@ class ApiReward(Section):
     )  # fmt: skip
     rubric_calls: Literal["one", "each"] = setting(
         "one", "All criteria in one call, or a call each: dearer, and harder to fool.",
-        flag="--rm_rubric_calls",
+        flag="--rm_rubric_calls", unused="no_rubric",
     )  # fmt: skip
     scale: Annotated[str | None, checked(parse_scale_bounds)] = setting(
         None, "Lowest and highest score, LOW-HIGH; unset, what the prompt says, else 1-10.",
-        flag="--rm_scale",
+        flag="--rm_scale", unused="fixed_scale",
     )  # fmt: skip
     output: Literal["json", "text"] | None = setting(
         None, "Answer to ask for: a JSON object, or a last line `Score: N`; unset: what the "
-        "prompt file says, else json.", flag="--rm_output",
+        "prompt file says, else json.", flag="--rm_output", unused="fixed_output",
     )  # fmt: skip
     mode: Literal["text", "decision", "compare"] = setting(
         "text", "Read a written verdict, ask a decision endpoint for probabilities, or compare "
@@ -225,11 +239,11 @@ class ApiReward(Section):
     compare: Annotated[str, checked(_check_compared)] = setting(
         "pairs", "What is compared: pairs of responses to a prompt, a list of all of them, or each "
         "with the starting model's greedy one (base), the row's ground_truth or extra_info.NAME.",
-        flag="--rm_compare",
+        flag="--rm_compare", unused="no_comparison",
     )  # fmt: skip
     compare_calls: int | None = setting(
         None, "Most calls to compare the responses to one prompt in pairs; unset: each pair in "
-        "both orders.", flag="--rm_compare_calls", ge=2,
+        "both orders.", flag="--rm_compare_calls", ge=2, unused="not_in_pairs",
     )  # fmt: skip
     reasoning: Literal["strip", "keep"] = setting(
         "strip", "Reasoning blocks of a response: strip or keep them.", flag="--rm_reasoning"
@@ -243,10 +257,14 @@ class ApiReward(Section):
     )
     temperature: float | None = setting(
         None, "Sampling temperature of the judge; unset: 0, or 0.7 with several votes.",
-        flag="--rm_temperature", ge=0.0, le=2.0,
+        flag="--rm_temperature", ge=0.0, le=2.0, unused="decision_endpoint",
     )  # fmt: skip
     max_tokens: int = setting(
-        1024, "Most tokens of a judge's answer.", flag="--rm_max_tokens", ge=1
+        1024,
+        "Most tokens of a judge's answer.",
+        flag="--rm_max_tokens",
+        ge=1,
+        unused="decision_endpoint",
     )
     votes: int = setting(1, "Independent verdicts a response.", flag="--rm_votes", ge=1, le=64)
     timeout: float = setting(
@@ -267,7 +285,7 @@ class ApiReward(Section):
     )
     hedge_after: float | None = setting(
         None, "Seconds after which a slow call is asked a second time; unset: never.",
-        flag="--rm_hedge_after", gt=0.0, identity="start",
+        flag="--rm_hedge_after", gt=0.0, identity="start", unused="hedge_after_timeout",
     )  # fmt: skip
     on_failure: Literal["mask", "batch_mean", "stop"] = setting(
         "mask", "What becomes of a response without a verdict.", flag="--rm_on_failure"
@@ -292,7 +310,7 @@ class ApiReward(Section):
     )
     prices: str | None = setting(
         None, "YAML file with prices of your own.", flag="--rm_prices", env="RM_PRICES",
-        identity="start",
+        identity="start", unused="own_prices",
     )  # fmt: skip
     price_input: float | None = setting(
         None, "US dollars for a million input tokens.", flag="--rm_price_input", ge=0.0,
@@ -311,7 +329,7 @@ class ApiReward(Section):
         None, "Seconds to wait for batch jobs in place of calls; --batch of ppo reward sets it.",
         gt=0.0, identity="start",
     )  # fmt: skip
-    local: LocalJudge = section(LocalJudge)
+    local: LocalJudge = section(LocalJudge, unused="judge_elsewhere")
     monitor: Monitor = section(Monitor)
 
     @property
@@ -335,33 +353,41 @@ class ModelReward(Section):
 
     path: str | None = setting(
         None, "Reward model: folder, hub name or URL.", flag="--reward_model",
-        env="REWARD_MODEL_PATH",
+        env="REWARD_MODEL_PATH", unused="every_model_its_own",
     )  # fmt: skip
     adapter: Adapter | None = setting(
         None, "How the model is read; unset: found from its config and tensor names.",
         flag="--reward_model_adapter",
     )  # fmt: skip
-    revision: str | None = setting(None, "Commit, tag or branch of a hub model.")
+    revision: str | None = setting(
+        None, "Commit, tag or branch of a hub model.", unused="model_is_served"
+    )
     tokenizer: str | None = setting(
         None, "Tokenizer, where it does not lie with the model (served models: for the template)."
     )
     dtype: Literal["float32", "bfloat16"] | None = setting(
-        None, "Precision of the body (the head is float32); unset: bfloat16 on a GPU, else float32."
+        None,
+        "Precision of the body (the head is float32); unset: bfloat16 on a GPU, else float32.",
+        unused="model_is_served",
     )
     device: Annotated[str | None, checked(_check_device_name)] = setting(
         None, "Where it runs: cpu, cuda, cuda:1; unset takes a GPU where there is one.",
-        flag="--reward_model_device", identity="start",
+        flag="--reward_model_device", identity="start", unused="model_is_served",
     )  # fmt: skip
     offload: bool = setting(
         False, "Keep it in host memory between steps.", flag="--reward_model_offload",
-        identity="start",
+        identity="start", unused="model_is_served",
     )  # fmt: skip
     max_length: int | None = setting(
         None, "Most tokens of a sample, response included; unset: what the model was made for.",
         flag="--reward_model_max_length", ge=8,
     )  # fmt: skip
     batch_tokens: int = setting(
-        16384, "Token budget of a batch, padding included.", ge=16, identity="start"
+        16384,
+        "Token budget of a batch, padding included.",
+        ge=16,
+        identity="start",
+        unused="model_is_served",
     )
     system_prompt: Literal["keep", "drop"] = setting(
         "keep", "System messages of a prompt: shown to the reward model, or not."
@@ -380,22 +406,43 @@ class ModelReward(Section):
         flag="--reward_model_self_test", identity="start",
     )  # fmt: skip
     key_env: Variable = setting(
-        None, "Variable that holds the key of a served model.", identity="start"
+        None,
+        "Variable that holds the key of a served model.",
+        identity="start",
+        unused="model_is_local",
     )
     model_name: str | None = setting(
-        None, "Name of the model at its server; unset: what the server says."
+        None,
+        "Name of the model at its server; unset: what the server says.",
+        unused="model_is_local",
     )
     timeout: float = setting(
-        60.0, "Seconds that one request to a served model may take.", gt=0.0, identity="start"
+        60.0,
+        "Seconds that one request to a served model may take.",
+        gt=0.0,
+        identity="start",
+        unused="model_is_local",
     )
     concurrency: int = setting(
-        8, "Most requests to a served model at once.", ge=1, identity="start"
+        8,
+        "Most requests to a served model at once.",
+        ge=1,
+        identity="start",
+        unused="model_is_local",
     )
     request_rows: int = setting(
-        16, "Samples in one request to a served model.", ge=1, identity="start"
+        16,
+        "Samples in one request to a served model.",
+        ge=1,
+        identity="start",
+        unused="model_is_local",
     )
     outage_wait: float = setting(
-        1800.0, "Seconds to wait for a served model that is down.", ge=0.0, identity="start"
+        1800.0,
+        "Seconds to wait for a served model that is down.",
+        ge=0.0,
+        identity="start",
+        unused="model_is_local",
     )
 
 
@@ -424,11 +471,11 @@ class Composite(Section):
     """A mixture: each part scaled, weighed and summed (see MixPart in config/mixture.py)."""
 
     enable: bool | None = setting(None, "Mix rewards; unset: when parts are given.")
-    weights: dict[str, Any] = Field(
-        default_factory=dict, description="Weight by name of part: judge, model, rule."
+    weights: dict[str, Any] = setting(
+        {}, "Weight by name of part: judge, model, rule.", unused="mixture_off"
     )
-    parts: dict[str, Any] = Field(
-        default_factory=dict, description="Settings by name of part: weight, scaling, clip …"
+    parts: dict[str, Any] = setting(
+        {}, "Settings by name of part: weight, scaling, clip …", unused="mixture_off"
     )
 
 
@@ -440,7 +487,11 @@ class Shaping(Section):
         flag="--overlong_buffer", ge=1,
     )  # fmt: skip
     overlong_penalty: float = setting(
-        1.0, "Penalty of a response at max_response_length.", flag="--overlong_penalty", ge=0.0
+        1.0,
+        "Penalty of a response at max_response_length.",
+        flag="--overlong_penalty",
+        ge=0.0,
+        unused="no_overlong_buffer",
     )
     missing_eos_penalty: float | None = setting(
         None, "Penalty of a response that was cut off; unset: off.",
@@ -450,7 +501,9 @@ class Shaping(Section):
         None, "Penalty at full repetition, by the share of repeated n-grams; unset: off.",
         flag="--repetition_penalty", ge=0.0,
     )  # fmt: skip
-    repetition_ngram: int = setting(4, "Tokens of an n-gram for repetition.", ge=1)
+    repetition_ngram: int = setting(
+        4, "Tokens of an n-gram for repetition.", ge=1, unused="no_repetition_penalty"
+    )
     thought_budget: int | None = setting(
         None, "Tokens of a thought above which a penalty grows, full at twice as many; unset: off.",
         flag="--thought_budget", ge=1,
@@ -461,7 +514,7 @@ class Shaping(Section):
     )  # fmt: skip
     budget_penalty: float = setting(
         1.0, "Penalty at twice the budget of a thought or an answer.", flag="--budget_penalty",
-        ge=0.0,
+        ge=0.0, unused="no_budget",
     )  # fmt: skip
     reward_clip: float | None = setting(
         None, "Rewards are cut at minus and plus this; unset: off.", flag="--reward_clip", gt=0.0
@@ -477,30 +530,44 @@ class Reward(Section):
 
     function: str | None = setting(
         None, "Python file with compute_score: FILE[:NAME].", flag="--reward_function",
-        env="REWARD_FUNCTION",
+        env="REWARD_FUNCTION", unused="every_rule_its_own",
     )  # fmt: skip
-    function_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments handed to the reward function."
+    function_kwargs: dict[str, Any] = setting(
+        {}, "Keyword arguments handed to the reward function.", unused="no_rule"
     )
     rule: str | None = setting(
-        None, "Built-in rule for every row, whatever its data_source.", flag="--rule"
+        None,
+        "Built-in rule for every row, whatever its data_source.",
+        flag="--rule",
+        unused="every_rule_its_own",
     )
     timeout: float = setting(
-        10.0, "Seconds that a rule or function may take for one row.", gt=0.0, identity="start"
+        10.0,
+        "Seconds that a rule or function may take for one row.",
+        gt=0.0,
+        identity="start",
+        unused="no_rule",
     )
     num_workers: int = setting(
-        2, "Processes that run slow rules and functions.", ge=1, identity="start"
+        2,
+        "Processes that run slow rules and functions.",
+        ge=1,
+        identity="start",
+        unused="no_rule",
     )
     parts: tuple[str, ...] = setting(
-        (), "Mixture KIND[:NAME]:WEIGHT, repeatable (judge, model, rule).", flag="--reward"
+        (),
+        "Mixture KIND[:NAME]:WEIGHT, repeatable (judge, model, rule).",
+        flag="--reward",
+        unused="mixture_off",
     )
     config_file: str | None = setting(
         None, "YAML file that sets up the judge, or another reward.", flag="--reward_config",
         identity="start",
     )  # fmt: skip
-    api: ApiReward = section(ApiReward)
-    model: ModelReward = section(ModelReward)
-    code: Code = section(Code)
+    api: ApiReward = section(ApiReward, unused="no_judge")
+    model: ModelReward = section(ModelReward, unused="no_reward_model")
+    code: Code = section(Code, unused="no_code")
     composite: Composite = section(Composite)
     shaping: Shaping = section(Shaping)
 

@@ -47,12 +47,14 @@ class Model(Section):
         "What multiplies float32 matrices on the CPU; unset: onednn on AMD processors with "
         "AVX-512 in full width (Zen 5 on), of which torch's BLAS (MKL) uses half, else blas.",
         identity="start",
+        unused="nothing_in_float32",
     )
     spread_weights: bool | None = setting(
         None,
         "Draw the last places of trained weights that bfloat16 holds exactly, within what it "
         "rounds to the same number, so that small updates count from the first step; unset: on "
         "the CPU.",
+        unused="nothing_to_spread",
     )
     enable_gradient_checkpointing: bool | None = setting(
         None,
@@ -66,11 +68,14 @@ class Model(Section):
         0, "Rank of the actor's LoRA adapter; 0 trains all.", flag="--lora_rank", ge=0,
         identity="checkpoint",
     )  # fmt: skip
-    lora_alpha: float = setting(16, "LoRA's scale is alpha / rank.", flag="--lora_alpha", gt=0)
+    lora_alpha: float = setting(
+        16, "LoRA's scale is alpha / rank.", flag="--lora_alpha", gt=0, unused="no_lora"
+    )
     target_modules: str | tuple[str, ...] = setting(
         "all-linear",
         "Modules that LoRA adapts: all-linear, names (of experts and routers too), or a pattern.",
         identity="checkpoint",
+        unused="no_lora",
     )
     quantization: Literal["nf4"] | None = setting(
         None, "Hold the linear layers under the adapter in 4 bits (QLoRA); needs bitsandbytes.",
@@ -80,6 +85,7 @@ class Model(Section):
         False,
         "Publish merged weights to the sampler; off, only the adapter travels.",
         identity="start",
+        unused="no_adapter_sent",
     )
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = setting(
         None,
@@ -97,6 +103,7 @@ class Model(Section):
         "Compute a prompt once for all its responses in a packed micro-batch, but for attention; "
         "unset: on the CPU.",
         identity="start",
+        unused="nothing_to_share",
     )
 
 
@@ -144,7 +151,9 @@ class Data(Section):
     train_max_samples: NotZero = setting(
         -1, "Use only the first N training rows; -1 is all.", ge=-1
     )
-    val_max_samples: int = setting(-1, "Use only the first N validation rows; -1 is all.", ge=-1)
+    val_max_samples: int = setting(
+        -1, "Use only the first N validation rows; -1 is all.", ge=-1, unused="no_validation"
+    )
 
 
 class ValSampling(Section):
@@ -165,7 +174,9 @@ class EngineKwargs(Section):
     """Arguments of the samplers' own engines."""
 
     vllm: Annotated[dict[str, Any], AfterValidator(_drop_nulls)] = setting(
-        {}, "More arguments of vLLM's EngineArgs, by its names: {max_num_partial_prefills: 2}."
+        {},
+        "More arguments of vLLM's EngineArgs, by its names: {max_num_partial_prefills: 2}.",
+        unused="hf_sampler",
     )
 
 
@@ -204,19 +215,28 @@ class Rollout(Section):
     )  # fmt: skip
     gpu_memory_utilization: float = setting(
         0.5, "Share of GPU memory for the sampler.", flag="--gpu_memory_utilization",
-        env="GPU_MEMORY_UTILIZATION", gt=0.0, le=1.0, identity="start",
+        env="GPU_MEMORY_UTILIZATION", gt=0.0, le=1.0, identity="start", unused="hf_sampler",
     )  # fmt: skip
     num_samplers: int | None = setting(
         None, "Sampler processes without GPUs; unset is one.", flag="--num_samplers", ge=1,
-        identity="start",
+        identity="start", unused="on_gpus",
     )  # fmt: skip
     max_num_seqs: int = setting(256, "Sequences sampled at once.", ge=1, identity="start")
     max_num_batched_tokens: int = setting(
-        8192, "Token budget of a sampler's batch.", ge=16, identity="start"
+        8192,
+        "Token budget of a sampler's batch.",
+        ge=16,
+        identity="start",
+        unused="hf_sampler",
     )
-    enforce_eager: bool = setting(False, "No compiled graphs in the sampler.", identity="start")
+    enforce_eager: bool = setting(
+        False, "No compiled graphs in the sampler.", identity="start", unused="hf_sampler"
+    )
     enable_prefix_caching: bool = setting(
-        True, "Share the cache of equal prompts.", identity="start"
+        True,
+        "Share the cache of equal prompts.",
+        identity="start",
+        unused="hf_sampler",
     )
     weight_transfer: Literal["auto", Transfer] = setting(
         "auto",
@@ -301,13 +321,28 @@ class Trainer(Section):
     )  # fmt: skip
     nnodes: int = setting(1, "Nodes.", flag="--nnodes", env="NNODES", ge=1, le=4096)
     node_rank: int | None = setting(
-        None, "Rank of this node.", flag="--node_rank", env="NODE_RANK", ge=0
+        None,
+        "Rank of this node.",
+        flag="--node_rank",
+        env="NODE_RANK",
+        ge=0,
+        unused="one_node",
     )
     master_addr: str | None = setting(
-        None, "Address of node 0.", flag="--master_addr", env="MASTER_ADDR"
+        None,
+        "Address of node 0.",
+        flag="--master_addr",
+        env="MASTER_ADDR",
+        unused="one_node",
     )
     master_port: int = setting(
-        6379, "Port of node 0.", flag="--master_port", env="MASTER_PORT", ge=1, le=65535
+        6379,
+        "Port of node 0.",
+        flag="--master_port",
+        env="MASTER_PORT",
+        ge=1,
+        le=65535,
+        unused="one_node",
     )
     num_workers: int | None = setting(
         None, "Learner ranks without GPUs, over all nodes; unset is one a node.",
@@ -338,14 +373,22 @@ class Trainer(Section):
         identity="run",
     )  # fmt: skip
     max_restarts: int = setting(
-        3, "Lost workers or nodes after which the run stops.", flag="--max_restarts", ge=0
+        3,
+        "Lost workers or nodes after which the run stops.",
+        flag="--max_restarts",
+        ge=0,
+        unused="no_workers",
     )
     worker_timeout: int = setting(
-        1800, "Seconds that a worker may take for one thing.", flag="--worker_timeout", ge=1
+        1800,
+        "Seconds that a worker may take for one thing.",
+        flag="--worker_timeout",
+        ge=1,
+        unused="no_workers",
     )
     node_timeout: int = setting(
         300, "Seconds to wait for nodes, at the start and when one is lost.",
-        flag="--node_timeout", ge=1,
+        flag="--node_timeout", ge=1, unused="no_workers",
     )  # fmt: skip
 
 
@@ -356,7 +399,7 @@ class Config(Section):
     data: Data = section(Data)
     algorithm: Algorithm = section(Algorithm)
     actor: Actor = section(Actor)
-    critic: Critic = section(Critic)
+    critic: Critic = section(Critic, unused="no_critic")
     ref: Ref = section(Ref)
     rollout: Rollout = section(Rollout)
     reward: Reward = section(Reward)
