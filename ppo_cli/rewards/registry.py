@@ -80,7 +80,7 @@ def _judge(api: ApiReward, name: str) -> Reward:
 
 def _model(settings: ModelSettings, name: str, host: HostMaker) -> Reward:
     if (settings.path or "").startswith(("http://", "https://")):
-        from ppo_cli.rewards.served.reward import ServedModelReward
+        from ppo_cli.rewards.models.served import ServedModelReward
 
         return ServedModelReward(settings, name=name)
     # Imported here: it loads torch, which a judge or a rule does not need.

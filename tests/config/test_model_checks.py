@@ -19,7 +19,7 @@ from tests.config.settling import problems, settle
 RM = "reward.model.path=a/b"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 URL = "reward.model.path=http://h:1/classify"
-RERANK, OPENRLHF = "reward.model.path=http://h:1/rerank", "reward.model.path=http://h:1/get_reward"
+OPENRLHF = "reward.model.path=http://h:1/get_reward"
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("reward.model.path=embedded", "not a reward model; `ppo reward fit` makes one"),
         ("reward.model.path=ftp://h/rm", "such as http://localhost:8000"),
         (f"{RM} reward.model.adapter=vllm", "reads a server's answers"),
-        (f"{URL} reward.model.adapter=pair", "use vllm, openrlhf or rerank, or leave"),
+        (f"{URL} reward.model.adapter=pair", "use vllm or openrlhf, or leave"),
         (f"{RM} reward.model.adapter=seqclass", "Did you mean 'seqcls'?"),
         (f"{RM} reward.model.device=gpu", "'gpu' is no device; use cpu, cuda or cuda:1"),
         (f"{RM} reward.model.device=cuda", "no GPU is visible here; use cpu, or leave it out"),
@@ -42,9 +42,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{RM} reward.model.max_length=4", "at least 8"),
         (f"{URL} reward.model.max_length=100", "takes reward.model.tokenizer"),
         (f"{URL} reward.model.template={{response}}", "has no {prompt}"),
-        (f"{RERANK} reward.model.template={{prompt}}{{response}}", "gets query and text"),
-        (f"{RERANK} reward.model.tokenizer=x", "its server tokenises"),
-        (f"{RERANK} reward.model.outputs=[1]", "its server sends one score"),
+        (f"{OPENRLHF} reward.model.outputs=[1]", "its server sends one score"),
         (f"{OPENRLHF} reward.model.system_prompt=drop", "no template is applied here"),
         (f"{RM} reward.rule=exact", "--reward model:0.5 --reward rule:exact:0.5"),
         (f"{RM} reward.function=f.py", "--reward model:0.5 --reward rule:0.5"),
@@ -86,7 +84,7 @@ def test_a_gpu_that_is_there_may_be_named(device: str, monkeypatch: pytest.Monke
         f"{OPENRLHF} reward.model.system_prompt=drop reward.model.tokenizer=a/b "
         "reward.model.max_length=99",
         "reward.parts=[model:a:1,model:b:1] reward.composite.parts.a.model.path=a/b "
-        "reward.composite.parts.b.model.path=http://h/rerank reward.model.dtype=float32 "
+        "reward.composite.parts.b.model.path=http://h/classify reward.model.dtype=float32 "
         "reward.model.timeout=3",
         "reward.shaping.overlong_buffer=9 reward.shaping.overlong_penalty=2",
         "reward.shaping.repetition_penalty=1 reward.shaping.repetition_ngram=3",
@@ -118,7 +116,7 @@ def test_what_cannot_be_read_is_told_before_the_run(tmp_path: Path) -> None:
         "./jugde_model": "Did you mean 'judge_model'?",
         "./headless": "has no reward head",
         "./file": "is a file",
-        "http://h:1/x": "--reward_model_adapter: vllm, openrlhf or rerank",
+        "http://h:1/x": "--reward_model_adapter: vllm or openrlhf",
     }.items():
         (line,) = missing_inputs(settle(f"reward.model.path={path}").config, {})
         assert said in line

@@ -119,7 +119,7 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
         ("http://host:8000/classify", "vllm"),
         ("http://host:8000/pooling/", "vllm"),
         ("http://host:5000/get_reward", "openrlhf"),
-        ("https://host/v1/rerank?key=abcdefgh", "rerank"),
+        ("https://host/v1/classify?key=abcdefgh", "vllm"),
     ],
 )
 def test_by_the_address_of_a_server(url: str, adapter: str) -> None:
@@ -128,7 +128,7 @@ def test_by_the_address_of_a_server(url: str, adapter: str) -> None:
 
 
 def test_an_address_that_says_nothing() -> None:
-    with pytest.raises(RewardError, match="--reward_model_adapter: vllm, openrlhf or rerank") as e:
+    with pytest.raises(RewardError, match="--reward_model_adapter: vllm or openrlhf") as e:
         choose_adapter("http://me:hunter22@host:8000")
     assert "hunter22" not in str(e.value)
     assert choose_adapter("http://host:8000", "vllm").adapter == "vllm"

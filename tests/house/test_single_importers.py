@@ -30,8 +30,8 @@ STANDS = {
     "self_test.checks.kernels": "one check of several, behind their declarations",
     "self_test.checks.samplers": "one check of several, behind their declarations",
     "self_test.declarations": "where a check is declared; runner is how checks run",
+    "rewards.models.protocols": "how requests look; served is the client and the reward",
     "rewards.remote.admission": "when calls may leave; client is what happens to one of them",
-    "rewards.served.client": "one client for all protocols: retries, halves, outages",
 }
 
 

@@ -1,4 +1,4 @@
-"""The server itself, in a thread of the test: `/classify`, `/get_reward` and `/rerank`."""
+"""The server itself, in a thread of the test: `/classify` and `/get_reward`."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class RewardServer(Loopback):
             self.in_flight -= 1
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        read = {"/classify": classified, "/get_reward": queried, "/rerank": ranked}
+        read = {"/classify": classified, "/get_reward": queried}
         if request.path not in read:
             return self._error(404, "Not Found")
         texts = read[request.path](body)
@@ -145,9 +145,6 @@ class RewardServer(Loopback):
     def _written(self, path: str, body: dict[str, Any], scores: list[Any]) -> Any:
         if path == "/get_reward":
             return {"rewards": scores, "scores": scores, "extra_logs": {}}
-        if path == "/rerank":
-            ranks = [{"index": index, "score": score} for index, score in enumerate(scores)]
-            return sorted(ranks, key=lambda rank: -rank["score"])
         raw = self.switch is not None and body.get(self.switch) is False
         rows = [score if isinstance(score, list) else [score] for score in scores]
         data = [
@@ -169,8 +166,8 @@ class RewardServer(Loopback):
 
     def _error(self, status: int, message: str, retry_after: object = None) -> web.Response:
         headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-        told = {"error": {"message": message, "type": "BadRequestError", "code": status}}
-        return web.json_response(told, status=status, headers=headers)
+        body = {"error": {"message": message, "type": "BadRequestError", "code": status}}
+        return web.json_response(body, status=status, headers=headers)
 
     async def _break(self, request: web.Request, fault: Fault) -> web.StreamResponse | None:
         kind = fault.kind
@@ -191,7 +188,7 @@ class RewardServer(Loopback):
         """Spoil the first score of a reply, or its list."""
         if kind in {"object", "other_json"}:
             return web.json_response({"detail": "fine"} if kind == "object" else 5.0)
-        rows = reply if isinstance(reply, list) else reply.get("data", reply.get("rewards"))
+        rows = reply.get("data", reply.get("rewards"))
         bad = {"null": None, "nan": math.nan, "string": "7", "bool": True, "huge": 10**400}
         if kind in bad:
             spoil(rows, bad[str(kind)])
@@ -212,10 +209,7 @@ def spoil(rows: list[Any], value: Any) -> None:
         rows[0] = value
         return
     first = next(row for row in rows if row["index"] == 0)
-    if "probs" in first:
-        first["probs"] = [value]
-    else:
-        first["score"] = value
+    first["probs"] = [value]
 
 
 def classified(body: dict[str, Any]) -> list[str]:
@@ -229,9 +223,3 @@ def queried(body: dict[str, Any]) -> list[str]:
     """Texts of a `/get_reward` request."""
     assert len(body["query"]) == len(body["prompts"]) == len(body["labels"])
     return list(body["query"])
-
-
-def ranked(body: dict[str, Any]) -> list[str]:
-    """Texts of a `/rerank` request."""
-    assert body["raw_scores"] is True and body["truncate"] is False
-    return [f"{body['query']}|{text}" for text in body["texts"]]

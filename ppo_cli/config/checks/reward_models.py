@@ -46,7 +46,7 @@ def _check_path(model: Scorer) -> Iterator[Clash]:
             yield Clash(model.keys("path"), f"{model.key}.path {error}.")
     if adapter is not None and (adapter in SERVED) is not is_url(path):
         what = "reads a server's answers" if adapter in SERVED else "reads a model in a folder"
-        mend = "http://HOST:PORT" if adapter in SERVED else "vllm, openrlhf or rerank"
+        mend = "http://HOST:PORT" if adapter in SERVED else "vllm or openrlhf"
         yield Clash(
             model.keys("adapter", "path"),
             f"the adapter {adapter} {what}, but the reward model is {redact_url(path)}; use "
@@ -64,9 +64,7 @@ def _check_protocol(model: Scorer) -> Iterator[Clash]:
     except UserError:  # `missing_models` says so
         return
     idle: dict[str, str] = {}  # setting -> why it has no effect
-    if adapter == "rerank":
-        idle |= {"template": "a reranker gets query and text", "tokenizer": "its server tokenises"}
-    elif adapter == "openrlhf" and not (settings.tokenizer or settings.template):
+    if adapter == "openrlhf" and not (settings.tokenizer or settings.template):
         idle |= dict.fromkeys(("system_prompt", "turns"), "no template is applied here")
     if adapter != "vllm":
         idle["outputs"] = "its server sends one score"
@@ -78,7 +76,7 @@ def _check_protocol(model: Scorer) -> Iterator[Clash]:
                 "leave it out.",
             )
     template = settings.template
-    if adapter != "rerank" and template is not None and "{prompt}" not in template:
+    if template is not None and "{prompt}" not in template:
         yield Clash(
             model.keys("template"),
             f"{model.key}.template has no {{prompt}}; write it as '{{prompt}} {{response}}'.",

@@ -93,7 +93,7 @@ def shutdown_date(provider: str, model: str) -> datetime.date | None:
     return datetime.date.fromisoformat(day) if day else None
 
 
-SERVED = {"vllm": ("/classify", "/pooling"), "openrlhf": ("/get_reward",), "rerank": ("/rerank",)}
+SERVED = {"vllm": ("/classify", "/pooling"), "openrlhf": ("/get_reward",)}
 KEY = "reward.model.adapter"
 GATED = ("regression_layer.", "reward_transform_matrix", "gating.")
 # Value heads of TRL, OpenRLHF and critics, which are refused with the advice below.
@@ -307,8 +307,8 @@ def _choose_protocol(url: str, protocol: str | None) -> AdapterChoice:
                 return AdapterChoice(adapter, f"its address ends in {ending}")
     raise RewardError(
         f"{redact_url(url)} does not say how the server is asked; say it with "
-        "--reward_model_adapter: vllm, openrlhf or rerank (or let the address end in /classify, "
-        "/get_reward or /rerank)."
+        "--reward_model_adapter: vllm or openrlhf (or let the address end in /classify or "
+        "/get_reward)."
     )
 
 

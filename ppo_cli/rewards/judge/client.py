@@ -347,7 +347,7 @@ def reach_judge(
             lambda: loop.call(client.probe(question)),
             subject=f"The judge {judge_label(api)}",
             outage_wait=api.outage_wait,
-            explain=lambda error: _explain_wrong_address(api, error),
+            explain=lambda error: _explain(api, error),
             tell=tell,
             patient=patient,
             parse_attempts=parse_attempts,
@@ -356,7 +356,9 @@ def reach_judge(
         raise RewardError(str(error)) from error
 
 
-def _explain_wrong_address(api: ApiReward, error: RemoteError) -> str:
+def _explain(api: ApiReward, error: RemoteError) -> str:
+    if error.kind is Failure.FATAL:
+        return f"The judge cannot be used ({error.summary})"
     where = f" at {redact_url(api.base_url)}" if api.base_url else ""
     if error.cause == "bad_body":
         return (

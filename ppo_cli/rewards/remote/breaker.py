@@ -13,7 +13,8 @@ from ppo_cli.rewards.remote.limits import Clock
 MIN_FAILURES, MAX_FAILURES = 5, 20
 # ... when nothing was answered for so long either.
 QUIET_S = 2.0
-LONGEST_WAIT_S = 30.0  # between two probes; a service that asks for more is down, not busy
+# Between two probes. A service that asks for more than the longest wait is down, not busy.
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 SHORTEST_PAUSE_S = 1.0
 CONFIRM_WAITS_S = (1.0, 1.5, 2.5)  # before the probes that confirm a fatal answer
 BAD_REQUESTS_IN_A_ROW = 5
@@ -67,7 +68,7 @@ class Breaker:
         self._opened_at = 0.0
         self._open_s_before = 0.0
         self._fatal_probes: int | None = None
-        self._backoff_s = 1.0
+        self._backoff_s = FIRST_WAIT_S
         self._requested_pause_s = 0.0
         self._error: RemoteError | None = None
 
@@ -101,7 +102,7 @@ class Breaker:
         was_open, self.open = self.open, False
         if was_open:
             self._open_s_before += self._clock() - self._opened_at
-            self._fatal_probes, self._backoff_s = None, 1.0
+            self._fatal_probes, self._backoff_s = None, FIRST_WAIT_S
         return was_open
 
     def failure(self, error: RemoteError, *, window: int, probe: bool) -> None:
@@ -197,14 +198,14 @@ class Breaker:
 
     def _open_now(self) -> None:
         self.open, self._opened_at = True, self._clock()
-        self._failures_in_a_row, self._backoff_s = 0, 1.0
+        self._failures_in_a_row, self._backoff_s = 0, FIRST_WAIT_S
 
     def _schedule_probe(self, error: RemoteError) -> None:
         now, requested = self._clock(), error.retry_after or 0.0
         self._requested_pause_s = requested if requested > self._backoff_s else 0.0
         if error.status in TOO_MANY:
             # This ends with a quota's minute and is not a breakdown: probe more often.
-            self._backoff_s = min(LONGEST_WAIT_S, max(1.0, 0.1 * (now - self._opened_at)))
+            self._backoff_s = min(LONGEST_WAIT_S, max(FIRST_WAIT_S, 0.1 * (now - self._opened_at)))
         # A wrong clock makes long pauses out of short ones, so try once before giving up.
         last_try = self.gives_up_at - min(LONGEST_WAIT_S, 0.1 * self.outage_wait)
         next_probe = max(now + self._backoff_s, min(now + requested, last_try))

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Tell
 from ppo_cli.rewards.remote.admission import Admission
 from ppo_cli.rewards.remote.breaker import BadRequests, Breaker
@@ -72,7 +71,10 @@ class RemoteClient(ABC, Generic[Call, Result]):
 
     @abstractmethod
     def _rejected_text(self, call: Call, error: RemoteError) -> str | None:
-        """Return an id of the text, if the service rejected it and might reject all; else None."""
+        """Return an id of the text, if the service rejected it and might reject any other.
+
+        The id is empty if this rejection says nothing about that, None if the service works.
+        """
 
     @abstractmethod
     def _known_good_call(self) -> Call | None:
@@ -137,7 +139,7 @@ class RemoteClient(ABC, Generic[Call, Result]):
             result = await self._attempt(call)
         except RemoteError as error:
             text_id = self._rejected_text(call, error)
-            if text_id is not None and self._bad_requests.is_outage(text_id):
+            if text_id and self._bad_requests.is_outage(text_id):
                 error.kind = Failure.RETRYABLE
             elif text_id is None and error.kind in (Failure.REFUSED, Failure.UNPARSED):
                 self._bad_requests.clear()
@@ -186,9 +188,9 @@ def reach(
 ) -> Result:
     """Ask once, or until the service is up; shows that key, model and address are right.
 
-    `explain` returns the message for a wrong address. Raises RewardError when asking is hopeless,
-    Interrupted when the service stays down, and the RemoteError of a text that was refused, or of
-    `parse_attempts` replies that cannot be read.
+    `explain` returns the message for a fatal error or a wrong address. Raises RewardError when
+    asking is hopeless, Interrupted when the service stays down, and the RemoteError of a text that
+    was refused, or of `parse_attempts` replies that cannot be read.
     """
     began, pause, announced = time.monotonic(), FIRST_POLL_S, False
     while True:
@@ -196,8 +198,7 @@ def reach(
             return ask()
         except RemoteError as error:
             if error.kind is Failure.FATAL:
-                message = f"{subject} cannot be used ({error.cause}): {redact(str(error))}"
-                raise RewardError(message) from error
+                raise RewardError(explain(error)) from error
             parse_attempts -= error.kind is Failure.UNPARSED
             if error.kind is Failure.REFUSED or not parse_attempts:
                 raise

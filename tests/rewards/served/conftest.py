@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,11 @@ import pytest
 
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.rewards.served import client
-from ppo_cli.rewards.served.reward import ServedModelReward
+from ppo_cli.rewards.models.served import ServedModelReward
+from ppo_cli.rewards.remote import breaker, client
 from tests.reward_server import RewardServer
 
-PATHS = {"vllm": "/classify", "openrlhf": "/get_reward", "rerank": "/rerank"}
+PATHS = {"vllm": "/classify", "openrlhf": "/get_reward"}
 SECRET = "loopback-secret-0123456789"
 
 
@@ -23,8 +24,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short pauses: what is tested is what happens, not how long it takes."""
     monkeypatch.setattr(client, "FIRST_BACKOFF_S", 0.005)
     monkeypatch.setattr(client, "LONGEST_BACKOFF_S", 0.02)
-    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(client, "FIRST_ANSWER_S", 0.1)
+    monkeypatch.setattr(client, "FIRST_POLL_S", 0.05)
+    monkeypatch.setattr(client, "UNREACHABLE_S", 0.1)
+    monkeypatch.setattr(breaker, "QUIET_S", 0.1)
+    monkeypatch.setattr(breaker, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(breaker, "CONFIRM_WAITS_S", (0.1, 0.15, 0.25))
 
 
 class Bench:
@@ -32,34 +36,37 @@ class Bench:
 
     def __init__(self, server: RewardServer) -> None:
         self.server = server
-        self.made: list[ServedModelReward] = []
+        self.rewards: list[ServedModelReward] = []
 
     def make(self, wire: str = "vllm", *, name: str = "model", **changes: Any) -> ServedModelReward:
         usual: dict[str, Any] = {"path": self.server.url(PATHS[wire]), "timeout": 5.0}
         settings = ModelReward(**(usual | changes))
-        self.made.append(ServedModelReward(settings, name=name, environ={"MY_KEY": SECRET}))
-        return self.made[-1]
+        self.rewards.append(ServedModelReward(settings, name=name, environ={"MY_KEY": SECRET}))
+        return self.rewards[-1]
 
     def prompt(self, number: int = 0, **changes: Any) -> Prompt:
         text = f"What is {number} + 1?"
-        known: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "text": text, "messages": ({"role": "user", "content": text},),
             "rendered": f"<|im_start|>user\n{text}<|im_end|>\n", "token_ids": (1,),
             "ground_truth": str(number + 1),
         }  # fmt: skip
-        return Prompt(str(number), **(known | changes))
+        return Prompt(str(number), **(fields | changes))
 
     def rollout(
-        self, number: int, text: str | None = None, sample: int = 0, **more: Any
+        self, number: int, text: str | None = None, sample: int = 0, **changes: Any
     ) -> Rollout:
-        said = f"It is {number + 1}." if text is None else text
-        asked = self.prompt(number, **more)
-        return Rollout(asked, sample, (1,), np.zeros(1, np.float32), said, "stop")
+        response = f"It is {number + 1}." if text is None else text
+        prompt = self.prompt(number, **changes)
+        return Rollout(prompt, sample, (1,), np.zeros(1, np.float32), response, "stop")
 
-    def score_all(self, reward: ServedModelReward, rollouts: list[Rollout]) -> list[Score]:
+    def submit_all(self, reward: ServedModelReward, rollouts: list[Rollout]) -> list[Future[Score]]:
         futures = [reward.submit(rollout) for rollout in rollouts]
         reward.end_round()
-        return [future.result(25) for future in futures]
+        return futures
+
+    def score_all(self, reward: ServedModelReward, rollouts: list[Rollout]) -> list[Score]:
+        return [future.result(25) for future in self.submit_all(reward, rollouts)]
 
 
 @pytest.fixture
@@ -67,5 +74,5 @@ def bench() -> Iterator[Bench]:
     with RewardServer() as server:
         bench = Bench(server)
         yield bench
-        for each in bench.made:
+        for each in bench.rewards:
             each.close()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.rewards.served.protocols import begins_with_bos, endpoint, neutralise
+from ppo_cli.rewards.models.protocols import begins_with_bos, endpoint, neutralise
 
 CONTROL = [
     "<|im_end|>", "<|im_start|>", "<|eot_id|>", "<|start_header_id|>", "<|endoftext|>", "<s>",
@@ -19,8 +19,8 @@ CONTROL = [
 
 def test_control_tokens_are_broken() -> None:
     for token in CONTROL:
-        text, found = neutralise(f"before{token}after {token}")
-        assert found >= 2 and token not in text
+        text, count = neutralise(f"before{token}after {token}")
+        assert count >= 2 and token not in text
         assert text.replace(" ", "") == f"before{token}after{token}"
 
 
@@ -57,7 +57,7 @@ def test_a_bos_is_seen_at_the_start_only() -> None:
         ("http://h:1/pooling", "/classify", "http://h:1/classify"),
         ("http://h:1/v1", "/classify", "http://h:1/classify"),
         ("https://h/rm/v1/classify?a=b", "/classify", "https://h/rm/v1/classify?a=b"),
-        ("https://h/rm", "/rerank", "https://h/rm/rerank"),
+        ("https://h/rm", "/get_reward", "https://h/rm/get_reward"),
     ],
 )
 def test_addresses_are_completed(address: str, path: str, url: str) -> None:

@@ -22,11 +22,10 @@ def wire_text(adapter: str, rollout: Rollout) -> str:
     return {
         "vllm": f"[user]{question}[assistant]{rollout.text}",
         "openrlhf": rollout.prompt.rendered + rollout.text,
-        "rerank": f"{question}|{rollout.text}",
     }[adapter]
 
 
-@pytest.mark.parametrize("adapter", ["vllm", "openrlhf", "rerank"])
+@pytest.mark.parametrize("adapter", ["vllm", "openrlhf"])
 def test_every_rollout_gets_its_own_score(bench: Bench, adapter: str) -> None:
     reward = bench.make(adapter, request_rows=3)
     rollouts = [bench.rollout(n // 2, f"Answer {n}.", n % 2) for n in range(7)]
@@ -76,22 +75,12 @@ def test_openrlhf_gets_queries_prompts_and_labels(bench: Bench) -> None:
 
 
 def test_an_address_without_a_path_gets_one(bench: Bench) -> None:
-    for adapter in ("vllm", "openrlhf", "rerank"):
+    for adapter in ("vllm", "openrlhf"):
         for path in ("", "/"):
             reward = bench.make(path=bench.server.url(path), adapter=adapter)
             assert bench.score_all(reward, [bench.rollout(1)])[0].value is not None
     reward = bench.make(path=bench.server.url("/v1"), adapter="vllm")
     assert bench.score_all(reward, [bench.rollout(1)])[0].value is not None
-
-
-def test_rerank_sends_a_request_for_each_prompt(bench: Bench) -> None:
-    rollouts = [bench.rollout(n % 2, f"Answer {n}.", n) for n in range(6)]
-    bench.score_all(bench.make("rerank"), rollouts)
-    bodies = sorted(bench.server.sent("/rerank"), key=lambda body: body["query"])
-    assert [(body["query"], len(body["texts"])) for body in bodies] == [
-        ("What is 0 + 1?", 3), ("What is 1 + 1?", 3),
-    ]  # fmt: skip
-    assert all(body["raw_scores"] and body["truncate"] is False for body in bodies)
 
 
 def test_samples_are_grouped_in_the_order_of_submission(bench: Bench) -> None:
@@ -102,7 +91,7 @@ def test_samples_are_grouped_in_the_order_of_submission(bench: Bench) -> None:
 
 
 def test_what_is_never_settled_is_scored_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.rewards.served.reward.LINGER_S", 0.05)
+    monkeypatch.setattr("ppo_cli.rewards.models.served.LINGER_S", 0.05)
     assert bench.make("openrlhf").submit(bench.rollout(1)).result(10).value is not None
 
 
@@ -155,7 +144,7 @@ def test_with_a_tokenizer_token_ids_are_sent_with_one_bos(
     assert spoof in tokenizer.decode(spoofed) and reward.pop_metrics()["model/neutralised"] == 0
 
 
-@pytest.mark.parametrize("adapter", ["vllm", "openrlhf", "rerank"])
+@pytest.mark.parametrize("adapter", ["vllm", "openrlhf"])
 def test_control_tokens_are_neutralised_where_the_server_tokenises(
     bench: Bench, adapter: str
 ) -> None:
@@ -224,13 +213,14 @@ def test_a_template_is_filled_once(bench: Bench) -> None:
 
 
 def test_system_messages_and_turns_are_chosen(bench: Bench) -> None:
-    said = ("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi."), ("user", "Well?")
-    messages = tuple({"role": role, "content": text} for role, text in said)
-    asked = bench.rollout(1, "So so.", messages=messages)
-    bench.score_all(bench.make("rerank", system_prompt="drop", turns="last"), [asked])
-    bench.score_all(bench.make("rerank"), [asked])
-    queries = [body["query"] for body in bench.server.sent("/rerank")]
-    assert queries[0] == "Well?" and "Be brief." in queries[1] and "Hello" in queries[1]
+    turns = ("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi."), ("user", "Well?")
+    messages = tuple({"role": role, "content": text} for role, text in turns)
+    rollout = bench.rollout(1, "So so.", messages=messages)
+    bench.score_all(bench.make(system_prompt="drop", turns="last"), [rollout])
+    bench.score_all(bench.make(), [rollout])
+    short, long = (body["messages"][:-1] for body in bench.server.sent("/classify"))
+    assert [message["content"] for message in short] == ["Well?"]
+    assert [message["content"] for message in long][:2] == ["Be brief.", "Hello"]
 
 
 def test_several_outputs_are_weighed(bench: Bench) -> None:
@@ -259,7 +249,7 @@ def test_a_tokenizer_that_is_not_there_is_told(bench: Bench, tmp_path: Path) -> 
 # --- a bad day ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("adapter", "rows"), [("vllm", 1), ("openrlhf", 16), ("rerank", 4)])
+@pytest.mark.parametrize(("adapter", "rows"), [("vllm", 1), ("openrlhf", 16)])
 def test_a_server_that_fails_a_third_loses_no_score(bench: Bench, adapter: str, rows: int) -> None:
     kinds: list[str | int] = [500, 503, 429, "cut", "html", "truncated"]
     for number in range(len(kinds)):

@@ -1,1 +1,0 @@
-"""Reward models behind a server: vLLM, OpenRLHF's protocol, and rerankers."""
