@@ -40,7 +40,7 @@ def test_limits_come_from_the_settings() -> None:
     settings = ApiReward(
         timeout=7.0, concurrency=5, max_rpm=30, max_tpm=900, hedge_after=2.0, outage_wait=50.0
     )
-    assert Limits.of(settings) == Limits(5, 30, 900, 7.0, 21.0, 2.0, 50.0, 2)
+    assert Limits.of(settings) == Limits(5, 30, 900, 7.0, 21.0, 2.0, 50.0)
     assert Limits.of(ApiReward(timeout=7.0, deadline=8.0)).deadline == 8.0
 
 
