@@ -32,7 +32,7 @@ from ppo_cli.rewards.base import (
     read_returned,
     tell_nobody,
 )
-from ppo_cli.rewards.pool import Refused, Task, WorkerPool, place_in
+from ppo_cli.rewards.pool import Refused, Task, WorkerPool, error_location
 from ppo_cli.rewards.rules import RULES, Rule, check_prompts, find_rule, score_immediately
 from ppo_cli.thoughts import NO_ANSWER
 
@@ -237,7 +237,7 @@ def _import_file(file: str) -> ModuleType:
             advice = f" Install {error.name.split('.')[0]!r} into this environment ({sys.prefix})."
         raise Refused(
             f"The reward function file {file} does not load: "
-            f"{describe_error(error)}{place_in(error, file)}.{advice}"
+            f"{describe_error(error)}{error_location(error, file)}.{advice}"
         ) from error
     return module
 

@@ -1,9 +1,9 @@
-"""A pool of worker processes whose calls end by a deadline, and what a worker runs.
+"""A pool of worker processes with a time limit for each call, and the worker's program.
 
-A thread cannot be stopped, a process can: a call that hangs is killed with its worker, the
-worker is replaced, and only that call fails. Workers start when there is work for them.
-All that the pool does happens on one event loop; the user's code runs in the workers, each of
-which loads a task and answers the calls of one socket.
+A thread cannot be stopped, but a process can: a call that hangs is killed together with its
+worker and the worker's children, and only that call fails. Workers are started on demand. The
+pool runs on one event loop; the user's code runs in the workers, each of which loads a task and
+answers calls from one socket. Why not a library: docs/design/006-code-rewards.md.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from ppo_cli.records import Score
 from ppo_cli.rewards.base import Call, CannotScore, describe_error, read_returned
 from ppo_cli.rewards.remote.event_loop import LoopThread
 
-MOST_OUTPUT = 2000
-SECONDS_TO_LEAVE = 1.0
+MAX_OUTPUT_CHARS = 2000  # what is kept of a call's prints
+WORKER_EXIT_TIMEOUT_S = 1.0  # for a worker's own cleanup when the pool has closed
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker is to do; pickled once to each worker.
+    """The work of a worker; pickled and sent once to each worker.
 
-    `label` names it in messages, `load` returns the function to call or raises `Refused`;
-    `cpu_limit` is in processor seconds of one call, `memory_limit` in bytes of the process.
+    `label` names it in messages. `load` returns the function to call, or raises `Refused`.
+    `cpu_limit` is in seconds of processor time per call, `memory_limit` in bytes per process.
     """
 
     label: str
@@ -56,28 +56,28 @@ class Task:
 
 
 class Refused(Exception):
-    """The task cannot be done; the message is for the user."""
+    """The task cannot be loaded; the message is for the user."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The first word of a worker: its function is loaded, or why not."""
+    """A worker's first message: its function is loaded, or why not."""
 
     is_async: bool = False
     refusal: str = ""
 
 
 @dataclass(frozen=True)
-class Order:
-    """A call on its way to a worker."""
+class Request:
+    """A call that is sent to a worker."""
 
     number: int
     call: Call
     timeout: float
 
 
-class _Output(io.TextIOBase):
-    """Stands in for stdout and stderr; what a call prints is kept with that call."""
+class _CapturedOutput(io.TextIOBase):
+    """Replaces stdout and stderr; what a call prints is collected for that call."""
 
     current: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("o", default=None)
 
@@ -86,17 +86,18 @@ class _Output(io.TextIOBase):
 
     def write(self, text: str) -> int:
         pieces = self.current.get()
-        if pieces is not None and sum(map(len, pieces)) < MOST_OUTPUT:
-            pieces.append(text[:MOST_OUTPUT])
+        if pieces is not None and sum(map(len, pieces)) < MAX_OUTPUT_CHARS:
+            pieces.append(text[:MAX_OUTPUT_CHARS])
         return len(text)
 
 
 def main(descriptor: int) -> None:
-    """Serve one pool until it hangs up."""
+    """Run a worker: load the task, then answer calls until the pool closes the socket."""
     faulthandler.enable()
-    sys.stdout = sys.stderr = _Output()
+    sys.stdout = sys.stderr = _CapturedOutput()
     connection = Connection(descriptor)
     task: Task = connection.recv()
+    # Load first, without limits: importing a library may take more than a call may.
     try:
         function = task.load()
     except Refused as problem:
@@ -111,13 +112,13 @@ def main(descriptor: int) -> None:
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
     connection.send(Ready(is_async))
     if is_async:
-        asyncio.run(_answer_orders(connection, function))
+        asyncio.run(_serve_coroutines(connection, function))
     else:
-        _serve(connection, function, task.cpu_limit)
+        _serve_calls(connection, function, task.cpu_limit)
 
 
-def _read_orders(connection: Connection, take: Callable[[Order | None], Any]) -> None:
-    """Hand orders on; at the end of the line give the main thread a moment, then end it all."""
+def _read_requests(connection: Connection, take: Callable[[Request | None], Any]) -> None:
+    """Pass requests on; when the socket is closed, wait briefly, then kill the process group."""
     try:
         while True:
             take(connection.recv())
@@ -125,82 +126,91 @@ def _read_orders(connection: Connection, take: Callable[[Order | None], Any]) ->
         pass
     with contextlib.suppress(RuntimeError):
         take(None)
-    time.sleep(SECONDS_TO_LEAVE)
+    time.sleep(WORKER_EXIT_TIMEOUT_S)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def _listen(connection: Connection, take: Callable[[Order | None], Any]) -> None:
-    threading.Thread(target=_read_orders, args=(connection, take), daemon=True).start()
+def _start_reader(connection: Connection, take: Callable[[Request | None], Any]) -> None:
+    threading.Thread(target=_read_requests, args=(connection, take), daemon=True).start()
 
 
-def _serve(connection: Connection, function: Callable[..., Any], limit: float | None) -> None:
-    orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-    _listen(connection, orders.put)
-    while (order := orders.get()) is not None:
-        # The default action of SIGPROF ends the process even inside a long C call, and counts
-        # processor time: a busy machine does not turn slow answers into failed ones.
+def _serve_calls(connection: Connection, function: Callable[..., Any], limit: float | None) -> None:
+    requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+    _start_reader(connection, requests.put)
+    while (request := requests.get()) is not None:
+        # SIGPROF without a handler ends the process even inside a long C call. It counts
+        # processor time, so that a busy machine does not make slow calls fail.
         signal.setitimer(signal.ITIMER_PROF, limit or 0)
-        returned = _call(function, order.call)
+        returned = _run_call(function, request.call)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.send((order.number, returned))
+        connection.send((request.number, returned))
 
 
-def _call(function: Callable[..., Any], call: Call) -> Score:
+def _run_call(function: Callable[..., Any], call: Call) -> Score:
+    """Run one call, and turn what it returns or raises into a score."""
     pieces: list[str] = []
-    _Output.current.set(pieces)
+    _CapturedOutput.current.set(pieces)
     started = time.perf_counter()
     try:
         value = function(**vars(call))
-        returned = read_returned(asyncio.run(_wait(value)) if inspect.isawaitable(value) else value)
+        if inspect.isawaitable(value):  # a plain function that returns a coroutine
+            value = asyncio.run(_await(value))
+        returned = read_returned(value)
     except BaseException as error:
-        returned = Score.failed(_failure(error, function))
-    return _with_facts(returned, pieces, started)
+        returned = Score.failed(_error_message(error, function))
+    return _add_call_info(returned, pieces, started)
 
 
-async def _wait(value: Any) -> Any:
+async def _await(value: Any) -> Any:
     return await value
 
 
-async def _answer_orders(connection: Connection, function: Callable[..., Any]) -> None:
+async def _serve_coroutines(connection: Connection, function: Callable[..., Any]) -> None:
+    """Run all requests at once on the worker's event loop; the pool limits their number."""
     loop = asyncio.get_running_loop()
-    orders: asyncio.Queue[Order | None] = asyncio.Queue()
-    _listen(connection, lambda order: loop.call_soon_threadsafe(orders.put_nowait, order))
+    requests: asyncio.Queue[Request | None] = asyncio.Queue()
+    _start_reader(
+        connection, lambda request: loop.call_soon_threadsafe(requests.put_nowait, request)
+    )
     under_way: set[asyncio.Task[None]] = set()
-    while (order := await orders.get()) is not None:
-        answer = asyncio.create_task(_answer(connection, function, order))
+    while (request := await requests.get()) is not None:
+        answer = asyncio.create_task(_run_coroutine(connection, function, request))
         under_way.add(answer)
         answer.add_done_callback(under_way.discard)
 
 
-async def _answer(connection: Connection, function: Callable[..., Any], order: Order) -> None:
+async def _run_coroutine(
+    connection: Connection, function: Callable[..., Any], request: Request
+) -> None:
     pieces: list[str] = []
-    _Output.current.set(pieces)
+    _CapturedOutput.current.set(pieces)
     started = time.perf_counter()
-    scope = asyncio.timeout(order.timeout)
+    scope = asyncio.timeout(request.timeout)
     try:
         async with scope:
-            returned = read_returned(await function(**vars(order.call)))
+            returned = read_returned(await function(**vars(request.call)))
     except BaseException as error:
-        failure = timeout_words(order.timeout) if scope.expired() else _failure(error, function)
-        returned = Score.failed(failure)
-    connection.send((order.number, _with_facts(returned, pieces, started)))
+        late = timeout_message(request.timeout) if scope.expired() else ""
+        returned = Score.failed(late or _error_message(error, function))
+    connection.send((request.number, _add_call_info(returned, pieces, started)))
 
 
-def timeout_words(seconds: float) -> str:
-    """Return the failure of a call that took too long."""
+def timeout_message(seconds: float) -> str:
+    """Return the failure message of a call that took too long."""
     return f"timeout: took longer than {seconds:g} s"
 
 
-def _failure(error: BaseException, function: Callable[..., Any]) -> str:
-    """Say what was raised, and in which line of the function's own file."""
+def _error_message(error: BaseException, function: Callable[..., Any]) -> str:
+    """Return the failure message of an exception, with the line in the function's file."""
     if isinstance(error, CannotScore):
         return str(error)
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
-    return f"raised {describe_error(error)}{place_in(error, code.co_filename if code else '')}"
+    location = error_location(error, code.co_filename) if code else ""
+    return f"raised {describe_error(error)}{location}"
 
 
-def place_in(error: BaseException, file: str) -> str:
-    """Return ` (file.py, line 7)`: the innermost line of that file that led to the error."""
+def error_location(error: BaseException, file: str) -> str:
+    """Return ` (file.py, line 7)`: the innermost line of `file` in the traceback, or ''."""
     line = None
     trace = error.__traceback__
     while trace is not None:
@@ -210,40 +220,42 @@ def place_in(error: BaseException, file: str) -> str:
     return f" ({os.path.basename(file)}, line {line})" if line else ""
 
 
-def _with_facts(returned: Score, pieces: list[str], started: float) -> Score:
+def _add_call_info(returned: Score, pieces: list[str], started: float) -> Score:
     facts: dict[str, Any] = {"latency_s": round(time.perf_counter() - started, 4)}
     if pieces:
-        facts["output"] = "".join(pieces)[:MOST_OUTPUT]
+        facts["output"] = "".join(pieces)[:MAX_OUTPUT_CHARS]
     return replace(returned, info={**facts, **returned.info})
 
 
-CALLS_AT_ONCE = 64
-# A coroutine is stopped by its own event loop; only a blocked loop is left to the pool.
-LOOP_GRACE = 2.0
-MOST_ATTEMPTS = 2
+CONCURRENT_COROUTINES = 64  # per worker
+# The worker's event loop ends a coroutine at its time limit. The pool waits this much longer, and
+# then kills a worker whose loop is blocked.
+LOOP_GRACE_S = 2.0
+MAX_ATTEMPTS = 2  # of a call whose worker died while it ran several calls
 
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
-# The path entry goes again, so that it shadows nothing of the user's own environment.
+# The path entry is removed again, so that it does not shadow modules of the user.
 START = (
     "import sys; sys.path.insert(0, sys.argv[2]); import ppo_cli; sys.path.remove(sys.argv[2]); "
     "from ppo_cli.rewards.pool import main; main(int(sys.argv[1]))"
 )
+# As many workers as processors: threads of numerical libraries would only compete.
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-STALLED_SECONDS = 5
-SECONDS_TO_START = 120.0
-SECONDS_TO_EXIT = 1.5
-MOST_LOG = 1 << 16
+SOCKET_TIMEOUT_S = 5
+START_TIMEOUT_S = 120.0  # a user's file may import torch
+EXIT_TIMEOUT_S = 1.5
+MAX_LOG_BYTES = 1 << 16
 
 
 class WorkerProcess:
-    """A fresh interpreter with a socket to it; nothing of this process is copied into it."""
+    """A worker in a fresh interpreter (not a fork), and our end of the socket to it."""
 
     def __init__(self, task: Task) -> None:
         self._cpu_limit = task.cpu_limit
         our_end, worker_end = socket.socketpair()
-        # A worker that neither reads nor writes must not hold the pool up for ever.
+        # A worker that neither reads nor writes must not block the pool for ever.
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            our_end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALLED_SECONDS, 0))
+            our_end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", SOCKET_TIMEOUT_S, 0))
         self._log = cast("BinaryIO", tempfile.TemporaryFile("ab+"))  # noqa: SIM115
         fixed = dict.fromkeys(ONE_THREAD, "1") | {"TOKENIZERS_PARALLELISM": "false"}
         with worker_end:
@@ -253,9 +265,10 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                # Sets of strings in one order in every process: the same response, the same score.
+                # A fixed request of sets in every process: the same response gets the same score.
                 env={**os.environ, **fixed, "PYTHONHASHSEED": "0"},
-                # A Ctrl-C at the terminal is for the trainer, which finishes its step first.
+                # A separate session: Ctrl-C at the terminal only reaches the trainer, and the
+                # worker and its children can be killed as one group.
                 start_new_session=True,
             )
         self.connection = Connection(our_end.detach())
@@ -263,16 +276,16 @@ class WorkerProcess:
             self.connection.send(task)
 
     def receive(self) -> Any:
-        """Return the next message; raises EOFError or OSError when the worker is gone."""
+        """Return the next message; raises EOFError or OSError when the worker has exited."""
         message = self.connection.recv()
-        if os.fstat(self._log.fileno()).st_size > MOST_LOG:
+        if os.fstat(self._log.fileno()).st_size > MAX_LOG_BYTES:
             os.ftruncate(self._log.fileno(), 0)
         return message
 
-    def say_end(self) -> str:
-        """Wait for a process that has hung up; return how it ended, with its last line."""
+    def describe_exit(self) -> str:
+        """Wait for a worker that has closed its socket; returns how it ended, and its last line."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(SECONDS_TO_EXIT)
+            self._process.wait(EXIT_TIMEOUT_S)
         code = self._process.poll()
         if code == -signal.SIGPROF and self._cpu_limit:
             return f"timeout: took more than {self._cpu_limit:g} s of computing"
@@ -284,7 +297,7 @@ class WorkerProcess:
         return f"the worker process ended with exit code {code}{last}"
 
     def kill(self, patience: float = 0.0) -> None:
-        """Hang up, and end the process and all that it has started; waits until it is gone."""
+        """Close the socket, kill the process and its children, and wait for its end."""
         self.connection.close()
         if patience:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -295,105 +308,106 @@ class WorkerProcess:
         self._log.close()
 
 
-class _Lost(Exception):
-    """The worker has gone with a call, for this reason; `blamed` says that the call did it."""
+class _WorkerLost(Exception):
+    """The worker ended during a call. `died`: by itself; `at_fault`: because of this call."""
 
-    def __init__(self, reason: str, *, died: bool = False, blamed: bool = False) -> None:
+    def __init__(self, reason: str, *, died: bool = False, at_fault: bool = False) -> None:
         super().__init__(reason)
         self.died = died
-        self.blamed = blamed
+        self.at_fault = at_fault
 
 
 @dataclass(frozen=True)
-class _UnderWay:
+class _PendingCall:
     answer: asyncio.Future[Score]
     deadline: float
 
 
-class _Worker:
-    """A place for one process, which is started when there is a call, and again when it ended."""
+class _WorkerSlot:
+    """A slot for one process, which starts with the first call, and again after its end."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._numbers = itertools.count()
-        self._calls: dict[int, _UnderWay] = {}
+        self._calls: dict[int, _PendingCall] = {}
         self.process: WorkerProcess | None = None
 
-    async def ready(self) -> Ready:
-        """Wait until the process has loaded its task; a refusal says why it cannot."""
+    async def start(self) -> Ready:
+        """Start the process if necessary, and wait until it has loaded its task."""
         loop = asyncio.get_running_loop()
         if self.process is None:
             self.process = WorkerProcess(self._task)
             self._ready: asyncio.Future[Ready] = loop.create_future()
-            loop.add_reader(self.process.connection, self._listen, self.process)
+            loop.add_reader(self.process.connection, self._handle_message, self.process)
         ready = self._ready
         try:
-            async with asyncio.timeout(SECONDS_TO_START):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 return await asyncio.shield(ready)
         except TimeoutError:
             if not ready.done():
-                slow = f"took longer than {SECONDS_TO_START:g} s to start"
+                slow = f"took longer than {START_TIMEOUT_S:g} s to start"
                 ready.set_result(Ready(refusal=f"The worker for {self._task.label} {slow}."))
-                self._end(_Lost("it did not start"))
+                self._kill_worker(_WorkerLost("it did not start"))
             return ready.result()
 
-    async def ask(self, call: Call, timeout: float) -> Score:
-        """Have one call done; raises _Lost when the process goes meanwhile."""
-        ready = await self.ready()
+    async def run(self, call: Call, timeout: float) -> Score:
+        """Run one call; raises _WorkerLost when the process ends meanwhile."""
+        ready = await self.start()
         if ready.refusal:
             return Score.failed(ready.refusal)
         if self.process is None:
-            raise _Lost("another call ended the worker")
+            raise _WorkerLost("another call ended the worker")
         number, loop = next(self._numbers), asyncio.get_running_loop()
-        patience = timeout + (LOOP_GRACE if ready.is_async else 0)
-        mine = self._calls[number] = _UnderWay(loop.create_future(), loop.time() + patience)
+        patience = timeout + (LOOP_GRACE_S if ready.is_async else 0)
+        mine = self._calls[number] = _PendingCall(loop.create_future(), loop.time() + patience)
         try:
-            self.process.connection.send(Order(number, call, timeout))
+            self.process.connection.send(Request(number, call, timeout))
         except OSError:
-            self._bury()
+            self._handle_exit()
         except Exception as error:
             del self._calls[number]
-            message = f"the row cannot be handed to a worker process: {describe_error(error)}"
+            message = f"the row cannot be sent to a worker process: {describe_error(error)}"
             return Score.failed(message)
         try:
             async with asyncio.timeout_at(mine.deadline):
                 return await asyncio.shield(mine.answer)
         except TimeoutError:
             blocked = "; it blocked the event loop" if ready.is_async else ""
-            self._end(_Lost(timeout_words(timeout) + blocked))
-            return Score.failed(timeout_words(timeout) + blocked)
-        except asyncio.CancelledError:  # it computes on
-            self._end(_Lost("another call was given up"))
+            self._kill_worker(_WorkerLost(timeout_message(timeout) + blocked))
+            return Score.failed(timeout_message(timeout) + blocked)
+        except asyncio.CancelledError:  # the worker would go on computing
+            self._kill_worker(_WorkerLost("another call was given up"))
             raise
         finally:
             self._calls.pop(number, None)
 
-    def _listen(self, process: WorkerProcess) -> None:
+    def _handle_message(self, process: WorkerProcess) -> None:
+        """Handle one message of the worker: its start, or the result of a call."""
         try:
             message = process.receive()
         except (EOFError, OSError):
-            self._bury()
+            self._handle_exit()
             return
         if isinstance(message, Ready):
             self._ready.set_result(message)
             if message.refusal:
-                self._end(_Lost(message.refusal))
+                self._kill_worker(_WorkerLost(message.refusal))
         else:
             number, returned = message
             self._calls.pop(number).answer.set_result(returned)
 
-    def _bury(self) -> None:
-        """The process has gone by itself: its only call is to blame; several get a second try."""
+    def _handle_exit(self) -> None:
+        """Handle a worker that ended by itself: a single call is at fault, several are retried."""
         if self.process is None:
             return
-        failure = self.process.say_end()
+        failure = self.process.describe_exit()
         if not self._ready.done():
             refusal = f"The worker for {self._task.label} did not start: {failure}."
             self._ready.set_result(Ready(refusal=refusal))
-        self._end(_Lost(failure, died=True, blamed=len(self._calls) == 1))
+        self._kill_worker(_WorkerLost(failure, died=True, at_fault=len(self._calls) == 1))
 
-    def _end(self, reason: _Lost) -> None:
-        """Kill the process; calls that are late by now fail, others may try again."""
+    def _kill_worker(self, reason: _WorkerLost) -> None:
+        """Kill the process; calls past their deadline fail, others may be retried."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -403,40 +417,40 @@ class _Worker:
         calls, self._calls = self._calls, {}
         for call in calls.values():
             late = call.deadline <= loop.time()
-            error = _Lost(str(reason), blamed=True) if late else reason
+            error = _WorkerLost(str(reason), at_fault=True) if late else reason
             call.answer.set_exception(error)
-            call.answer.exception()  # nobody may be left to ask for it
+            call.answer.exception()  # marks it as retrieved: its caller may be cancelled
 
 
 class WorkerPool:
-    """Runs one task on up to `size` processes; every future resolves to a Score."""
+    """Runs the calls of one task on up to `size` processes; every future resolves to a Score."""
 
     def __init__(self, task: Task, *, size: int, timeout: float) -> None:
         self._timeout = timeout
         self._closed = False
-        self._workers = [_Worker(task) for _ in range(size)]
-        # Last in, first out: a worker that runs is asked before another is started.
-        self._free: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
-        self._offer(1)
+        self._workers = [_WorkerSlot(task) for _ in range(size)]
+        # Last in, first out: a running worker is used before another one is started.
+        self._free: asyncio.LifoQueue[_WorkerSlot] = asyncio.LifoQueue()
+        self._add_capacity(1)
         self._loop = LoopThread("rewards")
 
     def start(self) -> None:
-        """Start the first worker and wait until it has loaded its task; RewardError if not.
+        """Start the first worker; RewardError when it cannot load its task.
 
-        Coroutines share a worker from then on.
+        If the function is a coroutine function, each worker then runs several calls at once.
         """
-        ready = self._loop.call(self._workers[0].ready())
+        ready = self._loop.call(self._workers[0].start())
         if ready.refusal:
             raise RewardError(ready.refusal)
         if ready.is_async:
-            self._offer(CALLS_AT_ONCE - 1)
+            self._add_capacity(CONCURRENT_COROUTINES - 1)
 
     def submit(self, call: Call, finish: Callable[[Score], Score]) -> Future[Score]:
-        """Queue one call; `finish` turns what came back into the score."""
+        """Queue one call; `finish` is applied to its score."""
         return self._loop.submit(self._score(call, finish))
 
     def close(self) -> None:
-        """Stop the workers; calls that are not answered fail."""
+        """Stop the workers; unanswered calls fail."""
         if self._closed:
             return
         self._closed = True
@@ -444,31 +458,31 @@ class WorkerPool:
         processes = [worker.process for worker in self._workers if worker.process is not None]
         for process in processes:
             process.connection.close()
-        until = time.monotonic() + SECONDS_TO_EXIT
+        until = time.monotonic() + EXIT_TIMEOUT_S
         for process in processes:
             process.kill(patience=max(0.0, until - time.monotonic()))
 
-    def _offer(self, calls: int) -> None:
+    def _add_capacity(self, calls: int) -> None:
         for worker in reversed(self._workers):
             for _ in range(calls):
                 self._free.put_nowait(worker)
 
     async def _score(self, call: Call, finish: Callable[[Score], Score]) -> Score:
         try:
-            returned = await self._ask(call)
+            returned = await self._run_with_retry(call)
         except asyncio.CancelledError:
             returned = Score.failed("the run ended before this response was scored")
         return finish(returned)
 
-    async def _ask(self, call: Call) -> Score:
+    async def _run_with_retry(self, call: Call) -> Score:
         deaths = 0
         while True:
             worker = await self._free.get()
             try:
-                return await worker.ask(call, self._timeout)
-            except _Lost as lost:
+                return await worker.run(call, self._timeout)
+            except _WorkerLost as lost:
                 deaths += lost.died
-                if lost.blamed or deaths == MOST_ATTEMPTS:
+                if lost.at_fault or deaths == MAX_ATTEMPTS:
                     return Score.failed(str(lost))
             finally:
                 self._free.put_nowait(worker)
