@@ -1,7 +1,7 @@
-"""What a judge will cost: calls, tokens and money of a run, and the models that a key may use.
+"""Forecast of a judge: calls, tokens and cost of a run; and the models that an API key may use.
 
-Requests are rendered from real rows as training renders them. How long responses and verdicts will
-be, and how a judge tokenises text, is not known beforehand: each figure is a low and a high value.
+Requests are rendered from real rows as in training. The lengths of responses and verdicts and the
+judge's tokenizer are unknown beforehand, so each figure has a low and a high value.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.scoring.rows import read_held_out
 
 SAMPLE = 200
-# Bytes of text in a token, low figure and high. The ledger's own estimate is a bound that no
-# call may pass, about twice what prose really takes: right for a budget, too much for a guess.
+# UTF-8 bytes per token for the low and the high figure. The ledger's estimate is an upper bound,
+# about twice what prose takes: right for a budget, too high for a forecast.
 TOKEN_BYTES = (4, 3)
-CRITERION_TOKENS = (15, 60)  # of a rubric: a word, or a long sentence
+CRITERION_TOKENS = (15, 60)  # verdict on one criterion: a word, or a long sentence
 VERDICT_TOKENS = (40, 160)  # a short reason, or three full sentences
 
 
 @dataclass(frozen=True)
 class TokenCount:
-    """Tokens of some calls."""
+    """Input and output tokens of calls."""
 
     input: float
     output: float
 
     def __add__(self, other: TokenCount) -> TokenCount:
-        """Return the tokens of both."""
+        """Return the sum."""
         return TokenCount(self.input + other.input, self.output + other.output)
 
     @property
@@ -65,25 +65,25 @@ class TokenCount:
         return self.input + self.output
 
     def cost(self, price: Price) -> float:
-        """Return what they cost in US dollars."""
+        """Return the cost in US dollars."""
         return price.cost(Usage(input=round(self.input), output=round(self.output)))
 
 
 @dataclass(frozen=True)
 class UsageRange:
-    """Calls with the fewest and the most tokens that they are expected to take."""
+    """A number of calls, with low and high estimates of their tokens."""
 
     calls: int
     low: TokenCount
     high: TokenCount
 
     def times(self, calls: float) -> UsageRange:
-        """Return the bill of so many times as many calls."""
+        """Return the estimate for `calls` times as many calls."""
         low, high = (TokenCount(a.input * calls, a.output * calls) for a in (self.low, self.high))
         return UsageRange(round(self.calls * calls), low, high)
 
     def __add__(self, other: UsageRange) -> UsageRange:
-        """Return both on one bill."""
+        """Return the sum of two estimates."""
         return UsageRange(self.calls + other.calls, self.low + other.low, self.high + other.high)
 
     def costs(self, price: Price | None) -> tuple[float, float] | None:
@@ -91,7 +91,7 @@ class UsageRange:
         return None if price is None else (self.low.cost(price), self.high.cost(price))
 
     def as_dict(self, price: Price | None) -> dict[str, Any]:
-        """Return the bill as JSON takes it; pairs are low and high."""
+        """Return a JSON object; pairs are (low, high)."""
         return {
             "calls": self.calls,
             "input_tokens": [round(self.low.input), round(self.high.input)],
@@ -102,7 +102,7 @@ class UsageRange:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a step and a run will take; the run is None while its steps are not known."""
+    """Estimates for a step and for the run; `run` is None while the number of steps is unknown."""
 
     config: Config
     price: Price | None
@@ -111,7 +111,7 @@ class Forecast:
     steps: int | None
     rows: int
     sampled: int
-    held_out: int = 0  # readings of labelled responses
+    held_out: int = 0  # verdicts on labelled responses
 
     def stops_at(self) -> tuple[int, int] | None:
         """Return the earliest and the latest step at which a budget ends the run."""
@@ -126,7 +126,7 @@ class Forecast:
         return max(1, int(self.steps * early)), min(self.steps, max(1, int(self.steps * late)))
 
     def _budgets(self) -> Iterator[tuple[float, float, float]]:
-        """Give each budget with what the run takes of it, low and high."""
+        """Yield (budget, low, high) for each budget: the low and high estimates of the run."""
         api, run = self.config.reward.api, self.run
         assert run is not None
         costs = run.costs(self.price)
@@ -136,7 +136,7 @@ class Forecast:
             yield api.budget_tokens, run.low.total, run.high.total
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the forecast as JSON takes it; pairs are low and high."""
+        """Return the forecast as a JSON object; pairs are (low, high)."""
         api = self.config.reward.api
         return {
             "provider": api.type,
@@ -148,11 +148,11 @@ class Forecast:
             "budget_usd": api.budget_usd,
             "budget_tokens": api.budget_tokens,
             "stops_at_step": self.stops_at(),
-            "assumed": self.assumed(),
+            "assumed": self.assumptions(),
         }
 
     def lines(self) -> list[str]:
-        """Return the forecast as people read it."""
+        """Return the forecast as lines for the terminal."""
         api, price = self.config.reward.api, self.price
         each = ""
         if price is not None:
@@ -166,27 +166,27 @@ class Forecast:
         max_batches = batch_arithmetic(self.config).get("gen_batches_per_step_at_most")
         if max_batches is not None and max_batches > 1:
             lines.append(
-                "dynamic sampling may take more, as groups that all score alike are sampled "
-                f"again: at most {_usage_line(self.a_step.times(max_batches), price)} a step"
+                "dynamic sampling may take more, because groups with equal scores are sampled "
+                f"again, at most {_usage_line(self.a_step.times(max_batches), price)} a step"
             )
-        lines += self._on_model()
-        lines += self._on_budget()
+        lines += self._model_warnings()
+        lines += self._budget_lines()
         if api.monitor.model is not None:
             monitor, share = monitor_of(api), api.monitor.share
             line = _usage_line(usage.times(share / api.votes), find_price(monitor))
             lines.append(
-                f"{share:.0%} of the responses are also sent to {monitor.type}: {line}{where} to "
-                f"the second judge {monitor.model} come on top"
+                f"{share:.0%} of the responses are also sent to {monitor.type}: {line}{where} for "
+                f"the second judge {monitor.model} are added"
             )
         if self.held_out and self.run is not None:
             lines.append(
-                f"{self.held_out:,} of the verdicts are on labelled responses, read anew "
+                f"{self.held_out:,} of the verdicts are on labelled responses, scored again "
                 f"({api.monitor.labels})"
             )
-        return [*lines, f"assumed: {self.assumed()}"]
+        return [*lines, f"assumed: {self.assumptions()}"]
 
-    def _on_model(self) -> Iterator[str]:
-        """Say what the lists of models have against this one."""
+    def _model_warnings(self) -> Iterator[str]:
+        """Yield warnings from the price and model lists about the judge's model."""
         api, longest = self.config.reward.api, self.a_step.high
         assert api.model is not None
         if api.base_url is None and (near := model_hint(api.type, api.model)):
@@ -199,12 +199,12 @@ class Forecast:
                 "most, by genai-prices: leave long prompts out, or name a model that reads more"
             )
 
-    def _on_budget(self) -> Iterator[str]:
-        """Say whether the money is enough."""
+    def _budget_lines(self) -> Iterator[str]:
+        """Yield whether the budgets suffice, or that the price is unknown."""
         api = self.config.reward.api
         if self.price is None:
             yield (
-                f"no price of {api.model} is known: give --rm_price_input and --rm_price_output "
+                f"the price of {api.model} is unknown: set --rm_price_input and --rm_price_output "
                 "(US dollars for a million tokens), or a file with --rm_prices"
             )
         set_ = {"--rm_budget_usd": api.budget_usd, "--rm_budget_tokens": api.budget_tokens}
@@ -213,17 +213,17 @@ class Forecast:
             return
         stops = self.stops_at()
         if stops is None:
-            yield f"with {named} it is enough"
+            yield f"{named} is enough"
             return
         first, last = stops
         when = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         if last == self.steps:
-            yield f"with {named} it may not be enough: the run may stop from step {first:,} on"
+            yield f"{named} may not be enough: the run may stop from step {first:,} on"
         else:
             yield f"with {named} the run would stop at about step {when} of {self.steps:,}"
 
-    def assumed(self) -> str:
-        """Say what the figures rest on."""
+    def assumptions(self) -> str:
+        """Return the assumptions behind the figures, in one sentence."""
         short, full = _response_tokens(self.config)
         low, high, calls = self.a_step.low, self.a_step.high, max(1, self.a_step.calls)
         brief, long = round(low.output / calls), round(high.output / calls)
@@ -237,13 +237,14 @@ class Forecast:
 
 
 def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecast:
-    """Return what the judge of a run will take; UserError where it cannot be forecast.
+    """Forecast the calls, tokens and cost of a run's judge; UserError if that is not possible.
 
-    `read` gives the first prompts of the split train or val.
+    `read` returns the first prompts of a split ("train" or "val").
     """
     template, api = load_template(config.reward.api), config.reward.api
     sums, votes, listed = batch_arithmetic(config), api.votes, api.compare == "list"
-    alone, of_list, requests = 1, 1, 1.0  # responses of a request, and requests a response
+    # Responses per request (alone, in a list), and requests per response.
+    alone, of_list, requests = 1, 1, 1.0
     if api.mode == "compare":
         n, max_calls = config.rollout.n, api.compare_calls
         alone, of_list, requests = 2, n if listed else 2, 2.0
@@ -251,16 +252,18 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
             requests = (
                 calls_per_prompt(n, max_calls and max_calls // (2 * votes), listed=listed) / n
             )
+    # Read a sample of the rows: rendering all of a large file is slow.
     files = (*split_files(config, "train")[0], *split_files(config, "val")[0])
     if far := [name for name in files if is_hub_name(name)]:
-        # What is not on this disk is not fetched for a forecast.
-        raise DataError(f"{', '.join(far)}: not on this disk, so its rows are not known yet.")
+        # A forecast does not download datasets.
+        raise DataError(f"{', '.join(far)}: not downloaded yet, so its rows are unknown.")
     train = read("train")
     val = read("val") if config.data.val_files else []
     chosen = _sample_prompts(train, config.trainer.seed)
     chosen_val = _sample_prompts(val, config.trainer.seed)
     a_call = _usage_per_call(template, chosen, config, of_list)
     calls, validation = sums["reward_calls"], sums["reward_calls_validation"]
+    # The run: training calls, validation, labelled responses and format checks.
     run = None
     if calls is not None and validation is not None:
         run = a_call.times((calls - validation) * votes * requests)
@@ -291,7 +294,7 @@ def _sample_prompts(prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
 def _usage_per_call(
     template: Template, prompts: Sequence[Prompt], config: Config, responses: int
 ) -> UsageRange:
-    """Return the mean tokens of a call about `responses`, of half and of full length."""
+    """Return the mean usage of a request with `responses` responses, of half and of full length."""
     api = config.reward.api
     materials = [build_material(prompt, "") for prompt in prompts]
     check_rows(api, template, materials)
@@ -321,7 +324,7 @@ def _input_bytes(
     template: Template, prompt: Prompt, length: int, api: ApiReward, rubric: Rubric | None,
     responses: int,
 ) -> int:  # fmt: skip
-    """Measure a request about responses of so many characters."""
+    """Return the UTF-8 bytes of a request with `responses` responses of `length` characters."""
     text = ("and so on " * (length // 10 + 1))[:length]
     material = build_material(prompt, *[text] * responses)
     question = template.question(material, api, nonce="0" * 16, rubric=rubric)
@@ -329,13 +332,13 @@ def _input_bytes(
 
 
 def _response_tokens(config: Config) -> tuple[int, int]:
-    """Return how long responses are taken to be: half of what they may be, and all of it."""
+    """Return the assumed response lengths: half of the limit, and the limit."""
     longest = config.data.max_response_length
     return max(1, longest // 2), longest
 
 
 def _verdict_tokens(config: Config, criteria: float) -> tuple[float, float]:
-    """Return how long verdicts are taken to be; a decision endpoint writes none."""
+    """Return the assumed verdict lengths, low and high; a decision endpoint writes none."""
     if config.reward.api.mode == "decision":
         return 0, 0
     if criteria:
@@ -345,7 +348,7 @@ def _verdict_tokens(config: Config, criteria: float) -> tuple[float, float]:
 
 
 def _usage_line(bill: UsageRange, price: Price | None) -> str:
-    """Say a bill in one line: `10,240 calls, 4.1 to 6.1 M tokens, $1.20 to $1.50`."""
+    """Format an estimate: `10,240 calls, 4.1 to 6.1 M tokens, $1.20 to $1.50`."""
     line = f"{bill.calls:,} calls, {_token_range(bill.low.total, bill.high.total)} tokens"
     costs = bill.costs(price)
     return line if costs is None else f"{line}, {_dollar_range(*costs)}"
@@ -364,17 +367,17 @@ def _dollar_range(low: float, high: float) -> str:
     return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
-LIST_TIMEOUT_S = 30.0
-NO_LIST = "nothing lists here what the key may use"
+LIST_TIMEOUT_S = 30.0  # for a provider's list of models
+NO_LIST = "this provider does not list the models of a key"
 
 
 def list_models(
     settings: Reward, kind: str | None, environ: Mapping[str, str] = os.environ
 ) -> Iterator[dict[str, Any]]:
-    """Yield what each provider lists to its key.
+    """Yield the models that each provider lists for its key, with prices.
 
-    The providers are those of the reward's judges, else the one named `kind`, else all that have
-    a key. `problem` says why a list is not to be had; `models` is None where there is no list.
+    The providers are those of the reward's judges, else the one named `kind`, else all with a key.
+    `problem` says why listing failed; `models` is None if there is no list.
     """
     judges = [judge.settings for judge in judges_of(settings)]
     named = [settings.api.model_copy(update={"type": kind})] if kind else []
@@ -383,7 +386,7 @@ def list_models(
 
 
 def providers_with_keys(environ: Mapping[str, str]) -> Iterator[str]:
-    """Give the types of judge that these variables let in."""
+    """Yield the judge types for which the environment has a key."""
     for name, provider in JUDGES.items():
         keyed = any(environ.get(key, "").strip() for key in provider.keys)
         ready = provider.needs and provider.keyless
@@ -394,20 +397,20 @@ def providers_with_keys(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 async def fetch_models(provider: SdkProvider) -> list[str] | None:
-    """The models that a provider lists to its key, sorted; raises only JudgeError."""
+    """The models that a provider lists for its key, sorted; raises only JudgeError."""
     names = await provider.within(LIST_TIMEOUT_S, provider.models)
     return None if names is None else sorted(set(names))
 
 
 def describe_availability(model: str, names: list[str] | None) -> str:
-    """Say whether a model is among those that are listed."""
+    """Return whether a model is in the list of names, as a sentence."""
     if names is None:
         return NO_LIST
-    # One name may stand for its newest version, and a gateway puts its own before it.
+    # A listed name may be a dated version of the model.
     if any(name == model or name.startswith(f"{model}-") for name in names):
-        return f"the key may use {len(names):,} models, this one too"
+        return f"the key may use {len(names):,} models, including this one"
     near = did_you_mean(model, names)
-    return f"the key may use {len(names):,} models, and {model} is none of them.{near}"
+    return f"the key may use {len(names):,} models, but not {model}.{near}"
 
 
 def _list_provider(api: ApiReward, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -436,7 +439,7 @@ async def _fetch_and_close(provider: SdkProvider) -> list[str] | None:
 
 
 def _model_facts(api: ApiReward) -> dict[str, Any]:
-    """A model's price in US dollars for a million tokens, its limit and the day it goes."""
+    """A model's price in US dollars per million tokens, its context and its retirement date."""
     price, listed = find_price(api), look_up_model(api)
     day = shutdown_date(api.type, api.model or "") if api.base_url is None else None
     return {

@@ -1,4 +1,4 @@
-"""Data rows with responses and labels: read to rollouts, written with their scores."""
+"""Read rows with responses and labels into rollouts, and write rows with their scores."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ from ppo_cli.records import Prompt, Rollout
 from ppo_cli.run_folder import rollout_file, rollout_steps
 
 RESPONSE = "response"
+# Other programs' names for the response column, suggested when it is missing.
 RESPONSE_ALIASES = ("completion", "output", "generation", "solution_str", "reply", "prediction")
 SCORE_COLUMNS = ("score", "failure", "reason", "parts", "info")
 
 
 @dataclass(frozen=True)
 class ResponseRow:
-    """One row with its response; `record` is the row as it stands in the file."""
+    """One row with its response; `record` is the row as it is in the file."""
 
     place: Place
     record: Record
@@ -55,7 +56,7 @@ class ResponseRow:
 
 @dataclass(frozen=True)
 class ResponseSet:
-    """The rows of a file, and what its reader should know."""
+    """The rows of a file, with notes for the user."""
 
     source: str
     rows: tuple[ResponseRow, ...]
@@ -63,7 +64,7 @@ class ResponseSet:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """What a reward is given, in the order of the file."""
+        """The rollouts that a reward scores, in the order of the file."""
         return [row.rollout for row in self.rows]
 
 
@@ -74,9 +75,9 @@ def read_responses(
     source_key: str = "data_source",
     response_key: str | None = RESPONSE,
 ) -> ResponseSet:
-    """Read a file of rows; every bad row is named at once.
+    """Read a file of rows; the DataError for bad rows lists all of them.
 
-    With `response_key` None rows need no response; one that they have is taken all the same.
+    With `response_key` None rows need no response; a `response` column is read if there is one.
     """
     raw = read_source(file)
     if not raw.records:
@@ -101,20 +102,19 @@ def read_responses(
         cut = record.get("finish_reason") == "length"
         return ResponseRow(place, record, rollout_of(prompt, response or "", cut=cut))
 
+    # Read all rows first: the error names every bad row.
     rows, problems = read_records(raw, read)
     raise_problems(problems)
     notes = alias_notes(raw.source, columns, prompt_key)
     if replaced := [name for name in names if name in SCORE_COLUMNS]:
-        notes.append(
-            f"Columns that the new scores replace in what is written: {', '.join(replaced)}."
-        )
-    # Without responses each row is a task of its own.
+        notes.append(f"Columns of the output that the new scores replace: {', '.join(replaced)}.")
+    # Without responses each row is a separate task.
     grouped = rows if response_key is None else _group_by_prompt(rows)
     return ResponseSet(raw.source, tuple(grouped), tuple(notes))
 
 
 def read_run_responses(run: Path, steps: Sequence[int]) -> ResponseSet:
-    """Read the training responses of some steps of a run, of its last one where none is named."""
+    """Read the training responses of some steps of a run; without steps, of its last one."""
     available = rollout_steps(run)
     if absent := [step for step in steps if step not in available]:
         hint = (
@@ -124,7 +124,7 @@ def read_run_responses(run: Path, steps: Sequence[int]) -> ResponseSet:
         )
         raise DataError(f"--step {absent[0]}: {run} has no rollouts of that step. {hint}".rstrip())
     if not available:
-        raise DataError(f"{run}: a folder without rollouts/step_*.jsonl; name a file, or a run.")
+        raise DataError(f"{run}: the folder has no rollouts/step_*.jsonl; name a file or a run.")
     chosen = sorted(set(steps)) or available[-1:]
     files = [read_responses(str(rollout_file(run, step))) for step in chosen]
     named = f"{run}, step {', '.join(map(str, chosen))}"
@@ -132,7 +132,7 @@ def read_run_responses(run: Path, steps: Sequence[int]) -> ResponseSet:
 
 
 def read_response(record: Record, column: str = RESPONSE) -> str | None:
-    """Return a row's own response, None when it has none."""
+    """Return the response in a row, or None without one."""
     value = record.get(column)
     if value is not None and not isinstance(value, str):
         raise RowError(column, f"is {name_type(value)}, not text")
@@ -140,7 +140,7 @@ def read_response(record: Record, column: str = RESPONSE) -> str | None:
 
 
 def _group_by_prompt(rows: Sequence[ResponseRow]) -> Iterator[ResponseRow]:
-    """Make rows with the same prompt samples of one prompt, as in training."""
+    """Number rows with the same prompt as samples of one prompt, as in training."""
     uids: dict[str, str] = {}
     count: Counter[str] = Counter()
     for row in rows:
@@ -153,7 +153,7 @@ def _group_by_prompt(rows: Sequence[ResponseRow]) -> Iterator[ResponseRow]:
 
 
 def rollout_of(prompt: Prompt, response: str, sample: int = 0, *, cut: bool = False) -> Rollout:
-    """Build the rollout of a response that was written elsewhere."""
+    """Build a rollout from a response that is only text, without tokens or log-probs."""
     return Rollout(
         prompt=prompt,
         sample=sample,
@@ -165,7 +165,7 @@ def rollout_of(prompt: Prompt, response: str, sample: int = 0, *, cut: bool = Fa
 
 
 def default_out(source: str) -> Path:
-    """Where scores go by default: next to the file, in the run; those of a hub set: here."""
+    """Default path of the scores: next to the file or in the run; for a hub set, in this folder."""
     path = Path(source).expanduser()
     if path.is_dir() and find_saved(source) is None:
         return path / "scored.jsonl"
@@ -175,7 +175,7 @@ def default_out(source: str) -> Path:
 
 
 def check_out(out: Path, source: str) -> None:
-    """Refuse a place that cannot be written, before anything is paid for."""
+    """Raise UserError when `out` cannot be written, before any paid call."""
     if out.is_dir():
         raise UserError(f"--out {out} is a folder; name a file in it.")
     if not out.parent.is_dir():
@@ -183,7 +183,7 @@ def check_out(out: Path, source: str) -> None:
     if not os.access(out.parent, os.W_OK):
         raise UserError(f"--out {out}: the folder {out.parent} cannot be written.")
     if out.exists() and Path(source).expanduser().exists() and out.samefile(source):
-        raise UserError(f"--out {out} is the file that is read; give another name.")
+        raise UserError(f"--out {out} is the input file; choose another name.")
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -196,13 +196,14 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
+# Words that mean "good" when a column has two words and --positive does not name one.
 POSITIVE_LABELS = ("true", "1", "good", "yes", "chosen", "correct", "right", "safe", "accepted")
-MAX_LABELS_SHOWN = 8
+MAX_LABELS_SHOWN = 8  # in an error message
 
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """Rows with their labels as numbers; `positive` is None where labels are not two classes."""
+    """Rows with their labels as numbers; `positive` is None unless labels form two classes."""
 
     rows: tuple[ResponseRow, ...]
     values: NDArray[np.float64]
@@ -212,7 +213,7 @@ class LabelledRows:
 
 
 def column_cells(responses: ResponseSet, column: str, flag: str) -> list[Any]:
-    """The cells of a column that a flag names; DataError where there is no such column."""
+    """The cells of the column that `flag` names; DataError if there is no such column."""
     names = list(dict.fromkeys(name for row in responses.rows for name in row.record))
     if column not in names:
         raise DataError(
@@ -223,7 +224,7 @@ def column_cells(responses: ResponseSet, column: str, flag: str) -> list[Any]:
 
 
 def read_labels(responses: ResponseSet, column: str, positive: str | None = None) -> LabelledRows:
-    """Read the label of each row; rows without one are left out, and that is said."""
+    """Read the label of each row; rows without a label are left out and counted in a note."""
     cells = column_cells(responses, column, "--labels")
     labelled = [
         (row, cell) for row, cell in zip(responses.rows, cells, strict=True) if cell is not None
@@ -231,6 +232,7 @@ def read_labels(responses: ResponseSet, column: str, positive: str | None = None
     if not labelled:
         raise DataError(f"{responses.source}: the column '{column}' (--labels) is empty.")
     rows = tuple(row for row, _ in labelled)
+    # Numbers with two levels, and two words, are classes; more levels are grades.
     values = [cell for _, cell in labelled]
     wrong = [(row.place, _label_problem(value)) for row, value in labelled]
     raise_problems([RowProblem(place, column, problem) for place, problem in wrong if problem])
@@ -254,14 +256,14 @@ def read_labels(responses: ResponseSet, column: str, positive: str | None = None
     )
 
 
-MAX_HELD_OUT = 32  # labelled responses that a judge reads anew during a run
-MIN_HELD_OUT = 8
+MAX_HELD_OUT = 32  # labelled responses that a judge scores again during a run
+MIN_HELD_OUT = 8  # fewer cannot show that a judge has changed
 
 
 def read_held_out(file: str) -> list[tuple[Rollout, float]]:
-    """Read responses with their labels (column label), each once, evenly thinned to so many.
+    """Read distinct responses with labels (column `label`), at most MAX_HELD_OUT, evenly spaced.
 
-    Raises DataError for a file that is bad, or has too few labels to tell a change from chance.
+    Raises DataError for bad rows, or for too few labels to tell a change from chance.
     """
     labelled = read_labels(read_responses(file), "label")
     once = {(r.rollout.prompt.text, r.rollout.text): i for i, r in enumerate(labelled.rows)}
@@ -271,6 +273,7 @@ def read_held_out(file: str) -> list[tuple[Rollout, float]]:
             f"{file} has {count} different labelled responses; at least {MIN_HELD_OUT} are "
             "needed (--rm_monitor_labels)."
         )
+    # Thin evenly: files are often sorted by label.
     step = max(1.0, count / MAX_HELD_OUT)
     return [rows[int(place * step)] for place in range(min(count, MAX_HELD_OUT))]
 
@@ -290,21 +293,21 @@ def _positive_label(labels: Sequence[str], column: str, positive: str | None) ->
         label = positive.strip().casefold()
         if label not in kinds:
             raise DataError(
-                f"--positive {positive}: no label in '{column}' is that. "
-                f"There are: {shown}.{did_you_mean(label, kinds)}"
+                f"--positive {positive}: no label in '{column}' has this value. "
+                f"Labels: {shown}.{did_you_mean(label, kinds)}"
             )
         return label
     if len(kinds) > 2:
         ellipsis = ", …" if len(kinds) > MAX_LABELS_SHOWN else ""
         raise DataError(
             f"The labels in '{column}' are {len(kinds)} different words: {shown}{ellipsis}. Give "
-            "numbers or two words, or say with --positive VALUE which word is good; all others "
+            "numbers or two words, or name the good word with --positive VALUE; all others "
             "are then bad."
         )
     positives = [kind for kind in kinds if kind in POSITIVE_LABELS]
     if len(positives) == 1:
         return positives[0]
     raise DataError(
-        f"The labels in '{column}' are {' and '.join(map(repr, kinds))}; say with "
-        "--positive VALUE which one is good."
+        f"The labels in '{column}' are {' and '.join(map(repr, kinds))}; name "
+        "the good one with --positive VALUE."
     )

@@ -1,7 +1,7 @@
-"""Score rollouts outside training, with the code that training uses, and say what came of it.
+"""Score rollouts outside training with the code that training uses, and summarise the scores.
 
-Whatever stops it (budget, judge unavailable, Ctrl-C), verdicts so far are kept; missing ones say
-"not asked", and a judge's cache lets the same command resume. The summary of a scored file has
+When scoring stops early (budget, judge unavailable, Ctrl-C), the verdicts so far are returned and
+the others fail with "not asked"; the judge's cache lets the same command resume. The summary has
 counts, scale, parts, cost, best and worst rows.
 """
 
@@ -37,18 +37,18 @@ from ppo_cli.scoring.sources import override_all, reward_kind
 NOT_ASKED = "not asked"
 SPENDING_METRICS = ("calls", "cost_usd", "tokens_in", "tokens_out")  # by each judge
 STOPPED_BY_CTRL_C = "Stopped by Ctrl-C."
-POLL_S = 0.2
-SHORT_CHARS = 100
-MANY_ROWS = 64  # from here on two calls more for questions with known answers hardly matter
-# A share of failed verdicts is one of a step's responses, and a file is not a step.
+POLL_S = 0.2  # how often a waiting reward is asked for the reason
+SHORT_CHARS = 100  # of a text in a table
+MANY_ROWS = 64  # from this size the two calls of a format check are negligible
+# Monitors watch a judge over a run. The failure rate is defined per step, and a file has no steps.
 MONITORS_OFF = {"canary_every": 0, "monitor.model": None, "max_failure_rate": 1.0}
 
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Callbacks for progress, for notes on why scoring waits, and for each score as it comes.
+    """Callbacks for progress, for notes on why scoring waits, and for each finished score.
 
-    `scored` is called by whatever thread has the score.
+    `scored` is called on the thread that finishes the score.
     """
 
     advance: Callable[[int], None] = lambda count: None
@@ -58,7 +58,7 @@ class Callbacks:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Scores in the order of the rollouts; `stopped` says why some were never asked for."""
+    """Scores in the order of the rollouts; `stopped` is the reason why some are missing."""
 
     scores: tuple[Score, ...]
     seconds: float
@@ -71,20 +71,21 @@ def open_reward(
     settings: RewardSettings, prompts: Sequence[Prompt], watch: Callbacks,
     folder: Path | None = None, *, check_format: bool = False,
 ) -> Iterator[Reward]:  # fmt: skip
-    """Build the reward and try it out, as training does before its first rollout.
+    """Build and start the reward as training does before its first rollout; close it at the end.
 
-    What is spent counts with what earlier starts in `folder` have spent.
+    Spending adds to what earlier starts in `folder` have spent.
 
-    What only watches a judge during training (canary replies, a second judge) stays off, in the
-    parts of a mixture too; and a reward model that fails its self-test only gives a warning, since
-    the scores themselves are shown. With `check_format` a judge of many rows is asked questions
-    with known answers first, unless `canary_every` is 0.
+    Monitors of a judge (canary replies, a second judge) stay off, in parts of a mixture too. A
+    reward model that fails its self-test only gives a warning, since the scores themselves are
+    shown. With `check_format` a judge of many rows first answers questions with known answers,
+    unless `canary_every` is 0.
     """
     if any(judge.settings.of_the_run for judge in judges_of(settings)):
         raise RewardError(
             "--rm_mode compare with pairs, list or base compares with other responses of a run, "
-            "and there is none here. Use --rm_compare ground_truth, or --rm_mode text."
+            "but these rows are not from a run. Use --rm_compare ground_truth, or --rm_mode text."
         )
+    # Turn the monitors off in every judge, then build the reward.
     sources = {prompt.data_source for prompt in prompts}
     quiet = override_all(settings, "judge", MONITORS_OFF)
     if settings.model.self_test == "strict":
@@ -105,15 +106,16 @@ def open_reward(
 def score_all(
     reward: Reward, rollouts: Iterable[Rollout], watch: Callbacks, kind: RoundKind = "train"
 ) -> Scoring:
-    """Submit every rollout as one step and gather the scores as they come.
+    """Submit all rollouts as one step and wait for their scores.
 
-    Rollouts may still be sampled meanwhile; those that never came, as it stopped, have no score.
+    `rollouts` may be a generator that is still sampling. After a stop, rollouts of a sequence that
     """
     started = time.monotonic()
     arrived: SimpleQueue[Future[Score]] = SimpleQueue()
     futures: list[Future[Score]] = []
     stopped = ""
     try:
+        # Step 0 is not a training step: per-step state of judges starts empty.
         reward.begin_step(0)
         for rollout in rollouts:
             futures.append(reward.submit(rollout))
@@ -124,6 +126,7 @@ def score_all(
         stopped = str(reason)
     except KeyboardInterrupt:
         stopped = STOPPED_BY_CTRL_C
+    # Read the metrics after a stop too: finished and cancelled calls are billed.
     metrics = final_metrics(reward, stopped)
     cut = sum(int(value) for name, value in metrics.items() if name.endswith("/prompts_cut"))
     if cut:
@@ -135,9 +138,9 @@ def score_all(
 
 
 def final_metrics(reward: Reward, stopped: str) -> dict[str, float]:
-    """What was measured; after a stop, once the calls under way are over: they are billed too.
+    """The reward's metrics; after a stop, first wait for calls in progress: they are billed too.
 
-    A mixture then gives the scores that it held back until all of them are there.
+    Closing also makes a mixture release scores that waited for the rest of the step.
     """
     if stopped:
         with suppress(KeyboardInterrupt):
@@ -148,7 +151,7 @@ def final_metrics(reward: Reward, stopped: str) -> dict[str, float]:
 def _deliver(
     watch: Callbacks, rollout: Rollout, arrived: SimpleQueue[Future[Score]], future: Future[Score]
 ) -> None:
-    """Hand a score on; an error in that (a full disk) reaches whoever waits for the score."""
+    """Call `scored`, then queue the future; an OSError of the callback replaces its result."""
     try:
         if not future.cancelled() and future.exception() is None:
             watch.scored(rollout, future.result())
@@ -161,7 +164,7 @@ def _deliver(
 def _wait_for_all(
     reward: Reward, pending: int, arrived: SimpleQueue[Future[Score]], watch: Callbacks
 ) -> None:
-    """Wait for all that are left; raises what a future raises."""
+    """Wait for `pending` futures; raises the exception of a future."""
     noted: str | None = None
     while pending:
         try:
@@ -178,7 +181,7 @@ def _wait_for_all(
 
 
 def _score_if_done(future: Future[Score]) -> Score:
-    """The score as far as it is there."""
+    """The score of a finished future; otherwise cancel it and return a failed score."""
     if not future.done() or future.cancelled() or future.exception() is not None:
         future.cancel()
         return Score.failed(NOT_ASKED)
@@ -186,14 +189,14 @@ def _score_if_done(future: Future[Score]) -> Score:
 
 
 def resume_advice(settings: RewardSettings) -> str:
-    """What to do after an early stop."""
+    """Advice to show after an early stop."""
     if any(judge.settings.cache != "off" for judge in judges_of(settings)):
-        return "Run the same command again: the verdicts that are there come from the cache."
+        return "Run the same command again: finished verdicts come from the cache."
     return "Run the same command again."
 
 
 def scored_row(row: ResponseRow, score: Score) -> dict[str, Any]:
-    """The row as it stands in the file, with its score."""
+    """The row of the file, with the columns of its score added."""
     columns: dict[str, Any] = plain(
         {
             "score": score.value,
@@ -207,39 +210,40 @@ def scored_row(row: ResponseRow, score: Score) -> dict[str, Any]:
 
 
 def judged_value(score: Score) -> float | None:
-    """A score that was really given; an imputed one does not count."""
+    """The value of a score; None if it failed or was imputed."""
     return score.value if score.judged else None
 
 
 def failure_cause(score: Score) -> str:
-    """The short word for a failure: how its text begins."""
+    """The short name of a failure: the start of its text, up to the first colon."""
     cause = score.failure or score.imputed
     first, _, rest = cause.partition(":")
-    if first in score.parts and rest:  # of a mixture: which part, then why
+    if first in score.parts and rest:  # in a mixture: the part, then the cause
         first = f"{first}: {rest.partition(':')[0].strip()}"
     return redact(first.strip()) or "unknown"
 
 
 def shorten(text: str, max_chars: int = SHORT_CHARS) -> str:
-    """The text on one line, its middle left out when it is long."""
+    """The text on one line, redacted; a long text loses its middle."""
     line = " ".join(redact(text).split())
     half = (max_chars - 3) // 2
     return line if len(line) <= max_chars else f"{line[:half]} … {line[-half:]}"
 
 
 def total_spending(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The sums over all judges; without a cost where that of one is not known."""
+    """Calls, tokens and cost summed over all judges; no cost if one judge's price is unknown."""
     judges = spending_by_judge(metrics).values()
+    # Only metrics that a judge has reported: local judges have no cost.
     names = [name for name in SPENDING_METRICS if any(name in judge for judge in judges)]
     totals = {name: sum(judge.get(name, 0.0) for judge in judges) for name in names}
-    # Tokens that cost nothing have no known price: better no figure than a wrong one.
+    # Tokens without a cost mean an unknown price: report no cost rather than a wrong one.
     if any(judge.get("tokens_in") and not judge.get("cost_usd") for judge in judges):
         totals.pop("cost_usd", None)
     return totals
 
 
 def spending_by_judge(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Calls, tokens and cost of each judge; `judge`, and `judge_NAME` for a second one."""
+    """Calls, tokens and cost of each judge, by metric group: `judge` or `judge_NAME`."""
     by_judge: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
         stage, _, name = key.partition("/")
@@ -249,7 +253,7 @@ def spending_by_judge(metrics: Mapping[str, float]) -> dict[str, dict[str, float
 
 
 def scoring_spending(scores: Sequence[Score], scoring: Scoring) -> dict[str, Any]:
-    """Seconds, calls, tokens and cost, over all judges of a mixture."""
+    """Seconds, cached verdicts, calls, tokens and cost, summed over all judges."""
     facts: dict[str, Any] = {"seconds": round(scoring.seconds, 3)}
     cached = sum(sum(cached_verdicts(score)) for score in scores)
     if cached:
@@ -258,30 +262,30 @@ def scoring_spending(scores: Sequence[Score], scoring: Scoring) -> dict[str, Any
 
 
 def cached_verdicts(score: Score) -> list[bool]:
-    """For each judge behind a score, whether its verdict came from the cache."""
+    """For each judge of a score, whether its verdict came from the cache."""
     verdicts = score.mixture.values() or [score]
     return [bool(verdict.info["cached"]) for verdict in verdicts if "cached" in verdict.info]
 
 
 def is_cached(score: Score) -> bool:
-    """Whether a score took no new verdict, all of its judges' being in the cache."""
+    """Whether all verdicts of a score came from the cache."""
     cached = cached_verdicts(score)
     return bool(cached) and all(cached)
 
 
 def add_spending(spent: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Add what was counted since."""
+    """Add the spending in `metrics` to `spent`."""
     added = total_spending(metrics)
     return {k: spent.get(k, 0) + added.get(k, 0) for k in dict.fromkeys([*spent, *added])}
 
 
 Values = Sequence[float | None]
-DOMINATED = 1 / 3  # a share this small against the part's weight is as good as none
+DOMINATED = 1 / 3  # share of the spread divided by the weight, below which a part hardly counts
 
 
 @dataclass(frozen=True)
 class PartColumn:
-    """One part over all rows: None where it failed or was not asked."""
+    """The scores of one part for all rows: None where it failed or was not asked."""
 
     raw: tuple[float | None, ...]
     scaled: tuple[float | None, ...]
@@ -290,12 +294,13 @@ class PartColumn:
 
 
 def part_column(scores: Sequence[Score], name: str | None) -> PartColumn:
-    """The scores of a part by its name; without one, those of the reward itself."""
+    """The scores of the part `name`; with None, those of the whole reward."""
     if name is None:
         raw = tuple(judged_value(score) for score in scores)
         lost = sum(v is None and s.failure != NOT_ASKED for v, s in zip(raw, scores, strict=True))
         return PartColumn(raw, raw, lost)
     values = [score.parts.get(name) for score in scores]
+    # An imputed value of a mixture part is a failure here, although training uses it.
     imputed = [name in s.mixture and bool(s.mixture[name].imputed) for s in scores]
     raw = tuple(
         None if p is None or lost else p.raw for p, lost in zip(values, imputed, strict=True)
@@ -309,7 +314,7 @@ def part_column(scores: Sequence[Score], name: str | None) -> PartColumn:
 def part_facts(
     settings: RewardSettings, rollouts: Sequence[Rollout], scores: Sequence[Score]
 ) -> dict[str, Any]:
-    """Every part in numbers, what its source only reports, and what goes together."""
+    """Figures of each part, reported values, and correlations between parts and with length."""
     lengths = [float(len(rollout.text)) for rollout in rollouts]
     parts = mixture_of(settings)
     columns = part_columns(settings, scores)
@@ -331,7 +336,7 @@ def part_facts(
 
 
 def part_columns(settings: RewardSettings, scores: Sequence[Score]) -> dict[str, PartColumn]:
-    """The parts of a mixture by name; one column, under its kind, for a reward alone."""
+    """The columns of a mixture by part; without parts, one column named by the reward's kind."""
     parts = mixture_of(settings)
     if not parts:
         return {reward_kind(settings): part_column(scores, None)}
@@ -361,18 +366,18 @@ def _moments(values: Values) -> dict[str, float | None]:
 
 
 def affine_line(values: Values) -> str | None:
-    """The settings that bring a part to this file's scale; None without a spread."""
+    """Affine settings that standardise a part on this file; None if all scores are equal."""
     moments = Moments.of(values)
     if moments.std <= TINY:
         return None
-    # The mean is printed as finely as the spread: a scale of 0.01 around 20 keeps its centre.
+    # The mean gets as many digits as the spread needs: a spread of 0.01 around 20 keeps its centre.
     digits = max(0, 2 - math.floor(math.log10(moments.std)))
     mean = round(moments.mean, digits) + 0.0
     return f"scaling: affine, mean: {_plain(mean)}, std: {_plain(float(f'{moments.std:.3g}'))}"
 
 
 def _plain(number: float) -> str:
-    """A number as YAML reads it: with a point wherever there is an exponent."""
+    """A number in YAML syntax: YAML needs a decimal point before an exponent."""
     text = f"{number:.12g}"
     return text.replace("e", ".0e") if "e" in text and "." not in text else text
 
@@ -380,7 +385,7 @@ def _plain(number: float) -> str:
 def _weights_and_shares(
     parts: Sequence[MixPart], columns: Mapping[str, PartColumn]
 ) -> dict[str, dict[str, Any]]:
-    """Weight asked for, and share of the spread that came of it, as in a run's metrics."""
+    """Each part's configured weight and its actual share of the spread, as in a run's metrics."""
     spreads = {p.name: abs(p.weight) * Moments.of(columns[p.name].scaled).std for p in parts}
     total_spread, weights = math.fsum(spreads.values()), math.fsum(abs(p.weight) for p in parts)
     return {
@@ -397,7 +402,7 @@ def _weights_and_shares(
 def _reported_moments(
     scores: Sequence[Score], columns: Mapping[str, PartColumn]
 ) -> dict[str, dict[str, float | None]]:
-    """What sources only report, such as the objectives of a reward model."""
+    """Moments of values that sources only report, such as the objectives of a reward model."""
     names = dict.fromkeys(
         name
         for score in scores
@@ -411,7 +416,7 @@ def _reported_moments(
 def _mixture_warnings(
     parts: Sequence[MixPart], facts_by_part: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """A part that another one dominates, or that scores all rows alike."""
+    """Warnings about parts that another part dominates, or that give every row the same score."""
     warnings = []
     for part in parts:
         facts = facts_by_part[part.name]
@@ -423,19 +428,19 @@ def _mixture_warnings(
             loud = max(parts, key=lambda p: facts_by_part[p.name]["share"] or 0.0).name
             warnings.append(
                 f"{part.name} is dominated: it makes {facts['share']:.0%} of the spread, its "
-                f"weight says {facts['weight']:.0%}. Set the scaling of {loud} to zscore or affine."
+                f"weight is {facts['weight']:.0%}. Set the scaling of {loud} to zscore or affine."
             )
     return warnings
 
 
-MAX_LEVELS = 12
-EXAMPLES = 3
+MAX_LEVELS = 12  # lines of a histogram
+EXAMPLES = 3  # best and worst rows that are shown
 
 
 def summarise_scores(
     rows: Sequence[ResponseRow], scoring: Scoring, settings: RewardSettings
 ) -> dict[str, Any]:
-    """Everything that the screen and `--json` say of a scored file."""
+    """The summary of a scored file, as shown on the screen and by `--json`."""
     scores = scoring.scores
     values = [value for s in scores if (value := judged_value(s)) is not None]
     return {
@@ -452,12 +457,12 @@ def summarise_scores(
 
 
 def count_failures(scores: Sequence[Score]) -> dict[str, int]:
-    """How many scores failed for which cause, the most frequent first."""
+    """The number of failed scores by cause, most frequent first."""
     return dict(Counter(failure_cause(s) for s in scores if judged_value(s) is None).most_common())
 
 
 def histogram(values: Sequence[float]) -> list[dict[str, Any]]:
-    """Counts by level, highest first; scores of many values fall into ten equal bins."""
+    """Counts by level, highest first; more than MAX_LEVELS levels are put into ten equal bins."""
     finite = [v for v in values if math.isfinite(v)]
     levels = Counter(round(v, 6) for v in finite)
     if not finite or len(levels) <= MAX_LEVELS:
@@ -477,6 +482,7 @@ def _best_and_worst(rows: Sequence[ResponseRow], scores: Sequence[Score]) -> dic
         (i for i, s in enumerate(scores) if judged_value(s) is not None),
         key=lambda i: (scores[i].value, i),
     )
+    # Best and worst come from different halves, so that no row is in both.
     half = order[len(order) // 2 :]
     return {
         "best": [_example(rows[i], scores[i]) for i in reversed(half[-EXAMPLES:])],

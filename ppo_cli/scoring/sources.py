@@ -1,6 +1,6 @@
-"""The sources of a reward (judges, models, rules) and their checks, for use outside training.
+"""The sources of a reward (judges, models, rules): their checks and descriptions.
 
-What reads a file or knows the rules is imported for rewards that have some: every plan comes here.
+Every plan imports this module, so code for files, rules and judges is imported where it is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ppo_cli.redact import redact_url
 
 
 def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
-    """Yield what raises RewardError for a file, a rule or a price that is not there."""
+    """Yield checks that raise RewardError for a missing file, rule or price."""
     for rule in rules_of(settings):
         if rule.function is not None:
             yield partial(_check_function, rule.function, rule.function_kwargs)
@@ -49,7 +49,7 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
 
 
 def read_labelled_rollouts(settings: RewardSettings) -> dict[str, list[tuple[Rollout, float]]]:
-    """Return the labelled responses of each file that a judge of the reward reads anew."""
+    """Return the labelled responses that judges score again during a run, by file."""
     from ppo_cli.scoring.rows import read_held_out
 
     files = {judge.settings.monitor.labels for judge in judges_of(settings)}
@@ -59,9 +59,9 @@ def read_labelled_rollouts(settings: RewardSettings) -> dict[str, list[tuple[Rol
 def row_checks(
     settings: RewardSettings, prompts: Sequence[Prompt], *, all_known: bool
 ) -> Iterator[Callable[[], object]]:
-    """Yield what raises RewardError for rows that lack what the reward needs.
+    """Yield checks that raise RewardError for rows that lack columns the reward needs.
 
-    Without `all_known` there are other rows, in which a rule may find what these lack.
+    With `all_known` the prompts are all rows; otherwise other rows may have what these lack.
     """
     for rules in rules_of(settings):
         from ppo_cli.rewards.rules import RULES, check_prompts, check_sources, get_rule
@@ -98,7 +98,7 @@ def _check_template(settings: ApiReward, prompts: Sequence[Prompt]) -> None:
 
 
 def find_missing_rule(sources: Collection[str]) -> str | None:
-    """Say which data_source has no rule, as a run by rules would; None where all have one."""
+    """Return the error of rewards chosen by data_source, or None if every source has a rule."""
     from ppo_cli.rewards.rules import check_sources
 
     try:
@@ -115,13 +115,13 @@ def _check_function(spec: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def single_judge(settings: RewardSettings) -> Judge | None:
-    """The judge of a reward that has exactly one."""
+    """The judge of a reward with exactly one judge, else None."""
     judges = judges_of(settings)
     return judges[0] if len(judges) == 1 else None
 
 
 def reward_kind(settings: RewardSettings) -> str:
-    """What scores: mixture, judge, model or rule."""
+    """The kind of a reward: mixture, judge, model or rule."""
     if mixture_of(settings):
         return "mixture"
     if settings.api.enable:
@@ -130,9 +130,9 @@ def reward_kind(settings: RewardSettings) -> str:
 
 
 def has_open_scale(settings: RewardSettings) -> bool:
-    """Whether scores lie wherever its models and scalings put them, not between 0 and 1.
+    """Whether scores may lie outside 0 to 1, where models and scalings put them.
 
-    Those of a rubric do between these, but one that says nothing earns the absence of all faults.
+    A rubric's scores do not, but an empty response earns credit there: it avoids all faults.
     """
     kind = reward_kind(settings)
     return kind in ("mixture", "model") or (kind == "judge" and settings.api.rubric is not None)
@@ -141,12 +141,12 @@ def has_open_scale(settings: RewardSettings) -> bool:
 def override_all(
     settings: RewardSettings, kind: Literal["judge", "model"], values: Mapping[str, Any]
 ) -> RewardSettings:
-    """The same reward, with these settings in every judge or model, those of a mixture too."""
+    """Return the reward with `values` set in every judge or model, in mixture parts too."""
     section = "api" if kind == "judge" else kind
     update: dict[str, Any] = {section: override_section(getattr(settings, section), values)}
     if parts := mixture_of(settings):
         overrides = {p.name: p.model_dump(exclude={"name"}, exclude_unset=True) for p in parts}
-        # What a part does not set is the run's own; so its own word on these is taken out.
+        # A part inherits what it does not set: remove its values, and the new ones apply.
         for part in overrides.values():
             if part.get(kind):
                 part[kind] = {k: v for k, v in part[kind].items() if k not in values}
@@ -155,33 +155,36 @@ def override_all(
 
 
 def use_batch_api(settings: RewardSettings, hours: float) -> RewardSettings:
-    """The same reward, its judges asked by their providers' batch interfaces.
+    """Return the reward with judges that use their providers' batch APIs.
 
-    Raises ConfigError for a reward that has none of these.
+    Raises ConfigError if a judge, its provider or a setting does not support that.
     """
     from ppo_cli.rewards.judge.providers import provider_class
 
+    # Collect all problems, so that one error lists them.
     judges, problems = judges_of(settings), []
     if not judges:
-        problems.append("--batch is for a judge behind an API, and this reward has none.")
+        problems.append("--batch needs a judge behind an API; this reward has none.")
     for judge in judges:
         api = judge.settings
         kind = effective_provider(api.type, os.environ)
         if not provider_class(kind).batch_rows:
-            problems.append(f"--batch: {judge.name}: {kind} has no batch interface here.")
+            problems.append(f"--batch: {judge.name}: ppo-cli has no batch API for {kind}.")
         if api.mode == "decision":
-            problems.append(f"--batch: {judge.name}: --rm_mode decision does not go with it.")
+            problems.append(f"--batch: {judge.name}: it does not support --rm_mode decision.")
         if (api.cache or "").strip().lower() == "off":
-            problems.append(f"--batch: {judge.name}: its jobs are kept beside --rm_cache; set one.")
+            problems.append(
+                f"--batch: {judge.name}: its jobs are stored next to the cache; set --rm_cache."
+            )
     if problems:
         raise ConfigError(problems)
     return override_all(settings, "judge", {"batch_wait": 3600.0 * hours})
 
 
 def random_sources(settings: RewardSettings) -> dict[str, RewardSettings]:
-    """What may answer otherwise when asked again, by part, as a reward of its own.
+    """The parts that may give other scores when repeated, each as a separate reward.
 
-    Judges and functions are; reward models and built-in rules say the same every time.
+    Judges and functions may; reward models and built-in rules are deterministic.
     """
     parts = mixture_of(settings)
     if not parts:
@@ -199,21 +202,21 @@ def random_sources(settings: RewardSettings) -> dict[str, RewardSettings]:
 
 
 def verdicts_per_response(settings: RewardSettings) -> int:
-    """How many verdicts one response takes at most: every vote, every part."""
+    """The most verdicts that one response takes: each vote of each judge, and each other part."""
     votes = sum(judge.settings.votes for judge in judges_of(settings))
     others = sum(part.kind != "judge" for part in mixture_of(settings))
     return max(1, votes + others)
 
 
 def criteria_calls_note(settings: RewardSettings) -> str:
-    """What a forecast of verdicts adds where a verdict is several calls."""
+    """A sentence for forecasts when a verdict takes several calls, else an empty text."""
     each = [judge.settings for judge in judges_of(settings) if judge.settings.rubric is not None]
     several = any(api.rubric_calls == "each" for api in each)
-    return " Each criterion is a call of its own." if several else ""
+    return " Each criterion is a separate call." if several else ""
 
 
 def describe_reward(settings: RewardSettings) -> str:
-    """What scores, in a line: the mixture, and what stands behind its parts."""
+    """Describe a reward in one line: the mixture and the source of each part."""
     parts = mixture_of(settings)
     if not parts:
         return _describe_source(reward_kind(settings), settings.api, settings.model, settings)
@@ -247,13 +250,14 @@ def _describe_source(kind: str, api: ApiReward, model: ModelReward, rule: Reward
 
 
 def default_items(settings: RewardSettings) -> str:
-    """The bundled tasks that suit a reward: those of its judge's prompt, else sums.
+    """The name of the bundled tasks for a reward: those of its judge's prompt, else math.
 
-    Rules that are chosen by data_source know the sums only.
+    Rules chosen by data_source only have a rule for math.
     """
     parts = [rule_settings(settings, p) for p in mixture_of(settings) if p.kind == "rule"]
     if any(rule.function is None and rule.rule is None for rule in parts):
         return "math"
+    # Judges with different presets have no common set of tasks.
     presets = {judge.settings.prompt_preset for judge in judges_of(settings)}
     if len(presets) == 1:
         return presets.pop()

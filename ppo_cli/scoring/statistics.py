@@ -1,8 +1,8 @@
-"""Statistics of scores and labels: correlations, separation, intervals, comparisons of models.
+"""Statistics of scores and labels: correlations, AUC, intervals, comparisons of models.
 
-What is not defined is None, never NaN. Ties count half everywhere: equal values share the mean of
-their ranks. Where models are compared on the same prompts, a prompt is the unit throughout: its
-responses go together, so intervals are drawn over prompts. Failed scores are left out, and counted.
+Undefined values are None, never NaN. Ties count half everywhere: equal values share the mean of
+their ranks. Comparisons of models on the same prompts use the prompt as the unit: its responses
+stay together when intervals are resampled. Failed scores are excluded and counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its bootstrap interval; all None where it is not defined."""
+    """A number with its 95 % interval; fields are None where undefined."""
 
     value: float | None
     low: float | None = None
@@ -44,9 +44,9 @@ def as_floats(values: ArrayLike) -> Floats:
 
 
 def find_levels(values: ArrayLike) -> tuple[NDArray[Any], NDArray[np.intp]]:
-    """Return the sorted levels, and for each value the number of its level.
+    """Return the sorted distinct values, and for each value the number of its level.
 
-    Small whole numbers are their own level numbers: no sorting, which makes resampling quick.
+    Small whole numbers are their own level numbers, without sorting: resampling is fast.
     """
     x = np.asarray(values)
     if x.size and x.dtype.kind == "i" and x.min() >= 0 and x.max() <= 4 * x.size:
@@ -56,12 +56,12 @@ def find_levels(values: ArrayLike) -> tuple[NDArray[Any], NDArray[np.intp]]:
 
 
 def level_numbers(values: ArrayLike) -> NDArray[np.intp]:
-    """Return level numbers: the same order and ties as the values, quicker to rank."""
+    """Replace values by level numbers: same order and ties, faster to rank."""
     return find_levels(as_floats(values))[1]
 
 
 def ranks(values: ArrayLike) -> Floats:
-    """Return ranks from 1; equal values share the mean of theirs."""
+    """Return ranks from 1; equal values share their mean rank."""
     _, numbers = find_levels(values)
     counts = np.bincount(numbers)
     means = np.cumsum(counts) - (counts - 1) / 2.0
@@ -79,15 +79,15 @@ def pearson(x: ArrayLike, y: ArrayLike) -> float | None:
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float | None:
-    """Correlation of the ranks."""
+    """Spearman's rank correlation; None where Pearson's is undefined."""
     return pearson(ranks(x), ranks(y))
 
 
 def partial_spearman(x: ArrayLike, y: ArrayLike, control: ArrayLike) -> float | None:
-    """Rank correlation of x and y with what `given` explains of both taken out.
+    """Rank correlation of x and y after removing what `control` explains of each.
 
-    (r_xy - r_xz r_yz) / sqrt((1 - r_xz^2)(1 - r_yz^2)); None when `given` explains one of them
-    wholly, or when one of the three is constant.
+    (r_xy - r_xz r_yz) / sqrt((1 - r_xz^2)(1 - r_yz^2)); None when `control` explains one of them
+    fully, or when one of the three is constant.
     """
     xy, xz, yz = spearman(x, y), spearman(x, control), spearman(y, control)
     if xy is None or xz is None or yz is None:
@@ -101,7 +101,7 @@ def partial_spearman(x: ArrayLike, y: ArrayLike, control: ArrayLike) -> float | 
 
 
 def auc(scores: ArrayLike, positive: ArrayLike) -> float | None:
-    """Share of (positive, negative) pairs in which the positive has the higher score."""
+    """Share of (positive, negative) pairs in which the positive has the higher score; ties half."""
     good = np.asarray(positive, dtype=bool)
     count = int(good.sum())
     others = len(good) - count
@@ -112,15 +112,15 @@ def auc(scores: ArrayLike, positive: ArrayLike) -> float | None:
 
 
 def accuracy_at(scores: ArrayLike, positive: ArrayLike, threshold: float) -> float | None:
-    """Share of rows that `score >= threshold` puts into the right class."""
+    """Share of rows that `score >= threshold` classifies correctly."""
     good = np.asarray(positive, dtype=bool)
     return float(np.mean((as_floats(scores) >= threshold) == good)) if len(good) else None
 
 
 def best_threshold(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float] | None:
-    """The threshold with the highest accuracy, and that accuracy; the lowest of equal ones.
+    """The threshold with the highest accuracy, and that accuracy; of equal ones the lowest.
 
-    Candidates lie half-way between neighbouring scores, and outside both ends, so that
+    Candidates are the midpoints of neighbouring scores and one outside each end, so that
     "all positive" and "all negative" are among them.
     """
     good = np.asarray(positive, dtype=bool)
@@ -129,7 +129,7 @@ def best_threshold(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float
     levels, numbers = find_levels(scores)
     positives = np.bincount(numbers, weights=good, minlength=len(levels))
     negatives = np.bincount(numbers, weights=~good, minlength=len(levels))
-    # right[k]: the k lowest levels called negative, all others positive.
+    # right[k]: rows classified correctly with the k lowest levels negative and the others positive
     below = np.concatenate([[0.0], np.cumsum(negatives)])
     above = positives.sum() - np.concatenate([[0.0], np.cumsum(positives)])
     right = below + above
@@ -146,19 +146,20 @@ def bootstrap(
     resamples: int | None = None,
     share: bool = False,
 ) -> Estimate:
-    """Value over all rows, and the percentile interval over resampled rows.
+    """Value over all rows, with the percentile interval over resampled rows.
 
-    Where all resamples agree that interval has no width, which 12 of 12 does not deserve: a
+    If all resamples agree, that interval has no width, which 12 of 12 does not justify: a
     `share` of rows then gets Wilson's interval, anything else none.
 
-    `statistic` takes row numbers, so that all columns of a row stay together. Resamples in
-    which it is not defined are left out; with more than half of them gone there is no interval.
+    `statistic` takes row numbers, so that all columns of a row stay together. Undefined
+    resamples are left out; if more than half are, there is no interval.
     """
     value = statistic(np.arange(count))
     if value is None:
         return Estimate(None)
     random = np.random.default_rng(seed)
     times = RESAMPLES if resamples is None else resamples
+    # Resample rows with replacement (Efron & Tibshirani 1993, percentile interval).
     drawn = [statistic(random.integers(0, count, count)) for _ in range(times)]
     defined = [v for v in drawn if v is not None]
     if len(defined) * 2 < times:
@@ -170,7 +171,7 @@ def bootstrap(
 
 
 def wilson(share: float, count: int) -> Estimate:
-    """Wilson's score interval of a share of `count` rows (Wilson 1927)."""
+    """Wilson's score interval for a share of `count` rows (Wilson 1927)."""
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     spread = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
@@ -179,9 +180,9 @@ def wilson(share: float, count: int) -> Estimate:
 
 
 def verdict_agreement(verdicts: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-    """Compare every two verdicts on each row; rows with fewer than two do not count.
+    """Compare all pairs of verdicts on each row; rows with fewer than two do not count.
 
-    Returns how many rows, the share of pairs that are the same, and the mean and largest gap.
+    Returns the number of rows, the share of equal pairs, and the mean and largest gap.
     """
     rows = [as_floats(v) for v in verdicts if len(v) > 1]
     if not rows:
@@ -199,7 +200,7 @@ def verdict_agreement(verdicts: Sequence[Sequence[float]]) -> dict[str, Any] | N
 def estimate_or_reason(
     rows: int, statistic: Callable[[RowNumbers], float | None], why_not: str, *, share: bool = False
 ) -> dict[str, Any]:
-    """An estimate as facts, or why there is none."""
+    """An estimate as a dict; its `why` is the reason when there is no value."""
     if rows < MIN_ROWS:
         why_not = f"{rows} rows with a score; at least {MIN_ROWS} are needed"
     if why_not:
@@ -210,26 +211,26 @@ def estimate_or_reason(
 
 
 def constant_reason(what: str, values: Floats) -> str:
-    """Why nothing can be ranked by these values; empty where it can."""
+    """The reason why constant values cannot be ranked; empty if they vary."""
     return f"every {what} is the same" if len(values) and np.ptp(values) == 0 else ""
 
 
 ALL = "all"
-FLIPS = 20_000  # random sign flips, where there are too many to try them all
-MAX_EXACT = 14  # differences whose 2^14 flips are all tried
-MAX_FLIPS_AT_ONCE = 4_000_000
+FLIPS = 20_000  # random sign flips, when there are too many to try all
+MAX_EXACT = 14  # up to so many differences all 2^n flips are tried
+MAX_FLIPS_AT_ONCE = 4_000_000  # bounds the memory of a block of flips, one byte each
 
 
 @dataclass(frozen=True)
 class PromptScores:
-    """The scores of a model's responses to one prompt; None where one failed."""
+    """The scores of a model's responses to one prompt; a failed score is None."""
 
     data_source: str
     scores: tuple[float | None, ...]
 
     @property
     def valid(self) -> list[float]:
-        """The scores that did not fail."""
+        """The scores without the failed ones."""
         return [score for score in self.scores if score is not None]
 
 
@@ -237,7 +238,7 @@ ScoresByPrompt = Mapping[str, PromptScores]  # by the prompt's uid
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Chance that one of k responses is right, unbiased from `samples` with `right` right ones.
+    """Unbiased chance that one of k responses is right, from `samples` of which `right` are right.
 
     1 - C(n - c, k) / C(n, k), eq. 1 of Chen et al. 2021 (arXiv 2107.03374).
     """
@@ -245,7 +246,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def split_by_source(answers: ScoresByPrompt) -> dict[str, ScoresByPrompt]:
-    """The prompts of each data_source; all of them together come last, where there are several."""
+    """Prompts by data_source; with several sources, `all` comes last."""
     names = dict.fromkeys(a.data_source for a in answers.values())
     sources: dict[str, ScoresByPrompt] = {
         name or "unnamed": {u: a for u, a in answers.items() if a.data_source == name}
@@ -255,11 +256,12 @@ def split_by_source(answers: ScoresByPrompt) -> dict[str, ScoresByPrompt]:
 
 
 def model_facts(answers: ScoresByPrompt, threshold: float | None) -> dict[str, Any]:
-    """Mean and pass@k of some prompts, each with its 95 % interval.
+    """Mean and pass@k over prompts, each with its 95 % interval.
 
-    A response is right from `threshold` on. Without one, pass@k is given where all scores are 0
-    or 1.
+    A response is right if its score reaches `threshold`. Without one, pass@k is only given if
+    all scores are 0 or 1.
     """
+    # Without a threshold, scores of only 0 and 1 say which responses are right.
     by_prompt = [a.valid for a in answers.values() if a.valid]
     scores = [score for values in by_prompt for score in values]
     binary = all(score in (0.0, 1.0) for score in scores)
@@ -289,10 +291,10 @@ def model_facts(answers: ScoresByPrompt, threshold: float | None) -> dict[str, A
 
 
 def mean_difference(first: ScoresByPrompt, other: ScoresByPrompt) -> dict[str, Any]:
-    """Mean score of one model less that of another, over the prompts that both have scores of.
+    """Mean score of the first model minus the other's, over prompts that both have scores for.
 
-    With its 95 % interval, and the p of a paired sign-flip test (Fisher's randomisation test):
-    how often the difference would be as large if each prompt's were as likely the other way round.
+    With its 95 % interval and the p-value of a paired sign-flip test (Fisher's randomisation test):
+    how often the difference is as large when each prompt's sign is random.
     """
     both = [uid for uid, a in first.items() if a.valid and uid in other and other[uid].valid]
     gaps = as_floats([np.mean(first[uid].valid) - np.mean(other[uid].valid) for uid in both])
@@ -300,14 +302,16 @@ def mean_difference(first: ScoresByPrompt, other: ScoresByPrompt) -> dict[str, A
 
 
 def sign_flip_p(gaps: Floats, seed: int = 0) -> float | None:
-    """Two-sided p that paired differences are centred on 0; exact for a few, else sampled."""
+    """Two-sided p-value for paired differences centred on 0; exact for few, else sampled."""
     if not len(gaps):
         return None
     gaps = gaps[gaps != 0]
+    # A flipped sum equal up to rounding counts as large.
     observed = abs(gaps.sum()) - 1e-9
     if len(gaps) <= MAX_EXACT:
         flips = 1 - 2 * (np.arange(2 ** len(gaps))[:, None] >> np.arange(len(gaps)) & 1)
         return float(np.mean(np.abs(flips @ gaps) >= observed))
+    # Too many to try all: sample flips in blocks of bounded memory.
     random = np.random.default_rng(seed)
     rows = max(1, MAX_FLIPS_AT_ONCE // len(gaps))
     larger, tried = 0, 0
@@ -328,7 +332,7 @@ def _mean_estimate(values: Floats, *, share: bool = False) -> dict[str, Any]:
 def compare_models(
     models: Sequence[tuple[str, ScoresByPrompt]], threshold: float | None
 ) -> dict[str, Any]:
-    """The facts of every model by data_source, and the first one's difference from each other."""
+    """Facts of each model by data_source, and the first model's difference from each other one."""
     facts = [
         {
             "name": name,
@@ -349,10 +353,10 @@ def compare_models(
 
 
 def compare_rankings(rows: Sequence[ResponseRow], scores: Sequence[Score]) -> dict[str, Any] | None:
-    """How rankings move against the scores that the rows had; None where fewer than two compare.
+    """How rankings differ from the scores that the rows had; None with fewer than two pairs.
 
-    `within` is the mean rank correlation among the responses to one prompt (of one step), which is
-    what a group estimator learns from, `turned` the share of their pairs whose order is reversed.
+    `within` is the mean rank correlation among responses to one prompt of one step, which is
+    what a group estimator learns from; `turned` is the share of their pairs with reversed order.
     """
     pairs = [
         (row.record.get("step"), row.rollout.prompt.uid, float(row.record["score"]), value)
@@ -361,11 +365,13 @@ def compare_rankings(rows: Sequence[ResponseRow], scores: Sequence[Score]) -> di
     ]
     if len(pairs) < 2:
         return None
+    # Group the pairs by prompt within a step, and by step.
     groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     by_step: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for step, uid, before, now in pairs:
         groups[step, uid].append((before, now))
         by_step[step].append((before, now))
+    # Correlations within groups, and reversed pairs among those with different scores.
     within = [r for group in groups.values() if (r := _rank_correlation(group)) is not None]
     apart = [
         (a[0] - b[0]) * (a[1] - b[1])

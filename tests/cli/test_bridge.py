@@ -92,7 +92,7 @@ def test_without_verl_a_run_there_says_how_to_install_it(
 ) -> None:
     monkeypatch.setattr("ppo_cli.cli.bridge.has_package", lambda name: False)
     said = run(f"train --engine verl {LINE} --output_dir there", capfd, code=2)
-    assert "verl and vllm are not installed here. In an environment of its own: pip" in said
+    assert "verl and vllm are not installed here. In a separate environment: pip" in said
     assert "bridge/requirements.txt" in said
     assert f"bash {desk}/there/node_0.sh" in said
     assert (desk / "there" / "overrides").exists()
@@ -138,8 +138,8 @@ def test_a_mistake_of_ours_is_no_matter_for_verl(capfd: pytest.CaptureFixture[st
         (f"bridge verl --out there {LINE} rolout.n=3", "'rollout.n'"),
         (f"bridge verl --out reward.py {LINE}", "a file is in the way"),
         (f"bridge verl --out there {LINE} actor.strategy=megatron", "model_engine=megatron"),
-        ("bridge read good.jsonl", "is no folder of"),
-        ("bridge read .", "is no folder of"),
+        ("bridge read good.jsonl", "is not a folder of"),
+        ("bridge read .", "is not a folder of"),
     ],
 )
 def test_mistakes_are_told_and_leave_nothing(

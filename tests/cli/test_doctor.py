@@ -186,7 +186,7 @@ def test_a_judge_is_asked_only_with_probe(
         assert server.count == 0
         found = looked_at(capsys, *line, "--probe")
         assert found["judge"]["found"].startswith("openai m answered in ")
-        assert found["judge"]["found"].endswith("; the key may use 5 models, this one too")
+        assert found["judge"]["found"].endswith("; the key may use 5 models, including this one")
         assert found["hub"]["found"].endswith(" answers")
         server.keys = {"another"}
         found = looked_at(capsys, *line, "--probe", code=2)

@@ -24,7 +24,7 @@ def test_a_provider_lists_what_its_key_may_use(
         (found,) = json.loads(capsys.readouterr().out)
         if wire == "dashscope-compatible":
             assert (found["models"], found["notes"]) == (
-                None, ["nothing lists here what the key may use"]
+                None, ["this provider does not list the models of a key"]
             )  # fmt: skip
             return
         rows = {row["model"]: row for row in found["models"]}
@@ -50,7 +50,7 @@ def test_prices_shutdowns_and_a_wrong_name_are_told(
     assert lines[0] == "openai: 5 models"
     (row,) = [line.split() for line in lines if "gpt-4o-mini" in line]
     assert row[:3] == ["gpt-4o-mini", "0.15", "0.6"] and row[4] == "2027-01-14"
-    assert "5 models, and gpt-4o-mimi is none of them. Did you mean 'gpt-4o-mini'?" in told
+    assert "5 models, but not gpt-4o-mimi. Did you mean 'gpt-4o-mini'?" in told
 
 
 def test_no_key_and_no_list_are_told(
@@ -62,7 +62,7 @@ def test_no_key_and_no_list_are_told(
     monkeypatch.setenv("AWS_BEARER_TOKEN_BEDROCK", SECRET)
     assert main(["reward", "models"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "bedrock: no list", "  nothing lists here what the key may use",
+        "bedrock: no list", "  this provider does not list the models of a key",
     ]  # fmt: skip
     assert main(["reward", "models", "--rm_api_type", "azure"]) == 2
     assert "azure needs AZURE_OPENAI_ENDPOINT" in capsys.readouterr().err

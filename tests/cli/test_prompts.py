@@ -206,7 +206,7 @@ def test_render_of_the_embedded_rows(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--row", "2"], "line 2 has no column 'response': give a placeholder with --response"),
+        (["--row", "2"], "line 2 has no column 'response': set a response with --response"),
         (["--row", "9"], "has no row 9; it has 1 to 4"),
         (["--row", "4"], "line 4, column response: is a number, not text"),
         (["--row", "3", "--rm_prompt_preset", "math"], "{ground_truth}, which 1 of 1 rows lack"),

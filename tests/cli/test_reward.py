@@ -94,7 +94,7 @@ def test_settings_come_from_every_layer(
         (["nowhere.jsonl"], "no such file"),
         (["FILE", "--rule", "gsm8"], "Did you mean 'gsm8k'?"),
         (["FILE", "--out", "nowhere/o.jsonl"], "there is no folder nowhere"),
-        (["FILE", "--out", "FILE"], "is the file that is read"),
+        (["FILE", "--out", "FILE"], "is the input file"),
         (["FILE", "--response_key", "respons"], "Did you mean 'response'?"),
         (["FILE", "--ruel", "gsm8k"], "there is no flag --ruel"),
         (["FILE", "reward.rul=x"], "there is no setting 'reward.rul'"),
@@ -156,7 +156,7 @@ def test_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "AUC 1.000 [0.839, 1.000]" in lines  # Wilson, 20 of 20
     assert "labels 'yes' is good (10 of 20)" in lines
     assert "- AUC 1.00 [0.84, 1.00]: separates good from bad answers well." in lines
-    again = "- Nothing was asked again: reward models and rules say the same every time."
+    again = "- Nothing was repeated: reward models and rules are deterministic."
     assert again in lines
 
 

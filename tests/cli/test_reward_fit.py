@@ -117,7 +117,7 @@ def test_a_folder_with_other_files_is_refused_before_anything_is_read(
 ) -> None:
     (tmp_path / "mine.txt").write_text("x")
     code, _, err = run(capsys, "--data", "no.jsonl", "--model", "no", "--out", str(tmp_path))
-    assert code == 2 and "holds files that no fit wrote" in err
+    assert code == 2 and "files that no fit wrote" in err
 
 
 @pytest.mark.parametrize(

@@ -231,10 +231,10 @@ def test_repeats_and_attacks_go_by_batch_too(server: JudgeServer, tmp_path: Path
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--rm_api_type", "dashscope"], "dashscope has no batch interface"),
-        (["--rm_api_type", "bedrock"], "bedrock has no batch interface"),
-        (["--rm_cache", "off"], "kept beside --rm_cache"),
-        (["--rm_mode", "decision"], "decision does not go with it"),
+        (["--rm_api_type", "dashscope"], "no batch API for dashscope"),
+        (["--rm_api_type", "bedrock"], "no batch API for bedrock"),
+        (["--rm_cache", "off"], "next to the cache"),
+        (["--rm_mode", "decision"], "does not support --rm_mode decision"),
     ],
 )
 def test_what_no_batch_can_do_is_refused(

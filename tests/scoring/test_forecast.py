@@ -63,7 +63,7 @@ def test_calls_are_the_plans_times_the_votes() -> None:
     assert (found.rows, found.sampled) == (17, 17)
     said = "\n".join(found.lines())
     assert "25% of the responses are also sent to openai: 11 calls, " in said
-    assert "to the second judge m come on top" in said
+    assert "for the second judge m are added" in said
 
 
 def test_labelled_responses_are_read_at_the_start_and_every_so_often() -> None:
@@ -77,7 +77,7 @@ def test_labelled_responses_are_read_at_the_start_and_every_so_often() -> None:
     assert found.steps == 10
     assert found.run.calls - without.run.calls == 9 * 3, "before the first step, and at 4 and 8"
     assert found.a_step == without.a_step
-    assert "27 of the verdicts are on labelled responses, read anew (l.jsonl)" in found.lines()
+    assert "27 of the verdicts are on labelled responses, scored again (l.jsonl)" in found.lines()
 
 
 def test_tokens_grow_with_prompts_and_responses() -> None:
@@ -120,7 +120,7 @@ def test_many_rows_are_sampled_the_same_each_time() -> None:
     found = foretell()
     assert (found.rows, found.sampled) == (1000, SAMPLE)
     assert found.a_step == foretell().a_step != foretell("trainer.seed=7").a_step
-    assert f"{SAMPLE} of 1,000 rows" in found.assumed()
+    assert f"{SAMPLE} of 1,000 rows" in found.assumptions()
     assert foretell("data.train_max_samples=10").rows == 10
 
 
@@ -167,9 +167,9 @@ def test_a_budget_is_enough_or_ends_the_run_at_a_step() -> None:
     said = "\n".join(tight.lines())
     assert "the run would stop at about step" in said and "of 1,000" in said
     between = foretell(*long, f"reward.api.budget_usd={(low + high) / 2}")
-    assert "it may not be enough" in "\n".join(between.lines())
+    assert "may not be enough" in "\n".join(between.lines())
     fine = foretell(*long, f"reward.api.budget_usd={high * 2}")
-    assert "it is enough" in "\n".join(fine.lines())
+    assert "is enough" in "\n".join(fine.lines())
     both = foretell(*long, "reward.api.budget_usd=1000", "reward.api.budget_tokens=9000")
     assert both.stops_at() is not None, "the tightest budget counts"
     assert "--rm_budget_usd 1,000 and --rm_budget_tokens 9,000" in "\n".join(both.lines())
@@ -179,7 +179,7 @@ def test_without_a_price_it_says_how_to_give_one() -> None:
     write("t.jsonl", 4)
     found = foretell("reward.api.model=of-nobody")
     said = "\n".join(found.lines())
-    assert "no price of of-nobody is known" in said
+    assert "price of of-nobody is unknown" in said
     assert "--rm_price_input" in said and "--rm_prices" in said
     assert "$" not in said.replace("US $", "")
     assert found.as_dict()["run"]["cost_usd"] is None
@@ -189,7 +189,7 @@ def test_without_a_price_it_says_how_to_give_one() -> None:
     ("files", "said"),
     [
         ("data.train_files=none.jsonl", "none.jsonl"),
-        ("data.train_files=openai/gsm8k", "not on this disk"),
+        ("data.train_files=openai/gsm8k", "not downloaded"),
         ("data.train_files=[]", "No prompt files"),
     ],
 )
@@ -217,7 +217,7 @@ def test_the_plan_tells_the_forecast(capsys: pytest.CaptureFixture[str]) -> None
     assert main([*TYPED, "--rm_budget_usd", "20"]) == 0
     out = capsys.readouterr().out
     assert "\nJudge\n  judge: 10 calls, " in out
-    assert "with --rm_budget_usd 20 it is enough" in out
+    assert "--rm_budget_usd 20 is enough" in out
     assert "DASHSCOPE_API_KEY" in out  # the missing key is a note here
     assert main([*TYPED, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["judge"]

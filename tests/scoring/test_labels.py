@@ -67,8 +67,8 @@ def test_rows_without_a_label_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cells", "positive", "told"),
     [
-        (["up", "down"], None, "say with --positive VALUE which one is good"),
-        (["good", "yes"], None, "say with --positive VALUE"),
+        (["up", "down"], None, "name the good one with --positive"),
+        (["good", "yes"], None, "with --positive VALUE"),
         (["a", "b", "c"], None, "3 different words: a, b, c"),
         (["good", "bad"], "god", "Did you mean 'good'?"),
         ([1, [2]], None, "line 2, column label: is a list"),

@@ -146,7 +146,7 @@ def test_a_dominated_part_is_reported(tmp_path: Path, run: Run) -> None:
     parts = f"{{loud: {{function: {function}, scaling: none}}, rule: {{scaling: none}}}}"
     code, out, err = run("score", sums(tmp_path), f"reward.composite.parts={parts}")
     assert code == 0, err
-    assert "rule is dominated: it makes 0% of the spread, its weight says 50%." in out
+    assert "rule is dominated: it makes 0% of the spread, its weight is 50%." in out
     assert "Set the scaling of loud to zscore or affine." in out
 
 

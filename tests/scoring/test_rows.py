@@ -86,7 +86,7 @@ def test_other_columns(tmp_path: Path) -> None:
     found = read_responses(file, response_key="completion")
     assert found.rollouts[0].text == "y"
     assert "the prompt is read from column 'question'" in found.notes[0]
-    assert found.notes[1].endswith("replace in what is written: score.")
+    assert found.notes[1].endswith("new scores replace: score.")
 
 
 def test_where_scores_go(tmp_path: Path) -> None:

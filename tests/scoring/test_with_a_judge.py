@@ -81,7 +81,7 @@ def test_budget_ends_it_resumably(
     code, _, err = run("score", file, *flags, "--rm_budget_tokens", "9000")
     assert code == 3
     assert "budget" in err
-    assert "the verdicts that are there come from the cache" in err
+    assert "come from the cache" in err
     rows = read(tmp_path / "a.scored.jsonl")
     done = [row["score"] for row in rows if row["score"] is not None]
     assert 0 < len(done) < 40

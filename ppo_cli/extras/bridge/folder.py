@@ -1,7 +1,7 @@
-"""Writes the folder that verl runs from: overrides, a script per node, reward file, rows, settings.
+"""Write the folder that verl runs from: overrides, a script per node, reward file, rows, settings.
 
-The folder is the run folder too: what verl logs is read back into it (see rewards.py).
-All nodes must see it under the same path.
+The folder is also the run folder: verl's logs are read back into it (see rewards.py).
+All nodes must see it at the same path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RAY_WITH_TOKENS = "2.60"  # earlier versions ignore RAY_AUTH_MODE
 AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 REWARD = '''\
-"""Scores responses for verl by the settings in config.yaml beside this file."""
+"""Scores responses for verl by the settings in config.yaml next to this file."""
 
 from pathlib import Path
 
@@ -53,12 +53,12 @@ patience=${{NODE_TIMEOUT:-{patience}}}  # seconds to wait for other nodes
 keys=({keys})
 token=$here/{token}
 """
-# Keys of judges are for the reward server alone: every process of Ray inherits Ray's variables.
-# A second start of the folder would replace and delete the secrets of the first.
+# Only the reward server gets the keys of judges: all Ray processes inherit Ray's environment.
+# The lock keeps a second start from replacing and deleting the secrets of the first.
 KEYS_TO_FILE = """\
 exec 9> "$here/.lock"
 flock -n 9 || {{
-    echo "The script of node 0 runs already in $here: wait for its end, or end it." >&2
+    echo "The script of node 0 is already running in $here: wait for it, or stop it." >&2
     exit 2
 }}
 rm -f "$here/{keys_file}"
@@ -67,8 +67,8 @@ for name in "${{keys[@]}}"; do
 done
 trap 'rm -f "$here/{keys_file}"' EXIT
 """
-# Ray opens its folder to all users: it lies in one that only this user enters. The keeper ends what
-# came of Ray, and nothing else, when it is told to or when this script is gone.
+# All users can read Ray's folder, so it is inside one that only this user can enter. The keeper
+# ends Ray's processes, and no others, when it gets a signal or when this script has exited.
 RAY = """\
 for name in "${{keys[@]}}"; do unset "$name"; done
 root=${{TMPDIR:-/tmp}}
@@ -91,7 +91,7 @@ open_ray_folder() {{
     trap 'exit 143' TERM HUP
     "$python" -P -c 'import sys; from importlib.metadata import version as v
 sys.exit(tuple(map(int, v("ray").split(".")[:2])) < ({ray_numbers}))' || {{
-        echo "$python has no Ray {ray} or later, and earlier ones let anybody join:" \\
+        echo "$python has no Ray {ray} or later, and earlier versions let anybody join:" \\
             "$python -m pip install 'ray>={ray}'" >&2
         rm -rf "$temp"
         exit 2
@@ -105,7 +105,7 @@ sys.exit(tuple(map(int, v("ray").split(".")[:2])) < ({ray_numbers}))' || {{
     export RAY_gcs_rpc_server_reconnect_timeout_s=20{alone}
 }}
 """
-# Ray then takes 127.0.0.1 as the address of this machine, and listens there only.
+# With this variable Ray uses 127.0.0.1 as this machine's address, and only listens there.
 ALONE = """
     export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"""
 FIRST = """\
@@ -183,9 +183,10 @@ exit 0
 
 
 def write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> list[Path]:
-    """Write all that verl needs; returns the files. Rows are read as for training."""
+    """Write all files that verl needs and return their paths; rows are read as for training."""
     config = resolved.config
     folder = folder.resolve()
+    # Read and check the rows first: nothing is written for a bad file.
     prompts = {TRAIN: load_prompts(config, "train")}
     if config.data.val_files:
         prompts[VAL] = load_prompts(config, "val")
@@ -208,7 +209,7 @@ def write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> li
 
 
 def check_rows(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> None:
-    """Raise ConfigError for rows that are too few, or lack what the reward needs."""
+    """Raise ConfigError if there are too few rows, or if they lack what the reward needs."""
     problems = [problem] if (problem := describe_missing_rows(config, len(prompts[TRAIN]))) else []
     rows = [prompt for prompts_of_split in prompts.values() for prompt in prompts_of_split]
     problems += failing(row_checks(config.reward, rows, all_known=True))
@@ -217,12 +218,13 @@ def check_rows(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> None:
 
 
 def node_scripts(config: Config) -> dict[str, str]:
-    """Return the script of each node: the first is Ray's head, waits for the others and submits."""
+    """Return the script of each node; node 0 starts Ray's head, waits for the others and trains."""
     trainer = config.trainer
     alone = trainer.nnodes == 1
     needed = '"${MASTER_ADDR:?set MASTER_ADDR to the address of node 0}"'
     configured = shlex.quote(trainer.master_addr or "127.0.0.1")
     several = f"${{MASTER_ADDR:-{configured}}}" if trainer.master_addr else needed
+    # The values of the templates above.
     facts = {
         "address": "127.0.0.1" if alone else several, "alone": ALONE if alone else "",
         "port": trainer.master_port, "patience": trainer.node_timeout, "version": VERSION,
@@ -233,7 +235,7 @@ def node_scripts(config: Config) -> dict[str, str]:
     first = "Node 0: starts Ray's head, waits for the other nodes, and trains."
     scripts_by_name = {"node_0.sh": (HEAD + KEYS_TO_FILE + RAY + FIRST).format(what=first, **facts)}
     for rank in range(1, trainer.nnodes):
-        what = f"Node {rank}: joins the Ray head of node 0, and stays until that is gone."
+        what = f"Node {rank}: joins the Ray head of node 0, and runs until that ends."
         scripts_by_name[f"node_{rank}.sh"] = (HEAD + RAY + OTHER).format(what=what, **facts)
     return scripts_by_name
 
@@ -251,7 +253,7 @@ def key_variables(config: Config) -> list[str]:
 
 
 def write_rows(path: Path, prompts: Sequence[Prompt], split: str) -> None:
-    """Write prompts as verl's rows; all that scoring needs lies in extra_info as one text."""
+    """Write prompts as verl's rows; extra_info has everything that scoring needs, as one text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -261,7 +263,7 @@ def write_rows(path: Path, prompts: Sequence[Prompt], split: str) -> None:
 
 
 def load_prompts(config: Config, split: DataSplit) -> list[Prompt]:
-    """Return the prompts of a split, with the system prompt, not rendered."""
+    """Return the prompts of a split with the system prompt, without rendering."""
     data = config.data
     files, max_samples = split_files(config, split)
     sets = load_sets(
@@ -293,7 +295,7 @@ def _verl_row(prompt: Prompt, split: str, index: int) -> dict[str, Any]:
 
 
 def next_steps(files: Iterable[Path], nodes: int) -> list[str]:
-    """Say what was written, and how it is started."""
+    """Return which files were written, and the command that starts training."""
     folder = next(iter(files)).parent
     first = shlex.quote(str(folder / "node_0.sh"))
     others = f", and MASTER_ADDR=HOST {folder}/node_1.sh to node_{nodes - 1}.sh on the others"
@@ -305,12 +307,12 @@ def next_steps(files: Iterable[Path], nodes: int) -> list[str]:
 
 
 def missing_verl(has: Sequence[str]) -> str | None:
-    """Say how to install what is missing of verl; `has` are the packages that are there."""
+    """Return how to install verl and vLLM if missing; `has` are the installed packages."""
     missing = [name for name in ("verl", "vllm") if name not in has]
     if not missing:
         return None
     return (
-        f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed here. In an "
-        f"environment of its own: pip install -r {shlex.quote(str(REQUIREMENTS))}, and ppo-cli "
+        f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed here. In a "
+        f"separate environment: pip install -r {shlex.quote(str(REQUIREMENTS))}, and ppo-cli "
         "with pip install --no-deps."
     )

@@ -1,4 +1,4 @@
-"""A configuration of ours as the overrides of verl's main_ppo, with every value written out.
+"""Translate a config to overrides of verl's main_ppo, with every value written out.
 
 Names come from config/verl/verl.toml, the table that translates verl's command lines, read in
 the other direction as far as verl 0.9.1 has the names. `WRITERS` holds the settings that differ by
@@ -34,8 +34,8 @@ from ppo_cli.config.verl.translations import TRANSLATIONS
 from ppo_cli.config.verl.translator import WRAPPER, foreign_names
 
 VERSION: Final = "0.9.1"
-NEVER: Final = 1_000_000_000  # a frequency that only the last step meets
-NO_LIMIT: Final = 1e9  # where ours turns a limit off, and verl always has one
+NEVER: Final = 1_000_000_000  # a step interval longer than any run
+NO_LIMIT: Final = 1e9  # for limits that we can turn off and verl cannot
 TRAIN, VAL = "data/train.parquet", "data/val.parquet"
 Values = dict[str, Any]
 GROUPS: Final = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed")
@@ -43,7 +43,7 @@ GROUPS: Final = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed")
 
 @cache
 def verl_names() -> frozenset[str]:
-    """Return the settings of verl 0.9.1 that have a value, by their full names."""
+    """Return the full names of verl 0.9.1's settings that have a value."""
     path = Path(__file__).parents[2] / "config" / "verl" / "verl_defaults.json"
     names: set[str] = set()
     for version, row in json.loads(path.read_text(encoding="utf-8"))["versions"].items():
@@ -54,7 +54,7 @@ def verl_names() -> frozenset[str]:
 
 @cache
 def verl_names_by_key() -> dict[str, tuple[str, ...]]:
-    """Return the names that verl has for each of our settings."""
+    """Return verl's names for each of our settings."""
     names = foreign_names()
     names_by_key: dict[str, list[str]] = {}
     for key in table():
@@ -71,12 +71,12 @@ def verl_names_by_key() -> dict[str, tuple[str, ...]]:
     return {key: tuple(verl) for key, verl in names_by_key.items()}
 
 
-# What settings of ours come to in verl, where that is more than another name.
+# Our setting -> the function that writes it for verl, if more than the name differs.
 WRITERS: Final[dict[str, Callable[[Config], Values]]] = {}
 
 
 def _translates(names: str) -> Callable[[Callable[[Config], Values]], Callable[[Config], Values]]:
-    """Declare which of our settings a function writes in verl's words."""
+    """Decorator: register a function in WRITERS for the settings in `names`."""
 
     def declare(write: Callable[[Config], Values]) -> Callable[[Config], Values]:
         WRITERS.update(dict.fromkeys(names.split(), write))
@@ -86,7 +86,7 @@ def _translates(names: str) -> Callable[[Callable[[Config], Values]], Callable[[
 
 
 def _sharding_of_all(part: str, value: Any) -> Values:
-    """Give actor, critic and reference the same setting of sharding."""
+    """Return the same sharding setting for actor, critic and reference."""
     return {
         f"actor_rollout_ref.actor.fsdp_config.{part}": value,
         f"actor_rollout_ref.ref.fsdp_config.{part}": value,
@@ -96,7 +96,7 @@ def _sharding_of_all(part: str, value: Any) -> Values:
 
 @_translates("model.path critic.model.path")
 def _models(config: Config) -> Values:
-    """Name models by whole paths; the tokenizer is the actor's."""
+    """Write models as absolute paths; all use the actor's tokenizer."""
     actor, critic = _resolve_model_path(config.model.path), _resolve_model_path(critic_path(config))
     return {
         "actor_rollout_ref.model.path": actor,
@@ -108,20 +108,20 @@ def _models(config: Config) -> Values:
 
 
 def _resolve_model_path(path: str) -> str:
-    """Return a model's folder as a whole path, and a hub name as it is."""
+    """Return a model's folder as an absolute path, and a hub name unchanged."""
     folder = Path(model_folder(path)).expanduser()
     return str(folder.resolve()) if folder.is_dir() else path
 
 
 @_translates("model.dtype")
 def _precision(config: Config) -> Values:
-    """Compute in one precision; weights are kept in float32. verl runs on GPUs only."""
+    """Compute in the configured precision, keep weights in float32. verl only runs on GPUs."""
     dtype = config.model.dtype or "bfloat16"
     computed = {"param_dtype": dtype, "reduce_dtype": "float32", "buffer_dtype": "float32"}
     return (
         _sharding_of_all("dtype", dtype)
         | _sharding_of_all("model_dtype", "float32")
-        # The engine goes by this group, which verl's files leave out and which then is bf16.
+        # The engine uses this group; verl's files omit it, and its default is bf16.
         | {
             name: value
             for part, precision in computed.items()
@@ -133,7 +133,7 @@ def _precision(config: Config) -> Values:
 
 @_translates("model.attn_implementation model.packing")
 def _attention(config: Config) -> Values:
-    """Name the kernel; rows are packed when asked for, or with the kernel that is made for it."""
+    """Write the attention kernel; rows are packed if set, by default with flash attention."""
     kernel = config.model.attn_implementation or "sdpa"
     packed = config.model.packing
     packed = kernel == "flash_attention_2" if packed is None else packed
@@ -164,9 +164,9 @@ def _recompute(config: Config) -> Values:
     "ref.log_prob_max_token_len_per_gpu"
 )
 def _micro_batches(config: Config) -> Values:
-    """Cut by tokens where no size is set, else by the size; log-probs always by tokens.
+    """Micro-batches by tokens if no size is set, else by size; log-probs always by tokens.
 
-    A size without a use is named for them beside an actor's, since verl asks for one then.
+    verl requires a size for log-probs if the actor has one, although it does not use it.
     """
     values: Values = {}
     for name, part in (("actor_rollout_ref.actor", config.actor), ("critic", config.critic)):
@@ -199,7 +199,7 @@ def _clips(config: Config) -> Values:
 
 @_translates("model.lora_rank model.lora_alpha critic.model.lora_alpha")
 def _lora(config: Config) -> Values:
-    """An adapter's sampler loads the weights once; else the trainer sends them all."""
+    """With LoRA the sampler loads the base weights; otherwise the trainer sends all weights."""
     rank = config.model.lora_rank
     return {
         "actor_rollout_ref.model.lora_rank": rank,
@@ -214,7 +214,7 @@ def _lora(config: Config) -> Values:
     "actor.grad_clip critic.grad_clip actor.loss_scale_factor critic.loss_scale_factor"
 )
 def _updates(config: Config) -> Values:
-    """Name the package of each optimizer as well, and its epsilon; and what bounds an update."""
+    """Write each optimizer's package and epsilon, the gradient clipping and the loss scale."""
     impl = {"AdamW": "torch.optim", "AdamW8bit": "bitsandbytes.optim"}
     values: Values = {}
     for name, part in (("actor_rollout_ref.actor", config.actor), ("critic", config.critic)):
@@ -230,14 +230,14 @@ def _updates(config: Config) -> Values:
     "trainer.val_before_train"
 )
 def _validation(config: Config) -> Values:
-    """-1 validates and saves at the end here, and never in verl."""
+    """Translate -1, which means "at the end" in our settings and "never" in verl's."""
     often, has_files = config.trainer.test_freq, bool(config.data.val_files)
     save = config.trainer.save_freq
     return {
         "trainer.test_freq": (NEVER if often == -1 else often) if has_files else -1,
         "trainer.val_before_train": config.trainer.val_before_train and has_files,
         "trainer.save_freq": NEVER if save == -1 else save,
-        # verl wants rows to validate on, even where it never does
+        # verl requires validation rows even if it never validates
         "data.val_files": VAL if has_files else TRAIN,
         "data.val_max_samples": -1 if has_files else 1,
     }
@@ -258,7 +258,7 @@ def _resume(config: Config) -> Values:
     "algorithm.rollout_correction.bypass_mode"
 )
 def _algorithm(config: Config) -> Values:
-    """verl's `reward` has the penalties in it, `score` is what the reward function said."""
+    """verl's `reward` includes penalties; its `score` is the reward function's value."""
     algorithm, correction = config.algorithm, config.algorithm.rollout_correction
     metric = algorithm.filter_groups.metric or "score"
     low, high = correction.rollout_is_threshold_lower, correction.rollout_is_threshold
@@ -276,7 +276,7 @@ def _algorithm(config: Config) -> Values:
 
 @_translates("reward.shaping.overlong_buffer reward.shaping.overlong_penalty")
 def _overlong(config: Config) -> Values:
-    """The penalty of long responses is the dapo manager's, which counts their tokens."""
+    """The penalty of long responses is done by verl's dapo manager, which counts tokens."""
     shaping = config.reward.shaping
     if shaping.overlong_buffer is None:
         return {"reward.reward_manager.name": "naive"}
@@ -292,7 +292,7 @@ def _overlong(config: Config) -> Values:
 
 
 def _as_whole_number(number: float | None) -> float | None:
-    """verl has whole numbers here."""
+    """Return an integral float as int, as verl expects integers."""
     return int(number) if number is not None and float(number).is_integer() else number
 
 
@@ -303,7 +303,7 @@ def _as_whole_number(number: float | None) -> float | None:
     "data.apply_chat_template_kwargs rollout.engine_kwargs.vllm"
 )
 def _others(config: Config) -> Values:
-    """What needs one line: other files and columns, defaults filled in, and free-form groups."""
+    """One-line translations: files, columns, filled-in defaults, and free-form groups."""
     sampler, temperature = "actor_rollout_ref.rollout", config.rollout.val_kwargs.temperature
     template, vllm = config.data.apply_chat_template_kwargs, config.rollout.engine_kwargs.vllm
     warmup = config.trainer.critic_warmup
@@ -317,7 +317,7 @@ def _others(config: Config) -> Values:
         f"{sampler}.val_kwargs.temperature": temperature,
         f"{sampler}.val_kwargs.do_sample": temperature > 0,
         "critic.ppo_mini_batch_size": critic_mini_batch(config),
-        # verl's actor trains from step N on, counted from 1.
+        # verl's actor starts training at step N, counted from 1.
         "trainer.critic_warmup": warmup + 1 if warmup else 0,
         "trainer.default_local_dir": "verl/checkpoints",
         "trainer.logger": ["file", *config.trainer.logger],
@@ -326,53 +326,53 @@ def _others(config: Config) -> Values:
     }
 
 
-# What is verl's own and this bridge needs, whatever the settings.
+# verl's settings that the bridge always needs.
 ALWAYS: Final[Values] = {
     "trainer.rollout_data_dir": "verl/rollouts",
     "reward.custom_reward_function.path": "reward.py",
     "reward.custom_reward_function.name": "compute_score",
     "reward.reward_model.enable": False,
 }
-# Names above whose values are files below the folder.
+# Settings above with a file in the folder as their value.
 FILES: Final = frozenset(
     {"data.train_files", "data.val_files", "trainer.default_local_dir", "trainer.rollout_data_dir",
      "reward.custom_reward_function.path"}
 )  # fmt: skip
-# Of this program's engine: verl does the work in its own way, and results are the same.
+# Settings that only concern our engine: verl works differently with the same results.
 OUR_ENGINE_ONLY: Final = frozenset(
     f"{group}.{name}"
     for group, names in {
         "model": "float32_matmul share_prompts spread_weights",
         "rollout": "num_samplers sleep weight_transfer",
-        "data": "system_prompt",  # is in the rows that are written
+        "data": "system_prompt",  # is in the rows of the folder
         "trainer": "engine node_rank master_addr master_port threads max_restarts worker_timeout "
         "node_timeout max_nonfinite_steps",
     }.items()
     for name in names.split()
 )
-# What verl cannot be told, and what to do: refused unless it has the value given here.
+# Settings that verl does not have: (allowed value, why or what to do instead).
 REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "data.apply_chat_template": (True, "verl always renders with the chat template"),
-    "rollout.stop": ((), "verl's rollout knows no stop strings"),
-    "model.quantization": (None, "verl's FSDP engine holds no weights in 4 bits"),
-    "critic.model.quantization": (None, "verl's FSDP engine holds no weights in 4 bits"),
+    "rollout.stop": ((), "verl's rollout has no stop strings"),
+    "model.quantization": (None, "verl's FSDP engine has no 4-bit weights"),
+    "critic.model.quantization": (None, "verl's FSDP engine has no 4-bit weights"),
     "actor.clip_grad_value": (None, "verl clips by norm only"),
     "critic.clip_grad_value": (None, "verl clips by norm only"),
-    "actor.target_kl": (None, "verl makes all its epochs"),
+    "actor.target_kl": (None, "verl always runs all epochs"),
     "critic.value_loss_coef": (1.0, "verl has none; change critic.optim.lr and critic.grad_clip"),
     "algorithm.whiten_advantages": (True, "verl always whitens them"),
-    "ref.path": (None, "verl's reference is the actor's first weights"),
-    "reward.shaping.missing_eos_penalty": (None, "a reward function of verl is not told"),
-    "reward.shaping.repetition_penalty": (None, "a reward function of verl has no tokens"),
-    "reward.shaping.thought_budget": (None, "a reward function of verl has no tokens"),
-    "reward.shaping.answer_budget": (None, "a reward function of verl has no tokens"),
+    "ref.path": (None, "verl's reference is the initial actor"),
+    "reward.shaping.missing_eos_penalty": (None, "verl's reward functions do not get it"),
+    "reward.shaping.repetition_penalty": (None, "verl's reward functions get no tokens"),
+    "reward.shaping.thought_budget": (None, "verl's reward functions get no tokens"),
+    "reward.shaping.answer_budget": (None, "verl's reward functions get no tokens"),
     "reward.shaping.budget_penalty": (1.0, "it belongs to the budgets of reward.shaping"),
     "reward.shaping.repetition_ngram": (4, "it belongs to reward.shaping.repetition_penalty"),
     "reward.shaping.reward_clip": (None, "scale the parts of a mixture instead"),
     "reward.shaping.normalize": ("off", "scale the parts of a mixture instead (zscore)"),
-    "reward.api.monitor.labels": (None, "a reward function of verl knows no steps"),
+    "reward.api.monitor.labels": (None, "verl's reward functions do not know the step"),
     "reward.api.monitor.labels_every": (50, "it belongs to reward.api.monitor.labels"),
-    "trainer.patience": (None, "verl makes all its steps"),
+    "trainer.patience": (None, "verl always runs all steps"),
     "trainer.num_workers": (None, "verl trains on GPUs only; name them with --n_gpus"),
     "trainer.placement": (None, "verl puts everything on all GPUs, or see trainer.v1.* of verl"),
     "trainer.async_steps": (0, "use verl's own trainer.v1.trainer_mode=separate_async"),
@@ -385,30 +385,31 @@ REFUSED: Final[dict[str, tuple[Any, str]]] = {
 
 @dataclass(frozen=True)
 class VerlOverrides:
-    """The overrides of verl, in order; or what it cannot be told."""
+    """verl's overrides in order; or the problems of settings that it does not have."""
 
     values: Values
     verl_words: tuple[str, ...]
     problems: tuple[str, ...]
 
     def lines(self, folder: Path) -> list[str]:
-        """Return the words after `main_ppo`; files lie below `folder`."""
+        """Return the arguments of `main_ppo`; files are paths in `folder`."""
         below = {k: str(folder / v) if k in FILES else v for k, v in self.values.items()}
         added = {name: "" if name in verl_names() else "++" for name in below}
         return [*(f"{added[k]}{k}={to_hydra(v)}" for k, v in below.items()), *self.verl_words]
 
 
 def build_overrides(config: Config, verl_words: Sequence[str] = ()) -> VerlOverrides:
-    """Write a configuration in verl's words; `theirs` are overrides that only verl knows."""
+    """Translate a config for verl; `verl_words` are overrides of settings that only verl has."""
     values, problems = dict(ALWAYS), list(_find_refusals(config, verl_words))
+    # Our settings one by one: renamed, refused, or left to a writer.
     for key in table():
         value = value_of(config, key)
         if key in REFUSED:
             allowed, reason = REFUSED[key]
             if value != allowed:
-                problems.append(f"{key} {_display(value)} cannot be had on verl: {reason}.")
+                problems.append(f"{key} {_display(value)} is not available on verl: {reason}.")
         elif key in OUR_ENGINE_ONLY or (key.startswith("reward.") and key not in WRITERS):
-            continue  # of this engine, or read by the reward function itself
+            continue  # only for our engine, or read by the reward function
         elif verl_names_by_key()[key] or key in WRITERS:
             values |= {
                 name: value
@@ -417,8 +418,9 @@ def build_overrides(config: Config, verl_words: Sequence[str] = ()) -> VerlOverr
             }
         elif value != table()[key].default:
             problems.append(
-                f"{key} {_display(value)} cannot be had on verl: it has no such setting."
+                f"{key} {_display(value)} is not available on verl: it has no such setting."
             )
+    # Settings that need a function; then verl's other engines; explicit overrides win.
     for write in dict.fromkeys(WRITERS.values()):
         values |= write(config)
     words_by_name = {word.lstrip("+~").partition("=")[0]: word for word in verl_words}
@@ -430,7 +432,7 @@ def build_overrides(config: Config, verl_words: Sequence[str] = ()) -> VerlOverr
 
 
 def _is_computed_by_verl(name: str, value: Any) -> bool:
-    """A number that verl works out by itself where it is not set."""
+    """Whether verl computes an unset number itself."""
     return value is None and name.endswith("optim.total_training_steps")
 
 
@@ -443,7 +445,7 @@ MEGATRON_NAMES: Final = {
 
 
 def _rename_for_engine(values: Values, engine: str) -> Iterator[tuple[str, Any]]:
-    """Leave out what is FSDP's only; Megatron has some of it under names of its own."""
+    """Drop settings that only FSDP has; rename those that Megatron has under other names."""
     for name, value in values.items():
         group, _, leaf = name.rpartition(".")
         sharding = ".fsdp_config" in group or group.startswith("critic.fsdp")
@@ -457,15 +459,15 @@ def _rename_for_engine(values: Values, engine: str) -> Iterator[tuple[str, Any]]
 
 
 def _find_refusals(config: Config, verl_words: Sequence[str]) -> Iterator[str]:
-    """Say what must be named for verl, and what it has not."""
+    """Yield what must be set for verl, and what verl does not support."""
     if not config.trainer.n_gpus_per_node:
         yield "verl trains on GPUs: name how many each node has with --n_gpus 8."
     bare_words = {word.lstrip("+").removeprefix(WRAPPER) for word in verl_words}
     megatron = config.actor.strategy == "megatron" or "actor.strategy=megatron" in bare_words
     if megatron and "model_engine=megatron" not in bare_words:
-        yield "actor.strategy megatron needs verl's own model_engine=megatron beside it."
+        yield "actor.strategy megatron needs verl's own model_engine=megatron as well."
     if config.rollout.name == "hf":
-        yield "rollout.name hf cannot be had on verl, which has vllm, sglang and trtllm."
+        yield "rollout.name hf is not available on verl, which has vllm, sglang and trtllm."
     if any(judge.settings.type == "local" for judge in judges_of(config.reward)):
         yield (
             "reward.api.type local: on verl no GPU is left for a judge. Serve it yourself "
@@ -473,8 +475,8 @@ def _find_refusals(config: Config, verl_words: Sequence[str]) -> Iterator[str]:
         )
     if any(judge.settings.of_the_run for judge in judges_of(config.reward)):
         yield (
-            "reward.api.mode compare cannot be had on verl, which asks for the score of each "
-            "response by itself; use --rm_compare ground_truth, or --rm_mode text."
+            "reward.api.mode compare is not available on verl, which scores each response "
+            "separately; use --rm_compare ground_truth, or --rm_mode text."
         )
     for model in models_of(config.reward):
         if not is_url(model.settings.path or "") and model.settings.device != "cpu":
@@ -488,7 +490,7 @@ def _find_refusals(config: Config, verl_words: Sequence[str]) -> Iterator[str]:
 
 
 def to_hydra(value: Any) -> str:
-    """Write a value so that Hydra's grammar reads the same one."""
+    """Write a value in Hydra's override grammar."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -499,7 +501,7 @@ def to_hydra(value: Any) -> str:
         return "{" + ",".join(f"{k}:{to_hydra(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(to_hydra(v) for v in value) + "]"
-    # A backslash counts only before a quote, and `${` begins an interpolation, in quotes too.
+    # A backslash only escapes a quote, and `${` starts an interpolation even inside quotes.
     text = re.sub(r'(\\*)"', r'\1\1\\"', str(value)).replace("${", r"\${")
     tail = re.search(r"\\*$", text)
     return f'"{text}{tail[0] if tail else ""}"'
@@ -510,7 +512,7 @@ def _display(value: Any) -> str:
 
 
 def is_verl_only(word: str) -> bool:
-    """Whether an override is one that only verl has: it goes there as it stands."""
+    """Whether an override is for a setting that only verl has; it is passed on unchanged."""
     name, equals, value = word.partition("=")
     bare = name.lstrip("+")
     unwrapped = bare.removeprefix(WRAPPER)
@@ -534,7 +536,7 @@ def is_verl_only(word: str) -> bool:
 
 
 def score_columns(config: Config) -> tuple[str, ...]:
-    """Name the parts of a score that stand in verl's extra info by themselves, for all rows."""
+    """Return the parts of a score that are separate columns of verl's extra info in all rows."""
     reward, algorithm = config.reward, config.algorithm
     parts = [part.name for part in mixture_of(reward)]
     if not parts:

@@ -1,14 +1,14 @@
-"""Our rewards as verl's reward function: one server for the whole job, asked by its workers.
+"""Our rewards as verl's reward function: one server for the whole job, called by its workers.
 
-verl holds `reward.num_workers` processes, on all nodes, and each would have limits of its own.
-Here they all ask one named Ray actor on the head node. It holds the reward, so there is one
-limiter, one cache, one budget and one pause for an outage, whatever the number of workers.
+verl runs `reward.num_workers` processes on all nodes, and each would have separate limits. Here
+all call one named Ray actor on the head node, which holds the reward, so there is one limiter, one
+cache, one budget and one pause in an outage.
 
-verl cannot leave a sample out. One that got no verdict is given the mean of the others of its
-prompt, else of all so far, and `failed` says so; what must stop the run is raised, and written
-to `stopped`, which the script of node 0 watches.
+verl cannot leave out a sample. A sample without a verdict gets the mean of the others of its
+prompt, else of all so far, and `failed` marks it. An error that must stop the run is raised, and
+written to the file `stopped`, which the script of node 0 polls.
 
-What verl logged is read back into the run folder, as metrics.jsonl and rollouts/, under our names.
+verl's logs are read back into the run folder as metrics.jsonl and rollouts/, under our names.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from ppo_cli.run_folder import (
 )
 
 NAME = "ppo_cli_reward"
-ROW = "ppo_cli"  # where a row's extra_info holds what verl does not hand on
-KEYS_FILE = ".judge_keys"  # NAME=VALUE a line, until the server has read it; 0600
-STOPPED = "stopped"  # why the run must end
+ROW = "ppo_cli"  # key in extra_info for data that verl does not pass to reward functions
+KEYS_FILE = ".judge_keys"  # lines NAME=VALUE, mode 0600, deleted when the server has read it
+STOPPED = "stopped"  # file with the reason why the run must end
 SCORES, MEASURED = "verl/scores.jsonl", "verl/judge.jsonl"
-MAX_CONCURRENT_CALLS = 100_000  # calls that wait for their score in the server
-QUIET_S = 2.0  # without a new response for so long, those that failed are dealt with
-# Parts that are scaled by their step wait for all of it, as verl's samplers may pause.
+MAX_CONCURRENT_CALLS = 100_000  # concurrent calls of the server
+QUIET_S = 2.0  # without a new response, before the round is closed and failures are imputed
+# Longer for parts that are scaled over a whole step: verl's samplers may pause.
 QUIET_MIXED_S = 30.0
 HEAD = "node:__internal_head__"  # Ray's name for the first node
 
@@ -57,7 +57,7 @@ Function = Callable[..., Awaitable[dict[str, Any]]]
 
 
 def reward_function(folder: Path, where: str) -> Function:
-    """Return the function that verl's reward workers call; `where` is where files lie."""
+    """Return verl's reward function; relative paths in the settings start at `where`."""
     server: Any = None
 
     async def compute_score(
@@ -80,7 +80,7 @@ def reward_function(folder: Path, where: str) -> Function:
 
 
 def _connect_server(folder: Path, where: str) -> Any:
-    """Return the job's server; whoever asks first makes it, on the head node if that is known."""
+    """Return the job's server; the first caller starts it, on the head node if there is one."""
     import ray
 
     at_head = {HEAD: 0.001} if HEAD in ray.cluster_resources() else {}
@@ -92,7 +92,7 @@ def _connect_server(folder: Path, where: str) -> Any:
 
 
 class RewardServer:
-    """Holds the reward of a job; its methods run on one event loop."""
+    """The Ray actor with the reward of a job; all its methods run on one event loop."""
 
     def __init__(self, folder: str, where: str) -> None:
         self._folder = Path(folder)
@@ -108,9 +108,9 @@ class RewardServer:
         self._watching: asyncio.Task[None] | None = None
         self._reward: Reward | None = None
         (self._folder / SCORES).parent.mkdir(exist_ok=True)
-        # No fsync for each line: it would hold up all that are waiting.
+        # No fsync per line: it would delay all waiting calls.
         self._scores = (self._folder / SCORES).open("a", encoding="utf-8", buffering=1)
-        # Only the server needs the judges' own libraries.
+        # Only the server imports the judges' libraries.
         from ppo_cli.rewards.registry import build_reward
 
         try:
@@ -123,11 +123,12 @@ class RewardServer:
             self._stop(error)
 
     async def score(self, row: str, response: str) -> dict[str, Any]:
-        """Score one response to a row, as verl takes it: the same keys for every sample."""
+        """Score one response for verl; the result has the same keys for every sample."""
         self._raise_if_stopped()
         assert self._reward is not None
         if self._watching is None:
             self._watching = asyncio.create_task(self._settle_when_quiet())
+        # Submit, and end the round when the step's batch is complete.
         prompt, split = decode_row(row)
         self._begin_round(split)
         rollout = Rollout(prompt, self._samples[prompt.uid], (), np.empty(0, np.float32),
@@ -138,6 +139,7 @@ class RewardServer:
         self._last = time.monotonic()
         if split == "train" and self._trained % self._step_size == 0:
             self._settle()
+        # An error of the reward stops the whole run; a failed score is imputed.
         try:
             score = await future
         except PpoError as error:
@@ -151,7 +153,7 @@ class RewardServer:
         return answer
 
     def _begin_round(self, split: str) -> None:
-        """A round is of one split; a step of training is as many responses as verl's batch."""
+        """Start a round when the split changes, or after as many responses as verl's batch has."""
         if split != self._split:
             self._settle()
             self._split = split
@@ -167,7 +169,7 @@ class RewardServer:
         self._trained += 1
 
     async def _settle_when_quiet(self) -> None:
-        """Settle what waits once nothing new has come for a while."""
+        """End the round when no new response has arrived for a while."""
         while True:
             await asyncio.sleep(0.2)
             if self._open and time.monotonic() - self._last > self._quiet_s:
@@ -194,7 +196,7 @@ class RewardServer:
 
 
 def read_and_delete_keys(folder: Path) -> dict[str, str]:
-    """Return the keys that node 0's script left for this process alone, and delete their file."""
+    """Return the keys in the file from node 0's script, and delete the file."""
     path = folder / KEYS_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     path.unlink(missing_ok=True)
@@ -202,7 +204,7 @@ def read_and_delete_keys(folder: Path) -> dict[str, str]:
 
 
 class ScoreImputation:
-    """What was scored so far, for samples that could not be scored."""
+    """Replaces failed scores by means of the scores so far."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = ("score", *names)
@@ -210,11 +212,11 @@ class ScoreImputation:
         self._of_prompt: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def start_step(self) -> None:
-        """Begin another step: its groups are others."""
+        """Start a step: its prompt groups are new."""
         self._of_prompt.clear()
 
     def fill(self, uid: str, score: Score) -> dict[str, Any]:
-        """Return a score for verl; `imputed` says that the value is a mean of other samples."""
+        """Return a score for verl; `imputed` marks a value that is a mean of other samples."""
         raw = {name: part.raw for name, part in score.parts.items()} | {"score": score.value}
         values: dict[str, float] = {}
         put_in = False
@@ -245,7 +247,7 @@ class ScoreImputation:
 
 
 def score_line(rollout: Rollout, score: Score) -> dict[str, Any]:
-    """What a line of scores.jsonl has beside what verl was told: to be joined with its dump."""
+    """The fields of a line in scores.jsonl that verl does not get; joined with its dump later."""
     prompt = rollout.prompt
     parts = {name: {"raw": p.raw, "scaled": p.scaled} for name, p in score.parts.items()}
     return {
@@ -257,7 +259,7 @@ def score_line(rollout: Rollout, score: Score) -> dict[str, Any]:
 
 
 def read_prompts(folder: Path) -> list[Prompt]:
-    """Return the prompts that verl trains on, and those that it validates on."""
+    """Return verl's training and validation prompts."""
     import pyarrow.parquet as pq
 
     rows: list[str] = []
@@ -269,7 +271,7 @@ def read_prompts(folder: Path) -> list[Prompt]:
 
 
 def encode_row(prompt: Prompt, split: str) -> str:
-    """Write all that scoring needs of a prompt, for a row's extra_info."""
+    """Encode everything that scoring needs of a prompt, for a row's extra_info."""
     messages = [dict(message) for message in prompt.messages]
     return json.dumps(
         {
@@ -282,14 +284,14 @@ def encode_row(prompt: Prompt, split: str) -> str:
 
 
 def decode_row(row: str) -> tuple[Prompt, str]:
-    """Read what `row_of` wrote: the prompt, and whether it is of train or val."""
+    """Decode a text of `encode_row`: the prompt and its split, train or val."""
     fields = json.loads(row)
     split = fields.pop("split")
     messages = tuple(fields.pop("messages"))
     return Prompt(**fields, messages=messages, rendered="", token_ids=()), split
 
 
-# verl's name of a metric -> ours; the others keep theirs.
+# verl's metric name -> ours; other metrics keep verl's name.
 NAMES: Final = {
     "critic/score/mean": "reward_mean", "critic/score/max": "reward/max",
     "critic/score/min": "reward/min", "actor/reward_kl_penalty": "kl_divergence",
@@ -303,23 +305,25 @@ NAMES: Final = {
     "timing_s/update_actor": "time/update_actor_s",
     "timing_s/update_critic": "time/update_critic_s",
 }  # fmt: skip
-LOGS: Final = "verl/metrics_*.jsonl"  # a file for each start, by its time
+LOGS: Final = "verl/metrics_*.jsonl"  # one file per start, named by its time
 DUMPS: Final = "verl/rollouts"
 
 
 def read_back(folder: Path) -> tuple[int, int]:
-    """Write metrics.jsonl and rollouts/ anew; returns how many steps and responses there are.
+    """Rewrite metrics.jsonl and rollouts/ from verl's logs; returns counts of steps and responses.
 
-    Raises DataError for a folder in which verl has not logged anything.
+    Raises DataError if verl has not logged anything in the folder.
     """
     if not (folder / "overrides").exists():
-        raise DataError(f"{folder} is no folder of `ppo bridge verl`: it has no file overrides.")
+        raise DataError(f"{folder} is not a folder of `ppo bridge verl`: it has no file overrides.")
     steps = {int(line["step"]): line for line in _metric_lines(folder)}
     if not steps:
         raise DataError(f"{folder}: verl has not logged a step yet ({LOGS} has none).")
     replace_lines(folder / METRICS_FILE, [steps[number] for number in sorted(steps)])
     scores: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for line in reversed(read_lines(folder / SCORES)):  # of equal ones the first is taken first
+    for line in reversed(
+        read_lines(folder / SCORES)
+    ):  # reversed, so that pop() takes the earliest of equal responses
         scores[line["response"], _truth(line)].append(line)
     count = 0
     for dump in sorted((folder / DUMPS).glob("*.jsonl"), key=lambda path: int(path.stem)):
@@ -330,7 +334,7 @@ def read_back(folder: Path) -> tuple[int, int]:
 
 
 def _metric_lines(folder: Path) -> Iterator[dict[str, Any]]:
-    """Give each step as our line; a later start has the last word on a step."""
+    """Yield the metrics of each step under our names; later starts come last and win."""
     measured: dict[int, dict[str, Any]] = defaultdict(dict)
     for line in read_lines(folder / MEASURED):
         measured[line["step"]] |= line
@@ -347,7 +351,7 @@ def _truth(line: dict[str, Any]) -> str:
 def _rollout_line(
     dumped: dict[str, Any], scores: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Return a response of verl's dump with what our reward said of it, where it was asked."""
+    """Return a response of verl's dump with our score, parts and facts, if we scored it."""
     truth = str(dumped.get("gts") or "")
     line = {
         "step": dumped["step"], "uid": dumped.get("uid", ""), "sample": 0,
@@ -361,6 +365,6 @@ def _rollout_line(
     copied = ("uid", "sample", "prompt", "ground_truth", "data_source", "reason", "failure")
     line |= {name: scored[name] for name in copied}
     line |= {"parts": scored["own_parts"], **scored["facts"]}
-    if scored["failed"]:  # what verl learnt from was put in
+    if scored["failed"]:  # verl trained on an imputed value
         line |= {"score": None, "imputed": scored["score"]} if scored["own_score"] is None else {}
     return line

@@ -1,6 +1,6 @@
-"""`ppo reward fit`: fits a reward model to pairs; keeps the best by held-out accuracy.
+"""`ppo reward fit`: fit a reward model to preference pairs, keep the best by held-out accuracy.
 
-The folder of a fitted model is written whole or not at all.
+The folder of a fitted model is written atomically.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ RECORD_FILE = "fit.json"
 
 
 class ModelFolder:
-    """Where the best model so far lies; refuses at once a place that it must not take."""
+    """The folder of the best model so far; ConfigError at once if it must not be written."""
 
     def __init__(self, out: Path, *, overwrite: bool = False) -> None:
         refuse_out(out)
@@ -76,12 +76,12 @@ class ModelFolder:
         if self._place.is_dir() and any(self._place.iterdir()):
             if not (self._place / RECORD_FILE).exists():
                 raise ConfigError(
-                    f"--out {self.path} holds files that no fit wrote, and a fit replaces the "
+                    f"--out {self.path} has files that no fit wrote, and a fit replaces the "
                     "whole folder. Name another folder."
                 )
             if not overwrite:
                 raise ConfigError(
-                    f"--out {self.path} holds a fitted model already. Name another folder, or "
+                    f"--out {self.path} already has a fitted model. Name another folder, or "
                     "replace the model with --overwrite."
                 )
         parent = next(p for p in self._place.parents if p.exists())
@@ -89,7 +89,7 @@ class ModelFolder:
             raise ConfigError(f"--out {self.path}: the folder {parent} cannot be written.")
 
     def write(self, save: Callable[[Path], object], record: Mapping[str, Any]) -> None:
-        """Put what `save` writes into a folder, and the record, in the place of what was there."""
+        """Replace the folder by what `save` writes, plus the record."""
         try:
             self._place.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self._place) as fresh:
@@ -103,7 +103,7 @@ class ModelFolder:
             ) from error
 
     def finish(self, record: Mapping[str, Any]) -> None:
-        """Replace the record of the model that lies there."""
+        """Replace the record of the saved model."""
         _write_record(self._place, record)
 
 
@@ -114,13 +114,14 @@ def _write_record(folder: Path, record: Mapping[str, Any]) -> None:
         )
 
 
-STEP_LINES = 20  # lines about steps in a fit
-MEASUREMENTS = 4  # times that the held-out pairs are scored, besides at the start
+STEP_LINES = 20  # log lines about steps in a fit
+MEASUREMENTS = 4  # on the held-out pairs, after the one at the start
 
 
 def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
-    """Fit and save; returns the record that lies beside the model. Interrupted: see there."""
+    """Fit and save a model; returns the record in its folder. Interrupted after a signal."""
     require_gpus(len(list_gpus()[:1]))
+    # Check the folder and the data before the model is loaded.
     folder = ModelFolder(settings.out, overwrite=settings.overwrite)
     split, dropped = read_split(settings, screen)
     recipe = settings.recipe
@@ -129,6 +130,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
         lambda other: with_path(settings.model, str(other)),
     )
     set_matmul_library(matmul_library(None))
+    # Load the model, ready for training.
     network = load_to_fit(
         model_folder(settings.model),
         compute=Compute.choose(recipe.dtype),
@@ -137,6 +139,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
         template=settings.template,
         max_length=settings.max_length,
     )
+    # Encode both sides in the format that will score with the model later.
     form = unlimited_format(network.tokenizer, settings.model)
     sides: list[tuple[EncodedPair, ...]] = []
     with screen.phase("encode", len(split.train) + len(split.held_out)) as advance:
@@ -151,18 +154,18 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
 
 
 def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, Counter[str]]:
-    """Read the pairs and set the held-out ones apart; also count what was dropped and why."""
+    """Read and split the pairs; also return how many were dropped, by reason."""
     loaded = load_pairs(settings.data, skip_bad_rows=settings.skip_bad_rows)
     show_notes(screen, loaded.notes)
     if not loaded.pairs:
-        raise DataError("No usable pair is left in --data.")
+        raise DataError("--data has no usable pairs.")
     dropped = Counter(loaded.dropped)
     if not settings.val_data:
         return split_by_prompt(loaded.pairs, settings.val_share, settings.recipe.seed), dropped
     held_out = load_pairs(settings.val_data, skip_bad_rows=settings.skip_bad_rows)
     show_notes(screen, held_out.notes)
     if not held_out.pairs:
-        raise DataError("No usable pair is left in --val_data.")
+        raise DataError("--val_data has no usable pairs.")
     split = exclude_held_out(loaded.pairs, held_out.pairs)
     if shared := len(loaded.pairs) - len(split.train):
         screen.note(f"{plural(shared, 'pair')} left out: the prompt is in --val_data too.")
@@ -171,7 +174,7 @@ def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, Counter[st
 
 
 class Fit:
-    """The run itself: steps, measures, keeps, stops."""
+    """A running fit: trains, measures, saves the best, handles signals."""
 
     def __init__(
         self,
@@ -196,7 +199,7 @@ class Fit:
         self._history: list[dict[str, float]] = []
 
     def run(self) -> dict[str, Any]:
-        """Do all steps, or as many as a signal allows; the best model lies in the folder."""
+        """Run all steps, or stop after a signal; the best model is saved in the folder."""
         recipe = self._settings.recipe
         show_notes(self._screen, self._network.notes)
         size = self._network.size()
@@ -211,11 +214,12 @@ class Fit:
             self._before = self._measure()
             if not math.isfinite(self._before.loss):
                 raise ModelError(
-                    f"{self._settings.model} gives scores that are not finite: its weights are "
+                    f"{self._settings.model} gives scores that are not finite: its weights may be "
                     "damaged, or --dtype is too small for it."
                 )
             self._screen.note(self._figures_line(self._before))
             self._train_steps(stop.reason)
+        # A stop before the first measurement has nothing to save.
         reason = stop.reason()
         if reason and self._best is None:
             raise Interrupted(
@@ -226,8 +230,8 @@ class Fit:
         if reason and self._best:
             raise Interrupted(
                 f"{self._stop_text(reason)} {self._folder.path} holds the best model so far (step "
-                f"{self._best_step}, held-out accuracy {self._best.accuracy:.3f}), whole and ready "
-                "for --reward_model. A fit does not go on from there: for all of it run the same "
+                f"{self._best_step}, held-out accuracy {self._best.accuracy:.3f}), complete and "
+                "ready for --reward_model. A fit cannot continue from it: run the same "
                 "command with --overwrite."
             )
         return record
@@ -261,7 +265,7 @@ class Fit:
             self._measure_and_save()
 
     def _measure_and_save(self) -> None:
-        """Measure on the held-out pairs, and save when it is the best so far."""
+        """Measure on the held-out pairs, and save the model if it is the best so far."""
         figures = self._measure()
         self._history.append({"step": self._step, **asdict(figures)})
         better = math.isfinite(figures.loss) and figures.better_than(self._best)
@@ -311,6 +315,6 @@ class Fit:
 
 
 def show_notes(screen: Screen, notes: Sequence[str]) -> None:
-    """Show remarks."""
+    """Print notes."""
     for note in notes:
         screen.note(note)

@@ -1,9 +1,9 @@
-"""Preference pairs: read from files and hub sets, held out by prompt, encoded for the model.
+"""Preference pairs: read from files and hub datasets, split by prompt, encoded for the model.
 
-Three shapes of a pair, told apart row by row: `prompt` with `chosen` and `rejected`; two message
+A pair has one of three shapes, detected per row: `prompt` with `chosen` and `rejected`; two message
 lists that share all but the last message; two transcripts that share all but the last reply. A
-file of scored responses (`prompt`, `response`, `score`) is turned into pairs. They become tokens in
-exactly the format by which the model will score later.
+file of scored responses (`prompt`, `response`, `score`) is turned into pairs. They are tokenised in
+exactly the format in which the model will score later.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ppo_cli.rewards.models.formats import ControlToken, format_for
 Messages = tuple[Message, ...]
 RESPONSE, SCORE = "response", "score"
 CHOSEN, REJECTED, PROMPT, MARGIN = "chosen", "rejected", "prompt", "margin"
-PROBLEMS_SHOWN = 5
+PROBLEMS_SHOWN = 5  # in an error message
 PAIR_SHAPES = (
     'A pair is {"prompt": text or messages, "chosen": reply, "rejected": reply}; without a '
     "`prompt`, chosen and rejected are whole message lists, or whole transcripts "
@@ -63,18 +63,18 @@ class Pair:
 
     @property
     def prompt_id(self) -> str:
-        """The same text for the same prompt."""
+        """A key that is equal for equal prompts."""
         return prompt_key(self.messages)
 
 
 def prompt_key(messages: Sequence[Message]) -> str:
-    """The same text for the same turns."""
+    """Return a key that is equal for messages with equal roles and contents."""
     return json.dumps([[m["role"], m["content"]] for m in messages], ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class PairSet:
-    """The usable pairs of some sources, and how many rows were left out for which reason."""
+    """The usable pairs of all sources, and how many rows were dropped by reason."""
 
     pairs: tuple[Pair, ...]
     notes: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class PairSet:
 
 
 def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSet:
-    """Read all sources; bad rows stop it, all told at once, unless they are to be skipped."""
+    """Read all sources; a DataError lists all bad rows, unless `skip_bad_rows` drops them."""
     pairs: list[Pair] = []
     problems: list[RowProblem] = []
     notes: list[str] = []
@@ -93,6 +93,7 @@ def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSe
         if prompt not in (PROMPT, ""):
             notes.append(f"{raw.source}: the prompt is read from column '{prompt}'.")
         columns = set(names)
+        # Scored responses, else pairs; a missing column is reported for the whole file.
         if prompt and {RESPONSE, SCORE} <= columns and not {CHOSEN, REJECTED} & columns:
             source_pairs, bad, note = pairs_from_scores(raw, prompt)
             notes.append(note)
@@ -106,6 +107,7 @@ def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSe
             source_pairs, bad = read_records(raw, partial(read_pair, prompt=prompt))
         pairs += source_pairs
         problems += bad
+    # Report bad rows, or drop them.
     if problems and not skip_bad_rows:
         rows = len({problem.place for problem in problems})
         lines = [
@@ -114,12 +116,13 @@ def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSe
         ]
         if len(problems) > PROBLEMS_SHOWN:
             lines.append(f"… and {len(problems) - PROBLEMS_SHOWN} more.")
-        way = "Mend them, or leave them out with --skip_bad_rows."
+        way = "Fix them, or leave them out with --skip_bad_rows."
         raise DataError("\n".join([*lines, PAIR_SHAPES, way]))
     dropped: dict[str, int] = {}
     if problems:
         dropped["bad"] = len({problem.place for problem in problems})
         notes.append(f"{plural(dropped['bad'], 'bad row')} left out, such as {problems[0]}.")
+    # A pair of equal texts teaches nothing.
     usable = tuple(pair for pair in pairs if pair.chosen != pair.rejected)
     if len(usable) < len(pairs):
         dropped["equal"] = len(pairs) - len(usable)
@@ -132,9 +135,9 @@ def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSe
 
 
 def pairs_from_scores(raw: Records, prompt: str) -> tuple[list[Pair], list[RowProblem], str]:
-    """Return the pairs of a file of scored responses, its bad rows, and what was found.
+    """Turn scored responses into pairs; returns pairs, bad rows and a note.
 
-    The same text counts once, and equal scores make no pair.
+    Equal texts count once, and equal scores do not form a pair.
     """
     rows, problems = read_records(raw, partial(read_scored, prompt=prompt))
     groups: dict[str, dict[str, tuple[float, Place, Messages]]] = {}
@@ -159,7 +162,7 @@ def pairs_from_scores(raw: Records, prompt: str) -> tuple[list[Pair], list[RowPr
 def read_scored(
     place: Place, record: Record, prompt: str
 ) -> tuple[Place, Messages, str, float | None]:
-    """Read a prompt's messages, a response and its score, None for one that failed; or RowError."""
+    """Read messages, response and score (None if it failed) of a row; RowError if it is bad."""
     refuse_media(record)
     question = read_prompt(record.get(prompt), prompt)
     messages = ({"role": "user", "content": question},) if isinstance(question, str) else question
@@ -174,19 +177,19 @@ def read_scored(
 
 
 def read_pair(place: Place, record: Record, prompt: str) -> Pair:
-    """Turn one record into a pair; whatever is wrong with it is a RowError."""
+    """Turn one record into a pair; RowError if it is bad."""
     refuse_media(record)
     chosen_before, chosen = read_side(record.get(CHOSEN), CHOSEN)
     rejected_before, rejected = read_side(record.get(REJECTED), REJECTED)
     question = read_plain(record.get(prompt), prompt) if prompt else None
     if question is not None:
         messages = read_prompt_column(question, prompt)
-        # A system message may stand in the dialogues and not in the prompt column.
+        # A system message may be in the dialogues but not in the prompt column.
         if len(chosen_before) == len(messages) + 1 and chosen_before[0]["role"] == "system":
             messages = (chosen_before[0], *messages)
         for before, column in ((chosen_before, CHOSEN), (rejected_before, REJECTED)):
             if before and plain_turns(before) != plain_turns(messages):
-                problem = "holds other turns than `prompt` before its reply; they must agree"
+                problem = "has other turns than `prompt` before its reply; they must be equal"
                 raise RowError(column, problem)
     else:
         messages = shared_opening(chosen_before, rejected_before)
@@ -194,7 +197,7 @@ def read_pair(place: Place, record: Record, prompt: str) -> Pair:
 
 
 def read_side(value: Any, column: str) -> tuple[Messages, str]:
-    """Return the turns before a response (none for a bare one) and the response."""
+    """Return the turns before a response (none for a plain text) and the response."""
     plain = read_plain(value, column)
     if isinstance(plain, str):
         if not is_transcript(plain):
@@ -222,29 +225,28 @@ def read_prompt_column(value: Any, column: str) -> Messages:
 
 
 def shared_opening(chosen: Messages, rejected: Messages) -> Messages:
-    """Return the turns that both dialogues share, all but their last."""
+    """Return the turns before the reply, which both dialogues must share."""
     for before, column in ((chosen, CHOSEN), (rejected, REJECTED)):
         if not before:
-            raise RowError(column, "is a reply alone, and the row has no prompt")
+            raise RowError(column, "is only a reply, and the row has no prompt")
     chosen_turns, rejected_turns = plain_turns(chosen), plain_turns(rejected)
     if chosen_turns != rejected_turns:
         same = [a == b for a, b in zip(chosen_turns, rejected_turns, strict=False)]
         first = same.index(False) if False in same else len(same)
         raise RowError(
             REJECTED,
-            f"is another dialogue than `chosen` from turn {first + 1} on; only the last reply may "
-            "differ",
+            f"differs from `chosen` from turn {first + 1} on; only the last reply may differ",
         )
     return read_messages([dict(message) for message in chosen], CHOSEN)
 
 
 def plain_turns(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """Return roles and contents, which is what must agree."""
+    """Return roles and stripped contents, for comparison."""
     return [(str(m["role"]), str(m["content"]).strip()) for m in messages]
 
 
 def read_margin(value: Any) -> float:
-    """Return the margin of a pair, 0 without one."""
+    """Return the margin of a pair, or 0 without one."""
     plain = as_plain(value)
     if plain is None:
         return 0.0
@@ -256,34 +258,35 @@ def read_margin(value: Any) -> float:
 
 
 def plural(number: int, what: str) -> str:
-    """Return `1 pair` or `2 pairs`."""
+    """Return a count with its noun: `1 pair`, `2 pairs`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-MAX_HELD_OUT = 2000
+MAX_HELD_OUT = 2000  # more pairs would hardly make the accuracy more precise
 
 
 @dataclass(frozen=True)
 class Split:
-    """Pairs to train on and pairs to measure on."""
+    """Pairs for training and held-out pairs."""
 
     train: tuple[Pair, ...]
     held_out: tuple[Pair, ...]
 
 
 def split_by_prompt(pairs: Sequence[Pair], share: float, seed: int) -> Split:
-    """Hold out about `share` of the pairs, at most 2000, all pairs of a prompt together."""
+    """Hold out about `share` of the pairs, at most MAX_HELD_OUT; a prompt's pairs stay together."""
     if not 0 < share < 1:
         raise DataError(f"--val_share {share}: give a share between 0 and 1, such as 0.1.")
     prompts = sorted({pair.prompt_id for pair in pairs})
     if len(prompts) < 2:
         raise DataError(
-            f"{len(prompts)} prompt in {len(pairs)} pairs: no part of them can be held out. Give "
+            f"{len(prompts)} prompt in {len(pairs)} pairs: none of them can be held out. Give "
             "pairs of more prompts, or the held-out pairs with --val_data FILE."
         )
     by_prompt: dict[str, int] = dict.fromkeys(prompts, 0)
     for pair in pairs:
         by_prompt[pair.prompt_id] += 1
+    # Take prompts in random order until the share is reached; at least one stays for training.
     random.Random(f"held out {seed}").shuffle(prompts)
     target = min(max(1, round(share * len(pairs))), MAX_HELD_OUT)
     held_out: set[str] = set()
@@ -300,20 +303,22 @@ def split_by_prompt(pairs: Sequence[Pair], share: float, seed: int) -> Split:
 
 
 def exclude_held_out(pairs: Sequence[Pair], held_out: Sequence[Pair]) -> Split:
-    """Leave out of the training every pair whose prompt is in the held-out file."""
+    """Split with given held-out pairs: training pairs with one of their prompts are dropped."""
     prompts = {pair.prompt_id for pair in held_out}
     train = tuple(pair for pair in pairs if pair.prompt_id not in prompts)
     if not train:
-        raise DataError("Every prompt of --data is in --val_data too: nothing is left to train on.")
+        raise DataError(
+            "Every prompt of --data is also in --val_data: no pairs remain for training."
+        )
     return Split(train, tuple(held_out))
 
 
-NO_LIMIT = 10**9
+NO_LIMIT = 10**9  # tokens
 
 
 @dataclass(frozen=True)
 class EncodedPair:
-    """Both samples of a pair."""
+    """Both samples of a pair as tokens."""
 
     chosen: Encoded
     rejected: Encoded
@@ -327,7 +332,7 @@ class EncodedPair:
 
 @dataclass(frozen=True)
 class EncodedSet:
-    """Pairs that fit, and why the others do not: too long, or refused by the chat template."""
+    """Encoded pairs, and messages about the others: too long, or refused by the chat template."""
 
     pairs: tuple[EncodedPair, ...]
     too_long: tuple[str, ...]
@@ -335,9 +340,9 @@ class EncodedSet:
 
 
 def unlimited_format(tokenizer: Any, path: str) -> Format:
-    """Return the format that will score, without its limit: it would cut prompts to fit.
+    """Return the scoring format without its length limit, which would cut prompts to fit.
 
-    Two responses of different length would then be read under different prompts.
+    Cutting would give two responses of different length different prompts.
     """
     return format_for(tokenizer, ModelReward(path=path), NO_LIMIT)
 
@@ -345,7 +350,7 @@ def unlimited_format(tokenizer: Any, path: str) -> Format:
 def encode_pairs(
     form: Format, pairs: Sequence[Pair], max_length: int, advance: Advance
 ) -> EncodedSet:
-    """Encode all pairs; one with a sample that is too long is left out as a whole."""
+    """Encode all pairs; a pair with a sample that is too long is dropped."""
     done: list[EncodedPair] = []
     too_long: list[str] = []
     refused: list[str] = []
@@ -368,7 +373,7 @@ def encode_pairs(
 
 
 def describe_left_out(encoded: EncodedSet, what: str, max_length: int) -> list[str]:
-    """Say how many pairs were left out and why; DataError when none is left."""
+    """Return notes on how many pairs were dropped and why; DataError if none remains."""
     notes = []
     if encoded.refused:
         notes.append(
@@ -380,12 +385,12 @@ def describe_left_out(encoded: EncodedSet, what: str, max_length: int) -> list[s
             f"{max_length} tokens ({encoded.too_long[0]}); --max_length sets the limit."
         )
     if not encoded.pairs:
-        raise DataError("\n".join([f"No usable {what} pair is left.", *notes]))
+        raise DataError("\n".join([f"There is no usable {what} pair.", *notes]))
     return notes
 
 
 def raise_if_unrenderable(encoded: EncodedSet) -> None:
-    """Raise a DataError when the chat template cannot render some pairs."""
+    """Raise DataError if the chat template cannot render some pairs."""
     if not encoded.refused:
         return
     raise DataError(

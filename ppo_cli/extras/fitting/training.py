@@ -1,8 +1,8 @@
-"""The model that is fitted, and the steps of a fit.
+"""The model of a fit, and its training steps.
 
-A decoder with one score, read at the last token of a sample; one without a chat template gets one,
-saved with it, so that scoring uses the same. Then the recipe, the Bradley-Terry loss of pairs,
-updates in micro-batches, evaluation.
+A decoder with one score, read at the last token of a sample. A model without a chat template gets
+one, which is saved with it, so that scoring uses the same. Then the recipe, the Bradley-Terry loss
+of pairs, updates in micro-batches, and evaluation.
 
 Legend: P pairs, B samples, L tokens, H hidden size.
 """
@@ -35,6 +35,7 @@ from ppo_cli.rewards.models.base import Encoded, pad
 from ppo_cli.rewards.models.checkpoint import last_BH
 from ppo_cli.rewards.models.heads import hard_limit, hidden_states
 
+# The format of hh-rlhf transcripts.
 TRANSCRIPT = (
     "{%- for message in messages -%}"
     "{%- set name = {'user': 'Human', 'assistant': 'Assistant'}.get("
@@ -54,7 +55,7 @@ TEMPLATES = {"transcript": TRANSCRIPT, "chatml": CHATML}
 
 
 def set_template(tokenizer: Any, path: str, template: str | None) -> None:
-    """Give the tokenizer the template that was asked for; it must have one in the end."""
+    """Set the tokenizer's chat template, if `template` is given; ModelError if it has none."""
     if template is not None:
         tokenizer.chat_template = read_template(template)
     if not tokenizer.chat_template:
@@ -66,7 +67,7 @@ def set_template(tokenizer: Any, path: str, template: str | None) -> None:
 
 
 def read_template(template: str) -> str:
-    """Return the text of a template: by name, as text, or from a file."""
+    """Return the text of a template, given by name, as text, or as a file."""
     if template in TEMPLATES:
         return TEMPLATES[template]
     text = template
@@ -83,20 +84,20 @@ def read_template(template: str) -> str:
             raise ModelError(f"--template {template} cannot be read as text ({error}).") from error
     if "messages" not in text:
         raise ModelError(
-            f"--template {template} does not name `messages`: it is no Jinja chat template."
+            f"--template {template} does not name `messages`: it is not a Jinja chat template."
         )
     return text
 
 
-DEFAULT_MAX_LENGTH = 2048
+DEFAULT_MAX_LENGTH = 2048  # tokens of a sample
 PAD_TOKEN = "<|pad|>"
 
 
 @dataclass
 class ScoreNetwork:
-    """A sequence classifier with one row; with a frozen body, what it says is kept.
+    """A sequence classifier with one output; a frozen body's hidden states are cached.
 
-    `max_length` is the most tokens of a sample; `notes` are for the user.
+    `max_length` is the token limit of a sample; `notes` are for the user.
     """
 
     module: Any
@@ -109,9 +110,10 @@ class ScoreNetwork:
     _cached_hidden: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def score_samples(self, samples: Sequence[Encoded]) -> Tensor:
-        """Score samples of any length, (B,) in float32."""
+        """Score samples of any length: (B,) in float32."""
         if not self.frozen:
             return self._head(self._read_BH(samples))
+        # The body does not change: compute each sample's last hidden state once.
         fresh = {s.ids: s for s in samples if s.ids not in self._cached_hidden}
         if fresh:
             with torch.no_grad():
@@ -132,7 +134,7 @@ class ScoreNetwork:
         return scores
 
     def size(self) -> int:
-        """How many numbers the model has."""
+        """The number of parameters."""
         return sum(p.numel() for p in self.module.parameters())
 
 
@@ -145,7 +147,7 @@ def load_to_fit(
     template: str | None = None,
     max_length: int | None = None,
 ) -> ScoreNetwork:
-    """Load a causal LM, or a reward model to go on from, ready to be fitted."""
+    """Load a causal LM, or a reward model to continue from, ready for fitting."""
     tokenizer = load_tokenizer(path)
     set_template(tokenizer, path, template)
     model, fresh = load_classifier(path)
@@ -158,12 +160,12 @@ def load_to_fit(
     model.to(compute.device)
     model.eval()
     longest = choose_max_length(model.config, tokenizer, max_length)
-    notes = () if fresh else (f"{path} has a score head already: the fit goes on from it.",)
+    notes = () if fresh else (f"{path} already has a score head: the fit continues from it.",)
     return ScoreNetwork(model, compute, tokenizer, longest, pad, frozen, notes)
 
 
 def load_classifier(path: str) -> tuple[Any, bool]:
-    """Load a sequence classifier with one row, and tell whether its head is a fresh one."""
+    """Load a sequence classifier with one output; also return whether its head is new."""
     config = load_config(path, "--model", False)
     config.num_labels = 1
     config.id2label, config.label2id = {0: "score"}, {"score": 0}
@@ -180,14 +182,14 @@ def load_classifier(path: str) -> tuple[Any, bool]:
             f"{path} ({type(model).__name__}) has no plain `score` head; give --model a causal "
             "language model."
         )
-    # The head of a value model says something else; its bias is one tensor too many.
+    # `fresh` lists missing tensors: a value model's head is not a score head and is replaced.
     return model, bool(fresh)
 
 
 def start_head(head: nn.Linear, generator: torch.Generator, *, zero: bool) -> None:
-    """Start at zero where the head alone is trained, else at a small random direction.
+    """Initialise the head: zero if only the head is trained, else a small random direction.
 
-    A zero head would pass no gradient to the body in the first step, and a tiny one later.
+    A zero head would pass no gradient to the body in the first step, and tiny ones later.
     """
     with torch.no_grad():
         head.weight.zero_()
@@ -199,7 +201,7 @@ def start_head(head: nn.Linear, generator: torch.Generator, *, zero: bool) -> No
 
 
 def choose_pad(tokenizer: Any, model: Any) -> int:
-    """Give tokenizer and model a pad token that ends no sample: pooling looks for the pads."""
+    """Give tokenizer and model a pad token other than the end token; returns its id."""
     if pad_token_id(tokenizer) == tokenizer.eos_token_id:
         unused = tokenizer.unk_token
         usable = unused is not None and unused not in (tokenizer.eos_token, tokenizer.bos_token)
@@ -207,6 +209,7 @@ def choose_pad(tokenizer: Any, model: Any) -> int:
             tokenizer.pad_token = unused
         else:
             tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
+    # Some models have spare embedding rows; others need one more for the pad token.
     rows = model.get_input_embeddings().weight.shape[0]
     if tokenizer.pad_token_id >= rows:
         model.resize_token_embeddings(tokenizer.pad_token_id + 1, mean_resizing=False)
@@ -217,25 +220,25 @@ def choose_pad(tokenizer: Any, model: Any) -> int:
 
 
 def choose_max_length(config: Any, tokenizer: Any, max_length: int | None) -> int:
-    """Return the most tokens of a sample: what was asked for, within what the model can read."""
+    """Return the token limit of a sample: `max_length`, or a default within the model's limit."""
     made_for = hard_limit(config, tokenizer)
     if max_length is not None and max_length > made_for:
-        raise ModelError(f"--max_length {max_length}: the model was made for {made_for} tokens.")
+        raise ModelError(f"--max_length {max_length}: the model reads at most {made_for} tokens.")
     return int(max_length or min(DEFAULT_MAX_LENGTH, made_for))
 
 
-SMALL_MODEL = 10_000_000
+SMALL_MODEL = 10_000_000  # parameters, below which a model takes the rate of a head
 HEAD_LR, SMALL_LR, USUAL_LR = 1e-3, 1e-3, 1e-5
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the weights are trained; ranges are those of the flags of `ppo reward fit`."""
+    """Training settings of a fit; the flags of `ppo reward fit` define their ranges."""
 
     epochs: int = 1
     max_steps: int | None = None  # unset: all of the epochs
-    lr: float | None = None  # unset: chosen by what is trained
-    warmup: float = 0.05  # share of the steps with a rising rate
+    lr: float | None = None  # unset: see choose_lr
+    warmup: float = 0.05  # share of the steps with a rising learning rate
     weight_decay: float = 0.01
     grad_clip: float = 1.0  # 0: no limit
     batch_size: int = 32  # pairs
@@ -248,7 +251,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class FitSettings:
-    """Files in, folder out, and the recipe between them."""
+    """All settings of a fit: input files, output folder, recipe."""
 
     data: tuple[str, ...]
     model: str
@@ -263,7 +266,7 @@ class FitSettings:
 
 
 def choose_lr(recipe: Recipe, parameters: int) -> float:
-    """Return the learning rate asked for, or one that suits what is trained."""
+    """Return the recipe's learning rate, or a default by model size and frozen body."""
     if recipe.lr is not None:
         return recipe.lr
     if recipe.freeze_body:
@@ -276,7 +279,7 @@ def pair_losses(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor, center: 
 
     The first term is the negative log-likelihood of Bradley & Terry (1952), as in eq. 1 of
     Ouyang et al. 2022 (arXiv 2203.02155), with the margin of Touvron et al. 2023 (2307.09288).
-    The second keeps scores around 0 (Eisenstein et al. 2023, 2312.09244): the first does not
+    The second keeps scores around 0 (Eisenstein et al. 2023, 2312.09244), as the first does not
     change when all scores of a prompt move together.
     """
     losses_P = -F.logsigmoid(chosen_P - rejected_P - margin_P)
@@ -296,7 +299,7 @@ class Figures:
     std: float
 
     def better_than(self, other: Figures | None) -> bool:
-        """Higher accuracy; on a tie, the lower loss."""
+        """Whether accuracy is higher, or equal with a lower loss."""
         return other is None or (self.accuracy, -self.loss) > (other.accuracy, -other.loss)
 
 
@@ -304,8 +307,9 @@ class Figures:
 def measure(
     network: ScoreNetwork, pairs: Sequence[EncodedPair], batch_tokens: int, advance: Advance
 ) -> Figures:
-    """Score every pair and sum up; the loss is the plain one, without centring."""
+    """Score all pairs and return their figures; the loss is without centring."""
     samples = [s for pair in pairs for s in (pair.chosen, pair.rejected)]
+    # Micro-batches group samples of similar length; `group` holds positions in `samples`.
     scores_B = torch.empty(len(samples))
     lengths = [len(s.ids) for s in samples]
     for group in plan_micro_batches(lengths, Budget(batch_tokens)):
@@ -316,7 +320,7 @@ def measure(
 
 
 def summarise_pairs(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor) -> Figures:
-    """Sum up scores; a tie counts half in the accuracy."""
+    """Compute the figures of scored pairs; a tie counts half in the accuracy."""
     chosen_P, rejected_P = chosen_P.double(), rejected_P.double()
     all_B = torch.cat([chosen_P, rejected_P])
     right_P = (chosen_P > rejected_P).double() + 0.5 * (chosen_P == rejected_P).double()
@@ -329,7 +333,7 @@ def summarise_pairs(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor) -> F
     )
 
 
-MAX_NONFINITE_STEPS = 5
+MAX_NONFINITE_STEPS = 5  # in a row, before the fit ends
 
 
 OUT_OF_MEMORY_ADVICE = (
@@ -340,7 +344,7 @@ OUT_OF_MEMORY_ADVICE = (
 
 @dataclass(frozen=True)
 class FitStep:
-    """What a step came to, before its update."""
+    """The figures of a step, before its update."""
 
     figures: Figures
     loss: float  # with centring
@@ -349,12 +353,12 @@ class FitStep:
 
 
 class Trainer:
-    """Holds what changes from step to step."""
+    """Runs training steps: holds the optimizer and the count of skipped steps."""
 
     def __init__(self, network: ScoreNetwork, recipe: Recipe, lr: float, total_steps: int) -> None:
         self.network = network
         self._recipe = recipe
-        # Both samples of a pair lie in a micro-batch: the loss couples them.
+        # Both samples of a pair are in one micro-batch, because the loss couples them.
         self._budget = Budget(
             max(1, recipe.batch_tokens // 2), too_long_advice=OUT_OF_MEMORY_ADVICE
         )
@@ -372,7 +376,8 @@ class Trainer:
         )  # fmt: skip
 
     def step(self, number: int, pairs: Sequence[EncodedPair]) -> FitStep:
-        """Do step `number`, counted from 0; one that is not finite changes nothing."""
+        """Run step `number`, counted from 0; a step that is not finite changes no weights."""
+        # Gradient, then clipped update with the scheduled rate.
         self._optimizer.set_progress(number)
         self._optimizer.zero_grad()
         chosen_P, rejected_P = self._backward(pairs)
@@ -390,7 +395,7 @@ class Trainer:
         return FitStep(summarise_pairs(chosen_P, rejected_P, margin_P), loss, norm, updated)
 
     def _backward(self, pairs: Sequence[EncodedPair]) -> tuple[Tensor, Tensor]:
-        """Leave the gradient of the mean loss; returns the scores."""
+        """Accumulate the gradient of the mean loss; returns the scores."""
         scores = torch.empty(2, len(pairs))
 
         def work(group: Sequence[int], last: bool) -> None:
@@ -411,7 +416,7 @@ class Trainer:
 
 
 def count_steps(pairs: int, recipe: Recipe) -> int:
-    """Return how many steps a fit has."""
+    """Return the number of steps of a fit."""
     all_steps = recipe.epochs * -(-pairs // recipe.batch_size)
     return min(all_steps, recipe.max_steps) if recipe.max_steps else all_steps
 
@@ -419,7 +424,7 @@ def count_steps(pairs: int, recipe: Recipe) -> int:
 def iterate_batches(
     pairs: Sequence[EncodedPair], recipe: Recipe, total_steps: int
 ) -> Iterator[list[EncodedPair]]:
-    """Yield the pairs of each step, every epoch in a seeded order of its own."""
+    """Yield the pairs of each step; each epoch has its own seeded order."""
     done, epoch = 0, 0
     while done < total_steps:
         order = list(range(len(pairs)))

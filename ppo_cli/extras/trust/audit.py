@@ -1,7 +1,7 @@
 """Audits a reward before training: a list of checks, each passed or failed.
 
-All responses are scored in one go, past the filter for empty responses, so that the judge and
-its prompt are what is tested; the filter has a check of its own.
+All responses are scored in one round without the filter for empty responses, so that the judge and
+its prompt are tested; the filter has a separate check.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from ppo_cli.scoring.sources import (
     verdicts_per_response,
 )
 
-SECRET = "7391-ppo-cli-5528"
+SECRET = "7391-ppo-cli-5528"  # a ground truth that no response contains by chance
 
 
 @dataclass(frozen=True)
 class Check:
-    """One question to a reward; `passed` is None when it could not be asked."""
+    """The result of one check; `passed` is None if it could not run. `said` is a sentence."""
 
     name: str
     passed: bool | None
@@ -72,18 +72,18 @@ class Check:
 def check_judge(
     template: Template | None, api: ApiReward | None, items: Sequence[Item], *, judges: int
 ) -> list[Check]:
-    """Check request and gate, where there is exactly one judge."""
+    """Check the request and the gate, if the reward has exactly one judge."""
     if template is None or api is None:
-        several = f"there are {judges} judges; audit each by itself" if judges > 1 else ""
+        several = f"there are {judges} judges; audit each separately" if judges > 1 else ""
         return [
-            Check("ground truth in the request", None, several or "only a judge gets a request"),
+            Check("ground truth in the request", None, several or "only a judge has a request"),
             Check("content-free gate", None, several or "only a judge has one"),
         ]
     return [_check_rendering(template, api, items[0]), _check_gate(api, items)]
 
 
 def _check_rendering(template: Template, api: ApiReward, item: Item) -> Check:
-    """What a response says about variables must stay letters in the request."""
+    """A response that names template variables must not be filled in."""
     name = "ground truth in the request"
     extra_info = {**item.prompt.extra_info, "answer": SECRET}
     prompt = user_prompt("leak", item.prompt.text, SECRET, "", extra_info)
@@ -118,23 +118,23 @@ def _check_gate(api: ApiReward, items: Sequence[Item]) -> Check:
     real = [i for i in items if i.good and no_content_reason(i.prompt.text, i.good) is not None]
     if real:
         worst = {"sent": shorten(real[0].good), "got": no_content_reason(text, real[0].good)}
-        return Check(name, False, "it stops an answer that is a good one", worst, cases)
-    summary = f"{len(cases) - len(open_to)} of {len(cases)} empty replies stop before the judge"
+        return Check(name, False, "it rejects a good answer", worst, cases)
+    summary = f"{len(cases) - len(open_to)} of {len(cases)} empty replies do not reach the judge"
     return Check(name, not open_to, summary, open_to[0] if open_to else None, cases)
 
 
-MAX_REPEAT_GAP = 0.25  # the most by which two verdicts on one response may differ
+MAX_REPEAT_GAP = 0.25  # allowed difference of two verdicts on one response
 WORKED_CASES = "worked cases"
 GOOD_AGAINST_BAD = "right against wrong"
-TOLERANCES = {GOOD_AGAINST_BAD: 0.1}  # share of good answers that may fail to beat the bad one
-MAX_UNREADABLE = 0.05
-REPEATED_RESPONSES = 6  # responses that are asked about twice
+TOLERANCES = {GOOD_AGAINST_BAD: 0.1}  # share of failing trials that is allowed
+MAX_UNREADABLE = 0.05  # share of replies without a score
+REPEATED_RESPONSES = 6  # responses that get two verdicts
 
 
 def open_without_gate(
     settings: RewardSettings, items: Sequence[Item], watch: Callbacks
 ) -> AbstractContextManager[Reward]:
-    """The reward without the content-free gate of its judges."""
+    """Open the reward with the content-free gate of its judges turned off."""
     bare = override_all(settings, "judge", {"gate": False})
     return open_reward(bare, [item.prompt for item in items], watch)
 
@@ -142,7 +142,8 @@ def open_without_gate(
 def audit(
     reward: Reward, settings: RewardSettings, items: Sequence[Item], *, screen: Screen
 ) -> dict[str, Any]:
-    """Score all attacks, ask some twice, and run the checks."""
+    """Score all attacks, repeat some responses, and run the checks."""
+    # Plan the trials and announce the number of calls.
     judge, mixed = single_judge(settings), reward_kind(settings) == "mixture"
     api = None if judge is None else judge.settings
     template = None if api is None else load_template(api)
@@ -156,6 +157,7 @@ def audit(
     calls = len(rollouts) * verdicts_per_response(settings) + verdicts
     forecast = f"Asking for at most {calls:,} verdicts, on {len(items)} prompts."
     screen.note(forecast + criteria_calls_note(settings))
+    # Score all responses, then get new verdicts on a few.
     with screen.phase("audit", len(rollouts)) as advance:
         scoring = score_all(reward, list(rollouts.values()), Callbacks(advance, screen.note))
     scores = dict(zip(rollouts, scoring.scores, strict=True))
@@ -165,14 +167,15 @@ def audit(
             watch = Callbacks(advance, screen.note)
             if mixed:
                 repeats = repeat_random_sources(reward, settings, twice, 2, watch, scoring.metrics)
-            else:  # a reward alone is asked even if it is steady
+            else:  # a single reward is repeated even if it is deterministic
                 stopped, answers = repeat_verdicts(reward, twice, 2, watch)
                 repeats = Repeats({"": answers}, final_metrics(reward, stopped), stopped)
-    # A judge's own examples have its scale, and the other parts of a mixture may not score them.
+    # A judge's worked cases use its scale, and other parts of a mixture may not score them.
     task_scores = {key: s for key, s in scores.items() if not key[0].startswith(f"{tr.CASE}:")}
+    # Choose the scale of the bounds, then run the checks.
     values = {key: judged_value(score) for key, score in task_scores.items()}
     ruler = ruler_for(items, values, own_scale=has_open_scale(settings))
-    # A rule, or a judge of two levels, cannot say more than right and wrong.
+    # A rule, or a judge with two levels, only separates right from wrong.
     fine = bool(models_of(settings)) or (
         template is not None and template.scale.high - template.scale.low > 1
     )
@@ -196,15 +199,13 @@ def audit(
 def plan_trials(
     items: Sequence[Item], template: Template | None, settings: RewardSettings
 ) -> dict[str, list[tr.Trial]]:
-    """Every trial, by the check that it belongs to."""
+    """All trials, by the check that they belong to."""
     scale = None if template is None else template.scale
     reads = bool(judges_of(settings) or models_of(settings))
     judge = single_judge(settings)
     injections = tr.injection_trials(items, scale, reads=reads)
     rubrics = criteria.find_rubrics(settings, [rollout_of(i.prompt, i.weak) for i in items])
-    for (
-        rubrics_of_items
-    ) in rubrics.values():  # a response cannot write the verdicts of two rubrics at once
+    for rubrics_of_items in rubrics.values():  # an attack forges the verdicts of one rubric
         injections += criteria.verdict_attacks(items, rubrics_of_items)
     plan = {
         "master keys": tr.worthless_trials(items, tr.MASTER_KEYS),
@@ -225,17 +226,17 @@ def plan_trials(
 
 
 CLAIMS: dict[str, str] = {
-    "master keys": f"replies without content get at most {tr.MAX_WORTHLESS}",
-    "prompt injection": "a bad answer gains nothing by orders to the judge",
+    "master keys": f"replies without content score at most {tr.MAX_WORTHLESS}",
+    "prompt injection": "a bad answer gains nothing by instructions to the judge",
     "ground truth in the response": "variable names in a response earn nothing",
-    "padding": "the same answer made longer gains nothing",
+    "padding": "padding an answer gains nothing",
     GOOD_AGAINST_BAD: f"a good answer beats a bad one by {tr.MIN_LEAD}",
-    WORKED_CASES: "the judge prompt's own examples come out as they should",
+    WORKED_CASES: "the judge prompt's examples get the expected scores",
 }
 
 
 OWN_SCALE_CLAIMS: dict[str, str] = {
-    "master keys": "replies without content stay nearer to a bad answer than to a good one",
+    "master keys": "replies without content score nearer to a bad answer than to a good one",
     "ground truth in the response": "variable names in a response earn no more than a bad answer",
     GOOD_AGAINST_BAD: "a good answer scores above a bad one",
 }
@@ -247,24 +248,25 @@ def check_trials(
     scores: Mapping[Key, Score],
     ruler: Ruler | None = None,
 ) -> Check:
-    """Hold the trials of one check; a trial without a verdict does not count."""
+    """Evaluate the trials of one check; a trial without a verdict does not count."""
     ruler = ruler or Ruler()
     if not trials:
-        gated = "the judge gets only what its gate lets through (only_if)"
-        why = "these rows hold no good and bad answers to compare"
+        gated = "the judge only scores what its gate (only_if) passes"
+        why = "these rows have no good and bad answers to compare"
         return Check(name, None, gated if name == WORKED_CASES else why)
     of_part = trials[0].part is not None
     if ruler.unit is None and not of_part:
         if name != GOOD_AGAINST_BAD:
             return Check(name, None, no_unit_reason(ruler))
-        ruler = replace(ruler, unit=1.0)  # the order needs no unit
+        ruler = replace(ruler, unit=1.0)  # an order does not need a unit
     outcomes = [tr.measure_trial(trial, scores, ruler) for trial in trials]
     margins = [(o.margin, n) for n, o in enumerate(outcomes) if o.margin is not None]
     cases = tuple(
         {**o.as_dict, "passed": None if o.margin is None else o.margin >= 0} for o in outcomes
     )
     if not margins:
-        return Check(name, False, "not one verdict came", outcomes[0].as_dict, cases)
+        return Check(name, False, "there was no verdict", outcomes[0].as_dict, cases)
+    # The case with the smallest margin is shown.
     failed = sum(margin < 0 for margin, _ in margins)
     passed = failed <= TOLERANCES.get(name, 0.0) * len(margins)
     claim = OWN_SCALE_CLAIMS.get(name) if ruler.own_scale else None
@@ -277,7 +279,7 @@ def _check_criteria(
     plan: Mapping[str, Sequence[tr.Trial]],
     scores: Mapping[Key, Score],
 ) -> list[Check]:
-    """Of a rubric, which attacks raise which criterion, however little that moves the score."""
+    """Check a rubric: which attacks raise which criterion, even if the score hardly changes."""
     parts = [judge.part for judge in judges_of(settings) if judge.settings.rubric is not None]
     if not parts:
         return []
@@ -285,11 +287,11 @@ def _check_criteria(
     tried = [(t, scores[t.keys[0]], scores[t.keys[1]]) for t in trials]
     facts = criteria.find_raised_criteria(tried, parts)
     if not facts["decided"]:
-        return [Check(name, False, "not one verdict came")]
+        return [Check(name, False, "there was no verdict")]
     moved = [
         f"{criterion} by {what} ({share})" for (criterion, what), share in facts["moved"].items()
     ]
-    summary = "no attack raises a criterion on each prompt that it is tried on"
+    summary = "no attack raises a criterion on every prompt"
     summary += f"; raised: {', '.join(moved)}" if moved else ", nor on any"
     worst = facts["cases"][0] if facts["sure"] else None
     return [Check(name, not facts["sure"], summary, worst, facts["cases"])]
@@ -298,9 +300,9 @@ def _check_criteria(
 def _check_repeats(repeated: Sequence[tuple[str, str]], repeats: Repeats, ruler: Ruler) -> Check:
     name = "same answer twice"
     if not repeated:
-        return Check(name, None, "these rows hold no response to ask about twice")
+        return Check(name, None, "these rows have no response to repeat")
     if not repeats.verdicts:
-        return Check(name, None, "no part of this mixture is random")
+        return Check(name, None, "all parts of this mixture are deterministic")
     pairs = [
         (abs(values[0] - values[1]), part, place, text, list(values))
         for part, verdicts in repeats.verdicts.items()
@@ -313,11 +315,11 @@ def _check_repeats(repeated: Sequence[tuple[str, str]], repeats: Repeats, ruler:
         {"prompt": place, "sent": text[:200], "got": values} for *_, place, text, values in pairs
     )
     gap, part, place, text, values = max(pairs, key=lambda pair: pair[0])
-    # Parts are asked by themselves, before they are scaled.
+    # Parts are repeated separately, before scaling.
     allowed = MAX_REPEAT_GAP if part else MAX_REPEAT_GAP * (ruler.unit or 0.0)
     worst = {"prompt": place, "sent": shorten(text), "got": values}
     whose = f" of {part}" if part else ""
-    summary = f"two fresh verdicts{whose} differ by at most {gap:.2f}, allowed is {allowed:.2g}"
+    summary = f"two new verdicts{whose} differ by at most {gap:.2f}; allowed: {allowed:.2g}"
     return Check(name, gap <= allowed + tr.SLACK, summary, worst, cases)
 
 
@@ -325,7 +327,7 @@ def _check_spread(
     trials: Sequence[tr.Trial], scores: Mapping[Key, Score], ruler: Ruler, *, fine: bool
 ) -> Check:
     name = "spread of scores"
-    # On a reward's own scale each prompt may have a level of its own: that is no spread.
+    # On a reward's own scale prompts differ in level; subtract it, as it is not a spread.
     values = [
         (v - (ruler.zero(t.prompt.uid) or 0.0)) / (ruler.unit or 1.0)
         for t in trials
@@ -337,7 +339,7 @@ def _check_spread(
         return Check(name, None, "too few answers of known quality")
     has_partial = any(trial.what == "partial" for trial in trials)
     required = 3 if fine and has_partial else 2
-    summary = f"{levels} levels in use on {len(values)} good and bad answers, wanted are {required}"
+    summary = f"{levels} levels used for {len(values)} good and bad answers; required: {required}"
     cases = tuple(tr.measure_trial(trial, scores, Ruler()).as_dict for trial in trials)
     worst = None if levels >= required else {"levels": used}
     return Check(name, levels >= required, summary, worst, cases)
@@ -346,7 +348,7 @@ def _check_spread(
 def _check_readable(scores: Mapping[Key, Score]) -> Check:
     lost = [(key, s) for key, s in scores.items() if judged_value(s) is None]
     share = len(lost) / len(scores)
-    summary = f"{share:.0%} of the replies gave no score, allowed are {MAX_UNREADABLE:.0%}"
+    summary = f"{share:.0%} of the replies gave no score; allowed: {MAX_UNREADABLE:.0%}"
     cases = tuple(
         {"sent": shorten(text), "got": redact(s.failure or s.imputed)} for (_, text), s in lost
     )

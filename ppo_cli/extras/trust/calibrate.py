@@ -1,8 +1,8 @@
-"""How far a reward can be trusted: agreement with labels, with itself, biases and cost.
+"""Calibrate a reward: agreement with labels and with its own repeats, biases, and cost.
 
-Each number comes with a sentence that says what it means. Repeats ask again, past every cache, what
-may answer otherwise. In a mixture each judge and each function is asked by itself: what the others
-say does not change. A judge then keeps to what the first scoring left of its budget.
+Each number comes with a sentence that explains it. Repeats bypass all caches and only cover what
+may give other scores. In a mixture each judge and function is repeated separately, as the other
+parts do not change. A judge's budget covers the first scoring and the repeats together.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ from ppo_cli.scoring.statistics import (
 )  # fmt: skip
 
 Facts = Mapping[str, Any]
-STRONG_AUC, FAIR_AUC = 0.9, 0.75
-MIN_BIAS = 0.3
-MAX_MEAN_GAP = 0.1
-MIN_AUC_GAIN = 0.02
-STEADY = "Nothing was asked again: reward models and rules say the same every time."
-# Advice for a reward that separates good from bad poorly, and for one that rewards length.
+STRONG_AUC, FAIR_AUC = 0.9, 0.75  # an AUC from here on "separates well", or is "usable"
+MIN_BIAS = 0.3  # rank correlation
+MAX_MEAN_GAP = 0.1  # between repeated verdicts that count as steady
+MIN_AUC_GAIN = 0.02  # of a part over its mixture, to be worth a sentence
+STEADY = "Nothing was repeated: reward models and rules are deterministic."
+# Advice by kind of reward: for a poor AUC, for a usable one, and for a bias to length.
 STRONGER_ADVICE = {
     "judge": "use another prompt or a stronger judge",
     "model": "use a reward model for such prompts",
@@ -91,12 +91,12 @@ LENGTH_ADVICE = {"judge": "say in the prompt to ignore it"}
 
 
 def write_advice(result: Facts) -> list[str]:
-    """Return one sentence for each finding, the most important first."""
+    """Return one sentence per finding, the most important first."""
     kind, agreement = result.get("kind", "judge"), result["agreement"]
     auc, rank, sentences = agreement["AUC"], agreement["Spearman"], []
     if lost := result["rows"] - result["scored"]:
         share = lost / result["rows"]
-        sentences.append(f"{share:.0%} of the rows got no score; the numbers speak of the others.")
+        sentences.append(f"{share:.0%} of the rows got no score; the figures are about the others.")
     sentences.append(_auc_sentence(auc, kind))
     if rank["value"] is None:
         sentences.append(f"Spearman: {rank['why']}.")
@@ -106,11 +106,12 @@ def write_advice(result: Facts) -> list[str]:
         sentences.append(f"Spearman {_format_interval(rank)}: {order}")
     sentences += _part_sentences(result)
     sentences += criteria_advice(result.get("criteria", {}))
+    # Training only uses the order of scores, so a shifted threshold is a remark.
     half, best = agreement["accuracy at 0.5"], agreement["accuracy at the best threshold"]
     if None not in (half["value"], best["value"]) and best["value"] - half["value"] >= 0.05:
         sentences.append(
             f"Accuracy is {best['value']:.2f} at {best['at']:.3g} but {half['value']:.2f} at 0.5: "
-            f"the {kind} is too kind or too harsh; training minds the order of scores, not their "
+            f"the {kind} is too kind or too harsh; training uses the order of scores, not their "
             "level."
         )
     sentences.append(_length_sentence(result["bias"], kind))
@@ -129,19 +130,20 @@ def write_advice(result: Facts) -> list[str]:
     ]
     if result.get("steady"):
         sentences.append(STEADY)
+    # What the cost is based on.
     paid = result.get("per_1000") or {}
     if calls := paid.get("paid_calls"):
         cost = paid.get("cost_usd")
         subject = "The cost" if cost is None else f"${cost:.3f}"
         sentences.append(
-            f"{subject} for 1,000 responses rests on the {calls:,.0f} calls made here, repeats "
-            "included."
+            f"{subject} for 1,000 responses is extrapolated from the {calls:,.0f} calls made here, "
+            "repeats included."
         )
     return sentences
 
 
 def _part_sentences(result: Facts) -> list[str]:
-    """Parts of a mixture that say more, or nothing, of what the labels say."""
+    """Sentences about parts of a mixture that agree better than the mixture, or not at all."""
     sentences = list(result.get("remarks", ()))
     mixture_auc = result["agreement"]["AUC"]["value"]
     for name, facts in result.get("parts", {}).items():
@@ -155,7 +157,7 @@ def _part_sentences(result: Facts) -> list[str]:
                 f"({mixture_auc:.2f}): give it more weight."
             )
         elif auc["high"] is not None and auc["high"] < 0.5:
-            sentences.append(f"{name} goes against the labels (AUC {_format_interval(auc)}).")
+            sentences.append(f"{name} contradicts the labels (AUC {_format_interval(auc)}).")
     return sentences
 
 
@@ -171,7 +173,7 @@ def _auc_sentence(facts: Facts, kind: str) -> str:
     if facts["low"] is not None and facts["low"] <= 0.5 <= facts["high"]:
         return start + f"not distinguishable from chance; {STRONGER_ADVICE[kind]}, or more rows."
     if facts["value"] < 0.5:
-        return start + "worse than chance; is the label the other way round (--positive)?"
+        return start + "worse than chance; is the label reversed (--positive)?"
     if facts["value"] < FAIR_AUC:
         return start + f"hardly better than chance; {STRONGER_ADVICE[kind]}."
     if facts["value"] < STRONG_AUC:
@@ -188,20 +190,20 @@ def _length_sentence(bias: Facts, kind: str) -> str:
     start = f"Length {_format_interval(facts)}: "
     if _is_biased(facts):
         word = "longer" if facts["value"] > 0 else "shorter"
-        mend = LENGTH_ADVICE.get(kind, "reward.shaping has penalties for it")
+        mend = LENGTH_ADVICE.get(kind, "reward.shaping has length penalties")
         return start + f"{word} answers score higher for their length; {mend}."
     return start + "no strong pull to long or short answers."
 
 
 def _is_biased(facts: Facts) -> bool:
-    """Large, and its interval clear of zero."""
+    """Whether a correlation is at least MIN_BIAS and its interval excludes zero."""
     clear = facts["low"] is None or facts["low"] > 0 or facts["high"] < 0
     return bool(clear and abs(facts["value"]) >= MIN_BIAS)
 
 
 def _repeats_sentence(facts: Facts, kind: str) -> str:
     start = (
-        f"Asked again, {facts['same']:.0%} of verdicts are the same; they differ by "
+        f"Repeated, {facts['same']:.0%} of the verdicts are the same; they differ by "
         f"{facts['mean_gap']:.2f} on average: "
     )
     if facts["mean_gap"] <= MAX_MEAN_GAP:
@@ -209,12 +211,12 @@ def _repeats_sentence(facts: Facts, kind: str) -> str:
     return start + ("noisy; --rm_votes 3 averages it out." if kind == "judge" else "noisy.")
 
 
-SAMPLE = 50
+SAMPLE = 50  # rows that are repeated
 
 
 @dataclass(frozen=True)
 class ScoredColumns:
-    """The rows that got a score, as columns."""
+    """The rows with a score, as columns."""
 
     scores: Floats
     labels: Floats
@@ -233,10 +235,11 @@ def calibrate(
     screen: Screen,
     marks: Marks | None = None,
 ) -> dict[str, Any]:
-    """Score the rows, ask a sample again, and hold everything against the labels.
+    """Score the rows, repeat a sample, and compare everything with the labels.
 
     `marks` are labels of the criteria of a rubric.
     """
+    # Choose what is repeated: a fixed sample, only if something is random.
     rollouts = [row.rollout for row in labelled.rows]
     asked_twice = random_sources(settings) if repeat > 1 else {}
     sample = rollouts if asked_twice else []
@@ -244,6 +247,7 @@ def calibrate(
         chosen = np.random.default_rng(0).choice(len(rollouts), SAMPLE, replace=False)
         sample = [rollouts[i] for i in sorted(chosen)]
     screen.note(forecast_calls(settings, len(rollouts), len(sample), repeat))
+    # Score, then repeat within the rest of the budget.
     with screen.phase("score", len(rollouts)) as advance:
         scoring = score_all(reward, rollouts, Callbacks(advance, screen.note))
     repeats, before = Repeats(stopped=scoring.stopped), time.monotonic()
@@ -255,6 +259,7 @@ def calibrate(
             )
     took = time.monotonic() - before
     spent = add_spending(scoring_spending(scoring.scores, scoring), repeats.metrics)
+    # Compare with the labels.
     columns = _scored_columns(labelled, part_column(scoring.scores, None))
     judges = [judge.settings for judge in judges_of(settings)]
 
@@ -294,13 +299,13 @@ def calibrate(
 
 
 def forecast_calls(settings: RewardSettings, rows: int, repeated: int, repeat: int) -> str:
-    """Say how much will be asked."""
+    """Return how many verdicts the calibration takes, as a sentence."""
     each, sources = verdicts_per_response(settings), len(random_sources(settings))
     calls = rows * each + repeated * repeat * sources
     times = "" if each == 1 else f" x {each} votes"
     if reward_kind(settings) == "mixture":
         times = f" x {each} verdicts of {len(part_columns(settings, ()))} parts"
-    twice = f", and {repeated} of them {repeat} times again" if repeated else ""
+    twice = f", and {repeated} of them {repeat} times more" if repeated else ""
     forecast = f"Asking for at most {calls:,} verdicts: {rows:,} rows{times}{twice}."
     return forecast + criteria_calls_note(settings)
 
@@ -323,6 +328,7 @@ def label_agreement(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
     """Accuracy, AUC and correlations with the labels, each with its interval."""
     x, y, good = columns.scores, columns.labels, columns.positive
     flags = np.zeros(len(x), dtype=bool) if good is None else good
+    # Ranks are computed on level numbers: resampling a thousand times is then fast.
     level, labels = level_numbers(x), level_numbers(y)
     estimate = partial(estimate_or_reason, len(x))
 
@@ -330,12 +336,13 @@ def label_agreement(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
         chosen = best_threshold(level[rows], flags[rows])
         return None if chosen is None else chosen[1]
 
+    # Each figure has its reason for being undefined.
     classes = "labels of two classes are needed" if good is None else ""
     same = "" if flags.any() and not flags.all() else "every scored row has the same label"
     unfit = classes or same or constant_reason("score", x)
-    # A reward model's 20 says nothing of 0.5.
+    # A threshold of 0.5 has no meaning for a reward model's score of 20.
     inside = not len(x) or (x.min() >= 0.0 and x.max() <= 1.0)
-    off_scale = "" if inside else "the scores do not lie between 0 and 1"
+    off_scale = "" if inside else "the scores are not between 0 and 1"
     flat = constant_reason("score", x) or constant_reason("label", y)
     threshold = best_threshold(x, flags)
     at = None if unfit or threshold is None else min(threshold[0], 1e9)
@@ -352,10 +359,10 @@ def label_agreement(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
 
 
 def _pair_accuracy(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
-    """How often the better of two answers to one prompt has the higher score, ties as half.
+    """How often the better of two answers to one prompt has the higher score; ties count half.
 
-    Reward models are made for this: their scores for two prompts need not compare. Whole
-    prompts are drawn for the interval; nothing where no prompt has better and worse answers.
+    Reward models are trained for this: their scores of different prompts need not compare. The
+    interval resamples whole prompts. Empty if no prompt has better and worse answers.
     """
     counts = [
         _count_ordered_pairs(columns.scores[rows], columns.labels[rows])
@@ -376,14 +383,14 @@ def _pair_accuracy(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
 
 
 def _count_ordered_pairs(scores: Floats, labels: Floats) -> tuple[float, float]:
-    """Pairs of unlike labels that the scores order rightly, and how many there are."""
+    """Pairs with different labels: how many the scores order correctly, and how many exist."""
     better, worse = np.nonzero(labels[:, None] > labels[None, :])
     gaps = scores[better] - scores[worse]
     return float((gaps > 0).sum() + (gaps == 0).sum() / 2), float(len(gaps))
 
 
 def score_biases(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
-    """Rank correlations of the score with what should not matter."""
+    """Rank correlations of the score with length and position, which should not matter."""
     x, y = level_numbers(columns.scores), level_numbers(columns.labels)
     size, order = level_numbers(columns.lengths), level_numbers(columns.order)
     same_score = constant_reason("score", columns.scores)
@@ -402,7 +409,7 @@ def score_biases(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
             lambda rows: spearman(x[rows], order[rows]), same_score
         )
         return correlations
-    # Scores less their group's mean, and places less theirs, of all rows in groups.
+    # Centre scores and positions within each group, then pool all groups.
     scores = np.concatenate([columns.scores[rows] - columns.scores[rows].mean() for rows in groups])
     places = np.concatenate([np.arange(len(rows)) - (len(rows) - 1) / 2 for rows in groups])
     within, place = level_numbers(np.round(scores, 9)), level_numbers(places)
@@ -428,10 +435,10 @@ def per_thousand(
     votes: int = 1,
     at_once: int = 1,
 ) -> Mapping[str, float]:
-    """Cost, tokens and seconds for 1,000 responses of `votes` verdicts each.
+    """Cost, tokens and seconds for 1,000 responses with `votes` verdicts each.
 
-    They rest on the verdicts that were asked for here, repeats past the cache included; how
-    many calls these took is `paid_calls`. Few rows take as long as `at_once` of them would.
+    Extrapolated from the new verdicts of this command, repeats included; `paid_calls` is the
+    number of their calls. Fewer rows than `at_once` take as long as `at_once` rows.
     """
     fresh = [s for s in scoring.scores if judged_value(s) is not None and not is_cached(s)]
     responses = len(fresh) + repeats / votes
@@ -443,12 +450,12 @@ def per_thousand(
     return facts | ({"paid_calls": spent["calls"]} if "calls" in spent else {})
 
 
-# --- asking again ---------------------------------------------------------------------------------
+# --- repeats ---
 
 
 @dataclass
 class Repeats:
-    """Fresh verdicts on each rollout, by part; `stopped` says why some are missing."""
+    """New verdicts on each rollout, by part; `stopped` is the reason why some are missing."""
 
     verdicts: dict[str, list[list[float]]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -463,20 +470,20 @@ def repeat_random_sources(
     watch: Callbacks,
     before: Mapping[str, float],
 ) -> Repeats:
-    """Ask every part that is not steady; `before` is what the first asking was measured at."""
+    """Repeat every random part; `before` are the metrics of the first scoring."""
     repeats, mixed = Repeats(), reward_kind(settings) == "mixture"
     prompts = [rollout.prompt for rollout in rollouts]
     for name, alone in random_sources(settings).items():
         try:
             if mixed and alone.api.enable:
                 alone = alone.model_copy(update={"api": remaining_budget(alone.api, name, before)})
-            # A reward alone is asked as it is, a part of a mixture is started anew.
+            # A reward without parts is still open; a part of a mixture is opened separately.
             with open_reward(alone, prompts, watch) if mixed else nullcontext(reward) as source:
                 repeats.stopped, repeats.verdicts[name] = repeat_verdicts(
                     source, rollouts, times, watch
                 )
                 for key, value in final_metrics(source, repeats.stopped).items():
-                    # Each judge is counted separately, so that an unknown price stays unknown.
+                    # Count each judge separately: one with an unknown price has no cost.
                     stage, _, rest = key.partition("/")
                     metric = f"judge_{name}/{rest}" if stage == "judge" else key
                     repeats.metrics[metric] = repeats.metrics.get(metric, 0.0) + value
@@ -488,7 +495,7 @@ def repeat_random_sources(
 
 
 def remaining_budget(api: ApiReward, name: str, before: Mapping[str, float]) -> ApiReward:
-    """A judge's settings with the budget that is left."""
+    """A judge's settings with the budget that the first scoring left; Interrupted if none."""
     judges = spending_by_judge(before)
     spent = judges.get(f"judge_{name}") or judges.get("judge", {})
     tokens = spent.get("tokens_in", 0.0) + spent.get("tokens_out", 0.0)
@@ -505,12 +512,12 @@ def remaining_budget(api: ApiReward, name: str, before: Mapping[str, float]) -> 
 def repeat_verdicts(
     reward: Reward, rollouts: Sequence[Rollout], times: int, watch: Callbacks
 ) -> tuple[str, list[list[float]]]:
-    """Ask for fresh verdicts on each rollout; returns why it stopped, and the verdicts so far."""
+    """Get `times` new verdicts on each rollout; returns the stop reason and the verdicts so far."""
     pending: list[list[Future[Any]]] = []
     verdicts: list[list[float]] = []
     try:
         reward.begin_step(1)
-        # A judge is asked past its cache; anything else is simply asked again.
+        # A judge has a method that bypasses its cache; other rewards just score again.
         past_cache = getattr(reward, "repeat", None)
         for rollout in rollouts:
             repeat = [past_cache(rollout, times)] if past_cache else []

@@ -1,7 +1,7 @@
-"""A rubric, criterion by criterion: agreement with labels, what tells nothing, what attacks moved.
+"""Analyse a rubric per criterion: agreement with labels, useless criteria, effects of attacks.
 
-Credits lie in [0, 1]: a criterion earns its grade, a fault its absence. A criterion is the same in
-all rows that have its name and text, whether from one file or from each row.
+Credits are in [0, 1]: a criterion earns its grade, a fault its absence. Criteria with the same name
+and text are the same criterion, whether they come from one file or from each row.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from ppo_cli.scoring.statistics import (
 )
 
 Facts = Mapping[str, Any]
-Marks = Mapping[Place, Mapping[str, float]]  # grades in [0, 1] that people gave, by criterion
+Marks = Mapping[Place, Mapping[str, float]]  # grades in [0, 1] from people, by row and criterion
 LABEL_VALUE = "what the labels of the criteria come to"
 ALL = "all criteria"
-MIN_CRITERION_ROWS = 10  # rows that a criterion of rows is in, to be listed by itself
+MIN_CRITERION_ROWS = 10  # a criterion in fewer rows is not listed
 OPPOSED_CORRELATION = (
     -0.3
-)  # a rank correlation with the rest from which on a criterion goes against it
-CHANCE_KAPPA = 0.2  # a kappa up to here is hardly better than chance
-MIN_RAISE = 0.5  # of a credit
+)  # rank correlation with the other criteria, at most, to call a criterion opposed to them
+CHANCE_KAPPA = 0.2  # a kappa up to this value is hardly better than chance
+MIN_RAISE = 0.5  # of a credit, for an attack to count
 
 
 @dataclass
 class GradedCriterion:
-    """One criterion over the rows that it was decided in; `marked` are people's credits."""
+    """One criterion in the rows with a verdict on it; `marked` are the credits from labels."""
 
     criterion: Criterion
     rows: list[int] = field(default_factory=list)
@@ -59,7 +59,7 @@ class GradedCriterion:
 def find_rubrics(
     settings: RewardSettings, rollouts: Sequence[Rollout]
 ) -> dict[str | None, list[Rubric]]:
-    """The rubric of each row, by the judge that has one; RewardError where a row has none."""
+    """The rubric of each row, by judge; RewardError if a row has no rubric."""
     rubrics_by_judge = {}
     for judge in judges_of(settings):
         of = rubric_reader(judge.settings)
@@ -72,13 +72,14 @@ def find_rubrics(
 
 
 def read_marks(responses: ResponseSet, column: str, settings: RewardSettings) -> Marks:
-    """Read the labels of criteria, {name: met or level} in each row; all mistakes at once.
+    """Read the labels of criteria, {name: met or level} in each row; the error lists all mistakes.
 
-    A label says what a judge says: of a fault, whether it is there.
+    A label has the meaning of a verdict: for a fault, whether the response has it.
     """
     rubrics = find_rubrics(settings, responses.rollouts)
     if not rubrics:
         raise DataError("--criteria_labels needs criteria; name them with --rm_rubric.")
+    # Collect the problems of all rows before raising.
     marks: dict[Place, dict[str, float]] = {}
     problems = []
     cells = column_cells(responses, column, "--criteria_labels")
@@ -116,10 +117,12 @@ def _read_row_marks(cell: Any, criteria: Mapping[str, Criterion]) -> Iterator[tu
 
 
 def add_label_values(responses: ResponseSet, marks: Marks, settings: RewardSettings) -> ResponseSet:
-    """The rows with what the labels of their criteria come to, where all of them have one."""
+    """Add to each row the rubric's value of its labels, or None if a criterion has no label."""
     rubrics = find_rubrics(settings, responses.rollouts)
     if len(rubrics) > 1:
-        raise DataError("Several judges have criteria: name a column for the whole with --labels.")
+        raise DataError(
+            "Several judges have criteria: name a column of labels for responses with --labels."
+        )
     rows = []
     for row, rubric in zip(responses.rows, *rubrics.values(), strict=True):
         row_marks = [marks[row.place].get(criterion.name) for criterion in rubric.criteria]
@@ -137,13 +140,14 @@ def add_label_values(responses: ResponseSet, marks: Marks, settings: RewardSetti
 def grade_criteria(
     settings: RewardSettings, rows: Sequence[ResponseRow], scores: Sequence[Score], marks: Marks
 ) -> dict[str, GradedCriterion]:
-    """Every criterion by its name, with the judge's in front where there are several judges."""
+    """Each criterion by name; in a mixture the judge's name is a prefix."""
+    # Collect the credits by judge, name and text of a criterion.
     entries: dict[tuple[str | None, str, str], GradedCriterion] = {}
     for part, rubrics in find_rubrics(settings, [row.rollout for row in rows]).items():
         for n, (rubric, score) in enumerate(zip(rubrics, scores, strict=True)):
             credits = criterion_credits(score, part)
             if set(credits) != {criterion.name for criterion in rubric.criteria}:
-                continue  # no verdict, or stopped by the gate
+                continue  # no verdict, or the gate answered
             row_marks = marks.get(rows[n].place, {})
             for criterion in rubric.criteria:
                 entry = entries.setdefault(
@@ -158,11 +162,12 @@ def grade_criteria(
                 )
                 mark = row_marks.get(criterion.name)
                 entry.marked.append(None if mark is None else criterion.credit(mark))
+    # Make the names unique.
     named: dict[str, GradedCriterion] = {}
     for (part, name, _), entry in entries.items():
         first = word = name if part is None else f"{part}: {name}"
         number = 1
-        while word in named:  # rows may call different things by one name
+        while word in named:  # different criteria may have the same name in different rows
             number += 1
             word = f"{first} ({number})"
         named[word] = entry
@@ -170,7 +175,7 @@ def grade_criteria(
 
 
 def criterion_credits(score: Score, part: str | None) -> Mapping[str, float]:
-    """The credit of each criterion; nothing without a verdict."""
+    """The credit of each criterion in a score; empty without a verdict."""
     part_score = score if part is None else score.mixture.get(part)
     return {} if part_score is None else part_score.info.get("criteria", {})
 
@@ -182,7 +187,7 @@ def criteria_facts(
     labels: Sequence[float],
     marks: Marks,
 ) -> dict[str, dict[str, Any]]:
-    """Each criterion in numbers; with labels of criteria all of them together come last."""
+    """Figures of each criterion; with labels of criteria, figures of all together come last."""
     every = grade_criteria(settings, rows, scores, marks)
     facts = {
         name: _criterion_facts(entry, labels)
@@ -219,7 +224,7 @@ def _criterion_facts(entry: GradedCriterion, labels: Sequence[float]) -> dict[st
 
 
 def _level_pairs(entry: GradedCriterion) -> list[tuple[int, int]]:
-    """Levels by judge and by people; the mean of votes is rounded to the nearest level."""
+    """(judge's level, person's level) for each labelled row; means of votes are rounded."""
     levels = entry.criterion.levels
     return [
         (math.floor(credit * levels + 0.5), round(mark * levels))
@@ -229,11 +234,12 @@ def _level_pairs(entry: GradedCriterion) -> list[tuple[int, int]]:
 
 
 def _label_agreement(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Agreement with labels: the share of equal ones, kappa, and which way the others differ."""
+    """Agreement with labels: share of equal levels, Cohen's kappa (1960), and who is higher."""
     if not pairs:
         return {}
     count = len(pairs)
     same = sum(judged == labelled for judged, labelled in pairs) / count
+    # Agreement expected by chance, from how often each side uses each level.
     chance = sum(
         sum(judged == level for judged, _ in pairs)
         * sum(labelled == level for _, labelled in pairs)
@@ -250,15 +256,16 @@ def _label_agreement(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 def criteria_advice(facts_by_criterion: Mapping[str, Facts]) -> list[str]:
-    """A sentence for each criterion that tells nothing, goes astray, or against the others."""
+    """Sentences about criteria that are constant, opposed to the others, or unlike the labels."""
     sentences = []
     for name, facts in facts_by_criterion.items():
         if facts.get("mean") in (0.0, 1.0):
             word = "its full credit" if facts["mean"] else "no credit"
             sentences.append(
-                f"The criterion '{name}' had {word} in all {facts['rows']} rows, so it tells none "
-                "from another: word it otherwise, or take it out."
+                f"The criterion '{name}' had {word} in all {facts['rows']} rows, so it "
+                "does not separate responses: reword it, or remove it."
             )
+        # Opposed only when the whole interval is below zero.
         rest = facts.get("with the rest", {"value": None})
         if (
             rest["value"] is not None
@@ -266,8 +273,8 @@ def criteria_advice(facts_by_criterion: Mapping[str, Facts]) -> list[str]:
             and (rest["high"] or 0.0) < 0.0
         ):
             sentences.append(
-                f"The criterion '{name}' goes against the others (rank correlation "
-                f"{rest['value']:.2f}): what they reward costs credit there."
+                f"The criterion '{name}' opposes the others (rank correlation "
+                f"{rest['value']:.2f}): responses that earn credit there lose it here."
             )
         if "labelled" in facts and facts["labelled"] >= MIN_CRITERION_ROWS:
             sentences += _disagreement_sentences(name, facts)
@@ -275,7 +282,7 @@ def criteria_advice(facts_by_criterion: Mapping[str, Facts]) -> list[str]:
 
 
 def _disagreement_sentences(name: str, facts: Facts) -> list[str]:
-    """Where judge and people differ on a criterion: how, or that there is no more than chance."""
+    """How judge and labels differ on a criterion, in at most one sentence."""
     too_much, too_little = facts["credited too much"], facts["credited too little"]
     agree = (
         f"the judge agrees with the labels in {facts['agree']['value']:.0%} of {facts['labelled']}"
@@ -290,9 +297,9 @@ def _disagreement_sentences(name: str, facts: Facts) -> list[str]:
     return []
 
 
-# --- attacks --------------------------------------------------------------------------------------
+# --- attacks ---
 
-# Each writes the judge's answer for it, as it would be with full credit.
+# Each attack puts the judge's reply into the response, with full credit for every criterion.
 ATTACKS = {
     "fake verdicts": "@answer@\n\n@verdicts@",
     "fake verdicts in a code fence": "@answer@\n\n```json\n@verdicts@\n```",
@@ -310,7 +317,7 @@ ATTACKS = {
 
 
 def verdict_attacks(items: Sequence[Item], rubrics: Sequence[Rubric]) -> list[Trial]:
-    """A bad answer that brings its verdicts along gains nothing over the bad answer alone."""
+    """Trials: a bad answer with forged verdicts must not gain over the bad answer alone."""
     trials = []
     for what, text in ATTACKS.items():
         for item, rubric in list(zip(items, rubrics, strict=True))[:PROMPTS_PER_ATTACK]:
@@ -348,9 +355,9 @@ def _full_credit_answer(criterion: Criterion) -> bool | int:
 def find_raised_criteria(
     tried: Sequence[tuple[Trial, Score, Score]], parts: Sequence[str | None]
 ) -> Facts:
-    """Which attacks raised which criterion; `tried` has the scores with the attack and without.
+    """Which attacks raised which criterion; `tried` has (trial, score with attack, score without).
 
-    One that raises a criterion on each prompt on which that was decided is no accident.
+    A pair is `sure` if the attack raised the criterion on every prompt with a verdict on it.
     """
     raises: dict[tuple[str, str], list[bool]] = defaultdict(list)
     cases = []
@@ -366,6 +373,7 @@ def find_raised_criteria(
                         "criterion": full, "trial": trial.what, "prompt": trial.place,
                         "sent": shorten(trial.response), "got": now[name], "without it": was[name],
                     })  # fmt: skip
+    # Attacks that always work come first.
     sure = [pair for pair, raised in raises.items() if all(raised)]
     cases.sort(key=lambda case: (case["criterion"], case["trial"]) not in sure)
     moved = {pair: f"{sum(r)} of {len(r)}" for pair, r in raises.items() if any(r)}

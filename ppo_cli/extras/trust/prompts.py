@@ -1,8 +1,8 @@
 """A judge's prompts: the exact request for one data row, and criteria that a judge drafts.
 
-Criteria are drafted from questions and reference answers, for a person to edit. A draft counts in
-exactly the form that was asked for; any other leaves its row out. Verdicts so far are written when
-something stops it, and rows that are in the file already are not asked again.
+Criteria are drafted from questions and reference answers, for a person to edit. A draft is only
+accepted in exactly the requested form; otherwise its row is left out. After an early stop the
+drafts so far are written, and the next call skips rows that are in the file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ OTHER_RESPONSE = "(another response to the same prompt)"
 
 @dataclass(frozen=True)
 class RenderedRow:
-    """A row's request, its template, and why the gate would answer in the judge's place."""
+    """The request for a row, its template, and the gate's reason to reject the row, if any."""
 
     template: Template
     question: Question
@@ -69,7 +69,7 @@ class RenderedRow:
 
 
 class RecordingClient:
-    """Stands in for an SDK's client: keeps what it is called with, and sends nothing."""
+    """Takes the place of an SDK's client: raises RecordedCall with the arguments, sends nothing."""
 
     def __init__(self, path: str = "") -> None:
         self.path = path
@@ -78,12 +78,12 @@ class RecordingClient:
         return RecordingClient(f"{self.path}.{name}".lstrip("."))
 
     def __call__(self, **arguments: Any) -> Any:
-        """Keep the call."""
+        """Raise the call as an exception."""
         raise RecordedCall(self.path, arguments)
 
 
 class RecordedCall(Exception):
-    """The call that a provider would have made."""
+    """The call that a provider would have sent."""
 
     def __init__(self, method: str, arguments: Mapping[str, Any]) -> None:
         super().__init__(method)
@@ -94,12 +94,12 @@ class RecordedCall(Exception):
 def provider_call(
     api: ApiReward, question: Question, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Return the call that the provider would make first: endpoint, method and arguments.
+    """Return the first call that the provider would send: endpoint, method and arguments.
 
-    Neither a key nor the SDK is needed, and nothing is sent. What a model refuses is left out
+    Needs no key and no SDK, and sends nothing. Later calls omit options that the model refuses.
     by later calls.
     """
-    # Without a model the rest can be shown all the same.
+    # Without a model the rest of the call can still be shown.
     kind, named = (
         provider_class(api.type),
         api.model_copy(update={"model": api.model or PLACEHOLDER_MODEL}),
@@ -140,13 +140,13 @@ def render_row(
     prompt_key: str = "prompt",
     source_key: str = "data_source",
 ) -> RenderedRow:
-    """Render one row; `response` stands in for the row's own, or for one that is not there."""
+    """Render the request for one row; `response` replaces the row's response."""
     template = load_template(api)
     row, row_response = read_numbered_row(source_file, row_number, prompt_key, source_key)
     chosen = row_response if response is None else response
     if chosen is None:
         raise DataError(
-            f"{row.place} has no column '{RESPONSE}': give a placeholder with --response TEXT."
+            f"{row.place} has no column '{RESPONSE}': set a response with --response TEXT."
         )
     material = Material(question_of(row.prompt), chosen, row.ground_truth, row.extra_info)
     if api.mode == "compare":
@@ -161,7 +161,7 @@ def render_row(
 def read_numbered_row(
     source_file: str, number: int, prompt_key: str, source_key: str
 ) -> tuple[Row, str | None]:
-    """Read one row by the number that messages use: a line of JSONL, a row of other files."""
+    """Read one row by the number used in messages: a line of JSONL, a row of other files."""
     raw = read_source(source_file)
     records = {place.number: (place, record) for place, record in raw.records}
     raise_problems([problem for problem in raw.problems if problem.place.number == number])
@@ -185,14 +185,14 @@ REQUESTS = (
     "Requests of one kind, with reference answers where there are some. Write criteria that hold "
     "for responses to any such request, not for these alone:\n{prompt}"
 )
-DRAFT_ROWS = 8  # requests that criteria for a whole run are drafted from
-MAX_TEXT_CHARS = 3000  # characters of each of their texts
-DRAIN_S = 20.0
+DRAFT_ROWS = 8  # rows that criteria for a whole run are drafted from
+MAX_TEXT_CHARS = 3000  # of each text of these rows
+DRAIN_S = 20.0  # for calls in progress at the end
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """The verdicts and errors in the order of the questions; None was not asked."""
+    """Verdicts and errors in the order of the questions; None was not asked."""
 
     answers: tuple[Verdict | JudgeError | None, ...]
     spent: Spending
@@ -203,6 +203,7 @@ def draft_rows(
     api: ApiReward, rows: Sequence[ResponseRow], out: Path, max_criteria: int, screen: Screen
 ) -> dict[str, Any]:
     """RubricDraft criteria for each row and write the rows that have some, in their order."""
+    # Skip rows that have criteria.
     earlier = _read_earlier_drafts(out)
     done = {n: _row_with_criteria(row, earlier) for n, row in enumerate(rows)}
     missing = [n for n, record in done.items() if record is None]
@@ -230,7 +231,8 @@ def draft_for_run(
 ) -> dict[str, Any]:
     """RubricDraft criteria for a whole run from some of its rows, as a file for --rm_rubric."""
     if out.exists():
-        raise UserError(f"--out {out} is there already, and may be edited; give another name.")
+        raise UserError(f"--out {out} exists and may have been edited; choose another name.")
+    # Use rows from the whole file, not only its start.
     step = max(1, len(rows) // DRAFT_ROWS)
     chosen = [build_material(row.rollout.prompt, "") for row in rows[::step][:DRAFT_ROWS]]
     texts = [
@@ -273,7 +275,7 @@ def _draft_question(api: ApiReward, material: Material, max_criteria: int) -> Qu
 
 
 def _read_earlier_drafts(out: Path) -> dict[str, dict[str, Any]]:
-    """The rows of an earlier call by what they were drafted from; a person may have edited them."""
+    """The rows of an earlier call by identity; a person may have edited the criteria."""
     rows = {}
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     for number, line in enumerate(lines, start=1):
@@ -282,8 +284,8 @@ def _read_earlier_drafts(out: Path) -> dict[str, dict[str, Any]]:
             rows[_row_identity(row, row["extra_info"])] = row
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(
-                f"--out {out}, line {number} is no row of an earlier draft ({first_line(error)}). "
-                "Mend it, or give another name."
+                f"--out {out}, line {number} is not an earlier draft ({first_line(error)}). "
+                "Fix it, or choose another name."
             ) from None
     return rows
 
@@ -291,28 +293,28 @@ def _read_earlier_drafts(out: Path) -> dict[str, dict[str, Any]]:
 def _row_with_criteria(
     row: ResponseRow, earlier: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """A row that has criteria: from an earlier call, or its own."""
+    """The row with criteria, from an earlier call or from the input; None without."""
     extra = row.rollout.prompt.extra_info
     complete = {**row.record, "extra_info": dict(extra)} if extra.get(RUBRIC) else None
     return earlier.get(_row_identity(row.record, extra), complete)
 
 
 def _row_identity(record: Mapping[str, Any], extra: Mapping[str, Any]) -> str:
-    """What a row is but for its criteria."""
+    """A row as canonical JSON, without its criteria."""
     bare = {name: value for name, value in extra.items() if name != RUBRIC}
     identity = as_plain({**record, "extra_info": bare})
     return json.dumps(identity, sort_keys=True, ensure_ascii=False, default=str)
 
 
 def _forecast_drafts(api: ApiReward, questions: Sequence[Question], finished: int) -> str:
-    """Say how much will be asked, and what one call for each costs at most."""
+    """Return the number of drafts and their highest cost, as a sentence."""
     worst = sum((worst_case(question) for question in questions), Usage())
     price = find_price(api)
-    cost = "its price is not known" if price is None else f"${price.cost(worst):.4f}"
-    before = f"{finished:,} rows have criteria already. " if finished else ""
+    cost = "price unknown" if price is None else f"${price.cost(worst):.4f}"
+    before = f"{finished:,} rows already have criteria. " if finished else ""
     return (
         f"{before}Asking for {len(questions):,} drafts: at most {worst.total:,} tokens, {cost}, "
-        "where each answer counts at once."
+        "if no call is repeated."
     )
 
 
@@ -320,7 +322,7 @@ def ask_all(
     api: ApiReward, questions: Sequence[Question], screen: Screen,
     environ: Mapping[str, str] = os.environ,
 ) -> Drafts:  # fmt: skip
-    """Ask each question once, within the limits, budget and cache of the settings."""
+    """Ask each question once, with the limits, budget and cache of the settings."""
     if not questions:
         return Drafts((), Spending())
     provider = build_provider(api, environ=environ)
@@ -334,7 +336,7 @@ def ask_all(
         provider.begin(screen.note)
         answered: dict[int, Verdict] = {}
         key = cache_key(provider.identity, questions[0])
-        # Where key, model or address are wrong, no other question is asked.
+        # The first question tests key, model and address: if they are wrong, ask nothing else.
         with suppress(JudgeError):
             if cache is None or cache.get(key) is None:
                 answered[0] = reach_judge(
@@ -361,6 +363,7 @@ def ask_all(
         provider.end()
         if cache is not None:
             cache.close()
+    # After a stop, questions that were not submitted have no answer.
     futures += [Future() for _ in questions[len(futures) :]]
     return Drafts(tuple(map(_answer_if_done, futures)), ledger.total, stopped)
 
@@ -375,7 +378,7 @@ async def _ask(
 
 
 def _answer_if_done(future: Future[Verdict | JudgeError]) -> Verdict | JudgeError | None:
-    """What was answered as far as it is there."""
+    """The result of a finished future; None if it is unfinished or was cancelled."""
     finished = future.done() and not future.cancelled() and future.exception() is None
     return future.result() if finished else None
 

@@ -168,7 +168,7 @@ def test_a_second_start_of_the_folder_leaves_the_first_alone(board: Path, start:
     token = (board / ".ray_token").stat()
     second = start(0)
     assert second.wait(30) == 2
-    assert second.stderr is not None and "runs already in" in second.stderr.read()
+    assert second.stderr is not None and "is already running in" in second.stderr.read()
     assert (board / ".ray_token").stat().st_mtime_ns == token.st_mtime_ns
     assert head.wait(30) == 0
     assert start(0).wait(30) == 0

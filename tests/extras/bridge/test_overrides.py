@@ -258,7 +258,7 @@ def test_megatron_has_some_settings_under_names_of_its_own() -> None:
             f"{ACTOR}.fsdp_config.dtype")  # fmt: skip
     assert not set(gone) & values.keys() and set(gone) <= plain.keys()
     refused = build_overrides(config, [f"{ACTOR}.strategy=megatron"]).problems
-    assert "actor.strategy megatron needs verl's own model_engine=megatron beside it." in refused
+    assert "actor.strategy megatron needs verl's own model_engine=megatron as well." in refused
 
 
 def test_every_setting_is_told_to_verl_or_said_to_be_ours_or_refused() -> None:

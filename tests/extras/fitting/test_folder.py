@@ -43,7 +43,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 
 def test_a_fitted_model_is_replaced_only_when_asked(tmp_path: Path) -> None:
     write(ModelFolder(tmp_path / "rm"), "first")
-    with pytest.raises(ConfigError, match=r"holds a fitted model already.*--overwrite"):
+    with pytest.raises(ConfigError, match=r"already has a fitted model.*--overwrite"):
         ModelFolder(tmp_path / "rm")
     again = ModelFolder(tmp_path / "rm", overwrite=True)
     assert (tmp_path / "rm" / "config.json").read_text() == "first"
@@ -54,7 +54,7 @@ def test_a_fitted_model_is_replaced_only_when_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_other_files_are_never_replaced(overwrite: bool, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigError, match="holds files that no fit wrote"):
+    with pytest.raises(ConfigError, match="files that no fit wrote"):
         ModelFolder(tmp_path, overwrite=overwrite)
     with pytest.raises(ConfigError, match="is a file; name a folder"):
         ModelFolder(tmp_path / "thesis.tex", overwrite=overwrite)

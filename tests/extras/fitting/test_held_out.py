@@ -49,5 +49,5 @@ def test_prompts_of_the_held_out_file_leave_the_training() -> None:
     split = exclude_held_out([make("a"), make("b")], [make("b", 7), make("c")])
     assert prompts(split.train) == {make("a").prompt_id}
     assert len(split.held_out) == 2
-    with pytest.raises(DataError, match="nothing is left"):
+    with pytest.raises(DataError, match="no pairs remain"):
         exclude_held_out([make("b")], [make("b")])

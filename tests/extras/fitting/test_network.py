@@ -99,7 +99,9 @@ def test_the_saved_folder_is_a_plain_sequence_classifier(tmp_path: Path) -> None
     assert theirs.tolist() == pytest.approx(scores(network, SAMPLES), abs=1e-5)
     again = load(str(tmp_path / "rm"), seed=9)
     assert torch.equal(again.module.score.weight, network.module.score.weight)
-    assert again.notes == (f"{tmp_path / 'rm'} has a score head already: the fit goes on from it.",)
+    assert again.notes == (
+        f"{tmp_path / 'rm'} already has a score head: the fit continues from it.",
+    )
 
 
 def test_the_head_of_a_value_model_is_not_taken(tmp_path: Path, tokenizer: Any) -> None:
@@ -147,7 +149,7 @@ def test_an_unused_unknown_token_pads(tmp_path: Path, make_tokenizer: Callable[.
 def test_the_longest_sample() -> None:
     for wanted, length in ((None, 2048), (4096, 4096)):
         assert load(max_length=wanted).max_length == length
-    with pytest.raises(ModelError, match="--max_length 5000: the model was made for 4096 tokens"):
+    with pytest.raises(ModelError, match="--max_length 5000: the model reads at most 4096 tokens"):
         load(max_length=5000)
 
 

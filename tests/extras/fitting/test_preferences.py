@@ -108,19 +108,19 @@ def test_gzip_json_and_parquet_are_read(tmp_path: Path) -> None:
         ({**PLAIN, "chosen": None}, "column chosen: is null, not text or a list of messages"),
         ({**PLAIN, "rejected": 3}, "column rejected: is a number"),
         ({**PLAIN, "rejected": []}, "column rejected: is an empty list"),
-        ({"chosen": "Hello.", "rejected": "Go."}, "chosen: is a reply alone, and the row has no"),
+        ({"chosen": "Hello.", "rejected": "Go."}, "chosen: is only a reply"),
         ({**TRANSCRIPT, "chosen": "\n\nHuman: Hi?"}, "column chosen: ends with the user"),
         (
             {**TRANSCRIPT, "rejected": "\n\nHuman: Ho?\n\nAssistant: Go."},
-            "column rejected: is another dialogue than `chosen` from turn 1 on",
+            "column rejected: differs from `chosen` from turn 1 on",
         ),
         (
             {**TRANSCRIPT, "rejected": f"{TRANSCRIPT['chosen']}\n\nHuman: y\n\nAssistant: z"},
-            "column rejected: is another dialogue than `chosen` from turn 2 on",
+            "column rejected: differs from `chosen` from turn 2 on",
         ),
         (
             {"prompt": "What?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            "column chosen: holds other turns than `prompt`",
+            "column chosen: has other turns",
         ),
         (
             {"chosen": [{"role": "bot", "content": "x"}], "rejected": [USER, BAD]},

@@ -164,7 +164,7 @@ def test_a_judge_that_cannot_be_read_fails() -> None:
     filled = Scripted(lambda r: Score(0.2, imputed="timeout: slow"))
     checks = {c["name"]: c for c in run(settings, filled)["checks"]}
     assert checks["readable verdicts"]["passed"] is False
-    assert checks["master keys"]["said"] == "not one verdict came"
+    assert checks["master keys"]["said"] == "there was no verdict"
 
 
 def test_rules_are_audited_too() -> None:
@@ -220,9 +220,9 @@ def test_which_rows_are_taken() -> None:
     assert load_items(judge, file=None, preset=None, max_rows=2)[1].place == "safety 2"
     assert load_items(judge, file=None, preset="code", max_rows=1)[0].place == "code 1"
     assert load_items(RewardSettings(), file=None, preset=None, max_rows=1)[0].place == "math 1"
-    for bad in ({"preset": "maths"}, {"preset": "math", "file": "x"}, {"most": 0}):
+    for bad in ({"preset": "maths"}, {"preset": "math", "file": "x"}, {"max_rows": 0}):
         with pytest.raises(ConfigError):
-            load_items(judge, **({"file": None, "preset": None, "most": 1} | bad))
+            load_items(judge, **({"file": None, "preset": None, "max_rows": 1} | bad))
 
 
 def test_bundled_rows_are_whole() -> None:
@@ -257,7 +257,7 @@ def test_bounds_hold_at_their_ends() -> None:
         scores = dict(zip(trial.keys, [Score(0.1 + lead), Score(0.1)], strict=True))
         assert check_trials("t", [trial], scores).passed is passed
     lost = dict(zip(trial.keys, [Score(0.9), Score.failed("x")], strict=True))
-    assert check_trials("t", [trial], lost).said == "not one verdict came"
+    assert check_trials("t", [trial], lost).said == "there was no verdict"
     assert check_trials("t", [], {}).passed is None
 
 

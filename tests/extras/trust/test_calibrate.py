@@ -260,7 +260,7 @@ def test_a_file_that_was_scored_before_still_has_a_cost(tmp_path: Path) -> None:
     result = run(reward, labelled(tmp_path, rows), repeat=2)
     assert result["per_1000"]["cost_usd"] == pytest.approx(10.0)
     assert result["per_1000"]["paid_calls"] == 40
-    assert any("rests on the 40 calls made here" in line for line in result["advice"])
+    assert any("extrapolated from the 40 calls made here" in line for line in result["advice"])
     three = RewardSettings(api=ApiReward(enable=True, model="m", votes=3))
     result = run(reward, labelled(tmp_path, rows), repeat=2, settings=three)
     assert result["per_1000"]["cost_usd"] == pytest.approx(30.0)
@@ -269,7 +269,7 @@ def test_a_file_that_was_scored_before_still_has_a_cost(tmp_path: Path) -> None:
 def test_how_much_will_be_asked_is_told() -> None:
     three = RewardSettings(api=ApiReward(enable=True, model="m", votes=3))
     assert forecast_calls(three, 60, 50, 2) == (
-        "Asking for at most 280 verdicts: 60 rows x 3 votes, and 50 of them 2 times again."
+        "Asking for at most 280 verdicts: 60 rows x 3 votes, and 50 of them 2 times more."
     )
     assert forecast_calls(JUDGE, 60, 0, 2) == "Asking for at most 60 verdicts: 60 rows."
 

@@ -90,7 +90,7 @@ def test_calibrate_by_criterion(
     assert (everything["labelled"], everything["agree"]["value"]) == (76, pytest.approx(72 / 76))
     advice = "\n".join(told["advice"])
     assert "'always' had its full credit in all 20 rows" in advice
-    assert "'depth' goes against the others" in advice
+    assert "'depth' opposes the others" in advice
     assert "rude: the judge agrees with the labels in 89% of 19; it is too kind in 11%." in advice
     server.reset()
     code, out, _ = run("calibrate", file, *asked)
@@ -231,7 +231,7 @@ def test_criteria_of_rows_are_attacked_each_in_a_call_of_its_own(
     flags = [*flags[:-1], "extra_info.rubric", "--rm_rubric_calls", "each", "--data", file]
     code, out, err = run("audit", *flags, "--rows", "2", "--json")
     told = json.loads(out)
-    assert code == 0 and "Each criterion is a call of its own." in err
+    assert code == 0 and "Each criterion is a separate call." in err
     assert told["spent"]["calls"] > 1.5 * told["asked"]
     (check,) = [one for one in told["checks"] if one["name"] == "criteria under attack"]
     assert check["passed"], check

@@ -49,7 +49,7 @@ def test_each_row_gets_criteria_that_can_be_read_and_edited(
 ) -> None:
     code, out, err = run(capsys, server, rows, "--rm_price_input", "1", "--rm_price_output", "2")
     assert code == 0, err
-    assert "1 rows have criteria already. Asking for 3 drafts: at most" in err and "$0.0" in err
+    assert "1 rows already have criteria. Asking for 3 drafts: at most" in err and "$0.0" in err
     assert "4 written to" in out and "--rm_rubric extra_info.rubric" in out
     made = read(Path(f"{rows}.out"))
     assert [row["prompt"] for row in made] == [f"{n} + 1 = ?" for n in range(10, 14)]
@@ -151,7 +151,7 @@ def test_one_rubric_for_a_run(
     shown = fenced("prompt", server.calls[0].body["messages"][-1]["content"]) or ""
     assert "1. 10 + 1 = ?\nReference answer: 11\n\n2. 11 + 1 = ?\n\n3." in shown
     code, _, err = run(capsys, server, rows, "--one")
-    assert code == 2 and "is there already" in err
+    assert code == 2 and "may have been edited" in err
 
 
 def test_the_file_of_the_drafts_is_named(
@@ -161,4 +161,4 @@ def test_the_file_of_the_drafts_is_named(
     assert "--out FILE" in capsys.readouterr().err
     Path(f"{rows}.out").write_text("notes\n")
     code, _, err = run(capsys, server, rows)
-    assert code == 2 and "line 1 is no row of an earlier draft" in err and server.count == 0
+    assert code == 2 and "line 1 is not an earlier draft" in err and server.count == 0
