@@ -1,7 +1,7 @@
-"""Verdicts that were paid for once, in one SQLite file shared by all runs of a user.
+"""The cache of verdicts: one SQLite file, shared by all runs of a user.
 
-A refusal is as final as a verdict and is kept too. Neither keys nor values hold a secret. A
-thread of its own writes, so that nobody waits while another process holds the file.
+Refusals are kept as well as verdicts. Neither keys nor values contain a secret. A separate thread
+writes, so that no caller waits while another process locks the file.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from ppo_cli.rewards.remote.failures import Failure
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
-READING = 3  # raised when replies are read in another way: their verdicts are asked for again
+# Part of each key. Raise it when replies are read differently and old verdicts must not count.
+READING = 3
 CONNECT_S = 30.0
-# The refusals that are about a text for good; any other may have had a passing reason.
+# Refusals that concern the text itself; others may have had a temporary reason.
 FINAL_REFUSALS = frozenset({"refusal", "content_filter"})
-MOST_PENDING = 20_000
-_BATCH = 500
-_BUSY_S = 0.02
-_RETRY_S = 0.1
-_CLOSE_S = 2.0
+MAX_PENDING = 20_000  # rows in memory while the file is locked; beyond that the oldest are dropped
+_BATCH = 500  # rows in one transaction
+_BUSY_S = 0.02  # how long SQLite itself waits for a lock
+_RETRY_S = 0.1  # pause of the writer while the file is locked
+_CLOSE_S = 2.0  # how long `close` waits for the last rows
 
 Row = tuple[str, str, float]
 
 
 def cache_key(provider_identity: str, question: Question) -> str:
-    """Return the key of a question put to a provider: what changes the answer, and nothing else.
+    """Return the cache key of a question to a provider: a digest of all that changes the answer.
 
-    The nonce and the token limit stay out of it.
+    The nonce and the token limit are not part of it.
     """
     scale = [question.scale.low, question.scale.high]
     parts_of_question = [question.identity, scale, question.vote, question.output]
@@ -52,7 +53,7 @@ def cache_key(provider_identity: str, question: Question) -> str:
 
 
 def default_cache_path(environ: Mapping[str, str]) -> Path:
-    """Return where a user's verdicts are kept unless told otherwise."""
+    """Return the default file for a user's verdicts."""
     base = environ.get("XDG_CACHE_HOME", "")
     home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
     folder = Path(base) if Path(base).is_absolute() else home / ".cache"
@@ -60,7 +61,7 @@ def default_cache_path(environ: Mapping[str, str]) -> Path:
 
 
 def cache_path(api: ApiReward, environ: Mapping[str, str]) -> Path | None:
-    """Return the file of the cache that the settings ask for, or None when it is off."""
+    """Return the cache file that the settings name, or None when the cache is off."""
     if api.cache is None:
         return default_cache_path(environ)
     return None if api.cache.strip().lower() == "off" else Path(api.cache).expanduser()
@@ -71,11 +72,11 @@ class VerdictCache:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._turn = threading.Condition()
+        self._lock = threading.Condition()
         self._pending: dict[str, Row] = {}
         self._writer: threading.Thread | None = None
         self._closing = False
-        self._complained = False
+        self._warned = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db: sqlite3.Connection | None = _connect_when_free(path)
@@ -87,8 +88,8 @@ class VerdictCache:
             ) from None
 
     def get(self, key: str) -> Verdict | None:
-        """Return a verdict at no cost, or None; a kept refusal is raised as JudgeError."""
-        row = self._read(key)
+        """Return a verdict at no cost, or None; a cached refusal is raised as JudgeError."""
+        row = self._read_row(key)
         if row is None:
             return None
         try:
@@ -100,13 +101,13 @@ class VerdictCache:
                 )  # fmt: skip
             cause, message = str(content["cause"]), str(content["message"])
         except (ValueError, KeyError, TypeError):
-            return None  # written by something else: asking again mends it
+            return None  # a damaged row: the question is asked again
         if cause in FINAL_REFUSALS:
             raise JudgeError(Failure.REFUSED, cause, message)
         return None
 
     def put(self, key: str, verdict: Verdict) -> None:
-        """Keep a verdict; `get` finds it at once, the file has it soon."""
+        """Store a verdict; `get` returns it at once, the file has it a little later."""
         content = {
             "value": verdict.value,
             "reason": verdict.reason,
@@ -116,29 +117,29 @@ class VerdictCache:
         self._write(key, "verdict", content)
 
     def put_refusal(self, key: str, cause: str, message: str) -> None:
-        """Keep that the judge will not judge this."""
+        """Store that the judge refuses this question."""
         self._write(key, "refusal", {"cause": cause, "message": message})
 
     def flush(self, within_s: float = _CLOSE_S) -> bool:
-        """Wait until the file has everything, but not for long; returns whether it has."""
-        with self._turn:
-            return self._turn.wait_for(lambda: not self._pending, within_s)
+        """Wait at most `within_s` seconds for the writer; return whether it is done."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._pending, within_s)
 
     def close(self) -> None:
-        """Write what is left, if the file is free, and close it. Safe to call twice."""
+        """Write the pending rows, if the file is free, and close it. Safe to call twice."""
         if not self.flush():
-            self._complain("write", TimeoutError("another process holds it"))
-        with self._turn:
+            self._warn_once("write", TimeoutError("another process holds it"))
+        with self._lock:
             self._closing = True
             self._pending.clear()
-            self._turn.notify_all()
+            self._lock.notify_all()
             db, self._db = self._db, None
             if db is not None:
                 with contextlib.suppress(sqlite3.Error):
                     db.close()
 
-    def _read(self, key: str) -> tuple[str, str] | None:
-        with self._turn:
+    def _read_row(self, key: str) -> tuple[str, str] | None:
+        with self._lock:
             if self._db is None:
                 return None
             if key in self._pending:
@@ -147,42 +148,42 @@ class VerdictCache:
                 query = self._db.execute("SELECT kind, content FROM verdicts WHERE key = ?", (key,))
                 row: tuple[str, str] | None = query.fetchone()
             except sqlite3.Error as problem:
-                self._complain("read", problem)
+                self._warn_once("read", problem)
                 return None
         return row
 
     def _write(self, key: str, kind: str, content: Mapping[str, Any]) -> None:
-        # surrogates cannot be stored as UTF-8, so JSON's own escapes carry them.
+        # Surrogates cannot be stored as UTF-8: JSON escapes them.
         row = (kind, json.dumps(mask_secrets(content), default=str), time.time())
-        with self._turn:
+        with self._lock:
             if self._db is None or self._closing:
                 return
             self._pending[key] = row
-            if len(self._pending) > MOST_PENDING:
+            if len(self._pending) > MAX_PENDING:
                 del self._pending[next(iter(self._pending))]
-                self._complain("write", TimeoutError("another process holds it"))
+                self._warn_once("write", TimeoutError("another process holds it"))
             if self._writer is None:
-                self._writer = threading.Thread(target=self._write_on, daemon=True)
+                self._writer = threading.Thread(target=self._write_pending, daemon=True)
                 self._writer.start()
-            self._turn.notify_all()
+            self._lock.notify_all()
 
-    def _write_on(self) -> None:
-        """Write whatever is pending until the end; while the file is locked, try now and then."""
-        with self._turn:
+    def _write_pending(self) -> None:
+        """Write pending rows until the cache is closed; the writer thread's loop."""
+        with self._lock:
             while True:
-                self._turn.wait_for(lambda: self._pending or self._closing)
+                self._lock.wait_for(lambda: self._pending or self._closing)
                 if self._db is None or self._closing:
                     return
                 batch = dict(itertools.islice(self._pending.items(), _BATCH))
                 if not self._write_batch(self._db, batch):
-                    self._turn.wait_for(lambda: self._closing, _RETRY_S)
+                    self._lock.wait_for(lambda: self._closing, _RETRY_S)
                     continue
                 for key in batch:
                     del self._pending[key]
-                self._turn.notify_all()
+                self._lock.notify_all()
 
     def _write_batch(self, db: sqlite3.Connection, batch: Mapping[str, Row]) -> bool:
-        """Write rows in one go; False when the file is locked and they may be written later."""
+        """Write rows in one transaction; return False when the file is locked."""
         rows = [(key, *row) for key, row in batch.items()]
         try:
             with db:
@@ -190,19 +191,20 @@ class VerdictCache:
         except sqlite3.Error as problem:
             if _is_locked(problem):
                 return False
-            self._complain("write", problem)
+            self._warn_once("write", problem)
         return True
 
-    def _complain(self, what: str, problem: Exception) -> None:
-        if not self._complained:
+    def _warn_once(self, what: str, problem: Exception) -> None:
+        if not self._warned:
             logger.warning(
-                "cannot %s the verdict cache %s (%s); going on without", what, self.path, problem
+                "cannot %s the verdict cache %s (%s); continuing without", what, self.path, problem
             )
-        self._complained = True
+        self._warned = True
 
 
 def _connect_when_free(path: Path) -> sqlite3.Connection:
-    # Of several processes that make the file at once, SQLite sends some away without waiting.
+    """Open the file, retrying for CONNECT_S seconds while it is locked."""
+    # When several processes create the file at once, SQLite fails some of them without waiting.
     until = time.monotonic() + CONNECT_S
     while True:
         try:
@@ -218,7 +220,8 @@ def _is_locked(problem: sqlite3.Error) -> bool:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    # One lock of ours guards the connection, so it may move between threads.
+    """Open the file and make sure that it has the table."""
+    # `VerdictCache._lock` guards the connection, so several threads may use it.
     db = sqlite3.connect(path, timeout=CONNECT_S, check_same_thread=False)
     try:
         db.execute("PRAGMA journal_mode=WAL")
@@ -227,7 +230,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             db.execute("BEGIN IMMEDIATE")
             _prepare(db)
         db.execute("SELECT count(*) FROM (SELECT 1 FROM verdicts LIMIT 1)").fetchone()
-        # From here on nobody may be kept waiting: the writer tries again instead.
+        # From here on callers must not wait for a lock: the writer retries instead.
         db.execute(f"PRAGMA busy_timeout={int(1000 * _BUSY_S)}")
     except BaseException:
         db.close()
@@ -236,7 +239,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _prepare(db: sqlite3.Connection) -> None:
-    """Make the table; one of an older layout is replaced, one of a newer layout is left alone."""
+    """Create the table; replace one of an older layout, and refuse one of a newer layout."""
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version > SCHEMA:
         raise sqlite3.DatabaseError("it was written by a newer version of this program")

@@ -1,11 +1,12 @@
 """The reward that lets a judge compare responses: with each other, or with a reference.
 
-All comparisons of a prompt are one contest, which begins when the round is settled. Equal texts
-are one contestant, and a text without content loses without a call. In a validation each response
-meets the one that the first validation had for its prompt, so that the win rate shows the drift;
-in training it may meet the greedy one of the model that the run started with.
+All comparisons of the responses to one prompt are a contest, which starts at the end of the round.
+Equal texts are compared once, and a text without content loses without a call. A validation
+compares each response with the one of the first validation, so that the win rate shows the drift
+of the run; training may compare it with the greedy response of the starting model.
 
-A verdict counts for a pair only with another one in which the two stand the other way round.
+Judges prefer a position, so a verdict on a pair counts only together with one in which the two
+responses are shown in the opposite order.
 """
 
 from __future__ import annotations
@@ -39,20 +40,21 @@ from ppo_cli.rewards.judge.prompt import (
     build_material,
     reference_answer,
 )
-from ppo_cli.rewards.judge.reward import CANARY_REPLIES, JudgeReward, PendingScore
+from ppo_cli.rewards.judge.reward import CANARY_REPLIES, UNKNOWN_ANSWER, JudgeReward
+from ppo_cli.rewards.judge.rounds import PendingScore
 from ppo_cli.rewards.judge.rubric import win_share
 from ppo_cli.rewards.judge.verdict import MAX_REASON_CHARS
 from ppo_cli.rewards.remote.failures import Failure
 
 Pair = tuple[int, int]
-PRIOR = 0.5  # of a tie of each response with one of strength 0: all strengths stay finite
-Request = tuple[tuple[int, ...], int]  # who is shown, in which order; and the vote
-UNKNOWN = "I do not know."
+# Weight of an imaginary tie of each response with one of strength 0: strengths stay finite.
+PRIOR = 0.5
+Request = tuple[tuple[int, ...], int]  # the nodes in the order shown, and the vote
 
 
 @dataclass(eq=False)
 class Contestant(PendingScore):
-    """A response and the contest that it is in."""
+    """A response, the contest that it is in, and the node of its text there."""
 
     contest: Contest | None = None
     node: int = 0
@@ -60,33 +62,33 @@ class Contestant(PendingScore):
 
 @dataclass(eq=False)
 class Contest:
-    """The comparisons of one prompt: distinct texts, the reference last where there is one."""
+    """The comparisons for one prompt; a node is a distinct text, the last one the reference."""
 
     prompt: Prompt
     entries: Sequence[Contestant]
     gated: int
     texts: Sequence[str]
-    sizes: Sequence[int]  # responses of each text
+    sizes: Sequence[int]  # number of responses with each text
     reference: bool
     requests: Sequence[Request]
-    fresh: bool  # past the cache
+    fresh: bool  # ask past the cache
     answers: dict[Request, Verdict | BaseException] = field(default_factory=dict)
     asking: asyncio.Task[None] | None = None
 
 
 @dataclass
 class Tally:
-    """What the verdicts of a contest come to; `wins` has ties as half of each."""
+    """The result of a contest; `wins[a, b]` is how often a beat b, a tie counts half for each."""
 
     wins: NDArray[np.float64]
     compared: int = 0
     tied: int = 0
-    followed: int = 0  # the place
+    followed: int = 0  # comparisons in which the verdict followed the position
     failed: int = 0
 
 
 class CompareReward(JudgeReward):
-    """Scores by comparisons; see ApiReward.compare for what is compared with what."""
+    """Scores by comparisons; `ApiReward.compare` says what is compared with what."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -96,21 +98,21 @@ class CompareReward(JudgeReward):
         self._tallies: dict[Contest, Tally] = {}
 
     def submit(self, rollout: Rollout) -> Future[Score]:
-        """Take a response; what it is compared with may be still to come."""
+        """Take a response; it is compared at the end of the round."""
         if self._closed:
             raise RuntimeError("this reward is closed")
         entry = Contestant(rollout)
         self._arrived.append(entry)
-        if self._canaries.due:
-            self._canaries.due = False
+        canaries = self._observer.canaries
+        if canaries.pop_due():
             good = rollout.prompt.ground_truth or rollout.answer
             for text in CANARY_REPLIES:
                 question = self._request(rollout.prompt, (text, as_text(good)))
-                self._loop.submit(self._canaries.ask(question))
+                self._loop.submit(canaries.ask(question))
         return entry.future
 
     def end_round(self, kind: RoundKind = "train") -> None:
-        """Begin the contests of the round, then as for single scores."""
+        """Start the contests of the round, then treat failures as for single scores."""
         arrived, self._arrived = self._arrived, []
         by_prompt: dict[str, list[Contestant]] = defaultdict(list)
         for entry in sorted(arrived, key=lambda entry: entry.rollout.sample):
@@ -122,18 +124,18 @@ class CompareReward(JudgeReward):
         super().end_round(kind)
 
     def prompts_for_reference(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        """All that it does not have, when it compares with the starting model."""
+        """Return the prompts that still need a response of the starting model."""
         base_texts = self._earlier["train"]
         return (
             [p for p in prompts if p.uid not in base_texts] if self._api.compare == "base" else ()
         )
 
     def set_references(self, rollouts: Sequence[Rollout]) -> None:
-        """Keep what responses are compared with."""
+        """Keep the responses of the starting model."""
         self._earlier["train"] |= {r.prompt.uid: self._visible_text(r) for r in rollouts}
 
     def state_dict(self) -> dict[str, Any]:
-        """The first responses of the run, which later ones are compared with."""
+        """Return the first responses of the run, with which later ones are compared."""
         return {split: dict(texts) for split, texts in self._earlier.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,7 +143,7 @@ class CompareReward(JudgeReward):
         self._earlier = {split: dict(state.get(split, {})) for split in self._earlier}
 
     def _reference(self, entry: PendingScore, kind: RoundKind = "train") -> str | None:
-        """What the responses to a prompt are compared with; None: with each other."""
+        """Return the text that responses are compared with; None: with each other."""
         prompt, text = entry.rollout.prompt, self._visible_text(entry.rollout)
         if not self._api.of_the_run:
             return reference_answer(self._api, build_material(prompt, ""))
@@ -152,8 +154,8 @@ class CompareReward(JudgeReward):
     def _question(
         self, prompt: Prompt, response: str, vote: int = 0, rubric: Any = None
     ) -> Question:
-        """What tries the judge out: one response against another one."""
-        return self._request(prompt, (response, UNKNOWN), vote)
+        """Return the request that tests the judge: a response against UNKNOWN_ANSWER."""
+        return self._request(prompt, (response, UNKNOWN_ANSWER), vote)
 
     def _request(self, prompt: Prompt, texts: Sequence[str], vote: int = 0) -> Question:
         return self.template.question(build_material(prompt, *texts), self._api, vote=vote)
@@ -161,20 +163,22 @@ class CompareReward(JudgeReward):
     async def _begin(
         self, entries: Sequence[Contestant], reference: str | None, *, fresh: bool = False
     ) -> None:
-        """Draw up a contest of those that have content, and ask for its verdicts."""
+        """Set up the contest of the responses that have content, and ask for its verdicts."""
+        # Responses without content get the lowest score; equal texts share a node.
         prompt = entries[0].rollout.prompt
         nodes: dict[str, int] = {}
         for entry in entries:
             text = self._visible_text(entry.rollout)
             empty = self._gate_reason(entry.rollout, text)
             if empty:
-                self._report.gated += 1
+                self._observer.report.gated += 1
                 entry.future.set_result(gated_score(empty, self.template.scale))
             else:
                 entry.node = nodes.setdefault(text, len(nodes))
         contestants = [entry for entry in entries if entry.open]
         if not contestants:
             return
+        # Decide who meets whom, before any call.
         sizes = [sum(entry.node == node for entry in contestants) for node in nodes.values()]
         if reference is None:
             requests = self._requests(prompt, len(nodes))
@@ -191,7 +195,7 @@ class CompareReward(JudgeReward):
         await self._judge(contestants[0])
 
     def _requests(self, prompt: Prompt, count: int) -> list[Request]:
-        """Who is shown in which order: pairs both ways, or a list and its reverse."""
+        """Return the requests for a group: pairs in both orders, or lists and their reverses."""
         votes, max_calls = self._api.votes, self._api.compare_calls
         if not self._listed:
             return self._in_both_orders(
@@ -212,7 +216,7 @@ class CompareReward(JudgeReward):
         ]
 
     async def _judge(self, entry: PendingScore) -> None:
-        """Ask for the verdicts that a response's contest still lacks; its rivals wait along."""
+        """Ask for the missing verdicts of an entry's contest; all entries of it share the calls."""
         contest = entry.contest if isinstance(entry, Contestant) else None
         assert contest is not None
         if contest.asking is None or contest.asking.done():
@@ -220,13 +224,17 @@ class CompareReward(JudgeReward):
         await contest.asking
 
     async def _compare(self, contest: Contest) -> None:
+        """Ask for the missing verdicts of a contest and score it with what came."""
         questions = {
             (shown, vote): self._request(contest.prompt, [contest.texts[k] for k in shown], vote)
             for shown, vote in contest.requests
             if not isinstance(contest.answers.get((shown, vote)), Verdict)
         }
         answers = await asyncio.gather(
-            *(self._client.ask(question, fresh=contest.fresh) for question in questions.values()),
+            *(
+                self._connection.client.ask(question, fresh=contest.fresh)
+                for question in questions.values()
+            ),
             return_exceptions=True,
         )
         contest.answers |= zip(questions, answers, strict=True)
@@ -237,25 +245,27 @@ class CompareReward(JudgeReward):
                 if not entry.future.done():
                     entry.future.set_exception(stop)
             return
+        # Keep a question that was answered, for the test whether the judge is up.
         for question, answer in zip(questions.values(), answers, strict=True):
             if isinstance(answer, Verdict):
-                self._judged_before = question
-        self._watch(contest, questions)
+                self._last_judged = question
+        self._ask_monitor(contest, questions)
         self._score(contest)
 
-    def _watch(self, contest: Contest, questions: Mapping[Request, Question]) -> None:
-        """Let the second judge see a share of the comparisons, chosen by the first shown."""
-        if self._monitor is None:
+    def _ask_monitor(self, contest: Contest, questions: Mapping[Request, Question]) -> None:
+        """Send a share of the comparisons to the second judge, chosen by the first response."""
+        monitor = self._observer.monitor
+        if monitor is None:
             return
         of_node = {entry.node: entry.rollout for entry in contest.entries}
         for (shown, vote), question in questions.items():
             answer = contest.answers[shown, vote]
             rollout = of_node.get(shown[0])
-            if isinstance(answer, Verdict) and rollout and self._monitor.wants(rollout):
-                self._monitor.begin(question, answer.value, {})
+            if isinstance(answer, Verdict) and rollout and monitor.wants(rollout):
+                monitor.begin(question, answer.value, {})
 
     def _score(self, contest: Contest) -> None:
-        """Give each response its score, or the error that it has none for."""
+        """Set the score of each entry, or the error for which it has none."""
         tally = self._tallies[contest] = self._tally(contest)
         values = _by_reference if contest.reference else _by_strength
         scores = values(contest, tally)
@@ -267,13 +277,15 @@ class CompareReward(JudgeReward):
             fresh = entry.score is None
             entry.error, entry.score = None, _build_score(contest, tally, entry, value, strength)
             if fresh:
-                self._report.note(entry.rollout, entry.score)
+                self._observer.report.note(entry.rollout, entry.score)
+        # A later verdict may change any score of the contest: publish them together.
         if all(entry.score is not None for entry in contest.entries):
             for entry in contest.entries:
                 if not entry.future.done() and entry.score is not None:
                     entry.future.set_result(entry.score)
 
     def _tally(self, contest: Contest) -> Tally:
+        """Count wins, ties and failures over all votes of a contest."""
         tally = Tally(np.zeros((len(contest.texts), len(contest.texts))))
         for vote in range(self._api.votes):
             places = {
@@ -296,15 +308,16 @@ class CompareReward(JudgeReward):
         return tally
 
     async def _repeat(self, rollout: Rollout, votes: int) -> list[Score]:
+        """Return the scores of several fresh contests of one response with its reference."""
         entries = [Contestant(rollout) for _ in range(votes)]
         for entry in entries:
             await self._begin([entry], self._reference(entry), fresh=True)
         return [e.future.result() if e.future.done() else Score.failed(str(e.error))
                 for e in entries]  # fmt: skip
 
-    async def _measure(self) -> dict[str, float]:
+    async def _collect_metrics(self) -> dict[str, float]:
         tallies, self._tallies = list(self._tallies.items()), {}
-        metrics = await super()._measure()
+        metrics = await super()._collect_metrics()
         compared = sum(tally.compared for _, tally in tallies)
         followed = sum(tally.followed for _, tally in tallies)
         failed = sum(tally.failed for _, tally in tallies)
@@ -319,13 +332,13 @@ class CompareReward(JudgeReward):
         return metrics | ({"judge/win_rate": fmean(won)} if won else {})
 
 
-Found = dict[int, tuple[float, float | None]]
+NodeScores = dict[int, tuple[float, float | None]]  # node -> score and strength
 
 
-def _by_strength(contest: Contest, tally: Tally) -> Found:
-    """Score and strength of each text: the share of the group that it would beat.
+def _by_strength(contest: Contest, tally: Tally) -> NodeScores:
+    """Return score and strength of each node: the expected share of the group that it beats.
 
-    Equal responses tie, and one without content always loses.
+    Equal responses tie, and responses without content always lose.
     """
     nodes = largest_linked_group(tally.wins + tally.wins.T > 0, contest.sizes)
     sizes = np.array([contest.sizes[k] for k in nodes])
@@ -333,14 +346,14 @@ def _by_strength(contest: Contest, tally: Tally) -> Found:
     if not nodes or rivals < 1:
         return {}
     strength = bradley_terry(tally.wins[np.ix_(nodes, nodes)])
-    won = win_chances(strength) @ sizes - 0.5 + contest.gated  # against itself nobody plays
+    won = win_chances(strength) @ sizes - 0.5 + contest.gated  # minus the tie with itself
     return {node: (float(won[i] / rivals), float(strength[i])) for i, node in enumerate(nodes)}
 
 
-def _by_reference(contest: Contest, tally: Tally) -> Found:
-    """The share of its comparisons with the reference that a text won."""
+def _by_reference(contest: Contest, tally: Tally) -> NodeScores:
+    """Return the share of its comparisons with the reference that each node won."""
     last = len(contest.texts) - 1
-    scores: Found = {}
+    scores: NodeScores = {}
     for node in range(last):
         won, met = tally.wins[node, last], tally.wins[node, last] + tally.wins[last, node]
         if contest.texts[node] == contest.texts[last]:
@@ -351,7 +364,7 @@ def _by_reference(contest: Contest, tally: Tally) -> Found:
 
 
 def _explain_missing_score(contest: Contest, tally: Tally, node: int) -> JudgeError:
-    """Why a response has no score: a failed call, or verdicts that follow the place."""
+    """Return why a node has no score: a failed call, or verdicts that follow the position."""
     node_answers = [answer for (shown, _), answer in contest.answers.items() if node in shown]
     if (error := split_answers(node_answers)[1]) is not None:
         return error
@@ -359,7 +372,7 @@ def _explain_missing_score(contest: Contest, tally: Tally, node: int) -> JudgeEr
         return JudgeError(Failure.REFUSED, "alone", "there is no response to compare it with")
     message = (
         f"{tally.followed} of {tally.followed + tally.compared} comparisons follow the place in "
-        "which the responses were shown, so that too few are left"
+        "which the responses were shown, so too few remain"
     )
     reply = next((answer.text for answer in node_answers if isinstance(answer, Verdict)), "")
     return JudgeError(Failure.UNPARSED, "place", message, reply=reply)
@@ -368,11 +381,12 @@ def _explain_missing_score(contest: Contest, tally: Tally, node: int) -> JudgeEr
 def _build_score(
     contest: Contest, tally: Tally, entry: Contestant, value: float, strength: float | None
 ) -> Score:
-    """A score with what people want to know: wins, strength, the judge's words."""
+    """Build a score with wins, strength, cost and the judge's reasons for the rollout file."""
     verdicts = [answer for answer in contest.answers.values() if isinstance(answer, Verdict)]
     node_verdicts = [(shown, answer) for (shown, _), answer in contest.answers.items()
            if entry.node in shown and isinstance(answer, Verdict)]  # fmt: skip
     usage, share = sum((v.usage for v in verdicts), Usage()), len(contest.entries)
+    # The cost of the contest is shared equally among its entries.
     info: dict[str, Any] = {
         "wins": float(tally.wins[entry.node].sum()),
         "compared": float((tally.wins[entry.node] + tally.wins[:, entry.node]).sum()),
@@ -383,6 +397,7 @@ def _build_score(
     }
     if strength is not None:
         info["strength"] = round(strength, 6)
+    # Each reason names the responses by their sample numbers, in the order shown.
     names = dict.fromkeys(range(len(contest.texts)), "the reference")
     for other in reversed(contest.entries):
         names[other.node] = f"sample {other.rollout.sample}"
@@ -408,10 +423,10 @@ def _build_score(
 
 
 def draw_pairs(count: int, max_pairs: int | None, seed: str) -> list[Pair]:
-    """Which of `count` responses meet: all pairs, or at most so many, drawn by a seed.
+    """Return which of `count` responses meet: all pairs, or at most `max_pairs`, drawn by a seed.
 
-    The responses stand on a circle in random order; those next to each other meet first, then
-    those of the other distances in random order. So count - 1 pairs link all of them, and the
+    The responses are placed on a circle in random order. Neighbours meet first, then pairs at the
+    other distances in random order. So count - 1 pairs link all of them, and the
     numbers of their comparisons differ by at most two.
     """
     if max_pairs is None or max_pairs >= count * (count - 1) // 2:
@@ -426,7 +441,7 @@ def draw_pairs(count: int, max_pairs: int | None, seed: str) -> list[Pair]:
 
 
 def calls_per_prompt(count: int, max_pairs: int | None, *, listed: bool) -> int:
-    """How many calls the responses to one prompt take, for one vote."""
+    """Return the number of calls for the responses to one prompt, for one vote."""
     if listed:
         return 2 if count > 1 else 0
     pairs = count * (count - 1) // 2
@@ -434,11 +449,10 @@ def calls_per_prompt(count: int, max_pairs: int | None, *, listed: bool) -> int:
 
 
 def pair_outcomes(verdicts: Mapping[tuple[int, ...], Sequence[int]]) -> dict[Pair, float | None]:
-    """What the lower-numbered response of each pair won: 0 to 1, a tie is 0.5.
+    """Return what the lower-numbered response of each pair won: 0 to 1, a tie is 0.5.
 
-    `verdicts` has the places that were given to responses in the order in which they were shown.
-    None where the one that was shown first, or second, won both times. A pair that was not seen
-    in both orders is left out.
+    `verdicts` maps the responses in the order shown to their places. The result is None where the
+    same position won in both orders. A pair that was not shown in both orders is left out.
     """
     seen: dict[Pair, float] = {}
     for shown, places in verdicts.items():
@@ -453,9 +467,9 @@ def pair_outcomes(verdicts: Mapping[tuple[int, ...], Sequence[int]]) -> dict[Pai
 
 
 def largest_linked_group(met: NDArray[np.bool_], sizes: Sequence[int]) -> list[int]:
-    """The largest set of responses that comparisons link, if more than half of all are in it.
+    """Return the largest set of nodes linked by comparisons, if it has more than half of all.
 
-    Strengths of responses that nothing links cannot be compared. `sizes` counts equal responses.
+    Strengths of nodes without a link cannot be compared. `sizes` counts the responses of a node.
     """
     unvisited, best = set(range(len(sizes))), list[int]()
     while unvisited:
@@ -470,11 +484,11 @@ def largest_linked_group(met: NDArray[np.bool_], sizes: Sequence[int]) -> list[i
 
 
 def bradley_terry(wins: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Strengths θ of P(i beats k) = 1 / (1 + exp(θ_k - θ_i)), natural logarithm.
+    """Return strengths θ with P(i beats k) = 1 / (1 + exp(θ_k - θ_i)) (Bradley & Terry 1952).
 
-    `wins[i, k]` is how often i beat k, ties half to each (Bradley & Terry 1952). The mode under
-    PRIOR ties of each with a response of strength 0, by Newton's method; the objective is
-    concave, so it is the only one.
+    `wins[i, k]` is how often i beat k, a tie counts half for each. Newton's method finds the mode
+    under PRIOR ties of each response with one of strength 0; the objective is concave, so there is
+    one mode.
     """
     strength = np.zeros(len(wins))
     games = wins + wins.T
@@ -490,6 +504,7 @@ def bradley_terry(wins: NDArray[np.float64]) -> NDArray[np.float64]:
         weight = games * chance * (1 - chance)
         curvature = np.diag(weight.sum(1) + PRIOR * alone * (1 - alone)) - weight
         step = np.linalg.solve(curvature, gradient)
+        # Halve the step until it does not overshoot.
         now = objective(strength)
         while objective(strength + step) < now and np.abs(step).max() > 1e-12:
             step = step / 2
@@ -500,6 +515,6 @@ def bradley_terry(wins: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def win_chances(strength: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The chance that each response beats each other one."""
+    """Return the matrix of P(i beats k)."""
     chances: NDArray[np.float64] = 1 / (1 + np.exp(strength[None, :] - strength[:, None]))
     return chances

@@ -57,8 +57,8 @@ def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
     if api.mode == "compare":
         return [_comparison(api, right_place) for right_place in (0, 1)]
     if api.rubric is not None:
-        asked = Template("format check", "1", SYSTEM, SCORING, RUBRIC_SCALE)
-        question = asked.question(_COLOURS, api, rubric=_CRITERIA)
+        rubric_template = Template("format check", "1", SYSTEM, SCORING, RUBRIC_SCALE)
+        question = rubric_template.question(_COLOURS, api, rubric=_CRITERIA)
         return [FormatCheck(question, {"grades": _GRADES}, 0.0, 1.0)]
     if template.written_for != template.scale:
         return []  # the cases are on the scale that the prompt was written for

@@ -1,6 +1,6 @@
-"""Monitors the judge during training: worthless replies, and a second judge to compare with.
+"""Observes a judge during training: its calls, canaries, labelled responses and a second judge.
 
-Neither changes a reward. What goes wrong here is counted and never stops a run.
+Nothing here changes a reward. Failures are counted and never stop a run.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from ppo_cli.rewards.base import LabelledRollouts, Tell
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Scale, UnlimitedCost
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
+from ppo_cli.rewards.judge.connection import JudgeConnection
 from ppo_cli.rewards.judge.costs import Ledger, share_ledger
 from ppo_cli.rewards.judge.providers import build_provider, monitor_of
 from ppo_cli.rewards.remote.failures import Failure
@@ -30,7 +31,7 @@ from ppo_cli.rewards.remote.limits import Limits
 
 @dataclass
 class StepReport:
-    """What the client of a judge cannot know of a step: scores, lengths, votes, gated responses."""
+    """What the client does not know of a step: scores, lengths, vote spread, gated responses."""
 
     lengths: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -38,14 +39,14 @@ class StepReport:
     gated: int = 0
 
     def note(self, rollout: Rollout, score: Score) -> None:
-        """Take in one judged response."""
+        """Add one judged response."""
         self.lengths.append(len(rollout.text))
         self.values.append(float(score.value or 0.0))
         if "vote_spread" in score.info:
             self.spreads.append(float(score.info["vote_spread"]))
 
     def metrics(self, counters: Counters, ledger: Ledger) -> dict[str, float]:
-        """All metrics of the step; none at all when nothing was judged."""
+        """Return all metrics of the step; none when nothing was judged."""
         spent = ledger.take()
         if not (self.gated or counters.verdicts or counters.calls or counters.cached):
             return {}
@@ -65,7 +66,7 @@ class StepReport:
 
 
 def call_metrics(counters: Counters) -> dict[str, float]:
-    """Rates and latencies of the calls of a step."""
+    """Return rates and latencies of the calls of a step."""
     errors = sum(counters.errors.values())
     unread = sum(counters.unread.values())
     replies = unread + len(counters.latencies)
@@ -90,14 +91,14 @@ def call_metrics(counters: Counters) -> dict[str, float]:
 
 
 def correlate(xs: list[int] | list[float], ys: list[float]) -> float | None:
-    """Pearson's correlation; None where one of the two does not vary."""
+    """Return Pearson's correlation; None where one of the two does not vary."""
     if len(xs) < 3 or np.ptp(xs) == 0 or np.ptp(ys) == 0:
         return None
     return float(np.corrcoef(xs, ys)[0, 1])
 
 
 class Canaries:
-    """Replies without content, sent past gate and cache: a sound judge gives them nothing."""
+    """Replies without content, sent past gate and cache: a good judge gives them no credit."""
 
     def __init__(self, client: JudgeClient, *, every: int) -> None:
         self.due = False
@@ -108,13 +109,18 @@ class Canaries:
         self._failed = 0
 
     def begin_step(self, step: int) -> None:
-        """Mark them due every so many steps; a step that is taken again asks no second time."""
+        """Mark the canaries due every `every` steps; a repeated step does not ask again."""
         self.due = self._every > 0 and step % self._every == 0 and step > self._asked_at
         if self.due:
             self._asked_at = step
 
+    def pop_due(self) -> bool:
+        """Return whether canaries are due, and mark them as sent."""
+        due, self.due = self.due, False
+        return due
+
     async def ask(self, question: Question) -> None:
-        """Have one worthless reply judged."""
+        """Have one empty reply judged."""
         try:
             verdict = await self._client.ask(question, fresh=True)
         except (JudgeError, PpoError):
@@ -123,7 +129,7 @@ class Canaries:
             self._values.append(verdict.value)
 
     def take(self, scale: Scale) -> dict[str, float]:
-        """Metrics of those that came back since the last call."""
+        """Return the metrics of the canaries that were judged since the last call."""
         values, failed = self._values, self._failed
         self._values, self._failed = [], 0
         metrics = {"judge/canary_failed": float(failed)} if failed else {}
@@ -133,10 +139,10 @@ class Canaries:
 
 
 class LabelledCheck:
-    """Responses with labels by people, which the judge reads anew, past the cache, now and then.
+    """Responses with human labels that the judge scores again every so many steps.
 
-    They stay the same: where its scores change, the judge behind its name has. `first` has the
-    score that each got when it was first read, by the digest of its text.
+    The responses stay the same, so changed scores mean that the model behind the judge's name has
+    changed. `first` maps the digest of a response to its first score.
     """
 
     def __init__(
@@ -156,9 +162,9 @@ class LabelledCheck:
         self.first: dict[str, float] = {}
 
     def is_due(self, step: int) -> bool:
-        """Whether they are to be read in this step; one that is taken again reads no second time.
+        """Return whether they are read in this step: in the first one, then every `every` steps.
 
-        They are in the first step that there is, and then every so often.
+        A repeated step does not read them again.
         """
         begun = bool(self.first or self._asked_at)
         due = step > self._asked_at and (not begun or step % self._every == 0)
@@ -167,18 +173,18 @@ class LabelledCheck:
         return due and not self._reading
 
     async def read(self) -> None:
-        """Have all of them judged, one by one; what fails is counted."""
+        """Have all responses judged; failures are counted."""
         self._reading = True
-        found = await asyncio.gather(
+        answers = await asyncio.gather(
             *(self._judge(row) for row, _ in self._rows), return_exceptions=True
         )
         self._reading = False
         judged = [
             (_digest(row), score, label)
-            for (row, label), score in zip(self._rows, found, strict=True)
+            for (row, label), score in zip(self._rows, answers, strict=True)
             if isinstance(score, float)
         ]
-        self._metrics = {"judge/label_failed": float(len(found) - len(judged))}
+        self._metrics = {"judge/label_failed": float(len(answers) - len(judged))}
         if not judged:
             return
         for name, score, _ in judged:
@@ -193,7 +199,7 @@ class LabelledCheck:
             self._metrics["judge/label_correlation"] = agreement
 
     def take(self) -> dict[str, float]:
-        """Metrics of a reading that has come to its end since the last call."""
+        """Return the metrics of a reading that ended since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -203,13 +209,14 @@ def _digest(row: Rollout) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-MONITOR_PENDING = {"monitor": None, "monitor_gap": None}  # what a rollout has of a second judge
+# Entries of a rollout's info until the second judge has answered.
+MONITOR_PENDING = {"monitor": None, "monitor_gap": None}
 
 
 class Monitor:
-    """A second judge that reads a share of the responses and rewards none.
+    """A second judge that reads a share of the responses and changes no reward.
 
-    One that is not required, and that cannot be asked, reads nothing.
+    A second judge that nobody asked for by name reads nothing when it cannot be used.
     """
 
     def __init__(
@@ -217,11 +224,10 @@ class Monitor:
         api: ApiReward,
         *,
         environ: Mapping[str, str],
-        limits: Limits,
         ledger: Ledger,
         cache: VerdictCache | None,
     ) -> None:
-        judge = monitor_of(api)
+        judge, limits = monitor_of(api), Limits.of(api)
         self._shared_ledger = share_ledger(ledger, judge)
         self._required, self._share = api.monitor.required, api.monitor.share
         self._patience = 2 * limits.timeout
@@ -234,21 +240,21 @@ class Monitor:
         except RewardError as error:
             if self._required:
                 raise
-            self._share, self._refused = 0.0, str(error)  # the start tells why there is no client
+            self._share, self._refused = 0.0, str(error)  # told at the start
             return
-        # It never gives up for good, and its callers wait no longer than `watch` allows.
+        # It never gives up for good; `_watch` limits how long its answers are waited for.
         limits = replace(limits, concurrency=min(8, limits.concurrency), outage_wait=math.inf)
         self._client = JudgeClient(provider, limits=limits, ledger=self._shared_ledger, cache=cache)
 
     def wants(self, rollout: Rollout) -> bool:
-        """Choose the share by a hash, so that the same responses are read in every run."""
+        """Return whether a response is in the share; chosen by a hash, so the same in every run."""
         key = f"{rollout.prompt.uid}/{rollout.sample}/{rollout.text}".encode()
         return int.from_bytes(hashlib.sha256(key).digest()[:4]) < self._share * 2**32
 
     async def try_out(self, question: Question, tell: Tell) -> None:
-        """Make one call; raises RewardError when no later one can do better.
+        """Make one call; RewardError when a required second judge cannot be used.
 
-        A monitor that is not required then reads nothing from now on.
+        A second judge that is not required reads nothing from then on.
         """
         if self._client is None:
             tell(f"There is no second judge: {self._refused}")
@@ -267,7 +273,7 @@ class Monitor:
             tell(f"The monitoring judge gave no verdict yet ({error}); training goes on without.")
 
     def begin(self, question: Question, value: float, info: dict[str, Any]) -> None:
-        """Have the second judge read what the first has scored; nobody waits for it.
+        """Start the second judge on a response that the first has scored; nobody waits for it.
 
         Its verdict goes into `info`, which has the keys of MONITOR_PENDING already: the rollout
         file may be written at any time.
@@ -281,6 +287,7 @@ class Monitor:
     async def _watch(
         self, client: JudgeClient, question: Question, first: float, info: dict[str, Any]
     ) -> None:
+        """Ask the second judge and note its verdict in `info`."""
         try:
             async with asyncio.timeout(self._patience):
                 verdict = await client.ask(question)
@@ -292,7 +299,7 @@ class Monitor:
             info |= {"monitor": value, "monitor_gap": abs(first - value)}
 
     def take(self) -> dict[str, float]:
-        """Metrics of the responses that both have scored since the last call."""
+        """Return the metrics of the responses that both judges scored since the last call."""
         pairs, failed = self._pairs, self._failed
         self._pairs, self._failed = [], 0
         metrics = {"judge/monitor_failed": float(failed)} if failed else {}
@@ -309,9 +316,58 @@ class Monitor:
         return metrics
 
     async def close(self) -> None:
-        """Drop what is under way; it rewards nobody."""
+        """Cancel calls in flight, since no reward depends on them."""
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         if self._client is not None:
             await self._client.close(0.0)
+
+
+class JudgeObserver:
+    """Everything that observes a judge and changes no reward.
+
+    The report of the step, canaries, labelled responses and the second judge.
+    """
+
+    def __init__(
+        self, api: ApiReward, environ: Mapping[str, str], connection: JudgeConnection, scale: Scale
+    ) -> None:
+        self._labels_every = api.monitor.labels_every
+        self._scale = scale
+        self.report = StepReport()
+        self.canaries = Canaries(connection.client, every=api.canary_every)
+        self.labelled: LabelledCheck | None = None
+        self.monitor: Monitor | None = None
+        if api.monitor.model is not None:
+            self.monitor = Monitor(
+                api, environ=environ, ledger=connection.ledger, cache=connection.cache
+            )
+
+    def watch_labelled(
+        self, rows: LabelledRollouts, judge: Callable[[Rollout], Awaitable[float]]
+    ) -> None:
+        """Have `judge` read these responses every so many steps."""
+        self.labelled = LabelledCheck(rows, judge, self._scale, self._labels_every)
+
+    def begin_step(self, step: int) -> Coroutine[Any, Any, None] | None:
+        """Mark canaries due; return a reading of the labelled responses to be run, if it is due."""
+        self.canaries.begin_step(step)
+        if self.labelled is not None and self.labelled.is_due(step):
+            return self.labelled.read()
+        return None
+
+    def pop_metrics(
+        self, counters: Counters, ledger: Ledger, *, validating: bool
+    ) -> dict[str, float]:
+        """Return the metrics since the last call; a validation leaves labelled responses out."""
+        report, self.report = self.report, StepReport()
+        metrics = report.metrics(counters, ledger) | self.canaries.take(self._scale)
+        if self.labelled is not None and not validating:
+            metrics |= self.labelled.take()
+        return metrics | (self.monitor.take() if self.monitor else {})
+
+    async def close(self) -> None:
+        """Stop the second judge."""
+        if self.monitor is not None:
+            await self.monitor.close()

@@ -1,10 +1,9 @@
-"""Sanitises responses for a judge, and finds those without content.
+"""Makes responses safe for a judge's prompt, and finds responses without content.
 
-A response may be read by a judge, but its control tokens never obeyed. A response without
-content gets the lowest score, and no judge is asked: some judges give a good score to a bare
-"Solution:" or a lone colon (arXiv 2507.08794), whatever their prompt says. Short answers are
-content: "4", "(B)", "no", "∅"; bare punctuation is not, unless the reference or the prompt has
-it.
+Control tokens in a response are broken, so that a judge reads them as text. A response without
+content gets the lowest score without a call: some judges reward a bare "Solution:" or a colon
+(arXiv 2507.08794), whatever their prompt says. Short answers such as "4", "(B)", "no" or "∅" are
+content; punctuation alone is content only where the reference or the prompt has it.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ INVISIBLE = regex.compile(
     regex.VERSION1,
 )
 LINE_ENDS = re.compile("\r\n|[\r\x0b\x0c\x85\u2028\u2029]")
-# The full-width forms count too: some tokenizers fold them first.
+# Full-width forms count too, since some tokenizers convert them first.
 LESS, MORE, BAR = "[<＜﹤]", "[>＞﹥]", "[|｜]"
-# The forms that control tokens of chat models have; a space goes behind the first character.
+# Forms of control tokens of chat models; a space after the first character breaks them.
 CONTROL_TOKENS = re.compile(
     rf"{LESS}(?={BAR}(?:[^\s<>]{{1,120}}|[^\s<>][^<>\n]{{0,120}}(?<!\s){BAR}){MORE})"  # <|im_end|>
     rf"|{LESS}(?=(?![|｜\s])[^<>\n]{{1,120}}(?<!\s){BAR}{MORE})"  # <turn|>
@@ -42,22 +41,23 @@ CONTROL_TOKENS = re.compile(
 
 
 def _in_any_width(word: str) -> str:
-    """A pattern for a word whose characters may be full-width ones."""
+    """Return a pattern for a word in ASCII or full-width characters."""
     return "".join(f"[{char}{chr(ord(char) + 0xFEE0)}]" for char in word)
 
 
-# Words that switch the thinking of a judge on or off. Nemotron's template looks for `/think`
-# anywhere in a turn, inside words and tags too.
+# Commands that switch a judge's thinking on or off. Nemotron's template looks for `/think`
+# anywhere in a turn, even inside words and tags.
 SWITCHES = re.compile(
     rf"[/／](?=(?:{_in_any_width('no')}[_＿－-]?)?{_in_any_width('think')}"
     r"|set (?:no)?think|system_override)",
     re.IGNORECASE,
 )
-# One word in brackets. Which of them are ordinary is known better than which are tokens.
+# One word in brackets. The ordinary ones are listed below, since tokens cannot be enumerated.
 TAGS = re.compile(
     rf"{LESS}(?=/?(?P<word>[^\W\d][\w-]{{0,80}}(?:[:=][\w.-]{{1,80}})?|0x\w\w){MORE})"
 )
 CAPITALS = re.compile(r"[\[［](?=/?(?P<word>[A-ZＡ-Ｚ][A-Z0-9_Ａ-Ｚ]{2,60})[\]］])")
+# HTML elements, types and standard headers of programming languages.
 PLAIN_TAGS = frozenset(
     re.findall(
         r"\w+",
@@ -83,6 +83,7 @@ PLAIN_TAGS = frozenset(
 )
 _TYPE = re.compile(r"[A-Z]|[a-z]\w*_t")
 _MIXED_CASE = re.compile(r"[A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)*")
+# Words of logs and comments.
 PLAIN_CAPITALS = frozenset(
     re.findall(
         r"\w+",
@@ -94,8 +95,9 @@ PLAIN_CAPITALS = frozenset(
     """,
     )
 )
+# The variables of judge prompts, which name the fences around the data.
 TAG_NAMES = r"prompt|response|ground[_ -]?truth|extra_info(?:\.[\w-]{1,80}){0,8}"
-# Whatever a reader takes for a dash: hyphens, dashes, minus signs, full-width and small forms.
+# Everything that looks like a dash: hyphens, minus signs, full-width and small forms.
 DASHES = (
     r"\-\u00ad\u02d7\u058a\u05be\u06d4\u1400\u1806\u2010-\u2015\u2043\u207b\u208b\u2212\u23af"
     r"\u2500\u2501\u2796\u2e1a\u2e3a\u2e3b\u301c\u3030\u30a0\u30fc\ufe31\ufe32\ufe58\ufe63\uff0d\uff70"
@@ -108,34 +110,37 @@ CUT_MARKS = re.compile(r"\[(?=cut-\w)", re.IGNORECASE)
 
 
 def clean(text: str) -> str:
-    """Return the text without invisible characters, its line ends as newlines, in NFC."""
+    """Return the text in NFC, without invisible characters, with `\n` as line ends."""
     return unicodedata.normalize("NFC", INVISIBLE.sub("", LINE_ENDS.sub("\n", text)))
 
 
 def neutralise(text: str) -> str:
-    """Break whatever has the form of a control token or of a fence; the rest stays as it is.
+    """Break everything that looks like a control token or a fence of the prompt.
 
     `<|im_end|>` becomes `< |im_end|>`, `[ARGS]` becomes `[ ARGS]`, `</response-1f…>` becomes
     `[/response-1f…]`: a reader still sees what was there, a tokenizer sees letters. A word in
-    angle brackets is broken unless it is an element of HTML, a type or a header of a programming
-    language; one in capitals and square brackets, unless it is a word of logs and comments.
+    angle brackets is broken unless it is in PLAIN_TAGS or a type; a word in capitals and square
+    brackets unless it is in PLAIN_CAPITALS.
     """
     shown = FENCES.sub(r"[\1]", text)
     shown = CUT_MARKS.sub("[ ", shown)
     shown = CONTROL_TOKENS.sub(_broken, shown)
     shown = TAGS.sub(lambda tag: tag[0] if _is_plain_tag(tag) else _broken(tag), shown)
-    shown = CAPITALS.sub(lambda it: it[0] if it["word"] in PLAIN_CAPITALS else _broken(it), shown)
+    shown = CAPITALS.sub(
+        lambda tag: tag[0] if tag["word"] in PLAIN_CAPITALS else _broken(tag), shown
+    )
     return SWITCHES.sub(_broken, shown)
 
 
 def _broken(match: re.Match[str]) -> str:
+    """Return the first character of a token with a space after it."""
     return f"{match[0]} "
 
 
 def _is_plain_tag(tag: re.Match[str]) -> bool:
-    """Tell whether a word in angle brackets is markup or code that no chat model reserves.
+    """Return whether a word in angle brackets is ordinary markup or code.
 
-    A name in mixed case behind an identifier is a type parameter, as in `Promise<Response>`.
+    A name in mixed case after an identifier is a type parameter, as in `Promise<Response>`.
     """
     word, text, at = tag["word"], tag.string, tag.start()
     if word in PLAIN_TAGS:
@@ -147,24 +152,22 @@ def _is_plain_tag(tag: re.Match[str]) -> bool:
 
 
 def cut_middle(text: str, max_chars: int) -> tuple[str, int, str]:
-    """Keep at most `most` characters: two thirds of them head, one third tail.
+    """Return head, number of omitted characters, and tail of a text cut to `max_chars`.
 
-    Returns head, number of characters left out, and tail; 0 and "" when it was short enough.
-    The head shows what the response set out to do and how, which needs room; the tail holds
-    its conclusion, which is short but must not be lost.
+    Two thirds of `max_chars` go to the head, which shows the approach, and one third to the tail,
+    which has the conclusion. A short text is all head, with 0 and "".
     """
     if len(text) <= max_chars:
         return text, 0, ""
     tail = max_chars // 3
-    head = max_chars - tail
-    return text[:head], len(text) - max_chars, text[len(text) - tail :] if tail else ""
+    return text[: max_chars - tail], len(text) - max_chars, text[len(text) - tail :] if tail else ""
 
 
 def _phrases(listed: str) -> frozenset[str]:
     return frozenset(phrase.strip() for phrase in listed.replace("\n", "|").split("|")) - {""}
 
 
-# A response that is one of these, alone, says nothing; the first few with or without a colon.
+# A response that is only one of these says nothing, with or without a colon.
 LEAD_INS = _phrases(
     """
     solution|the solution|solutions|thought process|my thought process|thinking process
@@ -197,7 +200,7 @@ LEAD_INS = _phrases(
     समाधान|उत्तर है|विचार प्रक्रिया|lời giải|đáp án là|quá trình suy nghĩ
     """
 )
-# Words that may well be an answer; only a colon behind them makes them a lead-in.
+# Words that may be an answer; only a colon after them makes them a lead-in.
 BEFORE_COLON = _phrases(
     """
     answer|the answer|my answer|result|the result|response|my response|reply|output|conclusion
@@ -231,15 +234,18 @@ WRAPPING = re.compile(
 SENTENCES = re.compile(r"\n|(?<=[.!?。！？])\s+|(?<=[。！？])")
 OPERATORS = {"&&", "||", "!=", "==", "<=", ">=", "=>", "->", "<<", ">>", "+=", "-=", "++", ":="}
 FILLERS = {"sure", "okay", "ok", "certainly", "of course", "alright", "all right", "absolutely"}
-# Characters that have a code point and no picture, beside spaces and what `clean` takes out.
+# Characters without a picture, besides spaces and those that `clean` removes.
 BLANKS = re.compile("[\u2800\ufffc\U0001d159]")
 LONE_SYMBOLS = set("^<>=+|~$°")
-# Who greets may be greeted with the same word.
+# A greeting may be answered with the same word.
 GREETINGS = {"hello", "hi", "hey", "good", "morning", "day", "evening", "night", "bye", "goodbye"}
+# Labels that a copied prompt may start with.
 ASKING = {"question", "problem", "q", "prompt", "user"}
 MARKUP = " \t\n*_`#>~-–—•·\"'“”‘’「」『』【】()[]{}<$\\"
 COLONS = ":：;；…"
 STOPS = ".,。，、!！?？｡"
+# When a response counts as a copy of the prompt: the same words at both ends, at least this
+# many words and letters, and this share of the prompt's words.
 EDGE_WORDS = 3
 FEWEST_WORDS = 4
 FEWEST_LETTERS = 12
@@ -247,32 +253,33 @@ MOST_OF_IT = 0.9
 
 
 def no_content_reason(prompt: str, response: str, ground_truth: Any = None) -> str | None:
-    """Return why a response deserves the lowest score without a call, or None.
+    """Return why a response gets the lowest score without a call, or None.
 
-    Pass the response as the judge would read it, reasoning stripped or not. One that equals
-    the reference is never without content.
+    `response` is the text that the judge would see. One that equals the reference has content.
     """
     text = BLANKS.sub(" ", clean(response)).strip()
     if not text:
         return "empty response"
     if _is_reference(text, ground_truth):
         return None
+    # Punctuation and markup alone are an answer only where the prompt offers them.
     bare = WRAPPING.sub(" ", text).strip()
     if not any(c.isalnum() for c in bare):
-        meant = _says_something(bare) or text in OPERATORS or _is_asked_for(prompt, text)
+        meant = _has_content(bare) or text in OPERATORS or _prompt_offers(prompt, text)
         return None if meant else "only punctuation or empty markup"
+    # Every sentence is a lead-in ("Let's think step by step.") or a filler ("Sure!").
     parts = [
         part for part in SENTENCES.split(bare) if part.strip(STOPS + " ").casefold() not in FILLERS
     ]
     if any(map(str.strip, parts)) and all(_is_lead_in(part) for part in parts if part.strip()):
         return "a lead-in without an answer"
-    if _repeats(clean(prompt), text):
+    if _repeats_prompt(clean(prompt), text):
         return "only the prompt repeated"
     return None
 
 
 def _is_reference(response: str, ground_truth: Any) -> bool:
-    """Tell whether a response is the reference, whatever its case, blanks and punctuation."""
+    """Return whether a response equals the reference but for case, blanks and punctuation."""
     if isinstance(ground_truth, list | dict):
         ground_truth = json.dumps(ground_truth, ensure_ascii=False)
     if ground_truth is None or not (reference := clean(str(ground_truth)).strip()):
@@ -281,79 +288,84 @@ def _is_reference(response: str, ground_truth: Any) -> bool:
 
 
 def _same(first_text: str, second_text: str) -> bool:
-    """Compare letters, digits and signs of arithmetic; two texts without any are not the same."""
-    first, second = _kernel(first_text), _kernel(second_text)
+    """Return whether two texts have the same letters, digits and arithmetic signs, at least one."""
+    first, second = _comparison_key(first_text), _comparison_key(second_text)
     return bool(first) and first == second
 
 
-def _kernel(text: str) -> str:
+def _comparison_key(text: str) -> str:
+    """Return the letters, digits and arithmetic signs of a text, in lower case."""
     folded = unicodedata.normalize("NFKC", text).casefold().replace("\u2212", "-")
     # A dash before a digit is a sign: 5 - 3 is not 5 3.
     signs = re.sub(r"[^\w+*/^<>=%|~$°√∞≤≥≠±×÷¬∧∨→-]|_|(?<!\w)-(?!\s*[\w(])", "", folded)
     return signs.strip("=*-|><~")
 
 
-def _says_something(text: str) -> bool:
-    """Tell whether there is a letter, a digit, or a symbol that can be an answer."""
+def _has_content(text: str) -> bool:
+    """Return whether a text has a letter, a digit, or a symbol that can be an answer."""
     signs = [c for c in text if not c.isspace()]
     if len(signs) == 1 and signs[0] in LONE_SYMBOLS:
         return True
-    return any(_is_content(c) for c in signs) and not _is_rule(signs)
+    return any(_is_content(c) for c in signs) and not _is_drawn_line(signs)
 
 
 def _is_content(char: str) -> bool:
+    """Return whether a character can be (part of) an answer; box drawings cannot."""
     kind = unicodedata.category(char)
     if kind == "So":
         return not ("\u2500" <= char <= "\u259f" or char == "\ufffd")
     return kind[0] in "LN" or (kind in {"Sm", "Sc"} and char not in "|~=+<>$")
 
 
-def _is_rule(signs: list[str]) -> bool:
-    """Tell whether one symbol is only drawn again and again; emoji may be meant so."""
+def _is_drawn_line(signs: list[str]) -> bool:
+    """Return whether one symbol is repeated to draw a line; emoji may be repeated on purpose."""
     same = len(signs) > 2 and len(set(signs)) == 1
     return same and not signs[0].isalnum() and ord(signs[0]) < 0x1F000
 
 
-def _is_asked_for(prompt: str, sign: str) -> bool:
-    """Tell whether a lone sign stands free in the prompt, as in "+ or -?"."""
+def _prompt_offers(prompt: str, sign: str) -> bool:
+    """Return whether a sign is offered by the prompt as a word, as in "+ or -?"."""
     free = rf"(?:^|[\s'\"`(,]){re.escape(sign)}(?:$|[\s'\"`),.:;?])"
     return len(sign) <= 4 and bool(re.search(free, prompt))
 
 
 def _is_lead_in(part: str) -> bool:
+    """Return whether a sentence only announces an answer, or is empty."""
     phrase = part.casefold().replace("’", "'").strip(MARKUP)
     colon = phrase.rstrip(MARKUP + STOPS).endswith(tuple(COLONS))
     phrase = " ".join(phrase.strip(MARKUP + STOPS + COLONS).split())
     if not phrase:
-        return not _says_something(part)
+        return not _has_content(part)
     is_listed = phrase in LEAD_INS or (colon and phrase in BEFORE_COLON)
     plain = phrase.replace(",", "").replace("，", "")
     return is_listed or plain in LEAD_INS or bool(STEP_BY_STEP.fullmatch(phrase))
 
 
-def _words(text: str) -> list[str]:
-    """Return the words of a text; each sign of a script without spaces is one."""
+def _split_words(text: str) -> list[str]:
+    """Return the words of a text; each character of a script without spaces is a word."""
     return re.findall(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_]+", text.casefold())
 
 
-def _repeats(prompt: str, response: str) -> bool:
-    """Tell whether a response is the prompt again, once or often, wholly or nearly.
+def _repeats_prompt(prompt: str, response: str) -> bool:
+    """Return whether a response only repeats the prompt, once or several times.
 
-    Nearly: it begins and ends like the prompt, adds no word, and leaves out at most a tenth. A
-    task that asks to copy or to mend a text is safe: its answer lacks the request's own words.
+    A near copy begins and ends like the prompt, adds no word and omits at most a tenth. A task
+    that asks to copy or correct a text is safe: its answer lacks the words of the request.
     """
-    prompt_words, response_words = _words(prompt), _words(response)
+    prompt_words, response_words = _split_words(prompt), _split_words(response)
     if _is_copy(prompt, response) and not GREETINGS.issuperset(prompt_words):
         return True
     if len(prompt_words) < FEWEST_WORDS or sum(map(len, prompt_words)) < FEWEST_LETTERS:
         return False
     while response_words[:1] and response_words[0] in ASKING - set(prompt_words[:1]):
         response_words = response_words[1:]
+    # The prompt several times in a row.
     times, rest = divmod(len(response_words), len(prompt_words))
     if times and not rest and response_words == prompt_words * times:
         return True
     if not MOST_OF_IT * len(prompt_words) <= len(response_words) <= len(prompt_words):
         return False
+    # A near copy: the same ends, and its words are a subsequence of the prompt's.
     edges = (
         response_words[:EDGE_WORDS] == prompt_words[:EDGE_WORDS]
         and response_words[-EDGE_WORDS:] == prompt_words[-EDGE_WORDS:]
@@ -363,6 +375,6 @@ def _repeats(prompt: str, response: str) -> bool:
 
 
 def _is_copy(prompt: str, response: str) -> bool:
-    """Tell whether the two are the same text but for case, blanks, punctuation and a "Q:"."""
+    """Return whether two texts are equal but for case, blanks, punctuation and a label "Q:"."""
     bare = re.sub(rf"^\W*(?:{'|'.join(ASKING)})\W*[:：]\s*", "", response, flags=re.IGNORECASE)
     return _same(prompt, response) or _same(prompt, bare)

@@ -15,7 +15,6 @@ import pytest
 
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Prompt, Rollout
-from ppo_cli.rewards.judge import client as client_module
 from ppo_cli.rewards.judge.reward import JudgeReward
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET
@@ -225,7 +224,7 @@ def test_the_start_tells_which_parameters_a_model_does_not_take(
 
 
 def test_nobody_there_is_told_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.rewards.judge.client.UNREACHABLE_S", 0.2)
+    monkeypatch.setattr("ppo_cli.rewards.remote.client.UNREACHABLE_S", 0.2)
     reward = make(base_url="http://127.0.0.1:9/v1")
     with pytest.raises(RewardError, match="cannot be reached at http://127"):
         reward.start([prompt(1)])
@@ -241,7 +240,7 @@ def test_the_start_waits_ever_longer_and_as_long_as_it_is_told(
     def note(seconds: float) -> None:
         pauses.append(seconds) if threading.get_ident() == main else sleep(seconds)
 
-    monkeypatch.setattr("ppo_cli.rewards.judge.client.time.sleep", note)
+    monkeypatch.setattr("ppo_cli.rewards.remote.client.time.sleep", note)
     told: list[str] = []
     server.fail(503, times=6)
     make(cache="off").start([prompt(1)], tell=told.append)
@@ -297,7 +296,7 @@ def test_a_judge_that_no_prompt_fits_is_refused_at_the_start(
 def test_a_page_in_place_of_a_judge_is_named_at_the_start(
     make: Make, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "UNREACHABLE_S", 0.1)
+    monkeypatch.setattr("ppo_cli.rewards.remote.client.UNREACHABLE_S", 0.1)
     server.fail("html")
     with pytest.raises(RewardError, match=r"a page of HTML: Sign in.*--rm_base_url"):
         make(cache="off").start([prompt(1)])

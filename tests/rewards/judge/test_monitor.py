@@ -228,7 +228,7 @@ def test_readings_fail_in_silence_and_stay_out_of_validations(
     reward.begin_step(1)
     reward.end_round("validation")
     until = time.monotonic() + 30.0
-    while reward._held_out is None or not reward._held_out._metrics:
+    while reward._observer.labelled is None or not reward._observer.labelled._metrics:
         assert time.monotonic() < until
         time.sleep(0.02)
     assert "judge/label_failed" not in reward.pop_metrics()
@@ -242,7 +242,7 @@ def test_the_share_of_a_monitor_is_chosen_by_prompt_sample_and_text() -> None:
         settings = {"type": "openai", "model": "second", "share": 1.0}
         api = ApiReward(type="openai", model="first", monitor=settings)
         book = Ledger(None, budget_usd=None, budget_tokens=None)
-        monitor = Monitor(api, environ=KEYS, limits=Limits.of(api), ledger=book, cache=None)
+        monitor = Monitor(api, environ=KEYS, ledger=book, cache=None)
         monitor._share = share
         return [monitor.wants(one) for one in rollouts]
 
@@ -263,9 +263,7 @@ def test_a_monitor_is_asked_little_at_once_and_never_given_up(
 ) -> None:
     api = watched(server, tmp_path, concurrency=concurrency, timeout=7.0, max_rpm=30)
     limits, book = Limits.of(api), Ledger(None, budget_usd=None, budget_tokens=None)
-    monitor = Monitor(
-        api, environ=KEYS | {"OTHER_KEY": "k"}, limits=limits, ledger=book, cache=None
-    )
+    monitor = Monitor(api, environ=KEYS | {"OTHER_KEY": "k"}, ledger=book, cache=None)
     assert monitor._client is not None
     expected = replace(limits, concurrency=most, outage_wait=float("inf"))
     assert monitor._client._limits == expected

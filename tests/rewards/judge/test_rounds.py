@@ -13,7 +13,7 @@ import pytest
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.judge.calls import JudgeError
-from ppo_cli.rewards.judge.reward import FailurePolicy, JudgingRound, PendingScore
+from ppo_cli.rewards.judge.rounds import FailurePolicy, JudgingRound, PendingScore
 from ppo_cli.rewards.remote.failures import Failure
 
 Answer = Callable[[int, int], "float | Failure"]  # (row, how often asked before)
@@ -118,8 +118,8 @@ def test_while_it_waits_one_at_a_time_is_tried() -> None:
     assert values(scores) == [1.0] * 4
     assert order[:6] == [0, 1, 2, 3, 0, 1]  # all once, then one after another
     assert told[3] == told[6] == "" and policy.waiting_message is None
-    assert told[4].startswith("4 of 4 responses got no verdict (retryable 4): asking stops")
-    assert "again in 1 s" in told[4] and "again in 2 s" in told[5]
+    assert told[4].startswith("4 of 4 responses got no verdict (retryable 4): calls stop")
+    assert "new attempt in 1 s" in told[4] and "new attempt in 2 s" in told[5]
 
 
 def test_an_outage_that_does_not_end_stops_the_run_with_what_was_scored() -> None:

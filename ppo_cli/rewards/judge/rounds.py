@@ -1,0 +1,211 @@
+"""One step's responses until all have a score, and what happens when the judge fails.
+
+A response without a verdict is kept until the round ends. When too many fail, the round asks again
+for just those before it masks them, imputes them or stops the run. Called by the judge rewards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal
+
+from ppo_cli.errors import Interrupted, PpoError
+from ppo_cli.records import Rollout, Score
+from ppo_cli.rewards.judge.calls import JudgeError
+from ppo_cli.rewards.remote.failures import Failure
+
+MAX_PAUSE_S = 30.0
+# A text that failed so often while others passed is the cause itself, not the judge.
+MAX_LONE_FAILURES = 3
+# So few texts without a verdict never count as a problem of the judge.
+TOLERATED_FAILURES = 2
+
+
+@dataclass(eq=False)
+class PendingScore:
+    """A response that waits for its score; `error` is why it has none yet.
+
+    A `score` that other responses of its group may change is set in `future` only at the end of
+    the round.
+    """
+
+    rollout: Rollout
+    future: Future[Score] = field(default_factory=Future)
+    error: JudgeError | None = None
+    score: Score | None = None
+    failed_alone: int = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether the response has no score yet."""
+        return self.score is None and not self.future.done()
+
+    @property
+    def may_pass_later(self) -> bool:
+        """Whether asking again may succeed."""
+        curable = self.error is not None and self.error.kind is Failure.RETRYABLE
+        return curable and self.failed_alone < MAX_LONE_FAILURES
+
+
+@dataclass
+class FailurePolicy:
+    """What to do about failed verdicts; `waiting_message` is set while a round is paused."""
+
+    on_failure: Literal["mask", "batch_mean", "stop"]
+    max_failure_rate: float
+    outage_wait: float
+    waiting_message: str | None = None
+
+
+class JudgingRound:
+    """The responses of one step, from the first `submit` to the last score.
+
+    `judge` asks for the score of an entry and leaves it open on failure. `check_judge` asks again
+    about a response that was judged before, and returns whether the judge answered.
+    """
+
+    def __init__(
+        self,
+        policy: FailurePolicy,
+        judge: Callable[[PendingScore], Awaitable[None]],
+        check_judge: Callable[[], Awaitable[bool]],
+    ) -> None:
+        self.entries: list[PendingScore] = []
+        self._first_judgings: list[Future[None]] = []
+        self._policy = policy
+        self._judge = judge
+        self._check_judge = check_judge
+
+    def add(self, entry: PendingScore, first_judging: Future[None]) -> None:
+        """Add an entry; `first_judging` is the call that asks about it for the first time."""
+        self.entries.append(entry)
+        self._first_judgings.append(first_judging)
+
+    async def finish(self) -> None:
+        """Wait until each entry was judged once, retry failures, and set every future."""
+        try:
+            await asyncio.gather(
+                *(asyncio.wrap_future(judging) for judging in self._first_judgings)
+            )
+            self._raise_stop()
+            await self._recover()
+            self._raise_stop()
+            self._conclude()
+        except BaseException as error:
+            # Nobody may wait forever: an error ends all open futures.
+            exception = (
+                error if isinstance(error, Exception) else RuntimeError("the judge was closed")
+            )
+            for entry in self.entries:
+                if not entry.future.done():
+                    entry.future.set_exception(exception)
+            if not isinstance(error, PpoError):
+                raise
+        finally:
+            self._policy.waiting_message = None
+
+    def _raise_stop(self) -> None:
+        """Raise the exception of an entry that stops the run, so that all entries end with it."""
+        for entry in self.entries:
+            if entry.future.done() and (stop := entry.future.exception()) is not None:
+                raise stop
+
+    def _open(self) -> list[PendingScore]:
+        return [entry for entry in self.entries if entry.open]
+
+    def _too_many(self) -> bool:
+        """Whether too many verdicts failed to end the round now; one or two never do."""
+        max_rate = self._policy.max_failure_rate
+        return len(self._open()) > max(
+            TOLERATED_FAILURES if max_rate > 0 else 0, max_rate * len(self.entries)
+        )
+
+    async def _recover(self) -> None:
+        """Ask again while too many verdicts are missing; Interrupted when that is hopeless."""
+        if not self._too_many():
+            return
+        # Unreadable replies are asked for once more: the judge answers, so no pause is needed.
+        unread = [e for e in self._open() if e.error and e.error.kind is Failure.UNPARSED]
+        await self._ask_again(unread)
+        # In an outage one entry at a time tests the judge, with growing pauses.
+        began, pause, turn = time.monotonic(), 1.0, 0
+        while self._too_many():
+            curable = [entry for entry in self._open() if entry.may_pass_later]
+            remaining_s = self._policy.outage_wait - (time.monotonic() - began)
+            if not curable or remaining_s <= 0:
+                raise Interrupted(self._gave_up(waited=bool(curable)))
+            pause = min(pause, MAX_PAUSE_S, remaining_s)
+            self._policy.waiting_message = (
+                f"{self._lacking()} ({self._causes()}): calls stop, with a new attempt in "
+                f"{pause:.0f} s, for up to {remaining_s:.0f} s more."
+            )
+            await asyncio.sleep(pause)
+            tried = curable[turn % len(curable)]
+            await self._ask_again([tried], within=max(1.0, remaining_s - pause))
+            turn, pause = turn + 1, 2 * pause
+            pause = pause if tried.open else 1.0
+            if not tried.open or await self._check_judge():
+                self._policy.waiting_message = None
+                # The judge answers again: failures from now on are due to the texts.
+                rest = [entry for entry in curable if entry.open]
+                await self._ask_again(rest)
+                for entry in rest:
+                    entry.failed_alone += entry.open
+
+    async def _ask_again(
+        self, entries: Sequence[PendingScore], within: float | None = None
+    ) -> None:
+        """Judge entries again; those that take longer than `within` seconds stay open."""
+        judging = asyncio.gather(*(self._judge(entry) for entry in entries))
+        try:
+            await asyncio.wait_for(judging, within)
+        except TimeoutError:
+            return
+
+    def _conclude(self) -> None:
+        """Set the scores, and treat the failed entries by the policy."""
+        failed, policy = self._open(), self._policy
+        mean: float | None = None
+        for entry in self.entries:
+            if entry.score is not None and not entry.future.done():
+                entry.future.set_result(entry.score)
+        if failed and policy.on_failure == "stop":
+            raise Interrupted(f"{self._lacking()} ({self._causes()}), and --rm_on_failure is stop.")
+        if policy.on_failure == "batch_mean":
+            scores = [entry.future.result() for entry in self.entries if not entry.open]
+            values = [score.value for score in scores if score.value is not None]
+            mean = fmean(values) if values else None
+        for entry in failed:
+            error = entry.error
+            failure, reply = (error.summary, error.reply) if error else ("no verdict", "")
+            score = Score(None, failure, reply=reply)
+            if mean is not None:
+                reason = "imputed: the mean of the step"
+                score = Score(mean, reason=reason, imputed=failure, reply=reply)
+            entry.future.set_result(score)
+
+    def _lacking(self, where: str = "") -> str:
+        return f"{len(self._open())} of {len(self.entries)} responses{where} got no verdict"
+
+    def _causes(self) -> str:
+        counts = Counter(entry.error.cause for entry in self._open() if entry.error)
+        return ", ".join(f"{cause} {n}" for cause, n in counts.most_common())
+
+    def _gave_up(self, *, waited: bool) -> str:
+        message = (
+            f"{self._lacking(' of this step')} ({self._causes()}), more than "
+            f"--rm_max_failure_rate {self._policy.max_failure_rate:g} allows"
+        )
+        if waited:
+            message += (
+                f", and {self._policy.outage_wait:.0f} s of waiting (--rm_outage_wait) did not help"
+            )
+        errors = [entry.error.summary for entry in self._open() if entry.error]
+        first = f" The first: {errors[0]}" if errors else ""
+        return f"{message}. Look at the judge and its prompt, or raise that rate.{first}"
