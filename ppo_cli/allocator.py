@@ -1,10 +1,10 @@
 """Memory at the start of a process: its allocator, and imports without garbage collection.
 
-On the CPU a run has jemalloc where Ray brings it, else the system's allocator.
+On the CPU a run uses Ray's copy of jemalloc if possible, else the system's allocator.
 
-glibc cannot put an aligned block into a freed one of its size, so that tensors which come and go
-leave holes: a step takes a fifth more memory, and more time (docs/log.md). An allocator must be
-there when a process begins, so commands that compute replace their process by one with it.
+glibc cannot put an aligned block into a freed one of the same size, so that temporary tensors leave
+holes: a step needs a fifth more memory, and more time (docs/log.md). An allocator is loaded when a
+process starts, so commands that compute replace their process by one with jemalloc.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path
 
 CHOICE = "PPO_ALLOCATOR"  # "system" switches it off
 STARTED = "jemalloc"  # its value while a process is replaced
-# What is freed stays for the next tensors, as `keep_freed_memory` has it with glibc, and any of
-# them may take a piece of it: by default only those of at least a 64th of its size do, so that what
-# the activations of a large model leave, in one piece, is never used again.
+# Freed memory stays in the process, as `keep_freed_memory` does with glibc, and any later tensor
+# may use a piece of it. By default only tensors of at least a 64th of its size may, so that the
+# memory of a large model's activations, in one piece, would never be used again.
 SETTINGS = "dirty_decay_ms:-1,muzzy_decay_ms:-1,lg_extent_max_active_fit:40"
 
 
 def find_jemalloc(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Ray's copy, where it can be used: Linux on x86-64, no GPU, nothing else asked for.
+    """Return Ray's copy of jemalloc if it can be used: Linux on x86-64, no GPU, no other setting.
 
     Other processors may have larger pages than it was built for.
     """
     on_x86_64 = sys.platform == "linux" and os.uname().machine == "x86_64"
-    # Of a GPU under Linux, and under WSL2.
+    # Devices of a GPU under Linux and under WSL2.
     if not on_x86_64 or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
         return None
     if any(environ.get(name) for name in (CHOICE, "LD_PRELOAD", "MALLOC_CONF")):
@@ -44,16 +44,16 @@ def find_jemalloc(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def has_jemalloc() -> bool:
-    """Whether this process has it."""
+    """Whether this process uses jemalloc."""
     import ctypes
 
     return hasattr(ctypes.CDLL(None), "mallctl")
 
 
 def start_with_jemalloc() -> None:
-    """Replace this process by the same one with jemalloc; returns where that is done or not due.
+    """Replace this process by the same one with jemalloc; return if it has it or cannot use it.
 
-    Its own children have the system's allocator: they inherit nothing of this.
+    Its child processes use the system's allocator: they do not inherit the variables.
     """
     if os.environ.get(CHOICE) == STARTED:
         for name in (CHOICE, "LD_PRELOAD", "MALLOC_CONF"):
@@ -62,15 +62,16 @@ def start_with_jemalloc() -> None:
     library = find_jemalloc()
     if library is None:
         return
-    told = {CHOICE: STARTED, "LD_PRELOAD": str(library), "MALLOC_CONF": SETTINGS}
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | told)
+    variables = {CHOICE: STARTED, "LD_PRELOAD": str(library), "MALLOC_CONF": SETTINGS}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | variables)
 
 
 @contextmanager
-def collection_paused() -> Iterator[None]:
-    """Import large libraries in this block: the collector would search all they make, many times.
+def pause_garbage_collection() -> Iterator[None]:
+    """Pause garbage collection while large libraries are imported.
 
-    Without it torch and transformers take a sixth less time (docs/log.md).
+    The collector would scan their objects many times; without it the import of torch and
+    transformers takes a sixth less time (docs/log.md).
     """
     gc.disable()
     try:

@@ -1,9 +1,9 @@
 """Atomic writes: a file, folder or link is replaced when the new one is complete, or not at all.
 
-What is written lies beside its target under a hidden name until it is complete and synced to the
-disk. The name holds the number of the process, and of a file that of the write, so two that write
-the same target do not meet: the last one to finish wins. What a killed process left is removed by
-the next write of that target.
+The new one is written next to its target under a hidden name until it is complete and synced to the
+disk. The name contains the process id, and for files the number of the write, so that two writers
+of the same target do not collide: the last one to finish wins. The next write of a target removes
+what a killed process left.
 """
 
 from __future__ import annotations
@@ -18,46 +18,47 @@ from pathlib import Path
 
 UNFINISHED = ".unfinished-"
 _WRITER = re.compile(rf"{re.escape(UNFINISHED)}(\d+)(\.\d+)?-")
-_writes = itertools.count(1)
+_writes = itertools.count(1)  # threads may write the same target
 
 
-def unfinished(path: Path) -> Path:
-    """Return the hidden name under which `path` is written."""
+def unfinished_path(path: Path) -> Path:
+    """Return the hidden path under which `path` is written."""
     return path.with_name(f"{UNFINISHED}{os.getpid()}-{path.name}")
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield the hidden name to write; on leaving it becomes `path`, on an error it is removed."""
+def atomic_replace(path: Path) -> Iterator[Path]:
+    """Yield a hidden path to write; it becomes `path` at the end, and is deleted after an error."""
     fresh = path.with_name(f"{UNFINISHED}{os.getpid()}.{next(_writes)}-{path.name}")
-    _sweep(path)
+    _sweep_leftovers(path)
     try:
         yield fresh
-        install(fresh, path)
+        move_into_place(fresh, path)
     finally:
         with suppress(OSError):
-            remove(fresh)
+            delete(fresh)
 
 
-def install(fresh: Path, path: Path) -> None:
-    """Sync what lies at `fresh` and give it the name `path`; a folder there is deleted after."""
+def move_into_place(fresh: Path, path: Path) -> None:
+    """Sync `fresh` and rename it to `path`; an existing folder `path` is deleted afterwards."""
     if not fresh.is_symlink():
         for part in (fresh, *fresh.rglob("*")):
             _sync(part)
+    # A folder cannot be replaced by a rename: the old one gets another name first.
     old = _set_aside(path) if path.is_dir() and not path.is_symlink() else None
     os.replace(fresh, path)
     _sync(path.parent)
     if old is not None:
-        remove(old)
+        delete(old)
 
 
-def discard(folder: Path) -> None:
-    """Delete a folder that must not be seen half-deleted: it gets a hidden name first."""
-    remove(_set_aside(folder))
+def delete_atomically(folder: Path) -> None:
+    """Delete a folder without showing it half-deleted: it is renamed first."""
+    delete(_set_aside(folder))
 
 
-def remove(path: Path) -> None:
-    """Delete a file, a link or a whole folder, if it is there."""
+def delete(path: Path) -> None:
+    """Delete a file, a link or a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -65,29 +66,29 @@ def remove(path: Path) -> None:
 
 
 def sweep_unfinished(folder: Path) -> None:
-    """Remove what this process and killed ones left half-written; what others write now stays."""
+    """Remove unfinished files of this and of dead processes in a folder; keep those of others."""
     for path in folder.glob(f"{UNFINISHED}*"):
         writer = _WRITER.match(path.name)
-        if writer is None or _is_over(writer):
-            remove(path)
+        if writer is None or _is_abandoned(writer):
+            delete(path)
 
 
-def _sweep(path: Path) -> None:
-    """Remove what this process and killed ones left of `path`; what others write now stays."""
-    for left in path.parent.glob(f"{UNFINISHED}*"):
-        writer = _WRITER.match(left.name)
-        if writer and left.name == f"{writer[0]}{path.name}" and _is_over(writer):
-            remove(left)
+def _sweep_leftovers(path: Path) -> None:
+    """Remove unfinished versions of `path` of this and of dead processes; keep those of others."""
+    for leftover in path.parent.glob(f"{UNFINISHED}*"):
+        writer = _WRITER.match(leftover.name)
+        if writer and leftover.name == f"{writer[0]}{path.name}" and _is_abandoned(writer):
+            delete(leftover)
 
 
-def _is_over(writer: re.Match[str]) -> bool:
-    """Whether nobody writes under this name any more; another thread may, where it has a number."""
+def _is_abandoned(writer: re.Match[str]) -> bool:
+    """Whether nobody writes under this name any more; a numbered one may be another thread's."""
     pid = int(writer[1])
-    return not lives(pid) or (pid == os.getpid() and writer[2] is None)
+    return not is_running(pid) or (pid == os.getpid() and writer[2] is None)
 
 
-def lives(pid: int) -> bool:
-    """Tell whether a process runs: neither gone nor, on Linux, waiting to be reaped."""
+def is_running(pid: int) -> bool:
+    """Whether a process runs: it exists and, on Linux, is not a zombie."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -95,14 +96,14 @@ def lives(pid: int) -> bool:
         return False
     except PermissionError:  # another user's
         return True
-    except (FileNotFoundError, IndexError):  # no /proc here, or the process ended meanwhile
+    except (FileNotFoundError, IndexError):  # no /proc on this system, or the process just ended
         return not Path("/proc/self").exists()
 
 
 def _set_aside(folder: Path) -> Path:
     renamed = folder.with_name(f"old-{folder.name}")
-    _sweep(renamed)
-    old = unfinished(renamed)
+    _sweep_leftovers(renamed)
+    old = unfinished_path(renamed)
     os.replace(folder, old)
     return old
 

@@ -1,7 +1,8 @@
-"""Digests of a checkpoint's files: written last when it is saved, compared whenever it is loaded.
+"""Digests: of a checkpoint's files, compared whenever it is loaded, and of short texts.
 
-SHA-256 is the fastest hash of Python's library that tells any two contents apart: 1.9 GB/s on a
-processor with SHA instructions (docs/log.md). Each rank hashes what it has written itself.
+SHA-256 is the fastest collision-resistant hash of Python's library: 1.9 GB/s on a processor with
+SHA instructions (docs/log.md). Each rank hashes the files that it has written. The manifest is
+written last.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ppo_cli.atomic import replacing
-from ppo_cli.errors import ModelError, with_flag
+from ppo_cli.atomic import atomic_replace
+from ppo_cli.errors import ModelError, replace_flag
 
 MANIFEST: Final = "digests.json"
-# The state of a run names its manifest, so that a manifest that was lost is missed.
+# The state of a run names the manifest, so that a missing manifest is noticed.
 NAMED_IN: Final = "state/run.json"
 THREADS: Final = 8
-# What a loader would read beside what was saved, such as `adapter_config.json`. Notes may be added.
-LOADED: Final = {".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".py"}
+# Added files with these suffixes are damage, because a loader would read them. Others are notes.
+LOADABLE_SUFFIXES: Final = {".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".py"}
 _STEP = re.compile(r"^step_(\d{6,})$")
 _PART = ".digests-{}.json"
 
@@ -41,14 +42,14 @@ def digest_files(folder: Path, names: Iterable[str]) -> Digests:
         return dict(zip(ordered, digests, strict=True))
 
 
-def write_part(folder: Path, rank: int, names: Iterable[str]) -> None:
-    """Note the digests of what one rank has written, for `write_manifest`."""
+def write_rank_digests(folder: Path, rank: int, names: Iterable[str]) -> None:
+    """Write the digests of one rank's files, for `write_manifest`."""
     part = folder / _PART.format(rank)
     part.write_text(json.dumps(digest_files(folder, names)))
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the digests of all files of a complete checkpoint, those of its ranks included."""
+    """Write the digests of all files of a complete checkpoint, including those of its ranks."""
     digests: Digests = {}
     for part in folder.glob(_PART.format("*")):
         digests |= json.loads(part.read_text())
@@ -56,15 +57,15 @@ def write_manifest(folder: Path) -> None:
     files = (path for path in folder.rglob("*") if path.is_file())
     names = {path.relative_to(folder).as_posix() for path in files}
     digests |= digest_files(folder, names - digests.keys())
-    with replacing(folder / MANIFEST) as fresh:
+    with atomic_replace(folder / MANIFEST) as fresh:
         fresh.write_text(json.dumps({"files": dict(sorted(digests.items()))}, indent=1))
 
 
 def find_damage(checkpoint: Path, below: str = "") -> list[str]:
-    """Return a sentence for each file that is not as it was saved, with its name.
+    """Return a sentence for each file of a checkpoint that differs from what was saved.
 
     `below` limits the comparison to a folder or file of the checkpoint. Checkpoints of versions
-    that wrote no digests have no damage that could be seen here.
+    that wrote no digests are not checked.
     """
     try:
         recorded = _read_manifest(checkpoint)
@@ -79,10 +80,15 @@ def find_damage(checkpoint: Path, below: str = "") -> list[str]:
         for name, entry in recorded.items()
         if not below or name == below or name.startswith(f"{below}/")
     }
+    # Files that were added, files that are missing or cut off, and files with other contents.
     problems, complete = [], []
     for path in sorted((checkpoint / below).rglob("*")):
         name = path.relative_to(checkpoint).as_posix()
-        if path.suffix in LOADED and name not in {MANIFEST, *recorded} and path.is_file():
+        if (
+            path.suffix in LOADABLE_SUFFIXES
+            and name not in {MANIFEST, *recorded}
+            and path.is_file()
+        ):
             problems.append(f"{name} was not saved with it")
     for name, entry in expected.items():
         try:
@@ -100,7 +106,9 @@ def find_damage(checkpoint: Path, below: str = "") -> list[str]:
         return [*problems, f"{error.filename} cannot be read ({error.strerror})"]
     for name in complete:
         if actual[name] != expected[name]:
-            problems.append(f"{name} is not what was saved{_origin(checkpoint, name, actual)}")
+            problems.append(
+                f"{name} is not what was saved{_describe_origin(checkpoint, name, actual)}"
+            )
     return problems
 
 
@@ -111,32 +119,34 @@ def require_intact(
     below: str = "",
     otherwise: str = "",
 ) -> None:
-    """Raise ModelError where a checkpoint, or what is `below` it, is not as it was saved.
+    """Raise ModelError if a checkpoint, or the part `below` it, differs from what was saved.
 
-    `retry` returns the command that takes another checkpoint in its place; an empty string where
-    no command line named this one. `otherwise` is what can be done when no other one is whole.
+    `retry` returns the command that uses another checkpoint instead; an empty string if no command
+    line named this one. `otherwise` is the advice if no other checkpoint is intact.
     """
     checkpoint = checkpoint.resolve()
     problems = find_damage(checkpoint, below)
     if not problems:
         return
     scope = "" if below == NAMED_IN else below
-    intact = next((other for other in _others(checkpoint) if not find_damage(other, scope)), None)
+    intact = next(
+        (other for other in _other_checkpoints(checkpoint) if not find_damage(other, scope)), None
+    )
     if intact is None:
-        advice = f"No other checkpoint of this run is whole. {otherwise}"
+        advice = f"No other checkpoint of this run is intact. {otherwise}"
     elif command := retry(intact):
-        advice = f"{intact.name} is whole; this takes it instead: {command}"
+        advice = f"{intact.name} is intact; to use it: {command}"
     else:
-        advice = f"{intact} is whole: name it instead."
-    said = f"The checkpoint {checkpoint} is damaged: {'; '.join(problems)}. {advice}"
-    raise ModelError(said.rstrip())
+        advice = f"{intact} is intact: name it instead."
+    message = f"The checkpoint {checkpoint} is damaged: {'; '.join(problems)}. {advice}"
+    raise ModelError(message.rstrip())
 
 
 def require_resumable(checkpoint: Path, command: str, below: str = "") -> None:
-    """Raise ModelError as `require_intact` does; `command` resumes with another `--resume`."""
+    """Raise ModelError like `require_intact`; the advice is `command` with another `--resume`."""
 
     def resume(value: str) -> str:
-        return with_flag(command, "--resume", shlex.quote(value))
+        return replace_flag(command, "--resume", shlex.quote(value))
 
     require_intact(
         checkpoint,
@@ -147,12 +157,17 @@ def require_resumable(checkpoint: Path, command: str, below: str = "") -> None:
 
 
 def require_intact_model(folder: Path, retry: Callable[[Path], str] = lambda path: "") -> None:
-    """Raise ModelError as `require_intact` does, for a model folder in a checkpoint; others pass.
+    """Raise ModelError like `require_intact` for a model folder in a checkpoint; others pass.
 
-    `retry` takes a model folder.
+    `retry` gets another model folder.
     """
     folder = folder.resolve()
     require_intact(folder.parent, lambda other: retry(other / folder.name), below=folder.name)
+
+
+def digest_text(text: str, length: int | None = None) -> str:
+    """Return the SHA-256 of a text in hexadecimal, cut to `length` digits."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:length]
 
 
 def _digest(path: Path) -> dict[str, Any]:
@@ -162,7 +177,7 @@ def _digest(path: Path) -> dict[str, Any]:
 
 
 def _read_manifest(checkpoint: Path) -> Digests | None:
-    """Return the recorded digests; None where there is no manifest."""
+    """Return the recorded digests; None without a manifest."""
     path = checkpoint / MANIFEST
     if not path.is_file():
         return None
@@ -171,16 +186,16 @@ def _read_manifest(checkpoint: Path) -> Digests | None:
 
 
 def _names_manifest(checkpoint: Path) -> bool:
-    """Whether the state of a checkpoint says that it was saved with digests."""
+    """Whether a checkpoint's state says that it was saved with digests."""
     try:
         return "digests" in json.loads((checkpoint / NAMED_IN).read_text())
     except (OSError, ValueError, TypeError):
         return False
 
 
-def _origin(checkpoint: Path, name: str, actual: Digests) -> str:
-    """Name the other checkpoint that a file is of, if it is of one."""
-    for other in _others(checkpoint):
+def _describe_origin(checkpoint: Path, name: str, actual: Digests) -> str:
+    """Say from which other checkpoint a file comes; empty if from none."""
+    for other in _other_checkpoints(checkpoint):
         try:
             recorded = _read_manifest(other) or {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -190,12 +205,12 @@ def _origin(checkpoint: Path, name: str, actual: Digests) -> str:
     return ""
 
 
-def _others(checkpoint: Path) -> Iterator[Path]:
-    """Yield the run's other checkpoints: those before this one, the nearest first, then later."""
-    own = _STEP.match(checkpoint.name)
-    if own is None:
+def _other_checkpoints(checkpoint: Path) -> Iterator[Path]:
+    """Yield the run's other checkpoints: earlier ones, the nearest first, then later ones."""
+    this = _STEP.match(checkpoint.name)
+    if this is None:
         return
-    steps = {int(found[1]): path for path in checkpoint.parent.iterdir()
-             if (found := _STEP.match(path.name)) and path != checkpoint}  # fmt: skip
-    yield from (steps[step] for step in sorted(steps, reverse=True) if step < int(own[1]))
-    yield from (steps[step] for step in sorted(steps) if step > int(own[1]))
+    steps = {int(match[1]): path for path in checkpoint.parent.iterdir()
+             if (match := _STEP.match(path.name)) and path != checkpoint}  # fmt: skip
+    yield from (steps[step] for step in sorted(steps, reverse=True) if step < int(this[1]))
+    yield from (steps[step] for step in sorted(steps) if step > int(this[1]))

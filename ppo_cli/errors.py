@@ -10,7 +10,7 @@ PpoError
 ├── WorkerLost           a worker or a node that died or hangs: the run may start again
 └── Interrupted          stopped early and resumable, exit code 3
 
-A message says what was found, where (file, row, flag, key) and what to do about it.
+A message says what is wrong, where (file, row, flag, key) and what to do.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_USER = 2
 EXIT_RESUMABLE = 3
-EXIT_STOPPED = 130  # what a shell expects of a program that Ctrl-C ended
-# A disk that takes no more: only writing a file ends like this, whoever does it.
+EXIT_STOPPED = 130  # 128 + SIGINT, as shells expect after Ctrl-C
+# The disk is full or read-only: only writing a file fails like this.
 FULL_DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
-# A file that cannot be written for one of these reasons is a matter of the machine, not a bug.
+# A file that cannot be written for one of these reasons is the machine's fault, not a bug.
 DISK_ERRNOS = FULL_DISK_ERRNOS | {errno.EACCES, errno.EPERM}
 
 
 class PpoError(Exception):
-    """Anything this program raises on purpose; `exit_code` is what the process ends with."""
+    """Base of the errors that this program raises on purpose; `exit_code` is the process's."""
 
     exit_code = EXIT_BUG
 
 
 class UserError(PpoError):
-    """The user's mistake, in one message that names what is wrong and what to do."""
+    """The user's mistake; the message says what is wrong and what to do."""
 
     exit_code = EXIT_USER
 
 
 class ConfigError(UserError, ValueError):
-    """One or more wrong settings; `problems` holds one line for each."""
+    """One or more wrong settings; `problems` has a line for each."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         lines = [problems] if isinstance(problems, str) else list(problems)
@@ -76,12 +76,12 @@ class ModelError(UserError, ValueError):
 
 
 class MissingPart(UserError, ImportError):
-    """A feature was asked for whose package or part is not there."""
+    """A feature whose package or part is not installed."""
 
 
 @dataclass(frozen=True)
-class UsedUp:
-    """A judge's budget, in dollars or tokens: what its calls took, and what the next may take."""
+class ExhaustedBudget:
+    """A judge's exhausted budget: dollars or tokens spent, and what the next call may cost."""
 
     flag: str
     spent: float
@@ -92,47 +92,47 @@ class UsedUp:
 class Interrupted(PpoError):
     """The run stopped early, saved itself and can be resumed.
 
-    `used_up` is the budget that ended it, and must be higher for the run to go on.
+    `used_up` is the budget that ended it; the run continues with a higher one.
     """
 
     exit_code = EXIT_RESUMABLE
 
-    def __init__(self, message: str, *, used_up: UsedUp | None = None) -> None:
+    def __init__(self, message: str, *, used_up: ExhaustedBudget | None = None) -> None:
         super().__init__(message)
         self.used_up = used_up
 
 
 class WorkerLost(PpoError):
-    """A process that the run needs died or does not answer; names it and its node.
+    """A process of the run died or does not answer; the message names it and its node.
 
-    Nothing is wrong with the run itself: it goes on from its last checkpoint with new workers.
+    The run itself is intact: it continues from its last checkpoint with new workers.
     """
 
     exit_code = EXIT_RESUMABLE
 
 
-ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a path object has one slash less
+URL_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # `Path` drops the second slash
 
 
 def refuse_address(path: object) -> None:
-    """Raise ValueError for s3://… and its like where a folder or a file of this machine is due."""
-    if ADDRESS.match(str(path)):
+    """Raise ValueError for s3://… and the like where a local folder or file is expected."""
+    if URL_PATTERN.match(str(path)):
         raise ValueError(
             f"{path} is an address, and files are written to a disk of this machine: name a "
             "folder on it, and copy that afterwards"
         )
 
 
-def refuse_out(path: object) -> None:
-    """Raise UserError for an address as the place of what a command writes."""
+def refuse_out_address(path: object) -> None:
+    """Raise UserError if a command's --out is an address instead of a local path."""
     try:
         refuse_address(path)
     except ValueError as error:
         raise UserError(f"--out {error}.") from None
 
 
-def failing(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
-    """Make each check, and yield what those that fail say."""
+def collect_problems(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
+    """Run each check and yield the messages of the UserErrors that are raised."""
     for check in checks:
         try:
             check()
@@ -141,7 +141,7 @@ def failing(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
 
 
 def exit_code_of(error: BaseException | None) -> int:
-    """Return what the process ends with that this error ends; 0 where there is none."""
+    """Return the exit code of a process that ends with this error; 0 without an error."""
     if error is None:
         return EXIT_DONE
     if isinstance(error, PpoError):
@@ -153,69 +153,70 @@ def exit_code_of(error: BaseException | None) -> int:
     if isinstance(error, KeyboardInterrupt):
         return EXIT_STOPPED
     if isinstance(error, SystemExit):
-        return _code_of_exit(error.code)
+        return _system_exit_code(error.code)
     return EXIT_BUG
 
 
-def _code_of_exit(code: str | int | None) -> int:
-    """As Python does it: nothing is 0, a number itself, and words are a failure."""
+def _system_exit_code(code: str | int | None) -> int:
+    """Return the code of SystemExit as Python does: None is 0, a text is a failure."""
     if code is None:
         return EXIT_DONE
     return code & 0xFF if isinstance(code, int) else EXIT_BUG
 
 
-def ppo(words: str = "") -> str:
-    """Return a command as it works where this process was started: `ppo show`, or its path.
+def ppo(arguments: str = "") -> str:
+    """Return a `ppo` command as it can be typed here: `ppo show`, or with the program's path.
 
-    `./train.sh` says in PPO_COMMAND (quoted for a shell) where `ppo` lies.
+    `./train.sh` puts the path of `ppo`, quoted for a shell, into PPO_COMMAND.
     """
-    return f"{os.environ.get('PPO_COMMAND') or _called_as()} {words}".rstrip()
+    return f"{os.environ.get('PPO_COMMAND') or _program_as_started()} {arguments}".rstrip()
 
 
-# A word as a shell takes it: what is in quotes may hold spaces.
+# A word in a shell; quoted parts may contain spaces.
 _WORD = r"""(?:'[^']*'|"[^"]*"|[^ '"])+"""
 
 
-def with_flag(command: str, flag: str, value: str) -> str:
-    """Return a command line with this flag at this value, in place of the one it had."""
+def replace_flag(command: str, flag: str, value: str) -> str:
+    """Return a command line with this value of a flag, instead of the value it had."""
+    # Flags are accepted with underscores and with dashes.
     spelt = re.escape(flag).replace("_", "[-_]")
     return f"{re.sub(rf' {spelt}[ =]{_WORD}', '', command)} {flag} {value}"
 
 
 def command_line() -> str:
-    """Return this process's command line as it can be typed again."""
+    """Return this process's command line, quoted for a shell."""
     return shlex.join([*shlex.split(ppo()), *sys.argv[1:]])
 
 
-def with_path(path: str, other: str) -> str:
-    """Return this process's command line with another path in place of `path`.
+def replace_path(path: str, other: str) -> str:
+    """Return this process's command line with another path instead of `path`.
 
-    Empty where the line does not have it, alone or behind a `=`.
+    Empty if the line does not contain `path`, alone or after a `=`.
     """
-    words = []
+    arguments = []
     for word in sys.argv[1:]:
         name, equals, value = word.rpartition("=")
         alike = value and Path(value) == Path(path)
-        words.append(other if word == path else f"{name}{equals}{other}" if alike else word)
-    return shlex.join([*shlex.split(ppo()), *words]) if words != sys.argv[1:] else ""
+        arguments.append(other if word == path else f"{name}{equals}{other}" if alike else word)
+    return shlex.join([*shlex.split(ppo()), *arguments]) if arguments != sys.argv[1:] else ""
 
 
-def _called_as() -> str:
+def _program_as_started() -> str:
     called = Path(sys.argv[0])
     if called.name == "__main__.py" and called.parent.name == "ppo_cli":
-        return f"{on_path(Path(sys.executable))} -m ppo_cli"
-    return on_path(called) if called.name == "ppo" else "ppo"
+        return f"{shell_name(Path(sys.executable))} -m ppo_cli"
+    return shell_name(called) if called.name == "ppo" else "ppo"
 
 
-def on_path(program: Path) -> str:
-    """The bare name where the shell finds this very file by it."""
-    found = shutil.which(program.name)
-    there = found is not None and os.path.abspath(found) == os.path.abspath(program)
-    return program.name if there else shlex.quote(str(program))
+def shell_name(program: Path) -> str:
+    """Return a program's bare name if the shell finds this file by it, else its quoted path."""
+    resolved = shutil.which(program.name)
+    same_file = resolved is not None and os.path.abspath(resolved) == os.path.abspath(program)
+    return program.name if same_file else shlex.quote(str(program))
 
 
-def travels(error: BaseException) -> bool:
-    """Whether an error arrives in another process as it is: pickled and back."""
+def is_picklable(error: BaseException) -> bool:
+    """Whether an error can be sent to another process: pickled and unpickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -223,8 +224,8 @@ def travels(error: BaseException) -> bool:
     return True
 
 
-# What libraries say when they cannot map more memory, and in other cases too: they count only
-# where the address space of the process is limited.
+# Messages of libraries that cannot map more memory. They have other causes too, so they count only
+# if the address space of the process is limited.
 _UNMAPPED = (
     "could not create a primitive", "could not execute a primitive", "can't start new thread",
     "failed to map segment", "bad_alloc", "Cannot allocate memory",
@@ -235,10 +236,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that a smaller batch could work."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    said = f"{type(error).__name__} {error}"  # torch has an error of its own for it
+    text = f"{type(error).__name__} {error}"  # torch has a separate class for it
     if address_space() is not None and (
-        any(sign in said for sign in _UNMAPPED)
-        # numpy says that it is imported from its source folder, torch that a name is missing
+        any(sign in text for sign in _UNMAPPED)
+        # numpy then claims to be imported from its source folder, torch that a name is missing
         or (error.__cause__ is not None and is_out_of_memory(error.__cause__))
         or (isinstance(error, ImportError) and (error.name or "").startswith("torch."))
     ):
@@ -247,17 +248,17 @@ def is_out_of_memory(error: BaseException) -> bool:
         "OutOfMemory", "not enough memory", "can't allocate memory", "out of memory",
         "Failed to CUDA",  # NCCL, of its buffers: calloc, malloc, host alloc
     )  # fmt: skip
-    return isinstance(error, RuntimeError) and any(s in said for s in (*signs, "ALLOC_FAILED"))
+    return isinstance(error, RuntimeError) and any(s in text for s in (*signs, "ALLOC_FAILED"))
 
 
 def address_space() -> int | None:
-    """The bytes of memory that `ulimit -v` lets this process map; None without a limit."""
+    """Return the bytes that `ulimit -v` allows this process to map; None without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def describe_address_space() -> str:
-    """Return what to do about the limit of the address space, or an empty text without one."""
+    """Return advice about the limit of the address space; empty without a limit."""
     limit = address_space()
     if limit is None:
         return ""
@@ -268,17 +269,17 @@ def describe_address_space() -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text without its end, or its type when it has none."""
+    """Return the first line of an error's text without final punctuation, or its type."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(" .:")
 
 
-def shorten(text: str, most: int) -> str:
-    """Return at most so many characters of a text."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def shorten(text: str, limit: int) -> str:
+    """Cut a text to at most `limit` characters, with … at the end."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the nearest known word, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the nearest candidate, or an empty string."""
+    near = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else ""

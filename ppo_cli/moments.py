@@ -1,7 +1,6 @@
-"""Exact mean and spread of numbers over a whole run.
+"""Mean and standard deviation of numbers over a whole run, in exact sums.
 
-Sums are exact, so that neither the order in which numbers came nor a stop and a resume can
-change a bit of them.
+Neither the order of the numbers nor a stop and a resume changes a bit of the result.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-TINY = 1e-6  # a spread below this share of the mean (or of 1) is rounding
+TINY = 1e-6  # a deviation below this share of the mean (or of 1) is rounding
 
 
 @dataclass(frozen=True)
@@ -23,16 +22,17 @@ class Moments:
     squares: float = 0.0
 
     @classmethod
-    def of(cls, values: Iterable[float | None]) -> Moments:
-        """The moments of some numbers; None is none."""
-        known = [v for v in values if v is not None]
-        if not known:
+    def from_values(cls, values: Iterable[float | None]) -> Moments:
+        """Compute the moments of numbers; None values are ignored."""
+        numbers = [v for v in values if v is not None]
+        if not numbers:
             return cls()
-        mean = math.fsum(known) / len(known)
-        return cls(len(known), mean, math.fsum((v - mean) ** 2 for v in known))
+        # fsum is exact, whatever the order.
+        mean = math.fsum(numbers) / len(numbers)
+        return cls(len(numbers), mean, math.fsum((v - mean) ** 2 for v in numbers))
 
     def merge(self, other: Moments) -> Moments:
-        """The moments of both together (Chan et al. 1983, eq. 1.5)."""
+        """Return the moments of both together (Chan et al. 1983, eq. 1.5)."""
         if not other.count:
             return self
         if not self.count:
@@ -45,21 +45,21 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Spread with divisor n."""
+        """Standard deviation with divisor n."""
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
     @property
     def varies(self) -> bool:
-        """Whether there is more spread than rounding makes."""
+        """Whether the deviation is larger than rounding errors."""
         return self.std > TINY * max(1.0, abs(self.mean))
 
     def state_dict(self) -> dict[str, Any]:
-        """Three numbers, exact in JSON."""
+        """Return the three numbers, exact in JSON."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Moments:
-        """Take back what `state_dict` gave; nothing was seen where it holds nothing."""
+        """Restore what `state_dict` returned; an empty state has no numbers."""
         return cls(**state)
 
 
@@ -71,25 +71,26 @@ class Affine:
     slope: float = 1.0
 
     def of(self, raw: float) -> float:
-        """The scaled value."""
+        """Scale a value."""
         return self.slope * (raw - self.centre)
 
 
-def by_moments(moments: Moments, otherwise: float = 0.0) -> Affine:
-    """To mean 0 and spread 1; without any spread, `otherwise` is the slope."""
+def standardise(moments: Moments, otherwise: float = 0.0) -> Affine:
+    """Return the scaling to mean 0 and deviation 1; `otherwise`: the slope without deviation."""
     return Affine(moments.mean, 1 / moments.std if moments.varies else otherwise)
 
 
-def clipped(value: float, most: float | None) -> float:
-    """The value between minus and plus `most`."""
-    return value if most is None else max(-most, min(most, value))
+def clip(value: float, limit: float | None) -> float:
+    """Clip a value to the range from -limit to limit; None: no limit."""
+    return value if limit is None else max(-limit, min(limit, value))
 
 
 def correlation(xs: Sequence[float | None], ys: Sequence[float | None]) -> float | None:
-    """Pearson's over the pairs that are whole; None where one of the two does not vary."""
+    """Pearson correlation of the complete pairs; None if one of the two does not vary."""
     pairs = [(a, b) for a, b in zip(xs, ys, strict=True) if a is not None and b is not None]
-    x, y = Moments.of(a for a, _ in pairs), Moments.of(b for _, b in pairs)
+    x, y = Moments.from_values(a for a, _ in pairs), Moments.from_values(b for _, b in pairs)
     if not (x.varies and y.varies):
         return None
+    # Covariance, with the sums of squares as its scale.
     both = math.fsum((a - x.mean) * (b - y.mean) for a, b in pairs)
     return both / math.sqrt(x.squares * y.squares)

@@ -1,6 +1,6 @@
 """The frozen records that flow through a step: Prompt -> Rollout -> Scored.
 
-Plain Python and numpy, so that every room can hold them and they pickle between processes.
+Plain Python and numpy: every room can use them, and they are pickled between processes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Message = Mapping[str, Any]
 class Prompt:
     """One data row, ready to be sampled from.
 
-    `uid` is stable over runs and resumes (file position, not text). `text` is what the user
-    asked (a string prompt, or the last user message): what a judge or a rule reads as the
-    question. `rendered` is the text behind `token_ids`, chat template applied; `opened` is the
-    mark of a thought that it ends with, as templates open it for the model.
+    `uid` is stable over runs and resumes (file position, not text). `text` is the question that a
+    judge or a rule reads (a string prompt, or the last user message). `rendered` is the text of
+    `token_ids`, chat template applied; `opened` is the mark of a thought at its end, if the
+    template opens one for the model.
     """
 
     uid: str
@@ -46,14 +46,13 @@ class Rollout:
     """One sampled response.
 
     When `finish_reason` is "stop", `token_ids` ends with the end-of-sequence token, or with the
-    token that completed a stop string. One that is "unfinished" has no text yet: a sampler goes on
-    with it, under the weights that it has by then. `carried` counts the tokens that a response had
-    when it was gone on with last, `weight_version` is that of its first token, and `seed` that of
-    its stream of random numbers.
-    `sampler_logprobs` has one float32 per response token, under the sampling temperature
-    and before top-p/top-k truncation; `entropies` are of the same distributions, where the sampler
-    gives them. `text` is what the policy wrote, without end and padding tokens.
-    `thought_tokens` are the tokens up to its answer, 0 without a thought.
+    token that completed a stop string. An "unfinished" one has no text yet: a sampler continues it
+    later, with the weights of that time. `carried` counts the tokens that it had when it was last
+    continued, `weight_version` is that of its first token, `seed` that of its random numbers.
+    `sampler_logprobs` has one float32 per response token, at the sampling temperature and before
+    top-p/top-k truncation; `entropies` are of the same distributions, if the sampler computes
+    them. `text` is the decoded response without end and padding tokens. `thought_tokens` counts
+    the tokens before its answer, 0 without a thought.
     """
 
     prompt: Prompt
@@ -69,19 +68,19 @@ class Rollout:
     entropies: NDArray[np.float32] | None = None
 
     @property
-    def whole(self) -> str:
-        """The text, with the mark of a thought that the prompt opened in front."""
+    def full_text(self) -> str:
+        """The text, after the mark of a thought that the prompt opened."""
         return self.prompt.opened + self.text
 
     @cached_property
     def thoughts(self) -> list[Span]:
-        """Where the thoughts of `whole` are."""
-        return find_thoughts(self.whole, cut=self.finish_reason == "length")
+        """Where the thoughts of `full_text` are."""
+        return find_thoughts(self.full_text, cut=self.finish_reason == "length")
 
     @property
     def answer(self) -> str:
-        """The text without thoughts; empty where it ends within its only thought."""
-        return remove_thoughts(self.whole, self.thoughts)
+        """The text without thoughts; empty if it ends within its only thought."""
+        return remove_thoughts(self.full_text, self.thoughts)
 
     @property
     def unclosed(self) -> bool:
@@ -96,9 +95,9 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Part:
-    """One component of a score: as its source gave it, and as it entered the total.
+    """One component of a score: as its source returned it, and as it was added to the total.
 
-    `scaled` is None for a component that is only reported, `raw` for one that was not asked.
+    `scaled` is None for a component that is only reported, `raw` for one that was not computed.
     """
 
     raw: float | None
@@ -107,11 +106,11 @@ class Part:
 
 @dataclass(frozen=True)
 class PlacedReward:
-    """A share of a score that was earned at one place of the response.
+    """A share of a score for one position of the response.
 
-    With unit "char" `end` counts characters of `Rollout.text`, and the share goes to the token
-    that holds the last of the first `end` characters; with unit "token" it is the number of
-    response tokens up to and including the one that gets it.
+    With unit "char", `end` counts characters of `Rollout.text`, and the token with the last of
+    these characters gets the share. With unit "token", `end` is the number of response tokens up to
+    and including the one that gets it.
     """
 
     end: int
@@ -121,16 +120,15 @@ class PlacedReward:
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward says of one rollout.
+    """A reward's score of one rollout.
 
-    `value` is None when scoring failed, and `failure` then says why ("timeout", "raised
-    ValueError: …"); a failed score is masked out of every loss and statistic, never 0.
-    `steps` places shares of `value` inside the response; what they leave of it belongs to its
-    end. `reason` is the scorer's own words. `imputed` says why there was no verdict where the
-    value was put in for want of one, `gated` that nobody was asked, `reply` is what a judge
-    answered, and `mixture` holds the scores of the parts that were asked. `info` is free
-    material for people (cached, tokens, latency_s, cost_usd …), JSON-serialisable: nothing is
-    decided by it.
+    `value` is None if scoring failed, and `failure` says why ("timeout", "raised ValueError: …").
+    A failed score is masked out of every loss and statistic, never 0. `steps` assigns shares of
+    `value` to positions in the response; the rest belongs to its end. `reason` is the scorer's
+    explanation. `imputed` says why there was no verdict if the value is a substitute; `gated`: a
+    gate of a mixture skipped the scorer; `reply` is a judge's reply; `mixture` has the scores of
+    the parts. `info` is for people (cached, tokens, latency_s, cost_usd …), JSON-serialisable: no
+    code decides by it.
     """
 
     value: float | None
@@ -146,21 +144,21 @@ class Score:
 
     @property
     def judged(self) -> bool:
-        """Whether the value was really given: not failed, and not put in for want of one."""
+        """Whether the value is a real verdict: not failed, and not a substitute."""
         return self.value is not None and not self.imputed
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a log has of this score beside value, failure, reason and parts."""
-        found: dict[str, Any] = {"judge_reply": self.reply} if self.reply else {}
+        """What a log contains of this score besides value, failure, reason and parts."""
+        facts: dict[str, Any] = {"judge_reply": self.reply} if self.reply else {}
         if self.gated:
-            found["gated"] = True
+            facts["gated"] = True
         if self.mixture:
             parts = {n: s.facts | s._failed for n, s in self.mixture.items()}
-            found["mixture"] = {name: facts for name, facts in parts.items() if facts}
+            facts["mixture"] = {name: facts for name, facts in parts.items() if facts}
         if self.imputed:
-            found["imputed"] = self.imputed
-        return {**found, **self.info}
+            facts["imputed"] = self.imputed
+        return {**facts, **self.info}
 
     @property
     def _failed(self) -> dict[str, str]:

@@ -25,19 +25,19 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ppo_cli.atomic import (
     UNFINISHED,
-    discard,
-    install,
-    remove,
-    replacing,
+    atomic_replace,
+    delete,
+    delete_atomically,
+    move_into_place,
     sweep_unfinished,
-    unfinished,
+    unfinished_path,
 )
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import check_folder
 from ppo_cli.digests import require_intact, write_manifest
 from ppo_cli.errors import DataError, ModelError, UserError, did_you_mean
-from ppo_cli.redact import redactor
-from ppo_cli.spending import all_calls, in_flight_file
+from ppo_cli.redact import build_redactor
+from ppo_cli.spending import in_flight_file, merge_calls
 
 if TYPE_CHECKING:
     from ppo_cli.config.schema.run import Config
@@ -114,8 +114,8 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 def replace_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write a file of lines atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as fresh, fresh.open("wb") as file:
-        clean = redactor()
+    with atomic_replace(path) as fresh, fresh.open("wb") as file:
+        clean = build_redactor()
         file.writelines(_encode(line, clean) for line in lines)
 
 
@@ -124,7 +124,7 @@ def plain(value: Any, clean: Callable[[str], str] | None = None) -> Any:
 
     Secrets go before JSON is made: a text that is JSON already could break.
     """
-    clean = clean or redactor()
+    clean = clean or build_redactor()
     if isinstance(value, str):
         return clean(value)
     if value is None or isinstance(value, bool | int):
@@ -178,7 +178,7 @@ def paid_calls(run_dir: Path) -> list[dict[str, Any]]:
     return [
         call
         for file in files
-        for call in all_calls(read_lines(in_flight_file(file)), read_lines(file))
+        for call in merge_calls(read_lines(in_flight_file(file)), read_lines(file))
     ]
 
 
@@ -279,7 +279,7 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """Write `config.yaml` atomically."""
-        with replacing(self.path / "config.yaml") as fresh:
+        with atomic_replace(self.path / "config.yaml") as fresh:
             fresh.write_text(text)
 
     def set_aside(self, *, all_of_it: bool = True) -> Path | None:
@@ -342,8 +342,8 @@ class CheckpointStore:
         self._sweep()
         final = self._folder(step)
         with self._whole_or_nothing(step):
-            unfinished(final).mkdir(parents=True)
-            filled = fill(unfinished(final))
+            unfinished_path(final).mkdir(parents=True)
+            filled = fill(unfinished_path(final))
         in_flight: Future[None] = Future()
         self._in_flight = in_flight
 
@@ -351,8 +351,8 @@ class CheckpointStore:
             try:
                 with self._whole_or_nothing(step):
                     filled.result()
-                    write_manifest(unfinished(final))
-                    install(unfinished(final), final)
+                    write_manifest(unfinished_path(final))
+                    move_into_place(unfinished_path(final), final)
                     self._point("latest", final.name)
                     if best:
                         self._point("best", final.name)
@@ -394,7 +394,7 @@ class CheckpointStore:
             yield
         except BaseException as error:
             with suppress(OSError):
-                remove(unfinished(self._folder(step)))
+                delete(unfinished_path(self._folder(step)))
             cause = _disk_failure(error)
             if cause is None:
                 raise
@@ -412,13 +412,13 @@ class CheckpointStore:
         for step in self.steps()[: -self._keep]:
             folder = self._folder(step)
             if folder.name not in spared:
-                discard(folder)
+                delete_atomically(folder)
 
     def drop_past(self, step: int) -> None:
         """Delete checkpoints after `step`: the run goes on from there on another branch."""
         for later in self.steps():
             if later > step:
-                discard(self._folder(later))
+                delete_atomically(self._folder(later))
         for link in ("latest", "best"):
             path = self.directory / link
             if path.is_symlink() and not path.exists():
@@ -451,7 +451,7 @@ class CheckpointStore:
         return os.readlink(path) if path.is_symlink() else None
 
     def _point(self, link: str, name: str) -> None:
-        with replacing(self.directory / link) as fresh:
+        with atomic_replace(self.directory / link) as fresh:
             fresh.symlink_to(name)
 
     def _sweep(self) -> None:

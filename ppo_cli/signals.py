@@ -17,10 +17,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopOnSignal:
-    """Context in which signals are noted; `reason` names the one that came.
+    """Context in which signals are recorded; `reason` names the first one.
 
-    `tell` gets the name of the first one when it comes, within the handler. `elsewhere` reports
-    one that reached another node of the run.
+    The handler calls `tell` with its name. `elsewhere` reports a signal of another node of the run.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class StopOnSignal:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # `nohup`: the run is to outlive its terminal
+                    continue  # `nohup`: the run survives its terminal
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -52,12 +51,12 @@ class StopOnSignal:
         if number == signal.SIGHUP:
             _leave_terminal()
             if self._name is not None:
-                return  # a shell and the system may both send it; this is no second Ctrl-C
+                return  # the shell and the system may both send it: not a second Ctrl-C
         elif self._name is not None:
             raise KeyboardInterrupt
         self._name = signal.Signals(number).name
-        # To raise here would end the step that is to be saved: whoever read the words may be gone
-        # (`| tee` ends on the same Ctrl-C), and another print may be under way in this thread.
+        # An exception here would end the step that has to be saved: the reader of the output may be
+        # gone (`| tee` ends on the same Ctrl-C), and this thread may be inside another print.
         with suppress(Interrupted, RuntimeError):
             self._tell(self._name)
 
@@ -65,13 +64,13 @@ class StopOnSignal:
 def _leave_terminal() -> None:
     for number in (0, 1, 2):
         with suppress(OSError):
-            # A closed terminal no longer says that it is one.
+            # `isatty` is false for a closed terminal: look at the type of the file.
             if stat.S_ISCHR(os.fstat(number).st_mode):
-                lead_nowhere(number)
+                redirect_to_devnull(number)
 
 
-def lead_nowhere(number: int) -> None:
-    """Let a stream whose other end is closed lead nowhere: to write to it is an error."""
+def redirect_to_devnull(number: int) -> None:
+    """Redirect a closed stream to /dev/null, because writing to it is an error."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, number)
     os.close(nowhere)

@@ -1,8 +1,8 @@
-"""The files of a judge's calls: what each took, and, before it is sent, what it takes at most.
+"""The files of a judge's calls: the cost of each, and its upper bound before it is sent.
 
-`judge_calls.jsonl` has a line for each call when it is over. Beside it, `judge_calls.in_flight`
-has one for each that was sent since no other was in flight; those whose id is not in the first
-file are still in flight, or were when their process was killed.
+`judge_calls.jsonl` has a line for each finished call. `judge_calls.in_flight`, next to it, has a
+line for each call that was sent since the last time that none was in flight. Calls whose id is not
+in the first file are in flight, or were when their process was killed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Lines = Iterable[dict[str, Any]]
 
 
 def in_flight_file(calls: Path) -> Path:
-    """The file of the calls in flight beside that of the calls."""
+    """Return the file of the calls in flight for a file of finished calls."""
     return calls.with_suffix(f".{IN_FLIGHT}")
 
 
-def all_calls(sent: Lines, over: Lines) -> list[dict[str, Any]]:
-    """Return the calls that are over, then those in flight at their worst case.
+def merge_calls(sent: Lines, over: Lines) -> list[dict[str, Any]]:
+    """Return the finished calls, then those in flight at their upper bound.
 
-    The lines of `sent` are to be read first: one that ends meanwhile is in both.
+    Read the lines of `sent` first: a call that finishes meanwhile is in both files.
     """
     calls = [line for line in over if "usd" in line]
     ended = {line.get("id") for line in calls}

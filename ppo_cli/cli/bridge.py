@@ -22,7 +22,14 @@ from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.placement import has_package
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import ConfigError, MissingPart, UserError, failing, ppo, refuse_out
+from ppo_cli.errors import (
+    ConfigError,
+    MissingPart,
+    UserError,
+    collect_problems,
+    ppo,
+    refuse_out_address,
+)
 from ppo_cli.redact import redact
 from ppo_cli.run_folder import run_settings
 
@@ -41,7 +48,7 @@ def verl(arguments: Arguments) -> None:
     """Write what verl 0.9.1 needs to train with these settings; settings of verl pass through."""
     if arguments.extras["out"] is None:
         raise ConfigError("Name the folder to write: ppo bridge verl --out DIR ...")
-    refuse_out(arguments.extras["out"])
+    refuse_out_address(arguments.extras["out"])
     resolved, bridged = translated(arguments)
     files = _write(Path(arguments.extras["out"]), resolved, bridged)
     if arguments.extras["json"]:
@@ -161,7 +168,7 @@ def _absent(resolved: Resolved) -> Iterator[str]:
     yield from (line for line in missing_inputs(config) if line not in allowed)
     yield from damaged_models(config)
     if judges_of(config.reward) or any(r.function or r.rule for r in rules_of(config.reward)):
-        yield from failing(file_checks(config.reward))
+        yield from collect_problems(file_checks(config.reward))
 
 
 def _write(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> Sequence[Path]:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from ppo_cli.allocator import collection_paused
+from ppo_cli.allocator import pause_garbage_collection
 from ppo_cli.cli.flags import Arguments, add_command, own_flag, own_word, switch, taking
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE, Resolved
 from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.schema.keys import find_key
 from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import require_intact_model
-from ppo_cli.errors import ConfigError, DataError, Interrupted, RewardError, ppo, with_path
+from ppo_cli.errors import ConfigError, DataError, Interrupted, RewardError, ppo, replace_path
 from ppo_cli.records import Message, Prompt
 from ppo_cli.run_folder import ModelSource, find_source
 
@@ -74,7 +74,7 @@ def evaluate(arguments: Arguments) -> None:
         raise ConfigError(problems)
     from ppo_cli.cli.screen import make_screen, print_result
 
-    with collection_paused():
+    with pause_garbage_collection():
         from ppo_cli.run.evaluate import eval_sampling, evaluate
 
     as_trained = any(resolved.origins[key].startswith(("flag", "override")) for key in DRAWN)
@@ -123,7 +123,7 @@ def _intact_source(word: str) -> ModelSource:
     source = find_source(word)
 
     def retry(model: Path) -> str:
-        return with_path(word, str(model if source.run is None else model.parent))
+        return replace_path(word, str(model if source.run is None else model.parent))
 
     require_intact_model(Path(source.path).expanduser(), retry)
     return source

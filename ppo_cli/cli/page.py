@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from ppo_cli.atomic import replacing
+from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.machine.device_record import DeviceKey, read_record, record_path
 from ppo_cli.errors import DataError, UserError, ppo
 from ppo_cli.redact import redact
@@ -108,7 +108,7 @@ def report(
     data = open_runs(runs)
     text = page_of(data).replace("</body>", f"{section}</body>")
     try:
-        with replacing(out) as fresh:
+        with atomic_replace(out) as fresh:
             fresh.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error.strerror or error}.") from error

@@ -35,7 +35,7 @@ from ppo_cli.redact import redact
 from ppo_cli.report.metrics import mixture_parts
 from ppo_cli.report.tracker import Advance, Screen, Summary
 from ppo_cli.run_folder import plain
-from ppo_cli.signals import lead_nowhere
+from ppo_cli.signals import redirect_to_devnull
 
 # Metric -> the word for it on a line.
 COLUMNS = {
@@ -275,7 +275,7 @@ class PlainScreen(Screen):
             print(fit(clean(text), self._file.encoding), file=self._file, flush=True)
         except BrokenPipeError:
             # What is still to be written would fail once more as the program ends.
-            lead_nowhere(self._file.fileno())
+            redirect_to_devnull(self._file.fileno())
             raise Unread(
                 "The reader of this output has closed it. Write the output to a file with `> FILE`."
             ) from None

@@ -19,7 +19,7 @@ from ppo_cli.cli.flags import own_flag, own_word, switch, taking
 from ppo_cli.cli.screen import COLUMNS, aligned, number, print_result, table, validation_value
 from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.plan import batch_arithmetic
-from ppo_cli.errors import ConfigError, DataError, Interrupted, UsedUp, UserError, ppo
+from ppo_cli.errors import ConfigError, DataError, ExhaustedBudget, Interrupted, UserError, ppo
 from ppo_cli.report.drift import judge_drift, people_of
 from ppo_cli.report.health import limits_of
 from ppo_cli.report.metrics import budget_to_finish, dollars, judge_totals, recent, resume_line
@@ -271,7 +271,7 @@ def how_to_go_on(run: Path, history: Sequence[Line]) -> str:
         ("--rm_budget_usd", api.budget_usd, sum(call["usd"] for call in calls)),
         ("--rm_budget_tokens", api.budget_tokens, tokens),
     ):
-        used = UsedUp(flag, spent, len(calls), 0.0)
+        used = ExhaustedBudget(flag, spent, len(calls), 0.0)
         steps, rows = sums["total_steps"] or 0, sums["validation_rows"] or 0
         if limit and spent and budget_to_finish(used, config, history, steps, rows) > limit:
             stop = Interrupted("", used_up=used)

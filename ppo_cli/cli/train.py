@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ppo_cli.allocator import collection_paused
+from ppo_cli.allocator import pause_garbage_collection
 from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Arguments, add_command, own_flag, switch
 from ppo_cli.config.checks.models import damaged_models
@@ -54,8 +54,8 @@ from ppo_cli.errors import (
     ModelError,
     PpoError,
     UserError,
+    collect_problems,
     command_line,
-    failing,
     ppo,
 )
 from ppo_cli.records import Prompt
@@ -194,7 +194,7 @@ def refusals(resolved: Resolved) -> list[str]:
     allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
     missing = [*missing_parts(resolved), *missing_inputs(config)]
     problems = [line for line in missing if line not in allowed]
-    problems += [*failing(_file_checks(config)), *damaged_models(config)]
+    problems += [*collect_problems(_file_checks(config)), *damaged_models(config)]
     return [redact(line) for line in dict.fromkeys(problems)]
 
 
@@ -242,7 +242,9 @@ def _refused_by_template(config: Config, splits: Sequence[DataSplit]) -> Iterato
 
         tokenizer = load_tokenizer(str(folder), trust_remote_code=config.model.trust_remote_code)
         how = prompt_settings(config.data) | {"vocabulary_size": vocabulary_size(str(folder))}
-        yield from failing(partial(render_prompts, split, tokenizer, **how) for split in sets)
+        yield from collect_problems(
+            partial(render_prompts, split, tokenizer, **how) for split in sets
+        )
 
 
 def refused_checkpoint(config: Config) -> list[str]:
@@ -257,7 +259,7 @@ def refused_checkpoint(config: Config) -> list[str]:
         assert checkpoint is not None
         require_resumable(checkpoint, command_line())
 
-    return [redact(line) for line in failing([check])]
+    return [redact(line) for line in collect_problems([check])]
 
 
 def refused_rows(config: Config, read: Read) -> list[str]:
@@ -279,7 +281,7 @@ def refused_rows(config: Config, read: Read) -> list[str]:
         problems.append(shortage)
     if not problems and prompts:
         far = any(is_hub_name(name) for files in named.values() for name in files)
-        problems += failing(row_checks(config.reward, prompts, all_known=not far))
+        problems += collect_problems(row_checks(config.reward, prompts, all_known=not far))
         local = [split for split in SPLITS if not all(map(is_hub_name, named[split]))]
         problems += _refused_by_template(config, local)
     return [redact(line) for line in dict.fromkeys(problems)]
@@ -535,7 +537,7 @@ def _drive(resolved: Resolved, screen: Screen) -> None:
 
 
 def _import_loop() -> Callable[..., None]:
-    with collection_paused():
+    with pause_garbage_collection():
         from ppo_cli.run.assemble import train as train_now
     return train_now
 

@@ -29,7 +29,7 @@ from ppo_cli.cluster.serialise import dumps
 from ppo_cli.cluster.worker_process import ignore_signals, write_into
 from ppo_cli.config.schema.run import Transfer
 from ppo_cli.engine.base import Sampling
-from ppo_cli.errors import PpoError, travels
+from ppo_cli.errors import PpoError, is_picklable
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.redact import redact
 
@@ -193,7 +193,7 @@ def portable(error: BaseException) -> BaseException:
     # Other errors of the system are of Ray's connections, not of files.
     of_files = isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError))
     if of_files or isinstance(error, (PpoError, WorkerFault)):
-        return error if travels(error) else WorkerFault(text)
+        return error if is_picklable(error) else WorkerFault(text)
     return WorkerFault(f"The process that talks to Ray failed:\n{text.rstrip()}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -18,6 +17,7 @@ from ppo_cli.cluster.addresses import words
 from ppo_cli.config.placement import gpu_count, gpus_per_node
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.run import Config
+from ppo_cli.digests import digest_text
 
 # What a node may have for itself, and what is compared by number below.
 # Only node 0 asks judges; which keys of providers the others have decides nothing.
@@ -164,4 +164,4 @@ def _version(package: str) -> str:
 
 def _digest(parts: list[Any], length: int) -> str:
     text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:length]
+    return digest_text(text, length)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import ppo_cli
-from ppo_cli import keeper
+from ppo_cli import reaper
 from ppo_cli.cluster.rendezvous import VARIABLE
 from ppo_cli.errors import WorkerLost
 from ppo_cli.redact import redact
@@ -22,7 +22,7 @@ UP = "Ray runtime started."
 # Ray gives its own process 30 s to register, which a busy machine does not always keep.
 TOO_SLOW = "The current node timed out during startup"
 UP_S = 180.0
-STOP_S = 2 * keeper.GRACE_S + 2
+STOP_S = 2 * reaper.GRACE_S + 2
 TICK_S = 0.05
 HEALTH_S = 60.0
 # A socket's path may have 107 characters, and Ray puts about 62 behind the folder.
@@ -53,7 +53,7 @@ def keeps_silent(address: str, environ: Mapping[str, str], timeout: float) -> bo
 
 
 class RayProcess:
-    """`ray start --block` under a keeper; stop it at the end."""
+    """`ray start --block` under a reaper; stop it at the end."""
 
     def __init__(self, options: list[str], environ: Mapping[str, str], label: str) -> None:
         self._label = label
@@ -102,7 +102,7 @@ class RayProcess:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(keeper.GRACE_S)
+            self._process.wait(reaper.GRACE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -111,7 +111,7 @@ class RayProcess:
         watched = [str(os.getpid()), str(self.folder), *command]
         with self._log.open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-I", "-S", keeper.__file__, *watched],
+                [sys.executable, "-I", "-S", reaper.__file__, *watched],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -28,7 +28,7 @@ from typing import Any
 
 import ray
 
-from ppo_cli.atomic import lives
+from ppo_cli.atomic import is_running
 from ppo_cli.cluster.worker_process import read_tail
 from ppo_cli.engine.leftovers import claim_folder, remove_stale_folders
 from ppo_cli.errors import Interrupted, WorkerLost, first_line
@@ -123,7 +123,7 @@ class OwnRay:
     def trouble(self) -> str | None:
         """Say how it ended, or None while it runs."""
         code = self._head.poll()
-        part = next((name for name, pid in self._parts.items() if not lives(pid)), None)
+        part = next((name for name, pid in self._parts.items() if not is_running(pid)), None)
         if code is None:
             if part is None:
                 return None
@@ -332,7 +332,7 @@ def _serve(wish: dict[str, Any]) -> int:
     except BrokenPipeError:  # the owner died meanwhile
         return 0
     while True:
-        lost = next((name for name, pid in parts.items() if not lives(pid)), None)
+        lost = next((name for name, pid in parts.items() if not is_running(pid)), None)
         if lost is not None:
             return LOST[lost]
         readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
@@ -357,7 +357,7 @@ def end_session(session: int) -> None:
     deadline = time.monotonic() + SESSION_ENDS_S
     while time.monotonic() < deadline:
         found = [pid for pid, _, _, theirs in _processes() if theirs == session]
-        alive = [pid for pid in found if pid != os.getpid() and lives(pid)]
+        alive = [pid for pid in found if pid != os.getpid() and is_running(pid)]
         if not alive:
             return
         for pid in alive:

@@ -32,7 +32,7 @@ import ray
 from ppo_cli.config.machine.gpus import pin_gpu_order
 from ppo_cli.config.machine.processor import count_cores
 from ppo_cli.engine.leftovers import create_folder
-from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError, travels
+from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError, is_picklable
 from ppo_cli.redact import redact
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -228,7 +228,7 @@ def _failure(error: BaseException) -> Failure:
     print(text, flush=True)
     # What a worker is not permitted may be no file but a device or a socket: that stays a bug.
     full = isinstance(error, OSError) and error.errno in FULL_DISK_ERRNOS
-    told = (isinstance(error, PpoError) or full) and travels(error)
+    told = (isinstance(error, PpoError) or full) and is_picklable(error)
     return Failure(pickle.dumps(error) if told else None, text)
 
 

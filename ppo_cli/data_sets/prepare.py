@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.atomic import replacing
+from ppo_cli.atomic import atomic_replace
 from ppo_cli.data_sets.files import (
     SPLITS,
     SUFFIXES,
@@ -29,7 +29,7 @@ from ppo_cli.data_sets.files import (
 )
 from ppo_cli.data_sets.rows import is_transcript, read_plain, read_records, split_transcript
 from ppo_cli.data_sets.sources import read_source, split_sources
-from ppo_cli.errors import DataError, did_you_mean, ppo, refuse_out
+from ppo_cli.errors import DataError, did_you_mean, ppo, refuse_out_address
 from ppo_cli.records import Message
 
 GSM8K = "openai/gsm8k"
@@ -307,7 +307,7 @@ def prepare(
         )
     usual, build = RECIPES[name]
     folder = Path(out).expanduser()
-    refuse_out(out)
+    refuse_out_address(out)
     if folder.exists() and not folder.is_dir():
         raise DataError(f"--out {folder} is a file; name a folder.")
     built = build(source or usual)
@@ -323,7 +323,7 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as all_written:
             for split, rows in splits.items():
-                fresh = all_written.enter_context(replacing(targets[split]))
+                fresh = all_written.enter_context(atomic_replace(targets[split]))
                 parquet.write_table(pyarrow.Table.from_pylist(rows), fresh)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror or error}).") from error

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from ppo_cli.atomic import replacing
-from ppo_cli.digests import write_part
+from ppo_cli.atomic import atomic_replace
+from ppo_cli.digests import write_rank_digests
 from ppo_cli.engine.models.loading import DAMAGED
 from ppo_cli.engine.ranks import Ranks, gather_objects, run_on_all_ranks
 from ppo_cli.engine.sharding.tensors import gather_copy, gather_tensor, scatter_from_rank0
@@ -48,13 +48,13 @@ def file_name(stem: str, number: int, of: int) -> str:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file as Hugging Face does, and bring it to the disk."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    with replacing(path) as fresh:
+    with atomic_replace(path) as fresh:
         save_file(contiguous, fresh, metadata={"format": "pt"})
 
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a small file and bring it to the disk."""
-    with replacing(path) as fresh:
+    with atomic_replace(path) as fresh:
         fresh.write_bytes(content)
 
 
@@ -309,7 +309,7 @@ class Snapshot:
             for name, content in self.files.items():
                 write_file(directory / name, content)
         if written:
-            write_part(directory, self.rank, written)
+            write_rank_digests(directory, self.rank, written)
 
     def write_in_background(self, directory: Path) -> Future[None]:
         """Write in a thread of its own; the future holds what went wrong."""

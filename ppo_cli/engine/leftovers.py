@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ppo_cli.atomic import lives
+from ppo_cli.atomic import is_running
 
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "owner"
@@ -58,7 +58,7 @@ def remove_stale_folders(place: Path | None = None) -> None:
         with suppress(OSError, ValueError):
             boot, namespace, pid = note.read_text().split()
             is_local = (boot, namespace) == (_boot(), str(_namespace()))
-            if is_local and note.parent.lstat().st_uid == os.getuid() and not lives(int(pid)):
+            if is_local and note.parent.lstat().st_uid == os.getuid() and not is_running(int(pid)):
                 remove(note.parent, list_rendezvous_files(note.parent))
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ppo_cli.config.models.shape import FLOAT
-from ppo_cli.errors import WorkerLost, first_line, is_out_of_memory, travels
+from ppo_cli.errors import WorkerLost, first_line, is_out_of_memory, is_picklable
 
 Result = TypeVar("Result")
 
@@ -230,7 +230,7 @@ def run_on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
     except Exception as error:
         own_error = error
     sent = own_error
-    if own_error is not None and not travels(own_error):
+    if own_error is not None and not is_picklable(own_error):
         sent = RuntimeError(f"{type(own_error).__name__}: {own_error}")
     errors = gather_objects(ranks, sent)
     for rank, theirs in enumerate(errors):

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ppo_cli.algo.batch import Batch, build_batch
-from ppo_cli.atomic import replacing
+from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.derived import shares_prompts
 from ppo_cli.config.machine.device_record import cache_folder
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder
@@ -448,7 +448,7 @@ def _find_verdict(config: PreTrainedConfig, conditions: TrialConditions) -> Verd
     with suppress(OSError):
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(file) as fresh:
+            with atomic_replace(file) as fresh:
                 fresh.write_text(json.dumps(asdict(verdict)))
     return verdict
 

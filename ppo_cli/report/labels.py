@@ -7,7 +7,6 @@ checkpoint, other responses take these places.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ppo_cli.digests import digest_text
 from ppo_cli.errors import DataError, UserError
 from ppo_cli.run_folder import LABELS_FILE, PREFIXES, read_lines, replace_lines, rollout_file
 
@@ -27,7 +27,7 @@ FIELDS = (*IDENTITY, "ground_truth", "data_source", "score", "parts")
 def response_id(line: Mapping[str, Any]) -> str:
     """Return what names a response for good: a digest of its texts and of where it is from."""
     parts = json.dumps([line.get(name) for name in IDENTITY], default=str)
-    return hashlib.sha256(parts.encode()).hexdigest()[:16]
+    return digest_text(parts, 16)
 
 
 def read_labels(run_dir: Path) -> list[dict[str, Any]]:

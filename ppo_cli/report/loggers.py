@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.atomic import replacing
+from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import MissingPart, UserError, first_line
 from ppo_cli.redact import mask_secrets, redact
@@ -142,7 +142,7 @@ class RunSink(Sink):
         self._note("run_id", name)
 
     def _note(self, name: str, text: str) -> None:
-        with replacing(self._folder / name) as fresh:
+        with atomic_replace(self._folder / name) as fresh:
             fresh.write_text(text)
 
     @abstractmethod

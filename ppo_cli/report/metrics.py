@@ -18,7 +18,7 @@ from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schedule import describe_lr_jumps
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
+from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, ppo, replace_flag
 from ppo_cli.records import Scored
 from ppo_cli.report.health import find_trouble, limits_of
 from ppo_cli.report.tracker import Summary
@@ -256,7 +256,7 @@ def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:
     raise RewardError(
         f"No response of the {len(steps)} step{'s' * (len(steps) > 1)} got a score, so the model "
         f"has learned nothing. `{look}` shows why. Correct the reward, then start afresh: "
-        f"{with_flag(resume_command, '--resume', 'never')}"
+        f"{replace_flag(resume_command, '--resume', 'never')}"
     )
 
 
@@ -309,11 +309,11 @@ def resume_line(
     key = next(key.name for key in table().values() if key.flag == flag)
     command = re.sub(rf" {re.escape(key)}=[^ ]+", "", command)  # it would count above the flag
     enough = budget_to_finish(stop.used_up, config, history, total_steps, rows)
-    return with_flag(command, flag, f"{enough:.12g}")
+    return replace_flag(command, flag, f"{enough:.12g}")
 
 
 def budget_to_finish(
-    used: UsedUp, config: Config, history: Lines, total_steps: int, rows: int
+    used: ExhaustedBudget, config: Config, history: Lines, total_steps: int, rows: int
 ) -> float:
     """What the whole run is expected to take of a budget, a fifth more, as two digits.
 
@@ -398,7 +398,7 @@ def _next_steps(
     else:
         total = 2 * int(history[-1]["step"]) if history else 0
         jumps = [*describe_lr_jumps(config, history[-1], total)] if history else []
-        longer = with_flag(resume_command, "--max_steps", str(total))
+        longer = replace_flag(resume_command, "--max_steps", str(total))
         steps.append(f"{longer}    {'; '.join(['go on from here', *jumps])}")
     best = run_dir / "checkpoints" / "best"
     if best.exists() and best.resolve() != (run_dir / "checkpoints" / "latest").resolve():

@@ -362,7 +362,7 @@ class RuleReward(Reward):
         rule = self._rule or find_rule(prompt.data_source)
         if rule is None:
             return _resolved(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
-        text = rollout.whole if rule.reads_thoughts else rollout.answer
+        text = rollout.full_text if rule.reads_thoughts else rollout.answer
         extra_info = {"question": prompt.text, **prompt.extra_info}
         call = Call(prompt.data_source, text, prompt.ground_truth, extra_info)
         score = score_immediately(rule, call, self._settings)

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ppo_cli.config.mixture import Condition, MixPart
-from ppo_cli.moments import Affine, Moments, by_moments, clipped, correlation
+from ppo_cli.moments import Affine, Moments, clip, correlation, standardise
 from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell_nobody
 
@@ -42,7 +42,7 @@ def scale_by_group(raws: Sequence[float], groups: Sequence[Hashable]) -> dict[Ha
         members[group].append(raw)
     scalings = {}
     for group, values in members.items():
-        m = Moments.of(values)
+        m = Moments.from_values(values)
         slope = 1 / (math.sqrt(m.squares / (m.count - 1)) + GROUP_EPS) if m.varies else 0.0
         scalings[group] = Affine(m.mean, slope)
     return scalings
@@ -132,7 +132,7 @@ def _scale_part(
         if x is not None and part.scaling == "sigmoid":
             x = sigmoid(x)
             slope *= x * (1 - x)
-        scaled.append(None if x is None else clipped(x, part.bound))
+        scaled.append(None if x is None else clip(x, part.bound))
         slopes.append(slope)
     # A closed gate counts as the value that adds least to the total: 0 or one of the round's.
     least = (min if part.weight >= 0 else max)([0.0, *(x for x in scaled if x is not None)])
@@ -150,12 +150,12 @@ def _scalings(
     if part.scaling in ("none", "affine", "sigmoid"):
         return {None: Affine(part.mean or 0.0, 1 / (part.std or 1.0))}, state
     if kind == "validation":
-        anchor = state.anchor.get(name) or Moments.of(values)
+        anchor = state.anchor.get(name) or Moments.from_values(values)
         if anchor.count:
             state = replace(state, anchor={**state.anchor, name: anchor})
         # A part without spread in the first validation keeps its raw slope, so that a rule which
         # nothing has fulfilled yet counts as soon as something does.
-        return {None: by_moments(anchor, otherwise=1.0)}, state
+        return {None: standardise(anchor, otherwise=1.0)}, state
     if part.scaling == "group":
         if kind == "baseline":
             return dict(state.groups.get(name, {})), state
@@ -163,9 +163,9 @@ def _scalings(
         return scalings, replace(state, groups={**state.groups, name: scalings})
     running = state.running.get(name, Moments())
     if kind == "train":
-        running = running.merge(Moments.of(values))
+        running = running.merge(Moments.from_values(values))
         state = replace(state, running={**state.running, name: running})
-    return {None: by_moments(running)}, state
+    return {None: standardise(running)}, state
 
 
 def _mixed_score(
@@ -227,13 +227,15 @@ def describe_round(columns: Mapping[str, Column], rollouts: Sequence[Rollout]) -
     divided by the sum of weights, which `share` can be compared with.
     """
     lengths = [float(len(r.token_ids)) for r in rollouts]
-    spreads = {n: abs(c.part.weight) * Moments.of(c.scaled).std for n, c in columns.items()}
+    spreads = {
+        n: abs(c.part.weight) * Moments.from_values(c.scaled).std for n, c in columns.items()
+    }
     weights = math.fsum(abs(c.part.weight) for c in columns.values())
     total_spread = math.fsum(spreads.values())
     metrics: dict[str, float] = {}
     for name, column in columns.items():
         key = f"reward/{name}"
-        raw, scaled = Moments.of(column.raw), Moments.of(column.scaled)
+        raw, scaled = Moments.from_values(column.raw), Moments.from_values(column.scaled)
         if raw.count:
             metrics[f"{key}/std"] = raw.std
         if scaled.count:

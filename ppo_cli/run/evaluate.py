@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from ppo_cli.atomic import replacing
+from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.derived import sampler_seed
 from ppo_cli.config.machine.gpus import list_gpus
 from ppo_cli.config.mixture import SCALINGS, mixture_of
@@ -377,7 +377,7 @@ def _folder(place: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
                     f"--out {place} holds an eval with another {other}. Name another "
                     "folder, or leave --out out: each eval then has one of its own."
                 )
-            with replacing(noted) as fresh:
+            with atomic_replace(noted) as fresh:
                 fresh.write_text(json.dumps(settings, indent=2))
             yield place
     except UserError:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from ppo_cli.atomic import replacing
+from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.derived import train_rows, val_rows
 from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of, rules_of
@@ -29,10 +29,10 @@ from ppo_cli.errors import (
     UserError,
     command_line,
     first_line,
-    on_path,
-    refuse_out,
-    with_flag,
-    with_path,
+    refuse_out_address,
+    replace_flag,
+    replace_path,
+    shell_name,
 )
 from ppo_cli.redact import mask_secrets, redact
 from ppo_cli.report.metrics import Lines, judge_totals, mixture_parts, summarise
@@ -301,8 +301,8 @@ def export(
 def _instead(source: Path, checkpoint: str | None, model: Path) -> str:
     """Return this command line with the model of another checkpoint."""
     if checkpoint is not None:
-        return with_flag(command_line(), "--checkpoint", shlex.quote(str(model.parent)))
-    return with_path(str(source), str(model if holds_model(source) else model.parent))
+        return replace_flag(command_line(), "--checkpoint", shlex.quote(str(model.parent)))
+    return replace_path(str(source), str(model if holds_model(source) else model.parent))
 
 
 def _check_hub(name: str) -> None:
@@ -355,7 +355,7 @@ def _push(folder: Path, name: str, *, public: bool) -> str:
         again = ["upload", name, str(folder), *again]
         raise UserError(
             f"{kept}: {redact(why).rstrip('.')}. To try again: "
-            f"{on_path(hf) if hf.exists() else 'hf'} {shlex.join(again)}"
+            f"{shell_name(hf) if hf.exists() else 'hf'} {shlex.join(again)}"
         ) from failure
     if exposed:
         raise UserError(
@@ -378,7 +378,7 @@ def _placing(out: Path, source: Path, *, force: bool) -> Iterator[Path]:
     place = out.resolve()
     _check_place(out, place, source, force=force)
     try:
-        with replacing(place) as fresh:
+        with atomic_replace(place) as fresh:
             fresh.mkdir(parents=True)
             yield fresh
     except OSError as error:
@@ -389,7 +389,7 @@ def _placing(out: Path, source: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _check_place(out: Path, place: Path, source: Path, *, force: bool) -> None:
-    refuse_out(out)
+    refuse_out_address(out)
     if place.exists() and not place.is_dir():
         raise ConfigError(f"--out {out} is a file; name a folder.")
     if source.is_relative_to(place) or place.is_relative_to(source):

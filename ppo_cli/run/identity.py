@@ -19,6 +19,7 @@ from ppo_cli.config.schema.keys import keys_of, table, value_of
 from ppo_cli.config.schema.reward import ApiReward, ModelReward, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import fingerprint
+from ppo_cli.digests import digest_text
 from ppo_cli.errors import UserError
 from ppo_cli.records import Prompt
 from ppo_cli.redact import mask_secrets
@@ -78,7 +79,7 @@ def rows_digest(prompts: Iterable[Prompt]) -> str:
 def digest(value: Any) -> str:
     """Return a short digest of anything that JSON can say."""
     text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return digest_text(text, 12)
 
 
 def differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bool = False) -> str:

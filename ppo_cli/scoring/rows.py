@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ppo_cli.atomic import replacing
+from ppo_cli.atomic import atomic_replace
 from ppo_cli.data_sets.files import (
     Place,
     Record,
@@ -190,7 +190,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as JSONL, atomically."""
     lines = (json.dumps(as_plain(row), ensure_ascii=False, default=str) + "\n" for row in rows)
     try:
-        with replacing(path) as fresh, fresh.open("wb") as file:
+        with atomic_replace(path) as fresh, fresh.open("wb") as file:
             file.writelines(line.encode("utf-8", "backslashreplace") for line in lines)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error

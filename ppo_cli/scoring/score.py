@@ -345,7 +345,7 @@ def part_columns(settings: RewardSettings, scores: Sequence[Score]) -> dict[str,
 
 def _column_facts(column: PartColumn, lengths: Sequence[float]) -> dict[str, Any]:
     return {
-        "scored": Moments.of(column.raw).count,
+        "scored": Moments.from_values(column.raw).count,
         "failed": column.failed,
         **({"gated": column.gated} if column.gated else {}),
         **_moments(column.raw),
@@ -356,7 +356,7 @@ def _column_facts(column: PartColumn, lengths: Sequence[float]) -> dict[str, Any
 
 def _moments(values: Values) -> dict[str, float | None]:
     valid = [v for v in values if v is not None]
-    moments = Moments.of(valid)
+    moments = Moments.from_values(valid)
     return {
         "mean": moments.mean if valid else None,
         "std": moments.std if valid else None,
@@ -367,7 +367,7 @@ def _moments(values: Values) -> dict[str, float | None]:
 
 def affine_line(values: Values) -> str | None:
     """Affine settings that standardise a part on this file; None if all scores are equal."""
-    moments = Moments.of(values)
+    moments = Moments.from_values(values)
     if moments.std <= TINY:
         return None
     # The mean gets as many digits as the spread needs: a spread of 0.01 around 20 keeps its centre.
@@ -386,7 +386,9 @@ def _weights_and_shares(
     parts: Sequence[MixPart], columns: Mapping[str, PartColumn]
 ) -> dict[str, dict[str, Any]]:
     """Each part's configured weight and its actual share of the spread, as in a run's metrics."""
-    spreads = {p.name: abs(p.weight) * Moments.of(columns[p.name].scaled).std for p in parts}
+    spreads = {
+        p.name: abs(p.weight) * Moments.from_values(columns[p.name].scaled).std for p in parts
+    }
     total_spread, weights = math.fsum(spreads.values()), math.fsum(abs(p.weight) for p in parts)
     return {
         p.name: {

@@ -30,7 +30,7 @@ from ppo_cli.config.schema.algorithm import Algorithm
 from ppo_cli.config.schema.reward import Shaping
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import RewardError
-from ppo_cli.moments import Affine, Moments, by_moments, clipped
+from ppo_cli.moments import Affine, Moments, clip, standardise
 from ppo_cli.records import PlacedReward, Rollout, Score, Scored
 from ppo_cli.report.metrics import explained_variance
 from ppo_cli.thoughts import Detokenize
@@ -163,13 +163,13 @@ def _lowered(one: Scored, taken: Mapping[str, float]) -> Scored:
 
 def _moments(scored: Sequence[Scored]) -> Moments:
     # An imputed value teaches nothing.
-    return Moments.of(s.score.value for s in scored if s.score.judged)
+    return Moments.from_values(s.score.value for s in scored if s.score.judged)
 
 
 def _scale(settings: Shaping, scored: Sequence[Scored], running: Moments) -> Affine:
     if settings.normalize == "off":
         return Affine()
-    return by_moments(running if settings.normalize == "running" else _moments(scored))
+    return standardise(running if settings.normalize == "running" else _moments(scored))
 
 
 def _finished(settings: Shaping, one: Scored, scale: Affine) -> Scored:
@@ -177,7 +177,7 @@ def _finished(settings: Shaping, one: Scored, scale: Affine) -> Scored:
     value = one.score.value
     if value is None:
         return one
-    value = clipped(scale.of(value), settings.reward_clip)
+    value = clip(scale.of(value), settings.reward_clip)
     steps = tuple(PlacedReward(s.end, scale.slope * s.value, s.unit) for s in one.score.steps)
     return Scored(one.rollout, replace(one.score, value=value, steps=steps))
 

@@ -33,7 +33,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.digests import MANIFEST
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling
-from ppo_cli.errors import Interrupted, ModelError, RewardError, UserError, ppo, with_flag
+from ppo_cli.errors import Interrupted, ModelError, RewardError, UserError, ppo, replace_flag
 from ppo_cli.moments import Moments
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import StepSums
@@ -137,7 +137,11 @@ class RunState:
                 f"Gradients were not finite in {most} steps in a row (the last is step "
                 f"{self.step}); those updates were left out. Lower --lr and --critic_lr, set "
                 "actor.grad_clip or --dtype float32, then start again: "
-                + (with_flag(resume_command, "--resume", str(newest)) if newest else resume_command)
+                + (
+                    replace_flag(resume_command, "--resume", str(newest))
+                    if newest
+                    else resume_command
+                )
             )
 
     def write(

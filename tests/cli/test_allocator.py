@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.allocator import collection_paused, find_jemalloc
+from ppo_cli.allocator import find_jemalloc, pause_garbage_collection
 from ppo_cli.cli.app import main
 
 # What a process has after it asked, and what its children will.
@@ -111,7 +111,7 @@ def test_commands_that_compute_ask_for_it(
 
 
 def test_garbage_is_collected_again_after_imports_that_fail() -> None:
-    with pytest.raises(ImportError), collection_paused():
+    with pytest.raises(ImportError), pause_garbage_collection():
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()

@@ -102,7 +102,7 @@ def test_a_resume_names_the_file_and_goes_on_from_the_checkpoint_before(
     assert f"{newest} is damaged: {name}" in err and re.search(words, err)
     assert "Traceback" not in err and err.count("error: ") == 1
     assert sorted(newest.parents[1].rglob("*")) == before  # nothing was lost
-    command = shlex.split(err.split("step_000002 is whole; this takes it instead: ")[1])
+    command = shlex.split(err.split("step_000002 is intact; to use it: ")[1])
     done = ppo(*command[command.index("ppo_cli") + 1 :], exit_code=0)
     assert "Going on after step 2" in done.stdout
     assert (newest.parent / "step_000004").is_dir()
@@ -124,14 +124,14 @@ def test_each_command_that_loads_weights(newest: Path, line: str) -> None:
     flip_bit(newest / WEIGHTS)
     err = ppo(*line.split(), *LOADS[line].split(), exit_code=2).stderr
     assert f"{newest} is damaged: {WEIGHTS} is not what was saved." in err
-    command = shlex.split(err.split("step_000002 is whole; this takes it instead: ")[1])
+    command = shlex.split(err.split("step_000002 is intact; to use it: ")[1])
     ppo(*command[command.index("ppo_cli") + 1 :], exit_code=0)
 
 
 def test_export_takes_another_checkpoint_by_its_flag(newest: Path) -> None:
     flip_bit(newest / WEIGHTS)
     err = ppo("export", "run", "--checkpoint", "3", "--out", "model", exit_code=2).stderr
-    command = shlex.split(err.split("this takes it instead: ")[1])
+    command = shlex.split(err.split("to use it: ")[1])
     out = ppo(*command[command.index("ppo_cli") + 1 :], exit_code=0).stdout
     assert "(step 2)" in out
 
@@ -142,7 +142,7 @@ def test_a_fork_and_a_plan_say_the_same(newest: Path) -> None:
     for line in ("plan --fork run@3", f"plan --resume {newest}", "train --fork run@3"):
         err = ppo(*line.split(), "--max_steps", "4", exit_code=2).stderr
         assert words in err
-    command = shlex.split(err.split("this takes it instead: ")[1])
+    command = shlex.split(err.split("to use it: ")[1])
     out = ppo(*command[command.index("ppo_cli") + 1 :], exit_code=0).stdout
     assert "Going on after step 2" in out
 
@@ -152,10 +152,10 @@ def test_checkpoints_that_are_damaged_too_are_passed_over(newest: Path, name: st
     flip_bit(newest / name)
     flip_bit(newest.parent / "step_000002" / WEIGHTS)
     err = ppo(*RUN, "--max_steps", "4", exit_code=2).stderr
-    assert "step_000001 is whole" in err
+    assert "step_000001 is intact" in err
     flip_bit(newest.parent / "step_000001" / WEIGHTS)
     err = ppo(*RUN, "--max_steps", "4", exit_code=2).stderr
-    assert "No other checkpoint of this run is whole." in err
+    assert "No other checkpoint of this run is intact." in err
     command = shlex.split(err.split("Start from the first step with: ")[1])
     assert command[-2:] == ["--resume", "never"]
 

@@ -27,6 +27,7 @@ STANDS = {
     "rewards.judge.monitor": "a second judge and canaries; with it, reward is over the cap",
     "rewards.mixture": "the mixture itself; registry builds rewards of every kind",
     "rewards.pool": "what worker processes run; with it, function is over the cap",
+    "secret_patterns": "what keys look like; redact is how they are removed",
     "self_test.checks.kernels": "one check of several, behind their declarations",
     "self_test.checks.samplers": "one check of several, behind their declarations",
     "self_test.declarations": "where a check is declared; runner is how checks run",

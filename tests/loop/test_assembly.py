@@ -15,7 +15,7 @@ from ppo_cli.config.memory.plan import cpu_plan, fill_memory_settings
 from ppo_cli.config.placement import placement_of
 from ppo_cli.config.resolve import resolve
 from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
-from ppo_cli.errors import Interrupted, UsedUp, WorkerLost
+from ppo_cli.errors import ExhaustedBudget, Interrupted, WorkerLost
 from ppo_cli.run import assemble
 from ppo_cli.run.assemble import Engines, start_engine
 from ppo_cli.step.stages import RunState
@@ -186,7 +186,7 @@ def test_a_reward_is_started_and_knows_what_it_has_spent(
     monkeypatch.setattr("sys.argv", ["ppo", "train", "--rm_budget_usd=1", "--lr", "1 2"])
     monkeypatch.delenv("PPO_COMMAND", raising=False)
     monkeypatch.setenv("SEED", "42")
-    stops.append(Interrupted("Spent.", used_up=UsedUp("--rm_budget_usd", 1.3, 13, 0.0)))
+    stops.append(Interrupted("Spent.", used_up=ExhaustedBudget("--rm_budget_usd", 1.3, 13, 0.0)))
     with pytest.raises(Interrupted) as stopped:  # 13 of 3 x 2 x 4 x n responses and 2 validations
         asked("rollout.n=2", "rollout.val_kwargs.n=1", environ=("SEED",))
     assert str(stopped.value).startswith("Spent. Go on with: SEED=42 ppo train --lr '1 2' --rm_b")

@@ -117,7 +117,7 @@ def test_baselines_are_penalised_like_samples_and_teach_nothing() -> None:
         done = shape_scores(settings, 100, rows, greedy, Moments())
         assert values(done.baselines) == [pytest.approx(expected), None]
         assert done.metrics["shaping/reward_mean"] == pytest.approx(2.0 * (normalize == "off"))
-    assert done.moments == Moments.of([1.0, 3.0])
+    assert done.moments == Moments.from_values([1.0, 3.0])
     plain = shape_scores(Shaping(), 100, rows, greedy, Moments())
     assert values(plain.baselines) == [9.0, None]
 

@@ -61,7 +61,8 @@ class Kept:
 def test_everything_that_a_run_remembers_comes_back(tmp_path: Path) -> None:
     state = RunState(
         kl_coef=0.3, step=4, best=0.5, best_step=2, stale=1, zero_steps=6, broken_steps=7,
-        unscored_steps=8, unfinished={"reward_mean": 0.25}, moments=Moments.of([1.0, 2.0, 4.0]),
+        unscored_steps=8, unfinished={"reward_mean": 0.25},
+        moments=Moments.from_values([1.0, 2.0, 4.0]),
     )  # fmt: skip
     fresh = RunState(kl_coef=0.0)
     assert all(getattr(state, f.name) != getattr(fresh, f.name) for f in fields(state))

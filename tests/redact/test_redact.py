@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.redact import HIDDEN, hide, hide_settings, mask_secrets, redact, secret_values
+from ppo_cli.redact import HIDDEN, hide_secret, hide_settings, mask_secrets, redact, secret_values
 from ppo_cli.run_folder import plain
 
 ENV = {
@@ -130,8 +130,8 @@ def test_a_known_secret_in_base64_is_hidden(before: str) -> None:
 
 
 def test_a_key_of_any_variable_is_hidden_once_it_was_read() -> None:
-    hide("plain-words-as-a-key")
-    hide("short")
+    hide_secret("plain-words-as-a-key")
+    hide_secret("short")
     assert redact("plain-words-as-a-key, short", {}) == "***, short"
     inside = mask_secrets({"reason": ["the plain-words-as-a-key"], "token": "x", "n": 1})
     assert inside == {"reason": ["the ***"], "token": "***", "n": 1}
@@ -147,8 +147,8 @@ def test_secrets_of_settings_are_hidden_in_any_text() -> None:
 
 
 def test_a_value_of_eight_characters_is_a_secret_and_a_shorter_one_is_not() -> None:
-    hide("kq7zwab")
-    hide("kq7zwxab")
+    hide_secret("kq7zwab")
+    hide_secret("kq7zwxab")
     env = {"A_API_KEY": "pj4vhab", "B_TOKEN": "pj4vhnab"}
     assert secret_values(env) == ("pj4vhnab",)
     assert redact("kq7zwab kq7zwxab pj4vhab pj4vhnab", env) == "kq7zwab *** pj4vhab ***"

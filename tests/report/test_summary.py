@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
+from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, ppo, replace_flag
 from ppo_cli.report.metrics import (
     dollars,
     judge_totals,
@@ -176,7 +176,8 @@ def test_a_flag_takes_the_place_of_the_one_before() -> None:
         "ppo train --lr 1 --rm-budget-usd=0.002",
     ):
         assert (
-            with_flag(line, "--rm_budget_usd", "0.004") == "ppo train --lr 1 --rm_budget_usd 0.004"
+            replace_flag(line, "--rm_budget_usd", "0.004")
+            == "ppo train --lr 1 --rm_budget_usd 0.004"
         )
 
 
@@ -187,7 +188,7 @@ def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
          "trainer": {"test_freq": 5}, "reward": {"api": {"enable": True}}}
     )  # fmt: skip
 
-    def budget(used: UsedUp, done: int, validated: bool, rows: int) -> list[str]:
+    def budget(used: ExhaustedBudget, done: int, validated: bool, rows: int) -> list[str]:
         history = [{"step": n, "reward_mean": 0.5} for n in range(1, done + 1)]
         history = [{"step": 0, "val/reward_mean": 0.1}, *history] if validated else history
         line = resume_line(
@@ -198,17 +199,20 @@ def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
         return line.split()[-2:]
 
     # 40 responses cost a dollar: 200 cost five, and a fifth more is six.
-    assert budget(UsedUp("--rm_budget_usd", 1.0, 40, 0.0), 4, False, 0) == ["--rm_budget_usd", "6"]
+    assert budget(ExhaustedBudget("--rm_budget_usd", 1.0, 40, 0.0), 4, False, 0) == [
+        "--rm_budget_usd",
+        "6",
+    ]
     # Four of five validations of 40 rows are still to come: 400 responses in all, 80 done.
-    assert budget(UsedUp("--rm_budget_usd", 1.0, 80, 0.0), 4, True, 40)[1] == "6"
+    assert budget(ExhaustedBudget("--rm_budget_usd", 1.0, 80, 0.0), 4, True, 40)[1] == "6"
     # Cut short in the first step: 8 of 200 are paid for.
-    assert budget(UsedUp("--rm_budget_usd", 0.01, 8, 0.0), 0, False, 0)[1] == "0.3"
-    assert budget(UsedUp("--rm_budget_usd", 0.0, 0, 0.01), 0, False, 0)[1] == "2.4"
+    assert budget(ExhaustedBudget("--rm_budget_usd", 0.01, 8, 0.0), 0, False, 0)[1] == "0.3"
+    assert budget(ExhaustedBudget("--rm_budget_usd", 0.0, 0, 0.01), 0, False, 0)[1] == "2.4"
     # Two votes a response, and a step cut short: 12 of 200 were asked, 24 calls; a call is added.
     votes = config.reward.api.model_copy(update={"votes": 2})
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"api": votes})})
-    assert budget(UsedUp("--rm_budget_usd", 0.12, 24, 0.5), 1, False, 0)[1] == "2.9"
-    used = UsedUp("--rm_budget_tokens", 4_000, 40, 90)
+    assert budget(ExhaustedBudget("--rm_budget_usd", 0.12, 24, 0.5), 1, False, 0)[1] == "2.9"
+    used = ExhaustedBudget("--rm_budget_tokens", 4_000, 40, 90)
     assert budget(used, 4, False, 0) == ["--rm_budget_tokens", "25000"]
     plain = resume_line("ppo train", Interrupted("down"), config, [], 20, 0)
     assert plain == "ppo train"

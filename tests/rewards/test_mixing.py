@@ -78,11 +78,13 @@ def test_zscore_learns_over_the_run_and_equals_the_moments_of_everything_seen() 
 def test_running_scales_are_the_same_bits_after_json_and_in_any_order() -> None:
     random.seed(1)
     values = [random.gauss(0, 1e3) for _ in range(64)]
-    before = Moments.of(values[:40])
+    before = Moments.from_values(values[:40])
     again = Moments.from_state(json.loads(json.dumps(before.state_dict())))
     assert again == before
     shuffled = random.sample(values[40:], 24)
-    assert before.merge(Moments.of(values[40:])) == again.merge(Moments.of(shuffled))
+    assert before.merge(Moments.from_values(values[40:])) == again.merge(
+        Moments.from_values(shuffled)
+    )
 
 
 def test_a_round_that_does_not_vary_comes_to_zero() -> None:
@@ -162,8 +164,11 @@ def test_the_share_of_a_part_goes_by_the_size_of_its_weight() -> None:
 
 def test_a_spread_that_rounding_makes_is_none() -> None:
     around_zero, around_million = [0.1 + 0.2 - 0.3, 0.0], [1e6, 1e6 + 1e-4]
-    assert not Moments.of(around_zero).varies and not Moments.of(around_million).varies
-    assert Moments.of([0.0, 1e-4]).varies and Moments.of([1e6, 1e6 + 10.0]).varies
+    assert (
+        not Moments.from_values(around_zero).varies
+        and not Moments.from_values(around_million).varies
+    )
+    assert Moments.from_values([0.0, 1e-4]).varies and Moments.from_values([1e6, 1e6 + 10.0]).varies
 
 
 def test_without_scaling_one_part_drowns_the_other_and_the_metrics_say_so() -> None:
@@ -188,7 +193,7 @@ def test_a_failed_part_fails_the_sample_and_its_value_is_in_no_scale() -> None:
     mixed = mix(parts, rollouts(3), given, "train", ScalingState())
     assert totals(mixed) == [pytest.approx(-1.0), None, None]
     assert [s.failure for s in mixed.scores] == ["", "b: timeout", "a: timeout"]
-    assert mixed.state.running["a"] == Moments.of([1.0, 3.0])
+    assert mixed.state.running["a"] == Moments.from_values([1.0, 3.0])
 
 
 def test_renormalising_lets_the_others_share_the_weight() -> None:

@@ -102,7 +102,7 @@ def test_a_judge_reads_answers_alone_unless_it_is_to_see_thoughts() -> None:
         rollout = rollout_of(reply)
         assert WRONG not in visible_text(rollout.answer)
         if WRONG in reply.text:
-            assert WRONG in visible_text(rollout.whole, "keep")
+            assert WRONG in visible_text(rollout.full_text, "keep")
 
 
 def test_the_format_is_one_closed_thought_and_an_answer_in_its_tags() -> None:

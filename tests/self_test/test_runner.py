@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.atomic import lives
+from ppo_cli.atomic import is_running
 from ppo_cli.cli import doctor
 from ppo_cli.cli.app import main
 from ppo_cli.config.machine.device_record import FEATURES
@@ -95,9 +95,9 @@ def test_what_takes_too_long_is_ended_with_its_children(
     assert outcome.state == "failed" and "nothing came of it in 8 s" in outcome.detail
     pids = [int((tmp_path / name).read_text()) for name in ("pid", "pid-child")]
     deadline = time.monotonic() + 10  # the system buries an orphan when it comes to it
-    while any(map(lives, pids)) and time.monotonic() < deadline:
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(lives, pids))
+    assert not any(map(is_running, pids))
 
 
 def hang_here(check: Check, setup: Setup, pipe: Any) -> None:

@@ -25,7 +25,7 @@ from ppo_cli.config.placement import sampler_name
 from ppo_cli.config.schema.keys import Clash, table
 from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import require_intact_model
-from ppo_cli.errors import ModelError, command_line, failing, with_flag, with_path
+from ppo_cli.errors import ModelError, collect_problems, command_line, replace_flag, replace_path
 
 TENSOR = "trainer.tensor_parallel_size"
 
@@ -105,14 +105,14 @@ def damaged_models(config: Config) -> list[str]:
     folders = {path: Path(model_folder(path)).expanduser() for path in paths if not is_url(path)}
 
     def retry(path: str, other: Path) -> str:
-        line = with_path(path, str(other))
+        line = replace_path(path, str(other))
         if line or path not in flags:
             return line
-        return with_flag(command_line(), flags[path], shlex.quote(str(other)))
+        return replace_flag(command_line(), flags[path], shlex.quote(str(other)))
 
     checks = (partial(require_intact_model, folder, partial(retry, path))
               for path, folder in folders.items())  # fmt: skip
-    return list(failing(checks))
+    return list(collect_problems(checks))
 
 
 def template_remark(config: Config) -> list[str]:

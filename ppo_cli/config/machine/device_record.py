@@ -7,7 +7,6 @@ record. A setting that is not set uses the fast way on a GPU only if the record 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -20,8 +19,9 @@ from typing import Literal, get_args
 
 from pydantic import FiniteFloat, TypeAdapter
 
-from ppo_cli.atomic import replacing
+from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.machine.gpus import driver_version, list_gpus
+from ppo_cli.digests import digest_text
 from ppo_cli.errors import UserError
 
 # Parts of the program that are slower or refused on a GPU until a self-test has proven them.
@@ -108,7 +108,7 @@ def write_record(record: DeviceRecord) -> Path:
     folder = _make_folder()
     path = folder / _file_name(record.key)
     try:
-        with replacing(path) as unfinished:
+        with atomic_replace(path) as unfinished:
             unfinished.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
     except OSError as error:
         raise _unwritable(folder, error) from error
@@ -148,8 +148,8 @@ def record_path(key: DeviceKey) -> Path | None:
 
 
 def _file_name(key: DeviceKey) -> str:
-    digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()
-    return f"{digest[:32]}.json"
+    digest = digest_text(json.dumps(asdict(key), sort_keys=True), 32)
+    return f"{digest}.json"
 
 
 def record_folder() -> Path | None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.atomic import replacing
+from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.mixture import judges_of, models_of
@@ -21,7 +21,7 @@ from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import unique_labels
 from ppo_cli.data_sets.rows import load_sets, prompt_of
-from ppo_cli.errors import ConfigError, failing
+from ppo_cli.errors import ConfigError, collect_problems
 from ppo_cli.extras.bridge.overrides import TRAIN, VAL, VERSION, VerlOverrides
 from ppo_cli.extras.bridge.rewards import KEYS_FILE, ROW, STOPPED, encode_row
 from ppo_cli.records import Prompt
@@ -67,7 +67,7 @@ for name in "${{keys[@]}}"; do
 done
 trap 'rm -f "$here/{keys_file}"' EXIT
 """
-# All users can read Ray's folder, so it is inside one that only this user can enter. The keeper
+# All users can read Ray's folder, so it is inside one that only this user can enter. The reaper
 # ends Ray's processes, and no others, when it gets a signal or when this script has exited.
 RAY = """\
 for name in "${{keys[@]}}"; do unset "$name"; done
@@ -75,7 +75,7 @@ root=${{TMPDIR:-/tmp}}
 [ "${{#root}}" -le 20 ] || root=/tmp
 ray=""
 start_ray() {{
-    setsid "$python" -P -m ppo_cli.keeper $$ "$temp" "$python" -P -m ray.scripts.scripts start \\
+    setsid "$python" -P -m ppo_cli.reaper $$ "$temp" "$python" -P -m ray.scripts.scripts start \\
         --block --disable-usage-stats --temp-dir="$temp/r" "$@" > "$temp/log" 2>&1 &
     ray=$!
 }}
@@ -202,7 +202,7 @@ def write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> li
         **node_scripts(config),
     }
     for name, text in texts.items():
-        with replacing(folder / name) as fresh:
+        with atomic_replace(folder / name) as fresh:
             fresh.write_text(text, encoding="utf-8")
             fresh.chmod(0o755 if name.endswith(".sh") else 0o644)
     return [folder / name for name in (*texts, *prompts)]
@@ -212,7 +212,7 @@ def check_rows(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> None:
     """Raise ConfigError if there are too few rows, or if they lack what the reward needs."""
     problems = [problem] if (problem := describe_missing_rows(config, len(prompts[TRAIN]))) else []
     rows = [prompt for prompts_of_split in prompts.values() for prompt in prompts_of_split]
-    problems += failing(row_checks(config.reward, rows, all_known=True))
+    problems += collect_problems(row_checks(config.reward, rows, all_known=True))
     if problems:
         raise ConfigError(problems)
 
@@ -258,7 +258,7 @@ def write_rows(path: Path, prompts: Sequence[Prompt], split: str) -> None:
     import pyarrow.parquet as pq
 
     rows = [_verl_row(prompt, split, i) for i, prompt in enumerate(prompts)]
-    with replacing(path) as fresh:
+    with atomic_replace(path) as fresh:
         pq.write_table(pa.Table.from_pylist(rows), fresh)
 
 

@@ -229,7 +229,7 @@ class ScoreImputation:
             values[name] = float(value)
             if score.judged:
                 self._of_prompt[uid][name].append(values[name])
-                self._of_all[name] = self._of_all[name].merge(Moments.of([values[name]]))
+                self._of_all[name] = self._of_all[name].merge(Moments.from_values([values[name]]))
         failure = redact(score.failure or score.imputed)
         return {
             **values,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ppo_cli.atomic import replacing
+from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.machine.gpus import list_gpus
 from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.models.bundled import model_folder
@@ -31,8 +31,8 @@ from ppo_cli.errors import (
     Interrupted,
     ModelError,
     UserError,
-    refuse_out,
-    with_path,
+    refuse_out_address,
+    replace_path,
 )
 from ppo_cli.extras.fitting.preferences import (
     EncodedPair,
@@ -68,7 +68,7 @@ class ModelFolder:
     """The folder of the best model so far; ConfigError at once if it must not be written."""
 
     def __init__(self, out: Path, *, overwrite: bool = False) -> None:
-        refuse_out(out)
+        refuse_out_address(out)
         self.path = out.expanduser()
         self._place = self.path.resolve()
         if self._place.exists() and not self._place.is_dir():
@@ -92,7 +92,7 @@ class ModelFolder:
         """Replace the folder by what `save` writes, plus the record."""
         try:
             self._place.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self._place) as fresh:
+            with atomic_replace(self._place) as fresh:
                 fresh.mkdir()
                 save(fresh)
                 _write_record(fresh, record)
@@ -108,7 +108,7 @@ class ModelFolder:
 
 
 def _write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    with replacing(folder / RECORD_FILE) as fresh:
+    with atomic_replace(folder / RECORD_FILE) as fresh:
         fresh.write_text(
             json.dumps(plain(record), ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
         )
@@ -127,7 +127,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     recipe = settings.recipe
     require_intact_model(
         Path(model_folder(settings.model)).expanduser(),
-        lambda other: with_path(settings.model, str(other)),
+        lambda other: replace_path(settings.model, str(other)),
     )
     set_matmul_library(matmul_library(None))
     # Load the model, ready for training.

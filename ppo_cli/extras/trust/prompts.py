@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from ppo_cli.atomic import replacing
+from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.data_sets.files import RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import Row, as_plain, find_columns, question_of, read_row
@@ -249,7 +249,7 @@ def draft_for_run(
     if isinstance(answer, Verdict):
         head = f"# Drafted by {api.model} from {len(chosen)} of {len(rows)} rows; edit it.\n"
         text = yaml.safe_dump(answer.info["rubric"], sort_keys=False, allow_unicode=True, width=90)
-        with replacing(out) as fresh:
+        with atomic_replace(out) as fresh:
             fresh.write_text(head + text, encoding="utf-8")
     return {"rows": len(chosen), "written": int(isinstance(answer, Verdict)), "there before": 0,
             "failed": failed, **_spending_facts(api, drafts)}  # fmt: skip

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.atomic import replacing
+from ppo_cli.atomic import atomic_replace
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_key
@@ -79,7 +79,7 @@ class _Job:
         if not self.rows:
             path.unlink(missing_ok=True)
             return
-        with replacing(path) as fresh:
+        with atomic_replace(path) as fresh:
             fresh.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 

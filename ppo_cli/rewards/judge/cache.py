@@ -7,7 +7,6 @@ writes, so that no caller waits while another process locks the file.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import logging
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.digests import digest_text
 from ppo_cli.errors import RewardError
 from ppo_cli.redact import mask_secrets
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Verdict
@@ -49,7 +49,7 @@ def cache_key(provider_identity: str, question: Question) -> str:
     scale = [question.scale.low, question.scale.high]
     parts_of_question = [question.identity, scale, question.vote, question.output]
     parts = json.dumps([READING, provider_identity, *parts_of_question])
-    return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
+    return digest_text(parts)
 
 
 def default_cache_path(environ: Mapping[str, str]) -> Path:

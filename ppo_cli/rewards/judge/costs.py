@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.schema.reward import ApiReward
-from ppo_cli.errors import Interrupted, RewardError, UsedUp
+from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError
 from ppo_cli.rewards.judge.calls import (
     Question,
     UnlimitedCost,
@@ -34,7 +34,7 @@ from ppo_cli.rewards.judge.calls import (
     worst_case,
 )
 from ppo_cli.rewards.judge.prices import Price, find_price, model_hint
-from ppo_cli.spending import IN_FLIGHT, UPPER_BOUND, all_calls, in_flight_file
+from ppo_cli.spending import IN_FLIGHT, UPPER_BOUND, in_flight_file, merge_calls
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,9 @@ class Ledger:
                 f"The judge budget of ${self.budget_usd:g} is used up: {self.total.calls} calls "
                 f"cost ${self.total.usd:.3g}{unreported}, and the next may cost up to "
                 f"${need.usd:.2g}. To go on, raise --rm_budget_usd and resume.",
-                used_up=UsedUp("--rm_budget_usd", self.total.usd, self.total.calls, need.usd),
+                used_up=ExhaustedBudget(
+                    "--rm_budget_usd", self.total.usd, self.total.calls, need.usd
+                ),
             )
         assert self.budget_tokens is not None
         used = self.total.usage.total
@@ -263,7 +265,7 @@ class Ledger:
             f"The judge budget of {self.budget_tokens:,} tokens is used up: {self.total.calls} "
             f"calls used {used:,}{unreported}, and the next may use up to "
             f"{need.tokens:,}. To go on, raise --rm_budget_tokens and resume.",
-            used_up=UsedUp("--rm_budget_tokens", used, self.total.calls, need.tokens),
+            used_up=ExhaustedBudget("--rm_budget_tokens", used, self.total.calls, need.tokens),
         )
 
     def settle(
@@ -317,7 +319,7 @@ class Ledger:
         path.parent.mkdir(parents=True, exist_ok=True)
         sent, settled = _read_lines(in_flight_file(path)), _read_lines(path)
         ends: list[str] = []
-        for call in all_calls(sent, settled):
+        for call in merge_calls(sent, settled):
             with suppress(ValueError, KeyError, TypeError):
                 read, written, cached = (int(call[n]) for n in ("input", "output", "cached_input"))
                 spent = Spending(1, Usage(read, written, cached), float(call["usd"]))

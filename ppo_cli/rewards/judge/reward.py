@@ -318,7 +318,9 @@ class JudgeReward(Reward):
     def _visible_text(self, rollout: Rollout) -> str:
         """Return what the judge sees of a response, before it is shortened."""
         reasoning = self._api.reasoning
-        return visible_text(rollout.answer if reasoning == "strip" else rollout.whole, reasoning)
+        return visible_text(
+            rollout.answer if reasoning == "strip" else rollout.full_text, reasoning
+        )
 
     def _gate_reason(self, rollout: Rollout, text: str) -> str | None:
         """Return why a response gets the lowest score without a call; `text` is what it sees."""

@@ -23,7 +23,7 @@ from ppo_cli.config.models.known_models import choose_adapter
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
-from ppo_cli.redact import hide, redact, redact_url
+from ppo_cli.redact import hide_secret, redact, redact_url
 from ppo_cli.rewards.base import Reward, RoundKind, Tell, tell_nobody
 from ppo_cli.rewards.models.base import (
     BUILT_IN,
@@ -117,7 +117,7 @@ class ServedModelClient(RemoteClient[_ServedCall, list[Row]]):
         self._witness = witness
         self._timeout = timeout
         self._key = key
-        hide(key)
+        hide_secret(key)
         self._max_rows: int | None = None
         self._http: httpx.AsyncClient | None = None
         self.counters = Counters()

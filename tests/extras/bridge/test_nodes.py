@@ -28,7 +28,7 @@ case "$*" in
     *importlib*) exit 0 ;;
     *secrets*) echo -n token; exit 0 ;;
     *socket*) echo 1; exit 0 ;;
-    *ppo_cli.keeper*)
+    *ppo_cli.reaper*)
         words="$*"
         echo "$NODE ray ${words#*ray.scripts.scripts }" >> "$BOARD/calls"
         trap '[ "$NODE" != 0 ] || rm -f "$BOARD/head"; exit 0' TERM

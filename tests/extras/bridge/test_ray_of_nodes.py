@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ppo_cli import keeper
+from ppo_cli import reaper
 from ppo_cli.extras.bridge.folder import node_scripts
 from ppo_cli.extras.bridge.rewards import KEYS_FILE, read_and_delete_keys
 from tests.extras.bridge.settled import settled
@@ -174,7 +174,7 @@ def other_ray() -> Iterator[subprocess.Popen[bytes]]:
         log = Path(folder, "log")
         with log.open("w") as stream:
             ray = subprocess.Popen(
-                [sys.executable, keeper.__file__, str(os.getpid()), folder, *command],
+                [sys.executable, reaper.__file__, str(os.getpid()), folder, *command],
                 env=without_ray() | {"RAY_AUTH_MODE": "disabled"} | HERE_ONLY,
                 stdout=stream, stderr=subprocess.STDOUT,
             )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.errors import EXIT_RESUMABLE, Interrupted, RewardError, UsedUp
+from ppo_cli.errors import EXIT_RESUMABLE, ExhaustedBudget, Interrupted, RewardError
 from ppo_cli.rewards.judge.calls import (
     REQUEST_OVERHEAD,
     JudgeError,
@@ -92,8 +92,10 @@ def test_of_two_budgets_the_one_that_is_used_up_is_named() -> None:
         assert f"raise {caught.value.used_up.flag} and resume" in str(caught.value)
         named.append(caught.value.used_up)
     dollars, counted = named
-    assert dollars == UsedUp("--rm_budget_usd", pytest.approx(0.005), 2, pytest.approx(0.003))
-    assert counted == UsedUp("--rm_budget_tokens", 3200, 2, 2100)
+    assert dollars == ExhaustedBudget(
+        "--rm_budget_usd", pytest.approx(0.005), 2, pytest.approx(0.003)
+    )
+    assert counted == ExhaustedBudget("--rm_budget_tokens", 3200, 2, 2100)
 
 
 def test_who_waits_goes_on_when_another_settles_lower() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
-from ppo_cli.keeper import descendants
+from ppo_cli.reaper import descendants
 from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.local import Judge, Server
@@ -75,7 +75,7 @@ def test_a_server_that_dies_is_started_again_and_nothing_is_left_at_the_end(
     started = set(descendants(os.getpid())) - before
     server.stop()
     assert not [pid for pid in started if alive(pid)]
-    assert len(started) >= 3, "keeper, server and its child"
+    assert len(started) >= 3, "reaper, server and its child"
     assert told[1].startswith("The judge's server answers")
     assert told[2:] == ["The judge's server ended; it is started again."]
     assert not server._folder.exists()

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import shorten
-from ppo_cli.redact import hide, redact
+from ppo_cli.redact import hide_secret, redact
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, UnlimitedCost, Usage
 from ppo_cli.rewards.judge.providers.failures import (
     Context,
@@ -128,7 +128,7 @@ class SdkProvider(ABC):
         self.model = (api.model or "").strip()
         self.base_url = base_url
         self._key = key
-        hide(key.value)  # a gateway may send it back in any part of a reply
+        hide_secret(key.value)  # a gateway may send it back in any part of a reply
         self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = Context(f"{self.name} ({self.model})", self.model, key.variable,

@@ -1,6 +1,6 @@
 """A judge of one's own: vLLM's server, started by the run, asked through OpenAI's protocol.
 
-The server stands below a keeper: it ends with the run, however that ends. When it dies it is
+The server stands below a reaper: it ends with the run, however that ends. When it dies it is
 started again on the same port, and calls that broke off are asked again like any other.
 """
 
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ppo_cli import keeper
+from ppo_cli import reaper
 from ppo_cli.config.checks.judge_server import (
     judge_fault,
     longest_request,
@@ -181,7 +181,7 @@ class Server:
         if self._process is not None:
             self._process.terminate()
             try:
-                self._process.wait(2 * keeper.GRACE_S + 2)
+                self._process.wait(2 * reaper.GRACE_S + 2)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -190,7 +190,7 @@ class Server:
     def _launch(self) -> None:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(self._folder),
+                [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), str(self._folder),
                  *self._command],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True, env=self._environ,

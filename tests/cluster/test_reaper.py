@@ -1,4 +1,4 @@
-"""Nothing outlives the keeper's command, its parent or the keeper itself."""
+"""Nothing outlives the reaper's command, its parent or the reaper itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli import keeper
+from ppo_cli import reaper
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 
@@ -45,7 +45,7 @@ def alive(pid: int) -> bool:
 
 def start(folder: Path, parent: int, kept: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", TREE, str(folder), "SIG_IGN"]
-    words = [sys.executable, "-I", "-S", keeper.__file__, str(parent), str(kept), *command]
+    words = [sys.executable, "-I", "-S", reaper.__file__, str(parent), str(kept), *command]
     return subprocess.Popen(words, start_new_session=True)
 
 
@@ -67,7 +67,7 @@ def test_told_to_end_it_ends_the_stubborn_and_the_orphans(tmp_path: Path) -> Non
 
 def test_the_commands_exit_code_is_followed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit(7)"]
-    words = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(tmp_path), *command]
+    words = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), str(tmp_path), *command]
     assert subprocess.run(words, timeout=300).returncode == 7
     assert tmp_path.exists()
 
@@ -76,7 +76,7 @@ def test_a_parent_killed_hard_takes_everything_along(tmp_path: Path) -> None:
     tree, kept = tmp_path / "tree", tmp_path / "kept"
     tree.mkdir()
     kept.mkdir()
-    command = [sys.executable, "-I", "-S", keeper.__file__]
+    command = [sys.executable, "-I", "-S", reaper.__file__]
     rest = [str(kept), sys.executable, "-c", TREE, str(tree), "SIG_DFL"]
     middle = (
         "import os,subprocess,time\n"
@@ -110,6 +110,6 @@ def test_a_keeper_killed_hard_takes_its_command_along(tmp_path: Path) -> None:
 
 def test_descendants_are_found() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
-        assert child.pid in keeper.descendants(os.getpid())
+        assert child.pid in reaper.descendants(os.getpid())
         child.kill()
-    assert child.pid not in keeper.descendants(os.getpid())
+    assert child.pid not in reaper.descendants(os.getpid())

@@ -1,0 +1,96 @@
+"""A small parent process for servers such as Ray: it ends all their processes with the run.
+
+Run as a script, with the standard library only: PARENT FOLDER COMMAND… . It ends, and ends all
+descendants of COMMAND, when the command ends, on SIGTERM, or when the process PARENT is gone for
+any reason (then it removes FOLDER as well). As a subreaper it inherits orphaned descendants, so
+that none can escape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TICK_S = 0.1  # between two looks at the child and the parent
+GRACE_S = 5.0  # from SIGTERM to SIGKILL
+# Options of prctl(2), which Python's library does not have.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of all descendants of a process, from /proc (empty without /proc)."""
+    below: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # The name in brackets may contain any character: read after the last bracket.
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            below.setdefault(int(fields[1]), []).append(int(entry.name))
+    descendants_of_pid, queue = [], [pid]
+    while queue:
+        children = below.get(queue.pop(), [])
+        descendants_of_pid += children
+        queue += children
+    return descendants_of_pid
+
+
+def run_until_parent_exits(parent: int, folder: Path, command: list[str]) -> int:
+    """Run a command until it ends, a signal comes or the parent is gone; return its exit code."""
+    signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda n, _: signals.append(n))
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent)
+    while child.poll() is None and not signals and os.getppid() == parent:
+        _reap_orphans(child.pid)
+        time.sleep(TICK_S)
+    code = child.poll()
+    terminate_all(child)
+    if os.getppid() != parent:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0 if code is None else code & 0xFF
+
+
+def terminate_all(child: subprocess.Popen[bytes]) -> None:
+    """End the command with SIGTERM, then kill all remaining descendants."""
+    if child.poll() is None:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_S)
+    with contextlib.suppress(OSError):
+        os.killpg(child.pid, signal.SIGKILL)
+    deadline = time.monotonic() + GRACE_S
+    while (remaining := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in remaining:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        _reap_orphans(0)
+        time.sleep(TICK_S / 2)
+
+
+def _reap_orphans(but: int) -> None:
+    """Reap orphaned descendants, except the command, whose exit code is read elsewhere."""
+    for pid in descendants(os.getpid()):
+        if pid != but:
+            with contextlib.suppress(OSError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _die_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(run_until_parent_exits(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
