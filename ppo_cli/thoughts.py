@@ -1,7 +1,8 @@
-"""Thoughts of models that reason before they answer: their marks, and what is left without them.
+"""Thoughts of reasoning models: the marks of all families, and how to find and remove thoughts.
 
-One table for all who meet them: rules and judges, which read answers alone, the reading of a
-judge's reply, the sampler's text, lengths in tokens, and the page."""
+Used by rules and judges, which only read answers, for judges' replies, by the samplers, for
+lengths in tokens, and by the page.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ Detokenize = Callable[[Sequence[int], Sequence[int]], str]
 
 
 class Family(NamedTuple):
-    """Regular expressions of the marks that open and close a thought.
+    """Regular expressions of a family's opening and closing marks.
 
-    `prompted`: chat templates open it themselves, so that a reply has the closing mark alone.
-    `nests`: each closing mark ends one opening, rather than all of them.
+    `prompted`: the chat template opens the thought, so a reply only has the closing mark.
+    `nests`: each closing mark ends one opening mark, instead of all of them.
     """
 
     opening: str
@@ -51,27 +52,28 @@ FAMILIES = (
         r"(?:<\|start\|>assistant)?<\|channel\|>final\s?(?:<\|constrain\|>\w{1,20})?<\|message\|>",
         nests=False,
     ),
-    # gpt-oss and Gemma 4 decoded without their special tokens; of Gemma's nothing marks the end.
+    # gpt-oss and Gemma 4 decoded without special tokens; nothing marks the end of Gemma's.
     Family(r"(?-i:\Aanalysis(?=[A-Z]))", "(?-i:assistantfinal)"),
     Family(r"(?-i:\Athought\n)", r"(?!)"),
 )  # fmt: skip
 _EACH = "|".join(f"(?P<o{n}>{f.opening})|(?P<c{n}>{f.closing})" for n, f in enumerate(FAMILIES))
-# How every mark begins: without it, some fifty branches would be tried at each character.
+# The lookahead has all first characters of marks: otherwise about fifty branches would be tried at
+# each character.
 MARKS = re.compile(rf"(?=[<\[◁]|\A|(?-i:assistantfinal))(?:{_EACH})", re.I)
-# Each mark has one of the first, or one of the others at the front of the text.
+# Every mark contains one of `_SIGNS`, or is one of `_FRONTS` at the start of the text.
 _SIGNS, _FRONTS = ("<", "[", "◁", "assistantfinal"), ("analysis", "thought")
-_TAG = re.compile(r"<\w")  # other marks are special tokens, which nobody writes in a sentence
+_TAG = re.compile(r"<\w")  # other marks are special tokens, which do not occur in a sentence
 _QUOTED = re.compile(r"(?:\s|\A)[\"“‘`«「]\Z")
 NO_ANSWER = "the thought was not closed: there is no answer"
-LONGEST_OPENING = 200  # characters at the end of a prompt, with the blanks behind it
+LONGEST_OPENING = 200  # characters at the end of a prompt, trailing whitespace included
 
 
 class UnfinishedThought(ValueError):
-    """A text that opens a thought first thing and does not close it."""
+    """A text that starts with a thought and does not close it."""
 
 
 class Span(NamedTuple):
-    """A thought's place in a text, marks included, in characters; `closed`: by its mark."""
+    """Start and end of a thought in a text, marks included; `closed`: it has a closing mark."""
 
     start: int
     end: int
@@ -79,7 +81,7 @@ class Span(NamedTuple):
 
 
 def find_open_mark(rendered: str) -> str:
-    """The mark, with the blanks behind it, that a prompt ends with; empty where none is open."""
+    """Return the opening mark at the end of a prompt with its whitespace, or ""."""
     marks = list(MARKS.finditer(rendered, max(0, len(rendered) - LONGEST_OPENING)))
     if not marks or _parse_mark(marks[-1])[1] or rendered[marks[-1].end() :].strip():
         return ""
@@ -87,13 +89,13 @@ def find_open_mark(rendered: str) -> str:
 
 
 def find_thoughts(text: str, *, cut: bool = False) -> list[Span]:
-    """The thoughts of a response; only the last may be open, then it goes on to the end.
+    """Return the thoughts of a response; an unclosed last one extends to the end.
 
-    Before a lone closing mark all is thought: its opening stood in the prompt. A mark right after
-    an opening quotation mark is none. An opening within a sentence, never closed, is a mention.
-    Within a thought the first closing mark ends it, for a model that writes of `<think>` seldom
-    writes its end; where the response was `cut` there may be more to come, and each closing mark
-    ends only the newest of the openings.
+    All text before a lone closing mark is a thought, opened in the prompt. A mark right after an
+    opening quotation mark does not count, and neither does an unclosed tag within a sentence. The
+    first closing mark ends a thought, because models that mention `<think>` rarely write its end.
+    If the response was `cut`, more marks may follow, so each closing mark only ends the newest
+    opening.
     """
     spans: list[Span] = []
     start, family, depth, before = -1, -1, 0, 0
@@ -119,12 +121,12 @@ def find_thoughts(text: str, *, cut: bool = False) -> list[Span]:
 
 
 def strip_reasoning(text: str, *, cut: bool = False) -> str:
-    """Return the answer alone, without thoughts; empty where a thought is all there is."""
+    """Return the answer without thoughts; "" if there are only thoughts."""
     return remove_thoughts(text, find_thoughts(text, cut=cut))
 
 
 def remove_thoughts(text: str, spans: Sequence[Span]) -> str:
-    """A text without its thoughts, and without blanks at its ends where there was one."""
+    """Return a text without these spans, stripped if there was one."""
     if not spans:
         return text
     ends = [0, *(span.end for span in spans)]
@@ -133,9 +135,9 @@ def remove_thoughts(text: str, spans: Sequence[Span]) -> str:
 
 
 def split_strictly(text: str) -> tuple[str, str] | None:
-    """Thought and answer of a response that is one closed thought at its front and an answer.
+    """Return (thought, answer) of a response with exactly one closed thought at its start.
 
-    None for any other, also for one that has a mark more.
+    None for any other response, also for one with further marks.
     """
     marks = list(MARKS.finditer(text))
     if len(marks) != 2 or text[: marks[0].start()].strip():
@@ -149,10 +151,10 @@ def split_strictly(text: str) -> tuple[str, str] | None:
 def count_tokens(
     opened: str, text: str, token_ids: Sequence[int], decode: Detokenize, *, cut: bool
 ) -> int:
-    """Tokens of a response up to its answer; 0 where it has no thought.
+    """Return the number of tokens of a response before its answer; 0 if it has no thought.
 
-    The rest, from the first sign behind the last thought on, is the answer's. It is looked for
-    from the end, as answers are short. `opened` is what the prompt ends with, see `find_open_mark`.
+    The answer starts at the first character after the last thought. The search runs from the end,
+    because answers are short. `opened` is the prompt's opening mark (`find_open_mark`).
     """
     spans = find_thoughts(opened + text, cut=cut)
     if not spans:
@@ -165,6 +167,7 @@ def count_tokens(
         start = len(token_ids) - size
         return len(decode(token_ids[start:], token_ids[:start]).strip()) >= answer_length
 
+    # Double the number of last tokens until they contain the answer, then bisect.
     size = 1
     while size < len(token_ids) and not is_enough(size):
         size *= 2
@@ -176,11 +179,11 @@ def count_tokens(
 
 
 def strip_leading_thought(text: str) -> str:
-    """Return a judge's reply without the one complete thought at its front.
+    """Return a judge's reply without the complete thought at its start.
 
-    A lone closing mark on a line of its own, of a family that templates open, or any at the very
-    front, ends a thought that was opened in the prompt; a mark right after an opening quotation
-    mark ends none. Further marks are left for the caller to refuse. Raises UnfinishedThought.
+    A closing mark alone on a line (of a family whose template opens thoughts), or any at the very
+    start, ends a thought that was opened in the prompt. A mark right after an opening quotation
+    mark does not count. Further marks are left to the caller. Raises UnfinishedThought.
     """
     text = text.strip()
     marks = MARKS.finditer(text)
@@ -203,7 +206,7 @@ def strip_leading_thought(text: str) -> str:
 
 
 def _marks(text: str) -> Iterator[re.Match[str]]:
-    # Twenty times as fast as the pattern.
+    # This check is twenty times as fast as the pattern.
     if not text.startswith(_FRONTS) and not any(sign in text for sign in _SIGNS):
         return iter(())
     return (mark for mark in MARKS.finditer(text) if not _is_quoted(text, mark))
@@ -215,6 +218,6 @@ def _is_quoted(text: str, mark: re.Match[str]) -> bool:
 
 
 def _parse_mark(match: re.Match[str]) -> tuple[int, bool]:
-    """The number of a mark's family, and whether it closes."""
+    """Return the index of a mark's family, and whether the mark closes a thought."""
     name = str(match.lastgroup)
     return int(name[1:]), name[0] == "c"

@@ -2,7 +2,7 @@
 
 Legend: B sequences, T response tokens. A mask is bool and True means it counts; it may have
 holes (tokens that the policy did not write), which rewards and values are carried across.
-A row whose mask is empty (its score failed) is no member of its group and of no statistic.
+A row with an empty mask (its score failed) is not part of its group or of any statistic.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from torch import Tensor
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.algo.tokens import masked_sum, masked_whiten, require_same_shape
 
-_STD_EPS = 1e-6
+_STD_EPS = 1e-6  # verl's
 
 
 def place_scores(scores_B: Tensor, response_len_B: Tensor, mask_BT: Tensor) -> Tensor:
     """Put each row's score on its last token that counts; the rest is 0.
 
     The last token is the last True of the mask within the response length. A row without one
-    gets no score, whatever its score is (NaN included).
+    gets no score, even if its score is NaN.
     """
     position_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
     counts_BT = mask_BT & (position_T < response_len_B[:, None])
+    # The number of counting tokens from here to the end is 1 only at the last of them.
     later_BT = counts_BT.flip(1).cumsum(1).flip(1)
     return torch.where(counts_BT & (later_BT == 1), scores_B[:, None].float(), 0.0)
 
@@ -100,6 +101,7 @@ def gae(
     next token under the mask. Returns are A + V before whitening.
     """
     require_same_shape(token_rewards_BT=token_rewards_BT, values_BT=values_BT, mask_BT=mask_BT)
+    # State of the recursion, carried across tokens outside the mask.
     next_value_B = torch.zeros_like(values_BT[:, 0])
     advantage_B = torch.zeros_like(next_value_B)
     # Tokens as rows: a column of a wide tensor is slow to read.
@@ -130,7 +132,8 @@ def grpo(
 def _centred(
     scores_B: Tensor, mask_BT: Tensor, group_B: Tensor, norm_by_std: bool = False
 ) -> Tensor:
-    """Scores minus their group's mean, over its spread with `norm_by_std`."""
+    """Return scores minus their group's mean, divided by its deviation with `norm_by_std`."""
+    # One group at a time, because sizes differ.
     result_B = torch.zeros_like(scores_B)
     for at in _groups(mask_BT, group_B):
         scores = scores_B[at]
@@ -152,6 +155,7 @@ def gdpo(
     GDPO (Liu et al. 2026, arXiv 2601.05242, section 3): a part of large spread does not drown
     the others. Without `weights` each part has weight 1.
     """
+    # Normalise each part within its group before they are added.
     sum_B = torch.zeros_like(parts_BK[:, 0])
     for k in range(parts_BK.shape[1]):
         weight = 1.0 if weights is None else weights[k]
@@ -164,6 +168,7 @@ def reinforce_plus_plus(
     token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor]:
     """Discounted reward-to-go, whitened over the batch (REINFORCE++, arXiv 2501.03262)."""
+    # Backwards; tokens outside the mask carry the return along.
     returns_BT = torch.zeros_like(token_rewards_BT)
     return_B = torch.zeros_like(token_rewards_BT[:, 0])
     for t in reversed(range(token_rewards_BT.shape[1])):
@@ -191,6 +196,7 @@ def rloo(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Te
 
     A group of one keeps its score; `rloo_vectorized` gives it 0.
     """
+    # The formula as verl writes it, so that both agree to the last bit.
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
     result_B = torch.zeros_like(scores_B)
     for at in _groups(mask_BT, group_B):
@@ -218,6 +224,7 @@ def remax(token_rewards_BT: Tensor, mask_BT: Tensor, baseline_B: Tensor) -> tupl
 
     Undiscounted. Returns are the reward-to-go.
     """
+    # A reversed cumulative sum is the reward-to-go.
     kept_BT = torch.where(mask_BT, token_rewards_BT, 0.0)
     to_go_BT = kept_BT.flip(1).cumsum(1).flip(1)
     advantages_BT = torch.where(mask_BT, to_go_BT - baseline_B[:, None], 0.0)
@@ -235,6 +242,7 @@ def opo(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Ten
     for at in _groups(mask_BT, group_B):
         scores, lens = scores_B[at], len_B[at]
         if len(at) > 1:
+            # Clamped, because rounding can leave the range of the scores.
             baseline = (lens * scores).sum() / lens.sum()
             result_B[at] = scores - baseline.clamp(scores.min(), scores.max())
         else:
@@ -253,20 +261,21 @@ def gpg(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Ten
 
 
 def _groups(mask_BT: Tensor, group_B: Tensor) -> list[Tensor]:
-    """Row numbers of each group, in row order; rows with an empty mask belong nowhere."""
+    """Return the row indices of each group, in row order, without rows with an empty mask."""
     members = mask_BT.any(1).nonzero().squeeze(1)
     if len(members) == 0:
         return []
+    # Stable sort by group, then split where the group changes.
     ordered = members[group_B[members].argsort(stable=True)]
     _, sizes = torch.unique_consecutive(group_B[ordered], return_counts=True)
     return list(torch.split(ordered, sizes.tolist()))
 
 
 def _group_mean(scores: Tensor) -> Tensor:
-    """Mean of a group, 0 for a group of one.
+    """Return the mean of a group, 0 for a group of one.
 
-    Held between smallest and largest: rounding would otherwise give equal scores a tiny
-    difference from their mean, which dividing by a tiny std makes large.
+    Clamped between the smallest and the largest: otherwise equal scores could differ from their
+    mean by rounding, which the division by a tiny deviation would amplify.
     """
     if len(scores) == 1:
         return torch.zeros_like(scores[0])
@@ -274,6 +283,6 @@ def _group_mean(scores: Tensor) -> Tensor:
 
 
 def _spread(result_B: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Give each token under the mask its row's number, as advantage and as return."""
+    """Expand a number per row to all tokens under the mask, as advantages and as returns."""
     spread_BT = torch.where(mask_BT, result_B[:, None], 0.0)
     return spread_BT, spread_BT.clone()

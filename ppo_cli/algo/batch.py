@@ -1,4 +1,4 @@
-"""The tensors of a step, a new frozen type for each stage that they pass.
+"""The tensors of a training step, with a separate frozen type for each stage.
 
 Rollouts -> `Batch` -> `AnnotatedBatch` (old/ref log-probs, values) -> `TrainBatch` (scores,
 advantages). Scores join last, so that models annotate while judges are still answering.
@@ -42,7 +42,7 @@ class Batch:
         return int(self.input_ids_BL.shape[0])
 
     def rows(self, index: Tensor) -> Self:
-        """Take some rows, in the order given; padding widths stay."""
+        """Return the rows at these indices, in their order; padding widths stay."""
         values = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -52,11 +52,10 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class AnnotatedBatch(Batch):
-    """A batch with what the models say of it, before any update.
+    """A batch with the outputs of the models before any update.
 
-    A tensor is None only when the run has no such model: no reference, no critic, or no
-    full-vocabulary KL asked for. Old log-probs that were taken from the sampler are the tensor
-    that the batch had.
+    A tensor is None only if the run has no reference, no critic, or no full-vocabulary KL. Old
+    log-probs that come from the sampler are the batch's own tensor.
     """
 
     old_logprobs_BT: Tensor  # float32
@@ -67,17 +66,17 @@ class AnnotatedBatch(Batch):
 
     @property
     def measures_sampler(self) -> bool:
-        """Whether old log-probs were computed for themselves, so that a gap can show."""
+        """Whether old log-probs were computed by the actor, so that they can differ."""
         return self.old_logprobs_BT is not self.sampler_logprobs_BT
 
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch(AnnotatedBatch):
-    """An annotated batch with scores, advantages and returns: all that a step needs.
+    """An annotated batch with scores, advantages and returns: all inputs of a step.
 
-    `valid_B` is False for rows whose score failed: they are out of `loss_mask_BT` and of
-    every statistic. `is_weight_BT` is the truncated importance weight between sampler and
-    trainer (ones when correction is off).
+    `valid_B` is False for rows whose score failed: they are not in `loss_mask_BT` and not in any
+    statistic. `is_weight_BT` is the truncated importance weight between sampler and trainer (ones
+    when correction is off).
     """
 
     scores_B: Tensor  # float32, 0 where not valid
@@ -89,12 +88,12 @@ class TrainBatch(AnnotatedBatch):
 
     @property
     def loss_mask_BT(self) -> Tensor:
-        """Response tokens of rows that have a score."""
+        """Return the mask of response tokens in rows that have a score."""
         return self.response_mask_BT & self.valid_B[:, None]
 
 
 def build_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:
-    """Pad rollouts into one `Batch`, rows in the order given.
+    """Pad rollouts into one `Batch`, one row per rollout in their order.
 
     Raises ValueError for an empty list or an empty response: a sampler always emits a token.
     """
@@ -104,9 +103,11 @@ def build_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:
     response_lens = [len(r.token_ids) for r in rollouts]
     if min(response_lens) == 0:
         raise ValueError("a rollout has no response token")
+    # Sizes: each row is prompt and response without a gap, padded on the right.
     B, T = len(rollouts), max(response_lens)
     L = max(p + t for p, t in zip(prompt_lens, response_lens, strict=True))
-    ids_BL = np.full((B, L), pad_token_id, dtype=np.int64)  # torch.tensor(tuple) takes six times
+    # Filled as numpy arrays: torch.tensor(tuple) takes six times as long.
+    ids_BL = np.full((B, L), pad_token_id, dtype=np.int64)
     logprobs_BT, entropy_BT = np.zeros((2, B, T), dtype=np.float32)
     for b, r in enumerate(rollouts):
         ids = (*r.prompt.token_ids, *r.token_ids)
@@ -114,6 +115,7 @@ def build_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:
         logprobs_BT[b, : len(r.token_ids)] = r.sampler_logprobs
         if r.entropies is not None:
             entropy_BT[b, : len(r.token_ids)] = r.entropies
+    # Rollouts of one prompt form a group.
     response_len_B = torch.tensor(response_lens)
     groups: dict[str, int] = {}
     group = [groups.setdefault(r.prompt.uid, len(groups)) for r in rollouts]
@@ -133,19 +135,20 @@ def build_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:
 
 @dataclass(frozen=True, eq=False)
 class Annotations:
-    """What one rank found: its rows of the batch, and (R, T) tensors by name."""
+    """The annotations of one rank: its rows of the batch, and (R, T) tensors by name."""
 
     row_R: Tensor
-    found: dict[str, Tensor]
+    tensors: dict[str, Tensor]
 
 
 def merge_annotations(batch: Batch, parts: Iterable[Annotations]) -> AnnotatedBatch:
-    """Put the shares of all ranks into one annotated batch, beside what the sampler found."""
+    """Merge the annotations of all ranks, and of the sampler if the actor was skipped."""
     tensors: dict[str, Tensor] = {}
     for part in parts:
-        for name, rows_RT in part.found.items():
+        for name, rows_RT in part.tensors.items():
             merged_BT = tensors.setdefault(name, torch.zeros(batch.response_mask_BT.shape))
             merged_BT[part.row_R] = rows_RT
+    # No rank computed old log-probs: they are the sampler's.
     if "old_logprobs_BT" not in tensors and batch.sampler_entropy_BT is not None:
         tensors["old_logprobs_BT"] = batch.sampler_logprobs_BT
         tensors["entropy_BT"] = batch.sampler_entropy_BT

@@ -1,7 +1,7 @@
-"""Estimators of advantages and policy losses by name, and what each needs.
+"""Advantage estimators and policy losses by name, and the inputs that each needs.
 
-No torch, so that settings know them. A new one is a row here, and its function in advantages.py
-or losses.py.
+Without torch, so that `config/` can import it. A new one is a row here and a function in
+advantages.py or losses.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Estimator:
-    """What an estimator reads beside token rewards and masks.
+    """The inputs of an estimator besides token rewards and masks.
 
     `critic`: values; `grouped`: the other responses to the prompt; `baseline`: the score of a
     greedy response to the prompt; `parts`: named parts of the reward, and not the token rewards.
@@ -23,6 +23,7 @@ class Estimator:
     parts: bool = False
 
 
+# Values of `algorithm.adv_estimator`; the names are verl's.
 ESTIMATORS = {
     "gae": Estimator(critic=True),
     "grpo": Estimator(grouped=True),
@@ -39,10 +40,10 @@ ESTIMATORS = {
 
 @dataclass(frozen=True)
 class PolicyLossKind:
-    """What a policy loss reads beside log-probs and advantages.
+    """The inputs of a policy loss besides log-probs and advantages.
 
-    `clips`: clip_ratio_low and clip_ratio_high; `dual`: clip_ratio_c; `chooses`: tokens that are
-    held back, chosen by covariance over the whole mini-batch.
+    `clips`: clip_ratio_low and clip_ratio_high; `dual`: clip_ratio_c; `chooses`: a mask of tokens
+    chosen by covariance over the whole mini-batch.
     """
 
     clips: bool = True
@@ -50,6 +51,7 @@ class PolicyLossKind:
     chooses: bool = False
 
 
+# Values of `actor.policy_loss.loss_mode`; `geo_mean` is GMPO.
 POLICY_LOSSES = {
     "vanilla": PolicyLossKind(dual=True),
     "gspo": PolicyLossKind(),

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ppo_cli.algo.tokens import masked_mean, masked_sum, require_same_shape
 
+# Bounds of log-ratios and of k3: exp must not overflow. The values are verl's.
 _LOG_RATIO_BOUND = 20.0
 _K3_BOUND = 10.0
-_STRAIGHT_THROUGH = "+"
+_STRAIGHT_THROUGH = "+"  # suffix of kinds whose gradient is that of k2
+# Alternative names of the estimators.
 _SAME_AS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 SAMPLED_KINDS = (
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
@@ -46,6 +48,7 @@ def token_kl(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, kind: str) -> Tensor:
     value_BT = _plain_kl(logprobs_BT, ref_logprobs_BT, _SAME_AS.get(plain, plain))
     if not kind.endswith(_STRAIGHT_THROUGH):
         return value_BT
+    # The value of `kind`, the gradient of k2.
     k2_BT = _plain_kl(logprobs_BT, ref_logprobs_BT, "k2")
     return k2_BT - k2_BT.detach() + value_BT.detach()
 
@@ -58,23 +61,24 @@ def _plain_kl(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, kind: str) -> Tensor
         return x_BT.abs()
     if kind == "k2":
         return 0.5 * x_BT.square()
+    # k3, with the log-ratio and the result clamped.
     held_BT = (-x_BT).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
     return (held_BT.exp() - held_BT - 1).clamp(-_K3_BOUND, _K3_BOUND)
 
 
 def mean_kl(kl_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Mean over the sequences that count of each one's mean over tokens; 0 if none counts."""
+    """Return the mean over valid sequences of their mean over tokens; 0 if there are none."""
     return masked_mean(masked_mean(kl_BT, mask_BT, 1), mask_BT.any(1))
 
 
 def adapt_coef(
     coef: float, current_kl: float, sequences: int, *, target: float, horizon: int
 ) -> float:
-    """The next coefficient, steered towards a target KL (Ziegler 2019, arXiv 1909.08593, 2.2).
+    """Return the next coefficient for a target KL (Ziegler 2019, arXiv 1909.08593, section 2.2).
 
-    coef (1 + clip(kl / target - 1, +-0.2) sequences / horizon), where `sequences` are those behind
-    `current_kl`. Raises ValueError for a KL that is not finite: the coefficient could never
-    recover from it.
+    coef (1 + clip(kl / target - 1, +-0.2) sequences / horizon), where `sequences` is the number of
+    sequences in `current_kl`. Raises ValueError for a KL that is not finite: the coefficient could
+    never recover from it.
     """
     if not math.isfinite(current_kl):
         raise ValueError(f"the KL to the reference is {current_kl}")
@@ -131,9 +135,11 @@ def importance_weights(
     if not threshold > 0:
         raise ValueError(f"threshold must be positive, not {threshold}")
     log_ratio_BT = torch.where(mask_BT, old_logprobs_BT - sampler_logprobs_BT, 0.0)
+    # One ratio per token, or the product over the row.
     if level == "sequence":
         log_ratio_BT = log_ratio_BT.sum(1, keepdim=True).expand_as(log_ratio_BT)
     ratio_BT = log_ratio_BT.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp()
+    # Truncate, or with a lower limit drop what is outside.
     if lower is None:
         ratio_BT = ratio_BT.clamp(max=threshold)
     else:
@@ -156,7 +162,7 @@ def accepted_tokens(
     mask_BT: Tensor,
     limits: Sequence[tuple[str, float | None, float]],
 ) -> Tensor:
-    """Return the mask without what lies too far from the sampler: (name, lowest, highest) each.
+    """Return the mask without tokens or rows outside the limits, each (name, lowest, highest).
 
     With x = log(trainer / sampler probability) held within 20, a token has k1 = -x, k2 = x^2 / 2
     and k3 = e^x - 1 - x (Schulman 2020, "Approximating KL Divergence"). The name says which, and
@@ -167,6 +173,7 @@ def accepted_tokens(
     x_BT = x_BT.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
     estimates = {"k1": -x_BT, "k2": 0.5 * x_BT.square(), "k3": x_BT.exp() - 1 - x_BT}
     kept_BT = mask_BT
+    # Each limit is taken per token, or aggregated per row.
     for name, low, high in limits:
         level, kind = name.rsplit("_", 1)
         value_BT = estimates[kind]
@@ -186,7 +193,7 @@ def accepted_tokens(
 def compute_mismatch(
     old_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor
 ) -> Mismatch:
-    """Measure how far sampler and trainer are apart; zeros when nothing counts."""
+    """Measure the difference of sampler and trainer log-probs; zeros for an empty mask."""
     require_same_shape(
         old_logprobs_BT=old_logprobs_BT, sampler_logprobs_BT=sampler_logprobs_BT, mask_BT=mask_BT
     )

@@ -1,8 +1,8 @@
-"""Policy and value losses, and how token losses become one number.
+"""Policy and value losses, and the aggregation of token losses to one number.
 
 Legend: B sequences, T response tokens. A mask is bool and True means it counts. Losses are
-divided by counts of the whole mini-batch, so those of its micro-batches and ranks add up to
-its own. Values outside a mask may be anything, NaN included: they touch no loss or gradient.
+divided by counts of the whole mini-batch, so the losses of its micro-batches and ranks add up.
+Values outside a mask can be anything, NaN included: they do not affect losses or gradients.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ AGGREGATION_MODES = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
+# Bounds of log-ratios, so that exp does not overflow; the values are verl's.
 _LOG_RATIO_BOUND = 20.0
 _LOG_SEQUENCE_RATIO_BOUND = 10.0
 
@@ -125,6 +126,7 @@ def policy_loss(
         advantages_BT=advantages_BT,
         mask_BT=mask_BT,
     )
+    # The loss of each token, times its importance weight, then one number.
     rows = _rows(new_logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
     token_loss = _token_loss(kind, rows, (clip_low, clip_high), dual_clip, chosen_BT, kl_coef)
     mode = "seq-mean-token-mean" if kind == "geo_mean" else mode
@@ -143,6 +145,7 @@ def policy_loss(
         global_sequences=global_sequences,
         scale_factor=scale_factor,
     )
+    # Metrics are sums on the device, added up later.
     with torch.no_grad():
         return PolicyLoss(
             loss=loss,
@@ -156,7 +159,7 @@ def policy_loss(
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """What token losses are made of; 0 outside the mask (`ratio_BT` 1)."""
+    """The inputs of token losses; 0 outside the mask (`ratio_BT` 1)."""
 
     new_BT: Tensor
     log_ratio_BT: Tensor
@@ -168,8 +171,8 @@ class _Rows:
 @dataclass(frozen=True, eq=False)
 class _TokenLoss:
     loss_BT: Tensor
-    clip_BT: Tensor  # bool: held back from above
-    clip_lower_BT: Tensor  # bool: held back on the other side
+    clip_BT: Tensor  # bool: the clip is active
+    clip_lower_BT: Tensor  # bool: the bound on the other side is active
 
 
 def _rows(new_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> _Rows:
@@ -213,6 +216,7 @@ def _clipped(rows: _Rows, clip: tuple[float, float], dual_clip: float | None) ->
     PPO, arXiv 1707.06347, eq. 7; two ranges from DAPO, arXiv 2503.14476, eq. 10; dual clip from
     arXiv 1912.09729, eq. 5, unless it is None.
     """
+    # The larger of the two losses is the pessimistic one; the dual clip bounds it for A < 0.
     minus_BT = -rows.advantages_BT
     free_BT = minus_BT * rows.ratio_BT
     held_BT = minus_BT * rows.ratio_BT.clamp(1 - clip[0], 1 + clip[1])
@@ -230,6 +234,7 @@ def _gspo(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
     without gradient: a number for the whole sequence, a gradient for each token. log s is held
     below 10.
     """
+    # The value of s for each token, the gradient of the token's own log-prob.
     mean_B1 = masked_mean(rows.log_ratio_BT, rows.mask_BT, 1)[:, None]
     log_s_BT = rows.new_BT - rows.new_BT.detach() + mean_B1.detach()
     ratio_BT = log_s_BT.clamp(max=_LOG_SEQUENCE_RATIO_BOUND).exp()
@@ -275,6 +280,7 @@ def _geo_mean(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
     Each log-ratio is clipped to [-low, high] on the side that A makes it gain; A is the mean of
     the sequence's.
     """
+    # min over the sign: each log-ratio only counts as far as the clip allows.
     sign_BT = rows.advantages_BT.sign()
     held_BT = rows.log_ratio_BT.clamp(-clip[0], clip[1])
     least_BT = sign_BT * torch.minimum(sign_BT * rows.log_ratio_BT, sign_BT * held_BT)
@@ -302,7 +308,7 @@ def choose_tokens(
     cov_low: float,
     cov_high: float,
 ) -> Tensor:
-    """Choose the tokens of a whole mini-batch that clip_cov or kl_cov holds back, as a mask.
+    """Return the mask of the tokens of a mini-batch that clip_cov or kl_cov selects.
 
     By cov = (log p - mean log p) (A - mean A), means over all tokens that count (Cui 2025,
     arXiv 2505.22617, eq. 10): clip_cov draws among those within (cov_low, cov_high) that the clip
@@ -320,6 +326,7 @@ def choose_tokens(
     cov_BT = (rows.new_BT - masked_mean(rows.new_BT, mask_BT)) * (
         rows.advantages_BT - masked_mean(rows.advantages_BT, mask_BT)
     )
+    # kl_cov: the tokens with the largest covariance. clip_cov: a random draw from a range of it.
     if kind == "kl_cov":
         free_BT = mask_BT
         order = torch.where(mask_BT, cov_BT, -torch.inf).flatten().argsort(descending=True)
@@ -357,6 +364,7 @@ def value_loss(
     new_BT, old_BT, returns_BT = (
         torch.where(mask_BT, x, 0.0) for x in (values_BT, old_values_BT, returns_BT)
     )
+    # clip(V, old V - range, old V + range), with tensors as bounds.
     held_BT = torch.maximum(torch.minimum(new_BT, old_BT + clip_range), old_BT - clip_range)
     free_error_BT = (new_BT - returns_BT).square()
     held_error_BT = (held_BT - returns_BT).square()

@@ -1,4 +1,4 @@
-"""What is computed token by token: masked statistics, log-probs, entropy, full-vocabulary KL.
+"""Computations per token: masked statistics, log-probs, entropy, full-vocabulary KL.
 
 Legend: B sequences, T response tokens, N tokens of any sequences, H hidden size, V vocabulary.
 A mask is bool and True means it counts. Values outside a mask may be anything, NaN included.
@@ -47,11 +47,12 @@ def masked_var(x: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Shift and scale to mean 0, variance 1 under the mask: (x - mean) / sqrt(var + 1e-8).
 
-    0 outside the mask. A mask of one element gives 0, an empty one all zeros; equal elements
-    give exactly 0, since the mean is held between the smallest and the largest.
+    0 outside the mask. A mask of one element gives 0, an empty one all zeros. Equal elements give
+    exactly 0, because the mean is clamped between the smallest and the largest.
     """
     if x.numel() == 0:
         return torch.zeros_like(x)
+    # The clamp removes the rounding error of the mean.
     low = torch.where(mask, x, torch.inf).amin()
     high = torch.where(mask, x, -torch.inf).amax()
     mean = masked_mean(x, mask).clamp(min=low, max=high)
@@ -70,8 +71,7 @@ def gather_logprobs_entropy(
     """Log-prob of each target and entropy of its distribution, softmax(logits / temperature).
 
     `head` maps (n, H) to (n, V) logits. They exist for `chunk` tokens at a time, in fp32; with
-    gradients on, a chunk's logits are computed again in the backward pass unless they are to be
-    kept (`keep`).
+    gradients on, the backward pass recomputes a chunk's logits unless `keep` is set.
     Returns fp32 (logprobs_N, entropy_N), differentiable in `hidden_NH` and the head's weights;
     entropy is zeros without `with_entropy`. N may be 0. Logits must be finite.
     Raises ValueError for a temperature or chunk that is not positive, or N that differ.
@@ -80,6 +80,7 @@ def gather_logprobs_entropy(
     if hidden_NH.shape[0] != targets_N.shape[0]:
         raise ValueError(f"{hidden_NH.shape[0]} hidden states for {targets_N.shape[0]} targets")
 
+    # The function that is computed, and recomputed, per chunk.
     def one_chunk(hidden_nH: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
         logp_nV = _scaled_logits(hidden_nH, head, temperature).log_softmax(dim=-1)
         picked_n = logp_nV.gather(-1, targets_n[:, None]).squeeze(-1)
@@ -88,6 +89,7 @@ def gather_logprobs_entropy(
         return picked_n, -torch.linalg.vecdot(logp_nV.exp(), logp_nV)
 
     compute = one_chunk if keep else partial(_recomputed, one_chunk)
+    # Chunks are concatenated, so that gradients flow to each of them.
     parts = [compute(hidden_NH[at], targets_N[at]) for at in _chunks(hidden_NH.shape[0], chunk)]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
@@ -114,6 +116,7 @@ def full_kl(
             f"{ref_hidden_NH.shape[0]} of the reference"
         )
 
+    # sum_v p_v (log p_v - log q_v), with gradients only through the actor.
     def one_chunk(hidden_nH: Tensor, ref_hidden_nH: Tensor) -> Tensor:
         logits_nV = _scaled_logits(hidden_nH, head, temperature)
         with torch.no_grad():
@@ -140,7 +143,7 @@ def _check_chunking(temperature: float, chunk: int) -> None:
 
 
 def _chunks(n: int, chunk: int) -> Iterator[slice]:
-    """Slices that cover n tokens; one empty slice for none, so that the graph stays whole."""
+    """Return slices that cover n tokens; an empty one for none keeps gradients connected."""
     return (slice(start, start + chunk) for start in range(0, max(n, 1), chunk))
 
 
@@ -150,7 +153,7 @@ def _scaled_logits(hidden_nH: Tensor, head: Head, temperature: float) -> Tensor:
 
 
 def _recomputed(function: Callable[..., R], *inputs: Tensor) -> R:
-    """Call the function; with gradients on, forget its inner activations until backward."""
+    """Call the function; with gradients on, recompute its activations in the backward pass."""
     if not torch.is_grad_enabled():
         return function(*inputs)
     result: R = checkpoint(function, *inputs, use_reentrant=False)

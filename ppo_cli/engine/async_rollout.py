@@ -1,17 +1,17 @@
 """Asynchronous rollouts: an engine that samples ahead of training, with the same seven verbs.
 
-While step s trains, the rollouts of the steps up to s + `steps` are sampled in the background,
-a round under the weights that were published when it began. From then on a round is
-trained `steps` publishes later, the first ones sooner; importance weights correct the mismatch.
+While step s trains, the rollouts of the steps up to s + `steps` are sampled in the background, one
+round per step, under the weights that were published when the round began. A round is trained
+`steps` publishes later, the first ones sooner; importance weights correct the mismatch.
 
-Which weights a token is drawn under must not depend on timing, or equal runs would differ.
-So rounds begin when a step is annotated (all its own rollouts are there by then), and its
-`publish` waits for every round that has begun. A checkpoint keeps the rounds.
+The weights under which a token is drawn must not depend on timing, or equal runs would differ.
+Therefore rounds begin when a step is annotated (all its own rollouts exist by then), and its
+`publish` waits for every round that has begun. Checkpoints contain the rounds.
 
-One long response would hold up the weights for all. So partial rollouts (Kimi k1.5,
-arXiv:2501.12599, section 2.6.2) get a number of tokens between two publishes. Those that are not
-finished then go on under the newer weights, beside the rounds that begin there, and without a
-limit once their own round is wanted. Each token keeps the log-prob it was drawn with.
+One long response would delay the weights for all others. Partial rollouts (Kimi k1.5,
+arXiv:2501.12599, section 2.6.2) therefore get a limited number of tokens between two publishes.
+Unfinished ones continue under the newer weights, together with new rounds, and without a limit
+when their round is needed. Each token keeps the log-prob with which it was drawn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ppo_cli.records import Prompt, Rollout
 
 FIELDS_FILE = "ahead.json"
 ARRAYS_FILE = "ahead.npz"
-# Of a rollout, beside its prompt and its numbers.
+# Fields of a rollout in the JSON file; its prompt and its arrays are stored separately.
 ROLLOUT_FIELDS: dict[str, Callable[..., Any]] = {
     "sample": int, "text": str, "finish_reason": str, "weight_version": int,
     "thought_tokens": int, "seed": int, "carried": int,
@@ -49,8 +49,8 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, B
 class Round:
     """The rollouts of one step, all begun under the weights of one publish.
 
-    `begun_at` counts publishes, and so does `updated_at`, which says when anything was drawn last;
-    None: nothing yet. `consumed` says that the loop has had them.
+    `begun_at` and `updated_at` are numbers of publishes: when the round began, and when tokens
+    were last drawn (None: not yet). `consumed`: the loop has received the rollouts.
     """
 
     prompts: tuple[Prompt, ...]
@@ -65,21 +65,21 @@ class Round:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it is there."""
+        """Whether all rollouts are finished."""
         return not self.unfinished
 
     @property
     def unfinished(self) -> list[Rollout]:
-        """The rollouts that have to go on."""
+        """Return the unfinished rollouts."""
         return [rollout for rollout in self.rollouts if rollout.finish_reason == "unfinished"]
 
     @property
     def weight_version(self) -> int:
-        """The version of the weights under which each of its rollouts began."""
+        """Return the version of the weights under which all rollouts began."""
         return self.rollouts[0].weight_version
 
     def matches(self, prompts: Sequence[Prompt], sampling: Sampling) -> bool:
-        """Whether these prompts, in this order, and this sampling are its own."""
+        """Whether the round has these prompts, in this order, and this sampling."""
         return (
             sampling == self.sampling
             and len(prompts) == len(self.prompts)
@@ -90,7 +90,7 @@ class Round:
         )
 
     def update(self, drawn: Sequence[Rollout], published: int) -> None:
-        """Take over how far its unfinished rollouts have come under the weights of a publish."""
+        """Replace unfinished rollouts by their continuations, drawn after a publish."""
         by_key = {rollout.key: rollout for rollout in drawn if rollout.seed == self.sampling.seed}
         assert by_key.keys() == {rollout.key for rollout in self.unfinished}, "a round with gaps"
         self.rollouts = [by_key.get(rollout.key, rollout) for rollout in self.rollouts]
@@ -98,12 +98,12 @@ class Round:
         self.check()
 
     def check(self) -> None:
-        """See that no rollout is missing, and that all began under the same weights."""
+        """Assert that no rollout is missing, and that all began under the same weights."""
         assert len(self.rollouts) == len(self.prompts) * self.sampling.n, "a round with gaps"
         assert len({r.weight_version for r in self.rollouts}) == 1, "a round of mixed weights"
 
     def set_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Put these prompts into the rollouts: a checkpoint keeps no more than their ids."""
+        """Set the full prompts: a checkpoint only stores their ids."""
         by_uid = {prompt.uid: prompt for prompt in prompts}
         self.prompts = tuple(prompts)
         self.rollouts = [replace(r, prompt=by_uid[r.prompt.uid]) for r in self.rollouts]
@@ -166,7 +166,7 @@ Numbers = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 def _read_arrays(path: Path) -> Iterator[Numbers]:
-    """Token ids and log-probs of each rollout, in the order in which they were written."""
+    """Return an iterator over (token ids, log-probs) of the rollouts, in the written order."""
     with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
         ends = np.cumsum(saved["lengths"])[:-1]
         ids = np.split(saved["token_ids"], ends)
@@ -201,19 +201,19 @@ def _round_from_dict(saved: Mapping[str, Any], rows: Iterator[Numbers], publishe
 
 
 Upcoming = Callable[[int], tuple[Sequence[Prompt], Sampling] | None]
-# For a round to notice that it should stop, before its sampler is taken away, and after.
+# How long `close` waits for the thread: before it closes the inner engine, and after.
 SECONDS_TO_STOP = 2.0
 SECONDS_TO_LEAVE = 10.0
 
 
 class AheadEngine:
-    """Samples up to `steps` training rounds beyond the step in training.
+    """Samples up to `steps` training rounds ahead of the step in training.
 
-    Of a response that is sampled ahead it draws at most `partial_tokens` between two publishes.
-    `upcoming(k)` tells prompts and sampling of the k-th training step after the one that was
-    last taken, and None past the end of the run. The inner engine must be able to sample in one
-    thread while it annotates, steps and saves in another, and raise the weight version by one
-    at a publish; it is never asked for two rounds at a time, nor for a publish during a round.
+    Draws at most `partial_tokens` tokens of a response between two publishes. `upcoming(k)`
+    returns prompts and sampling of the k-th step after the last one, None past the end of the run.
+    The inner engine must be able to sample in one thread while it annotates, steps and saves in
+    another, and raise the weight version by one at a publish. It never gets two rounds at a time,
+    nor a publish during a round.
     """
 
     def __init__(
@@ -238,9 +238,9 @@ class AheadEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
     ) -> Iterator[Rollout]:
-        """Yield a round that was sampled ahead; anything else is sampled now.
+        """Yield a round that was sampled ahead, or sample now.
 
-        Other rounds are the first of a run, greedy baselines and validations.
+        Sampled now are the first rounds of a run, greedy baselines and validations.
         """
         assert not begun, "what goes on here began here"
         round_ = self._find(prompts, sampling, ahead=0)
@@ -252,7 +252,7 @@ class AheadEngine:
                 yield rollout
             return
         self._check_version(round_.weight_version, round_.begun_at)
-        # Kept until its step is published: a step that is undone takes it once more.
+        # Kept until its step is published: a step that is repeated uses it again.
         round_.consumed = True
         round_.set_prompts(prompts)
         unfinished = round_.unfinished
@@ -278,7 +278,7 @@ class AheadEngine:
         return self._inner.step(minibatch)
 
     def publish(self) -> None:
-        """Wait for the rounds that have begun, then hand the new weights to the sampler."""
+        """Wait for the rounds that have begun, then send the new weights to the sampler."""
         self._wait()
         self._inner.publish()
         self._published += 1
@@ -287,10 +287,9 @@ class AheadEngine:
     def save(self, directory: Path, *, last: bool = False) -> Future[None]:
         """Save the inner engine, and every round that no published step has used.
 
-        What is under way began under the very weights that are saved here, so a resumed run
-        samples it again, the same: rounds are saved as they were when it began. What stopped it
-        does not keep a checkpoint from being written: it is raised by the next `publish` or
-        `generate`.
+        Running rounds began under the weights that are saved here, so a resumed run samples them
+        again with the same results; the state before they began is saved. An error of the sampling
+        thread does not prevent a checkpoint: the next `publish` or `generate` raises it.
         """
         with self._lock:
             rounds = [copy(round_) for round_ in self._rounds if round_.updated_at is not None]
@@ -298,11 +297,11 @@ class AheadEngine:
         return self._inner.save(directory, last=last)
 
     def load(self, directory: Path) -> None:
-        """Take back what `save` wrote.
+        """Restore what `save` wrote.
 
-        A checkpoint of a run that sampled less far ahead, or not at all, has fewer rounds, and
-        the missing ones are sampled now. Rounds that are too old for `steps`, or whose prompts
-        or sampling the run no longer asks for, are dropped and sampled anew.
+        Missing rounds, as in the checkpoint of a run that sampled less far ahead, are sampled now.
+        Rounds that are too old for `steps`, or with prompts or sampling that the run no longer
+        needs, are dropped and sampled again.
         """
         self._wait()
         self._inner.load(directory)
@@ -319,23 +318,23 @@ class AheadEngine:
         if thread is not None:
             thread.join(SECONDS_TO_STOP)
         try:
-            self._inner.close()  # a sampler that is gone ends its round
+            self._inner.close()  # closing the sampler ends a running round
         finally:
             if thread is not None:
                 thread.join(SECONDS_TO_LEAVE)
             self._rounds, self._thread = [], None
 
     def _find(self, prompts: Sequence[Prompt], sampling: Sampling, ahead: int) -> Round | None:
-        """A round of these prompts that is fresh enough for the step so many ahead."""
+        """Return a round with these prompts that is fresh enough for the step `ahead`, or None."""
         for round_ in self._rounds:
-            # A step is trained under the weights of all publishes before it.
+            # The step `ahead` is trained after so many further publishes.
             staleness = self._published + ahead - round_.begun_at
             if staleness <= self._steps and round_.matches(prompts, sampling):
                 return round_
         return None
 
     def _check_version(self, version: int, published: int) -> None:
-        """See that a sampler really has the weights of so many publishes."""
+        """Assert that the sampler has the weights of `published` publishes."""
         first = version - published
         assert self._first_version in (None, first), (
             f"weights {version} after {published} publishes"
@@ -343,7 +342,7 @@ class AheadEngine:
         self._first_version = first
 
     def _begin_rounds(self) -> None:
-        """Keep the rounds of the next steps, begin those that are missing, go on with others."""
+        """Start missing rounds of the next steps in the background; continue unfinished ones."""
         rounds = [round_ for round_ in self._rounds if round_.consumed]
         moving: list[Round] = []
         for ahead in range(1, self._steps + 1):
@@ -368,7 +367,7 @@ class AheadEngine:
         self._rounds = rounds
 
     def _sample(self, rounds: Sequence[Round]) -> None:
-        """Sample rounds in the background: partial ones together, others one after the other."""
+        """Sample rounds in the background: partial ones together, others one by one."""
         together = [rounds] if self._partial_tokens else [[round_] for round_ in rounds]
         try:
             for group in together:
@@ -378,13 +377,13 @@ class AheadEngine:
             self._error = error
 
     def _sample_rounds(self, rounds: Sequence[Round]) -> bool:
-        """Go on with rounds; returns False when it should stop before its end."""
+        """Continue rounds; returns False if it was told to stop before their end."""
         begun = [rollout for round_ in rounds for rollout in round_.unfinished]
-        # Rounds differ in their seed alone, which each rollout has.
+        # Rounds only differ in their seed, which each rollout has.
         sampling = replace(rounds[0].sampling, new_tokens=self._partial_tokens)
         drawn: list[Rollout] = []
         rollouts = self._inner.generate((), sampling, begun)
-        # A generator, as all engines' are: closing it frees the sampler.
+        # All engines return generators: closing one frees the sampler.
         with closing(cast("Generator[Rollout, None, None]", rollouts)):
             for rollout in rollouts:
                 if self._stopping.is_set():
@@ -396,7 +395,7 @@ class AheadEngine:
         return True
 
     def _wait(self) -> None:
-        """Wait for the background; raises what went wrong there, once and as itself."""
+        """Wait for the sampling thread; raises its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,8 +1,9 @@
-"""Checkpoints of an engine: a snapshot at once, written in the background by all ranks.
+"""Checkpoints of an engine: a snapshot in memory, written in the background by all ranks.
 
-A trained model is a Hugging Face folder (or a PEFT adapter), its optimizer safetensors under the
-names of its parameters. Every rank keeps whole tensors, its share of them, and writes a file of
-its own. Any number of ranks reads them: the first from the disk, the others from the first.
+A trained model is saved as a Hugging Face folder (or a PEFT adapter), its optimizer state as
+safetensors under the names of its parameters. Tensors are divided among the ranks as wholes, and
+each rank writes its own file. Any number of ranks can read them: the first rank reads from disk
+and sends to the others.
 """
 
 from __future__ import annotations
@@ -40,35 +41,35 @@ NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
 
 def file_name(stem: str, number: int, of: int) -> str:
-    """Name of file `number`, counted from 0, of so many."""
+    """Return the name of file `number` (counted from 0) of `of` files."""
     part = "" if of == 1 else f"-{number + 1:05d}-of-{of:05d}"
     return f"{stem}{part}.safetensors"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file as Hugging Face does, and bring it to the disk."""
+    """Write and sync a safetensors file as Hugging Face does."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     with atomic_replace(path) as fresh:
         save_file(contiguous, fresh, metadata={"format": "pt"})
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a small file and bring it to the disk."""
+    """Write and sync a small file."""
     with atomic_replace(path) as fresh:
         fresh.write_bytes(content)
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write small files into a folder, those of folders in it too."""
+    """Write small files into a folder, subfolders included."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint under one stem, each read when it is asked for.
+    """The tensors of a checkpoint's files with one stem, each read on access.
 
-    Raises ModelError when a file is missing or is none.
+    Raises ModelError when a file is missing or not a safetensors file.
     """
 
     def __init__(self, directory: Path, stem: str) -> None:
@@ -115,7 +116,7 @@ class StoredTensors(Mapping[str, Tensor]):
                 )
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._closing.close()
 
 
@@ -124,8 +125,8 @@ def _find_files(directory: Path, stem: str) -> list[Path]:
     alone = directory / file_name(stem, 0, 1)
     if alone.exists():
         return [alone]
-    found = sorted((directory / stem).parent.glob(f"{Path(stem).name}-*.safetensors"))
-    numbered = [match for path in found if (match := NUMBERED.search(path.name))]
+    numbered_paths = sorted((directory / stem).parent.glob(f"{Path(stem).name}-*.safetensors"))
+    numbered = [match for path in numbered_paths if (match := NUMBERED.search(path.name))]
     if not numbered:
         raise ModelError(f"{_describe_path(alone)} is missing.")
     count = int(numbered[0].group(2))
@@ -141,15 +142,15 @@ def _describe_path(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
 
 
-LAYER = re.compile(r".*?\.\d+\.")
+LAYER = re.compile(r".*?\.\d+\.")  # a tensor's name up to the number of its layer
 
 
 @dataclass(frozen=True, eq=False)
 class RankShare:
-    """What this rank writes of a set of tensors, and who writes what.
+    """The tensors that this rank writes, and the assignment of all tensors to ranks.
 
-    `writers` holds, in the order of the files, the names of each writer's tensors as empty
-    ones; `number` is this rank's place among them, None when it has nothing to write.
+    `writers` has, in the order of the files, each writer's tensors without data; `number` is this
+    rank's index in it, None if it writes nothing.
     """
 
     stem: str
@@ -159,7 +160,7 @@ class RankShare:
     model: Any = None
 
     def write(self, directory: Path) -> list[str]:
-        """Write this rank's file, no other rank is needed; returns its name, if it has one."""
+        """Write this rank's file, without the other ranks; returns its name, or an empty list."""
         if self.number is None:
             return []
         name = file_name(self.stem, self.number, len(self.writers))
@@ -167,7 +168,7 @@ class RankShare:
         return [name]
 
     def write_index(self, directory: Path) -> None:
-        """Write which tensor is in which of several files, as Hugging Face has it."""
+        """Write Hugging Face's index of which tensor is in which file, if there are several."""
         if len(self.writers) == 1 or self.model is None:
             return
         places: dict[str, str] = {}
@@ -195,10 +196,10 @@ def build_rank_share(
     *,
     copied: bool = True,
 ) -> RankShare:
-    """This rank's share of `tensors`, whole and in host memory; all ranks call.
+    """Gather this rank's share of `tensors` in host memory; all ranks call.
 
-    The same names in the same order on all ranks. Bytes are balanced over the first `most`.
-    Unless `copied`, what is whole there already is the live tensor itself.
+    All ranks pass the same names in the same order. Bytes are balanced over the first
+    `writer_count` ranks. Without `copied`, whole CPU tensors are the live ones, not copies.
     """
     owners = assign_owners(tensors, writer_count)
     places = sorted(set(owners.values())) or [0]  # without any tensor there is a file all the same
@@ -207,6 +208,7 @@ def build_rank_share(
     for name, tensor in tensors.items():
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         writers[places.index(owners[name])][name] = empty
+        # Gathering a sharded tensor is a collective: all ranks take part, the owner keeps it.
         is_owner = owners[name] == ranks.rank
         if is_owner or isinstance(tensor, DTensor):
             tensor_copy = gather_copy(tensor) if copied else gather_tensor(tensor).cpu()
@@ -217,9 +219,9 @@ def build_rank_share(
 
 
 def assign_owners(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]:
-    """Which rank writes each tensor: the largest layer next to the rank with the least.
+    """Assign tensors to ranks, layer by layer: the largest layer to the rank with the fewest bytes.
 
-    A layer stays together, since a file may hold its tensors cut or joined in other ways.
+    A layer stays together, because a family's files may split or join its tensors.
     """
     layers: dict[str, list[str]] = defaultdict(list)
     sizes: dict[str, int] = defaultdict(int)
@@ -237,20 +239,20 @@ def assign_owners(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]
 
 
 def _layer_key(name: str) -> str:
-    """What the tensors of a layer have in common; the name itself outside of layers."""
+    """Return the common prefix of a layer's tensors; outside of layers, the name itself."""
     layer = LAYER.match(name)
     return layer.group() if layer else name
 
 
 def to_file_layout(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as the files of this family have them: experts one by one, say."""
+    """Convert tensors to the layout of the family's files, such as separate experts."""
     return tensors if model is None else revert_weight_conversion(model, dict(tensors))
 
 
 def convert_layers(
     model: Any, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors as the files of this family have them, from one layer at a time."""
+    """Convert tensors to the layout of the family's files, one layer at a time."""
     for _, layer in groupby(tensors, key=lambda named: _layer_key(named[0])):
         yield from to_file_layout(model, dict(layer)).items()
 
@@ -260,11 +262,11 @@ ENGINE_FILE = "engine.json"
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """A trained model as a checkpoint holds it, the same on all ranks.
+    """What a checkpoint saves of a trained model; the same on all ranks.
 
-    `weights` are live tensors under the names of its files; DTensors where the model is in
-    pieces. `files` is what else its folder needs, on the first rank at least. `model` is the
-    Hugging Face model when all of it is saved, None for an adapter.
+    `weights` are live tensors by the names of its files, DTensors if the model is sharded.
+    `files` are the other files of its folder, at least on the first rank. `model` is the Hugging
+    Face model if all of it is saved, None for an adapter.
     """
 
     name: str
@@ -275,29 +277,29 @@ class TrainedModel:
 
     @property
     def stem(self) -> str:
-        """Where the weights are in a checkpoint, up to the number of the file."""
+        """Return the path of the weights in a checkpoint, up to the file number."""
         return f"{self.name}/{'adapter_model' if self.model is None else 'model'}"
 
     @property
     def optimizer_stem(self) -> str:
-        """Where the optimizer's moments are, up to the number of the file."""
+        """Return the path of the optimizer's moments, up to the file number."""
         return f"state/{self.name}_optimizer"
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What this rank writes of a checkpoint, in host memory: copies, unless it is the last one."""
+    """This rank's part of a checkpoint in host memory: copies, except for the last checkpoint."""
 
     shares: Sequence[RankShare]
     files: Mapping[str, bytes]
     rank: int
 
     def write(self, directory: Path) -> None:
-        """Write this rank's files into `directory` and bring them to the disk; may be a thread's.
+        """Write and sync this rank's files in `directory`; can run in a thread.
 
-        The checkpoint is whole when `write` has ended on all ranks.
+        The checkpoint is complete when `write` has returned on all ranks.
         """
-        # All folders first: one that has been given up must not come to life again.
+        # Create all folders first: an abandoned checkpoint's folder must not be created again.
         for name in (*(share.stem for share in self.shares), *self.files):
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
         written: list[str] = []
@@ -312,7 +314,7 @@ class Snapshot:
             write_rank_digests(directory, self.rank, written)
 
     def write_in_background(self, directory: Path) -> Future[None]:
-        """Write in a thread of its own; the future holds what went wrong."""
+        """Write in a separate thread; errors are in the future."""
         thread = ThreadPoolExecutor(1, "checkpoint")
         try:
             return thread.submit(self.write, directory)
@@ -323,19 +325,16 @@ class Snapshot:
 def describe_full_model(
     name: str, model: Any, optimizer: Optimizer, files: Mapping[str, bytes]
 ) -> TrainedModel:
-    """A model all of whose weights are saved; `name` is "actor" or "critic".
-
-    An adapter is `Trained(name, its tensors by PEFT's names, optimizer, files)`.
-    """
+    """Return what a checkpoint saves of a model without LoRA; `name` is "actor" or "critic"."""
     return TrainedModel(name, stored_tensors(model), optimizer, files, model)
 
 
 def stored_tensors(model: Any) -> dict[str, Tensor]:
-    """The live tensors that a model's files hold; a tied output head is left out."""
+    """Return the live tensors that a model's files contain, without a tied output head."""
     seen: set[int] = set()
     left_out = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
     tensors: dict[str, Tensor] = {}
-    # Named parameters may be gathered ones in the middle of a step; these never are.
+    # During a step `named_parameters` may be gathered ones; the state dict has the shards.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name not in left_out and id(tensor) not in seen:
             seen.add(id(tensor))
@@ -344,9 +343,9 @@ def stored_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def model_files(model: Any, tokenizer: Any = None) -> dict[str, bytes]:
-    """All files of a Hugging Face folder but the weights: render them once, before a run begins.
+    """Render the files of a Hugging Face folder except the weights, once before a run begins.
 
-    Without a tokenizer those of the model alone. Raises ModelError when one cannot be saved.
+    Without a tokenizer, only those of the model. Raises ModelError if one cannot be saved.
     """
 
     def write(folder: Path) -> None:
@@ -364,7 +363,7 @@ def model_files(model: Any, tokenizer: Any = None) -> dict[str, bytes]:
 
 
 def _save_config(config: Any, folder: Path, name: str) -> None:
-    """Save a config; transformers loads some that it refuses to save, which stay as they are."""
+    """Save a config; some that transformers loads but refuses to save are written directly."""
     try:
         config.save_pretrained(folder)
     except (ValueError, StrictDataclassError):
@@ -378,7 +377,7 @@ TOKENIZER_FILES = (
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
-    """The files of a tokenizer: as transformers saves it, else copies of those in its folder."""
+    """Return the files of a tokenizer: as transformers saves it, else copied from its folder."""
     try:
         return render_files(tokenizer.save_pretrained, f"tokenizer of {tokenizer.name_or_path}")
     except ModelError:
@@ -390,8 +389,9 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 def render_files(write: Callable[[Path], object], what: str) -> dict[str, bytes]:
-    """What `write` writes into a folder, by name: tokenizers and models only know folders.
+    """Return the contents of the files that `write` writes into a folder, by name.
 
+    Goes through a temporary folder, because tokenizers and configs only save into folders.
     Raises ModelError that says why `what` cannot be saved.
     """
     with tempfile.TemporaryDirectory(prefix="ppo-") as folder:
@@ -417,8 +417,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Copy this rank's share of all models, moments and `state`; all ranks call.
 
-    The first `writers` ranks write (all by default): those that see the run folder. Before the
-    `last` one nothing is copied that need not be: nothing is trained until it is written.
+    The first `writers` ranks write (all by default): those that see the run folder. The `last`
+    snapshot avoids copies, because nothing is trained until it is written.
     """
     shares: list[RankShare] = []
     files = {f"state/{ENGINE_FILE}": json.dumps(state, indent=2).encode()}
@@ -435,9 +435,9 @@ def take_snapshot(
 
 
 def restore(directory: Path, trained: Sequence[TrainedModel], ranks: Ranks) -> dict[str, Any]:
-    """Put a checkpoint back into models and optimizers; returns its `state`; all ranks call.
+    """Load a checkpoint into models and optimizers; returns its `state`; all ranks call.
 
-    Only the first rank reads. Raises ModelError, on all ranks, that names tensor and file.
+    Only the first rank reads. Raises ModelError on all ranks, with the tensor and the file.
     """
     try:
         read = run_on_all_ranks(ranks, lambda: _read_state(directory) if ranks.rank == 0 else {})

@@ -1,7 +1,7 @@
-"""One Hugging Face folder from a saved model: standard weight files, an adapter merged.
+"""Export a saved model as a Hugging Face folder with standard weight files; merges adapters.
 
-A checkpoint of many ranks is read tensor by tensor, so that no more than one file of the
-result is in memory at a time. An adapter needs its whole base model in memory.
+A checkpoint of many ranks is read tensor by tensor, so that only one output file is in memory at
+a time. Merging an adapter needs the whole base model in memory.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from ppo_cli.engine.models.lora import ADAPTER_CONFIG, load_merged
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.errors import ModelError, first_line
 
-FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a file of its own
+FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a separate file
 BASE_FLAG = "--base"
 INDEX = "model.safetensors.index.json"
-# Of a saved model, what is made anew; all else (tokenizer, templates, code) is copied.
+# Files that are written again; all others (tokenizer, templates, code) are copied.
 REPLACED_FILES = ("*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, ".*")
 
 
 @dataclass(frozen=True)
 class WrittenModel:
-    """What a written model comes to; `base` is what an adapter was merged into."""
+    """Size and files of an exported model; `base` is the model that an adapter was merged into."""
 
     parameters: int
     bytes: int
@@ -63,12 +63,13 @@ def write_model(
     base: str | None = None,
     trust_remote_code: bool = False,
 ) -> WrittenModel:
-    """Write the model saved in `source` into the empty folder `out`; None keeps its dtype.
+    """Write the model saved in `source` into the empty folder `out`; dtype None keeps its dtype.
 
-    `base` stands in for the base model that an adapter names. Raises ModelError when something
-    is missing, damaged or does not fit, OSError when `out` cannot be written.
+    `base` replaces the base model that an adapter names. Raises ModelError when something is
+    missing, damaged or does not fit, OSError when `out` cannot be written.
     """
     torch_dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
+    # An adapter is merged into its base model; a full model is cast file by file.
     shutil.copytree(source, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*REPLACED_FILES))
     if (source / ADAPTER_CONFIG).exists():
         name = base or base_name(source)
@@ -90,7 +91,7 @@ def write_model(
 
 
 def _read_adapter_config(source: Path) -> dict[str, Any]:
-    """What an adapter's config says of it."""
+    """Return an adapter's config."""
     try:
         config: dict[str, Any] = dict(json.loads((source / ADAPTER_CONFIG).read_text()))
         return config
@@ -99,7 +100,7 @@ def _read_adapter_config(source: Path) -> dict[str, Any]:
 
 
 def base_name(source: Path) -> str:
-    """Return the base model that a saved adapter names; ModelError where it names none."""
+    """Return the base model that a saved adapter names; ModelError if it names none."""
     name = _read_adapter_config(source).get("base_model_name_or_path")
     if not name:
         raise ModelError(f"{source} is an adapter that names no base model: give it with --base.")
@@ -107,7 +108,7 @@ def base_name(source: Path) -> str:
 
 
 def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
-    """The base model in float32, as it was trained, with the adapter in its weights."""
+    """Load the base model in float32, as in training, and merge the adapter into it."""
     local = Path(base).expanduser()
     if not local.is_dir() and (local.is_absolute() or base.startswith((".", "~"))):
         raise ModelError(
@@ -115,7 +116,7 @@ def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
         )
     critic = _read_adapter_config(source).get("task_type") == "TOKEN_CLS"
     try:
-        if critic:  # nothing attends here, and all families have eager attention
+        if critic:  # eager attention exists in all families, and nothing is computed here
             model = load_value_model(
                 base,
                 trust_remote_code=trust_remote_code,
@@ -151,13 +152,13 @@ def _tokenizer_files(base: str, *, trust_remote_code: bool) -> dict[str, bytes]:
 
 
 def write_weights(model: Any, out: Path) -> None:
-    """Write the weights of a whole model into a folder, as its family's files have them."""
+    """Write a model's weights into a folder, in the layout of its family's files."""
     tensors = to_file_layout(model, stored_tensors(model))
     _write_shards(out, tensors, lambda name: tensors[name].detach())
 
 
 def _cast_weights(source: Path, out: Path, dtype: torch.dtype | None) -> None:
-    """Write the weights of a checkpoint anew, fractions cast to `dtype`."""
+    """Write a checkpoint's weights again, floating-point tensors cast to `dtype`."""
     try:
         stored = StoredTensors(source, "model")
     except ModelError as error:
@@ -172,7 +173,7 @@ def _cast_weights(source: Path, out: Path, dtype: torch.dtype | None) -> None:
 
 
 def _write_shards(out: Path, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
-    """Write files of at most FILE_BYTES, named as Hugging Face names them, and their index."""
+    """Write weight files of at most FILE_BYTES with Hugging Face's names, and their index."""
     sizes = {name: torch.empty_like(read(name), device="meta") for name in names}
     plan = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
     for file, group in plan.filename_to_tensors.items():
@@ -191,7 +192,7 @@ def _write_shards(out: Path, names: Iterable[str], read: Callable[[str], Tensor]
 
 
 def _describe(out: Path, base: str | None = None) -> WrittenModel:
-    """Count what lies in the weight files."""
+    """Count parameters and bytes of the weight files."""
     parameters = size = 0
     dtypes: dict[str, int] = {}
     files = sorted(path.name for path in out.glob("*.safetensors"))
@@ -203,13 +204,14 @@ def _describe(out: Path, base: str | None = None) -> WrittenModel:
                 count = torch.Size(tensor.get_shape()).numel()
                 parameters += count
                 dtypes[tensor.get_dtype()] = dtypes.get(tensor.get_dtype(), 0) + count
+    # Norms may be in another dtype: the one with the most parameters counts.
     dtype = max(dtypes, key=lambda name: dtypes[name])
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
     return WrittenModel(parameters, size, names.get(dtype, dtype.lower()), tuple(files), base)
 
 
 def _write_dtype(config_file: Path, dtype: str) -> None:
-    """Let the config name the dtype of the weights, so that loading keeps it."""
+    """Write the dtype of the weights into the config, so that loading keeps it."""
     try:
         config = json.loads(config_file.read_text())
     except (OSError, ValueError) as error:

@@ -1,9 +1,9 @@
-"""Actor, critic and reference on one rank: the same class for one process and for many.
+"""Actor, critic and reference on one rank, and the engine of a single process.
 
-Every rank is given the whole batch and computes its share of the rows; whoever holds the ranks
-puts the shares together (`merge_annotations`, `merge_sums`). Ranks must call the same methods
-with the same arguments in the same order: each may hold collectives. `LocalEngine` is the engine
-of a single rank in this process.
+Every rank gets the whole batch and computes its share of the rows; the caller of the ranks merges
+the shares (`merge_annotations`, `merge_sums`). Ranks must call the same methods with the same
+arguments in the same order, because each may contain collectives. `LocalEngine` is the engine of a
+single rank in this process; `cluster/engine.py` has that of many.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ from ppo_cli.records import Prompt, Rollout
 
 
 class Learner:
-    """One rank's share of every model that is trained or asked."""
+    """One rank's actor, critic and reference, with their optimizers and checkpoints."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Learner:
         self._reference = self._load_reference()
         self._actor = self._build_actor(total_steps)
         self._critic = self._build_critic(total_steps)
-        # Renders the files of checkpoints: what cannot be saved ends the run before it begins.
+        # Renders the files of checkpoints now: a model that cannot be saved must not be trained.
         run_on_all_ranks(ranks, self._trained)
         self._annotate_budget = build_budget(
             micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu),
@@ -144,16 +144,16 @@ class Learner:
             advice = advise_memory(config, "sequence")
             budget.too_long_advice = f"a single sequence of {{}} tokens. {advice}"
             budget.no_memory_advice = advise_memory(config, "weights")
-        # Ranks give back what they gather layer by layer, where memory is short.
+        # When memory is short, ranks free each gathered layer after use.
         ample = config.model.enable_gradient_checkpointing is False
         if self._compute.device.type == "cpu" and (ranks.alone or ample):
             keep_freed_memory()
 
     @torch.no_grad()
     def annotate(self, batch: Batch) -> Annotations:
-        """Old and reference log-probs, entropy and values of this rank's rows.
+        """Compute old and reference log-probs, entropy and values of this rank's rows.
 
-        The actor is not asked for what a sampler found with the present weights.
+        Skips the actor when the sampler has computed the log-probs with the current weights.
         """
         from_sampler = batch.sampler_entropy_BT is not None and bool(
             (batch.weight_version_B == self.weight_version).all()
@@ -178,6 +178,7 @@ class Learner:
             rows.clear()
             parts.clear()
 
+        # All models stay on the device for all micro-batches.
         with ExitStack() as awake:
             awake.enter_context(self.phase("annotate"))
             for model in models:
@@ -206,7 +207,7 @@ class Learner:
                 sums |= self._critic.step(minibatch.batch)
         if not self._ranks.alone:
             sums["perf/agree_s"] = (self._ranks.pop_wait_seconds(), 1.0)
-        # Only once memory has run out: what micro-batches hold since then.
+        # After memory has run out: the current size limit of micro-batches.
         for name, budget in self._budgets().items():
             if budget.halvings and self._ranks.rank == 0:
                 unit, limit = budget.current_limit()
@@ -214,20 +215,20 @@ class Learner:
         return sums
 
     def publish(self) -> None:
-        """Raise the weight version and move the learning-rate schedules on."""
+        """Raise the weight version and advance the learning-rate schedules."""
         self._profiler.finish()
         self.weight_version += 1
         self._set_progress()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """A phase of the training step under way, for its profile."""
+        """Context of a phase of the current training step, for its profile."""
         return self._profiler.phase(name, self.weight_version + 1)
 
     @torch.no_grad()
     def weights(self) -> Weights | None:
-        """The policy's weights for a sampler, whole and on the CPU; on the first rank only.
+        """Return the policy's whole weights on the CPU for a sampler; on the first rank only.
 
-        They may be the live ones: copy them before the next step.
+        They may be the live tensors: copy them before the next step.
         """
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.iterate_cpu_weights():
@@ -246,11 +247,11 @@ class Learner:
         *,
         last: bool = False,
     ) -> Future[None]:
-        """Copy this rank's share of a checkpoint at once, and write it in the background.
+        """Copy this rank's share of a checkpoint now, and write it in the background.
 
-        The first `writers` ranks write (all by default): those that see the run folder. `room`
-        is what halvings have left of each sampler's, None where there were none. The `last` one
-        is written from the live weights.
+        The first `writers` ranks write (all by default): those that see the run folder. `room` has
+        each sampler's capacity after halvings, None if there were none. The `last` checkpoint is
+        written from the live weights.
         """
         budgets = {name: budget.state() for name, budget in self._budgets().items()}
         state = {"weight_version": self.weight_version, "budgets": budgets, "room": [*room]}
@@ -258,9 +259,9 @@ class Learner:
         return snapshot.write_in_background(directory)
 
     def load(self, directory: Path) -> list[int | None]:
-        """Take back weights, optimizers, budgets and the weight version, exactly.
+        """Restore weights, optimizers, budgets and the weight version exactly.
 
-        Returns the `room` that was saved.
+        Returns the saved capacities of the samplers.
         """
         state = restore(directory, self._trained(), self._ranks)
         self.weight_version = state["weight_version"]
@@ -271,7 +272,7 @@ class Learner:
         return room
 
     def _trained(self) -> list[TrainedModel]:
-        """The trained models as a checkpoint holds them."""
+        """Return what a checkpoint saves of the trained models."""
         c = self._config
         trained = [self._describe_model("actor", c.model, c.model.path)]
         if self._critic is not None:
@@ -279,9 +280,9 @@ class Learner:
         return trained
 
     def _describe_model(self, name: str, settings: Model | CriticModel, path: str) -> TrainedModel:
-        """A model as its folder holds it: an adapter, or all of it.
+        """Return what a checkpoint saves of a model: its adapter, or all of it.
 
-        What lies beside the weights is rendered once, on the rank that writes it.
+        Config and tokenizer files are rendered once, on the rank that writes them.
         """
         learner = self._learners()[name]
         model = learner.model.model
@@ -307,10 +308,11 @@ class Learner:
         gather: Callable[[Tensor], Tensor] = gather_copy,
         exact: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """What a sampler needs, one by one; every rank iterates, as `whole` may be a collective.
+        """Yield the tensors that a sampler needs; all ranks iterate: `gather` may be a collective.
 
-        `exact` is for a `whole` that casts: neither buffers nor what is still to be merged is cast.
-        vLLM takes what is in the model's files, buffers too, by the names that it has there.
+        If `gather` casts, `exact` gathers without casting, for buffers and for weights that are
+        still to be merged. vLLM gets the tensors of the model's files, buffers included, by their
+        names in the files.
         """
         c, model = self._config, self.policy.model
         if publishes_adapter(c):
@@ -322,19 +324,16 @@ class Learner:
 
     @property
     def published_dtype(self) -> torch.dtype | None:
-        """The precision of published weights: vLLM's own, as numbers are the same in fewer bytes.
-
-        None: as they are.
-        """
+        """Return the dtype of published weights: vLLM's own, which saves bytes; None: unchanged."""
         is_cast = sampler_name(self._config) == "vllm" and not publishes_adapter(self._config)
         return self._compute.dtype if is_cast else None
 
     def iterate_cpu_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What a sampler needs, one by one in host memory; every rank iterates."""
+        """Yield the tensors that a sampler needs in host memory; all ranks iterate."""
         return self.published(partial(_to_cpu, dtype=self.published_dtype), _to_cpu)
 
     def _models(self) -> list[Policy | ValueModel]:
-        """All models that an annotation may ask, the actor first."""
+        """Return all models that an annotation may use, the actor first."""
         models: list[Policy | ValueModel] = [self.policy]
         if self._reference is not None:
             models.append(self._reference)
@@ -409,7 +408,7 @@ class Learner:
         *,
         trained: bool,
     ) -> Loaded:
-        """Load a model of the run onto all ranks, ready for the way in which it takes its rows."""
+        """Load a model of the run onto all ranks, in the run mode that the trial chose."""
         settings = self._config.model
 
         def prepare(loaded: Loaded) -> Loaded:
@@ -433,7 +432,8 @@ class Learner:
                 cast_frozen_weights(loaded.model, compute.dtype, norms=not alone, experts=trained)
             return loaded
 
-        # A reference of the same model then has the same verdict.
+        # The sampler is part of the trial for the policy's path, so that a reference of the same
+        # model gets the same verdict.
         sampled = load is load_policy and path == model_folder(settings.path)
         verdict, remarks = choose_run_mode(
             path, self._config, self._ranks, critic=load is load_value_model,
@@ -471,7 +471,7 @@ class Learner:
         return packed
 
     def _require_vocabulary(self, loaded: Policy | ValueModel, path: str) -> None:
-        """Refuse a model without embeddings for tokens of prompts and of the policy."""
+        """Raise ModelError if a model has too few embeddings for the tokenizer's tokens."""
         size, policy_size = (count_embeddings(m.model) for m in (loaded, self.policy))
         if size < min(policy_size, len(self._tokenizer)):
             raise ModelError(
@@ -480,12 +480,12 @@ class Learner:
             )
 
     def _is_rounded_on_cpu(self) -> bool:
-        """Whether products here, on the CPU in one process, are not in float32."""
+        """Whether this is a single process on the CPU with products below float32 precision."""
         compute = self._compute
         return self._ranks.alone and compute.device.type == "cpu" and compute.dtype != torch.float32
 
     def _probe_states(self, loaded: Policy | ValueModel) -> Tensor:
-        """The last hidden states of a few tokens, in the computing precision."""
+        """Return the last hidden states of a few tokens under autocast."""
         with self._compute.autocast():
             return loaded.hidden_BLH(torch.arange(7)[None])
 
@@ -546,13 +546,13 @@ def _to_cpu(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def pad_to_batch(part_XBT: Tensor, batch: Batch) -> Tensor:
-    """Rows of a slice, as wide as the whole batch, on the CPU."""
+    """Pad rows of a micro-batch to the width of the whole batch, on the CPU."""
     missing = batch.response_mask_BT.shape[1] - part_XBT.shape[-1]
     return torch.nn.functional.pad(part_XBT.cpu(), (0, missing))
 
 
 class LocalEngine:
-    """Holds every model in this process; the sampler reads the actor's own weights."""
+    """The engine of a single process; the sampler uses the actor's live weights."""
 
     def __init__(
         self,
@@ -579,7 +579,7 @@ class LocalEngine:
     ) -> Iterator[Rollout]:
         """Yield rollouts as they finish."""
         awake = self._learner.policy.awake()
-        # Greedy responses (validations, baselines) belong to no phase of training.
+        # Greedy responses (validations, baselines) are not part of a training step's profile.
         phase = self._learner.phase("rollout") if sampling.temperature else nullcontext()
         advice = advise_memory(self._learner._config, "sampling")
         with phase, explain_out_of_memory("Sampling", advice), awake:
@@ -605,9 +605,9 @@ class LocalEngine:
         )
 
     def load(self, directory: Path) -> None:
-        """Take back weights, optimizers, budgets and the weight version, exactly."""
+        """Restore weights, optimizers, budgets and the weight version exactly."""
         for rows in self._learner.load(directory)[:1]:
             self._sampler.capacity.restore(rows)
 
     def close(self) -> None:
-        """Nothing here outlives the process."""
+        """Does nothing: all memory ends with the process."""

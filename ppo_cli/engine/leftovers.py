@@ -1,6 +1,6 @@
-"""Folders that belong to one process, and go when it is gone.
+"""Temporary folders that belong to one process, and the removal of those of dead processes.
 
-A killed process cannot tidy up; the next one of the same user, or whoever killed it, does.
+A killed process cannot clean up; the next process of the same user does it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from ppo_cli.atomic import is_running
 
 SHARED_MEMORY = Path("/dev/shm")
-OWNER = "owner"
+OWNER = "owner"  # the file in a folder that names its process
 
 
 def create_folder(kind: str) -> Path:
-    """Make a folder `ppo-KIND-…` that nobody else reads, in shared memory where there is any.
+    """Create a private folder `ppo-KIND-…`, in shared memory if available.
 
-    Removes first what processes that are no more have left there.
+    Removes the folders of dead processes first.
     """
     remove_stale_folders()
     folder = Path(tempfile.mkdtemp(prefix=f"ppo-{kind}-", dir=_place()))
@@ -31,12 +31,12 @@ def create_folder(kind: str) -> Path:
 
 
 def list_rendezvous_files(folder: Path) -> list[str]:
-    """Names of the files by which vLLM's processes met; shared memory is named after them."""
+    """Return the names of vLLM's rendezvous files; its shared memory is named after them."""
     return [path.name for path in folder.glob("vllm_dist_*")]
 
 
 def remove(folder: Path, met_at: Iterable[str]) -> None:
-    """Remove a folder, and the shared memory of those that met in it."""
+    """Remove a folder, and the shared memory of the processes that met in it."""
     for name in met_at:
         for path in SHARED_MEMORY.glob(f"{name}-*"):
             with suppress(OSError):
@@ -45,17 +45,18 @@ def remove(folder: Path, met_at: Iterable[str]) -> None:
 
 
 def claim_folder(folder: Path) -> None:
-    """Write into a folder `ppo-…` that it belongs to this process."""
+    """Record in a folder `ppo-…` that it belongs to this process."""
     (folder / OWNER).write_text(f"{_boot()} {_namespace()} {os.getpid()}")
 
 
 def remove_stale_folders(place: Path | None = None) -> None:
-    """Remove the folders there that processes of this machine have claimed and that are no more.
+    """Remove the folders of this machine's dead processes, by default in shared memory.
 
-    Other machines and containers may share the place, which is shared memory by default.
+    Other machines and containers may share `place`: their folders are left alone.
     """
     for note in (place or _place()).glob(f"ppo-*/{OWNER}"):
         with suppress(OSError, ValueError):
+            # A process id is only meaningful within one boot and one pid namespace.
             boot, namespace, pid = note.read_text().split()
             is_local = (boot, namespace) == (_boot(), str(_namespace()))
             if is_local and note.parent.lstat().st_uid == os.getuid() and not is_running(int(pid)):
@@ -67,7 +68,7 @@ def _place() -> Path:
 
 
 def _boot() -> str:
-    """This machine since it was started; its name where the system does not tell."""
+    """Return the id of this machine's boot; its host name if there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -75,7 +76,7 @@ def _boot() -> str:
 
 
 def _namespace() -> int:
-    """Among whom a process id is unique; 0 where the system does not tell."""
+    """Return the pid namespace; 0 if the system has none."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

@@ -1,7 +1,7 @@
-"""Profiles of single training steps: a trace to look at, and a table of phases to read.
+"""Profiles of single training steps: a Chrome trace, and a table of phases.
 
-Each process that computes writes its own, into `profile/` of the run folder. Nothing is recorded
-in other steps.
+Each computing process writes its own into `profile/` of the run folder. Other steps are not
+recorded.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ppo_cli.config.derived import is_profiled
 from ppo_cli.config.schema.run import Config
 
-REST = "outside"  # of the phases: rewards, advantages, the driver, or waiting for other ranks
-TOP = 3  # operators named for each phase
+# Time outside of the phases: rewards, advantages, the driver, or waiting for other ranks.
+REST = "outside"
+TOP = 3  # operators listed for each phase
 
 
 class Profiler:
-    """Records the steps that `trainer.profile_steps` names, in the thread that runs them.
+    """Records the steps of `trainer.profile_steps`, in the thread that runs them.
 
     A step begins with its first phase and ends with `finish`. Without a folder nothing is recorded.
     """
@@ -40,7 +41,7 @@ class Profiler:
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Record a phase of a training step, if that step is to be profiled."""
+        """Context that records a phase of a training step, if that step is profiled."""
         if self._folder is None or not is_profiled(self._config, step):
             yield
             return
@@ -52,11 +53,12 @@ class Profiler:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def finish(self) -> None:
-        """End the step: write its trace and its table. Does nothing where no step is recorded."""
+        """End the step and write its trace and table. Does nothing if no step is recorded."""
         if self._open is None or self._folder is None:
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        # Work queued on the device belongs to the step, so the clock is read after it.
         step_seconds = time.perf_counter() - self._started
         recorded, self._open = self._open, None
         recorded.__exit__(None, None, None)
@@ -80,9 +82,9 @@ class Profiler:
 def phase_table(
     seconds: dict[str, float], step_seconds: float, operators: dict[str, dict[str, float]]
 ) -> str:
-    """Phases with their seconds, share of the step, and the operators that took the most.
+    """Return a table of phases: seconds, share of the step, and the slowest operators.
 
-    `operators` holds seconds by phase and operator, without those of operators called inside.
+    `operators` has seconds by phase and operator, without the operators called inside.
     """
     rows = [*seconds.items(), (REST, step_seconds - sum(seconds.values()))]
     lines = [f"{'phase':<14}{'seconds':>9}{'share':>8}  top operators (own seconds)"]
@@ -96,7 +98,8 @@ def phase_table(
 
 
 def _operators(events: Any) -> dict[str, dict[str, float]]:
-    """Own seconds of each operator by the phase in which it began: device time where there is."""
+    """Return seconds by phase and operator, without nested operators; device time if recorded."""
+    # A phase is a time span; an operator belongs to the phase in which it starts.
     marked = [e for e in events if e.name.startswith("phase: ")]
     spans = [(e.time_range.start, e.time_range.end, e.name.removeprefix("phase: ")) for e in marked]
     on_device = any(e.self_device_time_total for e in events)

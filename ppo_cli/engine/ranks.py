@@ -1,11 +1,10 @@
-"""Which of several processes this one is, how they are arranged, and groups beside theirs.
+"""This process's place among the learner ranks, their mesh, and collectives with clear errors.
 
 Ranks are laid out (replicate, shard, tensor), the last varying fastest: `tensor_size`
-neighbours share each layer, groups of `shard` hold the pieces of one model (FSDP2), and
-`replicate` such groups hold copies (HSDP). A `GlooGroup` brings whole tensors from the trainer to
-samplers, as bytes; it touches nothing global, so that a process may have its own default group.
-Its meeting place listens on one address only, and each side talks from the address that leads
-there.
+neighbours share each layer, `shard` ranks hold the shards of one model (FSDP2), and `replicate`
+such groups hold copies (HSDP). A separate `GlooGroup` sends whole tensors from the trainer to
+samplers, as bytes; it leaves the process's default group alone. Its store listens on one address
+only, and each side connects from the local address that leads there.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class OutOfMemoryElsewhere(MemoryError):
-    """Another rank has run out of memory in work that all do together."""
+    """Another rank has run out of memory in work that all ranks do at the same time."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,9 @@ class Ranks:
     waits_s: list[float] = field(default_factory=list)
 
     def exchange_failures(self, *, failed: bool = False) -> None:
-        """Say whether memory has run out here; all ranks call, at the end of a micro-batch.
+        """Tell all ranks whether this one ran out of memory; all call after each micro-batch.
 
-        Raises OutOfMemoryElsewhere where it has run out on another rank, and not here.
+        Raises OutOfMemoryElsewhere if another rank has failed, and not this one.
         """
         if self.flags is None:
             return
@@ -72,7 +71,7 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank to talk to."""
+        """Whether there is no other rank."""
         return self.mesh is None
 
     @property
@@ -82,12 +81,12 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the rows is ours."""
+        """Return which share of the rows this rank has."""
         return self.rank // self.tensor_size
 
     @property
     def reports_results(self) -> bool:
-        """Whether this rank reports its sums: tensor-parallel neighbours hold the same ones."""
+        """Whether this rank reports results: its tensor-parallel neighbours have the same ones."""
         return self.rank % self.tensor_size == 0
 
 
@@ -115,7 +114,8 @@ def join_ranks(
         raise ValueError(f"{size} ranks cannot be {shards} shards of {tensor_size}")
     if size == 1:
         return ALONE  # models cut into one piece took 1.6 times as long as whole ones
-    if device.type == "cuda":  # or the mesh would guess by LOCAL_RANK, which counts no GPU of ours
+    # Without this the mesh would guess the GPU from LOCAL_RANK, which we do not set.
+    if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -130,7 +130,7 @@ def join_ranks(
             (data_size // shards, shards, tensor_size),
             mesh_dim_names=("replicate", "shard", "tensor"),
         )
-        # Ranks that share layers could not turn back together: see `run_within_memory`.
+        # Tensor-parallel ranks cannot recover together: see `run_within_memory`.
         flags = None
         if tensor_size == 1:
             flags = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -138,15 +138,16 @@ def join_ranks(
     return Ranks(rank=rank, size=size, tensor_size=tensor_size, mesh=mesh, flags=flags)
 
 
-# NCCL chooses its way by size: one number goes by the short one, these bytes by the wide one.
+# NCCL chooses its protocol by size: one number takes the low-latency one, this many bytes the
+# high-bandwidth one.
 WIDE_BYTES = 16 << 20
 
 
 def _warm_up_collectives(mesh: DeviceMesh, device: torch.device) -> None:
-    """Use each kind of collective once, in each group that will.
+    """Use each kind of collective once in each group that will use it.
 
-    A communicator takes its buffers (NCCL: hundreds of MB) when a kind is first used. Afterwards
-    what is free can be measured, and no first backward pass runs out of memory inside of one.
+    A communicator allocates its buffers (NCCL: hundreds of MB) at the first use of a kind. Doing
+    that now makes free memory measurable, and avoids running out of it inside a collective later.
     """
     for count in (1, WIDE_BYTES // FLOAT):
         for group in (None, *mesh.get_all_groups()):
@@ -161,7 +162,7 @@ def _warm_up_collectives(mesh: DeviceMesh, device: torch.device) -> None:
 
 
 def gather_objects(ranks: Ranks, value: Any) -> list[Any]:
-    """The value of each rank, in rank order, on every rank."""
+    """Return the value of each rank, in rank order, on every rank."""
     if ranks.alone:
         return [value]
     values: list[Any] = [None] * ranks.size
@@ -170,7 +171,7 @@ def gather_objects(ranks: Ranks, value: Any) -> list[Any]:
 
 
 def sum_over_ranks(ranks: Ranks, value: float) -> float:
-    """The sum of a number over all ranks, the same on every rank; NaN and infinity included."""
+    """Return the sum of a number over all ranks, on every rank; NaN and infinity propagate."""
     if ranks.mesh is None:
         return value
     total = torch.tensor(value, dtype=torch.float64, device=ranks.mesh.device_type)
@@ -190,9 +191,9 @@ FREE_DEVICE = (  # no model is loaded yet
 
 @contextmanager
 def explain_collective_errors(rank: int, advice: str = LEAVE_MEMORY) -> Iterator[None]:
-    """Turn memory that runs out inside of a collective, and what else NCCL raises, into WorkerLost.
+    """Turn running out of memory inside a collective, and NCCL's errors, into WorkerLost.
 
-    No rank can turn back from there: the others wait in it for this one, and are ended with it.
+    No rank can recover there: the others wait in the collective for this one, and end with it.
     """
     try:
         yield
@@ -209,17 +210,17 @@ def explain_collective_errors(rank: int, advice: str = LEAVE_MEMORY) -> Iterator
 
 
 def _nccl_words(error: Exception) -> str:
-    """What failed, and the last error behind it, which NCCL puts on a line of its own."""
+    """Return the error's first line and NCCL's "Last error", which is on a separate line."""
     _, _, last = str(error).partition("Last error:")
     lines = last.strip().splitlines()[:1]
     return "; ".join((first_line(error), *(line.rstrip(" .:") for line in lines)))
 
 
 def run_on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
-    """Do `work` on this rank and wait for the others; an error on one is raised on all.
+    """Do `work` on this rank and wait for the others; an error on one rank is raised on all.
 
-    `work` must hold no collective: the ranks may be at different things. The error of the
-    lowest rank that has one counts.
+    `work` must not contain a collective: ranks may do different things. If several ranks fail,
+    the error of the lowest one is raised.
     """
     if ranks.alone:
         return work()
@@ -229,22 +230,23 @@ def run_on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
         result.append(work())
     except Exception as error:
         own_error = error
+    # An error that cannot be pickled is sent as its text.
     sent = own_error
     if own_error is not None and not is_picklable(own_error):
         sent = RuntimeError(f"{type(own_error).__name__}: {own_error}")
     errors = gather_objects(ranks, sent)
-    for rank, theirs in enumerate(errors):
-        if theirs is not None:
-            raise (own_error if own_error is not None and rank == ranks.rank else theirs)
+    for rank, rank_error in enumerate(errors):
+        if rank_error is not None:
+            raise (own_error if own_error is not None and rank == ranks.rank else rank_error)
     return result[0]
 
 
-GLOO = "ppo_gloo"  # the name of this way among vLLM's own
+GLOO = "ppo_gloo"  # the name of this back end in vLLM's registry of weight transfers
 c10d: Any = torch.distributed  # its type stubs leave out what is used here
 
 
 def open_store(address: str, timeout_s: float) -> Any:
-    """Listen at this address, on a free port (the store's `port`)."""
+    """Open a store that listens at this address on a free port (its `port`)."""
     listening = socket.create_server((address, 0))
     return c10d.TCPStore(
         address,
@@ -257,14 +259,15 @@ def open_store(address: str, timeout_s: float) -> Any:
 
 
 def join_store(address: str, port: int, timeout_s: float) -> Any:
-    """Reach the store that another process has opened."""
+    """Connect to the store that another process has opened."""
     return c10d.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 class GlooGroup:
-    """The processes that met at a store; rank 0 sends, all others receive."""
+    """A group of the processes that joined a store; rank 0 sends, all others receive."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
+        # Private options (torch 2.13): the public constructor listens on the default interface.
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_own_address(store))]
@@ -272,11 +275,11 @@ class GlooGroup:
         self._group: Any = c10d.ProcessGroupGloo(store, rank, size, options)
 
     def send(self, tensor: Tensor) -> None:
-        """Send a tensor to all; blocks until it has left. RuntimeError when one is gone."""
+        """Send a tensor to all; blocks until it is sent. RuntimeError when a receiver is gone."""
         self._broadcast(tensor.detach().cpu().contiguous())
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Wait for the next tensor, which must be of this kind."""
+        """Wait for the next tensor, which must have this shape and dtype."""
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         self._broadcast(tensor)
         return tensor
@@ -289,7 +292,8 @@ class GlooGroup:
 
 
 def _own_address(store: Any) -> str:
-    """The address of this machine from which the store is reached; nothing is sent."""
+    """Return this machine's address towards the store; nothing is sent."""
+    # Connecting a UDP socket only selects the route.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.connect((store.host, store.port))
         return str(asking.getsockname()[0])

@@ -1,9 +1,9 @@
-"""One trial at the start: do sampler, annotation and update compute what the model computes?
+"""A trial at the start of a run: do sampler, annotation and update compute what the model does?
 
-A small random model of the run's config is sampled from, annotated and differentiated as a run
-does it. Its log-probs, values and gradients have to be those of transformers in eager attention on
-each row alone, without a cache. The first way that gives them is the run's: SDPA on packed rows,
-SDPA on padded rows, eager attention. Verdicts are kept on the disk, for the same config and code.
+A small random model of the run's architecture is sampled from, annotated and differentiated as in
+a run. Its log-probs, values and gradients must match transformers with eager attention on each row
+alone, without a cache. The run uses the first mode that matches: SDPA on packed rows, SDPA on
+padded rows, eager attention. Verdicts are cached on disk per config and code version.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ from ppo_cli.engine.training.actor_critic import compute_token_stats
 from ppo_cli.errors import ModelError, first_line, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 
-# The first crosses a shrunk window within its prompt, the short ones while they are sampled.
+# The first prompt crosses a shrunk window, the short ones cross it while they are sampled.
 PROMPT_TOKENS = (26, 3, 17)
 RESPONSES = 2  # to a prompt
 RESPONSE_TOKENS = 12
-ROWS_AT_ONCE = 4  # of the sampler: some prompts join rows that are under way
+ROWS_AT_ONCE = 4  # in the sampler: fewer than rollouts, so that some prompts join running rows
 ENDS = frozenset(range(SPECIAL, SPECIAL + 3))  # ids that end a response
-LIMIT = 1e-3  # of the gap of a log-prob or value, and of a gradient as a share of its norm
-FAINT = 1e-3  # share of the norm of all gradients below which that of a tensor is rounding
+# Largest difference of a log-prob or value, and of a gradient as a share of its norm.
+LIMIT = 1e-3
+# A gradient below this share of the norm of all gradients is only rounding error.
+FAINT = 1e-3
 
 
 NO_KERNEL = "transformers has no {} attention for this family"
@@ -69,7 +71,7 @@ NO_KERNEL = "transformers has no {} attention for this family"
 
 @dataclass(frozen=True)
 class TrialConditions:
-    """What a verdict depends on besides the model: what was set (None: open), and what is done."""
+    """What a verdict depends on besides the model: settings (None: free to choose), and use."""
 
     kernel: str | None = None
     packing: bool | None = None
@@ -81,12 +83,12 @@ class TrialConditions:
     lean: bool = False  # `use_lean_layers` is applied
     remote_code: bool = False
     device: str = "cpu"
-    longest_row: int = 0  # tokens; windows that it does not cross are not tried
+    longest_row: int = 0  # tokens; windows that are longer are not tried
 
 
 @dataclass(frozen=True)
 class RunMode:
-    """How a model may be run: its attention kernel, and packed rows or padded ones."""
+    """How a model is run: its attention kernel, and packed or padded rows."""
 
     kernel: str
     packed: bool
@@ -94,9 +96,9 @@ class RunMode:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The way that a model is to be run, and what still differs then: part -> description.
+    """The mode in which a model is run, and what still differs in it: part -> description.
 
-    `rejected` tells what is wrong with ways that come before it, by "packing" or a kernel.
+    `rejected` says what is wrong with the modes before it, by "packing" or the kernel's name.
     """
 
     mode: RunMode
@@ -114,9 +116,9 @@ class Numbers:
 
 
 def run_trial(config: PreTrainedConfig, conditions: TrialConditions) -> Verdict:
-    """Try the ways to run a model of this config, the fastest first; the first exact one counts.
+    """Try run modes for a model of this config, fastest first; returns the first exact one.
 
-    Raises ModelError for a model that the hf sampler cannot hold.
+    Raises ModelError for a model that the hf sampler cannot cache.
     """
     try:
         small, oracle = _build_oracle(config, conditions)
@@ -137,20 +139,20 @@ def run_trial(config: PreTrainedConfig, conditions: TrialConditions) -> Verdict:
 
 
 def _list_ways(conditions: TrialConditions) -> list[RunMode]:
-    """The ways to try. Those against a setting come last: they tell what is wrong with it."""
+    """Return the modes to try; modes against a setting come last, to show what is wrong with it."""
     kernels = dict.fromkeys([conditions.kernel or "sdpa", "eager"])
     layouts = [False] if conditions.packing is False else [True, False]
     modes = [RunMode(kernel, packed) for kernel in kernels for packed in layouts]
     if conditions.packing:
         return sorted(modes, key=lambda mode: not mode.packed)
-    # Where masks hide other rows, packing costs more than padding.
+    # With eager attention, packing needs masks over all tokens and costs more than padding.
     return [mode for mode in modes if not (mode.packed and mode.kernel == "eager")]
 
 
 def _build_oracle(
     config: PreTrainedConfig, conditions: TrialConditions
 ) -> tuple[PreTrainedConfig, Policy | ValueModel]:
-    """A small config and its model in eager attention; raises an error where none can be made."""
+    """Return a small config and its model with eager attention; raises an error if none works."""
     errors: list[Exception] = []
     for narrow in (True, False):
         try:
@@ -175,7 +177,7 @@ def _build(
     config: PreTrainedConfig, kernel: str, conditions: TrialConditions
 ) -> Policy | ValueModel:
     options = {"attn_implementation": kernel, "trust_remote_code": conditions.remote_code}
-    config = copy.deepcopy(config)  # which holds the kernel of the model that is made
+    config = copy.deepcopy(config)  # building a model writes the kernel into its config
     loaded = (
         build_value_model(config, **options)
         if conditions.critic
@@ -188,7 +190,7 @@ def _build(
 
 
 def draw_rollouts(loaded: Policy | ValueModel) -> list[Rollout]:
-    """Random prompts and responses, of ids that are no special tokens."""
+    """Draw random prompts and responses without special tokens."""
     size = loaded.model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
 
@@ -207,7 +209,7 @@ def draw_rollouts(loaded: Policy | ValueModel) -> list[Rollout]:
 def try_mode(
     small: PreTrainedConfig, oracle: Policy | ValueModel, mode: RunMode, conditions: TrialConditions
 ) -> dict[str, str]:
-    """What differs from the oracle this way: part -> description."""
+    """Return what differs from the oracle in this mode: part -> description."""
     try:
         loaded = _build(small, mode.kernel, conditions)
     except DAMAGED as error:
@@ -225,6 +227,7 @@ def try_mode(
             return {"packing": "its attention needs masks"}
         shares = conditions.share_prompts and kind is Packing.BY_ROWS
         loaded = replace(loaded, packing=kind, shares_prompts=shares)
+    # Compare sampler, annotation and update, each on what the one before gave.
     differences: dict[str, str] = {}
     rollouts = draw_rollouts(oracle)
     if conditions.sampler is not None:
@@ -246,7 +249,7 @@ def try_mode(
 
 
 def compute_alone(oracle: Policy | ValueModel, batch: Batch) -> Numbers:
-    """The numbers to match: each row by itself, through the model's own forward pass."""
+    """Compute the reference numbers: each row alone, through the model's own forward pass."""
     rows = []
     for i, (prompt, response) in enumerate(
         zip(batch.prompt_len_B.tolist(), batch.response_len_B.tolist(), strict=True)
@@ -264,7 +267,7 @@ def compute_alone(oracle: Policy | ValueModel, batch: Batch) -> Numbers:
 
 
 def _compute_outputs(loaded: Policy | ValueModel, batch: Batch) -> Tensor:
-    """The same numbers as a learner computes them, in one micro-batch."""
+    """Compute the same numbers as a learner does, in one micro-batch."""
     compute = Compute(loaded.model.device, torch.float32)
     packed = loaded.packing is not None
     micro_batch = build_micro_batch(
@@ -281,7 +284,7 @@ def _compute_outputs(loaded: Policy | ValueModel, batch: Batch) -> Tensor:
 
 
 def _differentiate(loaded: Policy | ValueModel, outputs_BT: Tensor) -> Numbers:
-    """The outputs and the gradients of their sum, each with a weight of its own."""
+    """Return the outputs, and the gradients of their sum with random weights."""
     weights_BT = torch.randn(outputs_BT.shape, generator=torch.Generator().manual_seed(0))
     loaded.model.zero_grad()
     (outputs_BT * weights_BT.to(outputs_BT)).sum().backward()
@@ -333,7 +336,7 @@ def _compare_gradients(
             differences.setdefault("update", f"the gradient of {name} is {share:.0%} off")
 
 
-# The bundled model starts without a trial.
+# The bundled model needs no trial with the versions that its test has tried.
 BUNDLED_VERDICT = Verdict(RunMode("sdpa", packed=True))
 BUNDLED_VERSIONS = ("5.19.0", "2.13.0")  # of transformers and torch
 ADVICE = {
@@ -355,9 +358,9 @@ def choose_run_mode(
     critic: bool = False,
     checkpointing: bool = False,
 ) -> tuple[Verdict, list[str]]:
-    """How to run a model of a run, and what to tell of it; all ranks call, the first one tries.
+    """Return the verdict on a model of the run and remarks for the user; all ranks call.
 
-    Raises ModelError where no way computes what the model computes, or not the way that was set.
+    Only the first rank tries. Raises ModelError if no mode is exact, or not the mode that was set.
     """
     flag = CRITIC_FLAG if critic else "--model"
     model, device = config.model, Compute.choose(config.model.dtype).device.type
@@ -420,7 +423,7 @@ def _describe_verdict(path: str, verdict: Verdict, conditions: TrialConditions) 
         return
     if conditions.kernel is None and verdict.mode.kernel != "sdpa":
         reason = verdict.rejected["sdpa"]
-        # Without the figures: actor and critic of one model are told once.
+        # Without figures, so that the remarks on actor and critic of one model are equal.
         reason = reason if reason == NO_KERNEL.format("sdpa") else "sdpa computes something else"
         yield f"Attention of {path} is {verdict.mode.kernel}: {reason}."
     if conditions.packing is None and not verdict.mode.packed and conditions.trains:
@@ -428,21 +431,21 @@ def _describe_verdict(path: str, verdict: Verdict, conditions: TrialConditions) 
 
 
 def _is_bundled(path: str, conditions: TrialConditions) -> bool:
-    """Whether a test has tried the bundled model as it is to run, with these versions."""
+    """Whether this is the bundled model with free choice, in the versions that a test has tried."""
     is_open = conditions.kernel is None and conditions.packing is None
     versions = (transformers.__version__, torch.__version__.partition("+")[0])
     return is_open and path == model_folder(EMBEDDED) and versions == BUNDLED_VERSIONS
 
 
 def _find_verdict(config: PreTrainedConfig, conditions: TrialConditions) -> Verdict:
-    """The verdict on the disk, or that of a trial."""
-    # A model's own code is no part of the digest.
+    """Return the verdict on disk, or that of a new trial, which is then stored."""
+    # The digest does not cover a model's own code, so such verdicts are not stored.
     file = None if conditions.remote_code else _verdict_file(config, conditions)
     with suppress(OSError, ValueError, KeyError, TypeError):
         if file is not None:
             fields = json.loads(file.read_text())
             return Verdict(**fields | {"mode": RunMode(**fields["mode"])})
-    # The draws of the run stay what they are.
+    # The trial must not change the run's random state.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         verdict = run_trial(config, conditions)
     with suppress(OSError):
@@ -454,7 +457,7 @@ def _find_verdict(config: PreTrainedConfig, conditions: TrialConditions) -> Verd
 
 
 def _verdict_file(config: PreTrainedConfig, conditions: TrialConditions) -> Path | None:
-    """Where a verdict is kept: named by all that it depends on, our own code included."""
+    """Return the verdict's file, named by a digest of all inputs and of the engine's code."""
     if (folder := cache_folder()) is None:
         return None
     digest = hashlib.sha256(_digest_code())

@@ -45,7 +45,7 @@ def test_the_actor_is_asked_unless_all_rows_are_of_its_present_weights(
         weight_version_B=torch.tensor(versions),
         sampler_entropy_BT=torch.zeros(2, 6) if entropies else None,
     )
-    names = learner.annotate(batch).found.keys()
+    names = learner.annotate(batch).tensors.keys()
     assert {"ref_logprobs_BT", "values_BT"} <= names
     assert ({"old_logprobs_BT", "entropy_BT"} <= names) is again
 
@@ -61,7 +61,7 @@ def test_an_adapters_reference_is_the_model_that_ref_path_names(tmp_path: Path) 
         critic={"model": {"path": "embedded"}},
         ref={"path": str(tmp_path)},
     )
-    found = Learner(config, tokenizer, total_steps=1).annotate(make_batch(ROWS, seed=0)).found
+    found = Learner(config, tokenizer, total_steps=1).annotate(make_batch(ROWS, seed=0)).tensors
     # With a head of zeros every token is as likely.
     likely = -math.log(other.config.vocab_size)
     mask_BT = found["ref_logprobs_BT"] != 0

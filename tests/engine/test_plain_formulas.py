@@ -440,5 +440,5 @@ def test_what_is_not_asked_for_is_not_computed(folders: dict[str, str], tokenize
     found = merge_annotations(batch, [learner.annotate(batch)])
     assert (found.ref_logprobs_BT, found.full_kl_BT, found.values_BT) == (None, None, None)
     sampled = settings(folders, algorithm={"kl_penalty": "kl"})
-    seen = Learner(sampled, tokenizer, total_steps=1).annotate(batch).found
+    seen = Learner(sampled, tokenizer, total_steps=1).annotate(batch).tensors
     assert "full_kl_BT" not in seen and {"ref_logprobs_BT", "values_BT"} <= seen.keys()

@@ -1,7 +1,8 @@
-"""Cut rows into micro-batches: little padding, even work, and a budget that learns from OOM.
+"""Divide rows into micro-batches with little padding and even work, within a memory budget.
 
-Over several ranks, all plan the same cut of the whole mini-batch and take turns in it, so that
-each rank has the same number of micro-batches (collectives must meet) of about the same weight.
+All ranks plan the same micro-batches of the whole mini-batch and take turns in choosing, so that
+each rank gets the same number (collectives must match) of about the same size. When memory runs
+out, the budget is halved and the work is done again.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from torch.distributed import DistError
 from ppo_cli.engine.ranks import ALONE, OutOfMemoryElsewhere, Ranks, explain_collective_errors
 from ppo_cli.errors import UserError, is_out_of_memory
 
-# Padded micro-batches are cut smaller for less padding, but not below what keeps a device busy.
+# Padded micro-batches are made smaller to reduce padding, but not below a size that keeps a device
+# busy.
 MOST_PADDING = 0.1
 LEAST_TOKENS = 1024
 
 
 @dataclass
 class Budget:
-    """How much a micro-batch may hold; halved, and kept halved, when memory runs out.
+    """The size limit of micro-batches; halved for good when memory runs out.
 
     `tokens` counts padded tokens (rows x longest row), or real tokens when rows are `packed`;
     `rows` caps the rows. With `shared`, rows of one prompt stay in one micro-batch.
@@ -45,16 +47,17 @@ class Budget:
     no_memory_advice: str = "Use more GPUs (--n_gpus, --nnodes) or take a smaller --model."
 
     def size(self, rows: int, longest: int, real: int) -> int:
-        """What rows take of `tokens`, given the longest of them and their real tokens."""
+        """Return what rows count against `tokens`, from their longest length and real tokens."""
         return real if self.packed else rows * longest
 
     def halve(
         self, longest: int, most_rows: int, most_tokens: int = 0, *, gathering: bool = False
     ) -> None:
-        """Shrink below what was just tried; raises UserError when one row is too much.
+        """Halve the size that was just tried; raises UserError if that was a single row.
 
-        Of packed rows, `most_tokens` is what the heaviest micro-batch held, and `most_rows` are
-        its rows: memory goes by tokens there. `gathering`: it was weights that found no room.
+        `most_rows` is the largest number of rows in a micro-batch. For packed rows, where memory
+        depends on tokens, it is the rows of the heaviest one, and `most_tokens` its tokens.
+        `gathering`: memory ran out while weights were gathered.
         """
         if most_rows <= 1:
             if gathering:
@@ -70,15 +73,15 @@ class Budget:
         self.halvings += 1
 
     def current_limit(self) -> tuple[str, int]:
-        """What halving has left of it, for people: its unit and how many."""
+        """Return the unit of the limit after halvings ("tokens" or "rows"), and its value."""
         return ("tokens", self.tokens) if self.packed else ("rows", self.rows or 0)
 
     def state(self) -> list[Any]:
-        """What a resumed run needs to know of it."""
+        """Return the state for a checkpoint."""
         return [self.packed, self.halvings, self.current_limit()[1]]
 
     def load_state(self, state: list[Any]) -> None:
-        """Take up halvings of rows like these; where there were none, or others, settings count."""
+        """Restore the halvings of a checkpoint, if it had any in the same unit."""
         packed, halvings, limit = state
         if packed != self.packed or not halvings:
             return
@@ -94,19 +97,21 @@ def plan_micro_batches(
 ) -> list[list[int]]:
     """Group row indices by length, longest first, within the budget.
 
-    With the number of micro-batches that the budget and `MOST_PADDING` need (or `at_least`,
-    where there are rows for so many), the smallest token size that still needs no more of them
-    is used, so that all are about equally heavy. A row longer than the token budget goes alone.
+    The budget and `MOST_PADDING` determine the number of micro-batches (or `at_least`, if there
+    are enough rows). Then the smallest token limit that needs no more of them is used, so that all
+    have about the same size. A row longer than the token budget is alone in its micro-batch.
     """
     if not lengths:
         return []
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     tokens = budget.tokens
     groups = _fill(order, lengths, tokens, budget)
+    # Lower the token limit until padding is small enough.
     while tokens > LEAST_TOKENS and _padding(groups, lengths, budget) > MOST_PADDING:
         tokens = max(LEAST_TOKENS, tokens * 3 // 4)
         groups = _fill(order, lengths, tokens, budget)
     count = max(at_least, len(groups))
+    # Binary search for the smallest limit with the same number of groups.
     low, high = 1, tokens
     while low < high:
         middle = (low + high) // 2
@@ -115,7 +120,8 @@ def plan_micro_batches(
         else:
             low = middle + 1
     even = _fill(order, lengths, low, budget)
-    while len(even) < min(at_least, len(lengths)):  # rows of one length: 4 in 3 are 2 and 2
+    # Rows of equal length can need fewer groups (4 rows in 3 groups become 2 and 2): split some.
+    while len(even) < min(at_least, len(lengths)):
         fullest = max(even, key=len)
         even.append([fullest.pop()])
     most_padding = max(MOST_PADDING, _padding(groups, lengths, budget))
@@ -125,7 +131,7 @@ def plan_micro_batches(
 
 
 def _padding(groups: list[list[int]], lengths: Sequence[int], budget: Budget) -> float:
-    """The share of a computation's tokens that are padding."""
+    """Return the share of computed tokens that are padding."""
     real = sum(lengths)
     sizes = (
         budget.size(len(group), lengths[group[0]], sum(lengths[i] for i in group))
@@ -137,10 +143,10 @@ def _padding(groups: list[list[int]], lengths: Sequence[int], budget: Budget) ->
 def plan_rank_micro_batches(
     lengths: Sequence[int], budget: Budget, ranks: Ranks, prompts: Sequence[Hashable] = ()
 ) -> list[list[int]]:
-    """The micro-batches of one rank; as many on each rank, some of them perhaps empty.
+    """Return this rank's micro-batches; all ranks have the same number, some may be empty.
 
-    The k-th ones of all ranks are computed at the same time, so they are neighbours in weight;
-    the order of the ranks turns round with each, so that none always has the heaviest.
+    The k-th ones of all ranks run at the same time, so they are close in size; the order of the
+    ranks is reversed each turn, so that no rank always has the largest.
     """
     planned, size = _plan_all_ranks(lengths, budget, ranks, prompts), ranks.data_size
     places = (ranks.data_rank, size - 1 - ranks.data_rank)
@@ -150,7 +156,7 @@ def plan_rank_micro_batches(
 def _plan_all_ranks(
     row_lengths: Sequence[int], budget: Budget, ranks: Ranks, prompts: Sequence[Hashable]
 ) -> list[list[int]]:
-    """The micro-batches of all ranks, the heaviest first; each turn has one for each rank."""
+    """Return the micro-batches of all ranks, largest first; each turn has one per rank."""
     units = [[row] for row in range(len(row_lengths))]
     if budget.shared:
         units = _group_by_prompt(row_lengths, prompts, budget.tokens, ranks.data_size)
@@ -172,7 +178,7 @@ def _plan_all_ranks(
 def _group_by_prompt(
     lengths: Sequence[int], prompts: Sequence[Hashable], tokens: int, ranks: int
 ) -> list[list[int]]:
-    """Rows of one prompt, in as many lists as the budget needs, and each rank has some."""
+    """Group rows by prompt, split where the budget or an even share of the ranks needs it."""
     row_limit = max(1, len(lengths) // ranks)
     of_prompt: dict[Hashable, list[list[int]]] = {}
     for row, prompt in enumerate(prompts):
@@ -206,7 +212,7 @@ def _fill(
 
 @contextmanager
 def explain_out_of_memory(what: str, advice: str) -> Iterator[None]:
-    """Turn running out of memory into a message that says what helps."""
+    """Turn running out of memory into an error with advice."""
     try:
         yield
     except Exception as error:
@@ -217,19 +223,19 @@ def explain_out_of_memory(what: str, advice: str) -> Iterator[None]:
 
 @contextmanager
 def explain_step_errors(role: str, ranks: Ranks, advice: str) -> Iterator[None]:
-    """Name the model and the rank where a step runs out of memory, or NCCL fails."""
+    """Add the model and the rank to errors of an optimizer step: out of memory, or NCCL."""
     where = "" if ranks.alone else f" on learner rank {ranks.rank}"
     what = f"An optimizer step of the {role}{where}"
     with explain_collective_errors(ranks.rank), explain_out_of_memory(what, advice):
         yield
 
 
-# Functions of FSDP2 (torch 2.13) that make room for whole weights and gradients.
+# Functions of FSDP2 (torch 2.13) that allocate gathered weights and unreduced gradients.
 GATHERS = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
 
 
 def is_gather_error(error: BaseException) -> bool:
-    """Whether an error was raised while FSDP2 put weights or gradients together."""
+    """Whether an error was raised while FSDP2 gathered weights or reduced gradients."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(code.co_name in GATHERS and "_fully_shard" in code.co_filename for code in codes)
 
@@ -238,18 +244,18 @@ Work = Callable[[Sequence[int], bool], None]
 
 
 class Interruptible(Protocol):
-    """A model whose work may break off; see `WeightsContext` of models.py."""
+    """A model that can recover from an interrupted pass; see `WeightsContext`."""
 
     def begin_micro_batch(self) -> None:
         """Begin a micro-batch."""
         ...
 
     def begin_replay(self) -> None:
-        """Have the next work take the place of what broke off since `begin_micro_batch`."""
+        """Let the next pass replay the interrupted micro-batch."""
         ...
 
     def reset(self) -> None:
-        """Come to rest."""
+        """Clean up after an interrupted pass."""
         ...
 
 
@@ -262,11 +268,11 @@ def run_within_memory(
     prompts: Sequence[Hashable] = (),
     models: Sequence[Interruptible] = (),
 ) -> None:
-    """Do `work` on each micro-batch; when memory runs out, `restart` and try with halves.
+    """Do `work` on each micro-batch; when memory runs out, `restart` with half the budget.
 
-    `work` is given rows (none on an idle rank) and whether they are the last, and asks `models`.
-    All of it is done again, never the rest: a backward pass that broke off may have left half a
-    gradient behind.
+    `work` gets the rows (none on an idle rank) and whether they are the last, and runs `models`.
+    After a halving all micro-batches are done again, because an interrupted backward pass may have
+    added a part of a gradient.
 
     After each micro-batch the ranks exchange whether one has failed (`Ranks.exchange_failures`);
     all of them then restart together with the same halved budget. A rank that runs out of memory
@@ -291,6 +297,7 @@ def run_within_memory(
                     raise
             if not is_out_of_memory(error):
                 raise
+            # The plan says what the failed size was, which all ranks halve.
             planned = _plan_all_ranks(lengths, budget, ranks, prompts)
             heaviest = max(planned, key=lambda group: sum(lengths[i] for i in group))
             most_rows = len(heaviest) if budget.packed else max(len(group) for group in planned)
@@ -303,6 +310,7 @@ def run_within_memory(
                 ) from error
             elsewhere = isinstance(error, OutOfMemoryElsewhere)
             gathering = is_gather_error(error)
+        # Outside of the except block: the traceback kept tensors alive until here.
         _start_over(models, restart)
         if not elsewhere and not ranks.alone:
             _stand_in(models, work, last, ranks, budget)
@@ -323,7 +331,7 @@ def _start_over(models: Sequence[Interruptible], restart: Callable[[], None]) ->
 def _stand_in(
     models: Sequence[Interruptible], work: Work, last: bool, ranks: Ranks, budget: Budget
 ) -> None:
-    """Do the micro-batch that broke off again, as an idle rank; what comes of it is dropped."""
+    """Replay the interrupted micro-batch as an idle rank; its results are dropped."""
     for model in models:
         model.begin_replay()
     try:

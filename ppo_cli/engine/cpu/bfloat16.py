@@ -134,7 +134,7 @@ class CastLayer:
     """
 
     module: nn.Module
-    own: Mapping[str, nn.Parameter]
+    parameters: Mapping[str, nn.Parameter]
     cast: Mapping[str, Any]
     packed: Callable[[Tensor], Tensor] | None = None
 
@@ -148,7 +148,7 @@ class CastLayer:
     def uninstall(self) -> None:
         """Let the module compute with its float32 weights again."""
         self.module.__dict__.pop("forward", None)
-        self.module._parameters.update(self.own)
+        self.module._parameters.update(self.parameters)
 
 
 def cast_layers(model: nn.Module, dtype: torch.dtype) -> list[CastLayer]:
@@ -184,7 +184,7 @@ def cast_frozen_layers(model: nn.Module, dtype: torch.dtype) -> None:
         layer.install()
         tensors = layer.cast
         if layer.packed is not None:  # all that is left of the weight is its shape
-            weight = layer.own["weight"]
+            weight = layer.parameters["weight"]
             tensors = {"weight": torch.empty_like(weight, dtype=dtype, device="meta")}
         for name, tensor in tensors.items():
             layer.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)

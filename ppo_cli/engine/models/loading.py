@@ -1,7 +1,7 @@
-"""Load configs, tokenizers and weights; every file that does not fit is refused in one sentence.
+"""Load configs, tokenizers and weights, with one-sentence errors for files that do not fit.
 
-Policies, value models, reward models to fit and bases of adapters all load through `load_weights`,
-which reads what transformers only warns of: tensors that the files lack would be drawn at random.
+Policies, value models, reward models to fit and bases of adapters all load through `load_weights`.
+It turns transformers' warnings into errors: missing tensors would be initialised at random.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from ppo_cli.config.models.limits import describe_eager_only
 from ppo_cli.config.models.weight_files import list_tensors
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory
 
-# Its bars and advice would break into our own progress; what matters comes as an error.
+# Their progress bars and advice would interrupt our own output; problems are raised as errors.
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 hub_logging.set_verbosity(logging.ERROR)
 
-# What loaders raise for files that are absent, cut off, or not what they should be.
+# What loaders raise for files that are missing, truncated or of another kind.
 DAMAGED = (
     OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError,
     AssertionError, AttributeError, ArithmeticError, IndexError, RecursionError, TypeError,
     pickle.UnpicklingError, StrictDataclassError,
 )  # fmt: skip
-# What transformers says of a kernel that a family is not written for.
+# transformers' errors about an attention kernel that a family does not support.
 ATTENTION_ERROR = re.compile(r"attn_implementation|attention implementation|Flash ?Attention")
-GENERATION_CODE = "generation/configuration_utils.py"  # where transformers checks such a config
+GENERATION_CODE = "generation/configuration_utils.py"  # transformers' checks of that config
 # Constants that older versions of transformers wrote next to the weights.
 CONSTANTS = re.compile(r"\.(masked_bias|inv_freq)$")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def load_config(path: str, flag: str, trust_remote_code: bool) -> Any:
-    """A model's config."""
+    """Load a model's config."""
     return load_part(AutoConfig, path, "config", flag, trust_remote_code=trust_remote_code)
 
 
@@ -65,12 +65,12 @@ def load_weights(
     empty: bool = False,
     **options: Any,
 ) -> tuple[Any, set[str]]:
-    """Load a model in float32; returns it with the tensors of `heads` that do not fit the files.
+    """Load a model in float32; returns it and the tensors of `heads` that are not in the files.
 
-    `heads` are modules on top of a backbone: the files may lack them, and hold a language head
-    instead. With `replace_heads` the files may hold them in another shape. Raises ModelError that
+    `heads` are modules on top of a backbone: the files may lack them, and have a language head
+    instead. With `replace_heads` they may have another shape in the files. Raises ModelError that
     names every other tensor that is missing, unexpected or of another shape. An `empty` model has
-    no weights: every tensor is on the meta device.
+    all tensors on the meta device.
     """
     options["config"] = config
     if empty:
@@ -86,11 +86,12 @@ def load_weights(
         ignore_mismatched_sizes=True,
         **options,
     )
+    # Compare the names and shapes of model and files.
     shapes = {name: shapes for name, *shapes in info["mismatched_keys"]}
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
     new = missing | unexpected | (shapes.keys() if replace_heads else set())
     fresh = {name for name in new if name.partition(".")[0] in heads}
-    # A buffer that the class computes itself was a part of the files once.
+    # Older files contain buffers that the class now computes.
     computed = {name for name, _ in model.named_buffers()}
     unexpected = {name for name in unexpected - computed - fresh if not CONSTANTS.search(name)}
     if unexpected:
@@ -111,7 +112,7 @@ def load_weights(
             f"The files in {path} do not fit its config.json as a {what} ({text}). "
             f"{refetch_advice(flag)}"
         )
-    # The files hold two tensors where the config ties them: what is saved from here on says so.
+    # The config ties the output head, but the files have two tensors: saved configs must say so.
     if model.get_expanded_tied_weights_keys(all_submodels=True) and not model.all_tied_weights_keys:
         for owner in (model.config, model.config.get_text_config()):
             owner.tie_word_embeddings = False
@@ -119,9 +120,9 @@ def load_weights(
 
 
 def _whole_names(config: Any, trust_remote_code: bool) -> set[str]:
-    """Names, in files and in models, of what a backbone or a text part leaves in its files.
+    """Return the tensor names of the full model, which a backbone or text part need not use.
 
-    Those are the language head and, of a composite checkpoint, towers for images and sound.
+    These are the language head and, in a composite checkpoint, towers for images and sound.
     """
     names: set[str] = set()
     for builder in (AutoModelForCausalLM, AutoModelForMultimodalLM):
@@ -135,7 +136,7 @@ def _whole_names(config: Any, trust_remote_code: bool) -> set[str]:
 
 
 def _predicts_ahead(name: str, config: Any) -> bool:
-    """Whether a tensor is of the layers behind the last one that predict tokens further ahead."""
+    """Whether a tensor belongs to the extra layers for multi-token prediction."""
     text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", 0)
     ahead = getattr(text, "num_nextn_predict_layers", None) or 0
@@ -144,7 +145,7 @@ def _predicts_ahead(name: str, config: Any) -> bool:
 
 
 def load_part(loader: Any, path: str, what: str, flag: str = "--model", **options: Any) -> Any:
-    """Call `from_pretrained`; raises ModelError in one sentence for what is known to go wrong."""
+    """Call `from_pretrained`; raises ModelError in one sentence for known failures."""
     check_folder(path, flag)
     local = Path(path).expanduser()
     if local.is_dir():
@@ -183,7 +184,7 @@ def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
 
 
 def _known_limit(path: str, what: str, flag: str, error: Exception) -> str:
-    """Say what transformers cannot do with a model whose files are whole; "" for other errors."""
+    """Return a message if transformers does not support this model; "" for other errors."""
     text, kind = " ".join(str(error).split()), read_config(path).get("model_type")
     if ATTENTION_ERROR.search(text):
         return describe_eager_only(path)
@@ -209,7 +210,7 @@ def _known_limit(path: str, what: str, flag: str, error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The sentence of an error's text that says what is wrong."""
+    """Return the sentence of an error's text that says what is wrong."""
     if isinstance(error, KeyError) and " " not in str(error.args[0]):  # its text is the key
         return f"transformers does not know {error} in its files"
     if isinstance(error, StrictDataclassError):  # behind the name of a validator
@@ -218,9 +219,10 @@ def _reason(error: Exception) -> str:
 
 
 def _unconverted(error: Exception) -> set[str]:
-    """Tensors that transformers could not put together, as experts from their pieces.
+    """Return tensors that transformers could not convert, such as experts from their parts.
 
-    It names them in a log that is off here, and in a variable of the frame that raised.
+    transformers 5.19 names them in its log, which is off here, and in a local variable of the
+    frame that raised.
     """
     names: set[str] = set()
     for frame, _ in walk_tb(error.__traceback__):
@@ -230,7 +232,7 @@ def _unconverted(error: Exception) -> set[str]:
 
 
 def foreign_code(path: str, error: Exception) -> str:
-    """Say what lets the Python code of a model run; empty where that is not what is missing."""
+    """Return how to allow a model's own Python code; "" if that is not the problem."""
     if "trust_remote_code" not in str(error):
         return ""
     return (
@@ -241,7 +243,7 @@ def foreign_code(path: str, error: Exception) -> str:
 
 
 def import_bitsandbytes(setting: str) -> Any:
-    """Import it, or raise MissingPart with the `setting` that asks for it."""
+    """Import bitsandbytes, or raise MissingPart that names the `setting` that needs it."""
     try:
         import bitsandbytes
     except ImportError as error:

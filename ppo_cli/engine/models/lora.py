@@ -1,8 +1,9 @@
-"""LoRA (Hu et al. 2021) by PEFT: adapters inside a model, on, off, merged and saved.
+"""LoRA adapters (Hu et al. 2021) through PEFT: injecting, disabling, merging and saving them.
 
-An adapter is put into the model in place: the model stays what it was, backbone and head too,
-and each adapted layer adds `alpha / rank * B @ A` to its frozen weight. Names outside are those
-of PEFT's files, so that its own loader, or any server that takes adapters, reads ours."""
+An adapter is injected in place: the model object, its backbone and its head stay the same, and
+each adapted layer adds `alpha / rank * B @ A` to its frozen weight. Tensors are published and
+saved under PEFT's names, so that PEFT and any server that takes adapters can load them.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +34,17 @@ from ppo_cli.engine.models.policy import Policy
 from ppo_cli.engine.models.value_models import VALUE_HEADS, value_head
 from ppo_cli.errors import MissingPart, ModelError, did_you_mean
 
-FUSED = 2  # gate and up projection of an expert, in one weight; each has a rank of its own
-# Ranks that vLLM's LoRA kernels are made for; a smaller adapter is padded.
+# Gate and up projection of an expert in one weight; each of them has its own rank.
+FUSED = 2
+# The ranks of vLLM's LoRA kernels (0.32); a smaller adapter is padded.
 PADDED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """What an adapter's tensors do not say of it.
+    """The settings of an adapter that its tensors do not show.
 
-    `fused` models hold gate and up projections of experts in one weight.
+    `fused` models have gate and up projections of experts in one weight.
     """
 
     rank: int
@@ -50,7 +52,7 @@ class LoRA:
     fused: bool = False
 
     def padded_rank(self) -> int:
-        """The least rank that vLLM can hold this adapter in."""
+        """Return the smallest rank of vLLM's kernels that fits this adapter."""
         largest = FUSED * self.rank if self.fused else self.rank
         fitting = [rank for rank in PADDED_RANKS if rank >= largest]
         if not fitting:
@@ -62,7 +64,7 @@ class LoRA:
 
 
 def write_adapter(folder: Path, lora: LoRA, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors and config into a new folder; the tensors' names tell the adapted modules."""
+    """Write an adapter's tensors and config into a new folder, in PEFT's format."""
     folder.mkdir()
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors")
     owners = {name.partition(".lora_")[0] for name in tensors}
@@ -77,9 +79,9 @@ def write_adapter(folder: Path, lora: LoRA, tensors: Mapping[str, Tensor]) -> No
 
 @torch.no_grad()
 def name_as_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An adapter's tensors by the names of the model's files, as vLLM takes them.
+    """Return an adapter's tensors by the names of the model's files, as vLLM expects them.
 
-    Experts that are one by one in the files are so here. `model` may be without weights.
+    Experts that are separate in the files are separate here. `model` may have no weights.
     """
     named: dict[str, Tensor] = {}
     for key, a in tensors.items():
@@ -110,7 +112,7 @@ def name_as_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 def _stack_of(
     owner: str, stacks: Mapping[str, Tensor], sizes: tuple[int, int], tensors: Mapping[str, Tensor]
 ) -> str:
-    """Which weight of experts an adapter is of; where both are adapted, the first is inside."""
+    """Return the expert weight of an adapter; with both adapted, PEFT nests the first inside."""
     base, leaves = _base_name(owner), [*stacks]
     if owner != base:
         return leaves[0]
@@ -131,16 +133,16 @@ PIECE = re.compile(rf"\.(lora_[AB])\.{ADAPTER}\.")
 
 @dataclass(frozen=True)
 class AdapterOff(Policy):
-    """A policy as it was before its adapter was trained; weights are shared, none is copied."""
+    """A policy with its adapter disabled; it shares all weights with the policy."""
 
     def hidden_BLH(self, input_ids_BL: Tensor, packed: PackedRows | None = None) -> Tensor:
-        """Last hidden states without the adapter; nothing in them is trained."""
+        """Return the last hidden states without the adapter."""
         with without_adapter(self.model):
             return super().hidden_BLH(input_ids_BL, packed)
 
 
 def reference_of(policy: Policy) -> Policy:
-    """The reference of an adapted policy: itself with the adapter off."""
+    """Return the reference of an adapted policy: the policy with its adapter disabled."""
     p = policy
     return AdapterOff(p.model, p.backbone, p.head, p.weights_context, p.packing, p.shares_prompts)
 
@@ -148,11 +150,11 @@ def reference_of(policy: Policy) -> Policy:
 def adapt(
     settings: Model | CriticModel, seed: int, report: Callable[[str], None] = lambda text: None
 ) -> Callable[[Any], Any] | None:
-    """What puts an adapter into a loaded causal LM or value model, in place; None without LoRA.
+    """Return a function that injects an adapter into a loaded model in place; None without LoRA.
 
-    B starts at zero; A is drawn from `seed`, on whatever device the model lies. All other
-    weights are frozen but a value head. Calls `report` with a sentence where `all-linear` leaves
-    experts out. Raises ModelError for `target_modules` that fit nothing.
+    B starts at zero; A is drawn from `seed`, the same on every device. All other weights are
+    frozen except a value head. Calls `report` with a sentence if `all-linear` leaves experts out.
+    Raises ModelError for `target_modules` that match nothing.
     """
     if settings.lora_rank == 0:
         return None
@@ -194,12 +196,12 @@ def adapt(
 
 @contextmanager
 def without_adapter(model: Any) -> Iterator[None]:
-    """Compute as the base model inside; no weight moves or changes."""
+    """Context in which the model computes without its adapter; no weight changes."""
     layers = _layers(model)
     for layer in layers.values():
         layer.enable_adapters(False)
-    # PEFT freezes what it switches off. Sharding looks at that once, when weights are first
-    # gathered, and would then never reduce the adapter's gradients in the dtype it should.
+    # PEFT freezes a disabled adapter. FSDP2 reads `requires_grad` once, when weights are first
+    # gathered, and would then never reduce the adapter's gradients in the right dtype.
     for name, tensor in model.named_parameters():
         if PIECE.search(name):
             tensor.requires_grad_(True)
@@ -211,7 +213,7 @@ def without_adapter(model: Any) -> Iterator[None]:
 
 
 def adapter_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The live tensors of the adapter, and of a value head, under PEFT's names, in one order."""
+    """Yield the live tensors of the adapter and a value head, by PEFT's names, in a fixed order."""
     for name, tensor in model.named_parameters():
         if PIECE.search(name) or name.partition(".")[0] in VALUE_HEADS:
             yield PREFIX + PIECE.sub(r".\1.", name), tensor
@@ -219,7 +221,7 @@ def adapter_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def load_adapter(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Copy an adapter's tensors into a model that `adapt` prepared; all of them, no other."""
+    """Copy an adapter's tensors into a model prepared by `adapt`; ModelError if they do not fit."""
     live = dict(adapter_tensors(model))
     if live.keys() != tensors.keys():
         odd = sorted(live.keys() ^ tensors.keys())
@@ -244,12 +246,12 @@ def merged_tensors(
     *,
     live: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights, an adapter added, under the names of the base model, one by one.
+    """Yield the weights with the adapter merged, under the names of the base model, one by one.
 
-    `full` makes a whole tensor of a live one; it is called for the same tensors in
-    the same order on every rank. Where it casts, `exact` does the same without, for what is
-    still to be merged, and for buffers. `live` are the model's tensors, all its parameters by
-    default. A tied output head is left out. Nothing live is changed.
+    `full` gathers a live tensor; it is called for the same tensors in the same order on every
+    rank. If it casts, `exact` gathers without casting, for buffers and for weights that are still
+    to be merged. `live` are the model's tensors, by default all parameters. A tied output head is
+    left out. No live tensor is changed.
     """
     adapted = {
         f"{_base_name(name)}.{getattr(layer, 'parameter_name', 'weight')}": layer
@@ -282,18 +284,18 @@ def write_adapter_config(directory: Path, model: Any, base: str) -> None:
 
 
 def load_merged(model: Any, folder: Path) -> Any:
-    """Put the adapter saved in `folder` into its base model for good; returns that model.
+    """Merge the adapter saved in `folder` into its base model, and return that model.
 
     Raises ValueError when it is the adapter of another model.
     """
     with _without_pattern_warnings():
-        # What PEFT only warns of is looked at below.
+        # PEFT only warns about missing keys; they are checked below.
         warnings.filterwarnings("ignore", "Found missing adapter keys")
         adapted = _import_peft().PeftModel.from_pretrained(model, str(folder))
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
         saved = set(file.keys())
     live = (name for name, _ in adapter_tensors(adapted.get_base_model()))
-    # PEFT keeps the head of the base model beside the one that was saved.
+    # PEFT keeps the base model's head as well as the saved one.
     names = {name.replace(f".modules_to_save.{ADAPTER}", "") for name in live}
     odd = sorted(saved ^ {name for name in names if ".original_module." not in name})
     if odd:
@@ -314,10 +316,10 @@ def _import_peft() -> Any:
 
 
 def _hold_in_4_bits(model: Any) -> None:
-    """Put the weights of linear layers into 4 bits, in place (QLoRA, Dettmers et al. 2023).
+    """Quantise the weights of linear layers to 4 bits in place (QLoRA, Dettmers et al. 2023).
 
-    Blocks of 64 weights share a size, which is in 8 bits itself; codes are those of NF4, best for
-    normal weights. Embeddings, output layer and value head stay in float32.
+    Blocks of 64 weights share a scale, which is stored in 8 bits; the codes are NF4, optimal for
+    normally distributed weights. Embeddings, output layer and value head stay in float32.
     """
     bnb = import_bitsandbytes("model.quantization nf4")
     for name, layer in _linear_modules(model).items():
@@ -340,12 +342,12 @@ def _layers(model: Any) -> dict[str, Any]:
 
 
 def _base_name(name: str) -> str:
-    """The name that something has in the model without an adapter."""
+    """Return the name of a module or tensor in the model without an adapter."""
     return name.replace(".base_layer", "")
 
 
 def _merge(layer: Any, tensor: Tensor, full: Callable[[Tensor], Tensor]) -> Tensor:
-    """W + scale * B @ A in float32; of the weights of all experts each has its own."""
+    """Return W + scale * B @ A in float32; with stacked experts, one product per expert."""
     weight = full(tensor)
     a, b = (full(part[ADAPTER].weight).float() for part in (layer.lora_A, layer.lora_B))
     if weight.dim() == 3:
@@ -359,20 +361,20 @@ def _merge(layer: Any, tensor: Tensor, full: Callable[[Tensor], Tensor]) -> Tens
 
 
 def split_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(experts, rank, in) and (experts, out, rank) of what PEFT holds in two matrices."""
+    """Return (experts, rank, in) and (experts, out, rank) from PEFT's two matrices."""
     return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
 
 def _is_out_first(layer: Any) -> bool:
-    """Whether the weights of experts are (experts, out, in), as those of a linear layer."""
+    """Whether stacked expert weights are (experts, out, in), like those of a linear layer."""
     return not getattr(layer.get_base_layer(), "is_transposed", False)
 
 
 @dataclass(frozen=True)
 class _Targets:
-    """What LoRA adapts, as PEFT takes it: modules, and parameters of modules that are not linear.
+    """The targets of LoRA in PEFT's terms: modules, and parameters of non-linear modules.
 
-    `fused` are patterns of parameters that hold two layers, both of them chosen.
+    `fused` are patterns of parameters that contain two layers, both of which are targets.
     """
 
     modules: str | list[str]
@@ -382,14 +384,14 @@ class _Targets:
 
 
 def _choose_targets(model: Any, setting: str | Sequence[str], key: str) -> _Targets:
-    """What to tell PEFT; refuses names that mean nothing that can be adapted.
+    """Return PEFT's targets for a setting; raises ModelError for names that cannot be adapted.
 
-    A single word may be a name or a pattern: PEFT itself would take any word as a pattern.
+    A single string can be a name or a pattern; PEFT itself would take every string as a pattern.
     """
     linear, parameters = _adaptable_modules(model), _parameters_by_name(model)
     renames = peft_renames(model.config)
     if isinstance(setting, str) and setting.lower() == ALL_LINEAR:
-        # As PEFT: experts and routers are among them in families in which they were linear layers.
+        # As in PEFT, this includes experts and routers in families where they were linear layers.
         names = [*linear, *(name for name in parameters if _leaf(name) in renames)]
         if not parameters and not renames and linear.keys() == _linear_modules(model).keys():
             return _Targets(ALL_LINEAR, [*linear.values()])
@@ -398,7 +400,7 @@ def _choose_targets(model: Any, setting: str | Sequence[str], key: str) -> _Targ
 
     def mean(word: str) -> list[str]:
         named, parameter_names = _named(word, modules), _named(word, parameters)
-        # A word for linear layers means experts too where these were linear layers.
+        # A name of linear layers includes experts in families where they were linear layers.
         return [*named, *parameter_names] if renames or not named else named
 
     matches = {word: mean(word) for word in ([setting] if isinstance(setting, str) else setting)}
@@ -432,7 +434,7 @@ def _as_peft(
     linear: Mapping[str, nn.Module], parameters: Mapping[str, str], renames: Collection[str],
     chosen_names: Iterable[str], key: str,
 ) -> _Targets:  # fmt: skip
-    """Exact targets: PEFT widens words to experts, and patterns to all layers, in some families."""
+    """Return exact targets: in some families PEFT would extend names to more layers."""
     names = set(chosen_names)
     halves: dict[str, list[str]] = {}
     for name, parameter in parameters.items():
@@ -446,8 +448,9 @@ def _as_peft(
                 f"{key}: {' and '.join(sorted(pair))} are one weight ({parameter}): name "
                 f"{_leaf(missing)} as well."
             )
+    # Routers and experts are given to PEFT as parameters, all other layers as modules.
     chosen = {parameters[name] for name in names if name in parameters}
-    # PEFT would take the names of these layers for those of experts.
+    # PEFT would mistake the names of these layers for expert names.
     chosen |= {f"{n}.weight" for n in names & linear.keys() if _leaf(n) in renames}
     modules = sorted(n for n in names & linear.keys() if _leaf(n) not in renames)
     both = {parameter for parameter, pair in fused.items() if names.issuperset(pair)}
@@ -460,8 +463,8 @@ def _as_peft(
 
 
 def peft_renames(config: Any) -> dict[str, str]:
-    """Names that PEFT 0.21 takes for those of experts and routers in this family."""
-    # Imported on use, as peft is. It has no public name for these.
+    """Return the names that PEFT maps to experts and routers in this family."""
+    # Imported on use, like peft. Private tables without a public name, tried with PEFT 0.21.
     conversion: Any = importlib.import_module("peft.utils.transformers_weight_conversion")
     family = conversion._MODEL_TO_CONVERSION_PATTERN.get(config.model_type, "")
     renames: dict[str, str] = conversion._MOE_TARGET_MODULE_MAPPING.get(family, {})
@@ -469,10 +472,10 @@ def peft_renames(config: Any) -> dict[str, str]:
 
 
 def _parameters_by_name(model: Any) -> dict[str, str]:
-    """The names by which experts and routers can be chosen -> the parameter that holds each.
+    """Return the names by which experts and routers can be targeted -> their parameter.
 
-    A router goes by the name of its module. Experts go by that of their parameter, and by those
-    of the linear layers that they were, where PEFT knows them.
+    A router has the name of its module. Experts have the name of their parameter, and those of
+    the linear layers that they replaced, where PEFT knows them.
     """
     linear, ends = _linear_modules(model), _ends(model)
     renames = peft_renames(model.config)
@@ -493,7 +496,7 @@ def _parameters_by_name(model: Any) -> dict[str, str]:
 
 
 def _describe_frozen(model: Any, targets: _Targets, key: str) -> Iterator[str]:
-    """Sentences about what `all-linear` leaves out of this model."""
+    """Yield sentences about the layers of this model that `all-linear` does not adapt."""
     weights = _parameters_by_name(model)
     experts = [
         n
@@ -514,7 +517,7 @@ def _describe_frozen(model: Any, targets: _Targets, key: str) -> Iterator[str]:
 
 
 def _ends(model: Any) -> list[nn.Module]:
-    """Embeddings and heads, which are never adapted."""
+    """Return embeddings and heads, which are never adapted."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if (head := value_head(model)) is not None:
         ends.append(getattr(model, head))
@@ -522,7 +525,7 @@ def _ends(model: Any) -> list[nn.Module]:
 
 
 def _linear_modules(model: Any) -> dict[str, nn.Module]:
-    """Linear modules by name, without embeddings, heads, and routers that return more."""
+    """Return linear modules by name, without embeddings, heads and routers with several outputs."""
     ends = _ends(model)
     return {
         name: module
@@ -534,12 +537,12 @@ def _linear_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def _adaptable_modules(model: Any) -> dict[str, nn.Module]:
-    """Linear modules that an adapter can be merged into, by name.
+    """Return the linear modules that an adapter can be merged into, by name.
 
-    Not those whose weight several layers share (Zamba 2), as each would have an adapter of its
-    own, nor what PEFT refuses: kernels read the weight of a Mamba block's `out_proj` directly.
+    Excludes weights that several layers share (Zamba 2), because each layer would have its own
+    adapter, and modules that PEFT refuses: kernels read a Mamba block's `out_proj` directly.
     """
-    # Imported on use, as peft is. It has no public name for this check (0.21).
+    # Imported on use, like peft. A private check without a public name, tried with PEFT 0.21.
     check: Any = importlib.import_module("peft.tuners.tuners_utils")
     linear, refused = _linear_modules(model), set[str]()
     uses = Counter(id(module.weight) for module in linear.values())
@@ -552,7 +555,7 @@ def _adaptable_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def _returns_states(module: nn.Module) -> bool:
-    """Whether a linear module returns one tensor, which an adapter around it adds to."""
+    """Whether a linear module returns a single tensor, to which an adapter can add."""
     kind = type(module)
     if kind.forward is nn.Linear.forward or kind.__module__.startswith("bitsandbytes"):
         return True
@@ -566,7 +569,7 @@ def _returns_states(module: nn.Module) -> bool:
 
 @contextmanager
 def _without_pattern_warnings() -> Iterator[None]:
-    """Ranks of experts go by patterns, of which PEFT 0.21 says that they match nothing."""
+    """Hide PEFT 0.21's warning that the rank patterns of experts match nothing; they do match."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
         yield

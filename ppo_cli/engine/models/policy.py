@@ -1,7 +1,7 @@
-"""Load tokenizers, policies and value models, and say in one sentence when that fails.
+"""Policies and value models, split into backbone and head, and the loading of policies.
 
-A policy is used as backbone + head, so that logits are computed only where they are needed;
-a trial checks that the two together give the model's own logits (`engine/trial.py`).
+With the split, logits are computed only where they are needed. A trial checks that backbone and
+head together give the model's own logits (`engine/trial.py`).
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ Adapt = Callable[[Any], Any]
 
 
 class WeightsContext(Protocol):
-    """Where work on a model is done when its weights are not simply there."""
+    """Makes a model's weights available for work when they are sharded or offloaded."""
 
     def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Do the work with all weights at hand."""
+        """Do the work with all weights available."""
         ...
 
     def awake(self) -> AbstractContextManager[None]:
-        """Context in which the weights stay where the work is."""
+        """Context in which the weights stay on the device."""
         ...
 
     def sync_gradients(self, now: bool) -> None:
-        """Say whether the backward pass to come, while awake, adds up the gradients of ranks."""
+        """Set whether the next backward pass, while awake, reduces the gradients of the ranks."""
         ...
 
     def begin_micro_batch(self) -> None:
-        """Begin a micro-batch: count which collectives its work joins."""
+        """Start counting the collectives of a micro-batch."""
         ...
 
     def begin_replay(self) -> None:
-        """Have work that takes the place of what broke off join only what is left of these."""
+        """Let the next pass join only the collectives that remain of the micro-batch."""
         ...
 
     def reset(self) -> None:
-        """Come to rest after work, or its backward, that broke off."""
+        """Return to a clean state after an interrupted forward or backward pass."""
         ...
 
 
 @dataclass(frozen=True)
 class _SplitModel:
-    """What policies and value models have in common: being asked where their weights are."""
+    """A model split into backbone and head, run through its `weights_context` if it has one."""
 
     model: Any
     backbone: nn.Module
@@ -68,9 +68,9 @@ class _SplitModel:
     shares_prompts: bool = False  # rows of one prompt compute it once
 
     def hidden_BLH(self, input_ids_BL: Tensor, packed: PackedRows | None = None) -> Tensor:
-        """Last hidden states of right-padded rows, where causal attention needs no mask.
+        """Return the last hidden states of right-padded rows; causal attention needs no mask.
 
-        With `packed` there is one row, in which those lie end to end; see `packing.pack`.
+        With `packed` there is a single row, the concatenation of the packed ones.
         """
         packing = {} if packed is None else packed.arguments(self.packing)
         out = self.backbone(input_ids=input_ids_BL, use_cache=False, **packing)
@@ -78,50 +78,50 @@ class _SplitModel:
         return hidden
 
     def run(self, fn: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Call `fn` where all weights are at hand; outside of it they may be elsewhere."""
+        """Call `fn` with all weights available; outside of it they may be sharded or offloaded."""
         return fn(*tensors) if self.weights_context is None else self.weights_context(fn, *tensors)
 
     def awake(self) -> AbstractContextManager[None]:
-        """Context that keeps weights on the device: for a whole step, or for a sampler."""
+        """Context that keeps the weights on the device, for a whole step or for a sampler."""
         return nullcontext() if self.weights_context is None else self.weights_context.awake()
 
     def sync_gradients(self, now: bool) -> None:
-        """Say whether the backward pass to come, while awake, adds up the gradients of ranks.
+        """Set whether the next backward pass, while awake, reduces the gradients of the ranks.
 
-        Say it of each micro-batch: True of the last one.
+        Call it for each micro-batch, with True for the last one.
         """
         if self.weights_context is not None:
             self.weights_context.sync_gradients(now)
 
     def begin_micro_batch(self) -> None:
-        """Begin a micro-batch; see `micro_batches.run_within_memory`, as of `begin_replay`."""
+        """Begin a micro-batch; see `micro_batches.run_within_memory`."""
         if self.weights_context is not None:
             self.weights_context.begin_micro_batch()
 
     def begin_replay(self) -> None:
-        """Have the next work take the place of what broke off since `begin_micro_batch`."""
+        """Let the next pass replay the micro-batch that was interrupted."""
         if self.weights_context is not None:
             self.weights_context.begin_replay()
 
     def reset(self) -> None:
-        """Forget a forward or backward pass that broke off, as when memory ran out."""
+        """Clean up after an interrupted forward or backward pass."""
         if self.weights_context is not None:
             self.weights_context.reset()
 
 
 @dataclass(frozen=True)
 class Policy(_SplitModel):
-    """A causal language model, split where its vocabulary begins."""
+    """A causal language model, split before its output layer."""
 
 
 @dataclass(frozen=True)
 class ValueModel(_SplitModel):
-    """A backbone with one number a token."""
+    """A backbone with a head of one number per token."""
 
     head: nn.Module
 
     def values_BL(self, input_ids_BL: Tensor, packed: PackedRows | None = None) -> Tensor:
-        """Values at each position, in float32."""
+        """Return the values at each position, in float32."""
         hidden_BLH = self.hidden_BLH(input_ids_BL, packed)
         with torch.autocast(input_ids_BL.device.type, enabled=False):
             values_N1: Tensor = self.head(hidden_BLH.float().flatten(0, 1))
@@ -132,7 +132,7 @@ Adapted = TypeVar("Adapted", Policy, ValueModel)
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> Any:
-    """Load a tokenizer; errors name the flag."""
+    """Load a tokenizer; raises ModelError that names the flag."""
     tokenizer = load_part(
         AutoTokenizer, path, "tokenizer", flag, trust_remote_code=trust_remote_code
     )
@@ -142,15 +142,15 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "-
 
 
 def count_embeddings(model: Any) -> int:
-    """For how many tokens a model has embeddings."""
+    """Return for how many tokens a model has embeddings."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def pad_token_id(tokenizer: Any, vocabulary_size: int | None = None) -> int:
-    """What rows are padded with: the end-of-text token where a tokenizer has no pad token.
+    """Return the id for padding: the pad token, else the end-of-text token.
 
-    The tokenizer stays without one: checkpoints and exports keep it as the base has it. Token 0
-    stands in for one that the model has no embedding for; no other token sees it.
+    The tokenizer itself is not changed, so checkpoints and exports keep it as it was. Token 0
+    replaces an id without an embedding; no other token attends to padding.
     """
     token_id: int = tokenizer.pad_token_id
     token_id = tokenizer.eos_token_id if token_id is None else token_id
@@ -165,10 +165,7 @@ def load_policy(
     empty: bool = False,
     flag: str = "--model",
 ) -> Policy:
-    """Load a causal LM in float32.
-
-    An `empty` one has no weights: every tensor is on the meta device.
-    """
+    """Load a causal LM in float32; an `empty` one has all tensors on the meta device."""
     model, _ = load_weights(
         AutoModelForCausalLM,
         path,
@@ -186,7 +183,7 @@ def load_policy(
 
 
 def adapted(loaded: Adapted, adapt: Adapt | None) -> Adapted:
-    """What was loaded, over what `adapt` made of its model; modules may have been exchanged."""
+    """Apply `adapt` to a loaded model, and split it again: modules may have been replaced."""
     if adapt is None:
         return loaded
     model = adapt(loaded.model)
@@ -196,7 +193,7 @@ def adapted(loaded: Adapted, adapt: Adapt | None) -> Adapted:
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence ids of the generation config and the tokenizer together."""
+    """Return the end-of-sequence ids of the generation config and of the tokenizer."""
     listed = getattr(model.generation_config, "eos_token_id", None)
     ids = set(listed if isinstance(listed, list) else [listed]) | {tokenizer.eos_token_id}
     ids.discard(None)
@@ -206,7 +203,7 @@ def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def split_model(model: Any) -> Policy:
-    """A causal LM as backbone and head."""
+    """Split a causal LM into backbone and head."""
     name = backbone_name(model)
     if (layer := model.get_output_embeddings()) is not None:
         layer.register_forward_pre_hook(_make_contiguous)
@@ -214,23 +211,23 @@ def split_model(model: Any) -> Policy:
 
 
 def _make_contiguous(_layer: nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copy a view: for the last states of rows oneDNN copies the weights once for each row."""
+    """Copy views: given a view of the last states, oneDNN copies the weights for each row."""
     return tuple(state.contiguous() for state in states)
 
 
 def backbone_name(model: Any) -> str:
-    """The attribute that holds the backbone; Llama 4 declares a prefix that it does not have."""
+    """Return the attribute of the backbone; Llama 4 declares a prefix that it does not have."""
     parts = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
     prefix = str(model.base_model_prefix)
     return prefix if hasattr(model, prefix) or len(parts) != 1 else parts[0]
 
 
 class _States(tuple[Tensor]):
-    """The output of a backbone: hidden states, and None for all else that a head may read."""
+    """A backbone's output: hidden states, and None for every other attribute."""
 
     @property
     def last_hidden_state(self) -> Tensor:
-        """The states."""
+        """Return the hidden states."""
         return self[0]
 
     def __getattr__(self, name: str) -> None:
@@ -238,7 +235,7 @@ class _States(tuple[Tensor]):
 
 
 class _PassThrough:
-    """Takes the place of a backbone: returns the hidden states that it gets as embeddings."""
+    """Replaces a backbone: returns the hidden states that it gets as `inputs_embeds`."""
 
     def __init__(self, backbone: Any) -> None:
         self._backbone = backbone
@@ -247,15 +244,15 @@ class _PassThrough:
         return _States((inputs_embeds,))
 
     def __getattr__(self, name: str) -> Any:
-        """The backbone's attribute; of a model inside it, as OPT calls one, nothing is computed."""
+        """Return the backbone's attribute; a model inside it (OPT's decoder) is replaced too."""
         value = getattr(self._backbone, name)
         return self if isinstance(value, PreTrainedModel) else value
 
 
 class OwnHead:
-    """The model's own way from hidden states to logits: its forward pass around a pass-through.
+    """Computes logits by the model's own forward pass around a pass-through backbone.
 
-    Scales, caps and biases that a family applies behind its output layer are thus included.
+    This includes scales, caps and biases that a family applies after its output layer.
     """
 
     def __init__(self, model: Any, backbone: str) -> None:
@@ -264,24 +261,25 @@ class OwnHead:
         self._model.__dict__["_modules"] = {**model._modules, backbone: through}
 
     def __call__(self, hidden_XH: Tensor) -> Tensor:
-        """Logits of states of any leading axes."""
+        """Return the logits of states with any leading axes."""
         rows_1NH = hidden_XH.reshape(1, -1, hidden_XH.shape[-1])
-        # Not through hooks: FSDP's are run by whoever calls the head.
+        # `forward` skips hooks: the caller of the head runs FSDP2's.
         logits_1NV = self._model.forward(inputs_embeds=rows_1NH, use_cache=False).logits
         return logits_1NV.view(*hidden_XH.shape[:-1], -1)  # type: ignore[no-any-return]
 
 
 def _choose_head(model: Any, backbone: str) -> Callable[[Tensor], Tensor]:
-    """The output layer alone where the model changes nothing behind it, else its own way.
+    """Return the output layer if nothing follows it in the model, else an `OwnHead`.
 
-    What the layer would compute is replaced, so that a model without weights chooses the same.
+    The layer's computation is replaced for the comparison, so that a model without weights gives
+    the same choice.
     """
     layer, own_head = model.get_output_embeddings(), OwnHead(model, backbone)
     if layer is None:
         return own_head
     size = getattr(layer, "out_features", None) or layer.weight.shape[0]
     width = layer.weight.shape[-1] if not hasattr(layer, "in_features") else layer.in_features
-    # Up to 40: caps of logits are 30 and above.
+    # Up to 40, because caps of logits are 30 and above.
     hidden_LH = torch.linspace(-40.0, 40.0, 3 * width, device="cpu").view(3, width)
 
     def spread(states: Tensor) -> Tensor:
@@ -291,7 +289,7 @@ def _choose_head(model: Any, backbone: str) -> Callable[[Tensor], Tensor]:
     layer.forward = spread
     try:
         unchanged = torch.equal(own_head(hidden_LH), spread(hidden_LH))
-    except Exception:  # of a forward pass that needs more than states; the trial compares its head
+    except Exception:  # the forward pass needs more than states; the trial compares the head
         unchanged = True
     finally:
         del layer.forward
@@ -302,7 +300,7 @@ def _choose_head(model: Any, backbone: str) -> Callable[[Tensor], Tensor]:
 
 @torch.no_grad()
 def _require_finite(policy: Policy, path: str) -> None:
-    """Raise ModelError, with the names of tensors, where a few tokens give no finite logits."""
+    """Raise ModelError with the damaged tensors if a few tokens give logits that are not finite."""
     ids = torch.arange(1, 7)[None, :] % policy.model.get_input_embeddings().weight.shape[0]
     if policy.head(policy.hidden_BLH(ids)).isfinite().all():
         return

@@ -1,9 +1,9 @@
-"""Random models that are as small as their family allows, for trials of what is to run.
+"""Small random models of a family, for the trial at the start of a run.
 
-A config is shrunk by the names of its fields, as families share them: few layers that cover each
-kind of layer, few experts and words, windows and chunks that a few dozen tokens cross, and narrow
-states. What a family computes from its sizes stays consistent because all widths are divided by
-one number and heads are kept. A config that then makes no model is shrunk less.
+A config is shrunk by its field names, which families share: few layers that cover each kind of
+layer, few experts and tokens, windows and chunks that a few dozen tokens cross, and narrow states.
+Values that a family derives from its sizes stay consistent, because all widths are divided by one
+number and the number of heads is kept. If no model can be built then, widths are kept too.
 """
 
 from __future__ import annotations
@@ -17,45 +17,51 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+# Patterns of field names. Layers: their number, and where or how often their kind changes.
 LAYERS = re.compile(r"^(num_hidden_layers|n_layers?|num_layers|decoder_layers|num_blocks)$")
-# Fields that give layers another kind from one place on, counted from the first or the last layer.
+# Fields that change the kind of layers from some index on, counted from the first or last layer.
 FIRST_LAYERS = re.compile(r"^(first_k_dense_replace|num_dense_layers|moe_layer_start_index)$")
 LAST_LAYERS = re.compile(r"^num_kv_shared_layers$")
 PERIODS = re.compile(r"(_period|_interval|_every_n_layers|_step|_frequency|window_pattern)$")
 MOST_LAYERS = 8
+# Attention windows and blocks, which the trial's rows of up to 38 tokens must cross.
 WINDOWS = re.compile(
     r"sliding_window(_size)?$|window_size$|^attention_chunk_size$|^local_attention$|^floor_scale$"
     r"|^index_topk$"
 )
-BLOCKS = re.compile(r"^(index_)?block_size$|(^|_)chunk_size$")  # of what is computed at once
+BLOCKS = re.compile(r"^(index_)?block_size$|(^|_)chunk_size$")  # tokens computed at once
 WINDOW = 8
 CAPS = re.compile(r"soft_?cap")
-CAP = 0.5  # of logits with a spread of about one
+CAP = 0.5  # the trial's logits have a spread of about 1, so this cap has an effect
+# Vocabulary and ids of special tokens.
 WORDS = re.compile(r"vocab_size")
 VOCABULARY = 64
 TOKEN_IDS = re.compile(r"_token_ids?$|_token_index$|^pad_index$")
-SPECIAL = 8  # ids of special tokens are below it
+SPECIAL = 8  # ids of special tokens are mapped below this
+# Experts: how many, how many per token, and their groups.
 EXPERTS = re.compile(r"^(n_routed|num_local|num|moe_num)_experts$|^zero_expert_num$")
 CHOSEN = re.compile(r"experts_per_tok(en)?$|^moe_topk$|^moe_k$")
 GROUPS = {"n_group": 2, "topk_group": 1}
+# Widths; fields that match `KEPT` are counts and not widths.
 WIDTHS = re.compile(
     r"hidden|intermediate|ffn|_embd$|d_model|_dim$|dim_head$|rank$|dff|dim_ff|d_inner|n_inner"
     r"|kv_channels|lru_width|d_ssm|d_head|headdim|embedding_size|dim_model"
 )
 KEPT = re.compile(r"layers|num_|n_head|conv|kernel|state|dt_rank|step_rank|act|drop|multip|_lr$")
-INDEPENDENT = re.compile(r"intermediate|ffn|rank|dff|dim_ff|inner")  # need not divide
+INDEPENDENT = re.compile(r"intermediate|ffn|rank|dff|dim_ff|inner")  # need not be divisible
 DIVISORS = (32, 16, 8, 4, 2)
-NARROWEST = 8  # states of a head
-GAIN = 1.5  # of a matrix: attention that is neither even nor all on one token
+NARROWEST = 8  # the smallest head size
+# Scale of random matrices: attention is then neither uniform nor on a single token.
+GAIN = 1.5
 MOST_PARAMETERS = 100_000_000
 
 
 def shrink_config(
     config: PreTrainedConfig, longest_row: int, *, narrow: bool = True
 ) -> PreTrainedConfig:
-    """A copy of a config with small sizes; widths change only with `narrow`.
+    """Return a copy of a config with small sizes; widths change only with `narrow`.
 
-    Windows that no row of a run crosses stay out of reach.
+    Windows longer than the run's longest row keep their size.
     """
     return type(config).from_dict(_shrink(config.to_dict(), longest_row, narrow))
 
@@ -91,10 +97,11 @@ def _shrink_value(name: str, value: Any) -> Any:
 
 
 def _cut_layers(fields: dict[str, Any]) -> None:
-    """Keep layers that are the first of their kind, two at least."""
+    """Keep the first layer of each kind, at least two layers in total."""
     counts = [name for name in fields if LAYERS.match(name) and type(fields[name]) is int]
     if not counts:
         return
+    # Collect all fields that say something about single layers.
     layers = fields[counts[0]]
     lists = {n: v for n, v in fields.items() if isinstance(v, list) and len(v) == layers}
     marks = {n: {*v} for n, v in fields.items() if _names_layers(v, layers)}
@@ -105,6 +112,7 @@ def _cut_layers(fields: dict[str, Any]) -> None:
         for n, v in fields.items()
         if isinstance(v, dict) and v and all(str(at).isdigit() for at in v) and n != "id2label"
     }
+    # The kind of a layer is what all these fields say about it.
     kinds = [
         (
             *(repr(v[i]) for n, v in lists.items() if n not in marks),
@@ -117,12 +125,14 @@ def _cut_layers(fields: dict[str, Any]) -> None:
     ]
     periods = [v for n, v in fields.items() if PERIODS.search(n) and type(v) is int]
     periods += [len(v) for n, v in fields.items() if n == "block_types" and isinstance(v, list)]
+    # Without such fields, keep one period of layers.
     if lists or marks or first or last:
         layer_indices = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
     else:
         layer_indices = [*range(max([2, *periods, *(count + 1 for count in first.values())]))]
     layer_indices = [i for i in layer_indices if i < layers][:MOST_LAYERS]
     layer_indices = sorted({*layer_indices, *range(layers)[: 2 * (len(layer_indices) < 2)]})
+    # Write all fields again for the layers that are kept.
     for name in counts:
         fields[name] = len(layer_indices)
     for name, values in lists.items():
@@ -142,14 +152,14 @@ def _cut_layers(fields: dict[str, Any]) -> None:
 
 
 def _names_layers(value: Any, layers: int) -> bool:
-    """Whether a list holds the numbers of some layers."""
+    """Whether a list holds the indices of some layers."""
     if not isinstance(value, list) or not value or any(type(item) is not int for item in value):
         return False
     return all(a < b for a, b in pairwise(value)) and value[-1] < layers > 2
 
 
 def _divisor(fields: Mapping[str, Any]) -> int | None:
-    """The largest number that divides all widths and leaves heads their size."""
+    """Return the largest common divisor of widths that leaves heads large enough; None if none."""
     heads = next((fields[n] for n in ("num_attention_heads", "n_head", "n_heads", "num_heads")
                   if type(fields.get(n)) is int), 1)  # fmt: skip
     hidden = next((fields[n] for n in ("hidden_size", "n_embd", "d_model", "embed_dim")
@@ -182,7 +192,7 @@ def _narrow(fields: dict[str, Any], divisor: int) -> None:
         if isinstance(table, dict) and all(isinstance(part, dict) for part in table.values()):
             for part in table.values():
                 part.update({n: v // divisor for n, v in _widths(part)})
-    # Scales of attention, which families derive from the size of their heads.
+    # Attention scales, which families derive from their head size.
     if isinstance(fields.get("query_pre_attn_scalar"), int):
         fields["query_pre_attn_scalar"] = max(1, fields["query_pre_attn_scalar"] // divisor)
     if isinstance(fields.get("attention_multiplier"), float):
@@ -203,15 +213,15 @@ def _ropes(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """How many numbers a model has."""
+    """Return the number of parameters of a model."""
     return sum(p.numel() for p in model.parameters())
 
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, seed: int = 0) -> None:
-    """Draw weights under which every part of a model shows in its logits.
+    """Draw weights with which every part of the model affects its logits.
 
-    Fresh ones of transformers hardly attend to anything, and many of them are zeros.
+    With transformers' own initialisation attention is nearly uniform and many weights are zero.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,7 +1,7 @@
-"""Value models: the backbone of any causal language model under one number for each token.
+"""Value models: the backbone of any causal language model with a head of one number per token.
 
-Files are those of transformers' token classifiers, which load them for every family that has
-such a class. Of a composite checkpoint (text, images, sound) a value model is the text part.
+Their files are those of transformers' token classifiers, which can load them for every family that
+has such a class. A composite checkpoint (text, images, sound) gives its text part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CRITIC_FLAG = "--critic_model"
 HEAD = "score"
 VALUE_HEADS = (HEAD, "classifier")  # transformers' names of a token classifier's head
 TASK = "ForTokenClassification"
-# How families end the names of their causal language models.
+# Suffixes of transformers' classes of causal language models.
 CAUSAL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
 
@@ -42,7 +42,7 @@ def load_value_model(
 ) -> ValueModel:
     """Load a backbone with a value head; a head that the checkpoint lacks starts at zero.
 
-    An `empty` one has no weights: every tensor is on the meta device.
+    An `empty` model has all tensors on the meta device.
     """
     options: dict[str, Any] = {
         "attn_implementation": attn_implementation,
@@ -53,6 +53,7 @@ def load_value_model(
     composite = type(text) is not type(config)
     text.num_labels = 1
     builder = _choose_class(text if composite else config, config, options)
+    # A composite model is loaded in full, and its text backbone moved into a value model.
     if composite:
         full_model, _ = load_weights(
             AutoModelForCausalLM, path, "language model", flag, empty=empty, config=config,
@@ -71,6 +72,7 @@ def load_value_model(
             f"The architecture of {path} has no plain value head; choose another with {flag}."
         )
     head = getattr(model, name)
+    # With a zero head all first values are 0, and the first updates do not disturb the backbone.
     if fresh:
         nn.init.zeros_(head.weight)
         if head.bias is not None:
@@ -79,7 +81,7 @@ def load_value_model(
 
 
 def build_value_model(config: Any, **options: Any) -> ValueModel:
-    """A value model of a config, with fresh weights."""
+    """Build a value model from a config, with random weights."""
     text = config.get_text_config(decoder=True)
     source = config if type(text) is type(config) else text
     source.num_labels = 1
@@ -92,13 +94,13 @@ def build_value_model(config: Any, **options: Any) -> ValueModel:
 
 
 def value_head(model: Any) -> str | None:
-    """The name of the attribute that holds the value head; None for a model without one."""
+    """Return the attribute of the value head; None if the model has none."""
     names = (name for name in VALUE_HEADS if isinstance(getattr(model, name, None), nn.Linear))
     return next(names, None)
 
 
 def _choose_class(text: Any, config: Any, options: dict[str, Any]) -> Any:
-    """The class of a family's value models: transformers' token classifier, or ours."""
+    """Return the class of a family's value models: transformers' token classifier, or our own."""
     remote = getattr(config, "auto_map", {})
     if type(text) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or (
         AutoModelForTokenClassification.__name__ in remote
@@ -119,13 +121,14 @@ def _choose_class(text: Any, config: Any, options: dict[str, Any]) -> Any:
 
 
 def make_token_classifier(causal: Any) -> type[PreTrainedModel]:
-    """A token classifier for the family of a causal language model, which may be without weights.
+    """Create a token classifier class for the family of a causal LM, which may have no weights.
 
-    It holds the same backbone under the same name, so that weights of either fit the other.
+    It has the same backbone under the same name, so both can load each other's files.
     """
     family = type(causal)
     prefix = backbone_name(causal)
     width = causal.get_output_embeddings().weight.shape[-1]
+    # The family's base class: the last ancestor of the causal LM without generation.
     base: Any = next(
         kind
         for kind in family.__mro__
@@ -143,7 +146,8 @@ def make_token_classifier(causal: Any) -> type[PreTrainedModel]:
 
     members = {
         "__init__": build,
-        "__module__": family.__module__,  # transformers converts weights of its own families only
+        # transformers converts weights only for classes of its own modules.
+        "__module__": family.__module__,
         "base_model_prefix": prefix,
         "config_class": type(causal.config),
         "from_config": classmethod(from_config),
@@ -152,7 +156,7 @@ def make_token_classifier(causal: Any) -> type[PreTrainedModel]:
 
 
 def _take_text_part(full_model: Any, builder: Any, options: dict[str, Any]) -> Any:
-    """A value model around the text backbone of a composite model."""
+    """Build a value model around the text backbone of a composite model."""
     text = full_model.config.get_text_config(decoder=True)
     with torch.device("meta"):
         model = builder.from_config(text, dtype=torch.float32, **options)

@@ -1,12 +1,12 @@
-"""Sample from a Hugging Face causal LM with our own cache of what it keeps of its rows.
+"""Sample from a Hugging Face causal LM with our own key-value cache and continuous batching.
 
-Rows are sampled together, at most `max_num_seqs` of them. Finished rows leave the cache when a
-quarter of it is idle, and waiting prompts take their place, longest prompts first, so that what
-comes later always fits beside what runs. When memory runs out, the unfinished rows are sampled
-again, half as many at once, and come out the same.
-Each rollout has a stream of numbers of its own, so that a draw does not depend on which rows share
-the batch. Every row of the cache ends at the same column; a row that is shorter begins later
-(`starts`). Rows of a model whose cache we cannot hold are computed again for each token.
+At most `max_num_seqs` rows are sampled together. When a quarter of the cache is idle, finished rows
+are dropped and waiting prompts join, longest first, so that a later prompt always fits next to the
+running rows. When memory runs out, unfinished rows are sampled again, half as many at once, with
+the same results.
+Each rollout has its own stream of random numbers, so a draw does not depend on the other rows of
+the batch. All rows of the cache end at the same column; shorter rows start later (`starts`). If we
+cannot cache a model, its rows are recomputed for each token.
 Shapes: R rows, P prompts, C columns, V vocabulary, K candidates.
 """
 
@@ -61,12 +61,12 @@ from ppo_cli.errors import DataError, ModelError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
 
-BUSY_SHARE = 0.75
+BUSY_SHARE = 0.75  # new prompts join, and finished rows leave, below this share of busy rows
 
 
 @dataclass(frozen=True)
 class Job:
-    """A rollout to be sampled, behind its prompt and what is drawn of it already: `token_ids`."""
+    """A rollout to sample: `token_ids` are its prompt and the tokens drawn in earlier calls."""
 
     begun: Rollout
     token_ids: tuple[int, ...]
@@ -75,7 +75,7 @@ class Job:
 
 @dataclass
 class Rows:
-    """What has been drawn so far for the rows of a cache."""
+    """The tokens drawn so far, with their log-probs and entropies, for the rows of a cache."""
 
     jobs: list[Job]
     keys_R: NDArray[np.uint64]
@@ -90,7 +90,7 @@ class Rows:
 
     @classmethod
     def begin(cls, jobs: list[Job], sampling: Sampling) -> Rows:
-        """Only what the jobs bring along is drawn yet."""
+        """Start rows with only the tokens of earlier calls."""
         counts_R = np.array([len(job.begun.token_ids) for job in jobs], dtype=np.int64)
         shape = (len(jobs), sampling.max_tokens)
         rows = cls(
@@ -110,7 +110,7 @@ class Rows:
         return rows
 
     def select(self, indices: NDArray[np.int64]) -> Rows:
-        """Return these rows only."""
+        """Return only the rows at these indices."""
         arrays = {name: getattr(self, name)[indices] for name in ARRAYS}
         return Rows(jobs=[self.jobs[i] for i in indices], **arrays)
 
@@ -122,11 +122,11 @@ class Rows:
         ]
 
     def alive_jobs(self) -> list[Job]:
-        """What is still to be finished."""
+        """Return the jobs of unfinished rows."""
         return [job for job, alive in zip(self.jobs, self.alive_R, strict=True) if alive]
 
     def join(self, other: Rows) -> Rows:
-        """Return our rows, then the other's."""
+        """Return these rows followed by the other's."""
         arrays = {n: np.concatenate([getattr(self, n), getattr(other, n)]) for n in ARRAYS}
         return Rows(jobs=self.jobs + other.jobs, **arrays)
 
@@ -139,21 +139,21 @@ ARRAYS = (
 
 @dataclass
 class RunningRows:
-    """The rows under way, their cache, its number of columns, and that where each row begins.
+    """The running rows, their cache, its number of columns, and the column where each row starts.
 
-    Rows that are computed again for each token have no cache.
+    Without a cache, rows are recomputed for each token.
     """
 
     rows: Rows
     cache: KVCache | None
     width: int
     starts_R: Tensor
-    # Made anew when rows come and go; rows without padding need none.
+    # The attention mask; rebuilt when rows join or leave, not needed without padding.
     mask_RC: Tensor | None = None
 
 
 class HFSampler:
-    """Samples rollouts from a causal LM, reading the weights where they lie."""
+    """Samples rollouts from a causal LM, using the model's live weights."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class HFSampler:
         with_entropies: bool = False,
     ) -> None:
         self._model = model
-        # Of a single new token transformers cannot compute losses of routers: a mask is longer.
+        # transformers cannot compute router losses for a single new token: the mask is longer.
         outputs_router_logits = getattr(
             model.config.get_text_config(), "output_router_logits", False
         )
@@ -182,7 +182,7 @@ class HFSampler:
         self._dtype = torch.float32 if compute is None else compute.dtype
         self._plan = plan_cache(model)
         attention = model.config._attn_implementation
-        # Other attention does not leave small products to BLAS by itself, as `attend_by_rows` does.
+        # `attend_by_rows` itself leaves small products to BLAS; other attention does not.
         self._decoding = nullcontext if attention == BY_ROWS else use_blas
         slides = self._plan is not None and self._plan.slides
         self._takes_ready_mask = not slides and attention in ("sdpa", BY_ROWS)
@@ -196,8 +196,8 @@ class HFSampler:
     ) -> Iterator[Rollout]:
         """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes.
 
-        One that has `begun` goes on as it would have without a pause: token t of a response is
-        drawn with number t of its stream.
+        Rollouts in `begun` continue as if there had been no pause: token t of a response is drawn
+        with number t of its stream.
         """
         rollouts = [*start_rollouts(prompts, sampling), *begun]
         for rollout in rollouts:
@@ -209,7 +209,7 @@ class HFSampler:
 
     @torch.no_grad()
     def load_weights(self, weights: Weights) -> bool:
-        """Copy new weights over its own model's, or read them where they stay on its device."""
+        """Copy new weights into the model, or use them in place if they are persistent."""
         if weights.adapter:
             load_adapter(self._model, weights.tensors)
             return False
@@ -227,18 +227,18 @@ class HFSampler:
         return in_place
 
     def sleep(self) -> None:
-        """Give back what the allocator keeps."""
+        """Release the allocator's cached memory."""
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake_weights(self) -> None:
-        """Nothing is needed: the weights never slept."""
+        """Does nothing: the weights stay on the device."""
 
     def wake_cache(self) -> None:
-        """Nothing is needed: memory is taken as rows come."""
+        """Does nothing: cache memory is allocated when rows arrive."""
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Does nothing: all memory ends with the process."""
 
     def _generate(
         self, begun: Sequence[Rollout], sampling: Sampling, weight_version: int
@@ -248,7 +248,7 @@ class HFSampler:
         running: RunningRows | None = None
         cast = [] if self._dtype == torch.float32 else cast_layers(self._model, self._dtype)
         while waiting or running is not None:
-            # No context may stay open at a yield: it would leak into whoever takes the rollout.
+            # No context may stay open at a yield: it would leak into the consumer's code.
             with self._sampling_mode(cast):
                 running, finished = self._advance(waiting, running, sampling)
             for rows, i in finished:
@@ -258,9 +258,10 @@ class HFSampler:
     def _advance(
         self, waiting: list[Job], running: RunningRows | None, sampling: Sampling
     ) -> tuple[RunningRows | None, list[tuple[Rows, int]]]:
-        """Go on until a rollout finishes; return what still runs, and what finished."""
+        """Sample until a rollout finishes; return the running rows and the finished ones."""
         finished: list[tuple[Rows, int]] = []
         while not finished and (waiting or running is not None):
+            # Admit waiting prompts when enough rows are free.
             under_way = [] if running is None else running.rows.alive_jobs()
             admitted: list[Job] = []
             if waiting and len(under_way) <= BUSY_SHARE * self.capacity.rows:
@@ -276,13 +277,13 @@ class HFSampler:
                 if not is_out_of_memory(error):
                     raise
                 if running is not None and running.cache is not None:
-                    running.cache.layers.clear()  # whoever else holds it holds no memory then
+                    running.cache.layers.clear()  # other references then hold no memory
                 running, finished = None, []
             else:
                 if running is not None and not running.rows.alive_R.any():
                     running = None
                 continue
-            # Only here, as the error holds what was computed up to it.
+            # Outside of the except block, because the error's traceback keeps tensors alive.
             waiting += [*under_way, *admitted]
             waiting.sort(key=lambda job: len(job.token_ids))  # as in `_list_jobs`
             self.capacity.halve(len(under_way) + len(admitted))
@@ -291,7 +292,8 @@ class HFSampler:
     def _admit(
         self, running: RunningRows | None, jobs: list[Job], sampling: Sampling
     ) -> tuple[RunningRows | None, list[tuple[Rows, int]]]:
-        """Run the prompts of these jobs, draw first tokens, join those that go on."""
+        """Run the prompts of these jobs, draw their first tokens, and join the unfinished rows."""
+        # Each distinct prompt is run once for all its responses.
         rows = Rows.begin(jobs, sampling)
         prompt_index, prompts = _distinct_prompts(jobs)
         cache, starts_P, logits_PV = self._prefill(prompts)
@@ -312,7 +314,7 @@ class HFSampler:
         return RunningRows(running.rows.join(rows), running.cache, running.width, starts_R), done
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[KVCache | None, Tensor, Tensor]:
-        """Run left-padded prompts; return their cache, first columns and last logits."""
+        """Run left-padded prompts; return their cache, start columns and last logits."""
         device = self._model.device
         lengths_P = np.array([len(prompt) for prompt in prompts])
         width = int(lengths_P.max())
@@ -336,7 +338,7 @@ class HFSampler:
         return cache, starts_P, out.logits[:, -1]
 
     def _decode(self, running: RunningRows, sampling: Sampling) -> list[tuple[Rows, int]]:
-        """Feed the last tokens and draw the next; return the rows that finish."""
+        """Run the last tokens and draw the next ones; return the rows that finish."""
         if self._plan is None:
             logits_RV = self._compute_without_cache(running.rows.list_ids())
             return self._record(running.rows, logits_RV, sampling)
@@ -355,7 +357,7 @@ class HFSampler:
         return self._record(running.rows, out.logits[:, -1], sampling)
 
     def _compute_without_cache(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return the last logits of rows without a cache, those of equal length together."""
+        """Return the last logits of rows without a cache, rows of equal length together."""
         logits_R: list[Tensor] = [torch.empty(0)] * len(rows)
         for length in {len(ids) for ids in rows}:
             places = [i for i, ids in enumerate(rows) if len(ids) == length]
@@ -373,12 +375,12 @@ class HFSampler:
         return mask_RC[:, None, None] if self._takes_ready_mask else mask_RC.long()
 
     def _record(self, rows: Rows, logits_RV: Tensor, sampling: Sampling) -> list[tuple[Rows, int]]:
-        """Draw a token for each row, write it down, and return the living rows that end."""
+        """Draw and record a token for each row, and return the rows that end with it."""
         uniforms_R = compute_uniforms(rows.keys_R, rows.counts_R)
         drawn_R, logprob_R, entropy_R = draw_tokens(
             logits_RV, sampling, uniforms_R, self._with_entropies
         )
-        # Together, so that the host waits for the device once; float64 holds all three exactly.
+        # One copy, so that the host waits for the device once; float64 holds all three exactly.
         numbers_3R = (
             torch.stack([x.double() for x in (drawn_R, logprob_R, entropy_R)]).cpu().numpy()
         )
@@ -393,6 +395,7 @@ class HFSampler:
         rows.counts_R[live] += 1
         rows.last_R = np.where(rows.alive_R, tokens_R, self._pad_id)
         rows.stopped_R[live] = np.isin(tokens_R[live], self._eos_ids)
+        # Stop strings need the decoded text.
         for i in live if sampling.stop else ():
             ids: list[int] = rows.tokens_RT[i, : rows.counts_R[i]].tolist()
             prompt_ids, checked = rows.jobs[i].begun.prompt.token_ids, len(ids) - 1
@@ -422,7 +425,7 @@ class HFSampler:
 
     @contextmanager
     def _sampling_mode(self, cast: Sequence[CastLayer]) -> Iterator[None]:
-        """Evaluate without gradients, in the wanted precision."""
+        """Context for sampling: no gradients, the sampling precision, cast weights."""
         for layer in cast:
             layer.install()
         try:
@@ -436,7 +439,7 @@ class HFSampler:
 
 
 def _list_jobs(begun: Sequence[Rollout]) -> list[Job]:
-    """Return one job for each rollout, the shortest first: they are taken from the end."""
+    """Return one job per rollout, shortest first: jobs are taken from the end."""
     jobs = [
         Job(
             rollout,
@@ -449,9 +452,9 @@ def _list_jobs(begun: Sequence[Rollout]) -> list[Job]:
 
 
 def _next_jobs(waiting: list[Job], room: int, *, equal: bool) -> list[Job]:
-    """Take jobs from the end of the list: what fits the room and one pass with little padding.
+    """Take jobs from the end of the list that fit the free rows and one pass with little padding.
 
-    Only `equal` lengths are taken together where padding is not allowed.
+    With `equal`, only jobs of equal length are taken together, because padding is not allowed.
     """
     width = len(waiting[-1].token_ids)
     jobs: list[Job] = []
@@ -474,14 +477,14 @@ def _next_jobs(waiting: list[Job], room: int, *, equal: bool) -> list[Job]:
 
 
 def _distinct_prompts(jobs: list[Job]) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Return, for each job, the place of its ids among the different ones, and these."""
+    """Return for each job the index of its ids among the distinct prompts, and these prompts."""
     places: dict[tuple[int, ...], int] = {}
     index = [places.setdefault(job.token_ids, len(places)) for job in jobs]
     return index, list(places)
 
 
 def _compact(running: RunningRows | None, *, at_once: bool = False) -> RunningRows | None:
-    """Drop finished rows, and columns that no row needs, when a good share is idle."""
+    """Drop finished rows and unused columns when enough rows are idle, or `at_once`."""
     if running is None:
         return None
     alive_R = running.rows.alive_R
@@ -501,7 +504,7 @@ def _compact(running: RunningRows | None, *, at_once: bool = False) -> RunningRo
 def build_shared_sampler(
     model: Any, config: Config, tokenizer: Any, *, with_entropies: bool = False
 ) -> HFSampler:
-    """The hf sampler on a model that is loaded already, whose weights it reads where they lie."""
+    """Build the hf sampler on a loaded model; it uses the model's live weights."""
     if problem := column_problem(model.config.to_dict(), config.model.path, config.data):
         raise ModelError(problem)
     end_ids = stop_token_ids(model, tokenizer)
@@ -517,7 +520,7 @@ def build_shared_sampler(
 
 
 def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
-    """A sampler with a model of its own."""
+    """Build a sampler that loads its own copy of the model."""
     settings = config.model
     set_matmul_library(matmul_library(settings.float32_matmul))
     path = model_folder(settings.path)
@@ -541,6 +544,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
     return build_shared_sampler(model, config, tokenizer)
 
 
+# Constants of SplitMix64.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 MIX_B = np.uint64(0x94D049BB133111EB)
@@ -565,10 +569,10 @@ def draw_tokens(
     uniforms_R: NDArray[np.float32],
     with_entropies: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, log-probs and entropies under the temperature, before top-k and top-p.
+    """Return tokens, and their log-probs and entropies under the temperature, before top-k, top-p.
 
     Temperature 0 takes the most likely token; its log-prob is that of temperature 1. Entropies
-    are zeros unless asked for.
+    are zeros unless `with_entropies`.
     """
     logits_RV = logits_RV.float()
     if sampling.temperature not in (0, 1):
@@ -596,6 +600,7 @@ def _draw(probs_RV: Tensor, sampling: Sampling, uniforms_R1: Tensor) -> Tensor:
         probs_RK = probs_RK / probs_RK.sum(-1, keepdim=True)
     else:
         probs_RK, ids_RK = probs_RV.sort(dim=-1, descending=True)
+    # A candidate stays if the probability of those before it is below top_p; the first always.
     if sampling.top_p < 1:
         before_RK = probs_RK.cumsum(-1) - probs_RK
         before_RK[:, 0] = 0
@@ -607,7 +612,7 @@ def _invert(probs_RK: Tensor, uniforms_R1: Tensor) -> Tensor:
     """Return the first place where the running sum passes the uniform's share of the total."""
     sums_RK = probs_RK.cumsum(-1)
     total_R1 = sums_RK[:, -1:]
-    # Rounding must not lift the target to the total: nothing lies beyond it.
+    # Rounding must not raise the target to the total: no sum is larger.
     target_R1 = torch.minimum(
         uniforms_R1 * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1))
     )

@@ -1,7 +1,7 @@
-"""What a model keeps of the rows that are sampled together, all ending at the same column.
+"""The hf sampler's cache for rows that are sampled together and end at the same column.
 
-Attention layers keep keys and values of all columns, recurrent and convolutional ones a state of
-fixed size. `plan_cache` decides whether the hf sampler can hold what a model keeps.
+Attention layers keep keys and values of all columns; recurrent and convolutional layers keep a
+state of fixed size. `plan_cache` decides whether the hf sampler can cache a model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-SPARE_COLUMNS = 64  # a cache is copied once in so many tokens
+SPARE_COLUMNS = 64  # a full cache is copied to a larger one, once in so many tokens
 
 
 class KVLayer(DynamicLayer):
@@ -48,9 +48,10 @@ class KVLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add columns; return all."""
+        """Append columns; return all keys and values."""
         device = key_states.device.type
-        if torch.is_autocast_enabled(device):  # attention would cast all columns in every pass
+        # Cast once here: under autocast, attention would cast all columns in every pass.
+        if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         new = key_states, value_states
@@ -58,6 +59,7 @@ class KVLayer(DynamicLayer):
         columns = past + key_states.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        # Grow: allocate spare columns, and copy the past into them.
         if not self._wide or self._wide[0].shape[2] < columns:
             self._wide = tuple(
                 part.new_empty((*part.shape[:2], columns + SPARE_COLUMNS, part.shape[3]))
@@ -72,7 +74,7 @@ class KVLayer(DynamicLayer):
         return self.keys, self.values
 
     def trim(self, columns: int) -> None:
-        """Forget the first columns."""
+        """Drop the first columns."""
         if not self.is_initialized:
             return
         self.keys, self.values = self.keys[:, :, columns:], self.values[:, :, columns:]
@@ -84,10 +86,10 @@ class KVLayer(DynamicLayer):
         self._wide = ()
 
     def append_rows(self, other: KVLayer, rows: Tensor) -> None:
-        """Add rows of a cache that is not longer, so that both end at the same column."""
+        """Append rows of a cache that is not longer, so that both end at the same column."""
         if not self.is_initialized:  # a layer that the model does not use
             return
-        # Zeros before them, for 0 x NaN is NaN.
+        # Zeros in front of them, because a masked NaN still gives NaN.
         before = (0, 0, self.get_seq_length() - other.get_seq_length(), 0)
         self.keys = torch.cat([self.keys, pad(other.keys[rows], before)])
         self.values = torch.cat([self.values, pad(other.values[rows], before)])
@@ -95,7 +97,7 @@ class KVLayer(DynamicLayer):
 
 
 class IndexedKVLayer(KVLayer, DynamicIndexedLayer):
-    """Keys and values, and the keys by which sparse attention selects among them."""
+    """Keys and values, and the index keys with which sparse attention selects among them."""
 
     indexer_keys: Tensor  # (rows, columns, size)
 
@@ -119,7 +121,7 @@ class StateLayer(LinearAttentionLayer):
     """One layer's convolutional and recurrent states, which have rows but no columns."""
 
     def trim(self, columns: int) -> None:
-        """Nothing is kept of single columns."""
+        """Does nothing: states have no columns."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows only."""
@@ -144,7 +146,7 @@ class StateKVLayer(StateLayer, KVLayer):
         LinearAttentionLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *keys_values: Tensor, **states: Any) -> None:
-        """Prepare for keys and values, or for states, which come by name."""
+        """Initialise keys and values (positional arguments) or states (keyword arguments)."""
         if keys_values:
             KVLayer.lazy_initialization(self, *keys_values)
         else:
@@ -166,7 +168,7 @@ class StateKVLayer(StateLayer, KVLayer):
 
 
 class KVCache(Cache):
-    """A layer for each layer of the model."""
+    """One cache layer for each layer of the model."""
 
     layers: list[Any]
 
@@ -174,17 +176,17 @@ class KVCache(Cache):
         super().__init__(layers=[kind(**options) for kind, options in plan.layers])
 
     def trim(self, columns: int) -> None:
-        """Forget the first columns of every layer."""
+        """Drop the first columns of every layer."""
         for layer in self.layers:
             layer.trim(columns)
 
     def append_rows(self, other: KVCache, rows: Tensor) -> None:
-        """Add rows of a cache that is not longer, right-aligned."""
+        """Append rows of a cache that is not longer, right-aligned."""
         for mine, other_layer in zip(self.layers, other.layers, strict=True):
             mine.append_rows(other_layer, rows)
 
 
-# Sliding windows keep their whole past too: the mask applies the window.
+# transformers' layer -> ours. Sliding windows keep their whole past: the mask applies the window.
 KINDS: dict[type, type] = {
     DynamicLayer: KVLayer,
     DynamicSlidingWindowLayer: KVLayer,
@@ -197,28 +199,29 @@ KINDS: dict[type, type] = {
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The layers of a cache, how the model takes it, and what follows for its rows."""
+    """The layers of a cache, the model's parameter for it, and what it means for rows."""
 
     layers: tuple[tuple[type, dict[str, int]], ...]
     parameter: str  # of the model's forward pass
-    slides: bool  # some layers attend to a part of the past
-    attends: bool  # some layers keep keys and values, which rows of other lengths mask
-    # A state goes through the columns in front of a row, and not all families keep it at zero
-    # there: prompts of equal length are computed together, without padding.
+    slides: bool  # some layers attend only to a part of the past
+    attends: bool  # some layers keep keys and values, so rows of other lengths need a mask
+    # A state passes through the padding in front of a row, and not all families keep it at zero
+    # there: only prompts of equal length are computed together, without padding.
     keeps_states: bool
 
 
 def plan_cache(model: PreTrainedModel) -> CachePlan | None:
-    """Plan the cache of a model; None where the hf sampler cannot hold it.
+    """Plan the cache of a model; None if the hf sampler cannot cache it.
 
-    That is a cache class or state of the model's own code, or rows that cannot be padded on the
-    left because the model counts positions by columns.
+    It cannot if the model's code defines its own cache class or state, or if rows cannot be padded
+    on the left because the model derives positions from columns.
     """
     parameters = inspect.signature(type(model).forward).parameters
     names = [name for name in ("past_key_values", "cache_params") if name in parameters]
     layers = DynamicCache(config=model.config).layers
     if not names or _has_own_cache(model) or not {type(layer) for layer in layers} <= KINDS.keys():
         return None
+    # A stateful model whose state is not in these layers keeps it somewhere else.
     states = [isinstance(layer, LinearAttentionLayer) for layer in layers]
     if model._is_stateful and not any(states):
         return None
@@ -247,7 +250,7 @@ def _has_own_cache(model: PreTrainedModel) -> bool:
 
 
 def _counts_columns(model: PreTrainedModel, *, takes_positions: bool) -> bool:
-    """Whether a table of positions is read at columns, or at ids that begin behind padding."""
+    """Whether position embeddings are indexed by columns, or start after the padding."""
     tables = [
         module
         for name, module in model.named_modules()
@@ -258,11 +261,11 @@ def _counts_columns(model: PreTrainedModel, *, takes_positions: bool) -> bool:
 
 @contextmanager
 def limit_time_steps(model: nn.Module) -> Iterator[None]:
-    """Keep the time steps of Mamba 2 layers within their limits for single tokens too.
+    """Context that applies the time step limits of Mamba 2 layers to single tokens too.
 
-    transformers and the mamba-ssm kernels apply `time_step_limit` only where they scan several
+    transformers 5.19 and the mamba-ssm kernels apply `time_step_limit` only when they scan several
     tokens (Zamba 2 and Nemotron-H have one). The last outputs of `in_proj` are the time steps
-    before softplus, which is monotonic: a limit on the one is a limit on the other.
+    before softplus. Softplus is monotonic, so its inputs can be limited instead.
     """
     with ExitStack() as hooks:
         for mixer in model.modules():
@@ -276,7 +279,7 @@ def limit_time_steps(model: nn.Module) -> Iterator[None]:
 def _limit_outputs(mixer: Any, low: float, high: float) -> Iterator[None]:
     bias = mixer.dt_bias.float()
     scale = mixer.mup_vector[0, 0, -len(bias) :] if hasattr(mixer, "mup_vector") else 1.0
-    # The inverse of softplus; Falcon-H1 scales what `in_proj` gives before the bias is added.
+    # The inverse of softplus; Falcon-H1 scales the outputs of `in_proj` before adding the bias.
     least, highest = (
         ((x + math.log(-math.expm1(-x)) if x > 0 else -math.inf) - bias) / scale
         for x in (low, high)

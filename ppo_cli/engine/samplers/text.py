@@ -1,8 +1,8 @@
-"""Text of responses, as samplers, stop strings, thoughts and placed rewards read it.
+"""Decoding of responses, for samplers, stop strings, thoughts and rewards placed on tokens.
 
-A decoder treats the first token of a sequence in its own way: Llama 2 drops its space, WordPiece
-puts none before it. And the bytes of a character may be in prompt and response. So tokens are
-decoded together with those before them.
+Decoders treat the first token of a sequence differently (Llama 2 drops its space, WordPiece adds
+none), and the bytes of one character can be split between prompt and response. Therefore tokens
+are decoded together with the tokens before them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 from ppo_cli.thoughts import Detokenize
 
-MOST_BYTES = 4  # of a character, and of its tokens
-CONTEXT = 2 * MOST_BYTES
-# Byte-fallback decoders read a run of such tokens as one: valid as a whole, or not at all.
+MOST_BYTES = 4  # of a character in UTF-8, so also its most tokens
+CONTEXT = 2 * MOST_BYTES  # tokens of context: the character that it ends with, and the one before
+# Byte-fallback decoders decode a run of such tokens as a unit: all of it is valid, or nothing.
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -28,12 +28,13 @@ def decode_text(
     *,
     end_ids: frozenset[int] = frozenset(),
 ) -> str:
-    """The text that the policy wrote behind `context`, special tokens included, without its end.
+    """Decode the tokens that follow `context`, with special tokens but without end tokens.
 
-    The end is every end and padding token behind it: `end_ids` of the model, the tokenizer's own,
-    and the one with which the chat template closes a reply. The text begins where the tokens
-    change that of the context: a character of which the context has a part belongs to it.
+    Trailing end and padding tokens are dropped: `end_ids` of the model, the tokenizer's, and the
+    one that closes a reply in the chat template. The text starts where it differs from the decoded
+    context, so a character that the context only contains in part belongs to the text.
     """
+    # Drop the end tokens, and keep a short context that does not start within a run of bytes.
     ends = end_ids | _closing_ids(tokenizer)
     size = len(token_ids)
     while size and token_ids[size - 1] in ends:
@@ -42,15 +43,16 @@ def decode_text(
     while start and BYTE_TOKEN.fullmatch(str(tokenizer.convert_ids_to_tokens(context[start]))):
         start -= 1
     context = context[start:]
+    # Decode with and without the response, and return the difference.
     before = _decode(tokenizer, context)
     text = _decode(tokenizer, [*context, *token_ids[:size]])
     if text.startswith(before):
         return text[len(before) :]
     same = _count_shared(text, before)
-    # Slow tokenizers put a space before the text that ends in a special token.
+    # Slow tokenizers add a space before a text that ends in a special token.
     if text[same:].startswith(" " + before[same:]):
         return text[len(before) + 1 :]
-    # The context ends within a character, which may spoil the whole run of bytes that it ends.
+    # The context ends within a character, which can invalidate the whole run of bytes before it.
     shorter = (context[: len(context) - cut] for cut in range(MOST_BYTES))
     return text[max(_count_shared(text, _decode(tokenizer, ids)) for ids in shorter) :]
 
@@ -62,16 +64,16 @@ def find_stop(
     checked: int,
     prompt_ids: Sequence[int],
 ) -> int | None:
-    """Count the tokens up to the one that completes a text of `stop`; None where none does.
+    """Return the number of tokens up to the one that completes a stop string; None if none does.
 
-    The first `checked` tokens complete none. Only as many tokens are read as such a text can have,
-    as each holds a byte at least, and a few more, as end tokens hold none.
+    The first `checked` tokens are known not to complete one. Only the last tokens that a stop
+    string can span are decoded: each has at least one byte, except end tokens.
     """
     window = max((len(stop_string.encode()) for stop_string in stop), default=0) + 8
     for end in range(checked + 1, len(ids) + 1) if stop else ():
         piece = _piece(detokenize, ids[end - 1])
-        # Part of a character, or a token without text of its own, may complete any of them, and
-        # a decoder may put a space before each token.
+        # Quick check of the last character. Part of a character or an empty token may complete any
+        # stop string, and a decoder may put a space before each token.
         is_complete = piece and "\ufffd" not in piece
         if is_complete and not any(stop_string[-1] in piece + " " for stop_string in stop):
             continue
@@ -84,18 +86,18 @@ def find_stop(
 
 @lru_cache(maxsize=2**18)
 def _piece(detokenize: Detokenize, token_id: int) -> str:
-    """The text of a token behind another: no decoder drops the space of that."""
+    """Return the text of a token after another one, where no decoder drops its space."""
     return detokenize([token_id], [token_id])
 
 
 def _count_shared(text: str, other: str) -> int:
-    """How many characters two texts have in common at their start."""
+    """Return the length of the common prefix of two texts."""
     pairs = enumerate(zip(text, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    # Clean-up would take spaces before punctuation out of code.
+    # Clean-up would remove spaces before punctuation, also in code.
     return str(
         tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -108,10 +110,10 @@ _REPLY = "reply"
 
 @lru_cache(maxsize=8)
 def _closing_ids(tokenizer: Any) -> frozenset[int]:
-    """End and padding token of a tokenizer, and the special token that ends a templated reply."""
+    """Return a tokenizer's end and padding tokens, and the special token that ends a reply."""
     ids = {tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _REPLY}]
-    # Some models have no template, some templates refuse this conversation.
+    # Some models have no template, and some templates reject this conversation.
     with suppress(Exception):
         rendered = tokenizer.apply_chat_template(turns, tokenize=False)
         _, reply, rest = rendered.rpartition(_REPLY)

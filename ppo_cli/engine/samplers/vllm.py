@@ -1,10 +1,10 @@
-"""Sample with vLLM, which needs a process of its own: it takes over torch's threads and groups.
+"""Sample with vLLM, in a separate process: it takes over torch's threads and process groups.
 
-Each response has its own seed, so that to rounding it is the same in whatever batch it is drawn.
-On CPUs (vLLM's model runner V1) a generator of each request draws from the seed, on GPUs (V2) a
-hash of seed, position and token: equal seeds give other tokens there. Log-probs are those under
-the sampling temperature and before top-k and top-p: vLLM gives them raw, and its workers divide
-the logits first (`weight_transfer.WorkerExtension`).
+Each response has its own seed, so up to rounding it does not depend on its batch. On CPUs (vLLM's
+model runner V1) each request has a generator with that seed; on GPUs (V2) random numbers are a
+hash of seed, position and token, so equal seeds give other tokens there. Log-probs are taken under
+the sampling temperature and before top-k and top-p: vLLM returns raw log-probs, and its workers
+divide the logits first (`weight_transfer.WorkerExtension`). Tried with vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ from ppo_cli.thoughts import Detokenize
 
 EXTENSION = "ppo_cli.engine.samplers.weight_transfer.WorkerExtension"
 TRANSFERS = {"memory": "ppo_memory", "gloo": GLOO, "nccl": "nccl", "ipc": "ipc"}
-# What vLLM raises for models and settings that it does not take; all else is a bug.
+# What vLLM raises for models and settings that it does not support; anything else is a bug.
 REFUSALS = (
     ValueError, RuntimeError, NotImplementedError, AssertionError, OSError, KeyError, TypeError,
     AttributeError, ImportError,
 )  # fmt: skip
-# Words of vLLM's -> what to do about them.
+# Substring of a vLLM error message -> advice.
 ADVICE = {
     "max_model_len": "Lower --max_prompt_length or --max_response_length",
     "memory": "Free memory, or lower --gpu_memory_utilization or rollout.max_num_seqs",
     "tensor_parallel_size": "Choose another --rollout_tp",
     "attention heads": "Choose another --rollout_tp",
 }
-# Tags of vLLM's memory -> what may be changed where it finds no room for that on waking.
+# Tag of vLLM's memory -> advice when there is not enough device memory on waking.
 WAKE_ADVICE = {
     "weights": "keep less there while it trains (actor.fsdp_config.optimizer_offload=true), or "
     "give each model more GPUs (--n_gpus)",
@@ -80,7 +80,7 @@ WAKE_ADVICE = {
 
 
 def check_vllm() -> None:
-    """Raise MissingPart, in one sentence, where vLLM is not installed."""
+    """Raise MissingPart if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingPart(
             "--rollout_name vllm needs vLLM, which is not installed: run scripts/setup vllm, or "
@@ -89,33 +89,33 @@ def check_vllm() -> None:
 
 
 def set_environment() -> None:
-    """Say, before vLLM is imported, how it shall run; variables that are set already stay."""
+    """Set vLLM's environment variables before importing it. Variables that are already set win."""
     for name, value in {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        # One device needs no further process.
+        # The engine core runs in this process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # With its own binding each sampler would claim the first core of the machine.
+        # With vLLM's own binding each sampler would use the first core of the machine.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Whatever matters comes as an error.
+        # Problems are raised as errors.
         "VLLM_LOGGING_LEVEL": "CRITICAL",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }.items():
         os.environ.setdefault(name, value)
     if not torch.cuda.is_available():
-        # Without it a few small functions of vLLM's are compiled, for seconds and no gain.
+        # Otherwise vLLM compiles a few small functions: seconds of time for no gain.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         torch._dynamo.config.disable = True
-    # Not ours to mend, and said at each import.
+    # Warnings of vLLM's imports that a user cannot act on.
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.reduce_op` is deprecated")
 
 
 class VLLMSampler:
-    """Samples from weights of its own, with vLLM; `more` are settings of vLLM's own.
+    """Samples with vLLM from its own copy of the weights; `engine_kwargs` go to vLLM unchanged.
 
-    `skeleton` is the model without weights, where its files name the modules of an adapter in
-    another way. With `sleep` it can give its GPU's memory back while others work there.
+    `skeleton` is the model without weights, needed if its files use other names for the modules
+    of an adapter. With `sleep`, GPU memory can be released while the learner works.
     """
 
     def __init__(
@@ -157,6 +157,7 @@ class VLLMSampler:
         self._sleep = sleep if on_gpu else None
         self._asleep: set[str] = set()  # tags of memory that was given back
         self._discarded = False  # no weights have come since they were discarded
+        # vLLM's arguments; the user's `engine_kwargs` come last and win.
         options: dict[str, Any] = {
             "model": model,
             "skip_tokenizer_init": True,
@@ -190,11 +191,10 @@ class VLLMSampler:
     ) -> Iterator[Rollout]:
         """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes.
 
-        One that has `begun` goes on with other random numbers than it would have had without a
-        pause, from a seed of its own: a generator on the CPU would begin with those that it has
-        had, and cannot skip any. A GPU could go on, as its hash takes the position in the text,
-        but draws in the same way.
-        One call at a time: the next may begin when this one's iterator is used up or closed.
+        Rollouts in `begun` continue from a separate seed, so their random numbers differ from
+        those without a pause: vLLM's CPU generators start at the beginning and cannot skip. On a
+        GPU the same seed could continue, because its hash includes the position, but it is treated
+        in the same way. Only one call at a time: exhaust or close its iterator before the next.
         """
         rollouts = [*start_rollouts(prompts, sampling), *begun]
         for prompt in (rollout.prompt for rollout in rollouts):
@@ -212,7 +212,7 @@ class VLLMSampler:
 
     @explain_transfer_out_of_memory()
     def load_weights(self, weights: Weights) -> bool:
-        """Take new weights, complete, and forget whatever was cached under the old ones."""
+        """Load a complete set of new weights, and drop the cache of the old ones."""
         if weights.adapter:
             self._require_memory()
             self._load_adapter(weights)
@@ -232,36 +232,36 @@ class VLLMSampler:
         return False
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Meet a trainer that sends weights between processes (`weight_transfer.Sender`)."""
+        """Connect to a trainer that sends weights between processes (`weight_transfer.Sender`)."""
         self._rpc("init_weight_transfer_engine", init_info=init_info)
 
     def start_weight_update(self) -> None:
-        """Make ready to take weights."""
+        """Prepare to receive weights."""
         self._require_memory()
         self._rpc("start_weight_update")
 
     @explain_transfer_out_of_memory()
     def update_weights(self, update_info: Any) -> None:
-        """Take weights, all or some."""
+        """Receive all weights or a part of them."""
         self._rpc("update_weights", update_info=update_info)
 
     def finish_weight_update(self, version: int) -> None:
-        """Put the weights to use."""
+        """Activate the received weights."""
         self._rpc("finish_weight_update")
         self._activate_weights(version)
 
     @property
     def weight_version(self) -> int | None:
-        """The version of the weights that were loaded last; None before any were."""
+        """Return the version of the last loaded weights; None before the first."""
         version = self._engine.get_weight_version()
         return None if version == "default" else int(version)
 
     def sleep(self) -> None:
-        """Give device memory back until `wake_weights` and `wake_cache`; nothing on the CPU.
+        """Release device memory until `wake_weights` and `wake_cache`; does nothing on the CPU.
 
-        With `keep` the weights stay. vLLM copies weights to host memory at level 1 and forgets
-        them at level 2; its `sleep_preserve_parameter_names` would copy them too, through
-        pageable memory and without the buffers of adapters.
+        With `keep` the weights stay on the device. vLLM copies weights to host memory at level 1
+        and discards them at level 2. Its `sleep_preserve_parameter_names` would also copy them,
+        but through pageable memory and without the buffers of adapters.
         """
         if self._sleep is None or ("kv_cache" in self._asleep and self._sleep == "keep"):
             return
@@ -276,11 +276,11 @@ class VLLMSampler:
         self._discarded = self._sleep == "discard"
 
     def wake_weights(self) -> None:
-        """Take the memory of the weights again, so that new ones can come."""
+        """Allocate the memory of the weights again, before new weights arrive."""
         self._wake("weights")
 
     def wake_cache(self) -> None:
-        """Take the memory of the cache again; now requests are taken."""
+        """Allocate the memory of the cache again, before new requests."""
         self._wake("kv_cache")
 
     def close(self) -> None:
@@ -317,7 +317,7 @@ class VLLMSampler:
                 "out, or use the name that this version of vLLM has."
             )
         options["weight_transfer_config"] = WeightTransferConfig(backend=TRANSFERS[transfer])
-        # All files that vLLM makes go where `close` removes them.
+        # All files that vLLM creates go into a folder that `close` removes.
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._memory())
         usual, tempfile.tempdir = tempfile.tempdir, str(self._memory())
         try:
@@ -340,6 +340,7 @@ class VLLMSampler:
         waiting = deque(begun)
         jobs: dict[str, Rollout] = {}
         checked: dict[str, int] = {}  # tokens without a stop string
+        # Submit up to the capacity, step the engine, yield what finishes or has a stop string.
         try:
             self._set_temperature(sampling.temperature or 1.0)
             while waiting or jobs:
@@ -366,9 +367,9 @@ class VLLMSampler:
                 self._engine.abort_request(list(jobs), internal=False)
 
     def _advance(self, jobs: dict[str, Rollout], waiting: deque[Rollout]) -> list[Any]:
-        """Let vLLM take a step; when memory runs out, begin again with half as many at once.
+        """Let vLLM take a step; when memory runs out, restart the requests, half as many at once.
 
-        With workers of its own vLLM ends when one of them fails: then it is informed.
+        If vLLM has separate worker processes, it ends when one of them fails; the error is raised.
         """
         try:
             return list(self._engine.step())
@@ -393,7 +394,7 @@ class VLLMSampler:
         (uid, sample), drawn = begun.key, len(begun.token_ids)
         stream = f"{uid} from {drawn}" if drawn else uid
         params = SamplingParams(
-            # The workers have divided by the temperature already.
+            # The workers divide logits by the temperature already.
             temperature=0.0 if greedy else 1.0,
             top_p=1.0 if greedy else sampling.top_p,
             top_k=0 if greedy else max(sampling.top_k, 0),
@@ -405,7 +406,7 @@ class VLLMSampler:
             flat_logprobs=True,
             detokenize=False,
             skip_reading_prefix_cache=False,
-            # vLLM's own stop strings need its tokenizer: ours are looked for after each step.
+            # vLLM's stop strings need its tokenizer; ours are searched for after each step.
             output_kind=RequestOutputKind.CUMULATIVE
             if sampling.stop
             else RequestOutputKind.FINAL_ONLY,
@@ -417,7 +418,7 @@ class VLLMSampler:
     def _rollout(
         self, begun: Rollout, output: Any, end: int | None, sampling: Sampling, weight_version: int
     ) -> Rollout:
-        """What vLLM adds to a rollout, cut after `end` tokens where a stop string ends."""
+        """Extend a rollout by vLLM's output, cut after `end` tokens if a stop string ends there."""
         ids = tuple(output.token_ids)[:end]
         logprobs = np.array(output.logprobs.logprobs, dtype=np.float32)[:end]
         if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
@@ -433,9 +434,9 @@ class VLLMSampler:
         )
 
     def _finish_batches(self) -> None:
-        """Let vLLM process what it still has of requests that have ended (tried on 0.32).
+        """Let vLLM finish the batches of requests that have ended (private API, tried on 0.32).
 
-        With async scheduling it is a batch ahead, and it tells its workers later who has ended.
+        With async scheduling it is one batch ahead, and tells its workers later which have ended.
         """
         core = self._engine.engine_core.engine_core
         while core.scheduler.has_requests() or core.batch_queue:
@@ -496,13 +497,13 @@ class VLLMSampler:
         self._adapter = fresh
 
     def _memory(self) -> Path:
-        """A folder of our own that `close` removes, in shared memory where there is any."""
+        """Return a private folder that `close` removes, in shared memory if available."""
         if self._folder is None:
             self._folder = create_folder("sampler")
         return self._folder
 
     def _rpc(self, method: str, **values: Any) -> list[Any]:
-        """Run a method of each of vLLM's workers."""
+        """Call a method of all vLLM workers."""
         return list(self._engine.collective_rpc(method, kwargs=values))
 
 
@@ -516,22 +517,22 @@ def _refusal_message(model: str, error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """The first sentence of what went wrong; a validation error begins with a count of them."""
+    """Return the first sentence of an error; pydantic's begin with a count, which is skipped."""
     text = str(error.errors()[0]["msg"] if hasattr(error, "errors") else error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     return first.removeprefix("Value error, ").partition(". ")[0].rstrip(" .")
 
 
-# Keys and values on the CPU: enough for all sequences at full length, but no more than this.
+# Largest key-value cache on the CPU; smaller if all sequences fit at full length.
 CPU_CACHE_BYTES = 2 * 2**30
-CPU_BLOCK = 128  # tokens, of which vLLM gives whole blocks
+CPU_BLOCK = 128  # tokens in a block of vLLM's CPU cache
 
 
 def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
-    """A sampler as the run's settings have it; it needs a process of its own.
+    """Build the sampler of a run's settings; it needs a separate process.
 
-    Raises MissingPart where vLLM is not installed.
+    Raises MissingPart if vLLM is not installed.
     """
     check_vllm()
     rollout, settings = config.rollout, config.model
@@ -564,7 +565,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
 
 
 def _adapter_options(settings: Model, model_config: Any) -> dict[str, Any]:
-    """What a sampler has to know of an adapter that it will be given."""
+    """Return the sampler's options for a LoRA adapter."""
     fused = bool(peft_renames(model_config))
     skeleton = None
     if get_checkpoint_conversion_mapping(model_config.model_type) is not None:
@@ -579,7 +580,7 @@ def _adapter_options(settings: Model, model_config: Any) -> dict[str, Any]:
 
 
 def _with_generation(path: str, model_config: Any) -> Any:
-    """What `stop_token_ids` reads of a model: the generation config it would be loaded with."""
+    """Return a stand-in model for `stop_token_ids`, with only a generation config."""
     try:
         generation = GenerationConfig.from_pretrained(path)
     except OSError:
@@ -588,7 +589,7 @@ def _with_generation(path: str, model_config: Any) -> Any:
 
 
 def _cache_bytes(model_config: Any, dtype: torch.dtype, longest: int, sequences: int) -> int:
-    """Memory for all sequences at full length, within bounds; never less than for one."""
+    """Return the cache size for all sequences at full length, limited, but at least for one."""
     c = model_config.get_text_config()
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads

@@ -1,12 +1,12 @@
-"""How new weights reach running vLLMs: both sides of vLLM's interface.
+"""Transfer of new weights to running vLLM engines: both sides of vLLM's interface.
 
-The trainer's: `connect` gives a `Sender`, by NCCL (samplers on other GPUs), by CUDA IPC (on the
-learner's own GPUs) or by gloo (anywhere, over the network). The first two drive engines that vLLM
-brings along; they are written from its sources and are untried, as they need GPUs.
+Trainer side: `connect` returns a `Sender` over NCCL (samplers on other GPUs), CUDA IPC (on the
+learner's own GPUs) or gloo (anywhere, over the network). The first two use engines of vLLM; they
+are written from its sources (0.32) and untested, because they need GPUs.
 
-The workers': `MemoryTransfer` takes checkpoint tensors from its process or from a safetensors file
-in shared memory, `GlooTransfer` takes them over the network. `WorkerExtension` is mixed by vLLM
-into each of its workers.
+Worker side: `MemoryTransfer` takes checkpoint tensors from its process or from a safetensors file
+in shared memory, `GlooTransfer` receives them over the network. vLLM mixes `WorkerExtension` into
+each of its workers.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from ppo_cli.errors import ModelError
 
 
 class SamplerClient:
-    """Leads all samplers through one exchange; what vLLM's senders call.
+    """The client of vLLM's senders: calls all samplers at the steps of a transfer.
 
-    `ask_all` runs the named method of every sampler (`VLLMSampler`s, wherever they live), each
-    with its own words, and returns when all have; it raises as soon as one of them fails.
+    `ask_all` calls the named method of every `VLLMSampler`, in whichever process, each with its
+    own arguments; it returns when all have returned and raises as soon as one of them fails.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class SamplerClient:
 
     @property
     def num_gpus(self) -> int:
-        """How many workers take weights."""
+        """Return how many workers receive weights."""
         return self._num_samplers * self._gpus_each
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Meet; where ranks count, each sampler's begin behind those of the one before."""
+        """Connect all samplers; their ranks follow each other in the group."""
         infos = [dict(init_info) for _ in range(self._num_samplers)]
         for i, info in enumerate(infos):
             if "rank_offset" in info:
@@ -84,21 +84,21 @@ class SamplerClient:
         self._ask_all("init_weight_transfer", [(info,) for info in infos])
 
     def start_weight_update(self) -> None:
-        """Make ready."""
+        """Let all samplers prepare for new weights."""
         self._ask_all("start_weight_update", [()] * self._num_samplers)
 
     def update_weights(self, update_info: Any) -> None:
-        """Take what is being sent."""
+        """Let all samplers receive what is being sent."""
         self._ask_all("update_weights", [(update_info,)] * self._num_samplers)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Put to use what was taken, under the version that is being sent."""
+        """Activate the received weights under the version that is being sent."""
         version = self.version if weight_version is None else int(weight_version)
         self._ask_all("finish_weight_update", [(version,)] * self._num_samplers)
 
 
 class TensorSource(WeightSource):
-    """The trainer's weights, gathered one by one each time that they are sent."""
+    """The trainer's weights, gathered one by one for each transfer."""
 
     def __init__(
         self, shapes: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
@@ -112,7 +112,7 @@ class TensorSource(WeightSource):
         )
 
     def metadata(self) -> list[ParamMeta]:
-        """What iteration yields, in the same order."""
+        """Return name, dtype and shape of the tensors, in the order of iteration."""
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -120,19 +120,19 @@ class TensorSource(WeightSource):
 
 
 class Sender:
-    """A connection over which weights go, again and again. Used on every trainer rank."""
+    """A connection for repeated weight transfers. Used on every trainer rank."""
 
     def __init__(self, engine: Any, client: SamplerClient) -> None:
         self._engine = engine
         self._client = client
 
     def send(self, version: int) -> None:
-        """Send the weights as they are now; every trainer rank takes part in gathering them."""
+        """Send the current weights; every trainer rank takes part in gathering them."""
         self._client.version = version
         self._engine.send_weights()
 
     def close(self) -> None:
-        """Part from the samplers."""
+        """Disconnect from the samplers."""
         self._engine.shutdown()
 
 
@@ -140,17 +140,16 @@ def connect(
     way: str, source: TensorSource, client: SamplerClient, *, rank: int, address: str, port: int,
     timeout_s: float,
 ) -> Sender:  # fmt: skip
-    """Meet samplers that were built with transfer=`way`; every trainer rank calls.
+    """Connect to samplers that were built with transfer=`way`; every trainer rank calls.
 
-    "gloo": anywhere; rank 0 listens at `address` and sends. "nccl": on other GPUs or nodes; rank 0
-    listens at `address` and `port` and sends. No two ranks may share a GPU, and `source` has to
-    yield tensors on this one's. "ipc": on the trainers' own GPUs; every rank fills a buffer on its
-    GPU, and each worker reads the one that lies on its own. Both are untried without GPUs.
+    "gloo": anywhere; rank 0 listens at `address` and sends. "nccl": to other GPUs or nodes; rank 0
+    listens at `address` and `port` and sends. No two ranks may share a GPU, and `source` must
+    yield tensors on this rank's GPU. "ipc": on the trainers' own GPUs; every rank fills a buffer
+    on its GPU, and each worker reads the buffer on its own. nccl and ipc are untested.
     """
     info: TrainerInitInfo
     if way == "nccl":
-        # A chunk is full with the tensor that fills it, so the largest one needs no larger chunks;
-        # vLLM would warn of it at each transfer.
+        # A tensor larger than a chunk gets a chunk alone, which is fine; vLLM would warn each time.
         warnings.filterwarnings("ignore", message=r"Tensor '.*' has size .*buffer_size_bytes")
         info = NCCLTrainerInitInfo(
             rank=rank, master_address=address, master_port=port, world_size=1 + client.num_gpus,
@@ -167,7 +166,7 @@ def connect(
 
 @dataclass
 class GlooTrainerInfo(TrainerInitInfo):
-    """Where the first trainer rank listens, and how long anybody waits for anybody."""
+    """The address on which the first trainer rank listens, and the timeout of all waits."""
 
     backend: ClassVar[str] = GLOO
 
@@ -176,7 +175,7 @@ class GlooTrainerInfo(TrainerInitInfo):
 
 
 class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
-    """Sends tensor by tensor from the first rank; the others only help to gather them."""
+    """Sends tensor by tensor from the first rank; the other ranks only help to gather them."""
 
     init_info_cls = GlooTrainerInfo
     source: WeightSource
@@ -187,7 +186,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
     def trainer_init(
         cls, init_info: GlooTrainerInfo, *, client: Any, source: WeightSource | None = None
     ) -> GlooTrainer:
-        """Open the meeting place and wait for all workers."""
+        """Open the store and wait for all workers."""
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         if engine.is_sender:
             engine._meet(init_info)
@@ -204,7 +203,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
         _run_alongside(lambda: self.client.init_weight_transfer_engine(request), meet)
 
     def send_weights(self) -> None:
-        """Lead the samplers through an update; they take while we send."""
+        """Run a transfer: the samplers receive while this rank sends."""
         if not self.is_sender:
             for _ in self.source:
                 pass
@@ -232,7 +231,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
 
 
 def _run_alongside(asking: Callable[[], None], work: Callable[[], None]) -> None:
-    """Work while the samplers are asked. When the work fails nobody waits for them any more."""
+    """Do `work` while `asking` runs in a thread; if the work fails, do not wait for it."""
     thread = ThreadPoolExecutor(1)
     try:
         request = thread.submit(asking)
@@ -252,13 +251,13 @@ class CheckpointTransfer(WeightTransferEngine):
     """Loads checkpoint tensors layer by layer, as vLLM's other back ends do."""
 
     def start_weight_update(self) -> None:
-        """Give each layer its loadable form back: on the CPU weights lie packed."""
+        """Restore the loadable form of each layer: on the CPU weights are packed."""
         if current_platform.is_cpu():
             drop_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take the tensors; nothing is under way on a device afterwards that must be awaited."""
+        """Receive the tensors, and wait for the device."""
         self.receive_weights(self.parse_update_info(update_info))
         if not current_platform.is_cpu():
             torch.accelerator.synchronize()
@@ -270,23 +269,23 @@ class CheckpointTransfer(WeightTransferEngine):
         pack_heads(self.model)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is no connection."""
 
 
 @dataclass
 class MemoryInitInfo(WeightTransferInitInfo):
-    """Memory needs no meeting."""
+    """Empty: a transfer through memory needs no connection."""
 
 
 @dataclass
 class MemoryUpdateInfo(WeightTransferUpdateInfo):
-    """Tensors themselves where the worker is this process, else a file that holds them."""
+    """The tensors if the worker is this process, else a file that contains them."""
 
     tensors: dict[str, Tensor] | None = None
     path: str | None = None
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, one after the other."""
+        """Yield names and tensors."""
         if self.tensors is not None:
             yield from self.tensors.items()
         else:
@@ -296,22 +295,22 @@ class MemoryUpdateInfo(WeightTransferUpdateInfo):
 
 
 class MemoryTransfer(CheckpointTransfer):
-    """Loads what lies in memory."""
+    """Loads tensors from memory."""
 
     init_info_cls = MemoryInitInfo
     update_info_cls = MemoryUpdateInfo
 
     def init_transfer_engine(self, init_info: MemoryInitInfo) -> None:
-        """Nothing to meet."""
+        """Does nothing: there is no connection."""
 
     def receive_weights(self, update_info: MemoryUpdateInfo) -> None:
-        """Load what came."""
+        """Load the tensors."""
         self.model.load_weights(update_info.items())
 
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """Where the trainer's store is, and who this sampler's workers are in the group."""
+    """The address of the trainer's store, and the ranks of this sampler's workers."""
 
     address: str
     port: int
@@ -322,7 +321,7 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """What will come, in this order."""
+    """Names, dtypes and shapes of the tensors, in the order in which they are sent."""
 
     names: list[str]
     dtype_names: list[str]
@@ -337,13 +336,13 @@ class GlooTransfer(CheckpointTransfer):
     _group: GlooGroup | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Meet the trainer and the other workers."""
+        """Join the group of the trainer and all workers."""
         rank = init_info.rank_offset + self.parallel_config.rank
         store = join_store(init_info.address, init_info.port, init_info.timeout_s)
         self._group = GlooGroup(store, rank, init_info.world_size, init_info.timeout_s)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Load each tensor as it comes."""
+        """Load each tensor as it arrives."""
         self.model.load_weights(self._receive_tensors(update_info))
 
     def shutdown(self) -> None:
@@ -357,7 +356,7 @@ class GlooTransfer(CheckpointTransfer):
 
 
 def require_experts(model: torch.nn.Module) -> None:
-    """Raise ModelError where experts did not come: their old weights would sample on."""
+    """Raise ModelError if experts got no new weights: vLLM would sample from the old ones."""
     for name, module in model.named_modules():
         if not isinstance(getattr(module, "quant_method", None), FusedMoEMethodBase):
             continue
@@ -371,9 +370,9 @@ def require_experts(model: torch.nn.Module) -> None:
 
 
 def drop_expert_kernels(model: torch.nn.Module) -> None:
-    """Have kernels of experts built again after the reload (tried on vLLM 0.32).
+    """Make vLLM rebuild the kernels of experts after the reload (private API, tried on 0.32).
 
-    vLLM packs the weights of experts for the CPU only while it has no kernel.
+    vLLM packs expert weights for the CPU only while there is no kernel.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -382,9 +381,10 @@ def drop_expert_kernels(model: torch.nn.Module) -> None:
 
 
 def pack_heads(model: torch.nn.Module) -> None:
-    """Pack output heads anew on the CPU: a tied one has no weights of its own to be loaded,
+    """Pack output heads again on the CPU.
 
-    so that the reload passes it by and it would go on with a packed copy of the old embedding.
+    A tied head has no weights of its own to load, so the reload skips it, and it would keep a
+    packed copy of the old embedding.
     """
     if current_platform.is_cpu():
         for module in model.modules():
@@ -400,12 +400,13 @@ class WorkerExtension:
     def scale_logits(self, temperature: float) -> None:
         """Divide all logits by the temperature before vLLM's sampler sees them.
 
-        vLLM gives log-probs either before the temperature or after top-k and top-p too. With
-        scaled logits the former are what a rollout records: under the temperature, untruncated.
+        vLLM returns log-probs either before the temperature, or after top-k and top-p as well.
+        With scaled logits the former are what a rollout records: under the temperature, before
+        truncation.
         """
         model = self.model_runner.model
         for name in ("compute_logits", "compute_logits_local"):
-            # The class keeps the plain function; what we set lies on the instance.
+            # The class keeps the original function; ours is set on the instance.
             model.__dict__.pop(name, None)
             if temperature != 1 and hasattr(model, name):
                 setattr(model, name, _divide(getattr(model, name), temperature))
@@ -419,6 +420,6 @@ def _divide(compute: Callable[..., Any], temperature: float) -> Callable[..., An
     return scaled
 
 
-# vLLM imports this module in each of its processes, for the extension's sake.
+# vLLM imports this module in each of its processes, because of `worker_extension_cls`.
 WeightTransferEngineFactory.register_engine(MEMORY, MemoryTransfer)
 WeightTransferEngineFactory.register_engine(GLOO, GlooTransfer)

@@ -1,8 +1,11 @@
-"""Work in a model that ranks hold in pieces (FSDP2): gathers, reductions, and how it breaks off.
+"""A model sharded by FSDP2: its gathers and reductions, and recovery when a pass is interrupted.
 
-All ranks must join the same collectives in the same order. One whose memory runs out between two of
-them does the micro-batch again with its shortest row (`micro_batches.run_within_memory`): what it
-has joined before is counted here, and skipped then.
+All ranks must join the same collectives in the same order. A rank that runs out of memory between
+two of them replays the micro-batch with its shortest row (`micro_batches.run_within_memory`); the
+collectives that it has joined already are counted here and skipped in the replay.
+
+Uses private parts of FSDP2, tried with torch 2.13: `DefaultAllGather`, `DefaultReduceScatter`,
+`_get_fsdp_state`, `_fsdp_param_groups`, `_sharded_param_data` and `_unsharded_param`.
 """
 
 from __future__ import annotations
@@ -26,16 +29,16 @@ from ppo_cli.engine.sharding.host_memory import allocate_host
 
 
 class Root(nn.Module):
-    """What FSDP2 sees as the whole model: work runs inside its forward, weights gathered."""
+    """The module that FSDP2 wraps: work runs inside its forward pass, with gathered weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Do the work; FSDP2 hooks its backward to the tensors that come out.
+        """Do the work; FSDP2 attaches its backward hooks to the returned tensors.
 
-        A view would lose that hook to whoever edits it in place.
+        Views are cloned: an in-place edit of a view would lose the hook.
         """
         return tuple(t.clone() if t._is_view() else t for t in work(*tensors))
 
@@ -59,7 +62,7 @@ class CountedGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather the pieces of all ranks of the group."""
+        """Gather the shards of all ranks of the group."""
         if self.skips:
             self.skips -= 1
             output_tensor.zero_()
@@ -71,10 +74,10 @@ class CountedGather(DefaultAllGather):
 
 
 class CountedReduction(DefaultReduceScatter):
-    """FSDP2's reduce-scatter of a module, and the all-reduce of copies behind it, both counted.
+    """FSDP2's reduce-scatter of a module and the all-reduce between replicas after it, counted.
 
-    FSDP2 lets nobody in the place of that all-reduce: to skip it, the module is told to need none,
-    until as many reductions have begun (`allocate` makes the two buffers of each).
+    FSDP2 has no hook that replaces this all-reduce. To skip it, the module is set to need none
+    until as many reductions have begun; `allocate` is called for two buffers per reduction.
     """
 
     def __init__(self, rank: int, module: FSDPModule, *, copies: bool) -> None:
@@ -88,7 +91,7 @@ class CountedReduction(DefaultReduceScatter):
             module.set_all_reduce_hook(self._note_all_reduce)
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """A fresh buffer."""
+        """Allocate a buffer, and count down the all-reduces to skip."""
         buffer = super().allocate(*args, **kwargs)
         if self._skipped_buffers:
             self._skipped_buffers -= 1
@@ -103,7 +106,7 @@ class CountedReduction(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Add up the gradients of all ranks of the group, a piece to each."""
+        """Add up the gradients of all ranks of the group; each rank gets its shard."""
         if self.skips:
             self.skips -= 1
             output_tensor.zero_()
@@ -114,16 +117,16 @@ class CountedReduction(DefaultReduceScatter):
         return work
 
     def begin_micro_batch(self) -> None:
-        """Count from here."""
+        """Start counting for a new micro-batch."""
         self.joined = self.all_reduced = self.skips = self._skipped_buffers = 0
         self._module.set_requires_all_reduce(True, recurse=False)
 
     def begin_replay(self) -> None:
-        """Skip what was counted."""
+        """Skip the reductions that were counted."""
         self.skips, self._skipped_buffers = self.joined, 2 * self.all_reduced
 
     def skip_all_reduce(self) -> None:
-        """Have the module leave out its next all-reduce, if this rank has joined it before."""
+        """Disable the module's next all-reduce if this rank has joined it already."""
         self._module.set_requires_all_reduce(not self._skipped_buffers, recurse=False)
 
     def _note_all_reduce(self, reduced: Tensor) -> None:
@@ -131,11 +134,11 @@ class CountedReduction(DefaultReduceScatter):
 
 
 class ShardedModel:
-    """Runs work in a sharded model, and leaves the model in pieces whatever happens.
+    """Runs work in a sharded model, and leaves the model sharded even after an error.
 
-    While awake, a model that `stays_whole` gathers its weights once, and the ranks add up their
-    gradients once, in the backward pass that `sync_gradients` announces. A frozen model may have
-    its pieces in host memory between uses: they are brought to `device` once while it is awake.
+    While awake, a model that `stays_whole` gathers its weights once, and the ranks reduce their
+    gradients once, in the backward pass that `sync_gradients` announces. A frozen model can keep
+    its shards in host memory between uses; they are copied to `device` once per use.
     """
 
     def __init__(
@@ -157,8 +160,8 @@ class ShardedModel:
             self._place_pieces(torch.device("cpu"))
 
     def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Gather, work, let go."""
-        if self._inside:  # a reference that shares the weights, asked by the policy's work
+        """Gather the weights, do the work, free the weights."""
+        if self._inside:  # a reference that shares the weights, called inside the policy's work
             return work(*tensors)
         if self._homes and not self._depth:
             with self.awake():
@@ -175,7 +178,7 @@ class ShardedModel:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep what work brings and gathers, if the model stays whole or waits in host memory."""
+        """Keep gathered weights (`stays_whole`) and shards from host memory until the end."""
         if self._depth == 0:
             if self._device is not None:
                 self._place_pieces(self._device)
@@ -194,7 +197,7 @@ class ShardedModel:
                 self._place_pieces(torch.device("cpu"))
 
     def _place_pieces(self, device: torch.device) -> None:
-        """Let the pieces of a frozen model be those at home, or copies of them on a device."""
+        """Set a frozen model's shards to those in host memory, or to copies on a device."""
         for parameter, home in self._homes:
             piece = home.to(device, non_blocking=True)
             local = parameter.sharded_param._local_tensor
@@ -202,7 +205,7 @@ class ShardedModel:
             parameter.sharded_param._local_tensor = piece.as_strided(local.shape, local.stride())
 
     def sync_gradients(self, now: bool) -> None:
-        """Say whether the backward pass to come adds up the gradients of the ranks."""
+        """Set whether the next backward pass reduces the gradients of the ranks."""
         if self._stays_whole:
             self._root.set_requires_gradient_sync(now)
             self._root.set_reshard_after_backward(now)
@@ -210,9 +213,9 @@ class ShardedModel:
                 reduction.skip_all_reduce()
 
     def begin_micro_batch(self) -> None:
-        """Count from here which collectives this rank joins: a micro-batch begins."""
+        """Start counting the collectives of a micro-batch."""
         for group, reduction in self._collectives():
-            # One that is whole by now would have to be gathered again after `reset`.
+            # Weights that are gathered now would have to be gathered again after `reset`.
             group._all_gather_comm.joined = int(group.is_unsharded)
             group._all_gather_comm.skips = 0
             reduction.begin_micro_batch()
@@ -230,11 +233,11 @@ class ShardedModel:
                 yield group, group._reduce_scatter_comm  # type: ignore[misc]
 
     def reset(self) -> None:
-        """Take the model apart again; gradients under way are lost."""
-        if self._root._get_fsdp_state()._is_root is None:  # never asked: there is no state yet
+        """Reshard the model after an interrupted pass; unreduced gradients are lost."""
+        if self._root._get_fsdp_state()._is_root is None:  # never used: there is no state yet
             return
         self._root.reset_iter_state()
-        # It leaves what autograd has put at whole weights and FSDP has not taken yet.
+        # It keeps gradients of gathered weights that FSDP2 has not reduced yet.
         for module in sharded_modules(self._root):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
@@ -244,5 +247,5 @@ class ShardedModel:
 
 
 def sharded_modules(root: Any) -> Sequence[FSDPModule]:
-    """The parts of a model that FSDP2 gathers each by itself."""
+    """Return the modules that FSDP2 gathers one by one."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]

@@ -1,7 +1,7 @@
-"""Weights and moments that wait in host memory between uses.
+"""Weights and moments that are kept in host memory between uses (offloading).
 
-Each tensor has one place there for the whole run. For a GPU it is pinned: the device copies from
-and to it by itself, at several times the speed, and the host waits once for all of them.
+Each tensor has one host buffer for the whole run. For a GPU it is pinned: copies are then
+asynchronous and several times as fast, and the host waits once for all of them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from torch import Tensor, nn
 
 from ppo_cli.engine.models.policy import Work
 
-SLAB_BYTES = 1 << 30  # of pinned memory at once: torch rounds each request up to a power of two
-ALIGNMENT = 64  # bytes
+# Pinned memory is requested in slabs: torch rounds each request up to a power of two.
+SLAB_BYTES = 1 << 30
+ALIGNMENT = 64  # bytes: a cache line
 
 
 def allocate_host(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
-    """Allocate tensors laid out as these are in host memory, without values."""
+    """Allocate uninitialised host tensors with the layout of these."""
     if not pinned:
         return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in tensors]
     sizes = [-(-t.numel() * t.element_size() // ALIGNMENT) * ALIGNMENT for t in tensors]
     places: list[Tensor] = []
+    # Fill slabs with as many tensors as fit, at least one each.
     while len(places) < len(tensors):
         first = len(places)
         end, total = first, 0
@@ -38,20 +40,20 @@ def allocate_host(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
 
 
 class HostCopies:
-    """The places in host memory of tensors that come back under the same keys."""
+    """Host buffers of tensors, by key; a key has the same buffer for the whole run."""
 
     def __init__(self) -> None:
         self._places: dict[Any, Tensor] = {}
 
     def reserve(self, tensors: Mapping[Any, Tensor], *, pinned: bool) -> dict[Any, Tensor]:
-        """The places of tensors like these, allocated together where there are none yet."""
+        """Return the buffers of these keys; missing ones are allocated together."""
         missing = {key: t for key, t in tensors.items() if key not in self._places}
         new = allocate_host([*missing.values()], pinned=pinned)
         self._places |= zip(missing, new, strict=True)
         return {key: self._places[key] for key in tensors}
 
     def store(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-        """Copy tensors of a device to their places, and wait for all of them; returns these."""
+        """Copy device tensors to their buffers, wait for all copies, and return the buffers."""
         on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
         places = self.reserve(tensors, pinned=on_gpu)
         for key, tensor in tensors.items():
@@ -62,7 +64,7 @@ class HostCopies:
 
 
 class OffloadedModel:
-    """Keeps the weights of a model on one device in host memory between uses."""
+    """A model on one device whose weights are in host memory between uses."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
@@ -76,13 +78,13 @@ class OffloadedModel:
                 parameter.data = self._places[parameter] = place.copy_(parameter.detach())
 
     def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Work on the device. A backward needs the weights there too: stay `awake` for it."""
+        """Do the work on the device. A backward pass needs the weights too: keep `awake` for it."""
         with self.awake():
             return work(*tensors)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Bring the weights, with what gradients they have, and take them home at the end."""
+        """Move weights and gradients to the device, and back to host memory at the end."""
         if self._depth == 0:
             self._model.to(self._device, non_blocking=True)
         self._depth += 1
@@ -96,20 +98,21 @@ class OffloadedModel:
                     torch.cuda.synchronize()
 
     def _take_home(self, tensor: Tensor) -> Tensor:
-        """Let go of a frozen weight on the device; copy what may have changed to its place."""
+        """Copy a trained weight to its host buffer; of a frozen one only drop the device copy."""
         place = self._places.get(tensor) if isinstance(tensor, nn.Parameter) else None
         if place is None or tensor.device.type == "cpu":  # a buffer, a gradient, a tied weight
             return tensor.to("cpu")
         return place.copy_(tensor, non_blocking=True) if tensor.requires_grad else place
 
+    # The rest of `WeightsContext` concerns ranks, of which there is one.
     def sync_gradients(self, now: bool) -> None:
-        """There are no other ranks."""
+        """Does nothing: there are no other ranks."""
 
     def begin_micro_batch(self) -> None:
-        """There are no other ranks."""
+        """Does nothing: there are no other ranks."""
 
     def begin_replay(self) -> None:
-        """There are no other ranks."""
+        """Does nothing: there are no other ranks."""
 
     def reset(self) -> None:
-        """Nothing stays behind here."""
+        """Does nothing: an interrupted pass leaves no state."""

@@ -1,11 +1,7 @@
-"""Load a model over ranks: read by the first, held in pieces by all (FSDP2).
+"""Load a model onto all ranks: the first rank reads it, FSDP2 shards it over all.
 
-Only the first rank ever holds a whole model, and only while it loads. The others build the
-architecture without weights; layer by layer, weights are sent to all and cut to pieces.
-
-With tensor parallelism, layers are split over neighbouring ranks by the plan that their family
-publishes. Embeddings, norms and the output head stay whole: every neighbour computes the same with
-them and arrives at the same gradient.
+Only the first rank ever holds a complete model, and only while loading. The others build the
+architecture without weights; layer by layer, weights are broadcast and sharded.
 """
 
 from __future__ import annotations
@@ -46,17 +42,17 @@ from ppo_cli.errors import ModelError
 
 @dataclass
 class ExtractedWeights:
-    """The weights of a model whose tensors are now placeholders on the meta device.
+    """The weights of a model whose tensors were replaced by placeholders on the meta device.
 
-    `names` knows what each placeholder stands for. `weights` has weights on the first rank only;
-    a parameter that has been given back is forgotten.
+    `names` maps each placeholder to its tensor's name. `weights` is filled on the first rank only;
+    a parameter is dropped when it has been distributed.
     """
 
     names: dict[Tensor, str] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def distribute(self, module: nn.Module, ranks: Ranks, device: torch.device) -> None:
-        """Put the first rank's weights into a part of the model on every rank; all call."""
+        """Broadcast the first rank's weights into a part of the model; all ranks call."""
         received: dict[Tensor, Tensor] = {}
         for part in module.modules():
             for tensors in (part._parameters, part._buffers):
@@ -80,12 +76,13 @@ class ExtractedWeights:
 
 
 def extract_weights(model: nn.Module, ranks: Ranks, path: str) -> ExtractedWeights:
-    """Take all parameters and buffers out of a model; shared ones stay shared; all ranks call.
+    """Replace all parameters and buffers of a model by placeholders; all ranks call.
 
-    Only the first rank keeps the weights, and what it shares is shared on all ranks: its files
-    decide whether an output head is tied. Raises ModelError, on all ranks, when the models of the
-    ranks differ.
+    Only the first rank keeps the weights. Tensors that it shares become shared on all ranks: its
+    files decide whether the output head is tied. Raises ModelError on all ranks when the ranks'
+    models differ.
     """
+    # Every place in the model that holds a tensor, with the dict that holds it.
     places = [
         (f"{prefix}.{name}", tensors, name)
         for prefix, part in model.named_modules()
@@ -107,6 +104,7 @@ def extract_weights(model: nn.Module, ranks: Ranks, path: str) -> ExtractedWeigh
             if ranks.rank == 0:
                 extracted.weights[owner] = tensor.detach()
         tensors[name] = placeholders[owner]
+    # The other nodes may have another folder under the same path.
     layout = [(name, tuple(t.shape), str(t.dtype)) for t, name in extracted.names.items()]
     if any(other != layout for other in gather_objects(ranks, layout)):
         raise ModelError(
@@ -123,7 +121,7 @@ def _placeholder(tensor: Tensor) -> Tensor:
     return empty
 
 
-# It advises against layouts that FSDP2 itself makes of tensor-parallel weights.
+# This logger warns about layouts that FSDP2 itself creates for tensor-parallel weights.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 Loaded = TypeVar("Loaded", Policy, ValueModel)
@@ -141,17 +139,17 @@ def load_sharded(
     prepare: Callable[[Loaded], Loaded] = lambda loaded: loaded,
     **options: Any,
 ) -> Loaded:
-    """Call `load` (`load_policy`, `load_value_model`) for all ranks; all of them call.
+    """Load a model with `load` (`load_policy`, `load_value_model`) onto all ranks; all call.
 
-    The first rank reads the weights, the others build the model `empty`; an error on one is
-    raised on all. `prepare` changes the model before it is cut, on every rank. Pieces of a frozen
-    model that is `offload_between_uses` wait in host memory while it is not awake.
+    The first rank reads the weights, the others build the model `empty`; an error on one rank is
+    raised on all. `prepare` changes the model on every rank before it is sharded. With
+    `offload_between_uses`, a frozen model's shards are in host memory while it is not awake.
     """
     if not ranks.alone:
         return_freed_memory()
     loaded = run_on_all_ranks(ranks, lambda: prepare(load(path, empty=ranks.rank != 0, **options)))
-    # A model in training mode draws at random; log-probs that are compared would then come from
-    # different functions. The modules of an adapter begin in that mode.
+    # In training mode dropout is random, so log-probs of two passes could not be compared. The
+    # modules of an adapter start in that mode.
     loaded.model.eval()
     if gradient_checkpointing:
         run_on_all_ranks(ranks, lambda: checkpoint_blocks(loaded.model))
@@ -171,7 +169,7 @@ def _cut(
     compute: Compute,
     offload_between_uses: bool,
 ) -> Loaded:
-    """Cut a model to pieces, layer by layer, so that at most one layer more is held whole."""
+    """Shard a model layer by layer, so that at most one complete layer is added to the shards."""
     assert ranks.mesh is not None
     model, tensor_size = loaded.model, ranks.tensor_size
     plan = run_on_all_ranks(
@@ -180,11 +178,12 @@ def _cut(
             plan_tensor_parallel(model, loaded.backbone, tensor_size) if tensor_size > 1 else {}
         ),
     )
-    # They come with the files: a model without weights has only default ones.
+    # Attributes that come with the files: a model without weights has only their defaults.
     from_files = ("generation_config", "all_tied_weights_keys", "_weight_conversions")
     values = gather_objects(ranks, [getattr(model, name, None) for name in from_files])[0]
     for name, value in zip(from_files, values, strict=True):
         setattr(model, name, value)
+    # From here on the model has placeholders, filled per layer just before it is sharded.
     weights = extract_weights(model, ranks, path)
     mesh = ranks.mesh
     pinned = compute.device.type == "cuda"
@@ -192,7 +191,7 @@ def _cut(
         fully_shard,
         mesh=mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"],
         reshard_after_forward=True,
-        # FSDP2 would bring a piece for each gather: weights that no step changes can do better.
+        # FSDP2 would copy a shard for each gather; frozen weights are copied once per use instead.
         offload_policy=(
             CPUOffloadPolicy(pinned)
             if sharding.param_offload and not offload_between_uses
@@ -211,10 +210,11 @@ def _cut(
         shard(layer, mp_policy=precision)
     embedding: Any = loaded.model.get_input_embeddings()
     if isinstance(loaded, ValueModel) and embedding.weight.requires_grad:
-        # The root is whole for all of a pass: a policy's for its head, a critic's for nothing.
-        # A frozen embedding has no backward pass, before which FSDP2 would gather it for nobody.
+        # The root module stays gathered during a pass. A policy needs that for its head; a critic
+        # does not, so its embedding becomes a unit of its own, unless it is frozen.
         weights.distribute(embedding, ranks, compute.device)
         shard(embedding, mp_policy=precision)
+    # All that is left (norms, heads, the policy's embedding) belongs to the root.
     root: Any = Root(model)
     weights.distribute(root, ranks, compute.device)
     if isinstance(loaded, ValueModel) and compute.dtype != torch.float32:  # its head stays so
@@ -224,7 +224,7 @@ def _cut(
     for module in sharded_modules(root):
         module.set_custom_all_gather(CountedGather(ranks.rank))
         module.set_custom_reduce_scatter(CountedReduction(ranks.rank, module, copies=copies))
-        # Losses are normalised by what all ranks hold together: gradients add up.
+        # Losses are normalised by counts of the whole mini-batch, so gradients are summed.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return_freed_memory()
@@ -233,7 +233,7 @@ def _cut(
 
 
 def _layers(loaded: Policy | ValueModel) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks of the backbone, named as inside it."""
+    """Return the repeated blocks of the backbone with their names inside it."""
     kinds = set(getattr(loaded.backbone, "_no_split_modules", None) or ())
     return [(n, m) for n, m in loaded.backbone.named_modules() if type(m).__name__ in kinds]
 

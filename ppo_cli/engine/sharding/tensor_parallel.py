@@ -1,7 +1,7 @@
-"""Tensor parallelism: layers split over neighbouring ranks by the plan that their family publishes.
+"""Tensor parallelism: split layers over neighbouring ranks by the plan of the model's family.
 
-Embeddings, norms and the output head stay whole: every neighbour computes the same with them and
-arrives at the same gradient.
+Embeddings, norms and the output head are not split: every neighbour computes the same values and
+the same gradients with them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from ppo_cli.errors import ModelError
 
+# Names of transformers' `base_model_tp_plan` -> how the weights are split.
 COLUMNS = ("colwise", "colwise_gather_output")
 
 
@@ -36,14 +37,15 @@ KEPT_WHOLE = ("embedding_rowwise", "embedding_colwise")
 
 
 def plan_tensor_parallel(model: Any, backbone: nn.Module, size: int) -> dict[str, str]:
-    """Module name inside the backbone -> how it is split over `size` ranks.
+    """Return module name inside the backbone -> style of its split over `size` ranks.
 
-    Raises ModelError for a model that cannot be split so.
+    Raises ModelError for a model that cannot be split over so many ranks.
     """
     config = model.config.get_text_config()
     published = config.base_model_tp_plan or {}
     names = [name for name, _ in backbone.named_modules()]
     names += [name for name, _ in backbone.named_parameters()]
+    # The published plan has patterns; embeddings of it are not split here.
     plan = {
         name: style
         for pattern, style in published.items()
@@ -61,18 +63,18 @@ def plan_tensor_parallel(model: Any, backbone: nn.Module, size: int) -> dict[str
 
 
 def parallelize_modules(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Split what `plan` names inside `module`; every rank must hold the same weights whole."""
+    """Split the modules in `plan` inside `module`; every rank must hold the same whole weights."""
     for name, style in plan.items():
         for part, how in _parts(module.get_submodule(name), style):
             trained = {parameter: p.requires_grad for parameter, p in part.named_parameters()}
             parallelize_module(part, mesh, how, src_data_rank=None)
-            # torch makes parameters of norms that are trained, also of frozen ones.
+            # torch 2.13 makes the parameters of norms trainable, also of frozen ones.
             for parameter, p in part.named_parameters():
                 p.requires_grad_(trained[parameter])
 
 
 def _parts(module: nn.Module, style: str) -> list[tuple[nn.Module, ParallelStyle]]:
-    """A layer and its style; a low-rank adapter beside it is split where the layer is."""
+    """Return a layer and its style, and those of the part of its LoRA adapter to split likewise."""
     base = getattr(module, "base_layer", None)
     if not isinstance(base, nn.Module):
         return [(module, _style(style))]
@@ -93,7 +95,7 @@ def _style(name: str) -> ParallelStyle:
         return RowwiseParallel()
     if name == "rowwise_split_input":
         return RowwiseParallel(input_layouts=Replicate())
-    # A norm over one head, weights whole, heads spread: its gradient is summed over the ranks.
+    # A norm over one head: whole weights, heads on different ranks, so its gradient is summed.
     return SequenceParallel(sequence_dim=2, use_local_output=True)
 
 
@@ -102,7 +104,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _check_sizes(config: Any, backbone: nn.Module, plan: Mapping[str, str], size: int) -> None:
-    """Every rank must get whole heads and an equal share of each split layer."""
+    """Raise ModelError unless each rank gets whole heads and an equal share of each split layer."""
     heads = config.num_attention_heads
     for what, count in (
         ("attention heads", heads),

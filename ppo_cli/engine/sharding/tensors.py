@@ -1,4 +1,4 @@
-"""Tensors that may be in pieces over ranks: put together, and filled from the first rank."""
+"""Gather sharded tensors, and scatter whole tensors from the first rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ppo_cli.engine.ranks import Ranks
 
 
 def gather_copy(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be in pieces, as a fresh copy on the CPU; all ranks call."""
+    """Return a whole copy on the CPU of a tensor that may be sharded; all ranks call."""
     gathered = gather_tensor(tensor)
     piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     is_live = gathered.device.type == "cpu" and gathered.data_ptr() == piece.data_ptr()
@@ -23,9 +23,9 @@ def gather_copy(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The whole of a tensor where it was put together, or itself if it is in one piece.
+    """Return the whole tensor on its device, or the tensor itself if it is not sharded.
 
-    With a `dtype`, pieces are cast before they travel: the same numbers in fewer bytes.
+    With a `dtype`, shards are cast before they are sent: the same numbers in fewer bytes.
     """
     pieces: Any = tensor.detach().to(dtype or tensor.dtype)
     if not isinstance(tensor, DTensor):
@@ -39,9 +39,9 @@ def gather_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @torch.no_grad()
 def scatter_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> None:
-    """Put a whole tensor that the first rank has into one that may be in pieces; all call.
+    """Copy the first rank's whole tensor into a tensor that may be sharded; all ranks call.
 
-    Raises ValueError, on all ranks, when the shapes differ.
+    Raises ValueError on all ranks when the shapes differ.
     """
     fits = full is not None and full.shape == target.shape
     if ranks.alone:
@@ -51,6 +51,7 @@ def scatter_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> Non
         return
     assert ranks.mesh is not None
     device = torch.device(ranks.mesh.device_type)
+    # Only the first rank knows the shape that was read.
     agreed = torch.tensor([int(fits)], device=device)
     dist.broadcast(agreed, 0)
     if not agreed.item():
@@ -66,7 +67,7 @@ def scatter_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> Non
 
 
 def _own_piece(piece: Tensor, target: DTensor) -> Tensor:
-    """This rank's part of a whole tensor, laid out as `target` is."""
+    """Return this rank's shard of a whole tensor, laid out like `target`."""
     mesh, coordinate = target.device_mesh, target.device_mesh.get_coordinate()
     assert coordinate is not None
     cuts = [
@@ -74,7 +75,7 @@ def _own_piece(piece: Tensor, target: DTensor) -> Tensor:
         for axis, placement in enumerate(target.placements)
         if isinstance(placement, (Shard, _StridedShard))
     ]
-    # A strided cut is one through pieces that the other cuts have made.
+    # A strided shard (tensor parallelism under FSDP2, private in torch 2.13) cuts the other shards.
     for _, dim, index, count in sorted(cuts, key=lambda cut: cut[0]):
         pieces = piece.chunk(count, dim)
         empty = piece.narrow(dim, 0, 0)

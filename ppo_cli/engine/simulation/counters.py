@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Function on the stack -> what it allocates; the innermost one that is listed counts. The names
-# are those of torch 2.13's FSDP2 and of this package.
+# Function on the stack -> kind of memory that it allocates; the innermost one in the list counts.
+# Names of functions in torch 2.13's FSDP2 and in this package.
 MAKERS: Mapping[str, str] = {
     "foreach_all_gather": "all-gather buffers",
     "_get_param_all_gather_inputs": "all-gather buffers",
@@ -59,7 +59,7 @@ FORWARD, BACKWARD, AGAIN = "activations", "backward pass", "activations, compute
 
 
 class MemoryCounter:
-    """Bytes alive on devices of one type, by what made them; remembers the highest moment."""
+    """Counts live bytes on devices of one type, by kind, and remembers the peak."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -72,27 +72,27 @@ class MemoryCounter:
         self._lock = threading.RLock()  # autograd allocates in a thread of its own
 
     def restart(self) -> None:
-        """Forget the highest moment so far; what is alive stays counted."""
+        """Reset the peak to the current bytes."""
         self.peak_bytes, self.at_peak = self.total_bytes, Counter(self.by_maker)
 
     def record(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, if it is on such a device and was not seen before."""
+        """Count a tensor's storage, if it is on such a device and not counted yet."""
         if tensor.device.type != self.device_type:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive:
-            # The Python object of a storage lives as long as the storage itself.
+            # torch keeps a storage's Python object alive as long as the storage itself.
             self._watchers[key] = weakref.ref(storage, lambda _: self._forget(key))
             self._set(key, storage.nbytes(), find_maker())
 
     def resize(self, storage: Any) -> None:
-        """Count a storage again that has grown or shrunk in place."""
+        """Update the count of a storage that was resized in place."""
         if storage._cdata in self._alive:
             self._set(storage._cdata, storage.nbytes(), self._alive[storage._cdata][1])
 
     def rename(self, tensors: Iterator[Tensor], maker: str) -> None:
-        """Give what these tensors hold to another maker."""
+        """Assign the memory of these tensors to another kind."""
         for tensor in tensors:
             local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             key = local.untyped_storage()._cdata
@@ -118,8 +118,9 @@ class MemoryCounter:
 
 
 def find_maker() -> str:
-    """Name what the running code allocates, by the innermost function that `MAKERS` lists."""
+    """Return the kind of memory that the running code allocates, from the stack and `MAKERS`."""
     frame: Any = sys._getframe(2)
+    # Without a listed function it is an activation, in the forward or backward pass.
     computed_again = False
     while frame is not None:
         name = frame.f_code.co_name
@@ -133,14 +134,14 @@ def find_maker() -> str:
 
 
 class CollectiveCounter:
-    """Collectives that this rank began: kind -> how many, and bytes of their largest tensors."""
+    """Counts the collectives of this rank: kind -> number, and bytes of their largest tensors."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
     def record(self, func: Any, values: Sequence[Any]) -> None:
-        """Count an operation of torch.distributed; those that begin none are left out."""
+        """Count an operation of torch.distributed if it starts a collective."""
         namespace, _, name = func._schema.name.partition("::")
         if namespace not in ("c10d", "_c10d_functional") or "wrap" in name or "wait" in name:
             return
@@ -152,17 +153,17 @@ class CollectiveCounter:
         self.bytes[kind] += max((t.numel() * t.element_size() for t in tensors), default=0)
 
     def clear(self) -> None:
-        """Begin again at 0."""
+        """Reset all counts to 0."""
         self.calls.clear()
         self.bytes.clear()
 
     def summarise(self) -> dict[str, dict[str, int]]:
-        """Kind -> {"calls", "bytes"}."""
+        """Return kind -> {"calls", "bytes"}."""
         return {kind: {"calls": n, "bytes": self.bytes[kind]} for kind, n in self.calls.items()}
 
 
 class Watch(TorchDispatchMode):
-    """Shows every operation of a block to the counters."""
+    """A dispatch mode that passes every operation inside it to the counters."""
 
     def __init__(self, memories: Sequence[MemoryCounter], collectives: CollectiveCounter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -171,7 +172,7 @@ class Watch(TorchDispatchMode):
         self._resizing: Any = None
 
     def __enter__(self) -> Watch:
-        """Storages that FSDP2 frees and fills again are resized below any operation."""
+        """Also watch resized storages: FSDP2 frees and allocates memory without an operation."""
         self._resizing = resizing(self._memories)
         self._resizing.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -182,9 +183,9 @@ class Watch(TorchDispatchMode):
         self._resizing.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count what comes out."""
+        """Run the operation and count its results."""
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it comes again, for the pieces
+            return NotImplemented  # it is called again, for the local shards
         kwargs = kwargs or {}
         self._collectives.record(func, pytree.tree_leaves((args, kwargs)))
         result = self.compute(func, args, kwargs)
@@ -195,13 +196,13 @@ class Watch(TorchDispatchMode):
         return result
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operation."""
+        """Run an operation; subclasses can replace it."""
         return func(*args, **kwargs)
 
 
 @contextmanager
 def resizing(memories: Sequence[MemoryCounter]) -> Iterator[None]:
-    """Tell the counters of storages that are resized."""
+    """Context in which the counters learn of resized storages."""
     storages: Any = torch.UntypedStorage
     resize = storages.resize_
 

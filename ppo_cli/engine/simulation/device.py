@@ -1,8 +1,8 @@
-"""A device without memory and numbers: torch's PrivateUse1, registered from Python.
+"""A simulated GPU without memory and numbers: torch's PrivateUse1, registered from Python.
 
-Tensors on it are FakeTensors. What a GPU has and the learner uses is here: streams and events that
-do nothing, the rules of CUDA's autocast (torch 2.13, aten/src/ATen/autocast_mode.h), the choice
-of an attention kernel, and a process group in which every other rank agrees with this one.
+Its tensors are FakeTensors. It has what the learner uses of a GPU: streams and events that do
+nothing, the rules of CUDA's autocast, the choice of an attention kernel, and a process group in
+which all other ranks behave like this one. Uses private parts of torch, tried with 2.13.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NAME = "simulated"
 DEVICE = torch.device("privateuseone", 0)  # called `NAME` once it is registered
 aten = torch.ops.aten
 
-# Operations that autocast computes in half precision, in float32, in float32 by their `dtype`, and
-# in the widest type of their arguments.
+# CUDA's autocast rules (torch 2.13, aten/src/ATen/autocast_mode.h): operations that are computed in
+# half precision, in float32, in float32 through their `dtype`, and in the widest argument type.
 LOWER = (
     "_convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "prelu", "addmm", "addmv",
     "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm",
@@ -49,7 +49,7 @@ WIDEST = ("addcdiv", "addcmul", "atan2", "cross", "dot", "index_put", "scatter_a
 
 
 class _Event:
-    """An event that has happened."""
+    """An event that has always happened."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -65,7 +65,7 @@ class _Event:
 
 
 class _Stream:
-    """A stream in which nothing is queued."""
+    """A stream that is always empty."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -90,7 +90,7 @@ class _Scope:
 
 
 class _Module:
-    """What `torch.cuda` is to a GPU; torch finds it as `torch.simulated`."""
+    """The device module, like `torch.cuda`; torch registers it as `torch.simulated`."""
 
     Event, Stream, stream, device = _Event, _Stream, _Scope, _Scope
     _initialized = True
@@ -129,10 +129,10 @@ class _Module:
 
 
 class Simulator(Watch):
-    """Makes what comes to the device fake, and what leaves it; other CPU tensors stay real.
+    """Makes tensors fake when they move to the device or come from it; other CPU tensors stay real.
 
-    Row lengths and plans of micro-batches are thus computed as in a run. Numbers that the host
-    asks of a fake tensor are 1, and masks on the device are taken to be True everywhere.
+    So row lengths and micro-batch plans are computed as in a run. Numbers that the host reads from
+    a fake tensor are 1, and masks on the device count as True everywhere.
     """
 
     def __init__(self) -> None:
@@ -142,9 +142,10 @@ class Simulator(Watch):
         super().__init__((self.device_memory, self.host_memory), self.collectives)
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operation on shapes if a fake tensor or the device is among its arguments."""
+        """Run an operation on shapes only, if an argument is a fake tensor or the device."""
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor derives shapes, with a mode of its own
+        # Operations that fake tensors do not support, one by one.
         values = pytree.tree_leaves((args, kwargs))
         is_fake = any(isinstance(value, FakeTensor) for value in values)
         if func is aten._local_scalar_dense.default and is_fake:
@@ -165,7 +166,7 @@ class Simulator(Watch):
         return func(*args, **kwargs)
 
     def like(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """A fake tensor of the same shape and type on a device."""
+        """Return a fake tensor of the same shape and dtype on a device."""
         with self.fakes:
             return torch.empty_like(tensor, device=device)
 
@@ -180,14 +181,14 @@ class Simulator(Watch):
             return func(*on_meta, **kwargs)
 
     def _multiply_groups(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Products of experts, for which torch derives shapes in bfloat16 alone."""
+        """Run grouped products of experts, whose shapes torch only derives in bfloat16."""
         with self.fakes:
             operands = [torch.empty_like(operand, dtype=torch.bfloat16) for operand in args[:2]]
             product = aten._grouped_mm.default(*operands, *args[2:], **kwargs)
             return torch.empty_like(product, dtype=args[0].dtype)
 
     def _select_all(self, func: Any, args: Any) -> Any:
-        """Indices, or arguments of an indexing, as if masks were True everywhere."""
+        """Return indices, or arguments of an indexing, as if masks were True everywhere."""
 
         def positions(mask: Tensor) -> list[Tensor]:
             with self.fakes:
@@ -208,7 +209,7 @@ class Simulator(Watch):
 
 
 class FakeHostCounter(MemoryCounter):
-    """Host memory, of which only fake tensors are part of the simulated run."""
+    """Counts host memory of the simulated run: only that of fake tensors."""
 
     def record(self, tensor: Tensor) -> None:
         """Count a fake tensor."""
@@ -229,13 +230,15 @@ def register() -> torch.device:
         return DEVICE
     module = _Module()
     _setup_privateuseone_for_python_backend(rename=NAME, backend_module=module)
-    # A stream of torch takes whatever it waits for as an event of torch, and reads past ours.
+    # torch's own stream would treat our events as its C++ events, and read invalid memory.
     torch.accelerator.current_stream = module.current_stream  # type: ignore[assignment]
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) moves at its end
+    # torch.tensor(..., device=...) creates CPU tensors first, and moves them at the end.
+    torch._C._set_only_lift_cpu_tensors(True)
     beneath = torch.library.Library("_", "IMPL")
     beneath.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     rules = torch.library.Library("aten", "IMPL")
     _registered.extend((beneath, rules))
+    # One autocast rule for each operation in the lists above.
     casts = ((LOWER, _cast_lower), (FLOAT32, _cast_float32), (WIDEST, _cast_widest),
              (FLOAT32_RESULT, _ask_for_float32))  # fmt: skip
     for names, cast in casts:
@@ -244,7 +247,7 @@ def register() -> torch.device:
             op = getattr(getattr(aten, packet), overload or "default")
             rules.impl(name, _beneath_autocast(op, cast), "AutocastPrivateUse1")
     rules.impl("scaled_dot_product_attention", _attend, "AutogradPrivateUse1")
-    # One kernel on GPUs; where a device has none, torch takes it apart into six.
+    # A single kernel on GPUs; for a device without it, torch decomposes it into six.
     rules.impl("silu_backward", lambda grad, states: torch.empty_like(states), "PrivateUse1")
     dist.Backend.register_backend(
         NAME, fake_pg._create_fake_pg, extended_api=True, devices=["cpu", NAME]
@@ -273,7 +276,7 @@ def _beneath_autocast(op: Callable[..., Any], cast: Cast) -> Callable[..., Any]:
     return run
 
 
-# Weights that are trained are cast once until the outermost autocast ends: parameter -> its copy.
+# Autocast's weight cache, kept until the outermost autocast ends: id of parameter -> its copy.
 _cast_weights: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
 
@@ -339,7 +342,7 @@ def _attend(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention by the kernel that a GPU of compute capability 8.0 takes first."""
+    """Run the attention kernel that a GPU of compute capability 8.0 would choose."""
     size = query.shape[-1]
     half = query.dtype in (torch.bfloat16, torch.float16)
     if half and attn_mask is None and size <= 256 and size % 8 == 0 and size == value.shape[-1]:
@@ -347,6 +350,7 @@ def _attend(
             query, key, value, dropout_p, is_causal, scale=scale
         )[0]
         return out  # type: ignore[no-any-return]
+    # Otherwise the memory-efficient kernel, with repeated keys and an aligned mask.
     if enable_gqa:
         repeats = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(repeats, 1) for states in (key, value))
@@ -359,7 +363,7 @@ def _attend(
 
 
 def _prepare_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as numbers in rows of a multiple of 16, which the kernel demands."""
+    """Return a mask as floats in rows of a multiple of 16, as the kernel requires."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
             mask.logical_not(), -torch.inf
@@ -372,7 +376,7 @@ def _prepare_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 @contextmanager
 def fake_ranks() -> Iterator[None]:
-    """Let `join_ranks` meet ranks that are not there; objects that they send are ours."""
+    """Context in which `join_ranks` meets simulated ranks that send the same objects."""
     init, new_group = dist.init_process_group, dist.new_group
 
     def init_process_group(backend: str, *, init_method: str, **options: Any) -> None:

@@ -1,8 +1,8 @@
-"""Run the learner of a config as rank 0 of its ranks, without weights, and measure each phase.
+"""Run a config's learner as rank 0 without weights, and measure each phase of a step.
 
-`python -m ppo_cli.engine.simulation.steps` reads a config as JSON and writes JSON lines: progress
-while it works, at the end the measurements. It runs in a process of its own, which exchanges
-functions of torch and of this package for others and has no GPU.
+`python -m ppo_cli.engine.simulation.steps` reads a config as JSON and writes JSON lines: progress,
+and at the end the measurements. It runs in a separate process without a GPU, because it replaces
+functions of torch and of this package. Called by `ppo simulate`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from ppo_cli.engine.sharding import gathered, host_memory
 from ppo_cli.engine.simulation.device import DEVICE, NAME, Simulator, fake_ranks, register
 from ppo_cli.errors import PpoError
 
-TURNS = 2  # micro-batches of each rank in a mini-batch: from the second on there are gradients
+TURNS = 2  # micro-batches per rank: from the second one on there are gradients in memory
 
 
 @dataclass(frozen=True)
 class PhaseMeasurement:
-    """What one phase took of the device and of the host of rank 0, at the highest moment.
+    """The peak memory of one phase on the device and the host of rank 0.
 
     `collectives` are those of one micro-batch: kind -> {"calls", "bytes"}.
     """
@@ -61,7 +61,7 @@ class PhaseMeasurement:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Bytes at rest after loading, and each phase, in the plan's words."""
+    """Bytes after loading, and the measurements of each phase, by the plan's names."""
 
     ranks: int
     rest_bytes: int
@@ -71,14 +71,14 @@ class Measurements:
 
 
 class SimulatedLearner(learner.Learner):
-    """A learner that renders no files of checkpoints."""
+    """A learner without checkpoints."""
 
     def _trained(self) -> list[TrainedModel]:
         return []
 
 
 def simulate(config: Config, report: Callable[[str], None] = lambda text: None) -> Measurements:
-    """Load the models of a config on the simulated device, annotate and update; see `report`."""
+    """Load a config's models on the simulated device, annotate and update; reports progress."""
     register()
     simulator, size = Simulator(), learner_ranks(config)
     with ExitStack() as stack:
@@ -97,6 +97,7 @@ def simulate(config: Config, report: Callable[[str], None] = lambda text: None) 
         device, host = simulator.device_memory, simulator.host_memory
         for model in rank0._models():
             device.rename(model.model.parameters(), "parameters")
+        # Memory at rest is measured after garbage of loading is gone.
         gc.collect()
         rest, by_maker = device.total_bytes, _positive(device.by_maker)
         host_rest = host.total_bytes
@@ -110,7 +111,7 @@ def simulate(config: Config, report: Callable[[str], None] = lambda text: None) 
 def _phases(
     rank0: learner.Learner,
 ) -> Iterator[tuple[str, Budget, Callable[[TrainBatch], object]]]:
-    """Name, budget and work of each phase, in the order of a training step."""
+    """Yield name, budget and work of each phase, in the order of a training step."""
     yield "annotation", rank0._annotate_budget, rank0.annotate
 
     def update(name: str, batch: TrainBatch) -> object:
@@ -129,7 +130,7 @@ def _measure(
     ranks: Ranks,
     report: Callable[[str], None],
 ) -> PhaseMeasurement:
-    """Work on a batch of full rows, and keep the highest moment."""
+    """Run a phase on a batch of full rows, and return its peak memory and collectives."""
     device, host, collectives = (
         simulator.device_memory, simulator.host_memory, simulator.collectives,
     )  # fmt: skip
@@ -142,6 +143,7 @@ def _measure(
     collectives.clear()
     with _masks_as_packed(budget.packed):
         work(batch)
+    # The plan again, for the number and size of its micro-batches.
     lengths, prompts = row_lengths(batch), row_prompts(batch.input_ids_BL, batch.prompt_len_B)
     plan = plan_rank_micro_batches(lengths, budget, ranks, prompts)
     sizes = (
@@ -162,7 +164,7 @@ def _measure(
 
 
 def make_batch(config: Config, phase: str, budget: Budget) -> TrainBatch:
-    """Rows for `TURNS` micro-batches on each rank, as full as may be, or a whole mini-batch."""
+    """Build rows for `TURNS` full micro-batches on each rank, or a whole mini-batch if smaller."""
     n, ranks = config.rollout.n, data_ranks(config)
     prompts = {
         "annotation": config.data.train_batch_size,
@@ -200,10 +202,10 @@ def make_batch(config: Config, phase: str, budget: Budget) -> TrainBatch:
 
 
 def _choose_rows(config: Config, row_count: int, budget: Budget) -> tuple[int, int]:
-    """How many rows fill a micro-batch, out of so many for all ranks, and their length.
+    """Return the number of rows that fill a micro-batch, and their length.
 
-    The longest rows fill a budget that is a multiple of their length. Others are filled by more
-    rows, where they are packed: equal ones, as the longest would each be alone beside shorter ones.
+    Rows of the longest length fill a budget that is a multiple of it. Otherwise packed rows fill
+    it with more and shorter rows, of equal length so that they are distributed evenly.
     """
     longest = config.data.max_prompt_length + config.data.max_response_length
     ranks, n = data_ranks(config), config.rollout.n
@@ -225,7 +227,7 @@ def _choose_rows(config: Config, row_count: int, budget: Budget) -> tuple[int, i
 
 @contextmanager
 def _without_numbers(simulator: Simulator) -> Iterator[None]:
-    """Exchange what reads files or compares numbers, and have the learner choose our device."""
+    """Context without file reads and comparisons of numbers, on the simulated device."""
 
     namespace: Any = learner
 
@@ -275,7 +277,7 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
             (namespace, "load_value_model", partial(load_empty, namespace.load_value_model)),
             (namespace, "adapt", adapt_empty),
             (namespace, "choose_run_mode", choose_run_mode),
-            # The kernel of packed rows is taken to pass its trial.
+            # The kernel of packed rows is assumed to pass its trial.
             (packing, "_try_gradients", lambda *_: ""),
             (attention, "has_packed_kernel", lambda device: device.type == NAME),
             (host_memory, "allocate_host", allocate_host),
@@ -286,7 +288,7 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
 
 
 def _put_on_host(model: nn.Module, simulator: Simulator) -> None:
-    """Exchange tensors on the meta device for fake ones in host memory; tied ones stay tied."""
+    """Replace tensors on the meta device by fake host tensors; tied ones stay tied."""
     placed: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensors live on, and with them their id
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -303,9 +305,9 @@ def _put_on_host(model: nn.Module, simulator: Simulator) -> None:
 
 @contextmanager
 def _masks_as_packed(packed: bool) -> Iterator[None]:
-    """Let transformers see several sequences in a row only where rows are packed.
+    """Context in which transformers detects packed sequences only if rows are packed.
 
-    It finds out by their positions, which have no numbers here.
+    It detects them by the values of positions, which do not exist here.
     """
     if packed:
         yield
@@ -319,7 +321,7 @@ def _positive(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Simulate the config on standard input; exits at once, past autograd's threads."""
+    """Simulate the config on standard input."""
 
     def write(kind: str, value: object) -> None:
         print(json.dumps({kind: value}), flush=True)
@@ -329,7 +331,7 @@ def main() -> None:
         write("result", asdict(simulate(config, partial(write, "progress"))))
     except PpoError as error:
         write("problem", str(error))
-    # Threads of autograd cannot be joined where the device is written in Python.
+    # Exit without cleanup: autograd's threads cannot be joined with a device written in Python.
     os._exit(0)
 
 

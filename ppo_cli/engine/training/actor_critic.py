@@ -1,4 +1,4 @@
-"""The two models that are trained, actor and critic: one optimizer step at a time.
+"""Optimizer steps of the two trained models, actor and critic.
 
 Legend: B rows of a micro-batch, T response tokens, N response tokens of all rows.
 """
@@ -39,13 +39,13 @@ from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
 from ppo_cli.engine.training.experts import ExpertMonitor, expert_metrics
 from ppo_cli.engine.training.optimizer import Optimizer
 
-# Metric -> scalars that stay on the device: a sum over a micro-batch, and how many tokens it counts
-# (None: as count 0 of `Sums`).
+# Metric -> (sum over a micro-batch, number of tokens); scalars stay on the device. None as number
+# of tokens stands for count 0 of `Sums`.
 DeviceSums = dict[str, tuple[Tensor, Tensor | None]]
 
 
 def fetch_sums(measured: Sequence[DeviceSums]) -> Sums:
-    """Add up what was measured of micro-batches; the host waits for the device once."""
+    """Add up the sums of all micro-batches with a single copy from the device."""
     pairs = [(name, *pair) for part in measured for name, pair in part.items()]
     if not pairs:
         return {}
@@ -59,9 +59,9 @@ def fetch_sums(measured: Sequence[DeviceSums]) -> Sums:
 
 @dataclass(frozen=True)
 class TokenStats:
-    """What a policy says of the response tokens of a slice.
+    """Log-probs and entropies of a policy at the response tokens of a micro-batch.
 
-    `full_kl_N` is KL(policy || reference) over the whole vocabulary, where it was asked for.
+    `full_kl_N` is KL(policy || reference) over the whole vocabulary, if it was requested.
     """
 
     logprobs_N: Tensor
@@ -78,8 +78,11 @@ def compute_token_stats(
     with_entropy: bool,
     kl_to: Policy | None = None,
 ) -> TokenStats:
-    """Log-probs of the response tokens, the entropy and the KL at them, at a temperature."""
+    """Return log-probs, entropies and, with `kl_to`, the full KL of the response tokens.
 
+    All are taken at the sampling temperature.
+    """
+    # Small logits are kept for the backward pass, large ones are computed again.
     count = len(micro_batch.targets_N) * policy.model.config.get_text_config().vocab_size
 
     def view(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
@@ -90,7 +93,7 @@ def compute_token_stats(
         )  # fmt: skip
         if kl_to is None:
             return logprobs_N, entropy_N
-        # The policy's weights must still be at hand: sharded ones are so only in here.
+        # In here, because sharded weights of the policy are only available inside `run`.
         return logprobs_N, entropy_N, *_full_kl(hidden_NH, policy, kl_to, micro_batch, temperature)
 
     with compute.autocast():
@@ -115,7 +118,7 @@ def _full_kl(
             ),
         )
 
-    if reference.backbone is policy.backbone:  # LoRA: its weights are at hand already
+    if reference.backbone is policy.backbone:  # LoRA: the weights are available already
         return compare(micro_batch.input_ids_BL)
     return reference.run(compare, micro_batch.input_ids_BL)
 
@@ -123,11 +126,11 @@ def _full_kl(
 class ModelLearner:
     """Takes optimizer steps with one model, on this rank's share of the rows.
 
-    `reference` is the frozen model that the loss may ask too. `name` is "actor" or "critic".
+    `reference` is a frozen model that the loss may use. `name` is "actor" or "critic".
     """
 
     name: str
-    norm: str  # the metric of the gradient's norm
+    norm: str  # the name of the gradient norm metric
 
     def __init__(
         self,
@@ -153,10 +156,11 @@ class ModelLearner:
         self._ranks = ranks
 
     def step(self, batch: TrainBatch) -> Sums:
-        """One optimizer step on all rows of `batch`; returns what this rank saw of it."""
+        """Take one optimizer step on all rows of `batch`; returns this rank's metrics."""
         tokens, sequences = count_mask(batch.loss_mask_BT)
         if tokens == 0:
             return {f"{self.name}/empty_minibatches": (1.0, 1.0)} if self._ranks.rank == 0 else {}
+        # Every micro-batch is normalised by the counts of the whole mini-batch.
         aggregation = self._aggregation | {"global_tokens": tokens, "global_sequences": sequences}
         model = self.model
         measured: list[DeviceSums] = []
@@ -176,7 +180,7 @@ class ModelLearner:
             self._run_micro_batches(batch, accumulate, restart)
             norm, stepped = self.optimizer.apply()
         observed = self._observe()
-        # Read here, as the device has just been waited for.
+        # Read here, because the host has just waited for the device.
         sums = fetch_sums(measured) if self._ranks.reports_results else {}
         if self._ranks.rank == 0:
             sums[f"{self.name}/skipped_steps"] = (0.0 if stepped else 1.0, 1.0)
@@ -195,7 +199,7 @@ class ModelLearner:
         )
 
     def _reference_awake(self) -> AbstractContextManager[None]:
-        """Keep the reference where the work is, if the loss asks it in each micro-batch."""
+        """Context that keeps the reference on the device, if the loss needs it in every pass."""
         return nullcontext()
 
     def _cut(self, batch: TrainBatch, rows: Sequence[int]) -> MicroBatch:
@@ -205,14 +209,14 @@ class ModelLearner:
         )
 
     def _start_over(self) -> None:
-        """Forget the gradients so far."""
+        """Drop the gradients of an interrupted step."""
         self.optimizer.zero_grad()
 
     def _prepare(self, batch: TrainBatch) -> None:
-        """Learn what the loss of each slice needs of the whole mini-batch."""
+        """Compute what the losses of micro-batches need from the whole mini-batch."""
 
     def _observe(self) -> Sums:
-        """What is seen of the whole mini-batch, the same on all ranks; all of them call."""
+        """Return metrics of the whole mini-batch, the same on all ranks; all ranks call."""
         return {}
 
     @abstractmethod
@@ -223,14 +227,14 @@ class ModelLearner:
         aggregation: dict[str, Any],
         measured: DeviceSums,
     ) -> Tensor:
-        """What is minimised, of a slice; `aggregation` is that of the whole mini-batch.
+        """Return a micro-batch's part of the loss; `aggregation` has the mini-batch's counts.
 
-        Its metrics go into `measured`. Nothing in it may wait for the device.
+        Adds its metrics to `measured`. Nothing in it may wait for the device.
         """
 
 
 class ActorLearner(ModelLearner):
-    """Trains the policy by a policy loss, such as the clipped surrogate."""
+    """Trains the policy with a policy loss such as the clipped surrogate."""
 
     name, norm = "actor", "grad_norm"
 
@@ -265,7 +269,7 @@ class ActorLearner(ModelLearner):
         return self._reference.awake() if self._reference and asks else nullcontext()
 
     def _observe(self) -> Sums:
-        """How evenly the mini-batch was spread over experts."""
+        """Return how evenly the tokens of the mini-batch were spread over experts."""
         if not self._experts.present:
             return {}
         loads = self._experts.loads() if self._ranks.reports_results else None
@@ -273,10 +277,10 @@ class ActorLearner(ModelLearner):
 
     @torch.no_grad()
     def _prepare(self, batch: TrainBatch) -> None:
-        """Look at all tokens by the present weights, where a loss needs that.
+        """Run all tokens through the current weights first, if a loss needs that.
 
-        clip_cov and kl_cov choose tokens that they hold back; losses of routers need to know how
-        many tokens each expert gets.
+        clip_cov and kl_cov choose tokens over the whole mini-batch; router losses need the number
+        of tokens of each expert.
         """
         s, kind = self._settings, self._settings.policy_loss.loss_mode
         self._experts.reset()
@@ -327,9 +331,9 @@ class ActorLearner(ModelLearner):
         aggregation: dict[str, Any],
         measured: DeviceSums,
     ) -> Tensor:
-        """What is minimised, reported as `actor_loss`: surrogate - entropy + KL, weighted.
+        """Return the weighted surrogate - entropy + KL; the metric `actor_loss` is its sum.
 
-        `policy_loss` is the surrogate alone.
+        The metric `policy_loss` is the surrogate alone.
         """
         s = self._settings
         mask_BT = micro_batch.loss_mask_BT(batch)
@@ -363,6 +367,7 @@ class ActorLearner(ModelLearner):
             "actor/clip_lower": (surrogate.clip_lower_sum, count),
             "actor/approx_kl": (surrogate.approx_kl_sum, count),
         }
+        # Entropy bonus, KL to the reference, and router losses.
         if with_entropy:
             entropy = aggregate(micro_batch.scatter(seen.entropy_N), mask_BT, **aggregation)
             loss = loss - s.entropy_coeff * entropy
@@ -412,7 +417,7 @@ class CriticLearner(ModelLearner):
         self._settings = settings
 
     def values_BT(self, micro_batch: MicroBatch) -> Tensor:
-        """Values before each response token of a slice."""
+        """Return the values before each response token of a micro-batch."""
 
         def value(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
             return (
@@ -432,7 +437,7 @@ class CriticLearner(ModelLearner):
         aggregation: dict[str, Any],
         measured: DeviceSums,
     ) -> Tensor:
-        """What is minimised, reported as `critic_loss`; `value_loss` is without its coefficient."""
+        """Return the weighted value loss (`critic_loss`); `value_loss` is unweighted."""
         if batch.values_BT is None:
             raise ValueError("a critic step needs the old values")
         result = value_loss(

@@ -1,9 +1,9 @@
-"""Mixtures of experts: how evenly tokens are spread over them, and the losses of their routers.
+"""Mixtures of experts: metrics of how tokens are spread over experts, and router losses.
 
-The load-balancing loss (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6) is that of
-transformers, over all layers together: E sum_e f_e P_e, with f_e assignments to an expert per token
-and P_e its mean probability. The gradient takes f for a constant, so with f counted over the whole
-mini-batch before, the loss is a sum over tokens: micro-batches, padding and ranks do not matter.
+The load-balancing loss (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6) is transformers',
+over all layers together: E sum_e f_e P_e, with f_e assignments to an expert per token and P_e its
+mean probability. f is constant in the gradient. It is counted over the whole mini-batch first, so
+the loss is a sum over tokens and does not depend on micro-batches, padding and ranks.
 The z-loss is mean(logsumexp²) (Zoph et al. 2022, arXiv 2202.08906).
 Legend: N tokens of a micro-batch, E experts, K experts of a token, R layers with a router.
 """
@@ -26,27 +26,27 @@ AUX, Z = "actor/router_aux_loss", "actor/router_z_loss"
 
 
 class _AddLoss(torch.autograd.Function):
-    """States as they are, whose backward pass begins that of a loss as well.
+    """Passes states through; their backward pass also starts that of a loss.
 
-    The loss of a router is added inside its layer: there its weights are at hand while sharded.
+    A router's loss is added inside its layer, where sharded weights are available.
     """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, loss: Tensor) -> Tensor:
-        """The states."""
+        """Return the states."""
         return states.view_as(states)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of the states, and 1 for the loss."""
+        """Return the gradient of the states, and 1 for the loss."""
         return grad, torch.ones((), device=grad.device)
 
 
 class ExpertMonitor:
-    """Watches the routers and experts of a policy during optimizer steps.
+    """Observes routers and experts of a policy during optimizer steps, through hooks.
 
-    `balances` tells whether the config asks for losses of routers; the first pass over a
-    mini-batch then counts for them, before losses are added (`recording`).
+    `balances` is True if the model's config asks for router losses. A first pass over the
+    mini-batch then counts assignments, before losses are added (`recording`).
     """
 
     def __init__(self, model: Any, backbone: nn.Module) -> None:
@@ -59,6 +59,7 @@ class ExpertMonitor:
         self._top_k = int(getattr(model, "num_experts_per_tok", 0))
         self.balances = bool(self._coefs)
         self.present = False
+        # Counts for the metrics, counts for the losses, and the state of the current micro-batch.
         self._counts: dict[str, Tensor] = {}  # of each layer, by expert
         self._assigned: dict[str, Tensor] = {}  # the same, as the loss counts them
         self._per_token_E: Tensor | None = None  # f, of the mini-batch under way
@@ -74,14 +75,14 @@ class ExpertMonitor:
             router.register_forward_hook(partial(self._route, name, index))
 
     def reset(self) -> None:
-        """Begin a mini-batch again."""
+        """Start a mini-batch."""
         self._counts, self._losses = {}, {}
 
     @contextmanager
     def recording(self, micro_batch: MicroBatch, *, counts: bool = False) -> Iterator[None]:
-        """Count the tokens of a slice, and add losses to its layers, in its backward pass too.
+        """Context that counts the tokens of a micro-batch and adds router losses.
 
-        With `counts`, for a pass without gradients: count its assignments for the losses to come.
+        With `counts`, for a pass without gradients, it counts the assignments for later losses.
         """
         self._weight_N = micro_batch.count_BL.flatten()
         self._counting, self._recording = counts, not counts
@@ -91,31 +92,32 @@ class ExpertMonitor:
             self._counting = self._recording = False
 
     def reset_assignments(self) -> None:
-        """Begin the first pass over a mini-batch."""
+        """Start the first pass over a mini-batch."""
         self._assigned, self._per_token_E, self._tokens = {}, None, 0.0
 
     def assignments(self) -> Tensor | None:
-        """(R, 1 + E) of this rank: tokens of each router, and its assignments to each expert."""
+        """Return (R, 1 + E) of this rank: tokens of each router, and assignments to each expert."""
         return torch.stack([*self._assigned.values()]).cpu() if self._assigned else None
 
     def set_assignments(self, assignments: Sequence[Tensor | None]) -> None:
-        """Take the assignments of all ranks for those of the mini-batch."""
+        """Set the assignments of the mini-batch to the sum over all ranks."""
         total_RE = sum(part for part in assignments if part is not None)
         assert isinstance(total_RE, Tensor)
         self._tokens = float(total_RE[:, 0].sum())
         self._per_token_E = total_RE[:, 1:].sum(0) / self._tokens
 
     def pop_losses(self) -> list[tuple[str, Tensor, float]]:
-        """Losses of the last micro-batch: the metric of each, its value and its coefficient."""
+        """Return and clear the last micro-batch's losses: (metric, value, coefficient)."""
         losses, self._losses = self._losses, {}
         return [(name, value, self._coefs[name]) for name, value in losses.items()]
 
     def loads(self) -> Tensor | None:
-        """(R, E) of this rank: how many tokens each expert of each layer got; None without any."""
+        """Return (R, E) of this rank: tokens of each expert of each layer; None without experts."""
         return torch.stack([*self._counts.values()]).cpu() if self._counts else None
 
     def _count(self, name: str, module: Any, inputs: tuple[Any, ...]) -> None:
-        if not self._recording or not torch.is_grad_enabled():  # the reference has the same layers
+        # A LoRA reference shares these layers; it runs without gradients and is not counted.
+        if not self._recording or not torch.is_grad_enabled():
             return
         if len(inputs) < 2 or inputs[1].is_floating_point():  # every expert sees all tokens
             return
@@ -131,6 +133,7 @@ class ExpertMonitor:
             return None
         logits_NE = output[index] if isinstance(output, tuple) else output
         logits_NE = logits_NE.reshape(-1, logits_NE.shape[-1]).float()
+        # First pass: count the tokens and the assignments to each expert.
         if self._counting:
             weight_N = self._weights(logits_NE).double()
             index_NK = logits_NE.softmax(-1).topk(self._top_k, dim=-1).indices
@@ -140,6 +143,7 @@ class ExpertMonitor:
             self._assigned[name] = self._assigned.get(name, 0.0) + counts_1E
         if not torch.is_grad_enabled() or self._per_token_E is None:
             return None
+        # Second pass: compute the losses, and attach them to the layer's output.
         losses = self._compute_losses(logits_NE)
         if self._recording:
             for loss_name, value in losses.items():
@@ -150,7 +154,7 @@ class ExpertMonitor:
         return _attach(loss, output, index)
 
     def _compute_losses(self, logits_NE: Tensor) -> dict[str, Tensor]:
-        """This layer's and micro-batch's part of the losses of the mini-batch."""
+        """Return this layer's and micro-batch's part of the mini-batch's losses."""
         assert self._per_token_E is not None
         weight_N = self._weights(logits_NE).float() / self._tokens
         losses: dict[str, Tensor] = {}
@@ -167,7 +171,7 @@ class ExpertMonitor:
 
 
 def _attach(loss: Tensor, output: Any, index: int) -> Any:
-    """The output of a router with a loss at what its layer goes on with."""
+    """Attach a loss to the part of a router's output that its layer uses."""
     if not isinstance(output, tuple):
         return _AddLoss.apply(output, loss)  # type: ignore[no-untyped-call]
     places = [
@@ -181,7 +185,10 @@ def _attach(loss: Tensor, output: Any, index: int) -> Any:
 
 
 def _routers(backbone: Any) -> Iterator[tuple[str, nn.Module, int]]:
-    """Modules of which transformers records the logits of routers, and where in their output."""
+    """Yield the modules whose router logits transformers records, with the index in their output.
+
+    `_can_record_outputs` is a private attribute of models in transformers 5.19.
+    """
     recorders = (getattr(backbone, "_can_record_outputs", None) or {}).get("router_logits", [])
     for recorder in recorders if isinstance(recorders, list) else [recorders]:
         if not isinstance(recorder, OutputRecorder):
@@ -192,7 +199,7 @@ def _routers(backbone: Any) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def expert_metrics(loads: Sequence[Tensor | None]) -> Sums:
-    """How the tokens of a mini-batch are spread, of the loads of all ranks."""
+    """Return metrics of how evenly tokens are spread, from the loads of all ranks."""
     parts = [part for part in loads if part is not None]
     if not parts:
         return {}

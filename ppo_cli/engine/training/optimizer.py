@@ -1,8 +1,7 @@
-"""AdamW with its schedule, clipping, and the refusal to step on a broken gradient.
+"""AdamW with learning-rate schedule and clipping; it skips steps with non-finite gradients.
 
-With moments in 8 bits it is that of bitsandbytes (Dettmers et al. 2022, arXiv 2110.02861): a block
-of 256 numbers has a size, and codes that stand for numbers in [-1, 1] of it. Outside of the step,
-and in checkpoints, moments are float32 whatever they are held in.
+8-bit moments use bitsandbytes (Dettmers et al. 2022, arXiv 2110.02861): each block of 256 numbers
+has a scale and codes for numbers in [-1, 1]. In checkpoints moments are always float32.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from ppo_cli.errors import ModelError
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 EIGHT_BITS = "optim.optimizer AdamW8bit"
-BLOCK = 256  # numbers of an 8-bit moment that share a size
+BLOCK = 256  # numbers of an 8-bit moment that share a scale; fixed in bitsandbytes
 LEAST_IN_8_BITS = 4096  # elements; the moments of smaller pieces stay float32
 
 
 class Optimizer:
-    """AdamW over the float32 weights of one model, of which this rank may hold only pieces.
+    """AdamW over the float32 weights of one model, or over this rank's shards of them.
 
-    AdamW treats every element alone, so that each rank updates what it holds. Only the
-    gradient norm is the ranks' common business.
+    AdamW works elementwise, so each rank updates its own shards. Only the gradient norm is
+    computed over all ranks.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Optimizer:
     ) -> None:
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._pieces = {name: _piece(p) for name, p in self._parameters.items()}
-        # Norm weights and biases have one axis; decay would only pull them off their scale.
+        # No weight decay for norm weights and biases, which have one axis.
         groups: list[dict[str, Any]] = [
             {"params": [p for p in self._pieces.values() if p.ndim >= 2]},
             {"params": [p for p in self._pieces.values() if p.ndim < 2], "weight_decay": 0.0},
@@ -73,10 +72,10 @@ class Optimizer:
             [g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps,
             weight_decay=optim.weight_decay,
         )  # fmt: skip
-        self._stepped: set[str] = set()  # parameters whose moments say something
+        self._stepped: set[str] = set()  # parameters that had a step, so that moments are not zero
         if not self._in_8_bits:
-            # From the start: made in the first step, they would lie where activations were, and
-            # those of the next steps would take memory of their own.
+            # Allocated now: if allocated in the first step, moments would fill the memory of its
+            # activations, and later activations would need new memory.
             pieces = [*self._pieces.values()]
             if offload:
                 self._reserve_host(pieces)
@@ -85,7 +84,7 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """The learning rate in force."""
+        """Return the current learning rate."""
         return float(self._adamw.param_groups[0]["lr"])
 
     def set_progress(self, step: int) -> None:
@@ -101,9 +100,9 @@ class Optimizer:
 
     @torch.no_grad()
     def apply(self) -> tuple[float, bool]:
-        """Clip and step; returns the gradient norm before clipping and whether it stepped.
+        """Clip and step; returns the gradient norm before clipping, and whether it stepped.
 
-        A norm that is not finite leaves weights and moments untouched, on all ranks.
+        If the norm is not finite, weights and moments stay unchanged on all ranks.
         """
         graded = []
         for name, parameter in self._parameters.items():
@@ -123,10 +122,10 @@ class Optimizer:
         return norm, stepped
 
     def moments(self) -> dict[str, Tensor]:
-        """What AdamW remembers: "<parameter>.exp_avg", ".exp_avg_sq" and ".step".
+        """Return AdamW's state: "<parameter>.exp_avg", ".exp_avg_sq" and ".step".
 
-        Live tensors, in pieces where the parameters are; empty before the first step. Of moments
-        in 8 bits, float32 copies in host memory.
+        Live tensors, sharded like the parameters; empty before the first step. 8-bit moments are
+        returned as float32 copies in host memory.
         """
         moments: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
@@ -139,10 +138,10 @@ class Optimizer:
         return moments
 
     def load_moments(self, names: Collection[str], read: Callable[[str], Tensor | None]) -> None:
-        """Take back moments under their `names`; settings stay as they are now; all ranks call.
+        """Restore the moments with these `names`; settings do not change; all ranks call.
 
-        `read` is asked for each name in turn, and gives the whole tensor on the first rank.
-        Raises ModelError when the names are not those of the parameters trained here.
+        `read` returns the whole tensor of a name on the first rank, None on the others. Raises
+        ModelError if the names are not those of the trained parameters.
         """
         expected = {f"{name}.{what}" for name in self._parameters for what in MOMENTS}
         if unknown := sorted(set(names) - expected):
@@ -167,7 +166,7 @@ class Optimizer:
             self._place_moments(at_work=False)
 
     def _norm(self) -> float:
-        """The norm of all gradients, the same on every rank."""
+        """Return the norm of all gradients, the same on every rank."""
         graded = {n: p.grad for n, p in self._pieces.items() if p.grad is not None}
         squares = 0.0
         if graded:
@@ -177,7 +176,7 @@ class Optimizer:
         return math.sqrt(sum_over_ranks(self._ranks, squares))
 
     def _copies(self, name: str) -> float:
-        """How many ranks hold the same piece of a parameter."""
+        """Return how many ranks hold the same shard of a parameter."""
         parameter = self._parameters[name]
         pieces = 1
         if isinstance(parameter, DTensor):
@@ -196,9 +195,9 @@ class Optimizer:
             torch._foreach_mul_(grads, self._grad_clip / norm)
 
     def _place_moments(self, *, at_work: bool) -> None:
-        """Hold moments where the weights are for the step; offloaded ones on the CPU after it.
+        """Move moments to the device of the weights for a step, or offload them after it.
 
-        The count of steps stays where it was needed.
+        The step counts stay on the device.
         """
         states = self._adamw.state
         if at_work:
@@ -217,16 +216,16 @@ class Optimizer:
                 states[piece][what] = place
 
     def _reserve_host(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """The places of moments in host memory; pieces that never leave it need no pinned ones."""
+        """Return host buffers for moments, pinned only if they are copied to a GPU."""
         on_gpu = any(piece.device.type == "cuda" for piece in pieces)
         on_gpu |= self._ranks.alone and torch.cuda.is_available()  # weights are offloaded too
         moments = {(piece, what): piece for piece in pieces for what in MOMENTS[1:]}
         return [*self._host.reserve(moments, pinned=on_gpu).values()]
 
     def _zero_moments(self, piece: Tensor) -> dict[str, Tensor]:
-        """What AdamW remembers of a piece that it has not stepped yet.
+        """Return the state of a shard before its first step.
 
-        Moments in 8 bits are packed where the piece is; others wait in host memory at once.
+        Offloaded moments are allocated in host memory, 8-bit ones always on the shard's device.
         """
         step = torch.zeros((), dtype=torch.float32, device=piece.device)
         if self._offload and not self._in_8_bits:
@@ -237,7 +236,7 @@ class Optimizer:
 
 
 def _piece(parameter: Tensor) -> nn.Parameter:
-    """The part of a parameter that this rank holds; it shares the parameter's memory."""
+    """Return this rank's shard of a parameter; it shares the parameter's memory."""
     if isinstance(parameter, DTensor):
         return nn.Parameter(_local(parameter.detach()))
     return parameter  # type: ignore[return-value]
@@ -248,7 +247,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _from_8_bits(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The moments of bitsandbytes' state as AdamW names them, float32, in host memory."""
+    """Return the moments of bitsandbytes' state by AdamW's names, in float32 in host memory."""
     if not state:
         return {}
     moments = {"step": torch.tensor(float(state["step"]))}
@@ -280,17 +279,18 @@ def _to_8_bits(moments: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _quantise(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest codes in the shape of `values`, and the sizes of their blocks."""
+    """Return the nearest codes in the shape of `values`, and the scales of their blocks."""
     missing = -values.numel() % BLOCK
     blocks = nn.functional.pad(values.flatten(), (0, missing)).view(-1, BLOCK)
     largest = blocks.abs().amax(1)
-    # The largest number of a block was its size, or, below zero, rounded to the map's first code,
-    # about -0.993. The map of squares has none below zero.
+    # The largest number of a block is its scale, or, if negative, was rounded to the first code,
+    # about -0.993. The code of squares has no negative numbers.
     size = largest / code[0].abs() if code[0] < 0 else largest
     borders = (code[1:] + code[:-1]) / 2
     up, down = (torch.nextafter(size, torch.full_like(size, to)) for to in (math.inf, 0.0))
     sizes, codes = largest, _nearest(blocks, largest, borders)
-    for tried in (up, down, size):  # the last that gives the very values holds
+    # Try the scale and its neighbours, because of rounding; the last exact one counts.
+    for tried in (up, down, size):
         nearest = _nearest(blocks, tried, borders)
         exact = (code[nearest] * tried[:, None] == blocks).all(1)
         codes, sizes = torch.where(exact[:, None], nearest, codes), torch.where(exact, tried, sizes)
@@ -304,8 +304,8 @@ def _nearest(blocks: Tensor, sizes: Tensor, borders: Tensor) -> Tensor:
 
 
 def _as_layout_of(parameter: Tensor, piece: Tensor) -> Tensor:
-    """A rank's piece itself, wherever it lies, as part of a tensor laid out as the parameter is."""
+    """Return a rank's shard, on whichever device, as a tensor sharded like the parameter."""
     if not isinstance(parameter, DTensor):
         return piece
-    # `from_local` would copy an offloaded piece to the device: what is put there would be lost.
+    # `from_local` would copy an offloaded shard to the device. Private constructor of torch 2.13.
     return DTensor(piece, parameter._spec, requires_grad=False)
