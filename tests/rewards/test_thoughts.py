@@ -10,29 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_cli.thoughts import UnfinishedThought, strip_leading_thought, strip_reasoning
+from tests.rewards.tables import table
 
 # Opening and closing mark as models write them.
-MARKED = [
-    ("<think>\n", "\n</think>\n\n"),
-    ("<THINK>", "</Think>"),
-    ("<thinking>", "</thinking>"),
-    ("<thought>", "</thought>"),
-    ("<reasoning>", "</reasoning>"),
-    ("<seed:think>", "</seed:think>"),
-    ("<longcat_think>", "</longcat_think>"),
-    ("[THINK]", "[/THINK]"),
-    ("◁think▷", "◁/think▷"),
-    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|channel>thought\n", "<channel|>"),
-    ("<unused94>thought\n", "<unused95>"),
-    ("<|channel|>analysis<|message|>",
-     "<|end|><|start|>assistant<|channel|>final<|message|>"),
-    ("<|start|>assistant<|channel|>analysis<|message|>",
-     "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>"),
-    ("analysisWe look.", "assistantfinal"),
-]  # fmt: skip
+MARKED = table(__file__, "marks")
 
 
 def test_each_family_is_known_to_both() -> None:
@@ -50,22 +31,7 @@ def test_each_family_is_known_to_both() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("  8\n", "8"),
-        ("</think>\n8", "8"),
-        ("<|channel|>final<|message|>8", "8"),
-        ("It is fine.\n</think>\n\n8", "8"),
-        ('It says "</think>\n8', 'It says "</think>\n8'),
-        ("It is fine.\n[/THINK]\n8", "It is fine.\n[/THINK]\n8"),
-        ("<think>a</think><think>b</think>8", "<think>b</think>8"),
-        ("<think>a</reasoning></think>8", "8"),
-        ('{"reason": "<think> is open", "score": 4}', '{"reason": "<think> is open", "score": 4}'),
-        ("Analysis: good\n8", "Analysis: good\n8"),
-        ("<cot>a</cot>8", "<cot>a</cot>8"),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), table(__file__, "leading"))
 def test_only_one_thought_at_the_front_of_a_reply_goes(text: str, answer: str) -> None:
     assert strip_leading_thought(text) == answer
 
@@ -78,28 +44,7 @@ def test_an_unfinished_thought_is_no_reply(text: str) -> None:
         strip_leading_thought(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("4", "4"),
-        ("  keeps its spaces \n", "  keeps its spaces \n"),
-        ("<think>\na\n</think>\n\n4\n", "4"),
-        ("one <think>x</think> two <think>y</think> three", "one  two  three"),
-        ("a lot of thought</think>4", "4"),
-        ("a</think>b</think>4", "4"),
-        ("<think>a</think>b</think>4", "4"),
-        ("<think>I write <think> in here</think>4", "4"),
-        ("<think><reasoning>a</reasoning> b</think>4", "4"),
-        ("<think>never closed, the answer is 4", ""),
-        ("\n <think>never closed", ""),
-        ("<think>a</think><think>never closed", ""),
-        ("<think>a</reasoning> 4", ""),
-        ("The tag <think> opens a block", "The tag <think> opens a block"),
-        ("<think></think>", ""),
-        ("thinking about it: 4", "thinking about it: 4"),
-        ("<think >4", "<think >4"),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), table(__file__, "anywhere"))
 def test_reasoning_is_stripped_from_a_response(text: str, answer: str) -> None:
     assert strip_reasoning(text) == answer
 

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from ppo_cli.rewards.code.extract import defines, find_code, list_attempts
+from tests.rewards.tables import table
 
 FENCE = "```"
 PROMPT = 'import math\n\ndef solve(n):\n    """Square."""\n'
@@ -16,60 +17,14 @@ def fenced(code: str, language: str = "python") -> str:
     return f"{FENCE}{language}\n{code}\n{FENCE}"
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("x = 1", "x = 1"),
-        ("    return n\n", "    return n"),
-        (f"Here:\n{fenced('x = 1')}\nDone.", "x = 1"),
-        (fenced("x = 1", "py"), "x = 1"),
-        (fenced("x = 1", "Python3 title=a"), "x = 1"),
-        (fenced("x = 1", ""), "x = 1"),
-        (f"{fenced('x = 1')}\nand\n{fenced('x = 2')}", "x = 2"),
-        (f"{fenced('x = 1', 'Python')}\n{fenced('ls', 'bash')}", "x = 1"),
-        (f"{FENCE}python\nx = 1", "x = 1"),
-        ("~~~\nx = 1\n~~~", "x = 1"),
-        (f"````python\ns = '''\n{FENCE}\n'''\n````", f"s = '''\n{FENCE}\n'''"),
-        (f"<think>{fenced('x = 1')}</think>\n{fenced('x = 2')}", "x = 2"),
-        (f"<think>x = 0</think>{fenced('x = 1')}", "x = 1"),
-        ("So:\n<answer>\nx = 1\n</answer> Done.", "x = 1"),
-        ("<answer>x = 1</answer>", "x = 1"),
-        (f"{fenced('x = 0')}\n<answer>\n{fenced('x = 1')}\n</answer>", "x = 1"),
-        (f"<answer>\n{fenced('x = 1')}\n</answer>\n{fenced('x = 0')}", "x = 1"),
-        (f"<answer>{FENCE}python\nx = 1\n{FENCE}</answer>", "x = 1"),
-        (f"<answer>\n{FENCE}python\nx = 1\n{FENCE}</answer>", "x = 1"),
-        (f"<answer>\n{FENCE}python\nx = 1\n</answer>", "x = 1"),
-        ("<answer>x = 0</answer> No: <answer>x = 1</answer>", "x = 1"),
-        ("<think><answer>x = 0</answer></think><answer>x = 1</answer>", "x = 1"),
-        (fenced("print('<answer>5</answer>')"), "print('<answer>5</answer>')"),
-        ("<answer> </answer>", ""),
-        (f"<answer>\n{fenced('x = 1')}", "x = 1"),
-        (fenced("x = 1\ny = 2").replace("\n", "\r\n"), "x = 1\ny = 2"),
-        ("x = 1\r\ny = 2\r\n", "x = 1\ny = 2"),
-        (fenced("x = 1\ny = 2").replace("\n", "\r"), "x = 1\ny = 2"),
-        (fenced(""), ""),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "code"), table(__file__, "find_code"))
 def test_the_code_of_a_response(text: str, code: str) -> None:
     assert find_code(text) == code
 
 
 def test_long_lines_take_time_in_proportion_to_their_length() -> None:
     slow = []
-    for unit in (
-        "`",
-        "```",
-        f"{' ' * 30}{FENCE}",
-        f"{FENCE} ",
-        f"{FENCE}\n",
-        "~",
-        " ",
-        "\n~~~~ ",
-        "<answer>",
-        "</answer>",
-        f"{FENCE}\n<answer>\n</answer>",
-    ):
+    for unit in table(__file__, "units"):
         taken = []
         for length in (20_000, 320_000):
             text = unit * (length // len(unit))
@@ -91,21 +46,7 @@ def test_the_block_that_defines_the_function_wins() -> None:
     assert find_code(text, "other") == "print(solve(3))"
 
 
-@pytest.mark.parametrize(
-    ("code", "answer"),
-    [
-        ("def solve(n): ...", True),
-        ("async  def solve(n): ...", True),
-        ("class solve: ...", True),
-        ("class A:\n    def solve(self): ...", True),
-        ("solve = lambda n: n", True),
-        ("solve: object = 1", True),
-        ("solve == 1", False),
-        ("solver = 1", False),
-        ("def solved(n): ...", False),
-        ("print(solve(1))", False),
-    ],
-)
+@pytest.mark.parametrize(("code", "answer"), table(__file__, "defines"))
 def test_defines(code: str, answer: bool) -> None:
     assert defines(code, "solve") is answer
 

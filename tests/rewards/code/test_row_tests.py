@@ -13,6 +13,7 @@ import pytest
 
 from ppo_cli.rewards.base import CannotScore
 from ppo_cli.rewards.code.extract import RowTests, read_tests
+from tests.rewards.tables import table
 
 APPS = '{"inputs": ["1\\n"], "outputs": ["2\\n"]}'
 
@@ -149,25 +150,7 @@ def test_forms(truth: Any, extra: Any, found: RowTests) -> None:
     assert read_tests(truth, extra) == found
 
 
-@pytest.mark.parametrize(
-    ("truth", "words"),
-    [
-        (None, "no tests"),
-        ("72", "no tests"),
-        ({"test": ""}, "no tests"),
-        ([], "no tests"),
-        ([1, 2], "not texts"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs but 0 outputs"),
-        ({"inputs": ["1"]}, "no tests"),
-        ({"outputs": ["1"]}, "no tests"),
-        ([{"input": "1", "output": "2", "type": "functional"}], "no fn_name"),
-        ({"input_output": ""}, "no tests"),
-        ({"input_output": '{"inputs": ["1", "2"], "outputs": ["1"]}'}, "2 inputs but 1 outputs"),
-        ({"public_tests": {"input": ["1"], "output": []}}, "1 inputs but 0 outputs"),
-        ({"public_tests": {"input": [], "output": []}}, "no tests"),
-        ({"private_test_cases": "????"}, "packed tests cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("truth", "words"), table(__file__, "no tests"))
 def test_rows_without_tests_are_told(truth: Any, words: str) -> None:
     with pytest.raises(CannotScore, match=words):
         read_tests(truth, None)
