@@ -283,9 +283,7 @@ def test_nothing_left_to_renormalise_is_a_failure_and_nobody_waits(
     assert found.value == (None if not weight else 2.0)
 
 
-def test_a_step_that_is_undone_teaches_nothing_even_if_its_scores_come_late(
-    mixture: Build,
-) -> None:
+def test_a_step_that_is_undone_teaches_nothing_even_if_its_scores_come_late(mixture: Build) -> None:
     slow = Source("x", by_length, when="settled")
     held: list[RoundKind] = []
     real, slow.end_round = slow.end_round, held.append  # type: ignore[method-assign]

@@ -18,6 +18,7 @@ from ppo_cli.records import Part, PlacedReward, Rollout, Score
 from ppo_cli.rewards.base import Call, Reward
 from ppo_cli.rewards.function import check_source, load_function
 from ppo_cli.rewards.pool import Task, WorkerPool
+from tests.rewards.tables import table
 
 MakeRollout = Callable[..., Rollout]
 Build = Callable[..., Reward]
@@ -352,28 +353,7 @@ def test_a_reward_is_closed_twice_and_keeps_no_state(
 LATER = "def compute_score(**row): ...\n"
 
 
-@pytest.mark.parametrize(
-    ("code", "name", "words"),
-    [
-        ("def compute_score(:\n    pass\n", "", ["line 1", "invalid syntax"]),
-        (
-            "import no_such_thing\n" + LATER,
-            "",
-            ["line 1", "Install 'no_such_thing'"],
-        ),
-        ("x = 1\n\ny = 1 / 0\n" + LATER, "", ["line 3", "ZeroDivisionError"]),
-        ("import sys\nsys.exit(1)\n" + LATER, "", ["line 2", "SystemExit"]),
-        ("import os\nos._exit(4)\n" + LATER, "", ["exit code 4"]),
-        ("def compute_scores(): pass\n", "", ["Did you mean 'compute_scores'?", "compute_score("]),
-        ("def grade(): pass\n", ":grad", ["no 'grad'", "Did you mean 'grade'?", "FILE:NAME"]),
-        ("x = 1\n", "", ["It has no functions", "Define compute_score("]),
-        ("compute_score = 5\n", "", ["is of type int, not a function"]),
-        ("class compute_score: pass\n", "", ["is a class, not a function"]),
-        ("\ndef compute_score(a, b): pass\n", "", ["line 2", "solution_str", "(a, b)"]),
-        ("def compute_score(data_source, solution_str, ground_truth): pass", "", ["extra_info"]),
-        ("def compute_score(**row): pass", ":two words", ["cannot be a function's name"]),
-    ],
-)
+@pytest.mark.parametrize(("code", "name", "words"), table(__file__, "refused"))
 def test_a_file_that_cannot_work_is_refused_before_anything_runs(
     code: str, name: str, words: list[str], build: Build, reward_file: Write
 ) -> None:
@@ -430,22 +410,7 @@ def test_rewards_within_the_response_are_kept_where_they_fit(
     assert "offset 0, outside" in score("[(0, 1)]").failure
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "from helper import *\n",
-        "from helper import score as compute_score\n",
-        "if True:\n    def compute_score(**anything): ...\n",
-        "try:\n    import fast\nexcept ImportError:\n    def compute_score(a): ...\n",
-        "compute_score = lambda data_source, solution_str, ground_truth, extra_info: 1\n",
-        "compute_score = make(3)\n",
-        "@wrapped\ndef compute_score(a): ...\n",
-        "def compute_score(a): ...\ncompute_score = wrap(compute_score)\n",
-        "for name in names:\n    globals()[name] = score\n",
-        "def compute_score(data_source: T, solution_str, ground_truth=make(), **more): ...\n",
-        "async def compute_score(a): ...\n",
-    ],
-)
+@pytest.mark.parametrize("text", table(__file__, "passes"))
 def test_a_file_that_may_work_passes_the_check_of_its_text(tmp_path: Path, text: str) -> None:
     (tmp_path / "reward.py").write_text(text)
     check_source(tmp_path / "reward.py", "compute_score", {})

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.rewards.tables import table
+
 
 @dataclass(frozen=True)
 class Thinker:
@@ -35,77 +37,7 @@ class Thinker:
         return f"{self.before}{{{{ messages[0]['content'] }}}}{self.after}{end}"
 
 
-NEVER = (({}, ""),)
-THINK = "<think>\n"
-TAGS = ("<think>", "</think>")
-CHATML = "<|im_start|>user\n"
-CHATML_END = "<|im_end|>\n<|im_start|>assistant\n"
-
-
-def switch(name: str, off: str, on: str = "", default: str = "true") -> str:
-    return (
-        f"{{%- if {name} | default({default}) -%}}{{{{ {on!r} }}}}"
-        f"{{%- else -%}}{{{{ {off!r} }}}}{{%- endif -%}}"
-    )
-
-
-THINKERS = (
-    Thinker("Qwen3", CHATML, CHATML_END + switch("enable_thinking", "<think>\n\n</think>\n\n"),
-            THINK, "\n</think>\n\n", "<|im_end|>",
-            (({}, ""), ({"enable_thinking": True}, ""), ({"enable_thinking": False}, "")),
-            plain=TAGS),
-    Thinker("Qwen3.6", CHATML,
-            CHATML_END + switch("enable_thinking", "<think>\n\n</think>\n\n", THINK),
-            THINK, "\n</think>\n\n", "<|im_end|>",
-            (({}, THINK), ({"enable_thinking": False}, "")), plain=TAGS),
-    Thinker("DeepSeek-R1", "<｜User｜>", "<｜Assistant｜><think>\n",
-            THINK, "\n</think>\n\n", "<｜end▁of▁sentence｜>", (({}, THINK),), plain=TAGS),
-    Thinker("DeepSeek-V3.1", "<｜User｜>",
-            "<｜Assistant｜>" + switch("thinking", "</think>", "<think>", "false"),
-            "<think>", "</think>", "<｜end▁of▁sentence｜>",
-            (({}, ""), ({"thinking": True}, "<think>")), plain=TAGS),
-    Thinker("gpt-oss", "<|start|>user<|message|>", "<|end|><|start|>assistant",
-            "<|channel|>analysis<|message|>",
-            "<|end|><|start|>assistant<|channel|>final<|message|>", "<|return|>", NEVER,
-            special=("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"),
-            aside="<|end|><|start|>assistant<|channel|>commentary<|message|>I look it up."),
-    Thinker("GLM-4.5", "[gMASK]<sop><|user|>\n",
-            "<|assistant|>" + switch("enable_thinking", "\n<think></think>"),
-            "\n<think>", "</think>\n", "<|user|>",
-            (({}, ""), ({"enable_thinking": False}, "")), plain=TAGS),
-    Thinker("Kimi K2 Thinking", "<|im_user|>user<|im_middle|>",
-            "<|im_end|><|im_assistant|>assistant<|im_middle|>",
-            "<think>", "</think>", "<|im_end|>", NEVER, plain=TAGS),
-    Thinker("Kimi K3", "<|open|>user<|sep|>", "<|close|>user<|sep|><|open|>think<|sep|>",
-            "<|open|>think<|sep|>", "<|close|>think<|sep|>", "<|end_of_msg|>",
-            (({}, "<|open|>think<|sep|>"),), special=("<|open|>", "<|close|>", "<|sep|>")),
-    Thinker("Magistral", "[INST]", "[/INST]", "[THINK]", "[/THINK]", "</s>", NEVER,
-            special=("[THINK]", "[/THINK]")),
-    Thinker("MiniMax-M2", "]~b]user\n", "[e~[\n]~b]ai\n<think>\n",
-            THINK, "\n</think>\n\n", "[e~[", (({}, THINK),), plain=TAGS),
-    Thinker("Granite 3.3", "<|start_of_role|>user<|end_of_role|>",
-            "<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>",
-            "<think>", "</think>", "<|end_of_text|>", NEVER,
-            framed="<response>{}</response>"),
-    Thinker("Hunyuan", "<｜hy_User｜>",
-            "<｜hy_Assistant｜>" + switch("enable_thinking", "<think>\n\n</think>\n"),
-            THINK, "\n</think>\n", "<｜hy_EOT｜>", (({}, ""), ({"enable_thinking": False}, "")),
-            framed="<answer>\n{}\n</answer>"),
-    Thinker("EXAONE Deep", "[|user|]", "\n[|assistant|]<thought>\n",
-            "<thought>\n", "\n</thought>\n\n", "[|endofturn|]", (({}, "<thought>\n"),)),
-    Thinker("Nemotron 3", CHATML,
-            CHATML_END + switch("enable_thinking", "<think></think>", THINK),
-            THINK, "\n</think>\n", "<|im_end|>",
-            (({}, THINK), ({"enable_thinking": False}, "")), special=TAGS),
-    Thinker("Gemma 4", "<|turn>user\n",
-            "<turn|>\n<|turn>model\n" + switch("enable_thinking", "<|channel>thought\n<channel|>"),
-            "<|channel>thought\n", "<channel|>", "<turn|>",
-            (({}, ""), ({"enable_thinking": False}, "")),
-            special=("<|channel>", "<channel|>")),
-    Thinker("Seed-OSS", "<seed:bos>user\n", "<seed:eos><seed:bos>assistant\n",
-            "<seed:think>", "</seed:think>", "<seed:eos>", NEVER,
-            aside="<seed:cot_budget_reflect>I have used 60 tokens.</seed:cot_budget_reflect>"),
-)  # fmt: skip
+THINKERS = tuple(Thinker(**fields) for fields in table(__file__, "thinkers"))
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,7 @@ from ppo_cli.config.schema.reward import Code
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.code import limits, sandboxes
 from ppo_cli.rewards.code.limits import build_filter
-from ppo_cli.rewards.code.sandboxes import (
-    Bubblewrap,
-    ChildProcess,
-    Sandbox,
-    Sandlock,
-    Unsandboxed,
-)
+from ppo_cli.rewards.code.sandboxes import Bubblewrap, ChildProcess, Sandbox, Sandlock, Unsandboxed
 
 
 class Broken(Unsandboxed):

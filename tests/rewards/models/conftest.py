@@ -65,8 +65,7 @@ def byte_level(specials: list[str], template: str | None, **names: Any) -> Any:
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(
-        CORPUS,
-        trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False),
+        CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     )
     made.add_special_tokens(specials)
     return wrapped(made, template, **names)
@@ -163,9 +162,7 @@ def word_piece() -> Any:
     made.train_from_iterator(
         CORPUS,
         trainers.WordPieceTrainer(
-            vocab_size=300,
-            special_tokens=["[PAD]", "[CLS]", "[SEP]", "[UNK]"],
-            show_progress=False,
+            vocab_size=300, special_tokens=["[PAD]", "[CLS]", "[SEP]", "[UNK]"], show_progress=False
         ),
     )
     return wrapped(made, None, pair=True)

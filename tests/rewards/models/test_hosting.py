@@ -220,9 +220,7 @@ def test_a_lost_host_stops_its_round_and_the_next_round_has_a_new_one(
     assert not Frail.made[0].alive
 
 
-def test_a_host_that_went_with_its_cluster_is_no_second_loss(
-    reward_of: RewardOf,
-) -> None:
+def test_a_host_that_went_with_its_cluster_is_no_second_loss(reward_of: RewardOf) -> None:
     rollouts = rollouts_of(8)
     reward = reward_of(frail)
     expected = score_all(reward, rollouts)
@@ -256,9 +254,7 @@ def test_a_new_host_has_the_batches_of_the_lost_one(reward_of: RewardOf) -> None
     assert reward.state_dict() == state
 
 
-def test_a_step_that_is_taken_again_stands_in_batches_of_its_own(
-    reward_of: RewardOf,
-) -> None:
+def test_a_step_that_is_taken_again_stands_in_batches_of_its_own(reward_of: RewardOf) -> None:
     rollouts = rollouts_of(12)
     expected = score_all(reward_of(batch_tokens=200), rollouts)
     reward = reward_of(batch_tokens=200)

@@ -15,6 +15,7 @@ from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import ModelError, UserError
 from ppo_cli.rewards.models.heads import load_reward_model
 from tests.rewards.models import twins
+from tests.rewards.tables import table
 
 Build = Callable[..., Path]
 HIDDEN = twins.HIDDEN
@@ -27,21 +28,15 @@ def refused(folder: Path, **settings: Any) -> str:
     return str(caught.value)
 
 
-NO_HEAD: list[tuple[Build, tuple[str, ...]]] = [
-    (twins.armorm_twin, ("regression_layer", "reward_transform_matrix", "gating")),
-    (twins.starling_twin, ("v_head.weight",)),
-    (twins.deberta_twin, ("classifier.",)),
-    (twins.bert_pair_twin, ("classifier.",)),
-    (twins.skywork_llama_twin, ("score.weight",)),
-    (twins.skywork_qwen3_twin, ("score.weight",)),
-    (twins.gpt2_twin, ("score.weight",)),
-]
+def rows(section: str) -> list[tuple[Any, ...]]:
+    """Rows of a section, with the twin of their name first."""
+    return [(getattr(twins, twin), *cells) for twin, *cells in table(__file__, section)]
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 def test_a_twin_without_its_head(form: str, tmp_path: Path) -> None:
-    for build, drop in NO_HEAD:
-        message = refused(build(tmp_path / build.__name__, drop=drop, form=form))
+    for build, drop in rows("no head"):
+        message = refused(build(tmp_path / build.__name__, drop=tuple(drop), form=form))
         assert "has no reward head" in message and "ppo reward fit" in message, build
 
 
@@ -49,63 +44,15 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     assert "has no reward head" in refused(twins.plain_causal_twin(tmp_path / "lm"))
 
 
-PART_OF_A_HEAD: list[tuple[Build, str]] = [
-    (twins.armorm_twin, "regression_layer.weight"),
-    (twins.armorm_twin, "reward_transform_matrix"),
-    (twins.armorm_twin, "gating.logit_scale"),
-    (twins.armorm_twin, "gating.layers.2.bias"),
-    (twins.armorm_twin, "gating.layers.3.weight"),
-    (twins.deberta_twin, "classifier.bias"),
-    (twins.deberta_twin, "pooler.dense.weight"),
-    (twins.bert_pair_twin, "bert.pooler.dense.weight"),
-    (twins.roberta_twin, "classifier.dense.weight"),
-]
-UNUSED: list[tuple[Build, str]] = [
-    (twins.armorm_twin, "score.weight"),
-    (twins.armorm_twin, "gating.layers.4.weight"),
-    (twins.starling_twin, "v_head.bias"),
-    (twins.starling_twin, "score.weight"),
-    (twins.deberta_twin, "classifier2.weight"),
-    (twins.deberta_twin, "deberta.encoder.layer.9.output.dense.bias"),
-    (twins.skywork_llama_twin, "v_head.weight"),
-    (twins.skywork_llama_twin, "model.layers.7.mlp.up_proj.weight"),
-    (twins.skywork_qwen3_twin, "value_head.weight"),
-]
-SPARE = [
-    (twins.skywork_llama_twin, "model.layers.0.self_attn.rotary_emb.inv_freq"),
-    (twins.skywork_llama_twin, "lm_head.weight"),
-    (twins.gpt2_twin, "transformer.h.0.attn.bias"),
-    (twins.gpt2_twin, "transformer.h.0.attn.masked_bias"),
-    (twins.deberta_twin, "deberta.embeddings.position_ids"),
-    (twins.deberta_twin, "lm_predictions.lm_head.bias"),
-    (twins.bert_pair_twin, "cls.predictions.bias"),
-    (twins.starling_twin, "transformer.layers.0.self_attn.rotary_emb.inv_freq"),
-]
-BODY: list[tuple[Build, str]] = [
-    (twins.armorm_twin, "model.layers.1.mlp.up_proj.weight"),
-    (twins.starling_twin, "transformer.norm.weight"),
-    (twins.deberta_twin, "deberta.encoder.rel_embeddings.weight"),
-    (twins.bert_pair_twin, "bert.encoder.layer.0.output.dense.bias"),
-    (twins.skywork_llama_twin, "model.embed_tokens.weight"),
-    (twins.skywork_qwen3_twin, "model.layers.0.self_attn.q_norm.weight"),
-    (twins.gpt2_twin, "transformer.wpe.weight"),
-]
-MISSHAPEN: list[tuple[Build, str, tuple[int, ...]]] = [
-    (twins.armorm_twin, "regression_layer.weight", (5, HIDDEN)),
-    (twins.armorm_twin, "gating.layers.1.bias", (3,)),
-    (twins.skywork_llama_twin, "score.weight", (1, HIDDEN + 1)),
-    (twins.skywork_llama_twin, "model.norm.weight", (HIDDEN + 1,)),
-    (twins.starling_twin, "v_head.weight", (1, HIDDEN - 1)),
-    (twins.deberta_twin, "classifier.weight", (1, HIDDEN + 2)),
-]
 # What is done to a checkpoint, and what the message names.
+LACKING = [(build, {"drop": (name,)}, name) for build, name in rows("lacks")]
 DAMAGED: list[tuple[Build, dict[str, Any], str]] = [
-    *((build, {"drop": (name,)}, name) for build, name in PART_OF_A_HEAD),
-    *((build, {"drop": (name,)}, name.removeprefix("model.")) for build, name in BODY),
-    *((build, {"extra": {name: torch.zeros(1, HIDDEN)}}, name) for build, name in UNUSED),
+    *LACKING,
+    *((build, {"drop": (name,)}, name.removeprefix("model.")) for build, name in rows("body")),
+    *((build, {"extra": {name: torch.zeros(1, HIDDEN)}}, name) for build, name in rows("unused")),
     *(
         (build, {"extra": {name: torch.zeros(shape)}}, re.sub(r"\.(weight|bias)$", "", name))
-        for build, name, shape in MISSHAPEN
+        for build, name, shape in rows("misshapen")
     ),
 ]
 
@@ -116,13 +63,13 @@ def test_a_checkpoint_with_a_wrong_tensor_is_refused_by_its_name(tmp_path: Path)
         message = refused(build(tmp_path / str(number), **options))
         # Of two heads, either may be the odd one.
         named = name in message or ("extra" in options and "v_head.weight" in message)
-        if not named or (number < len(PART_OF_A_HEAD) and "lacks" not in message):
+        if not named or (number < len(LACKING) and "lacks" not in message):
             unlike.append((build.__name__, options, message))
     assert unlike == []
 
 
 def test_tensors_that_a_reward_model_does_without(tmp_path: Path) -> None:
-    for number, (build, name) in enumerate(SPARE):
+    for number, (build, name) in enumerate(rows("unneeded")):
         folder = build(tmp_path / str(number), extra={name: torch.zeros(4)})
         load_reward_model(ModelReward(path=str(folder), device="cpu"))
 

@@ -77,9 +77,7 @@ def test_a_mark_is_a_character_that_nobody_wrote(tokenizer: Words) -> None:
         plain.break_words(["<|eot_id|>", "".join(MARKS)])
 
 
-def test_added_words_of_the_template_are_control_words_too(
-    tokenizer: Words,
-) -> None:
+def test_added_words_of_the_template_are_control_words_too(tokenizer: Words) -> None:
     words = tokenizer("chatml")
     turn = words.convert_tokens_to_ids("<|im_end|>")
     assert turn not in PlainText(words, "<|im_end|>").encode_untrusted("a<|im_end|>b")
@@ -88,9 +86,7 @@ def test_added_words_of_the_template_are_control_words_too(
     assert think in PlainText(words, "<think>").encode_untrusted("a<think>b")
 
 
-def test_a_character_that_is_a_control_token_cannot_be_read(
-    tokenizer: Words,
-) -> None:
+def test_a_character_that_is_a_control_token_cannot_be_read(tokenizer: Words) -> None:
     def separated(real: Any, text: str, **options: Any) -> Any:
         """Normalise a letter to the separator."""
         if "Ω" in text:
