@@ -1,6 +1,6 @@
-"""Numbers and texts as answers write them, read exactly and compared without loss.
+"""Reads numbers, units and texts of answers, and compares them exactly.
 
-Text work only: nothing here evaluates an expression, so no input can make it slow.
+Nothing here evaluates an expression, so no input can make it slow. Used by rules and algebra.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 
 LONGEST_NUMBER = 60
 LARGEST_EXPONENT = 400
-# Relative: noise of floating point between two decimals; a decimal that stands for 1/3 or pi.
+# Relative tolerances: between two decimals, and for a rounded decimal of 1/3 or pi.
 NOISE = Fraction(1, 10**9)
 ROUNDING = Fraction(2, 10**7)
 
+# --- characters and LaTeX commands that only change the looks of an answer ---
 _VULGAR_FRACTION = re.compile(r"(?<=\d)[¼-¾⅐-⅞]")
 _RAISED, _LOWERED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+"), re.compile("[₀-₉]+")
 _SIGNS = str.maketrans({
@@ -31,13 +32,14 @@ _LOOKS = re.compile(
     r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\\ |~|\$|\\displaystyle|\^\s*\{?\\circ\}?|\\%|%|°"
 )
 _SPACE = re.compile(r"(?<=[0-9.])\s+(?=[0-9.])|\s+")
-# Separators within a number: `1{,}000`, `1,\!000`, `1\,000`; the others are plain by then.
+# Separators within a number: `1{,}000`, `1,\!000`, `1\,000`.
 _BRACED_COMMA = re.compile(r"\{,\}|,\\!\s?")
 _THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;:! ]|~)\s?(?=\d)")
 _FRACTION = re.compile(
     r"\\[dtc]?frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))\s*(?:\{\s*([\d.,]+)\s*\}|(\d))"
 )
 
+# --- numbers: grouped (1,000 or 1 000 or 1'000), decimal, European (1.000,5), powers of ten ---
 _GROUPED = (
     r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
     r"|\d{1,3}(?: \d{3})+(?! ?\d)|\d{1,3}(?:'\d{3})+(?!\d)"
@@ -57,7 +59,7 @@ _NUMBER = re.compile(
 )  # fmt: skip
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
 
-# Names of a unit, its dimension and its size; conversions are exact.
+# Unit name -> its dimension and its size in the base unit; conversions are exact.
 _UNITS: dict[str, tuple[str, Fraction]] = {
     name: (dimension, Fraction(size))
     for dimension, size, names in (
@@ -116,7 +118,7 @@ _UNIT = re.compile(
     r"[^\W\d_°¢€$][^\d=+*<>()\[\]{}|,;:?!^\\]*(?:\^\s?\{?[23]\}?|(?<=m)[23])?|[°¢€$£][CF]?"
 )
 _UNIT_PART = re.compile(r"(?:(square|sq\.?|cubic|cu\.?)\s)?([^\s^]+?)(?:\s?\^?\s?\{?([23])\}?)?")
-# Words that make more of a number than a number of things.
+# Words after a number that make it an expression and not a quantity ("3 more than x").
 NOT_A_UNIT = re.compile(
     r"\b(?:and|or|to|of|than|more|less|fewer|times|plus|minus|over|mod|modulo|choose|factorial|if|not"
     r"|but|pi|sqrt|sin|cos|tan|log|ln|exp|infinity|squared|cubed|base|through|until|root|where|for"
@@ -129,7 +131,7 @@ NOT_A_UNIT = re.compile(
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number with what is written next to it. `rounded`: it has decimals or an exponent."""
+    """A number and its unit; `rounded` means that it was written with decimals or an exponent."""
 
     value: Fraction
     rounded: bool = False
@@ -146,10 +148,10 @@ def clean(text: str) -> str:
 
 
 def accepted(ground_truth: Any) -> list[str]:
-    """Return the accepted answers as text: a list stands for several, None and NaN for none.
+    """Return the accepted answers as text: several for a list, none for None and NaN.
 
-    A float is also accepted as it is written without `.0` or exponent: pandas and JSON turn 5
-    into 5.0 and 0.00001 into 1e-05.
+    A float is also accepted without `.0` or exponent: pandas and JSON turn 5 into 5.0 and 0.00001
+    into 1e-05.
     """
     several = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
     texts: dict[str, None] = {}
@@ -163,15 +165,15 @@ def accepted(ground_truth: Any) -> list[str]:
 
 
 def unwrap_text(text: str) -> str:
-    r"""Return LaTeX with \text{…} and its kin replaced by what they hold."""
+    r"""Return LaTeX with \text{…} and similar commands replaced by their content."""
     return _TEXT_COMMAND.sub(r"\1", text)
 
 
 def normalise_maths(text: str) -> str:
-    """Return an answer stripped of everything that is only looks, for comparing as text."""
+    """Return an answer without formatting, for a comparison as text."""
     plain = re.sub(r"(?<!\.)\.\Z", "", unwrap_text(clean(text)).strip())
     plain = plain.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    # A blank between two digits is not looks: `1 2` is not 12.
+    # A blank between two digits matters: `1 2` is not 12.
     return _SPACE.sub(
         lambda run: " " if _between_digits(run) else "", _LOOKS.sub("", plain).strip()
     )
@@ -195,6 +197,7 @@ def read_quantity(text: str, *, decimal_comma: bool = False) -> Quantity | None:
     plain = _write_plainly(text)
     if len(plain) > LONGEST_NUMBER + 60:
         return None
+    # Repeating decimals and powers of ten have their own forms.
     for pattern in (_REPEATING, _POWER_OF_TEN):
         match = pattern.match(plain)
         if match is not None:
@@ -203,12 +206,14 @@ def read_quantity(text: str, *, decimal_comma: bool = False) -> Quantity | None:
     match = _NUMBER.match(plain)
     if match is None or match.end() - match.start() > LONGEST_NUMBER:
         return None
+    # `2,74` is a decimal only where that is certain.
     european = match["european"]
     if european and not (decimal_comma or european.startswith("0,") or re.search("[. ]", european)):
         return None
     number = _read_value(match)
     if number is None:
         return None
+    # Sign, precision and what follows the number.
     size, power = match["size"] or "", match["exponent"] or match[_POWER_GROUP]
     rounded = "." in size or power is not None or bool(european)
     negative = (match["sign"] == "-") != (match["minus"] == "-")
@@ -220,6 +225,7 @@ _POWER_GROUP = _NUMBER.groupindex["exponent"] + 1
 
 
 def _write_plainly(text: str) -> str:
+    """Return a number without LaTeX, so that one pattern reads it."""
     plain = re.sub(r"(?<!\.)\.\Z", "", clean(text).strip()).strip()
     plain = re.sub(r"\A\$([^$]+)\$", r"\1 ", plain).strip()
     plain = re.sub(r"\A\(([-+\d.]+)\)\Z", r"\1", unwrap_text(plain) if "(" in plain else plain)
@@ -262,7 +268,7 @@ def _read_repeating(match: re.Match[str]) -> Fraction | None:
 def _add_unit(
     rest: str, value: Fraction | None, rounded: bool, currency: str = ""
 ) -> Quantity | None:
-    """Read what follows a number; None where it is more than a unit."""
+    """Return the quantity of a number and the text after it; None where that is not a unit."""
     if value is None or rest.startswith(".."):
         return None
     marked = _TEXT_COMMAND.match(rest.lstrip(" ~\\,;:!")) is not None
@@ -276,6 +282,7 @@ def _add_unit(
         value *= 10 ** _SCALES[scale.group()]
         unit_text = unit_text[scale.end() :].strip()
         separate = True
+    # A percent sign, then a unit.
     percent = _PERCENT.match(unit_text)
     if percent is not None:
         unit_text = unit_text[percent.end() :].strip(" .")
@@ -297,7 +304,7 @@ def _add_unit(
 
 
 def _measure(unit: str) -> tuple[tuple[tuple[str, int], ...], Fraction] | None:
-    """Return dimensions and size of a known unit such as `square feet` or `km/h`, else None."""
+    """Return dimensions and size of a unit such as `square feet` or `km/h`; None if unknown."""
     size, dimensions = Fraction(1), list[tuple[str, int]]()
     for place, part in enumerate(re.split(r"\s*(?:/|\bper\b)\s*", _COMPOUND.get(unit, unit))):
         match = _UNIT_PART.fullmatch(part.strip())
@@ -315,7 +322,7 @@ def _measure(unit: str) -> tuple[tuple[tuple[str, int], ...], Fraction] | None:
 
 
 def same_quantity(answer: Quantity, gold: Quantity) -> bool:
-    """Say whether two quantities are equal; a unit that only one of them has does not matter."""
+    """Return whether two quantities are equal; a unit that only one of them has is ignored."""
     factor = Fraction(1)
     if answer.unit and gold.unit and answer.unit != gold.unit:
         measures = _measure(answer.unit), _measure(gold.unit)
@@ -325,6 +332,7 @@ def same_quantity(answer: Quantity, gold: Quantity) -> bool:
             factor = measures[0][1] / measures[1][1]
     if _close(answer, gold, answer.value * factor, gold.value):
         return True
+    # Only one of them is a percentage: 50% is accepted for 0.5.
     if answer.percent == gold.percent:
         return False
     parts = [q.value / 100 if q.percent else q.value for q in (answer, gold)]
@@ -332,9 +340,9 @@ def same_quantity(answer: Quantity, gold: Quantity) -> bool:
 
 
 def names_value(left_side: str, right_side: str = "") -> bool:
-    """Say whether the left side of an equation names the right one: `x`, `x + y`, `12 + 30`.
+    """Return whether the left side of an equation only names its value: `x`, `x + y`, `12 + 30`.
 
-    That of an equation still to be solved does not: `2x + 4`, or `x^2` where the right is `4x`.
+    False for an equation that is still to be solved: `2x + 4`, or `x^2` where the right is `4x`.
     """
     bare = re.sub(
         r"_(?:\{[^{}]*\}|\w)|\^\s*(?:\{[^{}]*\}|\w)|\d+(?=\s*\))", "", unwrap_text(left_side)
@@ -349,7 +357,7 @@ def names_value(left_side: str, right_side: str = "") -> bool:
 def _close(answer: Quantity, gold: Quantity, answer_value: Fraction, gold_value: Fraction) -> bool:
     if answer_value == gold_value or not (answer.rounded or gold.rounded):
         return answer_value == gold_value
-    # Only a value without a finite decimal form may be met by its rounding.
+    # A rounded decimal is accepted only for a value without a finite decimal form.
     exact = [value for q, value in ((answer, answer_value), (gold, gold_value)) if not q.rounded]
     infinite = any(not _is_finite_decimal(value) for value in exact)
     return abs(answer_value - gold_value) <= (ROUNDING if infinite else NOISE) * max(
@@ -373,7 +381,7 @@ _NUMBERS_IN_TEXT = re.compile(
 
 
 def contains_answer(text: str, answer: str) -> bool:
-    """Say whether the answer stands in the text, not inside a longer word or number.
+    """Return whether the text contains the answer, not inside a longer word or number.
 
     A number is compared by value with each number of the text.
     """
@@ -390,7 +398,7 @@ def contains_answer(text: str, answer: str) -> bool:
 
 
 def repetition(text: str, size: int = 4) -> float:
-    """Return the share of word n-grams that have been said before, 0 to 1."""
+    """Return the share of word n-grams that repeat an earlier one, 0 to 1."""
     tokens: Sequence[str] = normalise_words(text).split()
     grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

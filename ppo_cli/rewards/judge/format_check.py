@@ -1,9 +1,8 @@
-"""Questions with known answers, asked once at the start: does this judge follow the form?
+"""Questions with known answers, asked at the start: does the judge mean what its verdicts say?
 
-A reason that says the opposite of its verdict cannot be recognised in every language. A judge that
-mixes up a fault and its absence, a place and a score, or the ends of a scale gets these wrong too.
-A wrong answer is a warning and not an error: a weak judge may still rank responses, and a judge
-whose replies cannot be read at all is refused before.
+A judge that confuses a fault and its absence, a place and a score, or the ends of a scale gets
+them wrong. A wrong answer is a warning and not an error: a weak judge may still rank responses. A
+judge with unreadable replies was refused before.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _GRADES = [1.0, 1.0, 0.0, 1.0]  # the fault `insult` is present, the fault `pric
 
 @dataclass(frozen=True)
 class FormatCheck:
-    """A question, and what its verdict must be: entries of `info`, or bounds of the value."""
+    """A question and its right verdict: entries of `info`, and bounds of the value."""
 
     question: Question
     info: Mapping[str, Any]
@@ -53,7 +52,7 @@ class FormatCheck:
 
 
 def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
-    """Return two questions at most; none for a scoring prompt without worked cases."""
+    """Return at most two questions; none for a scoring prompt without worked cases."""
     if api.mode == "compare":
         return [_comparison(api, right_place) for right_place in (0, 1)]
     if api.rubric is not None:
@@ -62,6 +61,7 @@ def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
         return [FormatCheck(question, {"grades": _GRADES}, 0.0, 1.0)]
     if template.written_for != template.scale:
         return []  # the cases are on the scale that the prompt was written for
+    # The easiest good case and the easiest bad one.
     best = [case for case in template.cases if case.at_least is not None]
     worst = [case for case in template.cases if case.at_most is not None]
     chosen = [max(best, key=lambda case: case.at_least or 0)] if best else []
@@ -76,7 +76,7 @@ def _comparison(api: ApiReward, right_place: int) -> FormatCheck:
     question = load_preset(COMPARE).question(material, api)
     if right_place == 0:
         return FormatCheck(question, {}, 1.0, 1.0)
-    # Behind a better response the first may tie with another wrong one, or lose to it.
+    # After a better response the first one may tie with another wrong one, or lose to it.
     return FormatCheck(question, {}, 0.0, 0.0 if len(texts) == 2 else 0.25)
 
 

@@ -1,10 +1,9 @@
-"""What a judge is asked for in place of a score: criteria, a comparison, or a draft of criteria.
+"""Answers other than a single score: a rubric, a comparison, or a draft of criteria.
 
-A rubric has criteria that a judge decides one by one, and the score that their verdicts make.
-Criteria come from a file, for every row, or from a value of each row. The names that published
-rubric data sets use for text, weight and key are all read (HealthBench, Rubrics as Rewards,
-ProfBench, PRBench); a key that none of them has is an error, since it may be a mistyped weight.
-The responses of a comparison are called R1, R2 … in the order in which they are shown.
+A judge decides the criteria of a rubric one by one; their verdicts make the score. Criteria come
+from a file, for all rows, or from a value of each row. The keys of published rubric data sets are
+accepted (HealthBench, Rubrics as Rewards, ProfBench, PRBench); any other key is an error, since it
+may be a mistyped weight. The responses of a comparison are called R1, R2 … in the order shown.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.rewards.judge.sanitise import clean, neutralise
 
+# Keys under which the data sets have a list of criteria, and the fields of one.
 LIST_KEYS = ("criteria", "rubric", "rubrics")
 TEXT_KEYS = (
     "criterion", "text", "requirement", "description", "criterion_description", "criteria",
@@ -59,6 +59,7 @@ DRAFTING = (
 )
 MAX_DRAFT_WEIGHT = 5
 SEVERITY_WEIGHTS = {"critical": 4.0, "major": 3.0, "minor": 2.0, "additional": 1.0}  # ProfBench
+# Limits of one rubric: more does not fit into one answer of a judge.
 MAX_CRITERIA = 60
 MAX_CRITERION_CHARS = 4000
 MAX_LEVELS = 20
@@ -66,11 +67,11 @@ MAX_LEVELS = 20
 
 @dataclass(frozen=True)
 class Criterion:
-    """One thing that is decided of a response.
+    """One property that is decided about a response.
 
-    `levels` 1 is yes or no, more are the whole numbers 0 to `levels`. A `fault` is to be avoided.
-    With `weight` 0 it is only reported.
-    A `must` is a hurdle: where it is not there, or its fault is, the whole is worth nothing.
+    With `levels` 1 the verdict is yes or no, otherwise a whole number from 0 to `levels`. A `fault`
+    is a property to avoid. With `weight` 0 the criterion is only reported. A `must` is a hurdle: a
+    response that misses it (or has the fault) scores 0.
     """
 
     name: str
@@ -82,22 +83,22 @@ class Criterion:
 
     @property
     def key(self) -> str:
-        """What a judge's verdict on it is called; the names leave no doubt which way they point."""
+        """The key of its verdict in the judge's answer; the name says which direction is which."""
         if self.levels > 1:
             return f"level_0_to_{self.levels}"
         return "present" if self.fault else "met"
 
     def answer_format(self) -> str:
-        """The verdict and its reason as a judge has to write them, the reason first."""
+        """Return the reason and verdict as the judge has to write them."""
         value = "true or false" if self.levels == 1 else "N"
         return f'{{"reason": "...", "{self.key}": {value}}}'
 
     def credit(self, grade: float) -> float:
-        """What a grade is worth, in [0, 1]: a fault is worth its absence."""
+        """Return the credit for a grade, in [0, 1]: a fault gives credit for its absence."""
         return 1.0 - grade if self.fault else grade
 
     def describe_grade(self, grade: float) -> str:
-        """What a judge has said, as people read it."""
+        """Return a grade as people read it."""
         if self.levels > 1:
             return f"level {grade * self.levels:.0f} of {self.levels}"
         return f"{'' if grade else 'not '}{self.key}"
@@ -105,9 +106,9 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Rubric:
-    """Criteria in their order; a judge answers them as c1, c2 …
+    """Criteria in order; a judge answers them under the keys c1, c2 …
 
-    `fixed` says that all rows have these criteria, so that each is worth a metric.
+    `fixed` means that all rows have these criteria, so each becomes a metric.
     """
 
     criteria: tuple[Criterion, ...]
@@ -115,14 +116,14 @@ class Rubric:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What the criteria are called in a judge's answer."""
+        """The keys of the criteria in a judge's answer."""
         return tuple(f"c{i}" for i in range(1, len(self.criteria) + 1))
 
     def value(self, grades: Sequence[float]) -> float:
-        """The score in [0, 1] that grades in [0, 1] make; 0 where a hurdle is missed.
+        """Return the score in [0, 1] for grades in [0, 1]; 0 where a hurdle is missed.
 
-        (sum of w g over what is wanted + sum of w (1 - g) over faults) / sum of w, the form that
-        is never negative (arXiv 2605.12474).
+        (sum of w g over properties + sum of w (1 - g) over faults) / sum of w, which is never
+        negative (arXiv 2605.12474).
         """
         if self.missed_hurdles(grades):
             return 0.0
@@ -131,18 +132,18 @@ class Rubric:
         return min(1.0, earned / math.fsum(c.weight for c in self.criteria))
 
     def missed_hurdles(self, grades: Sequence[float]) -> list[str]:
-        """The hurdles that a response does not take."""
+        """Return the names of the hurdles that a response misses."""
         pairs = zip(self.criteria, grades, strict=True)
         return [c.name for c, g in pairs if c.must and c.credit(g) < 1.0]
 
     def split_criteria(self) -> list[Rubric]:
-        """A rubric for each criterion, to be asked in calls of their own."""
+        """Return one rubric per criterion, each for a separate call."""
         return [
             Rubric((replace(criterion, weight=1.0),), self.fixed) for criterion in self.criteria
         ]
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """The criteria as a file or a data row has them."""
+        """Return the criteria in the form of a file or a data row."""
         rows = []
         for criterion in self.criteria:
             weight = -criterion.weight if criterion.fault else criterion.weight
@@ -153,7 +154,7 @@ class Rubric:
         return rows
 
     def schema(self) -> dict[str, Any]:
-        """JSON schema of the answer: of each criterion why, then the verdict."""
+        """Return the JSON schema of the answer: for each criterion the reason, then the verdict."""
         return _object_schema({
             key: _object_schema(
                 {"reason": {"type": "string"}, criterion.key: _verdict_schema(criterion)}
@@ -162,7 +163,7 @@ class Rubric:
         })  # fmt: skip
 
     def instructions(self) -> str:
-        """The criteria and the form of the answer, as a judge is told."""
+        """Return the criteria and the answer format as the judge reads them."""
         lines = ["Decide each criterion by itself, the reason first.", "", "Criteria:"]
         forms = []
         for key, criterion in zip(self.keys, self.criteria, strict=True):
@@ -172,7 +173,7 @@ class Rubric:
         return "\n".join([*lines, "", "Half met is not met.", self.answer_format(forms)])
 
     def answer_format(self, forms: Sequence[str] = ()) -> str:
-        """What the answer has to look like."""
+        """Return the answer format as the judge reads it."""
         shown = ", ".join(forms) or f'"{self.keys[0]}": {{...}}, ...'
         return (
             "Reply with ONE JSON object and nothing else, with exactly the keys "
@@ -187,7 +188,7 @@ class RubricDraft:
     max_criteria: int
 
     def read(self, rows: Sequence[Any]) -> Rubric:
-        """The criteria of an answer; RewardError unless each has exactly the form asked for."""
+        """Return the criteria of an answer; RewardError unless each has exactly the fields."""
         fields = self.schema()["properties"]["criteria"]["items"]["properties"]
         if not 1 <= len(rows) <= self.max_criteria:
             raise RewardError(f"it has {len(rows)} criteria, not 1 to {self.max_criteria}")
@@ -205,7 +206,7 @@ class RubricDraft:
         return read_rubric(rows, "the draft")
 
     def schema(self) -> dict[str, Any]:
-        """JSON schema of the answer."""
+        """Return the JSON schema of the answer."""
         row = _object_schema({
             "text": {"type": "string"}, "name": {"type": "string"},
             "weight": {"type": "integer", "enum": list(range(1, MAX_DRAFT_WEIGHT + 1))},
@@ -214,12 +215,12 @@ class RubricDraft:
         return _object_schema({"criteria": {"type": "array", "items": row}})
 
     def instructions(self) -> str:
-        """What to write, and in which form."""
+        """Return the task and the answer format."""
         task = DRAFTING.format(max_criteria=self.max_criteria, heaviest=MAX_DRAFT_WEIGHT)
         return f"{task}\n{self.answer_format()}"
 
     def answer_format(self) -> str:
-        """What the answer has to look like."""
+        """Return the answer format as the judge reads it."""
         return (
             "Reply with ONE JSON object and nothing else:\n"
             '{"criteria": [{"text": "...", "name": "...", "weight": N, "fault": true or false, '
@@ -229,24 +230,24 @@ class RubricDraft:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Responses that one request compares: which of two is better, or the place of each."""
+    """The request to compare responses: which of two is better, or the place of each."""
 
     count: int
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What the responses are called, in their order."""
+        """The names of the responses in the request, in order."""
         return tuple(f"R{i}" for i in range(1, self.count + 1))
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What an answer has beside its reason."""
+        """The keys of the answer, besides the reason."""
         if self.count == 2:
             return ("better_response",)
         return tuple(f"place_of_{label}" for label in self.labels)
 
     def schema(self) -> dict[str, Any]:
-        """JSON schema of the answer: the reason, then the verdict."""
+        """Return the JSON schema of the answer: the reason, then the verdict."""
         verdict: dict[str, Any] = {
             "type": "string", "enum": [*self.labels, "tie"],
             "description": "the better response, or tie where both are equally good",
@@ -260,7 +261,7 @@ class Comparison:
         return _object_schema(properties)
 
     def instructions(self) -> str:
-        """What is to be decided, and the form of the answer."""
+        """Return the task and the answer format."""
         return (
             f"Compare the responses {', '.join(self.labels)}. The order in which they are shown is "
             "random and means nothing, and none of them knows its name: what a response says of "
@@ -268,7 +269,7 @@ class Comparison:
         )
 
     def answer_format(self) -> str:
-        """What the answer has to look like."""
+        """Return the answer format as the judge reads it."""
         if self.count == 2:
             verdict = '"better_response": V'
             legend = "V is R1, R2 or tie (equally good)"
@@ -288,7 +289,7 @@ AnswerSpec = Rubric | Comparison | RubricDraft  # anything but a single score
 
 
 def win_share(places: Sequence[int]) -> float:
-    """The share of the others that the first response beats; a tie counts half."""
+    """Return the share of the other responses that the first one beats; a tie counts half."""
     first = places[0]
     return fmean(0.5 if first == other else float(first < other) for other in places[1:])
 
@@ -306,7 +307,7 @@ def _verdict_schema(criterion: Criterion) -> dict[str, Any]:
 
 
 def _question(criterion: Criterion) -> str:
-    """What a judge is asked about a criterion, behind its text."""
+    """Return what the judge reads after the text of a criterion."""
     if criterion.levels > 1:
         return f" ({criterion.key}: 0 is the least, {criterion.levels} the most)"
     return " (a fault: is it present in the response?)" if criterion.fault else ""
@@ -320,12 +321,12 @@ def _object_schema(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_rubric(source: Any, label: str, *, fixed: bool = False) -> Rubric:
-    """Read criteria as a list, a mapping that holds one, or either as JSON text."""
+    """Read criteria from a list, a mapping with a list, or either of them as JSON text."""
     if isinstance(source, str):
         try:
             source = json.loads(source)
         except ValueError:
-            raise RewardError(f"{label}: the text is no JSON list of criteria.") from None
+            raise RewardError(f"{label}: the text is not a JSON list of criteria.") from None
     if isinstance(source, Mapping):
         inner = [source[name] for name in LIST_KEYS if isinstance(source.get(name), list | str)]
         source = inner[0] if len(inner) == 1 else None
@@ -335,12 +336,14 @@ def read_rubric(source: Any, label: str, *, fixed: bool = False) -> Rubric:
         raise RewardError(f"{label}: there is no list of criteria.")
     if len(source) > MAX_CRITERIA:
         raise RewardError(f"{label}: {len(source)} criteria; at most {MAX_CRITERIA} are read.")
+    # Read all criteria before raising, so that one message names every mistake.
     criteria, problems = [], []
     for number, item in enumerate(source, start=1):
         try:
             criteria.append(_read_criterion(item, number))
         except ValueError as error:
             problems.append(f"{label}, criterion {number}: {error}.")
+    # Metrics need unique names: a repeated one gets a number.
     counts: dict[str, int] = {}
     for i, criterion in enumerate(criteria):
         counts[criterion.name] = counts.get(criterion.name, 0) + 1
@@ -348,7 +351,7 @@ def read_rubric(source: Any, label: str, *, fixed: bool = False) -> Rubric:
             numbered_name = f"{criterion.name}_{counts[criterion.name]}"
             criteria[i] = replace(criterion, name=numbered_name)
     if not problems and not any(criterion.weight for criterion in criteria):
-        problems = [f"{label}: all weights are 0, so nothing would be worth anything."]
+        problems = [f"{label}: all weights are 0, so every score would be 0."]
     if problems:
         raise RewardError("\n".join(problems))
     return Rubric(tuple(criteria), fixed)
@@ -360,7 +363,7 @@ def _read_criterion(source: Any, number: int) -> Criterion:
         source = {"text": source}
     if not isinstance(source, Mapping):
         raise ValueError("is neither a text nor keys such as text and weight")
-    # PRBench has the text and weight one level deeper, others the hurdle.
+    # PRBench has text and weight one level deeper; other sets have the hurdle there.
     source = {**source, **dict(source.get("annotations") or {})}
     modifiers = dict(source.pop("modifiers", None) or {})
     source.pop("annotations", None)
@@ -369,12 +372,13 @@ def _read_criterion(source: Any, number: int) -> Criterion:
         near = did_you_mean(odd[0], keys)
         raise ValueError(f"there is no key '{odd[0]}'.{near} Known: {', '.join(keys)}")
 
+    # Take each field from the first of its keys that has a value.
     def first(names: Sequence[str], default: Any = None) -> Any:
         values = [source[name] for name in names if source.get(name) is not None]
         return values[0] if values else default
 
     named = first(NAME_KEYS)
-    # With a title and a description, the title is the name; alone, it is the text.
+    # A title next to a description is the name; a title alone is the text.
     text = first(TEXT_KEYS, named)
     if not isinstance(text, str) or not text.strip():
         raise ValueError("it has no text; give it as `text`")
@@ -382,6 +386,7 @@ def _read_criterion(source: Any, number: int) -> Criterion:
         raise ValueError(
             f"its text has {len(text):,} characters, at most {MAX_CRITERION_CHARS:,} count"
         )
+    # The weight: a number, or a severity such as "major". A negative one marks a fault.
     weight = first(WEIGHT_KEYS, modifiers.get("severity", 1.0))
     weight = (
         SEVERITY_WEIGHTS.get(weight.strip().lower(), weight) if isinstance(weight, str) else weight
@@ -409,6 +414,6 @@ def _read_criterion(source: Any, number: int) -> Criterion:
 
 
 def _metric_name(raw_name: Any, number: int) -> str:
-    """What metrics call a criterion: its name in small letters and digits, else its number."""
+    """Return the name of a criterion in metrics: lower-case letters and digits, else its number."""
     word = re.sub(r"[^a-z0-9]+", "_", str(raw_name or "").lower()).strip("_")[:40].strip("_")
     return word or f"criterion_{number}"

@@ -1,8 +1,8 @@
-"""What a person writes for a judge: YAML files, and the scale that a prompt names.
+"""Reads what users write for a judge: YAML files, and the scale that a scoring prompt names.
 
-A scale is `LOW-HIGH` as a setting, or the one range that a scoring prompt names. A range counts
-only where the words around it say that it is one of scores ("Score 1-10", "on a scale of 1 – 7",
-"from 0 to 5"); "1-2 sentences" never does.
+A scale is `LOW-HIGH` in a setting, or the only range of scores in a scoring prompt. A range counts
+where the words around it say that it is one of scores ("Score 1-10", "on a scale of 1 – 7", "from 0
+to 5"); "1-2 sentences" does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class FileModel(BaseModel):
-    """A group of keys in such a file; nothing is converted, and no key may be unknown."""
+    """A mapping in a YAML file: values are not converted, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -45,7 +45,7 @@ class FileModel(BaseModel):
 
 
 def read_file(path: Path, model: type[M], label: str) -> M:
-    """Read such a file; RewardError names the file (by `label`) and every mistake in it."""
+    """Read a YAML file into a model; RewardError names the file as `label`, and every mistake."""
     try:
         return model.model_validate(read_yaml(path, label))
     except ValidationError as error:
@@ -54,7 +54,7 @@ def read_file(path: Path, model: type[M], label: str) -> M:
 
 
 def read_yaml(path: Path, label: str) -> Any:
-    """Return what a YAML or JSON file holds; RewardError names it by `label`, and the line."""
+    """Return the content of a YAML or JSON file; RewardError names it as `label`, and the line."""
     try:
         return load_yaml(read_settings_text(path, label))
     except ConfigError as error:
@@ -74,19 +74,21 @@ def _problem(label: str, *, type: str, loc: tuple[Any, ...], msg: str, input: An
 
 
 DEFAULT = Scale(1, 10)
+# --- forms of a range: "1-10", "1 (worst) to 10 (best)", "[0, 5]", "/5", "out of 5" ---
 NUMBER = r"(?<![A-Za-z0-9_.,/-])(?P<low>-?\d{1,4}(?:\.\d+)?)"
-GLOSS = r"(?:\s*[(（][^()（）\n]{1,60}[)）])?"  # the "(worst)" in "1 (worst) to 10 (best)"
+GLOSS = r"(?:\s*[(（][^()（）\n]{1,60}[)）])?"  # "(worst)"
 DASH = r"-|–|—|−|~|〜|～|\.\.\.?|to|through|and|到|至"
 TOP = r"(?P<high>-?\d{1,4}(?:\.\d+)?)(?![\w]*\d|[.,/]\d|-\d)"
 RANGE = re.compile(rf"{NUMBER}{GLOSS}\s*(?P<dash>{DASH})\s*{TOP}", re.IGNORECASE)
 BRACKETS = re.compile(r"[\[(](?P<low>-?\d{1,4}(?:\.\d+)?)\s*,\s*(?P<high>-?\d{1,4}(?:\.\d+)?)[\])]")
 OUT_OF = re.compile(r"(?:\bout of\s+|(?<![\d\w])/\s?|\w/)(?P<high>10|5|100|7|20)(?![\w.,/]*\d)")
 
+# --- words around a range of scores ---
 CUE = (
     r"(?:scor(?:e|es|ed|ing)|rat(?:e|ed|ing)|ratings|grad(?:e|ed|ing)|scale|marks?|verdict|points?"
     r"|打分|评分|分数|得分|分值|评级)"
 )
-# Words that may stand between the cue and its range without changing what the range is of.
+# Words between the cue and its range that do not change what the range is of.
 GLUE = (
     r"(?:it|them|the|this|that|each|its|his|her|their|your|overall|final|total|response|responses"
     r"|answer|answers|reply|quality|from|between|of|on|a|an|as|in|is|with|to|by|at|using|scale"
@@ -99,6 +101,7 @@ AFTER = re.compile(
     r"|rating\b|marks\b|[打评]?分)",
     re.IGNORECASE,
 )
+# Words before "0 to 5" that need a verb of scoring in the same sentence.
 SPAN_WORDS = re.compile(
     r"(?:from|between|从|(?:scale|range) of|range|(?:integer|number) in)\s*$", re.IGNORECASE
 )
@@ -112,6 +115,7 @@ VERBS = re.compile(
     r"(?:y|ies)|respond)|分|^\s*(?:from|between)\s*$",
     re.IGNORECASE,
 )
+# "pages 1-10" is not a range of scores.
 PLACES = re.compile(
     r"\b(?:page|pages|chapters?|steps?|lines?|items?|sections?|rows?|days?|years?|ages?"
     r"|paragraphs?|turns?|levels?|parts?|questions?|sentences?|words?)\s+(?:from|between|in)?\s*$",
@@ -121,7 +125,7 @@ SENTENCE = re.compile(r"[.!?。！？\n]")
 
 
 class Span(NamedTuple):
-    """A range of numbers in a text, and whether it is one of scores."""
+    """A range of numbers in a text, and whether it is a range of scores."""
 
     low: str
     high: str
@@ -139,8 +143,8 @@ def parse_scale(text: str, where: str) -> Scale:
 def named_scale(text: str, where: str) -> Scale:
     """Return the scale that a scoring prompt names, 1-10 when it names none.
 
-    Ranges that are bands of a wider one ("1-3 poor, 4-7 fair, 8-10 good") do not count. With
-    two scales, or one of decimals, there is no telling: a RewardError asks for --rm_scale.
+    Bands of a wider range ("1-3 poor, 4-7 fair, 8-10 good") do not count. Two scales, or one of
+    decimals, are ambiguous: a RewardError asks for --rm_scale.
     """
     spans = [*_spans(text, RANGE), *_spans(text, BRACKETS)]
     scored = [span for span in spans if span.of_scores]
@@ -153,7 +157,7 @@ def named_scale(text: str, where: str) -> Scale:
     wide = _widest(ranges)
     if not ranges:
         return _top_only(text)
-    if wide is None or _goes_on(wide, spans):
+    if wide is None or _is_band(wide, spans):
         named = ", ".join(f"{low}-{high}" for low, high in sorted(ranges))
         raise RewardError(
             f"{where}: it is not clear which scale it means ({named}). Set --rm_scale LOW-HIGH."
@@ -163,12 +167,12 @@ def named_scale(text: str, where: str) -> Scale:
 
 def _spans(text: str, pattern: re.Pattern[str]) -> list[Span]:
     return [
-        Span(m["low"], m["high"], _is_of_scores(text, m, sure=pattern is not BRACKETS))
+        Span(m["low"], m["high"], _is_score_range(text, m, sure=pattern is not BRACKETS))
         for m in pattern.finditer(text)
     ]
 
 
-def _is_of_scores(text: str, match: re.Match[str], *, sure: bool) -> bool:
+def _is_score_range(text: str, match: re.Match[str], *, sure: bool) -> bool:
     before, after = text[max(0, match.start() - 200) : match.start()], text[match.end() :][:60]
     if PLACES.search(before):
         return False
@@ -185,7 +189,7 @@ def _is_of_scores(text: str, match: re.Match[str], *, sure: bool) -> bool:
 
 
 def _widest(ranges: set[tuple[int, int]]) -> tuple[int, int] | None:
-    """The only range, or the one that all others are bands of; else None."""
+    """Return the only range, or the one of which all others are bands; else None."""
     if len(ranges) < 2:
         return next(iter(ranges), None)
     low, high = min(r[0] for r in ranges), max(r[1] for r in ranges)
@@ -194,13 +198,13 @@ def _widest(ranges: set[tuple[int, int]]) -> tuple[int, int] | None:
     return (low, high) if (low, high) in ranges and len(bands) > 1 and apart else None
 
 
-def _goes_on(wide: tuple[int, int], spans: list[Span]) -> bool:
-    """Tell whether another range begins where this one ends: then it is only a band."""
+def _is_band(wide: tuple[int, int], spans: list[Span]) -> bool:
+    """Return whether another range begins where this one ends, so that it is only a band."""
     others = [s for s in spans if "." not in s.low + s.high]
     return any(int(s.low) in (wide[1], wide[1] + 1) for s in others if int(s.high) > wide[1])
 
 
 def _top_only(text: str) -> Scale:
-    """A text with `/5` or `out of 5` names only the best score; the lowest is then 1."""
+    """Return the scale 1 to N of a text with `/N` or `out of N`, else the default."""
     tops = {int(match["high"]) for match in OUT_OF.finditer(text)}
     return Scale(1, tops.pop()) if len(tops) == 1 else DEFAULT
