@@ -26,6 +26,7 @@ from ppo_cli.rewards.remote.failures import Failure
 
 logger = logging.getLogger(__name__)
 
+# Layout of the table; a file of an older one is replaced.
 SCHEMA = 1
 # Part of each key. Raise it when replies are read differently and old verdicts must not count.
 READING = 3
@@ -73,6 +74,7 @@ class VerdictCache:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Condition()
+        # Rows that the file does not have yet, by key.
         self._pending: dict[str, Row] = {}
         self._writer: threading.Thread | None = None
         self._closing = False
@@ -142,6 +144,7 @@ class VerdictCache:
         with self._lock:
             if self._db is None:
                 return None
+            # A row that the writer has not written yet counts too.
             if key in self._pending:
                 return self._pending[key][:2]
             try:
@@ -159,6 +162,7 @@ class VerdictCache:
             if self._db is None or self._closing:
                 return
             self._pending[key] = row
+            # Another process holds the file for long: memory stays bounded.
             if len(self._pending) > MAX_PENDING:
                 del self._pending[next(iter(self._pending))]
                 self._warn_once("write", TimeoutError("another process holds it"))

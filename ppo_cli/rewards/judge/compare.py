@@ -113,6 +113,7 @@ class CompareReward(JudgeReward):
 
     def end_round(self, kind: RoundKind = "train") -> None:
         """Start the contests of the round, then treat failures as for single scores."""
+        # Responses to one prompt form a contest; samples are sorted so that runs repeat.
         arrived, self._arrived = self._arrived, []
         by_prompt: dict[str, list[Contestant]] = defaultdict(list)
         for entry in sorted(arrived, key=lambda entry: entry.rollout.sample):
@@ -201,6 +202,7 @@ class CompareReward(JudgeReward):
             return self._in_both_orders(
                 draw_pairs(count, max_calls and max_calls // (2 * votes), prompt.uid)
             )
+        # Lists: a random order per vote, and its reverse.
         order, requests = list(range(count)), list[Request]()
         for vote in range(votes if count > 1 else 0):
             random.Random(f"{prompt.uid}/{vote}").shuffle(order)
@@ -230,6 +232,7 @@ class CompareReward(JudgeReward):
             for shown, vote in contest.requests
             if not isinstance(contest.answers.get((shown, vote)), Verdict)
         }
+        # Calls run at the same time; answers of earlier attempts are kept.
         answers = await asyncio.gather(
             *(
                 self._connection.client.ask(question, fresh=contest.fresh)
@@ -238,6 +241,7 @@ class CompareReward(JudgeReward):
             return_exceptions=True,
         )
         contest.answers |= zip(questions, answers, strict=True)
+        # A stop or a bug ends all entries of the contest.
         try:
             split_answers(answers)
         except PpoError as stop:
@@ -288,6 +292,7 @@ class CompareReward(JudgeReward):
         """Count wins, ties and failures over all votes of a contest."""
         tally = Tally(np.zeros((len(contest.texts), len(contest.texts))))
         for vote in range(self._api.votes):
+            # Verdicts of one vote, and the pairs that it should decide.
             places = {
                 shown: answer.info["places"]
                 for (shown, v), answer in contest.answers.items()
@@ -316,6 +321,7 @@ class CompareReward(JudgeReward):
                 for e in entries]  # fmt: skip
 
     async def _collect_metrics(self) -> dict[str, float]:
+        # Comparisons of the step over all prompts.
         tallies, self._tallies = list(self._tallies.items()), {}
         metrics = await super()._collect_metrics()
         compared = sum(tally.compared for _, tally in tallies)
@@ -341,6 +347,7 @@ def _by_strength(contest: Contest, tally: Tally) -> NodeScores:
     Equal responses tie, and responses without content always lose.
     """
     nodes = largest_linked_group(tally.wins + tally.wins.T > 0, contest.sizes)
+    # Equal texts count as often as they occur.
     sizes = np.array([contest.sizes[k] for k in nodes])
     rivals = sizes.sum() + contest.gated - 1
     if not nodes or rivals < 1:
@@ -471,6 +478,7 @@ def largest_linked_group(met: NDArray[np.bool_], sizes: Sequence[int]) -> list[i
 
     Strengths of nodes without a link cannot be compared. `sizes` counts the responses of a node.
     """
+    # Connected components of the graph of comparisons.
     unvisited, best = set(range(len(sizes))), list[int]()
     while unvisited:
         reached, edge = set[int](), [min(unvisited)]
@@ -494,11 +502,13 @@ def bradley_terry(wins: NDArray[np.float64]) -> NDArray[np.float64]:
     games = wins + wins.T
 
     def objective(at: NDArray[np.float64]) -> float:
+        # Log posterior: wins, and the imaginary ties.
         gaps = at[:, None] - at
         prior = np.logaddexp(0, at) + np.logaddexp(0, -at)
         return float(-(wins * np.logaddexp(0, -gaps)).sum() - PRIOR / 2 * prior.sum())
 
     for _ in range(100):
+        # Gradient and curvature of the log posterior.
         chance, alone = win_chances(strength), 1 / (1 + np.exp(-strength))
         gradient = (wins - games * chance).sum(1) + PRIOR * (0.5 - alone)
         weight = games * chance * (1 - chance)

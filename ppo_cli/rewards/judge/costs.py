@@ -177,6 +177,7 @@ class Ledger:
         Raises Interrupted when the call no longer fits into the budget, UnlimitedCost when the
         model writes more tokens than its limit allows.
         """
+        # The worst case is set again after each wait, since a call may raise the input ratio.
         reservation = Reservation(self, Usage(), 0.0, shared)
         while True:
             self.check_output_limit(shared)
@@ -243,6 +244,7 @@ class Ledger:
 
     def _budget_used_up(self, need: Reservation) -> Interrupted:
         """Return the exception for a call that no longer fits into the budget."""
+        # Part of the total may be an upper bound, which explains a difference to the bill.
         unreported = ""
         if (upper := self.unreported).calls:
             usd = f"${upper.usd:.3g}, " if self.budget_usd is not None else ""
@@ -250,6 +252,7 @@ class Ledger:
                 f" ({usd}{upper.usage.total:,} tokens of that are an upper bound for {upper.calls} "
                 "calls that failed, were cut off or whose usage the judge did not report)"
             )
+        # Of two budgets the one that is used up is named.
         if self.budget_usd is not None and self.total.usd + need.usd > self.budget_usd:
             return Interrupted(
                 f"The judge budget of ${self.budget_usd:g} is used up: {self.total.calls} calls "
@@ -272,6 +275,7 @@ class Ledger:
         self, reservation: Reservation, usage: Usage, outcome: str, latency_s: float, note: str
     ) -> float:
         """Book a call and wake those that wait for the budget; see `Reservation.settle`."""
+        # Settling twice counts once.
         if reservation not in self._open:
             return 0.0
         self._open.discard(reservation)
@@ -281,6 +285,7 @@ class Ledger:
         price = (shared or self).price
         usd = price.cost(usage) if price else 0.0
         self._note_excess(reservation, usage)
+        # One line per call, from which summaries and `ppo show` are made.
         line = (
             {"time": round(time.time(), 3)}
             | reservation.model
@@ -296,6 +301,7 @@ class Ledger:
         if (ratio := self._input_ratios[reservation.model["model"]]) > 1.0:
             line["input_ratio"] = ratio
         with self._lock:
+            # Totals and the file are updated together.
             spent = Spending(1, usage, usd)
             self.total, self._new = self.total + spent, self._new + spent
             if note == UPPER_BOUND:
@@ -318,6 +324,7 @@ class Ledger:
         """Count what earlier starts spent, and settle the calls that they left in flight."""
         path.parent.mkdir(parents=True, exist_ok=True)
         sent, settled = _read_lines(in_flight_file(path)), _read_lines(path)
+        # Calls of earlier starts; those without an end were in flight at a kill.
         ends: list[str] = []
         for call in merge_calls(sent, settled):
             with suppress(ValueError, KeyError, TypeError):
@@ -342,6 +349,7 @@ class Ledger:
 
     def _write_in_flight(self, calls: Iterable[Reservation]) -> bool:
         """Append calls that are about to be sent; return whether they are in the file."""
+        # The worst case stands for a call until it is settled.
         lines = [
             {"time": round(time.time(), 3)}
             | call.model

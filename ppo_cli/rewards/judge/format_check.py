@@ -81,6 +81,7 @@ def _comparison(api: ApiReward, right_place: int) -> FormatCheck:
 
 
 def _case(api: ApiReward, template: Template, case: Case) -> FormatCheck:
+    # A case has a lower bound, an upper bound or both.
     low = template.scale.low if case.at_least is None else case.at_least
     high = template.scale.high if case.at_most is None else case.at_most
     return FormatCheck(template.question(case.material, api), {}, low, high)

@@ -50,6 +50,7 @@ class StepReport:
         spent = ledger.take()
         if not (self.gated or counters.verdicts or counters.calls or counters.cached):
             return {}
+        # Calls, cost and, where there are votes or scores, their spread.
         metrics = {"judge/gated": float(self.gated)} | call_metrics(counters)
         metrics |= {
             "judge/tokens_in": float(spent.usage.input),
@@ -67,6 +68,7 @@ class StepReport:
 
 def call_metrics(counters: Counters) -> dict[str, float]:
     """Return rates and latencies of the calls of a step."""
+    # Shares refer to calls, to replies or to questions.
     errors = sum(counters.errors.values())
     unread = sum(counters.unread.values())
     replies = unread + len(counters.latencies)
@@ -84,6 +86,7 @@ def call_metrics(counters: Counters) -> dict[str, float]:
     }
     metrics |= {f"judge/errors/{cause}": float(n) for cause, n in counters.errors.items()}
     metrics |= {f"judge/unread/{cause}": n / replies for cause, n in counters.unread.items()}
+    # Latencies of calls that a score was read from.
     if counters.latencies:
         p50, p95 = np.percentile(counters.latencies, [50, 95])
         metrics |= {"judge/latency_p50_s": float(p50), "judge/latency_p95_s": float(p95)}
@@ -130,6 +133,7 @@ class Canaries:
 
     def take(self, scale: Scale) -> dict[str, float]:
         """Return the metrics of the canaries that were judged since the last call."""
+        # What came back since the last call, and nothing twice.
         values, failed = self._values, self._failed
         self._values, self._failed = [], 0
         metrics = {"judge/canary_failed": float(failed)} if failed else {}
@@ -166,6 +170,7 @@ class LabelledCheck:
 
         A repeated step does not read them again.
         """
+        # `first` is restored with a checkpoint: a resumed run does not start over.
         begun = bool(self.first or self._asked_at)
         due = step > self._asked_at and (not begun or step % self._every == 0)
         if due:
@@ -174,11 +179,13 @@ class LabelledCheck:
 
     async def read(self) -> None:
         """Have all responses judged; failures are counted."""
+        # A slow reading may overlap the next due step, which then skips it.
         self._reading = True
         answers = await asyncio.gather(
             *(self._judge(row) for row, _ in self._rows), return_exceptions=True
         )
         self._reading = False
+        # Only responses that got a score are compared.
         judged = [
             (_digest(row), score, label)
             for (row, label), score in zip(self._rows, answers, strict=True)
@@ -190,6 +197,7 @@ class LabelledCheck:
         for name, score, _ in judged:
             self.first.setdefault(name, score)
         scores, labels = [score for _, score, _ in judged], [label for _, _, label in judged]
+        # Drift: the change since the first reading; noise: its standard error.
         moved = [score - self.first[name] for name, score, _ in judged]
         self._metrics["judge/label_gap"] = float(np.mean(scores) - np.mean(labels))
         self._metrics["judge/label_drift"] = float(np.mean(moved))
@@ -248,6 +256,7 @@ class Monitor:
 
     def wants(self, rollout: Rollout) -> bool:
         """Return whether a response is in the share; chosen by a hash, so the same in every run."""
+        # The first four bytes of the digest are a uniform number.
         key = f"{rollout.prompt.uid}/{rollout.sample}/{rollout.text}".encode()
         return int.from_bytes(hashlib.sha256(key).digest()[:4]) < self._share * 2**32
 
@@ -264,6 +273,7 @@ class Monitor:
         except UnlimitedCost as error:
             raise RewardError(str(error)) from error
         except JudgeError as error:
+            # Other failures may be temporary: training starts anyway.
             if error.kind is Failure.FATAL:
                 if self._required:
                     raise RewardError(f"The monitoring judge cannot be used: {error}") from error
@@ -280,6 +290,7 @@ class Monitor:
         """
         assert self._client is not None, "without one no response is wanted"
         watching = self._watch(self._client, question, value, info)
+        # The set keeps the task alive until it is done.
         task = asyncio.get_running_loop().create_task(watching)
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)
@@ -304,6 +315,7 @@ class Monitor:
         self._pairs, self._failed = [], 0
         metrics = {"judge/monitor_failed": float(failed)} if failed else {}
         spent = self._shared_ledger.take()
+        # Cost, then the gap between both judges on the same responses.
         if spent.calls:
             metrics["judge/monitor_cost_usd"] = spent.usd
         if pairs:

@@ -66,6 +66,7 @@ def find_price(api: ApiReward) -> Price | None:
 
 def batch_price(price: Price | None, api: ApiReward) -> Price | None:
     """Return what the same tokens cost in a batch: the share that the price files name."""
+    # The user's file may name another share than the bundled one.
     shares = [read_prices(file).batch.get(api.type) for file in _price_files(api)]
     share = next((share for share in shares if share is not None), 1.0)
     if price is None:
@@ -85,6 +86,7 @@ def is_local(base_url: str) -> bool:
 
 def _spellings(model: str) -> list[str]:
     """Return a model's name, without a gateway's prefix, and without a date."""
+    # `openai/gpt-4o-mini` at a gateway, `gpt-4o-2024-05-13`, `qwen-plus-latest`.
     plain = model.rsplit("/", 1)[-1]
     return list(dict.fromkeys((model, plain, _VERSION.sub("", plain))))
 
@@ -178,6 +180,7 @@ def model_hint(kind: str, model: str) -> str:
         return ""
     provider, _ = _listed_provider(kind, None)
     table = read_prices(BUNDLED).prices.get(api.type, {})
+    # Patterns are no names to suggest.
     names = [name for name in table if not re.search(r"[*?[]", name)]
     names += [model.id for model in provider.models] if provider else []
     return did_you_mean(model.rsplit("/", 1)[-1], dict.fromkeys([JUDGES[kind].example, *names]))
@@ -205,6 +208,7 @@ def _highest_price(model: Any) -> Price | None:
     """
     from genai_prices import __version__
 
+    # Some providers charge less at night: the budget counts the highest price.
     now = datetime.now(UTC)
     hours = [model.get_prices(now.replace(hour=hour)) for hour in range(24)]
     others = [getattr(prices, name, None) for prices in hours for name in _OTHER_COSTS]

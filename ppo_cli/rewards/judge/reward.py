@@ -82,6 +82,7 @@ class JudgeReward(Reward):
         The call is skipped while its verdict is in the cache: a run with all verdicts paid for
         costs nothing.
         """
+        # Mistakes in the data come first: they cost nothing.
         materials = [build_material(prompt, "") for prompt in prompts]
         check_rows(self._api, self.template, materials)
         if (interrupted := self._connection.ledger.interrupted).calls:
@@ -92,6 +93,7 @@ class JudgeReward(Reward):
             )
         if not prompts:
             return
+        # Then calls: the judge itself, its format checks, and the second judge.
         provider = self._connection.provider
         provider.begin(tell)
         self._test_judge(prompts, patient=patient, tell=tell)
@@ -100,6 +102,7 @@ class JudgeReward(Reward):
         if (monitor := self._observer.monitor) is not None:
             question = self._question(prompts[0], UNKNOWN_ANSWER)
             self._loop.call(monitor.try_out(question, tell))
+        # Parameters that the model rejected in the calls above.
         for name, why in provider.dropped().items():
             tell(f"{self._api.model} does not take {name} ({why}); the judge runs without it.")
 
@@ -111,6 +114,7 @@ class JudgeReward(Reward):
         """
         error: JudgeError | None = None
         shortest = min(prompts, key=lambda prompt: len(prompt.text))
+        # The shortest prompt is only tried after prompts that were too long.
         for prompt in (*prompts[:MAX_REFUSED_PROMPTS], shortest):
             if prompt is shortest and error is not None and error.cause != "too_long":
                 break
@@ -132,6 +136,7 @@ class JudgeReward(Reward):
         answers = self._loop.call(self._ask_checks(checks))
         if not checks:
             return
+        # A stop or a bug ends the start; a JudgeError is a wrong answer.
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, JudgeError):
                 raise answer
@@ -170,6 +175,7 @@ class JudgeReward(Reward):
         """Ask the judge at once, and return the future score."""
         entry = PendingScore(rollout)
         self._round.add(entry, self._loop.submit(self._judge_new(entry)))
+        # Canaries go with the first prompt of a step in which they are due.
         for text in CANARY_REPLIES if self._observer.canaries.pop_due() else ():
             question = self._question(rollout.prompt, text)
             self._loop.submit(self._observer.canaries.ask(question))
@@ -178,6 +184,7 @@ class JudgeReward(Reward):
     def end_round(self, kind: RoundKind = "train") -> None:
         """Close the step: failed verdicts are asked for again, then masked, or stop the run."""
         self._validating = kind == "validation"
+        # Responses submitted from now on belong to the next round.
         ended, self._round = self._round, self._new_round()
         if ended.entries:
             self._loop.submit(ended.finish())
@@ -238,6 +245,7 @@ class JudgeReward(Reward):
 
     async def _judge(self, entry: PendingScore) -> None:
         """Ask for the score of an entry; on failure note the error and leave the entry open."""
+        # One request per vote.
         questions = [
             self._question(entry.rollout.prompt, self._visible_text(entry.rollout), vote)
             for vote in range(self._api.votes)
@@ -256,6 +264,7 @@ class JudgeReward(Reward):
             return
         self._observer.report.note(entry.rollout, score)
         self._last_judged = questions[0]
+        # The second judge reads a share; its verdict is filled into `info` later.
         monitor = self._observer.monitor
         if monitor is not None and monitor.wants(entry.rollout):
             info = {**score.info, **MONITOR_PENDING}
@@ -270,6 +279,7 @@ class JudgeReward(Reward):
         rubric, vote = question.rubric, question.vote
         if rubric is None or self._api.rubric_calls == "one":
             return await self._connection.client.ask(question, fresh=fresh)
+        # `rubric_calls: each`: one request per criterion.
         seen = self._visible_text(rollout)
         parts = [
             self._question(rollout.prompt, seen, vote, criterion)
@@ -326,6 +336,7 @@ class JudgeReward(Reward):
         """Return why a response gets the lowest score without a call; `text` is what it sees."""
         if not self._api.gate:
             return None
+        # A response that never left its thought has no answer.
         if rollout.unclosed and not text:
             return NO_ANSWER
         return no_content_reason(rollout.prompt.text, text, rollout.prompt.ground_truth)

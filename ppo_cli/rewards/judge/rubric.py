@@ -30,6 +30,7 @@ WEIGHT_KEYS = ("weight", "points", "criterion_weight")
 MUST_KEYS = ("must", "must_have")
 FAULT_KEYS = ("fault",)
 LEVEL_KEYS = ("levels",)
+# Keys of the data sets that change nothing here.
 IGNORED_KEYS = (
     "tags", "category", "criterion_type", "criteria_category", "explanation", "version", "source",
 )  # fmt: skip
@@ -57,7 +58,9 @@ DRAFTING = (
     '"The response invents a source."; false otherwise. must: true only when a response that '
     "fails here is worth nothing."
 )
+# The highest weight that a drafted criterion may have.
 MAX_DRAFT_WEIGHT = 5
+# Weights of severities in words (ProfBench).
 SEVERITY_WEIGHTS = {"critical": 4.0, "major": 3.0, "minor": 2.0, "additional": 1.0}  # ProfBench
 # Limits of one rubric: more does not fit into one answer of a judge.
 MAX_CRITERIA = 60
@@ -164,6 +167,7 @@ class Rubric:
 
     def instructions(self) -> str:
         """Return the criteria and the answer format as the judge reads them."""
+        # One line and one form per criterion.
         lines = ["Decide each criterion by itself, the reason first.", "", "Criteria:"]
         forms = []
         for key, criterion in zip(self.keys, self.criteria, strict=True):
@@ -189,6 +193,7 @@ class RubricDraft:
 
     def read(self, rows: Sequence[Any]) -> Rubric:
         """Return the criteria of an answer; RewardError unless each has exactly the fields."""
+        # Drafts have exactly the fields of the schema.
         fields = self.schema()["properties"]["criteria"]["items"]["properties"]
         if not 1 <= len(rows) <= self.max_criteria:
             raise RewardError(f"it has {len(rows)} criteria, not 1 to {self.max_criteria}")
@@ -248,10 +253,12 @@ class Comparison:
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of the answer: the reason, then the verdict."""
+        # Two responses: the better one.
         verdict: dict[str, Any] = {
             "type": "string", "enum": [*self.labels, "tie"],
             "description": "the better response, or tie where both are equally good",
         }  # fmt: skip
+        # More: the place of each.
         if self.count > 2:
             verdict = {
                 "type": "integer", "enum": list(range(1, self.count + 1)),
@@ -327,6 +334,7 @@ def read_rubric(source: Any, label: str, *, fixed: bool = False) -> Rubric:
             source = json.loads(source)
         except ValueError:
             raise RewardError(f"{label}: the text is not a JSON list of criteria.") from None
+    # A mapping must have exactly one list of criteria.
     if isinstance(source, Mapping):
         inner = [source[name] for name in LIST_KEYS if isinstance(source.get(name), list | str)]
         source = inner[0] if len(inner) == 1 else None

@@ -153,6 +153,7 @@ def named_scale(text: str, where: str) -> Scale:
             f"{where}: it asks for scores with decimals; a judge gives whole numbers here. "
             "Ask for a wider range, such as 0-100, or set --rm_scale."
         )
+    # Distinct ranges of scores; bands of a wider one are merged.
     ranges = {(int(s.low), int(s.high)) for s in scored if int(s.low) < int(s.high)}
     wide = _widest(ranges)
     if not ranges:
@@ -173,6 +174,7 @@ def _spans(text: str, pattern: re.Pattern[str]) -> list[Span]:
 
 
 def _is_score_range(text: str, match: re.Match[str], *, sure: bool) -> bool:
+    # The words around the range decide.
     before, after = text[max(0, match.start() - 200) : match.start()], text[match.end() :][:60]
     if PLACES.search(before):
         return False

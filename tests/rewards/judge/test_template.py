@@ -339,7 +339,7 @@ MISTAKES = [
     ("scoring: '{response}'\ncases: [{response: 1, at_most: 2}]", ", key cases.1.response: must"),
     (
         "scoring: '{response}'\ncases: [{response: a, at_most: 11}]",
-        "case 1: 11 is no level of 1-10",
+        "case 1: 11 is not a level of 1-10",
     ),
     (
         "scoring: '{response}'\ncases: [{response: a, at_most: true}]",
