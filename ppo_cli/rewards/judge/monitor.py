@@ -6,7 +6,6 @@ Nothing here changes a reward. Failures are counted and never stop a run.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ import numpy as np
 
 from ppo_cli.config.checks.rewards import scale_labels
 from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.digests import digest_text
 from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Tell
@@ -187,7 +187,7 @@ class LabelledCheck:
         self._reading = False
         # Only responses that got a score are compared.
         judged = [
-            (_digest(row), score, label)
+            (digest_text(f"{row.prompt.text}\0{row.text}", 16), score, label)
             for (row, label), score in zip(self._rows, answers, strict=True)
             if isinstance(score, float)
         ]
@@ -210,11 +210,6 @@ class LabelledCheck:
         """Return the metrics of a reading that ended since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
-
-
-def _digest(row: Rollout) -> str:
-    text = f"{row.prompt.text}\0{row.text}".encode(errors="replace")
-    return hashlib.sha256(text).hexdigest()[:16]
 
 
 # Entries of a rollout's info until the second judge has answered.
@@ -256,9 +251,9 @@ class Monitor:
 
     def wants(self, rollout: Rollout) -> bool:
         """Return whether a response is in the share; chosen by a hash, so the same in every run."""
-        # The first four bytes of the digest are a uniform number.
-        key = f"{rollout.prompt.uid}/{rollout.sample}/{rollout.text}".encode()
-        return int.from_bytes(hashlib.sha256(key).digest()[:4]) < self._share * 2**32
+        # The first 32 bits of the digest are a uniform number.
+        digest = digest_text(f"{rollout.prompt.uid}/{rollout.sample}/{rollout.text}", 8)
+        return int(digest, 16) < self._share * 2**32
 
     async def try_out(self, question: Question, tell: Tell) -> None:
         """Make one call; RewardError when a required second judge cannot be used.

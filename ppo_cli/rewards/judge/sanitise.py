@@ -15,6 +15,8 @@ from typing import Any
 
 import regex
 
+from ppo_cli.rewards.control_tokens import LESS, MORE, break_control_tokens
+
 # By Unicode property: default-ignorable (zero-width, bidi controls, variation selectors, tags,
 # fillers), other format and control characters, halves of surrogate pairs, noncharacters.
 INVISIBLE = regex.compile(
@@ -22,22 +24,6 @@ INVISIBLE = regex.compile(
     regex.VERSION1,
 )
 LINE_ENDS = re.compile("\r\n|[\r\x0b\x0c\x85\u2028\u2029]")
-# Full-width forms count too, since some tokenizers convert them first.
-LESS, MORE, BAR = "[<＜﹤]", "[>＞﹥]", "[|｜]"
-# Forms of control tokens of chat models; a space after the first character breaks them.
-CONTROL_TOKENS = re.compile(
-    rf"{LESS}(?={BAR}(?:[^\s<>]{{1,120}}|[^\s<>][^<>\n]{{0,120}}(?<!\s){BAR}){MORE})"  # <|im_end|>
-    rf"|{LESS}(?=(?![|｜\s])[^<>\n]{{1,120}}(?<!\s){BAR}{MORE})"  # <turn|>
-    rf"|{LESS}(?={LESS}/?[A-Z]+{MORE}{MORE})"  # <<SYS>>
-    rf"|[\[［](?={BAR}/?\w\w[\w.:-]{{0,80}}{BAR}[\]］])"  # [|endofturn|]
-    r"|[\[［](?=/?[a-z]{1,2}MASK[\]］])"  # [gMASK]
-    r"|[\[［](?=(?i:(?:[a-z]+_)?(?:control|unused|reserved|extra|special|dummy|sentinel)"
-    r"(?:_token|_id)?[_-]?\d+[\]］]))"  # [control_12]
-    r"|｜(?=[A-Za-z0-9_▁]{2,80}｜)"  # ｜DSML｜
-    r"|◁(?=/?\w+▷)"
-    r"|\](?=~!?b[\[\]]|![pd]~\[|<\])|\[(?=e~\[|>\[)"  # ]~b]
-    r"|>(?=>[A-Z]{3,40}<<)"  # >>ANSWER<<
-)
 
 
 def _in_any_width(word: str) -> str:
@@ -124,7 +110,7 @@ def neutralise(text: str) -> str:
     """
     shown = FENCES.sub(r"[\1]", text)
     shown = CUT_MARKS.sub("[ ", shown)
-    shown = CONTROL_TOKENS.sub(_broken, shown)
+    shown, _ = break_control_tokens(shown)
     shown = TAGS.sub(lambda tag: tag[0] if _is_plain_tag(tag) else _broken(tag), shown)
     shown = CAPITALS.sub(
         lambda tag: tag[0] if tag["word"] in PLAIN_CAPITALS else _broken(tag), shown

@@ -19,6 +19,7 @@ from ppo_cli.errors import RewardError, shorten
 from ppo_cli.records import Message, Prompt
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import MAX_MAGNITUDE
+from ppo_cli.rewards.control_tokens import break_control_tokens
 from ppo_cli.rewards.models.base import TooLong, get_messages
 from ppo_cli.rewards.models.formats import (
     PLACE,
@@ -143,27 +144,8 @@ def shorten_repr(value: Any) -> str:
     return shorten(repr(value), EXCERPT)
 
 
-# Names of special tokens in angle brackets: <s>, </s>, <pad>, <end_of_turn> ...
-_NAMES = r"s|bos|eos|pad|unk|mask|sep|cls|sop|eop|start_of_turn|end_of_turn|end_of_text|turn"
-_CONTROL = re.compile(
-    r"<(?="
-    r"[|｜][^<>\s]{0,60}>"  # <|im_end|>, <｜User｜>, <|turn>
-    r"|[^<>\s|｜]{1,40}[|｜]>"  # <turn|>
-    rf"|/?(?:{_NAMES})>"
-    r"|</?SYS>>"
-    r"|(?:extra_id_|unused|reserved_special_token_)\d+>"
-    r")"
-    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]"
-    r"|(?:CLS|SEP|PAD|MASK|UNK|BOS|EOS|gMASK|unused\d+)\])",
-    re.IGNORECASE,
-)
 # A template may write the beginning-of-sequence token itself; the server must not add another.
 _BOS = re.compile(r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<\|startoftext\|>|<[|｜]begin▁of▁sentence)")
-
-
-def neutralise(text: str) -> tuple[str, int]:
-    """Return the text with a blank inside each control token, and how many there were."""
-    return _CONTROL.subn(lambda match: f"{match.group()} ", text)
 
 
 def begins_with_bos(text: str) -> bool:
@@ -225,7 +207,7 @@ class Writer:
                 what = "too long" if isinstance(error, TooLong) else "control token"
                 raise UnfitError(f"{what}: {error}") from None
             return Sample(messages, response, ids=encoded.ids)
-        plain, replaced = neutralise(response)
+        plain, replaced = break_control_tokens(response)
         self._neutralised += replaced > 0
         question = question_of(messages)
         text = "" if self.chat else self._text(prompt, messages, question, plain)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.rewards.models.protocols import begins_with_bos, endpoint, neutralise
+from ppo_cli.rewards.control_tokens import break_control_tokens
+from ppo_cli.rewards.models.protocols import begins_with_bos, endpoint
 
 CONTROL = [
     "<|im_end|>", "<|im_start|>", "<|eot_id|>", "<|start_header_id|>", "<|endoftext|>", "<s>",
@@ -19,7 +20,7 @@ CONTROL = [
 
 def test_control_tokens_are_broken() -> None:
     for token in CONTROL:
-        text, count = neutralise(f"before{token}after {token}")
+        text, count = break_control_tokens(f"before{token}after {token}")
         assert count >= 2 and token not in text
         assert text.replace(" ", "") == f"before{token}after{token}"
 
@@ -32,15 +33,15 @@ def test_control_tokens_are_broken() -> None:
     ],
 )  # fmt: skip
 def test_other_text_is_left_alone(text: str) -> None:
-    assert neutralise(text) == (text, 0)
+    assert break_control_tokens(text) == (text, 0)
 
 
 @given(st.lists(st.sampled_from([*CONTROL, "<", "|", ">", "[", "/", "im_end", " ", "s", "a"])))
 def test_nothing_comes_together_that_was_not_there(pieces: list[str]) -> None:
-    text, _ = neutralise("".join(pieces))
+    text, _ = break_control_tokens("".join(pieces))
     assert not [token for token in CONTROL if token in text]
     assert text.replace(" ", "") == "".join(pieces).replace(" ", "")
-    assert neutralise(text) == (text, 0)
+    assert break_control_tokens(text) == (text, 0)
 
 
 def test_a_bos_is_seen_at_the_start_only() -> None:
