@@ -57,15 +57,15 @@ def probe(code: str = PROBE, **variables: str) -> tuple[list[Any], int]:
         [sys.executable, "-c", code, "some", "words"], env=clean | variables,
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    told, _ = process.communicate(timeout=60)
-    found: list[Any] = json.loads(told)
-    return found, process.pid
+    output, _ = process.communicate(timeout=60)
+    probed: list[Any] = json.loads(output)
+    return probed, process.pid
 
 
 @needs_jemalloc
 def test_the_process_goes_on_with_jemalloc_and_its_children_without() -> None:
-    found, pid = probe()
-    assert found == [True, [], ["some", "words"], pid]
+    allocator, pid = probe()
+    assert allocator == [True, [], ["some", "words"], pid]
 
 
 @needs_jemalloc
@@ -79,19 +79,19 @@ def test_small_blocks_take_what_many_of_them_left_in_one_piece() -> None:
     "variables", [{"PPO_ALLOCATOR": "system"}, {"MALLOC_CONF": "narenas:1"}], ids=str
 )
 def test_what_the_environment_asks_for_stays(variables: dict[str, str]) -> None:
-    found, _ = probe(**variables)
-    assert found[:2] == [False, list(variables)]
+    allocator, _ = probe(**variables)
+    assert allocator[:2] == [False, list(variables)]
 
 
 @needs_jemalloc
 def test_a_library_that_cannot_be_loaded_is_done_without(tmp_path: Path) -> None:
     """The loader says so on stderr, and the process goes on."""
-    found, _ = probe(PPO_ALLOCATOR="jemalloc", LD_PRELOAD=str(tmp_path / "none.so"))
-    assert found[:2] == [False, []]
+    allocator, _ = probe(PPO_ALLOCATOR="jemalloc", LD_PRELOAD=str(tmp_path / "none.so"))
+    assert allocator[:2] == [False, []]
 
 
 @pytest.mark.parametrize(
-    ("words", "asked"),
+    ("args", "expected"),
     [
         (["train", "--no_such_flag"], 1), (["eval", "--no_such_flag"], 1), (["train", "--help"], 0),
         (["train", "--dry-run", "--no_such_flag"], 0), (["plan", "--no_such_flag"], 0),
@@ -99,15 +99,15 @@ def test_a_library_that_cannot_be_loaded_is_done_without(tmp_path: Path) -> None
     ],
 )  # fmt: skip
 def test_commands_that_compute_ask_for_it(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], asked: int
+    monkeypatch: pytest.MonkeyPatch, args: list[str], expected: int
 ) -> None:
     calls: list[None] = []
     monkeypatch.setattr("ppo_cli.allocator.start_with_jemalloc", lambda: calls.append(None))
-    monkeypatch.setattr(sys, "argv", ["ppo", *words])
+    monkeypatch.setattr(sys, "argv", ["ppo", *args])
     main()
-    assert len(calls) == asked
-    main(words)  # called by other code, which keeps its process
-    assert len(calls) == asked
+    assert len(calls) == expected
+    main(args)  # called by other code, which keeps its process
+    assert len(calls) == expected
 
 
 def test_garbage_is_collected_again_after_imports_that_fail() -> None:

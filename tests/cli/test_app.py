@@ -27,8 +27,8 @@ PRESET = ["--preset", "embedded"]
 
 def values(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, dict[str, object]]:
     assert main(["plan", "--json", *args]) == 0
-    found: dict[str, dict[str, object]] = json.loads(capsys.readouterr().out)["values"]
-    return found
+    values: dict[str, dict[str, object]] = json.loads(capsys.readouterr().out)["values"]
+    return values
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,17 +53,17 @@ def test_streams_that_are_closed_keep_their_numbers_to_themselves(tmp_path: Path
 
 def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     program: Any = typer.main.get_command(app_module.app)
-    found, lacking = [], []
+    commands, lacking = [], []
     for name in COMMANDS:
         _, command, _ = program.resolve_command(None, [name])
-        found += [(name, below) for below in getattr(command, "commands", ())] or [(name,)]
-    assert {("reward", "score"), ("prompts", "render")} <= {*found}
-    for words in found:
-        assert main([*words, "--help"]) == 0
+        commands += [(name, below) for below in getattr(command, "commands", ())] or [(name,)]
+    assert {("reward", "score"), ("prompts", "render")} <= {*commands}
+    for args in commands:
+        assert main([*args, "--help"]) == 0
         out = capsys.readouterr().out
-        if f"Example: ppo {words[0]}" not in " ".join(out.split()):
-            lacking.append(words)
-        if words[-1] in ("score", "calibrate", "audit", "render"):  # flags of rewards alone
+        if f"Example: ppo {args[0]}" not in " ".join(out.split()):
+            lacking.append(args)
+        if args[-1] in ("score", "calibrate", "audit", "render"):  # flags of rewards alone
             assert "--rm_prompt_preset" in out and "--lora_rank" not in out
     assert lacking == []
 
@@ -115,7 +115,7 @@ def test_flags_and_overrides_reach_the_plan(
 def test_the_plan_of_a_small_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo_cli.config.memory.plan.matmul_library", lambda asked: "onednn")
+    monkeypatch.setattr("ppo_cli.config.memory.plan.matmul_library", lambda requested: "onednn")
     monkeypatch.setattr("ppo_cli.config.memory.plan.find_jemalloc", lambda: None)
     row = {"prompt": "a", "ground_truth": "1", "data_source": "arithmetic"}
     Path("t.jsonl").write_text((json.dumps(row) + "\n") * 20)
@@ -174,11 +174,13 @@ def test_time_is_forecast_from_the_run_in_the_output_folder(
     folder = ["--output_dir", str(tmp_path), "--batch_size", "32", "--mini_batch_size", "32"]
     for model, seconds in (("a/b", 3.0 * 32 * 1 / 16), ("a/c", None)):
         main(["plan", "--json", "--model", model, *folder])
-        found = json.loads(capsys.readouterr().out)
-        assert found["arithmetic"]["step_seconds"] == seconds
+        document = json.loads(capsys.readouterr().out)
+        assert document["arithmetic"]["step_seconds"] == seconds
     main(["plan", "--model", "a/b", "--max_steps", "20", *folder])
-    said = capsys.readouterr().out
-    assert "about 6 s a step, 2 min for 20 steps, by the median of 3 steps of 16 responses" in said
+    output = capsys.readouterr().out
+    assert (
+        "about 6 s a step, 2 min for 20 steps, by the median of 3 steps of 16 responses" in output
+    )
 
 
 def test_all_shows_the_defaults_last(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,8 +192,8 @@ def test_all_shows_the_defaults_last(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_plan_json_has_the_documented_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) == {
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) == {
         "values",
         "arithmetic",
         "placement",
@@ -200,8 +202,8 @@ def test_plan_json_has_the_documented_shape(capsys: pytest.CaptureFixture[str]) 
         "notes",
         "problems",
     }
-    assert set(found["values"]) == set(table())
-    assert "No GPU and no --model" in found["notes"][0]
+    assert set(document["values"]) == set(table())
+    assert "No GPU and no --model" in document["notes"][0]
 
 
 def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,12 +233,12 @@ def test_a_bug_keeps_its_traceback_in_the_run_folder(
     monkeypatch.setenv("OPENAI_API_KEY", "very-secret-key")
     code = end_with(KeyError("very-secret-key"), monkeypatch, "--output_dir", "run")
     err = capsys.readouterr().err
-    (kept,) = Path("run/logs").glob("crash-*.txt")
+    (traceback_file,) = Path("run/logs").glob("crash-*.txt")
     assert code == 1
-    assert str(kept) in err
+    assert str(traceback_file) in err
     assert "Traceback" not in err
-    assert "Traceback" in kept.read_text()
-    assert "very-secret" not in err + kept.read_text()
+    assert "Traceback" in traceback_file.read_text()
+    assert "very-secret" not in err + traceback_file.read_text()
 
 
 def test_debug_shows_the_traceback(
@@ -244,16 +246,16 @@ def test_debug_shows_the_traceback(
 ) -> None:
     assert end_with(ConfigError("no such luck"), monkeypatch, "--debug") == 2
     assert "Traceback" in capsys.readouterr().err
-    for words in (["show", "nowhere", "--debug"], ["--debug", "show", "nowhere"]):
-        assert main(words) == 2
-        said = capsys.readouterr().err
-        assert "Traceback" in said and "nowhere" in said and "there is no flag" not in said
+    for args in (["show", "nowhere", "--debug"], ["--debug", "show", "nowhere"]):
+        assert main(args) == 2
+        output = capsys.readouterr().err
+        assert "Traceback" in output and "nowhere" in output and "there is no flag" not in output
     assert main(["show", "--", "--debug"]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "message"),
     [
         (ConfigError("one line"), 2, "error: one line\n"),
         (MissingPart("no such part"), 2, "error: no such part\n"),
@@ -265,13 +267,13 @@ def test_debug_shows_the_traceback(
 def test_each_kind_of_end_has_its_code(
     error: BaseException,
     code: int,
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert end_with(error, monkeypatch) == code
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
     assert not Path("outputs").exists()
 
@@ -374,6 +376,6 @@ def test_too_little_address_space_is_a_matter_of_memory(limit_kib: int, tmp_path
 def test_a_full_memory_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
     for error in (MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")):
         assert exit_code_of(error) == node_exit_code(error) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("error: out of memory") and "a smaller model" in told
+        output = capsys.readouterr().err
+        assert output.startswith("error: out of memory") and "a smaller model" in output
     assert exit_code_of(RuntimeError("could not create a primitive")) == 1

@@ -32,8 +32,8 @@ def run(line: str, capfd: pytest.CaptureFixture[str], code: int = 0) -> str:
 
 
 def test_the_folder_has_all_that_verl_needs(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said = run(f"bridge verl --out there {LINE} --nnodes 4 --system_prompt Brief.", capfd)
-    assert "bash " in said and "node_3.sh" in said
+    output = run(f"bridge verl --out there {LINE} --nnodes 4 --system_prompt Brief.", capfd)
+    assert "bash " in output and "node_3.sh" in output
     names = {path.name for path in (desk / "there").iterdir()}
     assert names == {
         "config.yaml", "data", "overrides", "reward.py",
@@ -57,8 +57,8 @@ def test_a_begun_run_is_not_continued_with_other_settings(
     run(f"{line} --clip_ratio 0.1", capfd)  # not begun yet
     (desk / "there" / "verl").mkdir()
     before = (desk / "there" / "overrides").read_bytes()
-    told = run(f"{line} --clip_ratio 0.1 actor.clip_ratio_high=0.3", capfd, 2)
-    assert "another actor.clip_ratio_high (was unset, now 0.3). Name another folder" in told
+    output = run(f"{line} --clip_ratio 0.1 actor.clip_ratio_high=0.3", capfd, 2)
+    assert "another actor.clip_ratio_high (was unset, now 0.3). Name another folder" in output
     assert (desk / "there" / "overrides").read_bytes() == before
     run(f"{line} --clip_ratio 0.1 --max_steps 7 --save_freq 3", capfd)
     run(f"{line} --clip_ratio 0.3 --resume never", capfd)
@@ -69,9 +69,9 @@ def test_rows_are_verls_and_hold_what_scoring_needs(
 ) -> None:
     import pyarrow.parquet as pq
 
-    told = json.loads(run(f"bridge verl --out there {LINE} --json", capfd))
-    assert str(desk / "there" / "node_0.sh") in told["files"]
-    assert "actor_rollout_ref.rollout.n=1" in told["overrides"]
+    document = json.loads(run(f"bridge verl --out there {LINE} --json", capfd))
+    assert str(desk / "there" / "node_0.sh") in document["files"]
+    assert "actor_rollout_ref.rollout.n=1" in document["overrides"]
     row = pq.read_table(desk / "there" / "data" / "train.parquet").to_pylist()[2]
     assert row["prompt"] == [{"role": "user", "content": "What is 1 + 2?"}]
     assert row["reward_model"] == {"style": "rule", "ground_truth": "3"}
@@ -91,15 +91,15 @@ def test_without_verl_a_run_there_says_how_to_install_it(
     desk: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ppo_cli.cli.bridge.has_package", lambda name: False)
-    said = run(f"train --engine verl {LINE} --output_dir there", capfd, code=2)
-    assert "verl and vllm are not installed here. In a separate environment: pip" in said
-    assert "bridge/requirements.txt" in said
-    assert f"bash {desk}/there/node_0.sh" in said
+    output = run(f"train --engine verl {LINE} --output_dir there", capfd, code=2)
+    assert "verl and vllm are not installed here. In a separate environment: pip" in output
+    assert "bridge/requirements.txt" in output
+    assert f"bash {desk}/there/node_0.sh" in output
     assert (desk / "there" / "overrides").exists()
 
 
 @pytest.mark.parametrize(
-    ("more", "name"),
+    ("extra_args", "name"),
     [
         ("actor_rollout_ref.actor.strategy=megatron", "actor.strategy"),
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "actor.megatron."),
@@ -110,21 +110,21 @@ def test_without_verl_a_run_there_says_how_to_install_it(
     ],
 )
 def test_what_only_verl_has_is_refused_with_the_line_that_runs_there(
-    more: str, name: str, capfd: pytest.CaptureFixture[str]
+    extra_args: str, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("plan", "train"):
-        said = run(f"{command} --preset embedded --config tiny.yaml {more}", capfd, code=2)
-        assert f"verl has {name}" in said and "train --engine verl" in said
-        assert "bridge verl --out DIR" in said
-    engine = " model_engine=megatron" if "megatron" in more else ""
-    written = run(f"bridge verl --out there {LINE} {more}{engine} --json", capfd)
-    value = more.rpartition("=")[2].rpartition(" ")[2]
+        output = run(f"{command} --preset embedded --config tiny.yaml {extra_args}", capfd, code=2)
+        assert f"verl has {name}" in output and "train --engine verl" in output
+        assert "bridge verl --out DIR" in output
+    engine = " model_engine=megatron" if "megatron" in extra_args else ""
+    written = run(f"bridge verl --out there {LINE} {extra_args}{engine} --json", capfd)
+    value = extra_args.rpartition("=")[2].rpartition(" ")[2]
     assert [w for w in json.loads(written)["overrides"] if name in w and value in w]
 
 
 def test_a_mistake_of_ours_is_no_matter_for_verl(capfd: pytest.CaptureFixture[str]) -> None:
-    said = run("plan --preset embedded actor.clip_ratio=5 rolout.n=3", capfd, code=2)
-    assert "verl" not in said
+    output = run("plan --preset embedded actor.clip_ratio=5 rolout.n=3", capfd, code=2)
+    assert "verl" not in output
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_what_verl_logged_is_a_run_that_can_be_shown(
     desk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run(f"bridge verl --out there {LINE} --rule arithmetic", capfd)
-    said = run("bridge read there", capfd, code=2)
-    assert "verl has not logged a step yet" in said
+    output = run("bridge read there", capfd, code=2)
+    assert "verl has not logged a step yet" in output
     verl = desk / "there" / "verl"
     (verl / "rollouts").mkdir(parents=True)
     logged = {
@@ -164,20 +164,20 @@ def test_what_verl_logged_is_a_run_that_can_be_shown(
     }  # fmt: skip
     lines = [json.dumps({"step": s, "data": logged | {"x/y": s}}) for s in (1, 2)]
     (verl / "metrics_20260101_000000.jsonl").write_text("\n".join(lines) + '\n{"step": 3, "da')
-    again = json.dumps({"step": 2, "data": logged | {"critic/score/mean": 0.5}})
-    (verl / "metrics_20260102_000000.jsonl").write_text(again + "\n")
+    line = json.dumps({"step": 2, "data": logged | {"critic/score/mean": 0.5}})
+    (verl / "metrics_20260102_000000.jsonl").write_text(line + "\n")
     dumped = {"input": "user\nWhat is 1 + 2?", "output": "3", "gts": "3", "step": 1}
     dumps = [dumped | {"score": 1.0}, dumped | {"output": "4", "score": 0.5}]
     (verl / "rollouts" / "1.jsonl").write_text("".join(json.dumps(d) + "\n" for d in dumps))
-    told = {
+    row = {
         "uid": "train:good:3", "sample": 0, "prompt": "What is 1 + 2?", "ground_truth": "3",
         "data_source": "d", "reason": "It is right.", "failure": "", "failed": 0.0,
         "own_score": 1.0, "own_parts": {"judge": {"raw": 10.0, "scaled": 1.0}}, "facts": {"a": 1},
         "score": 1.0, "response": "3",
     }  # fmt: skip
-    lost = told | {"response": "4", "own_score": None, "failed": 1.0, "failure": "timeout",
+    lost = row | {"response": "4", "own_score": None, "failed": 1.0, "failure": "timeout",
                    "score": 0.5, "own_parts": {}}  # fmt: skip
-    (verl / "scores.jsonl").write_text("".join(json.dumps(d) + "\n" for d in (told, lost)))
+    (verl / "scores.jsonl").write_text("".join(json.dumps(d) + "\n" for d in (row, lost)))
     (verl / "judge.jsonl").write_text('{"step": 1, "judge/calls": 2}\n')
 
     assert json.loads(run("bridge read there --json", capfd)) == {"steps": 2, "responses": 2}
@@ -198,10 +198,10 @@ def test_what_verl_logged_is_a_run_that_can_be_shown(
 def test_rows_that_are_refused_leave_no_folder(
     desk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for more, words in {
+    for extra_args, fragments in {
         "--val_files nope.jsonl": "nope.jsonl: no such file",
         "--rule code": "None of 6 prompts for the rule code",
         "--out s3://bucket/there": "--out s3://bucket/there is an address",
     }.items():
-        assert words in run(f"bridge verl --out there {LINE} {more}", capfd, 2)
+        assert fragments in run(f"bridge verl --out there {LINE} {extra_args}", capfd, 2)
         assert {path.name for path in desk.iterdir()} == {"good.jsonl", "reward.py", "tiny.yaml"}

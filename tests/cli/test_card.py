@@ -56,14 +56,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = SETTINGS.replace("BASE", str(base)).replace("FOLDER", str(folder))
     (folder / "c.yaml").write_text(text)
     with JudgeServer() as judge:
-        words = [
+        args = [
             "train", "--config", str(folder / "c.yaml"), "--output_dir", str(folder / "run"),
             "--rm_base_url", judge.url("openai"), "--rm_prompt_file", str(folder / "my_judge.yaml"),
             *JUDGED,
         ]  # fmt: skip
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("OPENAI_API_KEY", KEY)
-            assert main(words) == 0
+            assert main(args) == 0
     return folder / "run"
 
 
@@ -79,11 +79,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         yield server
 
 
-Said = Callable[..., tuple[int, str]]
+ReadOutput = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def said(capfd: pytest.CaptureFixture[str]) -> Said:
+def read_output(capfd: pytest.CaptureFixture[str]) -> ReadOutput:
     """Run `ppo export`; returns its exit code and all that it said, which is no secret."""
 
     def export(*args: object) -> tuple[int, str]:
@@ -102,9 +102,9 @@ def card_of(folder: Path) -> tuple[dict[str, object], str]:
 
 
 def test_the_card_says_what_was_trained_on_what_and_to_what_end(
-    run: Path, tmp_path: Path, said: Said
+    run: Path, tmp_path: Path, read_output: ReadOutput
 ) -> None:
-    code, text = said(run, "--out", tmp_path / "my-model")
+    code, text = read_output(run, "--out", tmp_path / "my-model")
     assert code == 0 and "card        README.md" in text
     front, body = card_of(tmp_path / "my-model")
     assert front == {
@@ -117,7 +117,7 @@ def test_the_card_says_what_was_trained_on_what_and_to_what_end(
     history = read_metrics(run)
     cost = history[-1]["judge/cost_usd_total"]
     assert cost > 0
-    for told in (
+    for fact in (
         "# my-model",
         "The model after step 2 of PPO training (advantage estimator: gae).",
         "- Name: a-base, itself made from someone/original",
@@ -133,7 +133,7 @@ def test_the_card_says_what_was_trained_on_what_and_to_what_end(
         'data.train_files: ["train.jsonl"]',
         "rollout.n: 2",
     ):
-        assert told in body, (told, body)
+        assert fact in body, (fact, body)
     assert "max_prompt_length" not in body  # a default
     curve = (tmp_path / "my-model" / "curve.svg").read_text()
     for name in ("reward judge", "reward exact", "validation"):
@@ -141,7 +141,7 @@ def test_the_card_says_what_was_trained_on_what_and_to_what_end(
 
 
 def test_the_card_tells_no_path_and_no_secret_of_this_machine(
-    run: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, read_output: ReadOutput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "run"
     shutil.copytree(run, other, symlinks=True)
@@ -155,16 +155,21 @@ def test_the_card_tells_no_path_and_no_secret_of_this_machine(
         lines = re.sub(rf"^( +{key}:).*$", rf'\1 "{value}"  # flag', lines, count=1, flags=re.M)
     (other / "config.yaml").write_text(lines)
     monkeypatch.setenv("JUDGE_API_KEY", KEY)
-    assert said(other, "--out", tmp_path / "m")[0] == 0
+    assert read_output(other, "--out", tmp_path / "m")[0] == 0
     written = "".join((tmp_path / "m" / name).read_text() for name in ("README.md", "curve.svg"))
-    for kept in ("judge.example/v1", "- Name: a-base", 'model.path: "a-base/"', "My key is ***."):
-        assert kept in written
+    for fragment in (
+        "judge.example/v1",
+        "- Name: a-base",
+        'model.path: "a-base/"',
+        "My key is ***.",
+    ):
+        assert fragment in written
     for hidden in ("of-this-machine", str(tmp_path), "secret-project", KEY, "a-password", "abcdef"):
         assert hidden not in written
 
 
 def test_a_run_without_curves_and_settings_of_another_version(
-    run: Path, tmp_path: Path, said: Said
+    run: Path, tmp_path: Path, read_output: ReadOutput
 ) -> None:
     other = tmp_path / "run"
     shutil.copytree(run, other, symlinks=True)
@@ -172,7 +177,7 @@ def test_a_run_without_curves_and_settings_of_another_version(
     (other / "judge_calls.jsonl").unlink()
     with (other / "config.yaml").open("a") as file:
         file.write("of_the_future: 1\n")
-    assert said(other, "--out", tmp_path / "m", "--critic")[0] == 0
+    assert read_output(other, "--out", tmp_path / "m", "--critic")[0] == 0
     front, body = card_of(tmp_path / "m")
     assert "pipeline_tag" not in front
     assert "The critic after step 2" in body and "- Licence: apache-2.0" in body
@@ -184,12 +189,16 @@ def test_a_run_without_curves_and_settings_of_another_version(
 @OF_THE_PACKAGE
 @pytest.mark.parametrize("by_lfs", [True, False])
 def test_the_folder_is_uploaded_to_a_private_repository(
-    run: Path, hub: HubServer, said: Said, by_lfs: bool, monkeypatch: pytest.MonkeyPatch
+    run: Path,
+    hub: HubServer,
+    read_output: ReadOutput,
+    by_lfs: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not by_lfs:  # as the package uploads where hf_xet is installed
         hub.large = 2**40
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
-    code, text = said(run, "--out", "m", "--push", "mine", "--json")
+    code, text = read_output(run, "--out", "m", "--push", "mine", "--json")
     assert code == 0 and json.loads(text)["pushed"] == f"{hub.url}/someone/mine"
     (repository,) = hub.repositories.values()
     assert repository.private and repository.commits == ["Upload by ppo export"]
@@ -198,27 +207,27 @@ def test_the_folder_is_uploaded_to_a_private_repository(
     assert any(call.startswith("PUT /lfs/") for call in hub.calls) == by_lfs
     if by_lfs:  # another step to the same place: what is there is private, and is replaced
         before = dict(repository.files)
-        code, text = said(run, "--out", "n", "--push", "someone/mine")
+        code, text = read_output(run, "--out", "n", "--push", "someone/mine")
         assert code == 0 and f"uploaded to {hub.url}/someone/mine" in text
         assert repository.files != before
         assert repository.files["README.md"] == Path("n/README.md").read_bytes()
 
 
 @OF_THE_PACKAGE
-def test_only_public_makes_it_public(run: Path, hub: HubServer, said: Said) -> None:
-    assert said(run, "--out", "m", "--push", "ours/shown", "--public")[0] == 0
+def test_only_public_makes_it_public(run: Path, hub: HubServer, read_output: ReadOutput) -> None:
+    assert read_output(run, "--out", "m", "--push", "ours/shown", "--public")[0] == 0
     assert not hub.repositories["ours/shown"].private
     hub.repositories["ours/shown"] = before = Repository(private=False)
-    code, text = said(run, "--out", "n", "--push", "ours/shown")
+    code, text = read_output(run, "--out", "n", "--push", "ours/shown")
     assert code == 2 and before.files == {}
     assert "The model is in n, but it was not uploaded to ours/shown" in text
     assert "everybody can read it. Add --public, or give another name." in text
-    assert said(run, "--out", "o", "--push", "ours/shown", "--public")[0] == 0
+    assert read_output(run, "--out", "o", "--push", "ours/shown", "--public")[0] == 0
     assert "README.md" in before.files
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "reason"),
+    ("name", "variables", "reason"),
     [
         ("mine", {"HF_TOKEN": ""}, "needs a token of the hub"),
         ("a/b/c", {}, "--push a/b/c: Repo id must be in the form"),
@@ -229,14 +238,14 @@ def test_only_public_makes_it_public(run: Path, hub: HubServer, said: Said) -> N
     ],
 )
 def test_what_cannot_be_uploaded_is_refused_before_anything_is_written(
-    run: Path, hub: HubServer, said: Said, monkeypatch: pytest.MonkeyPatch,
-    name: str | None, more: dict[str, str], reason: str,
+    run: Path, hub: HubServer, read_output: ReadOutput, monkeypatch: pytest.MonkeyPatch,
+    name: str | None, variables: dict[str, str], reason: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "no-such-file")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", "offline" in more)
-    monkeypatch.setenv("HF_TOKEN", more.get("HF_TOKEN", TOKEN))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", "offline" in variables)
+    monkeypatch.setenv("HF_TOKEN", variables.get("HF_TOKEN", TOKEN))
     push = ["--public"] if name is None else ["--push", name]
-    code, text = said(run, "--out", "m", *push)
+    code, text = read_output(run, "--out", "m", *push)
     assert code == 2 and reason in text
     assert list(Path().iterdir()) == [] and hub.repositories == {} and hub.calls == []
 
@@ -254,22 +263,22 @@ def test_what_cannot_be_uploaded_is_refused_before_anything_is_written(
     ],
 )
 def test_an_upload_that_fails_says_where_the_model_is_and_how_to_try_again(
-    run: Path, hub: HubServer, said: Said, fails: dict[str, int] | None, reason: str
+    run: Path, hub: HubServer, read_output: ReadOutput, fails: dict[str, int] | None, reason: str
 ) -> None:
     hub.fails = fails or {}
     if fails is None:
         hub.pause()
-    code, text = said(run, "--out", "my model", "--push", "mine")
+    code, text = read_output(run, "--out", "my model", "--push", "mine")
     assert code == 2 and text.startswith("error: The model is in my model, but it was not uploaded")
     assert reason in text and len(text.splitlines()) == 1
-    _, *words = shlex.split(text.partition("To try again: ")[2])
-    assert words == ["upload", "mine", "my model", "--private"]
+    _, *args = shlex.split(text.partition("To try again: ")[2])
+    assert args == ["upload", "mine", "my model", "--private"]
     if fails == {"create": 500}:
         hub.fails = {}
-        ours = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        program = [sys.executable, "-m", "huggingface_hub.cli.hf", *words]
+        variables = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        program = [sys.executable, "-m", "huggingface_hub.cli.hf", *args]
         done = subprocess.run(
-            program, env=os.environ | ours, capture_output=True, text=True, timeout=120
+            program, env=os.environ | variables, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
         repository = hub.repositories["someone/mine"]

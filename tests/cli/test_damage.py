@@ -33,12 +33,12 @@ def ppo(*args: str, exit_code: int) -> subprocess.CompletedProcess[str]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 1, 2 and 3."""
     desk = tmp_path_factory.mktemp("saved")
-    here = Path.cwd()
+    folder = Path.cwd()
     os.chdir(desk)
     try:
         ppo(*RUN, "--max_steps", "3", exit_code=0)
     finally:
-        os.chdir(here)
+        os.chdir(folder)
     return desk / "run"
 
 
@@ -95,11 +95,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
 def test_a_resume_names_the_file_and_goes_on_from_the_checkpoint_before(
     newest: Path, damage: str
 ) -> None:
-    change, name, words = DAMAGES[damage]
+    change, name, message = DAMAGES[damage]
     change(newest / name)
     before = sorted(newest.parents[1].rglob("*"))
     err = ppo(*RUN, "--max_steps", "4", exit_code=2).stderr
-    assert f"{newest} is damaged: {name}" in err and re.search(words, err)
+    assert f"{newest} is damaged: {name}" in err and re.search(message, err)
     assert "Traceback" not in err and err.count("error: ") == 1
     assert sorted(newest.parents[1].rglob("*")) == before  # nothing was lost
     command = shlex.split(err.split("step_000002 is intact; to use it: ")[1])
@@ -138,10 +138,10 @@ def test_export_takes_another_checkpoint_by_its_flag(newest: Path) -> None:
 
 def test_a_fork_and_a_plan_say_the_same(newest: Path) -> None:
     flip_bit(newest / MOMENTS)
-    words = f"{newest} is damaged: {MOMENTS} is not what was saved."
+    message = f"{newest} is damaged: {MOMENTS} is not what was saved."
     for line in ("plan --fork run@3", f"plan --resume {newest}", "train --fork run@3"):
         err = ppo(*line.split(), "--max_steps", "4", exit_code=2).stderr
-        assert words in err
+        assert message in err
     command = shlex.split(err.split("to use it: ")[1])
     out = ppo(*command[command.index("ppo_cli") + 1 :], exit_code=0).stdout
     assert "Going on after step 2" in out

@@ -50,8 +50,10 @@ def test_check_says_what_training_would_say(
     assert "Tokens are counted with the model that ships with ppo-cli" in out
     assert "There are 9 training rows: --batch_size is lowered to 8" in out
     assert "The prompts have no data_source, which chooses the rule." in out
-    known = write(tmp_path / "b.jsonl", *({**GOOD, "data_source": "gsm8k"} for _ in range(300)))
-    _, out, _ = run(capsys, "check", known, "--model", "embedded")
+    named_sources = write(
+        tmp_path / "b.jsonl", *({**GOOD, "data_source": "gsm8k"} for _ in range(300))
+    )
+    _, out, _ = run(capsys, "check", named_sources, "--model", "embedded")
     for word in ("Tokens are counted", "fewer than a batch", "refuses these rows"):
         assert word not in out
 
@@ -128,9 +130,9 @@ def test_prepare_and_refusal_and_force(tmp_path: Path, capsys: pytest.CaptureFix
         write(tmp_path / f"{split}.jsonl", {"question": "1+1?", "answer": "#### 2"})
     out = tmp_path / "out"
     args = ["prepare", "gsm8k", "--source", str(tmp_path), "--out", str(out)]
-    code, said, _ = run(capsys, *args)
+    code, output, _ = run(capsys, *args)
     assert code == 0
-    assert said.splitlines() == [
+    assert output.splitlines() == [
         f"{out}/train.parquet: 1 rows",
         f"{out}/test.parquet: 1 rows",
         f"Next: ppo train --train_files {out}/train.parquet --val_files {out}/test.parquet",
@@ -138,8 +140,8 @@ def test_prepare_and_refusal_and_force(tmp_path: Path, capsys: pytest.CaptureFix
     code, _, err = run(capsys, *args)
     assert code == 2
     assert "already holds train.parquet and test.parquet. Add --force" in err
-    code, said, _ = run(capsys, *args, "--force", "--json")
-    assert (code, [file["rows"] for file in json.loads(said)]) == (0, [1, 1])
+    code, output, _ = run(capsys, *args, "--force", "--json")
+    assert (code, [file["rows"] for file in json.loads(output)]) == (0, [1, 1])
     assert load_rows(str(out / "test.parquet")).rows[0].ground_truth == "2"
     assert parquet.read_table(out / "test.parquet").num_rows == 1
 

@@ -29,10 +29,10 @@ JUDGE = ("--use_api_reward", "--rm_api_type", "openai", "--rm_model", "m")
 
 
 def looked_at(
-    capsys: pytest.CaptureFixture[str], *words: str, code: int = 0
+    capsys: pytest.CaptureFixture[str], *args: str, code: int = 0
 ) -> dict[str, dict[str, str]]:
-    assert main(["doctor", "--json", *words]) == code
-    return {one["part"]: one for one in json.loads(capsys.readouterr().out)}
+    assert main(["doctor", "--json", *args]) == code
+    return {finding["part"]: finding for finding in json.loads(capsys.readouterr().out)}
 
 
 def check(
@@ -46,21 +46,21 @@ def test_every_part_of_this_machine_has_its_line(capsys: pytest.CaptureFixture[s
     lines = capsys.readouterr().out.splitlines()
     assert [line[6:21].strip() for line in lines if not line.startswith(" ")] == list(CHECKS)
     assert all(line.startswith(("ok ", "warn ", f"{'':<20} -> ")) for line in lines)
-    found = looked_at(capsys)
-    assert list(found) == list(CHECKS)
+    findings = looked_at(capsys)
+    assert list(findings) == list(CHECKS)
     for part, version in {"torch": "torch", "ray": "ray"}.items():
-        assert metadata.version(version) in found[part]["found"]
-    assert found["judge"]["found"].startswith("no key is set")
+        assert metadata.version(version) in findings[part]["found"]
+    assert findings["judge"]["found"].startswith("no key is set")
 
 
 def test_what_fails_ends_with_2_and_names_its_mend(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("file").write_text("")
-    found = looked_at(capsys, *JUDGE, "--output_dir", "file/run", code=2)
-    assert found["disk"]["state"] == found["judge"]["state"] == "fail"
-    assert "file cannot be written to" in found["disk"]["found"]
-    assert found["judge"]["fix"] == "export OPENAI_API_KEY=YOUR_KEY"
+    findings = looked_at(capsys, *JUDGE, "--output_dir", "file/run", code=2)
+    assert findings["disk"]["state"] == findings["judge"]["state"] == "fail"
+    assert "file cannot be written to" in findings["disk"]["found"]
+    assert findings["judge"]["fix"] == "export OPENAI_API_KEY=YOUR_KEY"
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
         (answers,) = check("ray", RAY_ADDRESS=f"127.0.0.1:{port}")
@@ -82,26 +82,28 @@ def test_gpus_without_their_build_or_driver_are_told(
 
     machine.set("driver|535.183.01|12020", T4)
     monkeypatch.setattr(torch_build, "read_build", lambda: TorchBuild("2.13.0", (13, 0)))
-    ((state, found, fix),) = check("torch", gpus=list_gpus())
-    assert state == "fail" and found.startswith("Tesla T4 (compute capability 7.5, driver 535.183")
-    assert found.endswith("built for CUDA 13.0, which needs driver 580 or newer")
+    ((state, finding, fix),) = check("torch", gpus=list_gpus())
+    assert state == "fail" and finding.startswith(
+        "Tesla T4 (compute capability 7.5, driver 535.183"
+    )
+    assert finding.endswith("built for CUDA 13.0, which needs driver 580 or newer")
     assert fix.startswith("run `")
     machine.set(DRIVER, T4)
-    ((state, found, fix),) = check("torch", gpus=list_gpus())
-    assert (state, "nvidia-modprobe" in fix) == ("fail", True), found
+    ((state, finding, fix),) = check("torch", gpus=list_gpus())
+    assert (state, "nvidia-modprobe" in fix) == ("fail", True), finding
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    here, old = check("torch", gpus=list_gpus())
-    assert here[0] == "ok" and here[1].endswith("driver 580.95.05: Tesla T4 16 GiB")
+    installed, old = check("torch", gpus=list_gpus())
+    assert installed[0] == "ok" and installed[1].endswith("driver 580.95.05: Tesla T4 16 GiB")
     assert old[0] == "warn" and old[1].startswith("Tesla T4 has no bfloat16")
-    ((state, found, _),) = check("torch")
-    assert state == "fail" and "management library (NVML) does not show" in found
+    ((state, finding, _),) = check("torch")
+    assert state == "fail" and "management library (NVML) does not show" in finding
     versions = {"vllm": "0.32.0", "torch": "2.12.0+cu130"}
     monkeypatch.setattr(metadata, "version", versions.__getitem__)
     monkeypatch.setattr(metadata, "requires", lambda name: ["numpy", "torch==2.13.0"])
-    ((state, found, fix),) = check("vllm", gpus=(H100,))
+    ((state, finding, fix),) = check("vllm", gpus=(H100,))
     assert (state, fix) == ("fail", "scripts/setup vllm")
-    assert found == "vllm 0.32.0 is built for torch 2.13.0, and 2.12.0 is here"
+    assert finding == "vllm 0.32.0 is built for torch 2.13.0, and 2.12.0 is here"
 
 
 @pytest.mark.parametrize(
@@ -117,16 +119,16 @@ def test_what_compiles_kernels_is_looked_for(
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
     for name in filter(None, (tool,)):
         make_program(tmp_path / name)
-    ((state, found, fix),) = check("compiler", gpus=(H100,))
-    assert state == "warn" and "no C compiler (gcc)" in found and "Python.h" in found
+    ((state, finding, fix),) = check("compiler", gpus=(H100,))
+    assert state == "warn" and "no C compiler (gcc)" in finding and "Python.h" in finding
     assert fix.startswith(install.format(v=f"{sys.version_info.major}.{sys.version_info.minor}"))
     assert "rollout.enforce_eager=true" in fix
     make_program(tmp_path / "gcc")
-    ((state, found, _),) = check("compiler", gpus=(H100,))
-    assert state == "warn" and "compiler" not in found
+    ((state, finding, _),) = check("compiler", gpus=(H100,))
+    assert state == "warn" and "compiler" not in finding
     (tmp_path / "Python.h").touch()
-    ((state, found, _),) = check("compiler", gpus=(H100,))
-    assert state == "ok" and str(tmp_path / "gcc") in found
+    ((state, finding, _),) = check("compiler", gpus=(H100,))
+    assert state == "ok" and str(tmp_path / "gcc") in finding
 
 
 def make_program(path: Path) -> None:
@@ -136,9 +138,9 @@ def make_program(path: Path) -> None:
 
 def test_expandable_segments_are_proven_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def state(**environ: str) -> tuple[str, str]:
-        ((state, found, fix),) = check("gpu memory", gpus=(H100,), **environ)
+        ((state, finding, fix),) = check("gpu memory", gpus=(H100,), **environ)
         assert (state == "ok") == (fix == "")
-        return state, found
+        return state, finding
 
     on = "max_split_size_mb:64,expandable_segments:True"
     assert state() == ("ok", "torch's own settings")
@@ -163,12 +165,12 @@ def test_nodes_need_the_folders_and_ports() -> None:
     assert nodes(master_addr="127.0.0.1", node_rank=0)[1].startswith("2; nodes must reach each")
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
-        here = {"master_addr": "127.0.0.1", "master_port": port, "node_rank": 1}
-        assert nodes(**here) == ("ok", f"MASTER_ADDR 127.0.0.1, port {port} answers", "")
-        assert nodes(**here, probe=False)[1].startswith("2; nodes must reach each")
-    assert nodes(**here)[1].endswith("can be reached; node 0 is not started")
-    state, found, fix = nodes(**here | {"master_addr": "no-such-host.invalid"})
-    assert state == "fail" and "security group" in fix, found
+        node_settings = {"master_addr": "127.0.0.1", "master_port": port, "node_rank": 1}
+        assert nodes(**node_settings) == ("ok", f"MASTER_ADDR 127.0.0.1, port {port} answers", "")
+        assert nodes(**node_settings, probe=False)[1].startswith("2; nodes must reach each")
+    assert nodes(**node_settings)[1].endswith("can be reached; node 0 is not started")
+    state, finding, fix = nodes(**node_settings | {"master_addr": "no-such-host.invalid"})
+    assert state == "fail" and "security group" in fix, finding
     lost = nodes(model="/no/such/model")
     assert lost[0] == "fail" and "/no/such/model" in lost[1] and "same path" in lost[2]
 
@@ -181,20 +183,20 @@ def test_a_judge_is_asked_only_with_probe(
     with JudgeServer() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url("openai"))
         line = (*JUDGE, "--rm_base_url", server.url("openai"))
-        found = looked_at(capsys, *line)
-        assert "OPENAI_API_KEY; not called without --probe" in found["judge"]["found"]
+        findings = looked_at(capsys, *line)
+        assert "OPENAI_API_KEY; not called without --probe" in findings["judge"]["found"]
         assert server.count == 0
-        found = looked_at(capsys, *line, "--probe")
-        assert found["judge"]["found"].startswith("openai m answered in ")
-        assert found["judge"]["found"].endswith("; the key may use 5 models, including this one")
-        assert found["hub"]["found"].endswith(" answers")
+        findings = looked_at(capsys, *line, "--probe")
+        assert findings["judge"]["found"].startswith("openai m answered in ")
+        assert findings["judge"]["found"].endswith("; the key may use 5 models, including this one")
+        assert findings["hub"]["found"].endswith(" answers")
         server.keys = {"another"}
-        found = looked_at(capsys, *line, "--probe", code=2)
-        assert found["judge"]["state"] == "fail" and SECRET not in str(found)
-        assert found["judge"]["fix"] == "another key or --rm_model"
-    found = looked_at(capsys, *line, "--probe", code=2)
-    assert found["judge"]["fix"] == "--rm_base_url, or the network"
-    assert found["hub"]["state"] == "warn" and "HF_ENDPOINT" in found["hub"]["fix"]
+        findings = looked_at(capsys, *line, "--probe", code=2)
+        assert findings["judge"]["state"] == "fail" and SECRET not in str(findings)
+        assert findings["judge"]["fix"] == "another key or --rm_model"
+    findings = looked_at(capsys, *line, "--probe", code=2)
+    assert findings["judge"]["fix"] == "--rm_base_url, or the network"
+    assert findings["hub"]["state"] == "warn" and "HF_ENDPOINT" in findings["hub"]["fix"]
 
 
 def test_what_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,10 +204,13 @@ def test_what_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"libcudart.so.13: no such file (key {SECRET})")
 
     monkeypatch.setitem(CHECKS, "torch", broken)
-    found = {one.part: one for one in examine(Config(), {"OPENAI_API_KEY": SECRET}, probe=False)}
-    said = "cannot be looked at: OSError: libcudart.so.13: no such file (key"
-    assert isinstance(found["torch"], Finding) and found["torch"].state == "fail"
-    assert found["torch"].found.startswith(said) and SECRET not in found["torch"].found
+    findings = {
+        finding.part: finding
+        for finding in examine(Config(), {"OPENAI_API_KEY": SECRET}, probe=False)
+    }
+    failure = "cannot be looked at: OSError: libcudart.so.13: no such file (key"
+    assert isinstance(findings["torch"], Finding) and findings["torch"].state == "fail"
+    assert findings["torch"].found.startswith(failure) and SECRET not in findings["torch"].found
 
 
 def test_a_run_names_the_doctor_where_it_may_be_the_machine(

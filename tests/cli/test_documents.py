@@ -65,35 +65,37 @@ def blocks(kind: str) -> Iterator[tuple[str, str]]:
 
 def lines() -> list[tuple[str, str]]:
     """Page and text of each command line, in blocks and between backticks."""
-    found = []
+    commands = []
     for name, text in blocks("bash"):
         joined = re.sub(r"<<'?(\w+)'?\n.*?^\1$", "", text.replace("\\\n", " "), flags=re.M | re.S)
-        found += [(name, line.partition(" #")[0].strip()) for line in joined.splitlines()]
+        commands += [(name, line.partition(" #")[0].strip()) for line in joined.splitlines()]
     for page in PAGES:
         rest = BLOCK.sub("", page.read_text(encoding="utf-8"))
         inline = [" ".join(line.split()) for line in INLINE.findall(rest)]
-        found += [(page.name, line) for line in inline if line.count(" ") > 2]  # no mere name
-    return list(dict.fromkeys(pair for pair in found if pair[1] and not pair[1].startswith("#SB")))
+        commands += [(page.name, line) for line in inline if line.count(" ") > 2]  # no mere name
+    return list(
+        dict.fromkeys(pair for pair in commands if pair[1] and not pair[1].startswith("#SB"))
+    )
 
 
 def words_of(line: str) -> tuple[dict[str, str], list[str]]:
     """The variables before a command, and its words; `…` and `...` stand for what is left out."""
-    words = [PLACES.get(word, word) for word in shlex.split(re.sub(r"--\w+ …|…|\.\.\.", "", line))]
-    count = next((i for i, word in enumerate(words) if not VARIABLE.fullmatch(word)), len(words))
-    variables = dict(word.split("=", 1) for word in words[:count])
-    return variables, words[count:]
+    args = [PLACES.get(word, word) for word in shlex.split(re.sub(r"--\w+ …|…|\.\.\.", "", line))]
+    count = next((i for i, word in enumerate(args) if not VARIABLE.fullmatch(word)), len(args))
+    variables = dict(word.split("=", 1) for word in args[:count])
+    return variables, args[count:]
 
 
-def parse(words: list[str]) -> None:
+def parse(args: list[str]) -> None:
     """Read a command line as `ppo` would, and run nothing; raises what is wrong with it."""
     context = typer.Context(
         typer.main.get_command(app), info_name="ppo", token_normalize_func=same_spelling
     )
     command = context.command
-    while hasattr(command, "resolve_command") and words:
-        name, command, words = command.resolve_command(context, words)
+    while hasattr(command, "resolve_command") and args:
+        name, command, args = command.resolve_command(context, args)
     if not hasattr(command, "commands"):
-        command.make_context(name, words, parent=context)
+        command.make_context(name, args, parent=context)
 
 
 @pytest.fixture
@@ -114,8 +116,8 @@ def test_every_line_of_a_run_can_be_planned(
 ) -> None:
     wrong, count = [], 0
     for page, line in lines():
-        variables, words = words_of(line)
-        head, *rest = words or [""]
+        variables, args = words_of(line)
+        head, *rest = args or [""]
         if head == "srun":
             head, *rest = rest
         if head.endswith("ppo") and rest[:1] in (["train"], ["plan"]):
@@ -132,11 +134,13 @@ def test_every_line_of_a_run_can_be_planned(
             for name, value in variables.items():
                 patch.setenv(name, value)
             main(["plan", *rest])
-        said = capsys.readouterr()
-        left = [text for text in said.err.splitlines() if not any(lack in text for lack in LACKS)]
+        captured = capsys.readouterr()
+        unexpected = [
+            text for text in captured.err.splitlines() if not any(lack in text for lack in LACKS)
+        ]
         shown = "trainer.nnodes=" if "verl" in rest else "Devices"
-        if left or shown not in said.out:
-            wrong.append(f"{page}: {line}\n{said.err or said.out}")
+        if unexpected or shown not in captured.out:
+            wrong.append(f"{page}: {line}\n{captured.err or captured.out}")
     assert wrong == [], "\n".join(wrong)
     assert count > 25
 
@@ -144,8 +148,8 @@ def test_every_line_of_a_run_can_be_planned(
 def test_every_other_command_is_one_of_ours(place: Path) -> None:
     wrong, count = [], 0
     for page, line in lines():
-        _, words = words_of(line)
-        head = words[0] if words else "export"
+        _, args = words_of(line)
+        head = args[0] if args else "export"
         if head in FOREIGN or head == "./train.sh":
             continue
         if head.startswith("scripts/"):
@@ -153,10 +157,10 @@ def test_every_other_command_is_one_of_ours(place: Path) -> None:
                 wrong.append((page, line, "no such script"))
         elif not head.endswith("ppo"):
             wrong.append((page, line, "unknown program"))
-        elif words[1] not in ("train", "plan"):
+        elif args[1] not in ("train", "plan"):
             count += 1
             try:
-                parse(words[1:])
+                parse(args[1:])
             except Exception as error:
                 wrong.append((page, line, str(error)))
     assert wrong == []
@@ -172,17 +176,17 @@ def test_every_block_of_data_and_code_is_well_formed(place: Path) -> None:
     for name, text in blocks("python"):
         body = f"def shown():\n{indent(text, '    ')}" if text.startswith("return") else text
         exec(compile(body, name, "exec"), {"__name__": "shown"})
-    known = {"bash", "json", "yaml", "python", "text", "toml"}
+    languages = {"bash", "json", "yaml", "python", "text", "toml"}
     kinds = {kind for page in PAGES for kind, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}
-    assert kinds <= known
+    assert kinds <= languages
 
 
 @pytest.mark.slow
 def test_the_tutorial_runs_as_it_is_written(tmp_path: Path) -> None:
     script = "".join(text for page, text in blocks("bash") if page == "tutorial.md")
-    here = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    variables = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     run = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=here, timeout=600,
+        ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=variables, timeout=600,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout

@@ -54,59 +54,61 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(trained)
     return trained
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["eval", *args, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
 
 
-def test_an_eval_of_a_run_is_its_validation(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "run", "run@1", "embedded")
-    lines = {line["step"]: line["val/reward_mean"] for line in read_metrics(here / "run")}
-    means = [model["sources"]["ppo-cli/arithmetic"]["mean"]["value"] for model in found["models"]]
+def test_an_eval_of_a_run_is_its_validation(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = run_json(capsys, "run", "run@1", "embedded")
+    lines = {line["step"]: line["val/reward_mean"] for line in read_metrics(workdir / "run")}
+    means = [model["sources"]["ppo-cli/arithmetic"]["mean"]["value"] for model in report["models"]]
     assert means[:2] == [lines[2], lines[1]]
-    assert [model["name"] for model in found["models"]] == ["run", "run@1", "embedded"]
-    assert [gap["from"] for gap in found["differences"]] == ["run@1", "embedded"]
-    rows = read_lines(Path(found["models"][0]["rows"]))
+    assert [model["name"] for model in report["models"]] == ["run", "run@1", "embedded"]
+    assert [gap["from"] for gap in report["differences"]] == ["run@1", "embedded"]
+    rows = read_lines(Path(report["models"][0]["rows"]))
     assert len(rows) == 12 and {row["score"] for row in rows} <= {0.0, 1.0}
     assert main(["eval", "run", "embedded"]) == 0
     out = capsys.readouterr().out
     assert "mean@1" in out and "run less embedded" in out
     assert max(map(len, out.splitlines())) <= 80
-    assert read_lines(Path(found["models"][0]["rows"])) == rows  # nothing was sampled again
+    assert read_lines(Path(report["models"][0]["rows"])) == rows  # nothing was sampled again
 
 
-def test_several_responses_are_drawn(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "embedded", "--data", "v.jsonl", "--n", "3", "--out", "several")
-    assert found["sampling"]["temperature"] == 1.0
-    facts = found["models"][0]["sources"]["ppo-cli/arithmetic"]
+def test_several_responses_are_drawn(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, "embedded", "--data", "v.jsonl", "--n", "3", "--out", "several")
+    assert report["sampling"]["temperature"] == 1.0
+    facts = report["models"][0]["sources"]["ppo-cli/arithmetic"]
     assert (facts["responses"], list(facts["pass"])) == (36, ["2", "3"])
-    rows = read_lines(here / "several" / Path(found["models"][0]["rows"]).name)
+    rows = read_lines(workdir / "several" / Path(report["models"][0]["rows"]).name)
     assert facts["mean"]["value"] == pytest.approx(sum(row["score"] for row in rows) / 36)
     # Half of the rows go, and one is torn: they are sampled again, the same.
-    file = Path(found["models"][0]["rows"])
-    whole = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join(whole[:18]) + whole[20][:40])
-    again = told(capsys, "embedded", "--data", "v.jsonl", "--n", "3", "--out", "several")
-    assert again["models"] == found["models"]
-    assert sorted(file.read_bytes().splitlines(keepends=True)) == sorted(whole)
+    file = Path(report["models"][0]["rows"])
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:18]) + lines[20][:40])
+    report_again = run_json(capsys, "embedded", "--data", "v.jsonl", "--n", "3", "--out", "several")
+    assert report_again["models"] == report["models"]
+    assert sorted(file.read_bytes().splitlines(keepends=True)) == sorted(lines)
     assert main(["eval", "embedded", "--data", "v.jsonl", "--n", "2", "--out", "several"]) == 2
     assert "--out several holds an eval with another sampling.n" in capsys.readouterr().err
 
 
 def test_a_limit_of_rows_is_one_of_those_that_are_answered(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("--max_samples", "data.train_max_samples=3", "data.val_max_samples=3"):
-        words = [name, "3"] if name.startswith("--") else [name]
-        found = told(capsys, "embedded", "--data", "v.jsonl", "--out", name.strip("-"), *words)
-        assert found["models"][0]["sources"]["ppo-cli/arithmetic"]["prompts"] == 3, name
+        args = [name, "3"] if name.startswith("--") else [name]
+        report = run_json(capsys, "embedded", "--data", "v.jsonl", "--out", name.strip("-"), *args)
+        assert report["models"][0]["sources"]["ppo-cli/arithmetic"]["prompts"] == 3, name
 
 
 FUNCTION = """
@@ -120,21 +122,20 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def test_a_reward_function_with_another_text_is_another_eval(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def evaluated(worth: float) -> dict[str, Any]:
-        (here / "worth.py").write_text(
+        (workdir / "worth.py").write_text(
             FUNCTION.replace("DOWN", "'no'").replace("WORTH", str(worth))
         )
         # The stop texts are a list, which JSON gives back as another type than the settings'.
-        words = ["run", "~reward.rule", "--reward_function", "worth.py:score", "rollout.stop=[+,-]"]
-        return told(capsys, *words)
+        args = ["run", "~reward.rule", "--reward_function", "worth.py:score", "rollout.stop=[+,-]"]
+        return run_json(capsys, *args)
 
     first, second = evaluated(1.0), evaluated(0.5)
     assert first["out"] != second["out"]
     means = [
-        list(found["models"][0]["sources"].values())[-1]["mean"]["value"]
-        for found in (first, second)
+        list(text["models"][0]["sources"].values())[-1]["mean"]["value"] for text in (first, second)
     ]
     assert means == [1.0, 0.5]
     file = Path(first["models"][0]["rows"])
@@ -144,53 +145,53 @@ def test_a_reward_function_with_another_text_is_another_eval(
 
 
 def test_rows_are_used_again_where_nothing_that_decides_them_changed(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = told(capsys, "run")["out"]
-    for words in (["--reward_clip", "2"], ["reward.timeout=9"], ["--rm_concurrency", "3"]):
-        assert told(capsys, "run", *words)["out"] == folder, words
-    for words in (["--rule", "length"], ["--dtype", "bfloat16"], ["--system_prompt", "Brief."]):
-        assert told(capsys, "run", *words)["out"] != folder, words
+    folder = run_json(capsys, "run")["out"]
+    for args in (["--reward_clip", "2"], ["reward.timeout=9"], ["--rm_concurrency", "3"]):
+        assert run_json(capsys, "run", *args)["out"] == folder, args
+    for args in (["--rule", "length"], ["--dtype", "bfloat16"], ["--system_prompt", "Brief."]):
+        assert run_json(capsys, "run", *args)["out"] != folder, args
 
 
 def test_rows_without_a_score_are_asked_again(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    down = here / "down"
+    down = workdir / "down"
     text = FUNCTION.replace("DOWN", repr(str(down))).replace("WORTH", "1.0")
-    (here / "out.py").write_text(text)
+    (workdir / "out.py").write_text(text)
     down.touch()
-    words = ["run", "~reward.rule", "--reward_function", "out.py:score", "--out", "asked"]
-    found = told(capsys, *words)["models"][0]
-    facts = found["sources"]["ppo-cli/arithmetic"]
+    args = ["run", "~reward.rule", "--reward_function", "out.py:score", "--out", "asked"]
+    model = run_json(capsys, *args)["models"][0]
+    facts = model["sources"]["ppo-cli/arithmetic"]
     assert 0 < facts["failed"] < 12 == facts["responses"]
     down.unlink()
-    assert told(capsys, *words)["models"][0]["sources"]["ppo-cli/arithmetic"]["failed"] == 0
-    rows = read_lines(Path(found["rows"]))
+    assert run_json(capsys, *args)["models"][0]["sources"]["ppo-cli/arithmetic"]["failed"] == 0
+    rows = read_lines(Path(model["rows"]))
     assert len(rows) == 12 and all(row["score"] == 1.0 for row in rows)
 
 
 def test_parts_of_a_mixture_that_answers_would_scale_count_as_they_are(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["eval", "embedded", "--data", "v.jsonl", "--reward_config", "mix.yaml", "--json"]
-    found = {}
+    args = ["eval", "embedded", "--data", "v.jsonl", "--reward_config", "mix.yaml", "--json"]
+    reports = {}
     for scaling in ("none", "zscore, clip: 2"):
-        (here / "mix.yaml").write_text(
+        (workdir / "mix.yaml").write_text(
             "composite_reward:\n  parts:\n    a: {kind: rule, rule: length, scaling: none}\n"
             f"    b: {{kind: rule, rule: gsm8k, scaling: {scaling}}}\n"
         )
-        assert main(words) == 0
+        assert main(args) == 0
         out, err = capsys.readouterr()
         (model,) = json.loads(out)["models"]
-        found[scaling] = model["sources"]
+        reports[scaling] = model["sources"]
         assert ("Training scales b by what the model answers" in err) is (scaling != "none")
         assert {row["parts"]["b"]["scaled"] for row in read_lines(Path(model["rows"]))} <= {0, 1}
-    assert found["none"] == found["zscore, clip: 2"]
+    assert reports["none"] == reports["zscore, clip: 2"]
 
 
 def test_a_model_that_is_not_there_is_named_as_it_was_typed(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["eval", "nothere", "--data", "v.jsonl"]) == 2
@@ -198,38 +199,38 @@ def test_a_model_that_is_not_there_is_named_as_it_was_typed(
 
 
 def test_an_adapter_is_evaluated_with_its_base(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--lora_rank", "4", "--lr", "0.02", "--output_dir", "lora", "--max_steps", "3"]
-    assert main(["train", "--config", "c.yaml", *words]) == 0
-    found = told(capsys, "lora", "embedded")
-    means = [model["sources"]["ppo-cli/arithmetic"]["mean"]["value"] for model in found["models"]]
-    assert means[0] == read_metrics(here / "lora")[-1]["val/reward_mean"] != means[1]
-    assert told(capsys, "lora", "embedded") == found
+    args = ["--lora_rank", "4", "--lr", "0.02", "--output_dir", "lora", "--max_steps", "3"]
+    assert main(["train", "--config", "c.yaml", *args]) == 0
+    report = run_json(capsys, "lora", "embedded")
+    means = [model["sources"]["ppo-cli/arithmetic"]["mean"]["value"] for model in report["models"]]
+    assert means[0] == read_metrics(workdir / "lora")[-1]["val/reward_mean"] != means[1]
+    assert run_json(capsys, "lora", "embedded") == report
 
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_model_that_was_written_again_is_evaluated_again(
-    adapter: bool, here: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    adapter: bool, workdir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
     shutil.copytree(model_folder("embedded"), base)
     model = base
     if adapter:
         model = tmp_path / "lora"
-        words = ["--model", str(base), "--lora_rank", "2", "--output_dir", str(model)]
-        assert main(["train", "--config", "c.yaml", *words]) == 0
-    words = [str(model), "--data", "v.jsonl", "--rule", "length", "--out", str(tmp_path / "rows")]
-    first = told(capsys, *words)
+        args = ["--model", str(base), "--lora_rank", "2", "--output_dir", str(model)]
+        assert main(["train", "--config", "c.yaml", *args]) == 0
+    args = [str(model), "--data", "v.jsonl", "--rule", "length", "--out", str(tmp_path / "rows")]
+    first = run_json(capsys, *args)
     rows = Path(first["models"][0]["rows"])
     before = rows.read_bytes()
-    assert told(capsys, *words) == first and rows.read_bytes() == before
+    assert run_json(capsys, *args) == first and rows.read_bytes() == before
     file = base / "model.safetensors"
     tensors = {name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})  # of the same size, under the same path
-    again = told(capsys, *words)["models"][0]
-    assert Path(again["rows"]) != rows and rows.read_bytes() == before
-    answers = {row["response"] for row in read_lines(Path(again["rows"]))}
+    report_again = run_json(capsys, *args)["models"][0]
+    assert Path(report_again["rows"]) != rows and rows.read_bytes() == before
+    answers = {row["response"] for row in read_lines(Path(report_again["rows"]))}
     assert len(answers) == 1, "a model of zeros answers every prompt alike"
 
 
@@ -247,29 +248,29 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 
 @pytest.mark.filterwarnings("default")  # lm-eval's own
-def test_tasks_of_lm_eval(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tasks_of_lm_eval(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
-    (here / "sums.yaml").write_text(TASK.replace("FILE", str(here / "v.jsonl")))
-    found = told(capsys, "run", "embedded", "--tasks", "sums.yaml")
-    ours = told(capsys, "run", "embedded", "--data", "v.jsonl")
-    for theirs, own in zip(found["models"], ours["models"], strict=True):
-        measured = theirs["tasks"]["sums"]["exact_match"]
+    (workdir / "sums.yaml").write_text(TASK.replace("FILE", str(workdir / "v.jsonl")))
+    report = run_json(capsys, "run", "embedded", "--tasks", "sums.yaml")
+    own_report = run_json(capsys, "run", "embedded", "--data", "v.jsonl")
+    for task_model, own_model in zip(report["models"], own_report["models"], strict=True):
+        measured = task_model["tasks"]["sums"]["exact_match"]
         assert measured["value"] == pytest.approx(
-            list(own["sources"].values())[-1]["mean"]["value"]
+            list(own_model["sources"].values())[-1]["mean"]["value"]
         )
         assert 0 < measured["stderr"] < 0.2
     assert main(["eval", "run", "--tasks", "sums.yaml"]) == 0
-    value = f"{found['models'][0]['tasks']['sums']['exact_match']['value']:.4f}"
+    value = f"{report['models'][0]['tasks']['sums']['exact_match']['value']:.4f}"
     assert ["run", "sums", "exact_match", value] in [
         line.split()[:4] for line in capsys.readouterr().out.splitlines()
     ]
-    (here / "gone.yaml").write_text(TASK.replace("FILE", str(here / "gone.jsonl")))
+    (workdir / "gone.yaml").write_text(TASK.replace("FILE", str(workdir / "gone.jsonl")))
     assert main(["eval", "run", "--tasks", "gone.yaml"]) == 2
     assert "error: lm-eval failed with gone.yaml: " in capsys.readouterr().err
 
 
 def test_tasks_need_their_package_and_no_rows_of_ours(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # what import makes of an absent package
     assert main(["eval", "run", "--tasks", "gsm8k"]) == 2
@@ -280,40 +281,40 @@ def test_tasks_need_their_package_and_no_rows_of_ours(
 
 @pytest.mark.slow
 def test_a_judge_is_asked_once_for_each_response_of_a_killed_eval(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with JudgeServer(lambda system, user: 7) as server:
-        words = [
+        args = [
             "eval", "embedded", "--data", "v.jsonl", "--out", "judged",
             "--use_api_reward", "--rm_api_type", "openai", "--rm_model", "a-judge",
             "--rm_base_url", server.url("openai"), "--rm_prompt_preset", "math",
             "--rm_cache", "off", "--rm_concurrency", "1",
         ]  # fmt: skip
         server.state.latency = 0.2
-        process = Forked(PPO, words, os.environ, folder=here, merged=False)
+        process = Forked(PPO, args, os.environ, folder=workdir, merged=False)
         waited = time.monotonic() + 120
         while server.count < 6 and time.monotonic() < waited:
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
         server.state.latency = 0.0
-        (file,) = (here / "judged").glob("embedded-*.jsonl")
-        kept = read_lines(file)
-        assert 0 < len(kept) < 12
+        (file,) = (workdir / "judged").glob("embedded-*.jsonl")
+        rows = read_lines(file)
+        assert 0 < len(rows) < 12
         before = server.count
-        found = told(capsys, *words[1:])
+        rows = run_json(capsys, *args[1:])
         after = server.count
-    facts = found["models"][0]["sources"]["ppo-cli/arithmetic"]
+    facts = rows["models"][0]["sources"]["ppo-cli/arithmetic"]
     assert facts["responses"] == 12 and facts["failed"] == 0
-    assert read_lines(file)[: len(kept)] == kept
+    assert read_lines(file)[: len(rows)] == rows
     # Each start tries the judge out once; lost is what was under way as it was killed.
-    assert after - before == 12 - len(kept) + 1
-    assert before - 1 - len(kept) <= 2
+    assert after - before == 12 - len(rows) + 1
+    assert before - 1 - len(rows) <= 2
 
 
 def test_generate(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
     assert main(["generate", "run", "12 + 30 = ?", "--greedy", "--json"]) == 0
@@ -322,7 +323,7 @@ def test_generate(
     assert main(["generate", "run", "12 + 30 = ?", "--greedy"]) == 0
     assert capsys.readouterr().out == row["response"] + "\n"
     assert main(["generate", "run@1", "--data", "v.jsonl", "--out", "a.jsonl", "--n", "2"]) == 0
-    rows = read_lines(here / "a.jsonl")
+    rows = read_lines(workdir / "a.jsonl")
     prompts = [json.loads(line)["prompt"] for line in ROWS]
     assert [row["prompt"] for row in rows] == [prompt for prompt in prompts for _ in range(2)]
     capsys.readouterr()
@@ -331,36 +332,36 @@ def test_generate(
     limit = ["--max_prompt_length", "64"]
     assert main(["generate", "run", "--greedy", "--json", *limit]) == 0
     out, err = capsys.readouterr()
-    said = [json.loads(line) for line in out.splitlines()]
-    assert [line["prompt"] for line in said] == ["12 + 30 = ?", "12 + 30 = ?", "1 + 1 = ?"]
-    assert said[0] == row
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["12 + 30 = ?", "12 + 30 = ?", "1 + 1 = ?"]
+    assert lines[0] == row
     assert err == "(The oldest turn is left out: --max_prompt_length.)\n"
 
 
-def test_the_history_of_a_chat_is_what_the_model_reads(here: Path) -> None:
+def test_the_history_of_a_chat_is_what_the_model_reads(workdir: Path) -> None:
     resolved = resolve(flags={}, preset="embedded", config_files=[], overrides=[], environ={})
     with closing(Sampled(resolved.config, find_source("run"))) as sampled:
         turns = [("user", "1 + 1 = ?"), ("assistant", "2"), ("user", "2 + 2 = ?")]
-        prompt = sampled.prompt([{"role": role, "content": said} for role, said in turns])
-    assert all(said in prompt.rendered for _, said in turns)
+        prompt = sampled.prompt([{"role": role, "content": content} for role, content in turns])
+    assert all(content in prompt.rendered for _, content in turns)
     assert prompt.text == "2 + 2 = ?"
 
 
 def test_a_fork_goes_on_elsewhere_with_other_settings(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = {p: p.stat().st_mtime_ns for p in (here / "run").rglob("*")}
-    words = ["train", "--fork", "run@1", "--lr", "2e-3", "--max_steps", "3"]
-    assert main(words) == 0
-    fork = here / "run-step_000001"
+    before = {p: p.stat().st_mtime_ns for p in (workdir / "run").rglob("*")}
+    args = ["train", "--fork", "run@1", "--lr", "2e-3", "--max_steps", "3"]
+    assert main(args) == 0
+    fork = workdir / "run-step_000001"
     assert [line["step"] for line in read_metrics(fork)] == [2, 3]
     config = resolve(
         flags={}, preset=None, config_files=[fork / "config.yaml"], overrides=[], environ={}
     ).config
     assert (config.actor.optim.lr, config.reward.rule) == (2e-3, "exact")
-    assert {p: p.stat().st_mtime_ns for p in (here / "run").rglob("*")} == before
+    assert {p: p.stat().st_mtime_ns for p in (workdir / "run").rglob("*")} == before
     capsys.readouterr()
-    assert main([*words, "--resume", "auto", "--max_steps", "3"]) == 0
+    assert main([*args, "--resume", "auto", "--max_steps", "3"]) == 0
     assert "This run is complete: 3 of 3 steps" in capsys.readouterr().out
     assert main(["train", "--fork", "run", "--output_dir", "run"]) == 2
     assert "--fork run takes a folder of its own" in capsys.readouterr().err

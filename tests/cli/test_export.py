@@ -40,7 +40,7 @@ def actor(step: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Any) -> Path:
+def base_run(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Any) -> Path:
     """A run folder with three checkpoints, the second the best, each in several files."""
     run = tmp_path_factory.mktemp("runs") / "run"
     for step in STEPS:
@@ -57,12 +57,12 @@ def made(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Any) -> Path:
 
 
 @pytest.fixture
-def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(base_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    return made
+    return base_run
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
+def run_json(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
     assert main(["export", *map(str, args)]) == 0
     return capsys.readouterr().out
 
@@ -83,7 +83,7 @@ def is_actor(folder: str | Path, step: int) -> bool:
 
 
 def test_the_latest_checkpoint_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = told(capsys, run, "--out", "deep/model")
+    out = run_json(capsys, run, "--out", "deep/model")
     assert out.splitlines()[0] == "Model in deep/model"
     assert f"{(run / 'checkpoints/step_000030/actor').resolve()} (step 30)" in out
     assert "parameters  10.7 k, float32" in out
@@ -109,18 +109,18 @@ def test_the_latest_checkpoint_of_a_run(run: Path, capsys: pytest.CaptureFixture
 def test_what_may_be_named(
     where: str, which: list[str], step: int, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = json.loads(told(capsys, run / where, "--out", "m", "--json", *which))
+    record = json.loads(run_json(capsys, run / where, "--out", "m", "--json", *which))
     assert record["step"] == step
     assert is_actor("m", step)
 
 
 def test_a_checkpoint_elsewhere(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told(capsys, run, "--out", "m", "--checkpoint", run / "checkpoints" / "step_000010")
+    run_json(capsys, run, "--out", "m", "--checkpoint", run / "checkpoints" / "step_000010")
     assert is_actor("m", 10)
 
 
 def test_json_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = json.loads(told(capsys, run, "--out", "m", "--json", "--dtype", "bfloat16"))
+    record = json.loads(run_json(capsys, run, "--out", "m", "--json", "--dtype", "bfloat16"))
     parameters = sum(p.numel() for p in actor(30).parameters())
     assert record == {
         "out": "m",
@@ -139,27 +139,27 @@ def test_json_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_critic(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = told(capsys, run, "--out", "c", "--critic")
+    out = run_json(capsys, run, "--out", "c", "--critic")
     assert "ppo train --critic_model c" in out
-    found = AutoModelForTokenClassification.from_pretrained("c").state_dict()
+    weights = AutoModelForTokenClassification.from_pretrained("c").state_dict()
     saved = load_file(run / "checkpoints/step_000030/critic/model.safetensors")
-    assert all(torch.equal(saved[name], t) for name, t in found.items())
+    assert all(torch.equal(saved[name], t) for name, t in weights.items())
 
 
 def test_force_replaces_a_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("m").mkdir()  # an empty folder is no obstacle
-    told(capsys, run, "--out", "m", "--checkpoint", "best")
+    run_json(capsys, run, "--out", "m", "--checkpoint", "best")
     Path("m/old").write_text("x")
     assert "m is not empty" in refused(capsys, run, "--out", "m")
-    told(capsys, run, "--out", "m", "--force")
+    run_json(capsys, run, "--out", "m", "--force")
     assert is_actor("m", 30)
     assert not Path("m/old").exists()
     assert [path.name for path in Path().iterdir()] == ["m"]
 
 
 def test_dashes_and_underscores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told(capsys, run, "--out", "a", "--trust-remote-code")
-    told(capsys, run, "--out", "b", "--trust_remote_code")
+    run_json(capsys, run, "--out", "a", "--trust-remote-code")
+    run_json(capsys, run, "--out", "b", "--trust_remote_code")
     assert is_actor("a", 30) and is_actor("b", 30)
 
 
@@ -197,7 +197,7 @@ def test_an_adapter_is_merged_into_the_model_it_names(
     model.save_pretrained("ckpt/actor", save_embedding_layers=False)
     err = refused(capsys, "ckpt", "--out", "m")
     assert "adapter of gone/away" in err and "--base" in err
-    out = told(capsys, "ckpt", "--out", "m", "--base", "embedded")
+    out = run_json(capsys, "ckpt", "--out", "m", "--base", "embedded")
     assert f"merged with {base}" in out
     ids = torch.tensor([[1, 2, 3, 4]])
     with torch.no_grad():
@@ -207,7 +207,7 @@ def test_an_adapter_is_merged_into_the_model_it_names(
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["RUM", "--out", "m"], "There is no folder"),
         (["RUN", "--out", "m", "--checkpoint", "step_000011"], "Did you mean 'step_000010'?"),
@@ -229,13 +229,13 @@ def test_an_adapter_is_merged_into_the_model_it_names(
     ],
 )
 def test_mistakes(
-    args: list[str], said: str, run: Path, capsys: pytest.CaptureFixture[str]
+    args: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("full").mkdir()
     Path("full/file").write_text("x")
     Path("begun/checkpoints/.unfinished-step_000010").mkdir(parents=True)
-    words = [arg.replace("RUN", str(run)).replace("RUM", f"{run}s") for arg in args]
-    assert said in refused(capsys, *words)
+    command = [arg.replace("RUN", str(run)).replace("RUM", f"{run}s") for arg in args]
+    assert message in refused(capsys, *command)
 
 
 @pytest.mark.parametrize("name", ["critic", "value"])
@@ -244,10 +244,12 @@ def test_a_critic_named_by_its_folder_is_used_as_one(
 ) -> None:
     folder = Path(name).absolute()
     shutil.copytree(run / "checkpoints/step_000030/critic", folder)
-    assert "ppo train --critic_model c" in told(capsys, folder, "--out", "c")
-    assert json.loads(told(capsys, folder, "--out", "d", "--json"))["use_as"] == "--critic_model"
+    assert "ppo train --critic_model c" in run_json(capsys, folder, "--out", "c")
+    assert (
+        json.loads(run_json(capsys, folder, "--out", "d", "--json"))["use_as"] == "--critic_model"
+    )
     actor_folder = run / "checkpoints/latest/actor"
-    assert json.loads(told(capsys, actor_folder, "--out", "e", "--json"))["use_as"] == "--model"
+    assert json.loads(run_json(capsys, actor_folder, "--out", "e", "--json"))["use_as"] == "--model"
 
 
 def test_a_run_without_critic_or_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,8 +266,8 @@ def test_damage_leaves_nothing(run: Path, capsys: pytest.CaptureFixture[str]) ->
     Path("bad/actor").mkdir(parents=True)
     Path("bad/actor/config.json").write_text("{}")
     save_file({"a": torch.zeros(9)}, "bad/actor/model.safetensors")
-    whole = Path("bad/actor/model.safetensors").read_bytes()
-    Path("bad/actor/model.safetensors").write_bytes(whole[:-8])
+    weights = Path("bad/actor/model.safetensors").read_bytes()
+    Path("bad/actor/model.safetensors").write_bytes(weights[:-8])
     assert "is damaged: actor/model.safetensors" in refused(capsys, "bad", "--out", "m")
 
 

@@ -114,8 +114,8 @@ RM_PRICES reward.api.prices
 
 
 def pairs(text: str) -> dict[str, str]:
-    words = text.split()
-    return dict(zip(words[::2], words[1::2], strict=True))
+    tokens = text.split()
+    return dict(zip(tokens[::2], tokens[1::2], strict=True))
 
 
 def test_every_flag_gives_its_setting_and_there_are_no_others() -> None:
@@ -127,14 +127,14 @@ def test_every_variable_gives_its_setting_and_there_are_no_others() -> None:
 
 
 def test_every_alias_and_every_pointer_leads_to_what_there_is() -> None:
-    known = {key.flag for key in table().values() if key.flag} | set(table())
-    known |= {DATA_FOLDER, VERSION}
+    known_names = {key.flag for key in table().values() if key.flag} | set(table())
+    known_names |= {DATA_FOLDER, VERSION}
     aliases, pointers = listed()["aliases"], listed()["pointers"]
-    assert {name: to for name, to in aliases.items() if to not in known} == {}
+    assert {name: to for name, to in aliases.items() if to not in known_names} == {}
     assert set(aliases) & set(flag_keys()) == set()
     assert set(pointers) & (set(flag_keys()) | set(aliases)) == set()
-    words = re.findall(r"--\w+|[a-z_]+(?:\.[a-z_]+)+", " ".join(pointers.values()))
-    assert {word for word in words if word not in known} == {"actor.fsdp_config", "--config"}
+    names = re.findall(r"--\w+|[a-z_]+(?:\.[a-z_]+)+", " ".join(pointers.values()))
+    assert {word for word in names if word not in known_names} == {"actor.fsdp_config", "--config"}
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_flags_of_other_programs(typed: str, meant: str) -> None:
 
 
 def test_an_unknown_flag_is_told_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = [key.flag for key in table().values() if key.flag]
+    flags = [key.flag for key in table().values() if key.flag]
     monkeypatch.setenv("PPO_COMMAND", "/a/ppo")
-    for flag, told in {
+    for flag, suggestion in {
         "--nonsense": "there is no flag --nonsense.",
         "--xyz": "there is no flag --xyz.",
         "--learnin_rate": "Did you mean '--lr'?",
@@ -168,8 +168,8 @@ def test_an_unknown_flag_is_told_with_what_to_use(monkeypatch: pytest.MonkeyPatc
         "--config-path": "no flag --config-path: there is no Hydra here",
         "--push_to_hub": "`/a/ppo export`",
     }.items():
-        said = unknown_flag(flag, known)
-        assert told in said and said[-1] in ".?", said
+        suggestion = unknown_flag(flag, flags)
+        assert suggestion in suggestion and suggestion[-1] in ".?", suggestion
 
 
 def test_all_unknown_flags_are_told_at_once_with_the_rest(
@@ -179,11 +179,11 @@ def test_all_unknown_flags_are_told_at_once_with_the_rest(
     line = "plan --nonsense 3 4 --bf16 --learnin_rate=1 lrr=3 --lr fast --system_prompt --foo"
     assert main(line.split()) == 2
     err = capsys.readouterr().err
-    for words in (
+    for args in (
         "5 things are wrong", "no flag --nonsense.", "--bf16: use --dtype bfloat16", "'--lr'?",
         "no setting 'lrr'", "flag --lr: ", "See `/a\\ b/ppo plan --help`",
     ):  # fmt: skip
-        assert words in err, words
+        assert args in err, args
     assert main(["data", "check"]) == 2
     assert "See `/a\\ b/ppo data check --help`" in capsys.readouterr().err
 
@@ -196,7 +196,7 @@ def test_no_flag_and_no_variable_serves_two_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "fragment"),
     [
         ("lr", "learning rate. (actor.optim.lr; at least 0, at most 1; default 1e-06; env LR"),
         ("engine", "one of local, ray, verl; default unset"),
@@ -206,12 +206,12 @@ def test_no_flag_and_no_variable_serves_two_settings() -> None:
         ("rm_gate", "(reward.api.gate; default True)"),
     ],
 )
-def test_a_flags_help_gives_key_range_default_and_variable(name: str, said: str) -> None:
-    assert said in help_line(flag_keys()[name])
+def test_a_flags_help_gives_key_range_default_and_variable(name: str, fragment: str) -> None:
+    assert fragment in help_line(flag_keys()[name])
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("typed", "meant"),
     [
         ("--train_files a b", "--train_files a --train_files b"),
         ("--train-files a b c", "--train-files a --train_files b --train_files c"),
@@ -226,8 +226,8 @@ def test_a_flags_help_gives_key_range_default_and_variable(name: str, said: str)
         ("--reward rule:format:0.2 rule:1", "--reward rule:format:0.2 --reward rule:1"),
     ],
 )
-def test_a_list_flag_takes_several_values(given: str, meant: str) -> None:
-    assert spread(given.split()) == meant.split()
+def test_a_list_flag_takes_several_values(typed: str, meant: str) -> None:
+    assert spread(typed.split()) == meant.split()
 
 
 def test_the_help_is_whole_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

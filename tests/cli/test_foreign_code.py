@@ -62,12 +62,12 @@ CONFIG = {
 def bring_code(folder: Path) -> None:
     """Let a model folder bring the code of its class."""
     (folder / "foreign.py").write_text(CODE)
-    for name, more in (
+    for name, settings in (
         ("config.json", {"auto_map": AUTO_MAP, "model_type": "foreign"}),
         ("tokenizer_config.json", {}),
     ):
-        told = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(told | more))
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(config | settings))
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_file(tensors, scorer / "model.safetensors", metadata={"format": "pt"})
     adapter = run / "adapter"
     adapter.mkdir()
-    told = {"base_model_name_or_path": str(actor), "peft_type": "LORA", "task_type": "CAUSAL_LM"}
-    (adapter / "adapter_config.json").write_text(json.dumps(told))
+    config = {"base_model_name_or_path": str(actor), "peft_type": "LORA", "task_type": "CAUSAL_LM"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
     state = {"format": FORMAT, "run": {"step": 1}, "order": {}, "reward": {}, "fingerprint": {}}
     (actor.parent / "state").mkdir()
     (actor.parent / "state" / "run.json").write_text(json.dumps(state))
@@ -208,12 +208,12 @@ def test_weights_are_not_unpickled(file: str, line: str, run: Path) -> None:
     plain = Path("plain")
     shutil.copytree(model_folder("embedded"), plain)
     if file.startswith("adapter"):
-        told = {
+        config = {
             "base_model_name_or_path": "embedded",
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
         }
-        (plain / "adapter_config.json").write_text(json.dumps(told))
+        (plain / "adapter_config.json").write_text(json.dumps(config))
     (plain / "model.safetensors").unlink()
     torch.save({"score.weight": Pickled()}, plain / file)
     assert main(line.split()) == 2

@@ -25,9 +25,9 @@ from tests.forked import PPO, run_forked
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 
 
-def rows(*given: object) -> str:
+def rows(*rows_of_file: object) -> str:
     """Return rows as JSONL; text stands as it is."""
-    return "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in given)
+    return "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows_of_file)
 
 
 FILES = {
@@ -207,17 +207,17 @@ def test_what_is_there_already(desk: Path, capfd: pytest.CaptureFixture[str]) ->
     before = contents(desk)
     capfd.readouterr()
     saved = "--resume old/checkpoints/step_000001"
-    for more, told in {
+    for extra_args, message in {
         f"--seed 7 {saved}": "is of another run, which differs in trainer.seed (was 42, now 7)",
         f"--batch_size 2 --mini_batch_size 2 {saved}": "data.train_batch_size (was 4, now 2)",
         f"--train_files source.jsonl --rule exact {saved}": "data.train_files (other rows)",
         f"--adv_estimator rloo --rollout_n 2 {saved}": "Leave --resume out",
         "--logger wandb --resume never": "leave it out of --logger",
     }.items():
-        assert main([*typed, *more.split()]) == 2
+        assert main([*typed, *extra_args.split()]) == 2
         err = capfd.readouterr().err
         assert err.startswith("error: ") and err.count("error: ") == 1
-        assert told in err
+        assert message in err
         assert contents(desk) == before
     checkpoint = desk / "old" / "checkpoints" / "step_000001"
     (checkpoint / "state" / "actor_optimizer.safetensors").write_bytes(b"half")
@@ -235,13 +235,13 @@ def test_other_settings_in_the_same_folder_are_a_new_run(
     capfd.readouterr()
     assert main([*typed, "--max_steps", "2", "--logger", "console,tensorboard"]) == 0
     assert "Going on after step 1" in capfd.readouterr().out
-    whole = (desk / "old" / "metrics.jsonl").read_bytes()
-    assert whole.startswith(first)
+    metrics = (desk / "old" / "metrics.jsonl").read_bytes()
+    assert metrics.startswith(first)
     assert main([*typed, "--lr", "2e-4", "--seed", "7"]) == 0
     out = capfd.readouterr().out
     assert "trainer.seed (was 42, now 7)" in out and "It is in old/earlier_1." in out
     assert "actor.optim.lr (was 0.0001, now 0.0002)" in out
-    assert (desk / "old" / "earlier_1" / "metrics.jsonl").read_bytes() == whole
+    assert (desk / "old" / "earlier_1" / "metrics.jsonl").read_bytes() == metrics
     steps = (desk / "old" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in steps] == [1]
 
@@ -276,7 +276,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_still_exported(
 
 
 @pytest.mark.parametrize(
-    ("largest_file", "thing", "left"),
+    ("largest_file", "thing", "remaining_files"),
     [
         (1000, "--output_dir outputs cannot be written: File too large", []),
         (
@@ -288,7 +288,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_still_exported(
     ],
 )
 def test_a_disk_that_takes_no_more(
-    largest_file: int, thing: str, left: list[str] | None, desk: Path
+    largest_file: int, thing: str, remaining_files: list[str] | None, desk: Path
 ) -> None:
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({largest_file},) * 2)"
     done = run_forked(TRAIN.split(), os.environ, timeout=240, program=f"{limit}\n{PPO}")
@@ -296,6 +296,6 @@ def test_a_disk_that_takes_no_more(
     assert done.stderr.count("error: ") == 1
     assert re.search(thing, done.stderr)
     assert re.search("[Ff]ree some space", done.stderr)
-    found = sorted(contents(desk / "outputs"))
-    assert left is None or found == left
-    assert not any("step_000001/" in name or "unfinished" in name for name in found)
+    file_names = sorted(contents(desk / "outputs"))
+    assert remaining_files is None or file_names == remaining_files
+    assert not any("step_000001/" in name or "unfinished" in name for name in file_names)

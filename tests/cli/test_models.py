@@ -21,19 +21,19 @@ def test_a_provider_lists_what_its_key_may_use(
     with JudgeServer() as server:
         line = ["--rm_api_type", WIRES[wire], "--rm_base_url", server.url(wire)]
         assert main(["reward", "models", *line, "--json"]) == 0
-        (found,) = json.loads(capsys.readouterr().out)
+        (model,) = json.loads(capsys.readouterr().out)
         if wire == "dashscope-compatible":
-            assert (found["models"], found["notes"]) == (
+            assert (model["models"], model["notes"]) == (
                 None, ["this provider does not list the models of a key"]
             )  # fmt: skip
             return
-        rows = {row["model"]: row for row in found["models"]}
+        rows = {row["model"]: row for row in model["models"]}
         assert list(rows) == sorted(MODELS)
         server.keys = {"another"}
         assert main(["reward", "models", *line]) == 2
-    said = capsys.readouterr()
-    assert f"{WIRES[wire]}: no list" in said.out and SECRET not in said.out + said.err
-    assert "401" in said.err and f"{WIRES[wire]}: " in said.err
+    captured = capsys.readouterr()
+    assert f"{WIRES[wire]}: no list" in captured.out and SECRET not in captured.out + captured.err
+    assert "401" in captured.err and f"{WIRES[wire]}: " in captured.err
 
 
 def test_prices_shutdowns_and_a_wrong_name_are_told(
@@ -46,11 +46,11 @@ def test_prices_shutdowns_and_a_wrong_name_are_told(
         lines = capsys.readouterr().out.splitlines()
         judge = ["--use_api_reward", "--rm_api_type", "openai", "--rm_model", "gpt-4o-mimi"]
         assert main(["reward", "models", *judge]) == 0
-        told = capsys.readouterr().out
+        output = capsys.readouterr().out
     assert lines[0] == "openai: 5 models"
     (row,) = [line.split() for line in lines if "gpt-4o-mini" in line]
     assert row[:3] == ["gpt-4o-mini", "0.15", "0.6"] and row[4] == "2027-01-14"
-    assert "5 models, but not gpt-4o-mimi. Did you mean 'gpt-4o-mini'?" in told
+    assert "5 models, but not gpt-4o-mimi. Did you mean 'gpt-4o-mini'?" in output
 
 
 def test_no_key_and_no_list_are_told(

@@ -46,18 +46,18 @@ def wrongly_told(
     """Type each command; return those that are not refused with exit code 2 and these words."""
     wrong = {}
     folders = {path for path in Path.cwd().rglob("*") if path.is_dir()}
-    for name, (words, said) in typed.items():
-        code = main(words)
+    for name, (args, fragment) in typed.items():
+        code = main(args)
         err = capfd.readouterr().err
-        made = {path for path in Path.cwd().rglob("*") if path.is_dir()} - folders
+        created = {path for path in Path.cwd().rglob("*") if path.is_dir()} - folders
         once = err.count("error: ") + err.count("things are wrong") == 1
-        if code != 2 or said not in err or "Traceback" in err or not once or made:
-            wrong[name] = f"{code} {err} {made or ''}"
+        if code != 2 or fragment not in err or "Traceback" in err or not once or created:
+            wrong[name] = f"{code} {err} {created or ''}"
     return wrong
 
 
 def test_settings_and_flags(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    asked: dict[str, tuple[list[str], str]] = {
+    mistakes: dict[str, tuple[list[str], str]] = {
         "a pipe": (["--config", "fifo"], "a pipe or a device"),
         "a device": (["--config", "zero"], "a pipe or a device"),
         "itself": (["--config", "self.yaml"], "self.yaml line 1: not valid YAML"),
@@ -75,13 +75,13 @@ def test_settings_and_flags(desk: Path, capfd: pytest.CaptureFixture[str]) -> No
         "http://a\nb", "http://127.0.0.1:/v1", "http://h:0", "http://a b", "http://h:99999",
         "http://", "h:80", "http://h\x00/", "http://h/\tv1", "http:///v1",
     ):  # fmt: skip
-        asked[repr(address)] = (
+        mistakes[repr(address)] = (
             ["--use_api_reward", "--rm_base_url", address],
             "is no address" if "\0" not in address else "is not text",
         )
     commands = {
-        f"{name} ({word})": ([word, *words], said)
-        for name, (words, said) in asked.items()
+        f"{name} ({word})": ([word, *args], fragment)
+        for name, (args, fragment) in mistakes.items()
         for word in ("plan", "train")
     }
     assert wrongly_told(commands, capfd) == {}
@@ -97,8 +97,8 @@ def test_the_last_of_two_values_counts_and_is_noted(
         "rollout.n": ["rollout.n=2", "rollout.n=3"],
     }
     last = {"actor.optim.lr": 1e-6, "data.train_batch_size": 8, "reward.api.gate": False}
-    for key, words in twice.items():
-        assert main(["plan", "--json", *words]) == 0
+    for key, fragment in twice.items():
+        assert main(["plan", "--json", *fragment]) == 0
         out, err = capfd.readouterr()
         assert json.loads(out)["values"][key]["value"] == last.get(key, 3)
         assert "the last one counts" in out + err, key
@@ -136,7 +136,7 @@ def test_rows(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     }
     for name, content in files.items():
         Path(name).write_text(content)
-    said = {
+    fragments = {
         "half.jsonl": "line 1, column prompt: holds \\ud83d",
         "half_truth.jsonl": "line 1, column ground_truth: holds \\ude00",
         "half_message.jsonl": "line 1, column prompt: holds \\ud83d",
@@ -147,13 +147,13 @@ def test_rows(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
         "fifo.jsonl": "a pipe or a device",
     }
     wrong = {}
-    for name, words in said.items():
+    for name, fragment in fragments.items():
         code = main(["data", "check", name])
         out = "".join(capfd.readouterr())
-        if code != 2 or words not in out or "Traceback" in out:
+        if code != 2 or fragment not in out or "Traceback" in out:
             wrong[f"check {name}"] = f"{code} {out}"
     train = ["train", "--preset", "embedded", "--config", "tiny.yaml", "--output_dir", "new/run"]
-    typed = {name: ([*train, "--train_files", name], words) for name, words in said.items()}
+    typed = {name: ([*train, "--train_files", name], args) for name, args in fragments.items()}
     assert wrong | wrongly_told(typed, capfd) == {}
 
 
@@ -188,7 +188,7 @@ def test_model_folders(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     point_index_at("absolute", "/etc/passwd")
     make_model("no_tokenizer", without="tokenizer.json")
     make_model("no_tokenizer_at_all", without="tokenizer.json tokenizer_config.json")
-    said = {
+    fragments = {
         "list": "should hold a JSON object",
         "words": "vocab_size 10, but the tokenizer",
         "hidden": "hidden_size 0",
@@ -202,15 +202,15 @@ def test_model_folders(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     }
     run = ["--config", "tiny.yaml", "--output_dir", "new/run", "--model"]
     typed = {
-        f"{word} {name}": ([word, *run, name], words)
-        for name, words in said.items()
+        f"{word} {name}": ([word, *run, name], fragment)
+        for name, fragment in fragments.items()
         for word in ("plan", "train")
     }
     assert wrongly_told(typed, capfd) == {}
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{% for i in range(10**9) %}x{% endfor %}", "the chat template refuses it"),
         ("{{ 'x' * 10**10 }}", "does not end"),
@@ -228,12 +228,12 @@ def test_templates(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     template: str,
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr("ppo_cli.data_sets.prompts.TEMPLATE_S", 1.0)
     (make_model("model") / "chat_template.jinja").write_text(template)
     run = ["train", "--config", "tiny.yaml", "--output_dir", "new/run", "--model", "model"]
-    assert wrongly_told({template: (run, said)}, capfd) == {}
+    assert wrongly_told({template: (run, message)}, capfd) == {}
 
 
 def test_a_model_without_a_template_is_told_of(
@@ -255,7 +255,7 @@ def test_training_without_a_template_says_so(desk: Path) -> None:
     for template in (tokenizer.chat_template, None, ""):
         tokenizer.chat_template = template
         notes.append(" ".join(load_prompts(["good.jsonl"], tokenizer, max_prompt_length=64).notes))
-    assert ["no chat template" in said for said in notes] == [False, True, True]
+    assert ["no chat template" in note for note in notes] == [False, True, True]
 
 
 def test_run_folders(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -274,6 +274,6 @@ def test_run_folders(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert main([command, "all/odd"]) == 0  # what is no number is no metric
     capfd.readouterr()
     assert main(["runs", "all"]) == 0
-    told = capfd.readouterr()
-    assert "all/good" in told.out and "all/odd" in told.out
-    assert "all/shut/metrics.jsonl cannot be read" in told.err
+    captured = capfd.readouterr()
+    assert "all/good" in captured.out and "all/odd" in captured.out
+    assert "all/shut/metrics.jsonl cannot be read" in captured.err

@@ -29,7 +29,7 @@ def a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_nodes_of_a_step_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--json", "--preset", "embedded"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    values = {key: tuple(told.values()) for key, told in plan["values"].items()}
+    values = {key: tuple(entry.values()) for key, entry in plan["values"].items()}
     assert values["trainer.nnodes"] == (2, "env SLURM_NNODES")
     assert values["trainer.node_rank"] == (1, "env SLURM_NODEID")
     assert values["trainer.master_addr"] == ("a-1", "env SLURM_JOB_NODELIST")
@@ -56,13 +56,13 @@ def test_what_is_said_outright_comes_first(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_clash_names_the_variable_that_is_set(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--tensor_parallel_size", "3", "--preset", "embedded"]) == 2
-    said = capsys.readouterr().err
-    assert "env SLURM_GPUS_ON_NODE" in said
-    assert "env N_GPUS" not in said
+    output = capsys.readouterr().err
+    assert "env SLURM_GPUS_ON_NODE" in output
+    assert "env N_GPUS" not in output
 
 
 def test_that_there_is_no_gpu_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 0
-    said = capsys.readouterr().out.lower()
-    assert said.count("no gpu") == 1
-    assert "no --model: training the small model" in said
+    output = capsys.readouterr().out.lower()
+    assert output.count("no gpu") == 1
+    assert "no --model: training the small model" in output

@@ -57,7 +57,7 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
     monkeypatch.setattr(
         requirements, "has_package", lambda name: name != "bitsandbytes" and has_package(name)
     )
-    for more, words in {
+    for extra_args, fragment in {
         "--train_files nope.jsonl": "nope.jsonl: no such file",
         "--val_files nope.jsonl": "nope.jsonl: no such file",
         "--model ./mymodel": "--model: there is no model folder ./mymodel",
@@ -86,11 +86,11 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
         "--quantization nf4 --lora_rank 8": "model.quantization nf4 needs the package bitsandbytes",
         "model.attn_implementation=flash_attention_2": "flash_attention_2",
     }.items():
-        told = problems(f"{TRAIN.replace('train', 'plan', 1)} {more}", capfd)
-        assert words in told and "Traceback" not in told
-        if "--use_api" not in more:  # a run needs a key as well
-            assert problems(f"{TRAIN} {more}", capfd) == told
-        assert problems(f"{TRAIN} {more} --dry_run", capfd) == told
+        messages = problems(f"{TRAIN.replace('train', 'plan', 1)} {extra_args}", capfd)
+        assert fragment in messages and "Traceback" not in messages
+        if "--use_api" not in extra_args:  # a run needs a key as well
+            assert problems(f"{TRAIN} {extra_args}", capfd) == messages
+        assert problems(f"{TRAIN} {extra_args} --dry_run", capfd) == messages
     assert not (desk / "outputs").exists()
 
 
@@ -98,9 +98,9 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
 def test_what_samples_refuses_rows_that_the_model_has_no_positions_for(
     command: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    told = problems(f"{command} --max_prompt_length 16 --max_response_length 20", capfd)
-    assert "gpt has a table of positions for 32 tokens" in told
-    assert "use --max_response_length 16." in told
+    messages = problems(f"{command} --max_prompt_length 16 --max_response_length 20", capfd)
+    assert "gpt has a table of positions for 32 tokens" in messages
+    assert "use --max_response_length 16." in messages
 
 
 ROWS = {
@@ -138,15 +138,15 @@ def test_a_plan_refuses_the_rows_that_a_run_refuses(
 ) -> None:
     monkeypatch.setenv("DASHSCOPE_API_KEY", "a-key-of-nobody")
     failed = []
-    for name, (row, more, words) in ROWS.items():
+    for name, (row, extra_args, fragment) in ROWS.items():
         (desk / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
-        if kind == "val" and ("None of 8" in words or "not a number" in words):
+        if kind == "val" and ("None of 8" in fragment or "not a number" in fragment):
             continue  # the training rows can be scored
-        line = f"{TRAIN} --{kind}_files rows.jsonl {more}"
-        told = [problems(line.replace("train", "plan", 1), capfd), problems(line, capfd)]
-        same = all(line.removeprefix("error: ") in told[0] for line in told[1].splitlines())
-        if words not in told[0] or not same or "Traceback" in told[0]:
-            failed.append((name, told))
+        line = f"{TRAIN} --{kind}_files rows.jsonl {extra_args}"
+        messages = [problems(line.replace("train", "plan", 1), capfd), problems(line, capfd)]
+        same = all(line.removeprefix("error: ") in messages[0] for line in messages[1].splitlines())
+        if fragment not in messages[0] or not same or "Traceback" in messages[0]:
+            failed.append((name, messages))
     assert not failed
 
 
@@ -159,7 +159,7 @@ USER, SYSTEM = {"role": "user", "content": "1 + 1?"}, {"role": "system", "conten
 
 
 @pytest.mark.parametrize(
-    ("template", "prompt", "more", "words"),
+    ("template", "prompt", "extra_args", "fragment"),
     [
         (REFUSING, "1 + 1?", ["--system_prompt", "Add."], "No system role.*leave --system_prompt"),
         (REFUSING, [SYSTEM, USER], [], "8 bad rows:.*line 1, .*without its system.*3 more"),
@@ -173,8 +173,8 @@ def test_what_a_chat_template_refuses_a_plan_refuses(
     capfd: pytest.CaptureFixture[str],
     template: str | None,
     prompt: object,
-    more: list[str],
-    words: str,
+    extra_args: list[str],
+    fragment: str,
 ) -> None:
     shutil.copytree(bundled_path("embedded", "model"), desk / "odd")
     (desk / "odd" / "chat_template.jinja").unlink()
@@ -185,11 +185,11 @@ def test_what_a_chat_template_refuses_a_plan_refuses(
     for command in ("plan", "train"):
         typed = TRAIN.replace("train", command, 1).split()
         capfd.readouterr()
-        assert main([*typed, "--model", "odd", "--train_files", "rows.jsonl", *more]) == 2
+        assert main([*typed, "--model", "odd", "--train_files", "rows.jsonl", *extra_args]) == 2
         outcomes.append(capfd.readouterr().err)
     refused = [text[text.index("error: ") :] for text in outcomes]
     assert refused[0] == refused[1]
-    assert re.search(words, refused[0], re.DOTALL)
+    assert re.search(fragment, refused[0], re.DOTALL)
 
 
 def test_a_placeholder_without_an_embedding_is_refused_where_a_prompt_uses_it(
@@ -232,9 +232,13 @@ def test_all_that_is_wrong_with_the_rows_is_told_at_once(
     (desk / "bad.jsonl").write_text("{\n")
     (desk / "few.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
     line = f"{TRAIN} --train_files few.jsonl --val_files bad.jsonl --batch_size 8 --dry_run"
-    told = problems(line, capfd)
-    for words in ("no column 'prompt'", "bad.jsonl line 1", "1 prompts cannot fill a batch of 8"):
-        assert words in told
+    messages = problems(line, capfd)
+    for fragment in (
+        "no column 'prompt'",
+        "bad.jsonl line 1",
+        "1 prompts cannot fill a batch of 8",
+    ):
+        assert fragment in messages
 
 
 def test_a_plan_reads_the_first_rows_of_large_files_and_says_so(
@@ -252,9 +256,9 @@ def test_a_plan_reads_the_first_rows_of_large_files_and_says_so(
         line = f"{TRAIN.replace('train', 'plan', 1)} --train_files {name}"
         capfd.readouterr()
         assert main(line.split()) == 0
-        told = capfd.readouterr().out
-        assert "Only the first 4,000 of 4,001 rows were read for this plan" in told
-        assert f"data check {name}` checks them all" in told
+        output = capfd.readouterr().out
+        assert "Only the first 4,000 of 4,001 rows were read for this plan" in output
+        assert f"data check {name}` checks them all" in output
         assert problems(line.replace("plan", "train", 1), capfd)
     (desk / "few.jsonl").write_text("{\n")
     line = f"{TRAIN.replace('train', 'plan', 1)} --train_files many.jsonl --train_files few.jsonl"
@@ -263,23 +267,23 @@ def test_a_plan_reads_the_first_rows_of_large_files_and_says_so(
 
 def test_a_plan_for_programs_holds_its_problems(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--train_files", "nope.jsonl", "--json"]) == 2
-    made = json.loads(capfd.readouterr().out)
-    assert "nope.jsonl: no such file." in made["problems"][0]
+    document = json.loads(capfd.readouterr().out)
+    assert "nope.jsonl: no such file." in document["problems"][0]
 
 
 def test_batches_that_nobody_chose_fit_the_rows(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN.replace("train", "plan", 1).split(), "--json"]) == 0
-    made = json.loads(capfd.readouterr().out)
-    sizes = {k: made["values"][k]["value"] for k in ("data.train_batch_size",
+    document = json.loads(capfd.readouterr().out)
+    sizes = {k: document["values"][k]["value"] for k in ("data.train_batch_size",
                                                      "actor.ppo_mini_batch_size")}  # fmt: skip
     assert sizes == {"data.train_batch_size": 40, "actor.ppo_mini_batch_size": 20}
-    assert made["values"]["data.train_batch_size"]["origin"] == "40 training rows"
-    assert any("40 training rows: --batch_size is lowered to 40" in n for n in made["notes"])
-    for most, batch in ((1000, 40), (30, 30)):
-        line = f"{TRAIN.replace('train', 'plan', 1)} --json data.train_max_samples={most}"
+    assert document["values"]["data.train_batch_size"]["origin"] == "40 training rows"
+    assert any("40 training rows: --batch_size is lowered to 40" in n for n in document["notes"])
+    for max_rows, batch in ((1000, 40), (30, 30)):
+        line = f"{TRAIN.replace('train', 'plan', 1)} --json data.train_max_samples={max_rows}"
         assert main(line.split()) == 0
-        made = json.loads(capfd.readouterr().out)
-        assert made["values"]["data.train_batch_size"]["value"] == batch
+        document = json.loads(capfd.readouterr().out)
+        assert document["values"]["data.train_batch_size"]["value"] == batch
 
 
 def test_batches_that_were_asked_for_are_refused_with_a_line_that_works(
@@ -287,9 +291,9 @@ def test_batches_that_were_asked_for_are_refused_with_a_line_that_works(
 ) -> None:
     for command in ("plan", "train"):
         line = f"{TRAIN.replace('train', command, 1)} --batch_size 64"
-        told = problems(line, capfd)
-        assert "40 prompts cannot fill a batch of 64" in told
-        assert "Use --batch_size 40 --mini_batch_size 20," in told
+        messages = problems(line, capfd)
+        assert "40 prompts cannot fill a batch of 64" in messages
+        assert "Use --batch_size 40 --mini_batch_size 20," in messages
     assert (
         main(
             [

@@ -39,8 +39,8 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
 def rendered(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     code, out, err = run(capsys, "render", *args, "--json")
     assert code == 0, err
-    found: dict[str, Any] = json.loads(out)
-    return found
+    document: dict[str, Any] = json.loads(out)
+    return document
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -62,11 +62,11 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "list", "--json")
     assert code == 0
-    found = {row["name"]: row for row in json.loads(out)}
-    assert found["math"]["variables"] == ["prompt", "ground_truth", "response"]
-    assert found["math"]["scale"] == "1-10"
-    assert all(row["description"] for row in found.values())
-    assert all(row["cases"] >= 6 for name, row in found.items() if name != "compare")
+    prompts = {row["name"]: row for row in json.loads(out)}
+    assert prompts["math"]["variables"] == ["prompt", "ground_truth", "response"]
+    assert prompts["math"]["scale"] == "1-10"
+    assert all(row["description"] for row in prompts.values())
+    assert all(row["cases"] >= 6 for name, row in prompts.items() if name != "compare")
 
 
 def test_show_prints_the_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,9 +80,9 @@ def test_what_show_prints_is_a_file_of_ones_own(
     rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.yaml").write_text(run(capsys, "show", "math")[1], encoding="utf-8")
-    theirs = rendered(capsys, rows, "--rm_prompt_preset", "math")
+    other_prompts = rendered(capsys, rows, "--rm_prompt_preset", "math")
     mine = rendered(capsys, rows, "--rm_prompt_file", "mine.yaml")
-    assert mine["system"] == theirs["system"]
+    assert mine["system"] == other_prompts["system"]
 
 
 def test_show_of_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +107,7 @@ def test_render_as_json(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "host", "method", "told"),
+    ("kind", "host", "method", "fragment"),
     [
         ("openai", "https://api.openai.com/v1", "chat.completions.create", '"json_schema"'),
         ("claude", "https://api.anthropic.com", "messages.create", '"max_tokens": 77'),
@@ -118,7 +118,7 @@ def test_render_as_json(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )  # fmt: skip
 def test_render_shows_the_request_as_it_is_made(
-    rows: str, capsys: pytest.CaptureFixture[str], kind: str, host: str, method: str, told: str
+    rows: str, capsys: pytest.CaptureFixture[str], kind: str, host: str, method: str, fragment: str
 ) -> None:
     flags = ["--rm_api_type", kind, "--rm_model", "some-model", "--rm_max_tokens", "77"]
     shown = rendered(capsys, rows, *flags, "--rm_temperature", "0.25")
@@ -126,13 +126,13 @@ def test_render_shows_the_request_as_it_is_made(
     assert (sent["endpoint"], sent["method"], sent["mode"]) == (host, method, "text")
     assert sent["arguments"]["model"] == "some-model"
     wire = json.dumps(sent["arguments"])
-    assert told in wire
+    assert fragment in wire
     assert '"temperature": 0.25' in wire
     assert '"score_1_to_10"' in wire
     assert "It is 4." in wire
     code, out, _ = run(capsys, "render", rows, *flags)
     assert code == 0
-    assert told in out
+    assert fragment in out
     assert out.count("It is 4.") == 1
     assert f"{host}  {method}  mode text\n" in out
 
@@ -173,9 +173,11 @@ def test_render_takes_a_placeholder(rows: str, capsys: pytest.CaptureFixture[str
 def test_render_shows_what_settings_do(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = rendered(capsys, rows, "--row", "3")
     assert "\ny\n" in shown["user"]
-    kept = rendered(capsys, rows, "--row", "3", "--rm_reasoning", "keep", "--rm_max_tokens", "77")
-    assert "< think>hm< / think>y" in kept["user"]
-    assert kept["max_tokens"] == 77
+    with_thoughts = rendered(
+        capsys, rows, "--row", "3", "--rm_reasoning", "keep", "--rm_max_tokens", "77"
+    )
+    assert "< think>hm< / think>y" in with_thoughts["user"]
+    assert with_thoughts["max_tokens"] == 77
     rubric = rendered(
         capsys, rows, "--row", "3", "--rm_scoring_prompt", "{response} by {extra_info.rubric}"
     )
@@ -204,7 +206,7 @@ def test_render_of_the_embedded_rows(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["--row", "2"], "line 2 has no column 'response': set a response with --response"),
         (["--row", "9"], "has no row 9; it has 1 to 4"),
@@ -217,9 +219,9 @@ def test_render_of_the_embedded_rows(capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_render_refuses(
-    rows: str, capsys: pytest.CaptureFixture[str], args: list[str], said: str
+    rows: str, capsys: pytest.CaptureFixture[str], args: list[str], message: str
 ) -> None:
-    assert said in refused(capsys, "render", rows, *args)
+    assert message in refused(capsys, "render", rows, *args)
 
 
 def test_render_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,8 +65,13 @@ def test_score_as_json_with_a_function(tmp_path: Path, capsys: pytest.CaptureFix
     file = write(tmp_path / "a.jsonl", ROW)
     code, out, err = run_reward(capsys, "score", file, "--reward-function", str(function), "--json")
     assert (code, err) == (0, "")
-    told = json.loads(out)
-    assert (told["rows"], told["scored"], told["mean"], told["failed"]) == (1, 1, 0.5, {})
+    document = json.loads(out)
+    assert (document["rows"], document["scored"], document["mean"], document["failed"]) == (
+        1,
+        1,
+        0.5,
+        {},
+    )
     (row,) = read(tmp_path / "a.scored.jsonl")
     assert row["parts"] == {"style": {"raw": 2.0, "scaled": None}}
 
@@ -88,7 +93,7 @@ def test_settings_come_from_every_layer(
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         ([], "Name the FILE"),
         (["nowhere.jsonl"], "no such file"),
@@ -101,12 +106,12 @@ def test_settings_come_from_every_layer(
     ],
 )
 def test_mistakes_cost_one_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
 ) -> None:
     file = write(tmp_path / "a.jsonl", ROW)
     code, out, err = run_reward(capsys, "score", *[file if a == "FILE" else a for a in args])
     assert (code, out) == (2, "")
-    assert told in err
+    assert message in err
     assert "Traceback" not in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl"]
 
@@ -156,8 +161,8 @@ def test_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "AUC 1.000 [0.839, 1.000]" in lines  # Wilson, 20 of 20
     assert "labels 'yes' is good (10 of 20)" in lines
     assert "- AUC 1.00 [0.84, 1.00]: separates good from bad answers well." in lines
-    again = "- Nothing was repeated: reward models and rules are deterministic."
-    assert again in lines
+    advice = "- Nothing was repeated: reward models and rules are deterministic."
+    assert advice in lines
 
 
 def test_calibrate_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,14 +171,14 @@ def test_calibrate_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         capsys, "calibrate", file, "--labels", "good", "--positive", "no", "--repeat", "0", "--json"
     )
     assert code == 0
-    told = json.loads(out)
-    assert told["labels"] == "'no' is good (4 of 8)"
-    assert told["agreement"]["AUC"]["value"] is None
-    assert told["repeated"] is None
+    document = json.loads(out)
+    assert document["labels"] == "'no' is good (4 of 8)"
+    assert document["agreement"]["AUC"]["value"] is None
+    assert document["repeated"] is None
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         ([], "--labels COLUMN"),
         (["--labels", "god"], "Did you mean 'good'?"),
@@ -181,11 +186,11 @@ def test_calibrate_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_mistakes_of_calibrate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
 ) -> None:
     code, _, err = run_reward(capsys, "calibrate", labelled(tmp_path), *args)
     assert code == 2
-    assert told in err
+    assert message in err
 
 
 def test_audit_of_a_sound_rule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,8 +215,8 @@ def test_audit_of_a_hackable_function_exits_2(
     assert code == 2
     assert "FAIL  padding" in out
     assert "FAIL  right against wrong" in out
-    wanted = "error: 3 of 8 checks failed: prompt injection, padding, right against wrong."
-    assert err.splitlines()[-1] == wanted
+    message = "error: 3 of 8 checks failed: prompt injection, padding, right against wrong."
+    assert err.splitlines()[-1] == message
     worst = out.split("FAIL  padding")[1]
     assert "sent: To put it in other words" in worst
     assert "wanted: at most 0.15 above the 0.18 of: 60 - 3 = 57" in worst
@@ -221,10 +226,10 @@ def test_audit_as_json_with_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     rows = [{**ROW, "prompt": f"{n} + 1 = ?", "ground_truth": str(n + 1)} for n in range(4)]
     file = write(tmp_path / "a.jsonl", *rows)
     code, out, _ = run_reward(capsys, "audit", "--data", file, "--rule", "gsm8k", "--json")
-    told = json.loads(out)
+    document = json.loads(out)
     assert code == 0
-    assert {"name", "passed", "said", "worst", "cases"} == set(told["checks"][0])
-    assert all(case["sent"] for case in told["checks"][0]["cases"])
+    assert {"name", "passed", "said", "worst", "cases"} == set(document["checks"][0])
+    assert all(case["sent"] for case in document["checks"][0]["cases"])
 
 
 def test_columns_of_any_name_are_read_by_every_command(
@@ -234,11 +239,11 @@ def test_columns_of_any_name_are_read_by_every_command(
     seen: dict[str, Any] = {}
 
     def keep(name: str) -> Callable[..., Any]:
-        def kept(*given: Any, **options: Any) -> Any:
-            seen[name] = (*given, options)
+        def record_call(*args: Any, **options: Any) -> Any:
+            seen[name] = (*args, options)
             raise UserError("enough")
 
-        return kept
+        return record_call
 
     names = {"prompt": "q", "data_source": "kind", "response": "said"}
     row = {names.get(key, key): value for key, value in ROW.items()} | {"good": "yes"}

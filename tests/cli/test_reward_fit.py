@@ -37,17 +37,17 @@ def test_a_fit_from_the_command_line(
     assert "27 pairs to train on, 3 held out; 12 steps of 8, 430,592 weights, lr 0.003." in err
     assert "step 12/12  loss " in err and "held out after step 0/12" in err
     assert out.startswith(f"Reward model in {out_dir} (step ")
-    for words in ("before    after", "accuracy", f"ppo train --reward_model {out_dir}",
+    for fragment in ("before    after", "accuracy", f"ppo train --reward_model {out_dir}",
                   "scaling: affine, mean: "):  # fmt: skip
-        assert words in out
+        assert fragment in out
     recipe = {
         "epochs": 2, "max_steps": 1, "lr": 0.002, "warmup": 0.3, "batch_size": 6,
         "batch_tokens": 4096, "center": 0.5, "freeze_body": True, "dtype": "float32", "seed": 7,
     }  # fmt: skip
-    words = [
+    fragment = [
         w for k, v in recipe.items() for w in ([f"--{k}"] if v is True else [f"--{k}", str(v)])
     ]
-    code, out, err = run(capsys, *args, "--json", "--overwrite", *words)
+    code, out, err = run(capsys, *args, "--json", "--overwrite", *fragment)
     assert code == 0, err
     assert json.loads(out)["steps"]["all"] == 1
     assert json.loads(out)["recipe"].items() >= recipe.items()
@@ -67,9 +67,9 @@ def test_what_is_typed_reaches_the_fit(
 
     monkeypatch.setattr(fitting, "fit", fit)
     both = ("--data", "a", "--data", "b", "--model", "m", "--out", "o")
-    own = ("--max_length", "99", "--template", "chatml", "--skip_bad_rows", "--overwrite")
+    fit_args = ("--max_length", "99", "--template", "chatml", "--skip_bad_rows", "--overwrite")
     assert run(capsys, *both)[0] == 2
-    run(capsys, *both, *own, "--val_data", "v", "--val_data", "w")
+    run(capsys, *both, *fit_args, "--val_data", "v", "--val_data", "w")
     run(capsys, *both, "--val_share", "0.3")
     usual, first, second = seen
     assert usual == FitSettings(("a", "b"), "m", Path("o"), Recipe())
@@ -87,7 +87,7 @@ def test_what_is_missing_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["--dtype", "float16"], "--dtype float16: give float32 or bfloat16."),
         (["--val_data", "x.jsonl", "--val_share", "0.2"], "--val_data and --val_share both say"),
@@ -101,13 +101,13 @@ def test_what_is_missing_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> 
     ],
 )  # fmt: skip
 def test_mistakes_are_one_sentence(
-    args: list[str], said: str, pairs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    args: list[str], message: str, pairs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = ["--out", str(tmp_path / "rm")]
     base += [] if "--data" in args else ["--data", pairs]
     base += [] if "--model" in args else ["--model", "embedded"]
     code, out, err = run(capsys, *base, *args)
-    assert (code, out) == (2, "") and said in err and "Traceback" not in err
+    assert (code, out) == (2, "") and message in err and "Traceback" not in err
     assert err.startswith("error: ") and len(err.splitlines()) == 1
     assert not (tmp_path / "rm").exists()
 

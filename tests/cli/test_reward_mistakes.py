@@ -102,18 +102,18 @@ def test_the_plan_shows_the_mixture_and_what_its_judges_take(
     assert "tone: judge: 1,026 calls" in out  # two of them have known answers
     assert "{tone: {only_if: rule >= 1}}" in out
     assert main(shlex.split(f"{typed} {gate} --json")) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert told["judge"]["only_if"] == "rule >= 1"
-    assert told["reward"]["judge_calls"]["tone"] == 1024
-    assert told["judge"]["run"]["calls"] == 1026
+    document = json.loads(capfd.readouterr().out)
+    assert document["judge"]["only_if"] == "rule >= 1"
+    assert document["reward"]["judge_calls"]["tone"] == 1024
+    assert document["judge"]["run"]["calls"] == 1026
 
 
 def test_the_plan_forecasts_each_of_several_judges(capfd: pytest.CaptureFixture[str]) -> None:
     typed = "plan --preset embedded --reward judge:a:1 --reward judge:b:1 --max_steps 2 --json"
     assert main([*typed.split(), "reward.composite.parts.b.judge.votes=3"]) == 0
-    told = json.loads(capfd.readouterr().out)["judge"]["judges"]
+    document = json.loads(capfd.readouterr().out)["judge"]["judges"]
     known_answers = 2  # questions of the start, asked once whatever the votes
-    votes = {name: told[name]["run"]["calls"] - known_answers for name in "ab"}
+    votes = {name: document[name]["run"]["calls"] - known_answers for name in "ab"}
     assert votes["b"] == 3 * votes["a"]
 
 

@@ -16,8 +16,8 @@ from ppo_cli.report.catalogue import METRICS
 from ppo_cli.run_folder import replace_lines
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert main([*words, "--json"]) == 0
+def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    assert main([*args, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -40,30 +40,30 @@ def test_runs_with_their_state(desk: Path, capsys: pytest.CaptureFixture[str]) -
     going = make_run(desk / "three", 2, total=9)
     with (going / ".lock").open("w") as claim:
         fcntl.flock(claim, fcntl.LOCK_EX)
-        found = {run["run"]: run for run in told(capsys, "runs", ".")}
-    assert {name: (run["state"], run["step"]) for name, run in found.items()} == {
+        runs_by_name = {run["run"]: run for run in run_json(capsys, "runs", ".")}
+    assert {name: (run["state"], run["step"]) for name, run in runs_by_name.items()} == {
         "a/one": ("done", 4), "two": ("stopped", 3), "three": ("running", 2),
     }  # fmt: skip
-    assert found["a/one"]["cost_usd"] == 0.25 and found["a/one"]["saved_step"] == 4
-    assert (found["two"]["reward"], found["two"]["validation"]) == (0.3, 0.5)
+    assert runs_by_name["a/one"]["cost_usd"] == 0.25 and runs_by_name["a/one"]["saved_step"] == 4
+    assert (runs_by_name["two"]["reward"], runs_by_name["two"]["validation"]) == (0.3, 0.5)
     assert main(["runs"]) == 0
     table_ = capsys.readouterr().out.splitlines()
     assert len(table_) == 4 and "$0.25" in "".join(table_)
 
 
 def test_every_setting_and_metric_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    by_flag = told(capsys, "explain", "--clip-ratio")
-    assert by_flag == told(capsys, "explain", "actor.clip_ratio")
-    assert by_flag == told(capsys, "explain", "CLIP_RATIO")
-    assert told(capsys, "explain", "max_ckpt_to_keep")["key"] == "trainer.max_ckpt_to_keep"
+    by_flag = run_json(capsys, "explain", "--clip-ratio")
+    assert by_flag == run_json(capsys, "explain", "actor.clip_ratio")
+    assert by_flag == run_json(capsys, "explain", "CLIP_RATIO")
+    assert run_json(capsys, "explain", "max_ckpt_to_keep")["key"] == "trainer.max_ckpt_to_keep"
     assert by_flag["range"] == "above 0, below 1" and by_flag["default"] == 0.2
-    assert "no_effect" in told(capsys, "explain", "rollout.enforce_eager")
-    metric = told(capsys, "explain", "val/reward_mean")
+    assert "no_effect" in run_json(capsys, "explain", "rollout.enforce_eager")
+    metric = run_json(capsys, "explain", "val/reward_mean")
     assert metric["is"] == "Mean score in validation."
-    assert told(capsys, "explain", "kl") == told(capsys, "explain", "kl_divergence")
-    assert told(capsys, "explain", "reward")["metric"] == "reward_mean"
-    assert told(capsys, "explain", "--reward")["key"] == "reward.parts"
-    assert told(capsys, "explain", "num_generations")["key"] == "rollout.n"
+    assert run_json(capsys, "explain", "kl") == run_json(capsys, "explain", "kl_divergence")
+    assert run_json(capsys, "explain", "reward")["metric"] == "reward_mean"
+    assert run_json(capsys, "explain", "--reward")["key"] == "reward.parts"
+    assert run_json(capsys, "explain", "num_generations")["key"] == "rollout.n"
     names = [*table(), *(metric.key.replace("*", "x") for metric in METRICS)]
     assert [name for name in names if main(["explain", name]) != 0] == []
 

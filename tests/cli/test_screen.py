@@ -71,27 +71,27 @@ def summary() -> Summary:
 
 def run_on_terminal(**env: str) -> str:
     """Run the script with a terminal as stdout and return all that it wrote there."""
-    ours, theirs = pty.openpty()
-    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM")}
+    program_end, terminal_end = pty.openpty()
+    variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM")}
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
-        stdout=theirs,
-        stderr=theirs,
-        env=kept | {"TERM": "xterm-256color", "COLUMNS": "100", **env},
+        stdout=terminal_end,
+        stderr=terminal_end,
+        env=variables | {"TERM": "xterm-256color", "COLUMNS": "100", **env},
     )
-    os.close(theirs)
+    os.close(terminal_end)
     seen, deadline = b"", time.monotonic() + 60
     while time.monotonic() < deadline:
-        if not select.select([ours], [], [], 1.0)[0]:
+        if not select.select([program_end], [], [], 1.0)[0]:
             continue
         try:
-            more = os.read(ours, 65536)
+            chunk = os.read(program_end, 65536)
         except OSError:  # Linux: the other end is closed
             break
-        if not more:
+        if not chunk:
             break
-        seen += more
-    os.close(ours)
+        seen += chunk
+    os.close(program_end)
     assert process.wait(timeout=300) == 0, seen.decode()
     return seen.decode()
 
@@ -135,28 +135,29 @@ screen.close()
 def test_the_view_is_whole_at_any_width_and_after_a_change_of_it(
     columns: int, rows: int, later: int
 ) -> None:
-    ours, theirs = pty.openpty()
+    program_end, terminal_end = pty.openpty()
 
     def feed() -> None:
         with contextlib.suppress(OSError):  # Linux: the other end is closed
-            while more := os.read(ours, 65536):
-                stream.feed(more)
+            while chunk := os.read(program_end, 65536):
+                stream.feed(chunk)
 
     size = lambda width: struct.pack("HHHH", rows, width, 0, 0)  # noqa: E731
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, size(columns))
+    fcntl.ioctl(terminal_end, termios.TIOCSWINSZ, size(columns))
     terminal = pyte.Screen(columns, rows)
     stream = pyte.ByteStream(terminal)
-    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
+    variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
     reader = threading.Thread(target=feed, daemon=True)
     reader.start()
     with subprocess.Popen(
-        [sys.executable, "-c", VIEW], stdout=theirs, stdin=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=kept | {"TERM": "xterm-256color"}, text=True,
+        [sys.executable, "-c", VIEW], stdout=terminal_end,
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=variables | {"TERM": "xterm-256color"}, text=True,
     ) as process:  # fmt: skip
         assert process.stdin is not None and process.stderr is not None
         for width, done in ((columns, 19), (later, 29)):
             terminal.resize(rows, width)
-            fcntl.ioctl(theirs, termios.TIOCSWINSZ, size(width))
+            fcntl.ioctl(terminal_end, termios.TIOCSWINSZ, size(width))
             process.stderr.readline()
             time.sleep(1.0)  # four times the time between two drawings
             shown = [row.rstrip() for row in terminal.display if row.strip()]
@@ -166,8 +167,10 @@ def test_the_view_is_whole_at_any_width_and_after_a_change_of_it(
                 view = [*texts, "warning:", *view]
             above, below = shown[: -len(view)], shown[-len(view) :]
             assert [row.split()[0] for row in below] == view, shown
-            again = [row for row in above if "━" in row or row.startswith(("judge", "prompt"))]
-            assert "4/8" in below[-1] and not again, shown
+            repeated_rows = [
+                row for row in above if "━" in row or row.startswith(("judge", "prompt"))
+            ]
+            assert "4/8" in below[-1] and not repeated_rows, shown
             steps = [int(row[5:7]) for row in above if row.startswith("step ")]
             assert steps == list(range(steps[0], done + 1)), shown
             if rows >= 20:
@@ -177,11 +180,13 @@ def test_the_view_is_whole_at_any_width_and_after_a_change_of_it(
             process.stdin.write("\n")
             process.stdin.flush()
         assert process.wait(60) == 0
-    os.close(theirs)
+    os.close(terminal_end)
     reader.join(10)
-    os.close(ours)
-    left = [row.split()[0] for row in terminal.display if row.strip()]
-    assert "judge" not in left and "steps" not in left and "step" in left
+    os.close(program_end)
+    remaining_rows = [row.split()[0] for row in terminal.display if row.strip()]
+    assert (
+        "judge" not in remaining_rows and "steps" not in remaining_rows and "step" in remaining_rows
+    )
 
 
 def test_quiet_prints_warnings_and_the_summary() -> None:
@@ -247,11 +252,11 @@ def test_the_summary_says_what_came_out() -> None:
     out = io.StringIO()
     PlainScreen(out).summary(summary())
     shown = out.getvalue()
-    for words in (
+    for fragment in (
         "40 in 2 min 5 s", "0.100", "0.900", "val/accuracy", "checkpoints/latest/actor",
         "What next:", "ppo show outputs --worst 5",
     ):  # fmt: skip
-        assert words in shown
+        assert fragment in shown
 
 
 def test_a_summary_of_little() -> None:
@@ -290,12 +295,12 @@ def test_a_summary_says_one_number_once_and_a_decline_as_such() -> None:
             )
         )
     )  # fmt: skip
-    for words in (
+    for fragment in (
         "12 in 6 min 40 s (this session: 2 in 8 s)", "0.453 → 0.000 (declined)",
         "validation accuracy  0.500 → 0.600\n", "once                 0.617\n",
         "judge                3 calls, $0.0021", "warning: The policy has collapsed.",
     ):  # fmt: skip
-        assert words in lines, words
+        assert fragment in lines, fragment
     assert lines.count("declined") == 1
 
 

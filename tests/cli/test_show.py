@@ -69,9 +69,9 @@ def test_the_table_of_steps(run: Path) -> None:
 def test_the_summary_has_means_and_deviations(run: Path) -> None:
     rows = [row.split() for row in show(run, "--summary").splitlines()]
     assert rows == [["metric", "mean", "std"], ["reward_mean", "0.130", "0.072"]]
-    found = json.loads(show(run, "--summary", "--json"))
-    assert set(found) == {"reward_mean_mean", "reward_mean_std"}
-    assert found["reward_mean_mean"] == pytest.approx(0.13)
+    report = json.loads(show(run, "--summary", "--json"))
+    assert set(report) == {"reward_mean_mean", "reward_mean_std"}
+    assert report["reward_mean_mean"] == pytest.approx(0.13)
 
 
 def test_the_worst_come_first_and_the_unscored_last(run: Path) -> None:
@@ -95,14 +95,14 @@ def test_json(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (["--step", "24"], r"no responses of step 24.*from 1 to 25.*--step 25"),
         (["--val", "--step", "3"], r"no validation responses of step 3"),
     ],
 )
-def test_a_step_that_is_not_there(run: Path, args: list[str], told: str) -> None:
-    with pytest.raises(DataError, match=told):
+def test_a_step_that_is_not_there(run: Path, args: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         show(run, *args)
 
 
@@ -159,13 +159,13 @@ def test_what_the_judges_did_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     pay(tmp_path, *["ok"] * 17, "rate_limit", "rate_limit")  # some of a step that was cut short
     pay(tmp_path, "ok", "ok", judge="judge_calls_b")
     assert main(["show", str(tmp_path)]) == 0
-    said = (
+    expected = (
         "21 calls, 2 failed (rate_limit 2), 2 retries, 3 verdicts reused, "
         "1 responses without a score, $0.0021"
     )
-    assert f"judge: {said}" in capsys.readouterr().out
+    assert f"judge: {expected}" in capsys.readouterr().out
     end = summarise(steps, tmp_path, Config(), session=(2, 1.0), resume_command="")
-    assert end.judge == said
+    assert end.judge == expected
 
 
 def test_a_run_that_spent_its_budget_before_its_first_step(
@@ -177,9 +177,9 @@ def test_a_run_that_spent_its_budget_before_its_first_step(
     assert "is not a run folder" in capsys.readouterr().err
     pay(run, *["ok"] * 10)
     assert main(["show", str(run)]) == 0
-    told = capsys.readouterr().out
-    assert "No step is finished yet." in told and "judge: 10 calls, $0.001" in told
-    assert "command of this run is given again" in told
+    output = capsys.readouterr().out
+    assert "No step is finished yet." in output and "judge: 10 calls, $0.001" in output
+    assert "command of this run is given again" in output
     (run / "config.yaml").write_text(
         "data: {train_files: [embedded], val_files: []}\nmodel: {path: embedded}\n"
         "data.train_batch_size: 16\nactor.ppo_mini_batch_size: 16\n"
@@ -204,13 +204,13 @@ def test_two_runs_are_compared(run: Path, tmp_path_factory: pytest.TempPathFacto
         "actor:\n  optim:\n    lr: 1.0e-06  # default\n  new: 3  # default\n"
     )
     (other / "config.yaml").write_text("actor:\n  optim:\n    lr: 0.5  # flag --lr\n")
-    found = json.loads(show(run, other, "--json"))
-    assert found["settings"] == {"actor.optim.lr": ["1.0e-06", "0.5"]}
-    assert found["metrics"]["reward_mean"] == pytest.approx([0.205, 0.5])
-    assert found["metrics"]["entropy"] == [None, 1.0]
-    assert found["validation"] == [0.125, 0.75]
-    assert [row["step"] for row in found["prompts"]] == [1, 1]  # the newest that both have
-    assert found["prompts"][0]["prompt"] == "question b" and found["prompts"][0]["apart"] == 1.5
+    report = json.loads(show(run, other, "--json"))
+    assert report["settings"] == {"actor.optim.lr": ["1.0e-06", "0.5"]}
+    assert report["metrics"]["reward_mean"] == pytest.approx([0.205, 0.5])
+    assert report["metrics"]["entropy"] == [None, 1.0]
+    assert report["validation"] == [0.125, 0.75]
+    assert [row["step"] for row in report["prompts"]] == [1, 1]  # the newest that both have
+    assert report["prompts"][0]["prompt"] == "question b" and report["prompts"][0]["apart"] == 1.5
     text = show(run, other, "--worst", 1)
     assert "actor.optim.lr" in text and "better" in text and "question a" not in text
     assert "\x1b" not in text
@@ -221,17 +221,17 @@ def test_two_runs_are_compared(run: Path, tmp_path_factory: pytest.TempPathFacto
 def test_a_response_of_other_types_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = rollout_file(run, 25, "train")
     first = json.loads(file.read_text().splitlines()[0])
-    for change, said in {
+    for change, fragment in {
         '{"score": "good"}': 'score is "good", of another type than a run writes',
         '{"parts": {"judge": {"raw": "7"}}}': 'parts.judge.raw is "7", of another type',
         '{"parts": {"judge": 7}}': "parts.judge is 7, of another type",
         '{"uid": ["a"]}': 'uid is ["a"], of another type',
     }.items():
         file.write_text("\n".join(json.dumps(row) for row in (first, first | json.loads(change))))
-        for more in (["--step", "25"], ["--worst", "2"], [str(run), "--step", "25"]):
-            assert main(["show", str(run), *more]) == 2
-            told = capsys.readouterr().err
-            assert f"{file}, response 2: {said}" in told and "bug" not in told
+        for extra_args in (["--step", "25"], ["--worst", "2"], [str(run), "--step", "25"]):
+            assert main(["show", str(run), *extra_args]) == 2
+            output = capsys.readouterr().err
+            assert f"{file}, response 2: {fragment}" in output and "bug" not in output
     file.write_text(json.dumps(first | {"reason": 7, "failure": ["x"], "finish_reason": 3}))
     assert "reason:\n  7" in show(run, "--step", 25)
 
@@ -247,12 +247,12 @@ def test_the_drift_of_a_judge_against_labels_is_told_when_the_run_is_over(run: P
     replace_lines(run / "labels.jsonl", labels[1:])
     assert "drift" not in show(run)
     replace_lines(run / "labels.jsonl", labels)
-    told = "its scores have risen by +0.40 beyond the labels that people gave"
-    assert told in show(run)
+    output = "its scores have risen by +0.40 beyond the labels that people gave"
+    assert output in show(run)
     odd: list[dict[str, Any]]
     odd = [{"step": "x"}, {"step": 1e400}, {"label": float("nan")}, {"score": "good"}]
     replace_lines(run / "labels.jsonl", [*labels, *({**labels[0], **change} for change in odd)])
-    assert told in show(run)
+    assert output in show(run)
     data = RunData(run, "run")
     kinds = [finding["kind"] for finding in data.read()["findings"]]
     assert "judge_drift" in kinds

@@ -48,14 +48,14 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_cannot_be_simulated_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     config = make_config(None, {"trainer.n_gpus_per_node": "8"})
-    for settings, words in {
+    for settings, fragment in {
         "trainer.n_gpus_per_node=0": "--simulate is for runs on GPUs",
         "actor.optim.optimizer=AdamW8bit": "actor.optim.optimizer is AdamW8bit",
         "model.quantization=nf4": "model.quantization holds weights in 4 bits",
     }.items():
         key, value = settings.split("=")
         refused = with_settings(config, {key: int(value) if value.isdigit() else value})
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=fragment):
             require_simulation(refused)
     require_simulation(config)
 
