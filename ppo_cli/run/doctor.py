@@ -389,7 +389,7 @@ def _sandbox(machine: Machine) -> Said:
 
 def _judges(machine: Machine) -> Said:
     from ppo_cli.rewards.judge.calls import JudgeError
-    from ppo_cli.rewards.judge.providers import api_key, build_provider
+    from ppo_cli.rewards.judge.providers import build_provider, read_api_key
     from ppo_cli.rewards.remote.failures import Failure
     from ppo_cli.scoring.forecast import providers_with_keys
 
@@ -409,7 +409,7 @@ def _judges(machine: Machine) -> Said:
             if machine.probe:
                 yield "ok", f"{name} {asyncio.run(_ask(provider))}", ""
             else:
-                key = api_key(api.type, machine.environ, key_env=api.key_env, optional=True)
+                key = read_api_key(api.type, machine.environ, key_env=api.key_env, optional=True)
                 yield "ok", f"{name}: {key.variable or 'no key'}; not called without --probe", ""
         except UserError as error:
             unset = re.search(r"\b[A-Z][A-Z_]{4,}\b", str(error))
@@ -433,7 +433,7 @@ async def _ask(provider: SdkProvider) -> str:
     question = Question("", said, said, Scale(1, 10), max_tokens=16, output="text")
     began = time.monotonic()
     try:
-        provider.begin(lambda told: None)
+        provider.start_server(lambda told: None)
         try:
             await provider.ask(question, timeout=PATIENCE_S)
         except JudgeError as error:  # an answer that was cut, or refused, is one
@@ -446,7 +446,7 @@ async def _ask(provider: SdkProvider) -> str:
             return f"{said}; {NO_LIST}"
     finally:
         await provider.close()
-        provider.end()
+        provider.stop_server()
 
 
 CHECKS: dict[str, Callable[[Machine], Said]] = {

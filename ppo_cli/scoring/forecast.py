@@ -35,7 +35,7 @@ from ppo_cli.rewards.judge.prompt import (
     load_template,
     rubric_reader,
 )
-from ppo_cli.rewards.judge.providers import build_provider, monitor_of
+from ppo_cli.rewards.judge.providers import build_provider, monitor_settings
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.scoring.rows import read_held_out
@@ -172,7 +172,7 @@ class Forecast:
         lines += self._model_warnings()
         lines += self._budget_lines()
         if api.monitor.model is not None:
-            monitor, share = monitor_of(api), api.monitor.share
+            monitor, share = monitor_settings(api), api.monitor.share
             line = _usage_line(usage.times(share / api.votes), find_price(monitor))
             lines.append(
                 f"{share:.0%} of the responses are also sent to {monitor.type}: {line}{where} for "
@@ -398,7 +398,7 @@ def providers_with_keys(environ: Mapping[str, str]) -> Iterator[str]:
 
 async def fetch_models(provider: SdkProvider) -> list[str] | None:
     """The models that a provider lists for its key, sorted; raises only JudgeError."""
-    names = await provider.within(LIST_TIMEOUT_S, provider.models)
+    names = await provider.run_with_client(LIST_TIMEOUT_S, provider.list_models)
     return None if names is None else sorted(set(names))
 
 

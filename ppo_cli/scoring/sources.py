@@ -77,11 +77,11 @@ def row_checks(
 
 def _check_prices(settings: ApiReward) -> None:
     from ppo_cli.rewards.judge.costs import build_ledger, share_ledger
-    from ppo_cli.rewards.judge.providers import monitor_of
+    from ppo_cli.rewards.judge.providers import monitor_settings
 
     ledger = build_ledger(settings)
     if settings.monitor.model is not None:
-        share_ledger(ledger, monitor_of(settings))
+        share_ledger(ledger, monitor_settings(settings))
 
 
 def _check_held_out(settings: ApiReward, file: str) -> None:

@@ -46,7 +46,7 @@ from ppo_cli.rewards.judge.prompt import (
     rubric_reader,
     visible_text,
 )
-from ppo_cli.rewards.judge.providers import NO_KEY, build_provider, locate, provider_class
+from ppo_cli.rewards.judge.providers import NO_KEY, build_provider, provider_class, resolve_base_url
 from ppo_cli.rewards.judge.providers.base import Key
 from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, RubricDraft
 from ppo_cli.rewards.judge.sanitise import cut_middle, no_content_reason
@@ -104,11 +104,11 @@ def provider_call(
         provider_class(api.type),
         api.model_copy(update={"model": api.model or PLACEHOLDER_MODEL}),
     )
-    provider = kind(named, locate(kind, api, environ), Key(NO_KEY, ""))
+    provider = kind(named, resolve_base_url(kind, api, environ), Key(NO_KEY, ""))
     request = (
-        provider.decide(RecordingClient(), question, api.timeout)
+        provider.request_decision(RecordingClient(), question, api.timeout)
         if api.mode == "decision"
-        else provider.judge(RecordingClient(), question, provider.form(), api.timeout)
+        else provider.request_verdict(RecordingClient(), question, provider.forms(), api.timeout)
     )
     try:
         asyncio.run(request)
@@ -333,7 +333,7 @@ def ask_all(
     loop, stopped = LoopThread(), ""
     futures: list[Future[Verdict | JudgeError]] = []
     try:
-        provider.begin(screen.note)
+        provider.start_server(screen.note)
         answered: dict[int, Verdict] = {}
         key = cache_key(provider.identity, questions[0])
         # The first question tests key, model and address: if they are wrong, ask nothing else.
@@ -360,7 +360,7 @@ def ask_all(
     finally:
         loop.call(client.close(DRAIN_S), timeout=2 * DRAIN_S)
         loop.close()
-        provider.end()
+        provider.stop_server()
         if cache is not None:
             cache.close()
     # After a stop, questions that were not submitted have no answer.

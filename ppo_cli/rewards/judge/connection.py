@@ -50,7 +50,7 @@ class JudgeConnection:
         key = cache_key(self.provider.identity, question)
         cached = self.cache is not None and self.cache.get(key) is not None
         # A batch needs a request format that a direct call has shown to work.
-        if cached and (self.batch is None or self.batch.under_way()):
+        if cached and (self.batch is None or self.batch.has_open_job()):
             return
         try:
             verdict = reach_judge(loop, self.direct, question, api, patient=patient, tell=tell)
@@ -58,7 +58,7 @@ class JudgeConnection:
             if error.kind is not Failure.UNPARSED:
                 raise
             raise RewardError(
-                _describe_unreadable(error, api, self.provider.answer_room)
+                _describe_unreadable(error, api, self.provider.max_answer)
             ) from error
         if self.cache is not None:
             self.cache.put(key, verdict)

@@ -24,7 +24,7 @@ from ppo_cli.rewards.judge.calls import JudgeError, Question, Scale, UnlimitedCo
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
 from ppo_cli.rewards.judge.connection import JudgeConnection
 from ppo_cli.rewards.judge.costs import Ledger, share_ledger
-from ppo_cli.rewards.judge.providers import build_provider, monitor_of
+from ppo_cli.rewards.judge.providers import build_provider, monitor_settings
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 
@@ -230,7 +230,7 @@ class Monitor:
         ledger: Ledger,
         cache: VerdictCache | None,
     ) -> None:
-        judge, limits = monitor_of(api), Limits.of(api)
+        judge, limits = monitor_settings(api), Limits.of(api)
         self._shared_ledger = share_ledger(ledger, judge)
         self._required, self._share = api.monitor.required, api.monitor.share
         self._patience = 2 * limits.timeout

@@ -95,7 +95,7 @@ class JudgeReward(Reward):
             return
         # Then calls: the judge itself, its format checks, and the second judge.
         provider = self._connection.provider
-        provider.begin(tell)
+        provider.start_server(tell)
         self._test_judge(prompts, patient=patient, tell=tell)
         if self._api.canary_every:
             self.check_format(tell)
@@ -229,7 +229,7 @@ class JudgeReward(Reward):
             self._loop.call(self._close(), timeout=DRAIN_S + 10.0)
         finally:
             self._loop.close()
-            self._connection.provider.end()
+            self._connection.provider.stop_server()
 
     def _new_round(self) -> JudgingRound:
         return JudgingRound(self._policy, self._judge, self._is_judge_up)

@@ -37,7 +37,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 
 
 def free_port() -> int:
-    return int(str(urlsplit(Judge.home({})).port))
+    return int(str(urlsplit(Judge.default_url({})).port))
 
 
 def until(true: Callable[[], Any], seconds: float = 20.0) -> None:

@@ -1,7 +1,7 @@
-"""The providers behind one `ask()`: how one is built from its settings, address and key.
+"""Builds the provider of a judge from its settings, address and key.
 
-Only the files beside this one import their SDKs, and only when they are used. No key ever stands
-in a message or a repr.
+Only the modules of this package import SDKs, and only when they are used. No message or repr
+contains a key.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ppo_cli.config.schema.reward import ApiReward, check_judge_address
 from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.rewards.judge.providers.base import Key, SdkProvider
 
-# What a server without keys is sent: the SDK insists on something.
+# The key for a server without keys: SDKs require one.
 NO_KEY = "none"
 
 
 def provider_class(kind: str) -> type[SdkProvider]:
-    """The class of a provider: `Judge` in the file of its name, or that of a cloud elsewhere."""
+    """Return the class of a provider: `Judge` in the module of its name, or a cloud's class."""
     file, _, name = (JUDGES[kind].platform or f"{kind}.Judge").partition(".")
-    found: type[SdkProvider] = getattr(importlib.import_module(f"{__name__}.{file}"), name)
-    return found
+    provider: type[SdkProvider] = getattr(importlib.import_module(f"{__name__}.{file}"), name)
+    return provider
 
 
 def build_provider(
@@ -38,18 +38,18 @@ def build_provider(
     unusable address, MissingPart for an SDK that is not installed.
     """
     kind = effective_provider(api.type, environ)
-    known, provider = JUDGES[kind], provider_class(kind)
+    declaration, provider = JUDGES[kind], provider_class(kind)
     if lacking := missing_sdk_settings(kind, environ, base_url=api.base_url, key_env=api.key_env):
         raise RewardError("\n".join(lacking))
-    base_url = locate(provider, api, environ, flags)
-    own_server = known.keyless and base_url != known.url
-    key = api_key(kind, environ, key_env=api.key_env, optional=own_server)
-    if not installed(provider.module):
+    base_url = resolve_base_url(provider, api, environ, flags)
+    own_server = declaration.keyless and base_url != declaration.url
+    key = read_api_key(kind, environ, key_env=api.key_env, optional=own_server)
+    if not is_installed(provider.module):
         raise MissingPart(
             f"A judge at {api.type} needs the {provider.package} package: "
             f"pip install {provider.package}"
         )
-    if api.mode == "decision" and not installed(provider.decisions):
+    if api.mode == "decision" and not is_installed(provider.decision_module):
         raise MissingPart(
             f"--rm_mode decision needs a newer {provider.package}: "
             f"pip install --upgrade {provider.package}"
@@ -57,7 +57,7 @@ def build_provider(
     return provider(api, base_url, key, flags)
 
 
-def installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether a module can be imported; only the packages above it are."""
     try:
         return importlib.util.find_spec(module) is not None
@@ -65,26 +65,26 @@ def installed(module: str) -> bool:
         return False
 
 
-def locate(
+def resolve_base_url(
     provider: type[SdkProvider], api: ApiReward, environ: Mapping[str, str], flags: str = "--rm"
 ) -> str:
-    """The address of the settings, of a variable or of the provider, as the SDK takes it."""
+    """Return the address from the settings, a variable or the provider, as the SDK takes it."""
     places = {f"{flags}_base_url": api.base_url}
     for variable in () if api.base_url else JUDGES[provider.name].url_variables:
         places[variable] = environ.get(variable, "").strip()
-    for source, given in places.items():
-        if given:
-            return clean_url(given, provider.pasted, provider.path, source)
-    return provider.home(environ)
+    for source, url in places.items():
+        if url:
+            return clean_url(url, provider.redundant_path, provider.default_path, source)
+    return provider.default_url(environ)
 
 
-def api_key(
+def read_api_key(
     kind: str, environ: Mapping[str, str], *, key_env: str | None = None, optional: bool = False
 ) -> Key:
-    """Return the key for a provider; one that is missing or mangled raises RewardError.
+    """Return the key for a provider; raises RewardError if it is missing or malformed.
 
-    Blank variables count as missing, blanks around a key are dropped. With `optional` (an
-    OpenAI-compatible server of one's own) a missing key becomes a placeholder.
+    Blank variables count as missing, blanks around a key are dropped. With `optional` (a private
+    OpenAI-compatible server) a missing key becomes a placeholder.
     """
     variables = (key_env,) if key_env else JUDGES[kind].keys
     for variable in variables:
@@ -101,10 +101,10 @@ def api_key(
 
 
 def check_key(value: str, variable: str) -> str:
-    """Return the key; one that could not stand in a request header raises RewardError."""
+    """Return the key; raises RewardError if a request header cannot contain it."""
     if not value.isascii():
         raise RewardError(
-            f"The key in {variable} holds characters that no key has (curly quotes, a letter "
+            f"The key in {variable} contains characters that no key has (curly quotes, a letter "
             "with an accent?). Copy it again from the provider's page."
         )
     if any(char.isspace() or not char.isprintable() for char in value):
@@ -115,32 +115,35 @@ def check_key(value: str, variable: str) -> str:
     return value
 
 
-def monitor_of(api: ApiReward) -> ApiReward:
-    """The settings of the judge that is only compared with the first.
+def monitor_settings(api: ApiReward) -> ApiReward:
+    """Return the settings of the second judge, which is only compared with the first.
 
-    One of the same type without an address of its own is asked where the first one is, with the
-    same key: a gateway's key is not for the provider's public address. Temperature, votes, mode
-    and prices are the first judge's own.
+    If it has the same type and no address, it uses the address and key of the first one: a
+    gateway's key is not for the provider's public address. Temperature, votes, mode and prices of
+    the first judge do not apply to it.
     """
-    given = api.monitor
-    base_url, key_env = given.base_url, given.key_env
-    if not base_url and given.type == api.type:
+    monitor = api.monitor
+    base_url, key_env = monitor.base_url, monitor.key_env
+    if not base_url and monitor.type == api.type:
         base_url, key_env = api.base_url, key_env or api.key_env
-    named = {"type": given.type, "model": given.model, "base_url": base_url, "key_env": key_env}
-    usual = ("temperature", "votes", "mode", "price_input", "price_output")
-    own = {name: ApiReward.model_fields[name].default for name in usual}
-    return api.model_copy(update=named | own)
+    changes = {
+        "type": monitor.type, "model": monitor.model, "base_url": base_url, "key_env": key_env,
+    }  # fmt: skip
+    reset = ("temperature", "votes", "mode", "price_input", "price_output")
+    defaults = {name: ApiReward.model_fields[name].default for name in reset}
+    return api.model_copy(update=changes | defaults)
 
 
-def clean_url(url: str, pasted: str, path: str, source: str = "--rm_base_url") -> str:
+def clean_url(url: str, redundant_path: str, path: str, source: str = "--rm_base_url") -> str:
     """Return a base URL as the SDK takes it, from what people type or paste.
 
-    `pasted` finds what is too much at the end, `path` is the path of an address without one.
+    The regex `redundant_path` finds what to remove from the end; `path` is the path of an address
+    without one.
     """
     try:
         check_judge_address(url)
     except ValueError as error:
         raise RewardError(f"{source} {error}.") from None
     parts = urlsplit(url.strip())
-    given = re.sub(pasted, "", re.sub(r"/+", "/", parts.path).rstrip("/"))
-    return f"{parts.scheme.lower()}://{parts.netloc}{given or path}"
+    base_path = re.sub(redundant_path, "", re.sub(r"/+", "/", parts.path).rstrip("/"))
+    return f"{parts.scheme.lower()}://{parts.netloc}{base_path or path}"

@@ -1,4 +1,4 @@
-"""A judge behind the dashscope SDK, through its native or its compatible protocol."""
+"""Judges behind the dashscope SDK, through its native or its compatible protocol."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ppo_cli.rewards.judge.calls import Question, Reply
-from ppo_cli.rewards.judge.providers.base import (
-    Form,
-    Option,
-    SdkProvider,
-    TokenFields,
-    attribute,
-    hush,
-    read_usage,
-)
-from ppo_cli.rewards.judge.providers.bodies import check_response
+from ppo_cli.rewards.judge.providers.base import SdkProvider, silence_logger
 from ppo_cli.rewards.judge.providers.forms import (
     FORMAT_WORDS,
+    decision_question,
     read_decision,
     response_format,
-    score_question,
 )
 from ppo_cli.rewards.judge.providers.openai import chat_messages, read_completion
+from ppo_cli.rewards.judge.providers.options import Forms, Option
+from ppo_cli.rewards.judge.providers.replies import (
+    TokenFields,
+    check_response,
+    get_nested,
+    read_usage,
+)
 from ppo_cli.rewards.remote.proxies import client_settings
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ TOKENS = TokenFields(
     ("input_tokens",), ("output_tokens",), "prompt_tokens_details.cached_tokens", "total_tokens"
 )
 
-_PAGE = 100  # models in a page of their list
+_PAGE_SIZE = 100  # of the list of models
 
 
 class Judge(SdkProvider):
@@ -42,30 +40,30 @@ class Judge(SdkProvider):
     name = "dashscope"
     package = "dashscope"
     module = "dashscope"
-    decisions = "dashscope.v2.resources.decision"
-    pasted = (
+    decision_module = "dashscope.v2.resources.decision"
+    redundant_path = (
         r"/(services/aigc/(text|multimodal)-generation/generation|systemone|(chat/)?completions"
         r"|responses|decisions|models)$"
     )
-    path = "/api/v1"
+    default_path = "/api/v1"
     _http: httpx.AsyncClient | None = None
 
     @classmethod
-    def home(cls, environ: Mapping[str, str]) -> str:
-        """There is one address for each workspace and region."""
+    def default_url(cls, environ: Mapping[str, str]) -> str:
+        """Return the address of the workspace or region."""
         workspace = environ.get("DASHSCOPE_WORKSPACE", "").strip()
         region = environ.get("DASHSCOPE_REGION", "").strip() or "cn-beijing"
         if workspace:
             return f"https://{workspace}.{region}.maas.aliyuncs.com/api/v1"
         if region == "cn-beijing":
-            return super().home(environ)
+            return super().default_url(environ)
         host = "cn-hongkong.dashscope" if region == "cn-hongkong" else "dashscope-intl"
         return f"https://{host}.aliyuncs.com/api/v1"
 
     def options(self) -> Sequence[Option]:
-        """Qwen thinks by default in many models: a judge's answer is to be short."""
+        """Thinking is switched off: many Qwen models think by default."""
         return [
-            Option("enable_thinking", words=("thinking",)),
+            Option("enable_thinking", aliases=("thinking",)),
             Option("seed"),
             Option("response_format", ("json_schema", "json_object"), ("schema", *FORMAT_WORDS)),
             Option("temperature"),
@@ -73,16 +71,16 @@ class Judge(SdkProvider):
         ]
 
     def connect(self, key: str) -> Any:
-        """An AsyncClient without retries; the URL tells the protocol."""
+        """Return an AsyncClient without retries; the URL decides the protocol."""
         import httpx
         from dashscope import AsyncClient
 
-        hush("dashscope.v2")  # it warns of every failed attempt
+        silence_logger("dashscope.v2")  # it warns about every failed attempt
         compatible = "/compatible-mode" in self.base_url
         base = self.base_url
-        if self.api.mode == "decision":  # it lives under the compatible path only
+        if self.api.mode == "decision":  # only the compatible path has it
             base = re.sub(r"/api/v1$", "/compatible-mode/v1", base)
-        # A client that is passed in has to bring what the SDK gives its own.
+        # A client that is passed in needs what the SDK would set on its own one (dashscope 1.25).
         self._http = httpx.AsyncClient(
             base_url=base, headers={"Authorization": f"Bearer {key}"}, timeout=None,
             limits=httpx.Limits(max_connections=None),
@@ -100,42 +98,46 @@ class Judge(SdkProvider):
         return client
 
     async def disconnect(self, client: Any) -> None:
-        """Close the connection pool, and the client that was lent to it."""
+        """Close the SDK's client and the HTTP client that was passed to it."""
         await client.aclose()
         if self._http is not None:
             await self._http.aclose()
 
-    async def models(self, client: Any) -> list[str] | None:
-        """What the models endpoint of the native protocol lists, page after page."""
+    async def list_models(self, client: Any) -> list[str] | None:
+        """Return the models that the native protocol lists, page by page."""
         if "/compatible-mode" in self.base_url:
             return None
-        found: list[str] = []
+        names: list[str] = []
         while True:
-            page = await client.models.list(page_no=len(found) // _PAGE + 1, page_size=_PAGE)
-            found += [model.model for model in page.models if model.model]
-            if len(page.models) < _PAGE or len(found) >= page.total_count:
-                return found
+            page = await client.models.list(
+                page_no=len(names) // _PAGE_SIZE + 1, page_size=_PAGE_SIZE
+            )
+            names += [model.model for model in page.models if model.model]
+            if len(page.models) < _PAGE_SIZE or len(names) >= page.total_count:
+                return names
 
-    async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
+    async def request_verdict(
+        self, client: Any, question: Question, forms: Forms, timeout: float
+    ) -> Reply:
         """One chat completion."""
-        plain = {
-            "enable_thinking": False, "seed": question.vote, "temperature": self.sampling(),
+        arguments: dict[str, Any] = {
+            "enable_thinking": False, "seed": question.vote, "temperature": self.temperature(),
             "max_tokens": question.max_tokens,
         }  # fmt: skip
-        chosen: dict[str, Any] = {name: value for name, value in plain.items() if name in form}
-        if "response_format" in form and question.output == "json":
-            chosen["response_format"] = response_format(question, form["response_format"])
+        chosen = {name: value for name, value in arguments.items() if name in forms}
+        if "response_format" in forms and question.output == "json":
+            chosen["response_format"] = response_format(question, forms["response_format"])
         reply = await client.chat.completions.create(
             model=self.model, messages=chat_messages(question), timeout=timeout, **chosen
         )
         return read_completion(reply, TOKENS)
 
-    async def decide(self, client: Any, question: Question, timeout: float) -> Reply:
+    async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
         """One decision."""
         reply = await client.decision.create(
             model=self.model,
             state=question.user,
-            questions=score_question(question),
+            questions=decision_question(question),
             timeout=timeout,
         )
-        return read_decision(reply, question.scale, read_usage(attribute(reply, "usage"), TOKENS))
+        return read_decision(reply, question.scale, read_usage(get_nested(reply, "usage"), TOKENS))

@@ -1,48 +1,51 @@
-"""A judge behind the google-genai SDK: the Gemini API, or Vertex AI."""
+"""Judges behind the google-genai SDK: the Gemini API, or Vertex AI."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
-    Form,
-    Option,
-    Progress,
-    Results,
-    Rows,
+    BatchProgress,
+    BatchResults,
+    BatchRows,
     SdkProvider,
-    TokenFields,
-    attribute,
-    finish,
-    hush,
-    read_row,
-    read_usage,
-    refused,
-    row_error,
+    silence_logger,
     vertex_address,
 )
-from ppo_cli.rewards.judge.providers.bodies import (
+from ppo_cli.rewards.judge.providers.forms import (
+    decision_question,
+    read_decision,
+    verdict_schema,
+)
+from ppo_cli.rewards.judge.providers.options import Forms, Option
+from ppo_cli.rewards.judge.providers.replies import (
+    TokenFields,
     bad_body,
+    build_reply,
     check_reply,
     check_response,
     describe,
+    get_nested,
+    read_row,
+    read_usage,
+    refusal,
+    row_error,
 )
-from ppo_cli.rewards.judge.providers.failures import read_status, wrong_version
-from ppo_cli.rewards.judge.providers.forms import read_decision, score_question, verdict_schema
 from ppo_cli.rewards.remote.proxies import client_settings, is_socks
 
+# Categories of Gemini's filters; a judge has to read what they would block.
 _HARMS = ("HARASSMENT", "HATE_SPEECH", "SEXUALLY_EXPLICIT", "DANGEROUS_CONTENT")
+# Finish reasons of an answer that a filter withheld.
 _BLOCKED = {
     "SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "LANGUAGE", "MODEL_ARMOR",
     "ESCALATION",
 }  # fmt: skip
 _OVER = {"succeeded", "partially_succeeded", "failed", "cancelled", "expired"}
 _NOT_DONE = {1: "cancelled", 4: "expired"}  # by google.rpc.Code
-_NO_SUCH_PATH = {404, 405}
 _VERSION = re.compile(r"^(.*)/(v\d\w*)$")
 # Thinking is billed as output.
 TOKENS = TokenFields(
@@ -62,14 +65,13 @@ class Judge(SdkProvider):
     name = "gemini"
     package = "google-genai"
     module = "google.genai"
-    decisions = "google.genai.decisions"
-    pasted = r"/(models(/[^/]*)?|decisions)$"
+    decision_module = "google.genai.decisions"
+    redundant_path = r"/(models(/[^/]*)?|decisions)$"
     batch_rows, batch_bytes = 100_000, 15_000_000  # requests in the call itself: 20 MB at most
-    versions: ClassVar[tuple[str, ...]] = ("v1", "v1beta")
     _session: Any = None
 
     def options(self) -> Sequence[Option]:
-        """Thinking off if the model can, else as little as it can; filters off, for judging."""
+        """Thinking is off if possible, else minimal; filters are off."""
         return [
             Option(
                 "thinking", ("budget 0", "level MINIMAL", "level LOW"),
@@ -94,13 +96,15 @@ class Judge(SdkProvider):
         ]  # fmt: skip
 
     def connect(self, key: str) -> Any:
-        """A genai client; one attempt, which also ends the SDK's own second try."""
+        """Return a genai client with the SDK's retries disabled; the remote client retries."""
         import aiohttp
         import httpx
         from google import genai
         from google.genai import types
 
-        hush("google_genai._api_client")  # it names the wrong variable when both hold a key
+        silence_logger(
+            "google_genai._api_client"
+        )  # it names the wrong variable when both contain a key
         base, version = self._address()
         if version is None and self.api.mode == "decision":
             version = "v1beta"  # where the decision endpoint is documented
@@ -116,78 +120,54 @@ class Judge(SdkProvider):
             self._session = http.httpx_async_client = httpx.AsyncClient(
                 event_hooks={"response": [check_response]}, **settings
             )
-        else:  # a separate session: the SDK's own warns
+        else:  # the SDK's session warns when it is not closed
             self._session = http.aiohttp_client = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), trust_env=not settings,
                 middlewares=[check_reply],
             )  # fmt: skip
-        return genai.Client(http_options=http, **self.access(key))
+        return genai.Client(http_options=http, **self.credentials(key))
 
-    def access(self, key: str) -> dict[str, Any]:
-        """How the SDK is let in."""
+    def credentials(self, key: str) -> dict[str, Any]:
+        """Return the credentials for the SDK."""
         return {"api_key": key, "vertexai": False}
 
     async def disconnect(self, client: Any) -> None:
-        """Close both halves of the client, and the session that was lent to it."""
+        """Close both halves of the client, and its session."""
         session, self._session = self._session, None
         await client.aio.aclose()
         client.close()
         if session is not None:
             await (session.aclose() if hasattr(session, "aclose") else session.close())
 
-    async def models(self, client: Any) -> list[str] | None:
-        """What the models endpoint lists of models that generate content."""
-        found = [model async for model in await client.aio.models.list()]
-        # At Vertex AI a model does not say what it does.
-        fit = [m for m in found if "generateContent" in (m.supported_actions or "generateContent")]
+    async def list_models(self, client: Any) -> list[str] | None:
+        """Return the models of the models endpoint that generate content."""
+        models = [model async for model in await client.aio.models.list()]
+        # At Vertex AI a model does not list its actions.
+        fit = [m for m in models if "generateContent" in (m.supported_actions or "generateContent")]
         return [model.name.rsplit("/", 1)[-1] for model in fit if model.name]
 
-    async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
-        """One generated content."""
-        try:
-            reply = await client.aio.models.generate_content(
-                model=self.model,
-                contents=_contents(question, form),
-                config=self._config(question, form),
-            )
-        except Exception as error:
-            status = read_status(error)
-            unproven = status in _NO_SUCH_PATH and self._worked is None
-            if unproven and (served := await self._served_address()):
-                raise wrong_version(self._context, status, served) from None
-            raise
+    async def request_verdict(
+        self, client: Any, question: Question, forms: Forms, timeout: float
+    ) -> Reply:
+        """Ask for generated content."""
+        reply = await client.aio.models.generate_content(
+            model=self.model,
+            contents=_contents(question, forms),
+            config=self._config(question, forms),
+        )
         return read_content(reply)
 
     def _address(self) -> tuple[str, str | None]:
-        """The base URL without its API version, and the version if it has one."""
+        """Return the base URL without its API version, and the version if it has one."""
         match = _VERSION.match(self.base_url)
         return (match[1], match[2]) if match else (self.base_url, None)
 
-    async def _served_address(self) -> str | None:
-        """The base URL of another API version that answers; some gateways serve only one.
-
-        An empty request costs nothing: a server that has the path rejects it as incomplete.
-        """
-        import httpx
-
-        base, version = self._address()
-        async with httpx.AsyncClient(**client_settings(base)) as http:
-            for other in self.versions:
-                if other == version:
-                    continue
-                url = f"{base}/{other}/models/{self.model}:generateContent"
-                reply = await http.post(url, json={}, headers={"x-goog-api-key": self._key.value})
-                is_json = "json" in reply.headers.get("content-type", "")
-                if is_json and reply.status_code not in _NO_SUCH_PATH:
-                    return f"{base}/{other}"
-        return None
-
-    async def submit(self, client: Any, rows: Rows, form: Form, name: str) -> str:
-        """All requests in one call, each with its id as metadata."""
+    async def submit_batch(self, client: Any, rows: BatchRows, forms: Forms, name: str) -> str:
+        """Submit all requests in one call, each with its id as metadata."""
         requests = [
             {
-                "contents": _contents(question, form),
-                "config": self._config(question, form),
+                "contents": _contents(question, forms),
+                "config": self._config(question, forms),
                 "metadata": {"key": row_id},
             }
             for row_id, question in rows.items()
@@ -197,60 +177,60 @@ class Judge(SdkProvider):
         )
         return str(job.name)
 
-    async def find(self, client: Any, name: str, since: float, rows: int) -> list[str]:
-        """The name is in the display name."""
+    async def find_batches(self, client: Any, name: str, since: float, rows: int) -> list[str]:
+        """Look for the name in the display name."""
         jobs = [job async for job in await client.aio.batches.list(config={"page_size": 100})]
         return [str(job.name) for job in jobs if (job.display_name or "").endswith(f" {name}")]
 
-    async def look(self, client: Any, job: str) -> Progress:
-        """State of a job; it tells no counts."""
-        found = await client.aio.batches.get(name=job)
-        state = _word(attribute(found, "state")).removeprefix("JOB_STATE_").lower()
-        told = attribute(found, "error", "message") or state
-        return Progress(state, state in _OVER, failed=told if state == "failed" else "")
+    async def poll_batch(self, client: Any, job: str) -> BatchProgress:
+        """Return the state of a job; there are no counts."""
+        batch = await client.aio.batches.get(name=job)
+        state = _word(get_nested(batch, "state")).removeprefix("JOB_STATE_").lower()
+        message = get_nested(batch, "error", "message") or state
+        return BatchProgress(state, state in _OVER, failed=message if state == "failed" else "")
 
-    async def results(self, client: Any, job: str) -> Results:
-        """The responses of a job; one that ran out of time may have none."""
-        found = await client.aio.batches.get(name=job)
-        lines = attribute(found, "dest", "inlined_responses") or []
-        return [(str(attribute(one, "metadata", "key")), _outcome(one)) for one in lines]
+    async def fetch_results(self, client: Any, job: str) -> BatchResults:
+        """Return the responses of a job; one that expired may have none."""
+        batch = await client.aio.batches.get(name=job)
+        lines = get_nested(batch, "dest", "inlined_responses") or []
+        return [(str(get_nested(line, "metadata", "key")), _outcome(line)) for line in lines]
 
-    def _config(self, question: Question, form: Form) -> dict[str, Any]:
+    def _config(self, question: Question, forms: Forms) -> dict[str, Any]:
         plain = {
-            "seed": question.vote, "temperature": self.sampling(),
+            "seed": question.vote, "temperature": self.temperature(),
             "max_output_tokens": question.max_tokens,
         }  # fmt: skip
-        config: dict[str, Any] = {name: value for name, value in plain.items() if name in form}
+        config: dict[str, Any] = {name: value for name, value in plain.items() if name in forms}
         config["automatic_function_calling"] = {"disable": True}
-        if question.system and form.get("system_instruction") == "apart":
+        if question.system and forms.get("system_instruction") == "apart":
             config["system_instruction"] = question.system
-        if "thinking" in form:
-            way, _, amount = form["thinking"].partition(" ")
+        if "thinking" in forms:
+            way, _, amount = forms["thinking"].partition(" ")
             config["thinking_config"] = (
                 {"thinking_budget": 0} if way == "budget" else {"thinking_level": amount}
             )
-        if "safety_settings" in form:
+        if "safety_settings" in forms:
             config["safety_settings"] = [
-                {"category": f"HARM_CATEGORY_{harm}", "threshold": form["safety_settings"]}
+                {"category": f"HARM_CATEGORY_{harm}", "threshold": forms["safety_settings"]}
                 for harm in _HARMS
             ]
-        asked = form.get("response_schema") if question.output == "json" else None
-        if asked:
+        schema_form = forms.get("response_schema") if question.output == "json" else None
+        if schema_form:
             config["response_mime_type"] = "application/json"
-        if asked == "json_schema":
+        if schema_form == "json_schema":
             schema = verdict_schema(question)
             order = list(schema["properties"])
             config["response_json_schema"] = {**schema, "propertyOrdering": order}
         return config
 
-    async def decide(self, client: Any, question: Question, timeout: float) -> Reply:
+    async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
         """One decision."""
         reply = await client.aio.decisions.create(
-            model=self.model, input=question.user, questions=score_question(question)
+            model=self.model, input=question.user, questions=decision_question(question)
         )
-        usage = read_usage(attribute(reply, "usage"), DECISION_TOKENS)
-        if blocked := attribute(reply, "prompt_feedback", "block_reason"):
-            raise refused("content_filter", f"The prompt was blocked: {blocked}", usage)
+        usage = read_usage(get_nested(reply, "usage"), DECISION_TOKENS)
+        if blocked := get_nested(reply, "prompt_feedback", "block_reason"):
+            raise refusal("content_filter", f"The prompt was blocked: {blocked}", usage)
         return read_decision(reply, question.scale, usage)
 
 
@@ -259,48 +239,50 @@ class Vertex(Judge):
 
     name = "vertex"
     batch_rows = 0
-    versions = ()  # paths name a project there
 
     @classmethod
-    def home(cls, environ: Mapping[str, str]) -> str:
-        """There is one address for each region."""
+    def default_url(cls, environ: Mapping[str, str]) -> str:
+        """Return the address of the region."""
         return vertex_address(environ["GOOGLE_CLOUD_LOCATION"])
 
-    def access(self, key: str) -> dict[str, Any]:
-        """Project and region; the SDK finds the credentials."""
-        project, location = (os.environ[f"GOOGLE_CLOUD_{it}"] for it in ("PROJECT", "LOCATION"))
+    def credentials(self, key: str) -> dict[str, Any]:
+        """Return project and region; the SDK finds the credentials."""
+        names = ("GOOGLE_CLOUD_PROJECT", "GOOGLE_CLOUD_LOCATION")
+        project, location = (os.environ[name] for name in names)
         return {"vertexai": True, "project": project.strip(), "location": location.strip()}
 
 
 def _outcome(line: Any) -> Reply | JudgeError:
-    """What one of a job's responses says."""
-    if attribute(line, "response") is not None:
-        return read_row(read_content, attribute(line, "response"))
-    code, told = attribute(line, "error", "code"), attribute(line, "error", "message")
-    return row_error(_NOT_DONE.get(code, "failed"), f"{code}: {told}")
+    """Return what one response of a job says."""
+    if get_nested(line, "response") is not None:
+        return read_row(read_content, get_nested(line, "response"))
+    code, message = get_nested(line, "error", "code"), get_nested(line, "error", "message")
+    return row_error(_NOT_DONE.get(code, "failed"), f"{code}: {message}")
 
 
-def _contents(question: Question, form: Form) -> str:
-    """The prompt; a model without system instructions reads them at its beginning."""
-    apart = form.get("system_instruction") == "apart" or not question.system
+def _contents(question: Question, forms: Forms) -> str:
+    """Return the prompt, with the system message at its beginning if the model takes none."""
+    apart = forms.get("system_instruction") == "apart" or not question.system
     return question.user if apart else f"{question.system}\n\n{question.user}"
 
 
 def read_content(reply: Any) -> Reply:
-    """Read generated content; a blocked prompt or answer comes with status 200."""
-    usage = read_usage(attribute(reply, "usage_metadata"), TOKENS)
-    blocked = attribute(reply, "prompt_feedback", "block_reason")
+    """Return the reply in generated content; a blocked one also comes with status 200."""
+    usage = read_usage(get_nested(reply, "usage_metadata"), TOKENS)
+    blocked = get_nested(reply, "prompt_feedback", "block_reason")
     if blocked is not None:
-        raise refused("content_filter", f"The prompt was blocked: {_word(blocked)}", usage)
-    candidate = attribute(reply, "candidates", 0)
+        raise refusal("content_filter", f"The prompt was blocked: {_word(blocked)}", usage)
+    candidate = get_nested(reply, "candidates", 0)
     if candidate is None:
         raise bad_body(describe(reply))
-    ended = _word(attribute(candidate, "finish_reason"))
-    if ended in _BLOCKED:
-        raise refused("content_filter", f"The answer was blocked: {ended}", usage)
-    parts = attribute(candidate, "content", "parts") or []
-    texts = [attribute(part, "text") for part in parts if not attribute(part, "thought")]
-    return finish("".join(t for t in texts if t), usage, truncated=ended == "MAX_TOKENS")
+    finish_reason = _word(get_nested(candidate, "finish_reason"))
+    if finish_reason in _BLOCKED:
+        raise refusal("content_filter", f"The answer was blocked: {finish_reason}", usage)
+    parts = get_nested(candidate, "content", "parts") or []
+    texts = [get_nested(part, "text") for part in parts if not get_nested(part, "thought")]
+    return build_reply(
+        "".join(t for t in texts if t), usage, truncated=finish_reason == "MAX_TOKENS"
+    )
 
 
 def _word(value: Any) -> str:

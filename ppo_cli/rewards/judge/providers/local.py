@@ -39,7 +39,8 @@ from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import MissingPart, ModelError, RewardError
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.providers import openai
-from ppo_cli.rewards.judge.providers.base import Key, Option
+from ppo_cli.rewards.judge.providers.base import Key
+from ppo_cli.rewards.judge.providers.options import Option
 
 Tell = Callable[[str], None]
 HERE = "127.0.0.1"
@@ -64,7 +65,7 @@ class Judge(openai.Judge):
         self._server: Server | None = None
 
     @classmethod
-    def home(cls, environ: Mapping[str, str]) -> str:
+    def default_url(cls, environ: Mapping[str, str]) -> str:
         """A free port of this machine."""
         with socket.socket() as probe:
             probe.bind((HERE, 0))
@@ -87,7 +88,7 @@ class Judge(openai.Judge):
         found = [option for option in super().options() if option.name != "thinking"]
         return [Option("thinking", ("chat_template_kwargs",), ("enable_thinking",)), *found]
 
-    def begin(self, tell: Tell) -> None:
+    def start_server(self, tell: Tell) -> None:
         """Start the server and wait until it answers; RewardError says why it does not."""
         if self._server is None:
             self._server = Server(
@@ -95,7 +96,7 @@ class Judge(openai.Judge):
             )
             self._server.start(tell, self.api.local.start_timeout)
 
-    def end(self) -> None:
+    def stop_server(self) -> None:
         """Stop the server."""
         server, self._server = self._server, None
         if server is not None:

@@ -9,24 +9,29 @@ import pytest
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.errors import ConfigError, MissingPart, RewardError
 from ppo_cli.rewards.judge import providers
-from ppo_cli.rewards.judge.providers import build_provider, locate, monitor_of, provider_class
+from ppo_cli.rewards.judge.providers import (
+    build_provider,
+    monitor_settings,
+    provider_class,
+    resolve_base_url,
+)
 from tests.config.settling import settle
 from tests.judge_server.asking import KEYS, SECRET, judge_api
 
 
 def test_a_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "installed", lambda module: False)
+    monkeypatch.setattr(providers, "is_installed", lambda module: False)
     with pytest.raises(MissingPart, match="pip install google-genai"):
         build_provider(judge_api("gemini", "m"), environ=KEYS)
-    monkeypatch.setattr(providers, "installed", lambda module: "decision" not in module)
+    monkeypatch.setattr(providers, "is_installed", lambda module: "decision" not in module)
     with pytest.raises(MissingPart, match="pip install --upgrade openai"):
         build_provider(judge_api("openai", "m", mode="decision"), environ=KEYS)
 
 
 def test_installed_looks_without_importing() -> None:
-    assert providers.installed("openai")
-    assert not providers.installed("no_such_sdk")
-    assert not providers.installed("no_such_sdk.deeper")
+    assert providers.is_installed("openai")
+    assert not providers.is_installed("no_such_sdk")
+    assert not providers.is_installed("no_such_sdk.deeper")
 
 
 def test_identity_holds_what_matters_and_no_key() -> None:
@@ -52,7 +57,7 @@ def test_a_monitor_of_the_same_type_is_asked_at_the_same_gateway() -> None:
 
     def where(**more: Any) -> tuple[str | None, str | None]:
         monitor = {"type": "openai", "model": "n", **more}
-        judge = monitor_of(judge_api("openai", **told, monitor=monitor))
+        judge = monitor_settings(judge_api("openai", **told, monitor=monitor))
         alone = judge_api(monitor["type"], "n", judge.base_url, key_env=judge.key_env)
         assert judge == alone.model_copy(update={"monitor": judge.monitor})
         return judge.base_url, judge.key_env
@@ -120,7 +125,7 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
 )
 def test_addresses_are_forgiven(kind: str, typed: str, taken: str) -> None:
     for url in (typed, taken):
-        assert locate(provider_class(kind), judge_api(kind, "m", url), {}) == taken
+        assert resolve_base_url(provider_class(kind), judge_api(kind, "m", url), {}) == taken
 
 
 @pytest.mark.parametrize(

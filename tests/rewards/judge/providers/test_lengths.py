@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale
-from ppo_cli.rewards.judge.providers.lengths import ReadingCheck, about_length, fewer_tokens
+from ppo_cli.rewards.judge.providers.lengths import (
+    TruncationCheck,
+    fit_answer_tokens,
+    is_about_length,
+)
 from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import WIRES, ask_once, judge_at, make_question, on_a_loop
@@ -82,13 +86,13 @@ OTHERS = (
 
 @pytest.mark.parametrize(("words", "room"), WORDS.items())
 def test_a_refusal_for_length_says_how_much_fits(words: str, room: int) -> None:
-    assert about_length(400, frozenset(), words)
-    assert fewer_tokens(QUESTION, words) == room
+    assert is_about_length(400, words)
+    assert fit_answer_tokens(QUESTION, words) == room
 
 
 @pytest.mark.parametrize("words", OTHERS)
 def test_other_refusals_are_not_about_length(words: str) -> None:
-    assert not about_length(400, frozenset(), words)
+    assert not is_about_length(400, words)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,7 @@ def test_other_refusals_are_not_about_length(words: str) -> None:
     ],
 )
 def test_a_request_above_the_whole_rate_is_too_long(words: str, never_fits: bool) -> None:
-    assert about_length(429, frozenset(), words) is never_fits
+    assert is_about_length(429, words) is never_fits
 
 
 def limit_of(wire: str, body: dict[str, Any]) -> int:
@@ -203,7 +207,7 @@ def question_of(text: str) -> Question:
     [(PROSE, 64), (PROSE, 256), (CODE, 100), (CHINESE, 50), (PROSE * 20, 4096)],
 )
 def test_a_count_that_no_tokenizer_makes_is_found(text: str, read: int) -> None:
-    assert f"counted {read} tokens" in (ReadingCheck().find(question_of(text), read) or "")
+    assert f"counted {read} tokens" in (TruncationCheck().find(question_of(text), read) or "")
 
 
 @pytest.mark.parametrize(
@@ -211,12 +215,12 @@ def test_a_count_that_no_tokenizer_makes_is_found(text: str, read: int) -> None:
     [(PROSE, 1100), (PROSE, 900), (CODE, 700), (CHINESE, 500), ("x" * 4000, 500), ("=" * 900, 8)],
 )
 def test_a_count_that_may_be_right_is_not_found(text: str, read: int) -> None:
-    assert ReadingCheck().find(question_of(text), read) is None
+    assert TruncationCheck().find(question_of(text), read) is None
 
 
 @pytest.mark.parametrize("most", [2048, 4096])
 def test_one_count_for_all_long_requests_is_found(most: int) -> None:
-    check = ReadingCheck()
+    check = TruncationCheck()
     found = [
         check.find(question_of(PROSE[:50] * count), min(most, 11 * count))
         for count in range(most // 11 - 90, most // 11 + 90, 10)
@@ -226,7 +230,7 @@ def test_one_count_for_all_long_requests_is_found(most: int) -> None:
 
 
 def test_the_same_request_again_and_again_is_no_ceiling() -> None:
-    check = ReadingCheck()
+    check = TruncationCheck()
     assert [check.find(question_of(PROSE), 1100) for _ in range(20)] == [None] * 20
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ppo_cli.rewards.judge.calls import JudgeError, Reply
-from ppo_cli.rewards.judge.providers.base import Option, SdkProvider
+from ppo_cli.rewards.judge.providers.base import SdkProvider
+from ppo_cli.rewards.judge.providers.options import Option
 from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import WIRES, ask_once, judge_at, make_question, on_a_loop
@@ -148,7 +149,7 @@ def test_an_unclear_400_costs_one_option_after_another_until_a_call_goes_through
     with caplog.at_level(logging.INFO, logger="ppo_cli"):
         assert isinstance(ask_once(judge), Reply)
     assert server.count == 3
-    forms = [option.called(form) for option in judge.options() for form in option.forms]
+    forms = [option.label(form) for option in judge.options() for form in option.forms]
     assert list(judge.dropped()) == forms[:2]
     assert caplog.text.count("does not take") == 2
 
@@ -228,7 +229,7 @@ def test_a_weird_first_reply_costs_no_option(server: JudgeServer) -> None:
 
 def test_names_are_found_as_whole_words() -> None:
     def named(option: Option, text: str) -> bool:
-        return option.place_in(text) is not None
+        return option.find_in(text) is not None
 
     option = Option("max_output_tokens")
     assert named(option, "Unknown name 'maxOutputTokens'")

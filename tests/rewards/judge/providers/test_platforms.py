@@ -132,7 +132,7 @@ def test_no_credentials_end_the_run_at_once(
     error = asked(kind, server, monkeypatch, **blank)
     assert isinstance(error, JudgeError)
     assert (error.kind, error.cause) == (Failure.FATAL, "credentials"), error
-    assert "there are no credentials that work" in str(error)
+    assert "no credentials that work" in str(error)
 
 
 def test_what_is_missing_is_told_all_at_once() -> None:

@@ -19,8 +19,13 @@ from ppo_cli.rewards.judge.providers import (
     gemini,
     openai,
 )
-from ppo_cli.rewards.judge.providers.base import SdkProvider, read_usage
-from ppo_cli.rewards.judge.providers.forms import by_level, criteria, read_decision
+from ppo_cli.rewards.judge.providers.base import SdkProvider
+from ppo_cli.rewards.judge.providers.forms import (
+    level_labels,
+    read_decision,
+    reply_from_probabilities,
+)
+from ppo_cli.rewards.judge.providers.replies import read_usage
 from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import Call, JudgeServer
 from tests.judge_server.asking import (
@@ -183,14 +188,14 @@ def test_qwen_is_told_not_to_think_in_the_words_of_its_host() -> None:
     for url in ("https://dashscope.aliyuncs.com/compatible-mode/v1", "http://localhost:8000"):
         judge = build_provider(judge_api("openai", "Qwen-Plus", url), environ=KEYS)
         assert isinstance(judge, openai.Judge)
-        _, extra = judge._request(make_question(output="text"), judge.form())
+        _, extra = judge._request(make_question(output="text"), judge.forms())
         sent[judge.base_url.split("/")[2]] = extra
     assert sent == {
         "dashscope.aliyuncs.com": {"enable_thinking": False},
         "localhost:8000": {"chat_template_kwargs": {"enable_thinking": False}},
     }
     own = build_provider(judge_api("openai", "qwen-like"), environ=KEYS)
-    assert "thinking" not in own.form()
+    assert "thinking" not in own.forms()
 
 
 def test_gemini_thinks_as_little_as_the_model_can(server: JudgeServer) -> None:
@@ -328,13 +333,15 @@ def test_a_decision_names_exactly_the_levels_asked_for(probabilities: dict[str, 
 
 
 def test_a_label_that_comes_twice_is_no_decision() -> None:
-    labels = criteria(FIVE)
+    labels = level_labels(FIVE)
     rows = [(label, 0.2) for label in labels]
-    assert by_level(rows, labels, FIVE, None).probabilities == dict.fromkeys(range(5), 0.2)
+    assert reply_from_probabilities(rows, labels, FIVE, None).probabilities == dict.fromkeys(
+        range(5), 0.2
+    )
     with pytest.raises(JudgeError):
-        by_level([*rows, rows[0]], labels, FIVE, None)
+        reply_from_probabilities([*rows, rows[0]], labels, FIVE, None)
     with pytest.raises(JudgeError):
-        by_level([rows[0], *rows[:4]], labels, FIVE, None)
+        reply_from_probabilities([rows[0], *rows[:4]], labels, FIVE, None)
 
 
 def test_each_decision_endpoint_has_its_path(server: JudgeServer) -> None:

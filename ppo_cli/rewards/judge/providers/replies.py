@@ -1,0 +1,261 @@
+"""Reads replies with status 200: an answer, or what came in its place.
+
+Gateways, proxies and wrong addresses answer 200 with pages, empty bodies or event streams. If a
+server streams a chat completion although it was not asked to, the chunks are joined.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from ppo_cli.rewards.judge.calls import JudgeError, Reply, Usage
+from ppo_cli.rewards.judge.providers.failures import is_about_filter
+from ppo_cli.rewards.judge.providers.lengths import is_about_length
+from ppo_cli.rewards.remote.failures import Failure, is_html, read_message, to_one_line
+
+if TYPE_CHECKING:
+    import aiohttp
+    import httpx
+
+    Handler = Callable[[aiohttp.ClientRequest], Awaitable[aiohttp.ClientResponse]]
+
+_EXCERPT = 120  # characters of a reply that a message shows
+MAX_TOKENS = 10_000_000  # of one call: a usage with more is not a count of tokens
+# Keys of which an answer has at least one, for all providers.
+_ANSWERS = {"candidates", "choices", "output", "answers", "code"}
+STREAMS = "the server streams although it was not asked to"
+
+
+def bad_body(description: str) -> JudgeError:
+    """Return the error for a reply with status 200 that does not come from a judge."""
+    return JudgeError(Failure.RETRYABLE, "bad_body", f"The reply is not an answer: {description}")
+
+
+def read_chat(text: str) -> Any:
+    """Return the JSON of a chat completion, or the completion that a stream of chunks makes."""
+    return _join_chunks(text) if is_stream(text) else read_body(text)
+
+
+def read_body(text: str) -> Any:
+    """Return the JSON of a body; raises the bad body that it is otherwise."""
+    try:
+        return json.loads(text.removeprefix("\ufeff"))
+    except (ValueError, RecursionError):
+        raise bad_body(describe(text)) from None
+
+
+def check_body(text: str) -> None:
+    """Raise the bad body that an SDK would fail on, or would read as an empty answer."""
+    body = read_body(text)
+    if not isinstance(body, Mapping) or (body.get("error") and not body.keys() & _ANSWERS):
+        raise_body(body)
+
+
+async def check_response(response: httpx.Response) -> None:
+    """`check_body` as an event hook of httpx."""
+    if response.status_code == 200:
+        await response.aread()
+        check_body(response.text)
+
+
+async def check_reply(request: aiohttp.ClientRequest, send: Handler) -> aiohttp.ClientResponse:
+    """`check_body` as a middleware of aiohttp."""
+    reply = await send(request)
+    if reply.status == 200:
+        check_body(await reply.text("utf-8", "replace"))
+    return reply
+
+
+class ErrorInBody(Exception):
+    """An error object that came with status 200; it counts as the status that it names."""
+
+    def __init__(self, body: Any, status: int) -> None:
+        super().__init__(describe(body))
+        self.body, self.status_code = body, status
+
+
+def raise_body(body: Any) -> NoReturn:
+    """Raise the error that a decoded body without an answer stands for."""
+    error = body.get("error") if isinstance(body, Mapping) else None
+    if isinstance(error, Mapping):
+        code, message = error.get("code"), read_message(error)
+        if isinstance(code, int) and 400 <= code < 600:
+            raise ErrorInBody(body, code)
+        if is_about_length(400, message) or code == "context_length_exceeded":
+            raise ErrorInBody(body, 400)
+    raise bad_body(describe(body))
+
+
+def describe(body: Any) -> str:
+    """Say what came in place of an answer: a decoded body, or a text that is not JSON."""
+    if isinstance(body, str):
+        return _describe_text(body)
+    if isinstance(body, Mapping):
+        keys = ("error", "errors", "message")
+        message = read_message({key: body[key] for key in keys if key in body})
+        if message:
+            return f"it holds an error: {message}"
+        # Gateways have other keys for their errors, so the object itself is shown.
+        shown = json.dumps(body, ensure_ascii=False, default=str)[:_EXCERPT]
+        return f"a JSON object without an answer: {shown}"
+    kinds = {list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
+    kind = kinds.get(type(body), "a number" if isinstance(body, int | float) else "")
+    return f"JSON, but {kind} and not an object" if kind else "a JSON object without an answer"
+
+
+def _describe_text(text: str) -> str:
+    if not text.strip():
+        return "an empty body"
+    if is_stream(text):
+        return f"an event stream: {STREAMS}"
+    message = to_one_line(read_message(text))[:_EXCERPT]
+    if is_html(text):
+        return f"a page of HTML: {message}"
+    if text.lstrip().startswith("{"):
+        kind = f"lines of JSON: {STREAMS}" if _has_json_line(text) else "JSON that breaks off"
+        return f"{kind}: {message}"
+    return f"plain text: {message}" if message.isprintable() else "binary data"
+
+
+def _has_json_line(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text.lstrip().partition("\n")[0]), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def is_stream(text: str) -> bool:
+    """Whether a body is made of server-sent events."""
+    return text.lstrip("\ufeff \r\n").startswith(("data:", "event:", ": ", "id:", "retry:"))
+
+
+def _join_chunks(text: str) -> dict[str, Any]:
+    """Return the completion that a stream of OpenAI's chunks makes, if it is complete."""
+    content, finish_reason, usage, done = "", None, None, False
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name != "data":
+            continue
+        if value.strip() == "[DONE]":
+            done = True
+            continue
+        try:
+            chunk = json.loads(value)
+        except ValueError:
+            raise bad_body(f"an event stream that breaks off or is not JSON: {STREAMS}") from None
+        if not isinstance(chunk, dict) or not isinstance(chunk.get("choices"), list):
+            message = read_message(chunk)[:_EXCERPT] or "no chat chunks"
+            raise bad_body(f"an event stream ({message}): {STREAMS}")
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"][:1]:
+            content += (choice.get("delta") or {}).get("content") or ""
+            finish_reason = choice.get("finish_reason") or finish_reason
+    if not done and finish_reason is None:
+        raise bad_body(f"an event stream that was cut: {STREAMS}")
+    answer = {"role": "assistant", "content": content}
+    return {
+        "choices": [{"finish_reason": finish_reason or "stop", "message": answer}],
+        "usage": usage,
+    }
+
+
+# --- what a decoded reply holds ------------------------------------------------------------------
+
+
+def refusal(cause: str, message: str, usage: Usage | None) -> JudgeError:
+    """Return the error for a text that the judge, or a filter, would not judge."""
+    return JudgeError(Failure.REFUSED, cause, message, usage=usage, reply=message)
+
+
+def row_error(state: str, message: str, status: int | None = None) -> JudgeError:
+    """Return the error for a row of a batch without an answer: expired, failed or cancelled.
+
+    It is final: waiting for another job would not help. A row that did not run is not billed.
+    """
+    cause = "content_filter" if is_about_filter(message) else f"batch_{state}"
+    return JudgeError(Failure.REFUSED, cause, message, status=status or 0)
+
+
+def result_lines(content: bytes) -> Iterator[dict[str, Any]]:
+    """Return the JSON objects in the lines of a file; other lines are skipped.
+
+    Lines end with a line feed only: an answer may contain U+2028 and other separators.
+    """
+    for line in content.split(b"\n"):
+        try:
+            row = json.loads(line.decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def read_row(read: Callable[[Any], Reply], body: Any) -> Reply | JudgeError:
+    """Return an answer in the results of a batch, read like a direct one, or its error."""
+    try:
+        return read(body)
+    except JudgeError as error:
+        if error.kind is Failure.RETRYABLE:
+            return JudgeError(Failure.REFUSED, "batch_failed", str(error))  # it may be billed
+        return error
+
+
+def build_reply(text: str | None, usage: Usage | None, *, truncated: bool) -> Reply:
+    """Return the reply; raises UNPARSED if it is empty and was not cut."""
+    if not (text or "").strip() and not truncated:
+        raise JudgeError(Failure.UNPARSED, "empty", "The judge's answer is empty.", usage=usage)
+    return Reply(text or "", usage, truncated)
+
+
+def get_nested(value: Any, *names: str | int) -> Any:
+    """Follow attributes, keys and indices; None as soon as one is missing."""
+    for name in names:
+        if isinstance(name, int):
+            exists = isinstance(value, list | tuple) and len(value) > name
+            value = value[name] if exists else None
+        elif isinstance(value, Mapping):
+            value = value.get(name)
+        else:
+            value = getattr(value, name, None)
+    return value
+
+
+class TokenFields(NamedTuple):
+    """Dotted names of a provider's token counts; the counts of one kind are added.
+
+    If the first name of `input` or `output` is missing, that number is not reported. A `total`
+    above their sum includes thoughts that were billed but not counted as output.
+    """
+
+    input: tuple[str, ...]
+    output: tuple[str, ...]
+    cached: str
+    total: str = ""
+
+
+def read_usage(usage: Any, fields: TokenFields) -> Usage | None:
+    """Return the tokens of a call, 0 for a number that is not reported; None if none is.
+
+    Also None if one of the numbers cannot be a count of tokens: then no other is trusted.
+    """
+    names = {*fields.input, *fields.output, fields.cached, fields.total} - {""}
+    reported = {name: get_nested(usage, *name.split(".")) for name in names}
+    counts = {name: count for name, count in reported.items() if count is not None}
+    if not all(map(_is_count, counts.values())):
+        return None
+    read, written = (
+        sum(int(counts.get(name, 0)) for name in side) if side[0] in counts else 0
+        for side in (fields.input, fields.output)
+    )
+    if read and fields.total in counts:
+        written = max(written, int(counts[fields.total]) - read)
+    if not (read or written):
+        return None
+    return Usage(read, written, min(read, int(counts.get(fields.cached, 0))))
+
+
+def _is_count(count: Any) -> bool:
+    number = isinstance(count, int | float) and not isinstance(count, bool)
+    return number and 0 <= count <= MAX_TOKENS
