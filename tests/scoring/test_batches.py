@@ -190,7 +190,7 @@ def test_a_job_that_failed_or_is_gone_stops_the_command_and_is_asked_anew(
     assert run("score", file, *given, "--batch_hours", "0.0001")[0] == 3
     server.batches.jobs.clear()
     code, _, err = run("score", file, *given)
-    assert code == 3 and "no longer at the provider" in err
+    assert code == 3 and "no longer has the batch" in err
     server.batches.looks = 0
     assert run("score", file, *given)[0] == 0
     assert len(server.batches.rows) == 6

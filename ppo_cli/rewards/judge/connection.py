@@ -57,9 +57,7 @@ class JudgeConnection:
         except JudgeError as error:
             if error.kind is not Failure.UNPARSED:
                 raise
-            raise RewardError(
-                _describe_unreadable(error, api, self.provider.max_answer)
-            ) from error
+            raise RewardError(_describe_unreadable(error, api, self.provider.max_answer)) from error
         if self.cache is not None:
             self.cache.put(key, verdict)
 
