@@ -1,7 +1,7 @@
-"""What `from ppo_cli import …` gives: train, plan and load_run, with runs as pandas frames.
+"""The Python interface, `from ppo_cli import …`: train, plan and load_run, runs as data frames.
 
-The same settings, checks and errors as the commands: a mistake raises a UserError that says what
-to do, a run that stopped early and can go on raises Interrupted.
+Settings, checks and errors are those of the commands: a mistake raises a UserError that says what
+to do, a run that stopped early and can be resumed raises Interrupted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder."""
+    """A run folder: its settings, metrics and responses."""
 
     path: Path
 
@@ -50,14 +50,14 @@ class Run:
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """A row a step, a column a metric; the index is the step, 0 for a validation before it."""
+        """A row per step, a column per metric; indexed by step, 0 for the first validation."""
         import pandas
 
         return pandas.DataFrame(read_metrics(self.path)).set_index("step")
 
     @property
     def rollouts(self) -> pandas.DataFrame:
-        """A row a response of all steps: step, split (train or val), prompt, response, score …"""
+        """A row per response of all steps: step, split (train or val), prompt, response, score …"""
         import pandas
 
         rows = [
@@ -70,7 +70,7 @@ class Run:
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """Open a run folder (what `output_dir` named); raises DataError where there is none."""
+    """Open a run folder (an `output_dir`); raises DataError if it is not one."""
     folder = Path(path).expanduser()
     check_run_folder(folder)
     return Run(folder)
@@ -83,10 +83,10 @@ def plan(
     overrides: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Plan:
-    """What a run with these settings comes to, as `ppo plan`; nothing is loaded.
+    """Plan a run with these settings, as `ppo plan` does; nothing is loaded.
 
-    See `train` for the arguments. Raises ConfigError with all that is wrong with the settings; what
-    `ppo plan` says besides of files and rows, only `train` says here.
+    See `train` for the arguments. Raises ConfigError with all problems of the settings; problems of
+    files and rows are only found by `train`.
     """
     return make_plan(_resolve(preset, config, overrides or {}, settings))
 
@@ -103,7 +103,7 @@ def train(
 
     `settings` are flags without dashes (`model="embedded"`, `max_steps=10`), `overrides` other
     settings by their key (`{"actor.clip_ratio_high": 0.28}`), `config` YAML files, of which later
-    ones win. `screen` is told of the progress; without one nothing is printed.
+    ones win. `screen` shows the progress; without one nothing is printed.
     """
     resolved = _resolve(preset, config, overrides or {}, settings)
     problems = [
@@ -153,7 +153,7 @@ def _resolve(
 
 
 def _as_typed(value: Any) -> Any:
-    """A value as the layers read it: text, or a list of text."""
+    """Convert a value to what the config layers read: text, or a list of text."""
     if isinstance(value, list | tuple):
         return [_as_typed(item) for item in value]
     if isinstance(value, bool):

@@ -1,9 +1,15 @@
-"""THE training loop: proximal policy optimisation on one screen.
+"""The training loop: proximal policy optimisation (PPO, Schulman et al. 2017, arXiv 1707.06347).
 
-For each step: take prompts; sample responses and hand each to the reward as it finishes
-(dynamic sampling goes on until the batch is full of prompts that teach something);
-annotate while the rewards answer; gather scores; estimate advantages; update critic and
-actor in mini-batches; publish the new weights; report; validate; save.
+    ppo train --preset embedded --max_steps 4
+
+Each training step has four parts (`train_step`):
+1. Sample n responses to each prompt of the batch; each goes to the reward as soon as it finishes.
+2. Annotate them with log-probs, reference log-probs and values, while the rewards are computed.
+3. Turn scores into token rewards (penalties, KL) and estimate advantages.
+4. Update critic and actor in epochs of mini-batches, then publish the weights to the samplers.
+
+Around it, `finish_step` validates, reports and saves. `step/stages.py` has the stages,
+`step/shaping.py` the arithmetic of part 3; `run/assemble.py` builds the `Job` and calls `run`.
 """
 
 from __future__ import annotations
@@ -21,17 +27,18 @@ from ppo_cli.records import Scored
 from ppo_cli.report.metrics import resume_line, score_metrics, staleness_metrics
 from ppo_cli.step.shaping import place_steps, shape_scores, shape_step
 from ppo_cli.step.stages import (
-    MOST_UNSCORED,
+    MAX_UNSCORED_STEPS,
     VALIDATION,
     Job,
     RunState,
-    baselines_of_rows,
+    baselines_by_row,
+    check_sampler_weights,
     explain_zero_reward,
     gather,
-    refuse_foreign_weights,
-    refuse_raising,
-    roll_out,
-    sample_first,
+    gather_baselines,
+    raise_if_reward_only_raises,
+    sample_references,
+    sample_rollouts,
     sample_step,
     stream_seed,
     submit_baselines,
@@ -44,23 +51,26 @@ def run(job: Job, state: RunState) -> None:
     if state.unfinished is None and _out_of_patience(job, state):
         return
     with job.store.open():
-        sample_first(job)
+        # Before the first step: reference responses and a validation, if configured.
+        sample_references(job)
         if state.step == 0 and job.config.trainer.val_before_train:
-            with _saved_when_stopped(job, state):
+            with _save_on_stop(job, state):
                 validate(job, state)
+        # A resumed run may start with a step that is trained but not validated.
         while state.step < job.total_steps or state.unfinished is not None:
             if state.unfinished is None:
                 take_step(job, state)
             if finish_step(job, state):
                 break
-        settle(job)
+        wait_for_save(job)
 
 
 def take_step(job: Job, state: RunState) -> None:
-    """Train one step; what is to be reported of it waits in `state` for its validation.
+    """Train one step and put its metrics into `state.unfinished`, for `finish_step`.
 
-    A step that cannot be finished (a judge that is down, a budget that is used up) never was.
+    A step that cannot be finished (judge down, budget used up) is undone, and the run is saved.
     """
+    # Remember what sampling changes, to undo the step.
     order, scales = job.order.state_dict(), job.reward.state_dict()
     state.step += 1
     started = time.perf_counter()
@@ -70,14 +80,15 @@ def take_step(job: Job, state: RunState) -> None:
         state.step -= 1
         job.order.load_state_dict(order)
         job.reward.load_state_dict(scales)
-        settle(job)
+        wait_for_save(job)
         if job.store.newest_step() != state.step:
             save(job, state, last=True)
-        raise _resumable(job, state, stop) from stop
+        raise _with_resume_command(job, state, stop) from stop
+    # Log the responses, and stop or warn if the reward does not work.
     job.tracker.rollouts(state.step, scored)
     seconds = time.perf_counter() - started
     metrics |= {"time/step_s": seconds, "perf/tokens_per_s": tokens / seconds}
-    refuse_raising(job, scored)
+    raise_if_reward_only_raises(job, scored)
     job.tracker.show_profile(state.step)
     state.count_unscored_steps(scored)
     explain_zero_reward(job, state, scored)
@@ -85,82 +96,71 @@ def take_step(job: Job, state: RunState) -> None:
 
 
 def finish_step(job: Job, state: RunState) -> bool:
-    """Validate, report and save as is due; returns whether the run is over."""
-    job.store.check()
+    """Validate, report and save the trained step as configured; returns whether the run is over."""
+    job.store.raise_save_error()
     trainer = job.config.trainer
     last = state.step == job.total_steps
-    if last or _due(state.step, trainer.test_freq):
-        with _saved_when_stopped(job, state):
+    if last or _is_due(state.step, trainer.test_freq):
+        with _save_on_stop(job, state):
             validate(job, state)
+    # Report after the validation: both are one line of metrics.
     job.tracker.step(state.step, state.unfinished or {})
     state.unfinished = None
-    state.refuse_broken_steps(trainer.max_nonfinite_steps, job.resume_command, job.store.newest())
-    stop = job.stop_requested() or _unscored(state)
+    limit = trainer.max_nonfinite_steps
+    state.stop_after_broken_steps(limit, job.resume_command, job.store.newest())
+    # Save, also when the run ends or was asked to stop.
+    stop = job.stop_requested() or _unscored_reason(state)
     done = last or _out_of_patience(job, state)
-    if done or stop or state.is_best or _due(state.step, trainer.save_freq):
+    if done or stop or state.is_best or _is_due(state.step, trainer.save_freq):
         save(job, state, last=bool(done or stop))
     if stop and not done:
-        raise _resumable(job, state, Interrupted(f"Stopped after step {state.step} ({stop})."))
+        message = f"Stopped after step {state.step} ({stop})."
+        raise _with_resume_command(job, state, Interrupted(message))
     return done
 
 
-@contextmanager
-def _saved_when_stopped(job: Job, state: RunState) -> Iterator[None]:
-    try:
-        yield
-    except Interrupted as stop:
-        save(job, state, last=True)
-        raise _resumable(job, state, stop) from stop
-
-
-def _resumable(job: Job, state: RunState, stop: Interrupted) -> Interrupted:
-    settle(job)
-    saved = f"Everything up to step {state.step} of {job.total_steps} is saved."
-    if state.unfinished is not None:  # neither screen nor metrics have this step yet
-        saved = f"Step {state.step} of {job.total_steps} is trained and saved, but not validated."
-    history, rows = job.tracker.history, len(job.val_prompts)
-    line = resume_line(job.resume_command, stop, job.config, history, job.total_steps, rows)
-    return Interrupted(f"{stop} {saved} Go on with: {line}")
-
-
 def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float], int]:
-    """One PPO step: rollouts, rewards, advantages, updates; returns what to report."""
+    """One PPO step: returns the responses with scores, the metrics, and the number of tokens."""
     config, tracker = job.config, job.tracker
+    # 1. Sample. Rewards start as responses finish; ReMax also samples greedy baselines.
     job.reward.begin_step(state.step)
-    prompts, rollouts, futures, filtered = sample_step(job, state.step)
-    baseline_futures = submit_baselines(job, state, prompts)
+    sample = sample_step(job, state.step)
+    baseline = submit_baselines(job, state, sample.prompts)
+    # 2. Annotate on the engine while rewards are computed, then wait for the scores.
     with tracker.phase("annotate"):
-        annotated = job.engine.annotate(build_batch(rollouts, job.pad_token_id))
-    scored = gather(job, rollouts, futures, "reward_wait")
-    greedy = None
-    if baseline_futures is not None:
-        greedy = gather(job, *baseline_futures, "baseline reward")
+        annotated = job.engine.annotate(build_batch(sample.rollouts, job.pad_token_id))
+    scored = gather(job, sample.rollouts, sample.futures, "reward_wait")
+    greedy = gather_baselines(job, baseline)
+    # 3. Shape scores (penalties, normalisation), place them on tokens, estimate advantages.
     with tracker.phase("advantages"):
-        fair = shape_scores(
+        scores = shape_scores(
             config.reward.shaping, config.data.max_response_length, scored, greedy, state.moments
         )
-        baselines = baselines_of_rows(annotated, fair.baselines)
-        placed = [place_steps(s.rollout, s.score.steps, job.decode) for s in fair.scored]
-        shaped = shape_step(config, annotated, fair.scored, state.kl_coef, baselines, placed)
-    refuse_foreign_weights(job, shaped.metrics)
-    state.kl_coef, state.moments = shaped.next_kl_coef, fair.moments
+        baselines = baselines_by_row(annotated, scores.baselines)
+        placed = [place_steps(s.rollout, s.score.steps, job.decode) for s in scores.scored]
+        shaped = shape_step(config, annotated, scores.scored, state.kl_coef, baselines, placed)
+    check_sampler_weights(job, shaped.metrics)
+    state.kl_coef, state.moments = shaped.next_kl_coef, scores.moments
+    # 4. Update, and give the samplers the new weights.
     sums = update(job, state, shaped.batch)
     with tracker.phase("publish"):
         job.engine.publish()
     job.published.append(state.step)
-    metrics = score_metrics(scored) | job.reward.pop_metrics() | fair.metrics
-    metrics |= filtered | shaped.metrics | sums.means()
+    # Collect the metrics of all stages.
+    metrics = score_metrics(scored) | job.reward.pop_metrics() | scores.metrics
+    metrics |= sample.metrics | shaped.metrics | sums.means()
     if config.trainer.async_steps:
         metrics |= staleness_metrics(scored, state.step - 1)
     tokens = int((annotated.prompt_len_B + annotated.response_len_B).sum())
-    return list(fair.logged), metrics, tokens
+    return list(scores.logged), metrics, tokens
 
 
 def validate(job: Job, state: RunState) -> None:
-    """Score greedy responses to the validation prompts, and keep track of the best."""
+    """Sample and score responses to the validation prompts, and record a new best."""
     if not job.val_prompts:
         return
     v = job.config.rollout.val_kwargs
+    # The same seed at every validation, so that they can be compared.
     sampling = Sampling(
         temperature=v.temperature,
         top_p=v.top_p,
@@ -170,10 +170,10 @@ def validate(job: Job, state: RunState) -> None:
         stop=job.config.rollout.stop,
         seed=stream_seed(job.config.trainer.seed, VALIDATION, 0),
     )
-    rollouts, futures = roll_out(job, job.val_prompts, sampling, "validate", "validation")
+    rollouts, futures = sample_rollouts(job, job.val_prompts, sampling, "validate", "validation")
     scored = gather(job, rollouts, futures, "validate reward")
     job.tracker.rollouts(state.step, scored, split="val")
-    refuse_raising(job, scored)
+    raise_if_reward_only_raises(job, scored)
     metrics = score_metrics(scored, prefix="val/")
     metrics |= {f"val/{name}": value for name, value in job.reward.pop_metrics().items()}
     job.tracker.validation(state.step, metrics)
@@ -181,9 +181,9 @@ def validate(job: Job, state: RunState) -> None:
 
 
 def save(job: Job, state: RunState, *, last: bool) -> None:
-    """Take a snapshot of engine, order, reward and state; it is written while training goes on.
+    """Start a checkpoint of engine, order, reward and state; it is written in the background.
 
-    Nothing is trained after the `last` one.
+    With `last`, no training follows, so the engine need not copy its weights first.
     """
 
     def fill(folder: Path) -> Future[None]:
@@ -191,37 +191,59 @@ def save(job: Job, state: RunState, *, last: bool) -> None:
         return job.engine.save(folder, last=last)
 
     with job.tracker.phase("save"):
-        job.store.begin(state.step, fill, best=state.is_best)
+        job.store.begin_save(state.step, fill, best=state.is_best)
 
 
-def settle(job: Job) -> None:
-    """Wait until the last checkpoint is whole on the disk."""
+def wait_for_save(job: Job) -> None:
+    """Wait until the last checkpoint is complete on disk; raises its error."""
     if job.store.busy:
         with job.tracker.phase("save"):
-            job.store.settle()
-    job.store.settle()
+            job.store.wait_for_save()
+    job.store.wait_for_save()
 
 
 def load(job: Job, folder: Path) -> RunState:
-    """Take everything back that `save` wrote, and forget what was logged past it."""
-    job.store.settle()
+    """Restore everything that `save` wrote, and delete logs and checkpoints of later steps."""
+    job.store.wait_for_save()
     state = RunState.read(folder, order=job.order, reward=job.reward)
-    if job.config.algorithm.kl_ctrl.type == "fixed":  # what is set now counts
+    if job.config.algorithm.kl_ctrl.type == "fixed":  # the setting may have changed since
         state.kl_coef = job.config.algorithm.kl_ctrl.kl_coef
     job.engine.load(folder)
     job.tracker.resume_at(state.step)
-    job.store.drop_past(state.step)
+    job.store.delete_after(state.step)
     return state
 
 
-def _unscored(state: RunState) -> str | None:
-    """Why a run whose reward always fails should stop: nothing of it is learnt."""
-    if state.unscored_steps < MOST_UNSCORED:
+@contextmanager
+def _save_on_stop(job: Job, state: RunState) -> Iterator[None]:
+    """Save the run if the block is interrupted, and raise with the command that resumes it."""
+    try:
+        yield
+    except Interrupted as stop:
+        save(job, state, last=True)
+        raise _with_resume_command(job, state, stop) from stop
+
+
+def _with_resume_command(job: Job, state: RunState, stop: Interrupted) -> Interrupted:
+    """Wait for the checkpoint; return the error with what is saved and how to resume."""
+    wait_for_save(job)
+    saved = f"Everything up to step {state.step} of {job.total_steps} is saved."
+    if state.unfinished is not None:  # not yet on the screen or in the metrics
+        saved = f"Step {state.step} of {job.total_steps} is trained and saved, but not validated."
+    history, rows = job.tracker.history, len(job.val_prompts)
+    line = resume_line(job.resume_command, stop, job.config, history, job.total_steps, rows)
+    return Interrupted(f"{stop} {saved} Go on with: {line}")
+
+
+def _unscored_reason(state: RunState) -> str | None:
+    """Why a run should stop whose reward fails for every response; None if it should not."""
+    if state.unscored_steps < MAX_UNSCORED_STEPS:
         return None
     return f"no response of {state.unscored_steps} steps in a row got a score; correct the reward"
 
 
 def _out_of_patience(job: Job, state: RunState) -> bool:
+    """Whether `trainer.patience` validations in a row had no new best; says so on the screen."""
     patience = job.config.trainer.patience
     if patience is None or state.stale < patience:
         return False
@@ -232,5 +254,6 @@ def _out_of_patience(job: Job, state: RunState) -> bool:
     return True
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
+    """Whether something that happens every `every` steps happens now; never for -1 and 0."""
     return every > 0 and step % every == 0

@@ -1,10 +1,10 @@
-"""The run folder on the disk: made, checked, cleared for a new run; line files; checkpoints.
+"""The run folder: created, locked and cleared for a new run; line files; checkpoints.
 
-`metrics.jsonl` and `rollouts/` are written as whole lines; a reader skips a cut last line.
+`metrics.jsonl` and `rollouts/` are written line by line; readers skip an incomplete last line.
 
-A checkpoint is whole or not there; the newest and the best are kept. It is written under a hidden
-name and renamed when it is complete, so that a name like `step_000010` always means a whole one,
-whenever the process was killed. It is written while training goes on, one at a time.
+A checkpoint is complete or absent; the newest and the best are kept. It is written under a hidden
+name and renamed when it is complete, so that a name like `step_000010` always means a complete one,
+even after a kill. It is written in the background, one at a time.
 """
 
 from __future__ import annotations
@@ -49,32 +49,34 @@ _ROLLOUT_NAME = re.compile(r"^(?:step|val)_(\d+)\.jsonl$")
 
 
 def rollout_file(run_dir: Path, step: int, split: str = "train") -> Path:
-    """The file that holds the rollouts of a step; `split` is train or val."""
+    """The file with the rollouts of a step; `split` is train or val."""
     return run_dir / ROLLOUTS / f"{PREFIXES[split]}_{step:06d}.jsonl"
 
 
 def rollout_steps(run_dir: Path, split: str = "train") -> list[int]:
-    """Steps whose rollouts are there, oldest first."""
+    """Steps that have a rollouts file, oldest first."""
     names = (p.name for p in (run_dir / ROLLOUTS).glob(f"{PREFIXES[split]}_*.jsonl"))
     return sorted(int(m.group(1)) for m in map(_ROLLOUT_NAME.match, names) if m)
 
 
 def drop_rollouts_past(run_dir: Path, step: int) -> None:
-    """Delete rollout files of later steps, and what a killed run left half-written."""
+    """Delete rollout files of later steps, and unfinished files of killed runs."""
     for path in (run_dir / ROLLOUTS).glob("*"):
-        found = _ROLLOUT_NAME.match(path.name)
-        if path.name.startswith(UNFINISHED) or (found and int(found.group(1)) > step):
+        match = _ROLLOUT_NAME.match(path.name)
+        if path.name.startswith(UNFINISHED) or (match and int(match.group(1)) > step):
             path.unlink()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; a line that a killed run left torn is passed over.
+    """The complete JSON lines of a file; an incomplete line of a killed run is skipped.
 
-    Raises DataError where the file is there and cannot be read.
+    Returns [] for a missing file; raises DataError for one that cannot be read.
     """
     lines: list[dict[str, Any]] = []
     try:
-        text = path.read_text(encoding="utf-8-sig", errors="replace")  # an editor may mark it
+        text = path.read_text(
+            encoding="utf-8-sig", errors="replace"
+        )  # an editor may add a byte-order mark
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -90,7 +92,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without torn ones and without what is no number."""
+    """The lines of metrics.jsonl with a step; values that are not numbers are dropped."""
     return [
         {
             key: value
@@ -103,7 +105,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Append one line and see it to the disk."""
+    """Append one line and fsync."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         file.write(_encode(line))
@@ -120,9 +122,9 @@ def replace_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def plain(value: Any, clean: Callable[[str], str] | None = None) -> Any:
-    """Turn anything into what JSON can say: no numpy, no NaN, no secrets in values or names.
+    """Convert a value to plain JSON types: no numpy, no NaN, no secrets in values or names.
 
-    Secrets go before JSON is made: a text that is JSON already could break.
+    Secrets are redacted before encoding: redacting JSON text could break it.
     """
     clean = clean or build_redactor()
     if isinstance(value, str):
@@ -135,6 +137,7 @@ def plain(value: Any, clean: Callable[[str], str] | None = None) -> Any:
         return _with_clean_names(value, clean)
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(v, clean) for v in value]
+    # Imported late: most lines have no numpy values.
     import numpy as np
 
     if isinstance(value, np.ndarray | np.generic):
@@ -146,7 +149,7 @@ def _with_clean_names(value: Mapping[Any, Any], clean: Callable[[str], str]) -> 
     fields: dict[str, Any] = {}
     for key, inner in value.items():
         name = clean(str(key))
-        while name in fields:  # two names that differ in their secrets alone
+        while name in fields:  # two names that differ only in their secrets
             name += "*"
         fields[name] = plain(inner, clean)
     return fields
@@ -154,25 +157,25 @@ def _with_clean_names(value: Mapping[Any, Any], clean: Callable[[str], str]) -> 
 
 def _encode(line: Mapping[str, Any], clean: Callable[[str], str] | None = None) -> bytes:
     text = json.dumps(plain(line, clean), ensure_ascii=False, allow_nan=False)
-    # A sampler may cut a character in half: backslashreplace writes the half as JSON's \udXXX.
+    # A sampler may cut a character in two: backslashreplace writes lone surrogates as \udXXX.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
-LABELS_FILE = "labels.jsonl"  # what people gave responses in the page
-WRITTEN_BY = "# Written by "  # of config.yaml, before versions and machine
+LABELS_FILE = "labels.jsonl"  # labels that people gave responses in the page
+WRITTEN_BY = "# Written by "  # first line of config.yaml, followed by versions and machine
 PARTS = (
     "metrics.jsonl", "rollouts", "checkpoints", "config.yaml", "tensorboard", "report.html",
     LABELS_FILE,
 )  # fmt: skip
 
-LOCK = ".lock"  # while a run goes on
-SPENT = "judge_calls*"  # the files of `spending`, for each judge
+LOCK = ".lock"  # locked while a run is active
+SPENT = "judge_calls*"  # files of the module `spending`, for each judge
 
 
 def paid_calls(run_dir: Path) -> list[dict[str, Any]]:
-    """The calls that a run's judges were paid for, over all its sessions.
+    """The paid calls of a run's judges, over all its sessions.
 
-    Those in flight count at their worst case.
+    Calls in flight count with their highest cost.
     """
     files = sorted({file.with_suffix(".jsonl") for file in run_dir.glob(SPENT)})
     return [
@@ -183,19 +186,19 @@ def paid_calls(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def check_run_folder(run: Path) -> None:
-    """Raise DataError for a folder that is no run."""
+    """Raise DataError if a folder is not a run."""
     if not run.is_dir():
-        raise DataError(f"{run}: there is no such folder. RUN is what --output_dir named.")
+        raise DataError(f"{run}: there is no such folder. RUN is the --output_dir of a run.")
     begun = (run / METRICS_FILE).exists() or (run / "rollouts").is_dir()
     if not begun and not paid_calls(run):
         raise DataError(
-            f"{run} is not a run folder: it has no {METRICS_FILE}. RUN is what --output_dir "
-            "named; a run writes its first line after its first step."
+            f"{run} is not a run folder: it has no {METRICS_FILE}. RUN is the --output_dir of "
+            "a run; a run writes its first line after its first step."
         )
 
 
 def run_settings(run: Path) -> Config:
-    """Return the settings in `config.yaml` of a run, and no others; UserError as in `resolve`."""
+    """Return the settings in a run's `config.yaml` only; UserError as in `resolve`."""
     from ppo_cli.config.resolve import resolve
 
     files = [run / "config.yaml"]
@@ -203,18 +206,18 @@ def run_settings(run: Path) -> Config:
 
 
 class RunFolder:
-    """Paths inside `--output_dir`, or whatever flag named the folder."""
+    """The folder of a run; `flag` is the flag that named it, for messages."""
 
     def __init__(self, path: Path, flag: str = "--output_dir") -> None:
         self.path = path
         self._flag = flag
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self._made: list[Path] = []
+        self._created: list[Path] = []
 
     def prepare(self) -> None:
-        """Make the folder and see that it can be written to; raises UserError if not."""
-        self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
+        """Create the folder and test that it can be written; UserError if not."""
+        self._created = [p for p in (self.path, *self.path.parents) if not p.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path) as probe:
@@ -230,21 +233,21 @@ class RunFolder:
             ) from error
 
     def drop_if_empty(self) -> None:
-        """Take away the folders that `prepare` made, as long as nothing is in them."""
+        """Remove the folders that `prepare` created, if they are still empty."""
         with suppress(OSError):
-            if self._made:
-                for path in (self.logs, *self._made):
+            if self._created:
+                for path in (self.logs, *self._created):
                     if path.exists():
                         path.rmdir()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other runs out meanwhile; raises UserError when there is one in the folder.
+        """Lock the folder against other runs; UserError if another run has the lock.
 
-        The system ends the claim of a process that is killed. File systems without such claims
-        keep nobody out.
+        The system releases the lock of a killed process. On file systems without locks this does
+        nothing.
         """
-        claim = self._claim()
+        claim = self._lock()
         try:
             yield
         finally:
@@ -253,28 +256,28 @@ class RunFolder:
                     (self.path / LOCK).unlink()
                 claim.close()
 
-    def _claim(self) -> IO[str] | None:
+    def _lock(self) -> IO[str] | None:
         with suppress(OSError):
-            glances = 3  # who looks whether a run goes on holds the file for an instant
+            attempts = 3  # a reader that checks whether a run is active holds the lock briefly
             while True:
-                # A file, and open for writing: between machines nothing else can be claimed.
+                # A regular file opened for writing: NFS can lock nothing else.
                 claim = (self.path / LOCK).open("a")
                 try:
                     fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     if os.path.samestat(os.fstat(claim.fileno()), (self.path / LOCK).stat()):
                         return claim
                 except BlockingIOError:
-                    if not glances:
+                    if not attempts:
                         claim.close()
                         raise UserError(
-                            f"{self._flag} {self.path} belongs to a run that still goes on. Let it "
-                            "end, or choose another folder."
+                            f"{self._flag} {self.path} belongs to a run that is still active. Wait "
+                            "for its end, or choose another folder."
                         ) from None
-                    glances -= 1
+                    attempts -= 1
                     time.sleep(0.1)
                 except FileNotFoundError:
                     pass
-                claim.close()  # of a run that has just ended, which took the file away
+                claim.close()  # of a run that has just ended and deleted the file
         return None
 
     def write_config(self, text: str) -> None:
@@ -283,13 +286,14 @@ class RunFolder:
             fresh.write_text(text)
 
     def set_aside(self, *, all_of_it: bool = True) -> Path | None:
-        """Move what an earlier run left to `earlier_1`, `earlier_2` …; return where it is now.
+        """Move an earlier run's files to `earlier_1`, `earlier_2` …; returns the folder, or None.
 
-        What it spent stays, unless `all_of_it` goes: a budget is for all starts of a run. Partial
-        checkpoints, of a run that was killed in its first save, are removed.
+        Without `all_of_it` the spending files stay: a budget covers all starts of a run. Partial
+        checkpoints of a run that was killed in its first save are removed.
         """
         for store in (self.checkpoints, *self.path.glob("earlier_*/checkpoints")):
             sweep_unfinished(store)
+        # Everything that a run writes, and its spending if asked for.
         present = [self.path / name for name in PARTS if (self.path / name).exists()]
         if all_of_it:
             present += sorted(self.path.glob(SPENT))
@@ -307,11 +311,11 @@ class RunFolder:
 
 STEP_NAME = re.compile(r"^step_(\d{6,})$")
 MODEL_FILES = ("config.json", "adapter_config.json")
-RUST_FAILED = re.compile(r"([^:\s][^:]*) \(os error \d+\)")
+SAFETENSORS_DISK_ERROR = re.compile(r"([^:\s][^:]*) \(os error \d+\)")
 
 
 class CheckpointStore:
-    """All checkpoints of one run."""
+    """The checkpoints of one run."""
 
     def __init__(self, directory: Path, keep: int | None) -> None:
         self.directory = directory
@@ -320,44 +324,47 @@ class CheckpointStore:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Sweep what a killed run left; on leaving, wait for the checkpoint being written."""
+        """Remove leftovers of killed runs; at the end, wait for the checkpoint in progress."""
         self._sweep()
         try:
             yield
         except Exception:
-            # This error is reported; what was saved is complete all the same.
+            # The first error is reported; one of the checkpoint would hide it.
             if self._in_flight is not None:
                 self._in_flight.exception()
                 self._in_flight = None
             raise
-        self.settle()
+        self.wait_for_save()
 
-    def begin(self, step: int, fill: Callable[[Path], Future[None]], *, best: bool = False) -> None:
-        """Let `fill` fill an empty folder, which becomes the checkpoint of `step` in time.
+    def begin_save(
+        self, step: int, fill: Callable[[Path], Future[None]], *, best: bool = False
+    ) -> None:
+        """Start a checkpoint: `fill` gets an empty folder, which becomes the checkpoint of `step`.
 
-        What `fill` returns is done when nothing more is written, well or not. `best` lets the
-        link `best` name this one, which pruning then spares. Waits for the checkpoint before.
+        The future of `fill` finishes when all is written, or failed. With `best`, the link `best`
+        points to this checkpoint, which pruning then keeps. Waits for the previous checkpoint.
         """
-        self.settle()
+        self.wait_for_save()
         self._sweep()
         final = self._folder(step)
-        with self._whole_or_nothing(step):
+        with self._remove_if_failed(step):
             unfinished_path(final).mkdir(parents=True)
             filled = fill(unfinished_path(final))
+        # The rest runs when the engine has written its files, on its thread.
         in_flight: Future[None] = Future()
         self._in_flight = in_flight
 
         def finish(filled: Future[None]) -> None:
             try:
-                with self._whole_or_nothing(step):
+                with self._remove_if_failed(step):
                     filled.result()
                     write_manifest(unfinished_path(final))
                     move_into_place(unfinished_path(final), final)
-                    self._point("latest", final.name)
+                    self._link("latest", final.name)
                     if best:
-                        self._point("best", final.name)
+                        self._link("best", final.name)
                     self._prune()
-            except BaseException as error:  # raised by `settle`
+            except BaseException as error:  # raised by `wait_for_save`
                 in_flight.set_exception(error)
             else:
                 in_flight.set_result(None)
@@ -369,27 +376,27 @@ class CheckpointStore:
         """Whether a checkpoint is still being written."""
         return self._in_flight is not None and not self._in_flight.done()
 
-    def check(self) -> None:
-        """Raise what went wrong with the checkpoint in the background, if it has ended."""
+    def raise_save_error(self) -> None:
+        """Raise the error of the background checkpoint, if it has ended."""
         if not self.busy:
-            self.settle()
+            self.wait_for_save()
 
-    def settle(self) -> None:
-        """Wait until the checkpoint that was begun is whole; raises what went wrong with it.
+    def wait_for_save(self) -> None:
+        """Wait until the checkpoint in progress is complete; raises its error.
 
-        UserError when the disk refused it.
+        UserError if the disk was the cause.
         """
         in_flight = self._in_flight
         if in_flight is not None:
             try:
                 in_flight.result()
             finally:
-                # An interrupt ends the waiting, not the writing.
+                # Ctrl-C ends the waiting, not the writing.
                 self._in_flight = None if in_flight.done() else in_flight
 
     @contextmanager
-    def _whole_or_nothing(self, step: int) -> Iterator[None]:
-        """Remove what is half-written when writing fails, and say so when it was the disk."""
+    def _remove_if_failed(self, step: int) -> Iterator[None]:
+        """Remove a partial checkpoint if writing fails; a disk error becomes a UserError."""
         try:
             yield
         except BaseException as error:
@@ -401,21 +408,21 @@ class CheckpointStore:
             raise UserError(
                 f"The checkpoint of step {step} could not be written to {self.directory}: "
                 f"{cause}. Free some space or choose another --output_dir, then "
-                "run the same command again: it goes on from the last checkpoint."
+                "run the same command again: it resumes from the last checkpoint."
             ) from error
 
     def _prune(self) -> None:
         """Delete all but the newest `keep` checkpoints and the best one; None keeps all."""
         if self._keep is None:
             return
-        spared = {self._target("latest"), self._target("best")}
+        spared = {self._link_target("latest"), self._link_target("best")}
         for step in self.steps()[: -self._keep]:
             folder = self._folder(step)
             if folder.name not in spared:
                 delete_atomically(folder)
 
-    def drop_past(self, step: int) -> None:
-        """Delete checkpoints after `step`: the run goes on from there on another branch."""
+    def delete_after(self, step: int) -> None:
+        """Delete checkpoints after `step`: a resumed run replaces them."""
         for later in self.steps():
             if later > step:
                 delete_atomically(self._folder(later))
@@ -424,45 +431,45 @@ class CheckpointStore:
             if path.is_symlink() and not path.exists():
                 path.unlink()
         if newest := self.newest():
-            self._point("latest", newest.name)
+            self._link("latest", newest.name)
 
     def steps(self) -> list[int]:
-        """Steps that have a whole checkpoint, oldest first."""
+        """Steps with a complete checkpoint, oldest first."""
         if not self.directory.is_dir():
             return []
-        found = (STEP_NAME.match(p.name) for p in self.directory.iterdir())
-        return sorted(int(m.group(1)) for m in found if m)
+        matches = (STEP_NAME.match(p.name) for p in self.directory.iterdir())
+        return sorted(int(m.group(1)) for m in matches if m)
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint, if there is one."""
+        """The newest complete checkpoint, or None."""
         step = self.newest_step()
         return None if step is None else self._folder(step)
 
     def newest_step(self) -> int | None:
-        """The step of the newest whole checkpoint, if there is one."""
+        """The step of the newest complete checkpoint, or None."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"step_{step:06d}"
 
-    def _target(self, link: str) -> str | None:
+    def _link_target(self, link: str) -> str | None:
         path = self.directory / link
         return os.readlink(path) if path.is_symlink() else None
 
-    def _point(self, link: str, name: str) -> None:
+    def _link(self, link: str, name: str) -> None:
         with atomic_replace(self.directory / link) as fresh:
             fresh.symlink_to(name)
 
     def _sweep(self) -> None:
-        """Remove what killed runs left half-written or half-deleted."""
+        """Remove folders that killed runs left half-written or half-deleted."""
         sweep_unfinished(self.directory)
 
 
 def find_resume(store: CheckpointStore, mode: str) -> Path | None:
-    """The checkpoint that `--resume auto|never|PATH` means; None starts afresh.
+    """The checkpoint that `--resume auto|never|PATH` means; None for a new run.
 
-    Raises ModelError when PATH is no checkpoint.
+    Raises ModelError if PATH is not a checkpoint.
     """
     if mode == "never":
         return None
@@ -471,7 +478,7 @@ def find_resume(store: CheckpointStore, mode: str) -> Path | None:
     path = Path(mode).expanduser()
     if not (path / "state").is_dir():
         raise ModelError(
-            f"--resume {mode} is no checkpoint (it has no folder state/). Give a folder such as "
+            f"--resume {mode} is not a checkpoint (it has no folder state/). Name a folder such as "
             f"{store.directory}/step_000010, or auto or never."
         )
     return path.resolve()
@@ -479,7 +486,7 @@ def find_resume(store: CheckpointStore, mode: str) -> Path | None:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model as it was typed, what loads, and the run that it is of."""
+    """A model: the name as typed, the path to load, and the run that it belongs to."""
 
     name: str
     path: str
@@ -487,7 +494,7 @@ class ModelSource:
 
 
 def find_source(word: str) -> ModelSource:
-    """The model that MODEL, RUN, RUN@STEP or a checkpoint means; raises ModelError if none is."""
+    """The model that MODEL, RUN, RUN@STEP or a checkpoint means; ModelError if there is none."""
     path, which = word, ""
     if "@" in word and not Path(word).expanduser().exists():
         path, _, which = word.rpartition("@")
@@ -501,26 +508,26 @@ def find_source(word: str) -> ModelSource:
 
 
 def find_model(source: Path, checkpoint: str | None, *, critic: bool) -> Path:
-    """The folder of the model that is meant; raises ModelError when there is none."""
+    """The folder of the model in a run or checkpoint; ModelError if there is none."""
     if not source.is_dir():
         near = [p.name for p in source.parent.iterdir()] if source.parent.is_dir() else []
         raise ModelError(
-            f"There is no folder {source}.{did_you_mean(source.name, near)} Name a run (what "
-            "--output_dir named) or a checkpoint."
+            f"There is no folder {source}.{did_you_mean(source.name, near)} Name a run (an "
+            "--output_dir) or a checkpoint."
         )
-    store = _store_of(source)
+    store = _find_store(source)
     if store is not None:
-        return _part_of(_choose(store, checkpoint), critic=critic)
+        return _model_in_checkpoint(_choose_checkpoint(store, checkpoint), critic=critic)
     if checkpoint is not None:
-        raise ModelError(f"{source} is no run, so --checkpoint has nothing to choose from.")
-    if holds_model(source):
+        raise ModelError(f"{source} is not a run, so --checkpoint has nothing to choose from.")
+    if has_model(source):
         if critic and source.name != "critic":
             raise ModelError(f"{source} is one model: leave --critic out, or name its checkpoint.")
         return source
-    return _part_of(source, critic=critic)
+    return _model_in_checkpoint(source, critic=critic)
 
 
-def _store_of(source: Path) -> CheckpointStore | None:
+def _find_store(source: Path) -> CheckpointStore | None:
     """The checkpoints of a run folder, or of the folder `checkpoints/` itself."""
     for folder in (source / "checkpoints", source):
         store = CheckpointStore(folder, keep=1)
@@ -528,13 +535,13 @@ def _store_of(source: Path) -> CheckpointStore | None:
             return store
     if (source / "checkpoints").is_dir() or (source / "metrics.jsonl").exists():
         raise ModelError(
-            f"{source} has no whole checkpoint yet. A run writes one each --save_freq steps, and "
-            "one at its end."
+            f"{source} has no complete checkpoint yet. A run writes one every --save_freq steps "
+            "and one at the end."
         )
     return None
 
 
-def _choose(store: CheckpointStore, checkpoint: str | None) -> Path:
+def _choose_checkpoint(store: CheckpointStore, checkpoint: str | None) -> Path:
     """The checkpoint that `--checkpoint best|latest|10|step_000010|PATH` means."""
     newest = store.newest()
     assert newest is not None
@@ -542,48 +549,48 @@ def _choose(store: CheckpointStore, checkpoint: str | None) -> Path:
         return newest
     if checkpoint.isdigit():
         checkpoint = f"step_{int(checkpoint):06d}"
-    known = [f"step_{step:06d}" for step in store.steps()]
-    if checkpoint in known or checkpoint == "best":
+    names = [f"step_{step:06d}" for step in store.steps()]
+    if checkpoint in names or checkpoint == "best":
         path = store.directory / checkpoint
         if not path.is_dir():
             raise ModelError(
                 f"{store.directory} has no best checkpoint: only validation (--val_files) shows "
-                f"which one it is. There are {', '.join(known)}."
+                f"which one it is. There are {', '.join(names)}."
             )
         return path
     path = Path(checkpoint).expanduser()
     if not path.is_dir():
         raise ModelError(
             f"There is no checkpoint {checkpoint} in {store.directory}, and no such folder."
-            f"{did_you_mean(checkpoint, [*known, 'best', 'latest'])} There are {', '.join(known)}."
+            f"{did_you_mean(checkpoint, [*names, 'best', 'latest'])} There are {', '.join(names)}."
         )
     return path
 
 
-def _part_of(checkpoint: Path, *, critic: bool) -> Path:
+def _model_in_checkpoint(checkpoint: Path, *, critic: bool) -> Path:
     folder = checkpoint / ("critic" if critic else "actor")
-    if holds_model(folder):
+    if has_model(folder):
         return folder
     require_intact(checkpoint, below=folder.name)
-    if critic and holds_model(checkpoint / "actor"):
-        raise ModelError(f"{checkpoint} has no critic: its advantages need none.")
+    if critic and has_model(checkpoint / "actor"):
+        raise ModelError(f"{checkpoint} has no critic: its advantage estimator does not use one.")
     raise ModelError(
         f"{checkpoint} is neither a run, a checkpoint nor a model: {folder.name}/ with a "
         "config.json is missing."
     )
 
 
-def holds_model(folder: Path) -> bool:
-    """Whether a folder is a saved model, whole or an adapter."""
+def has_model(folder: Path) -> bool:
+    """Whether a folder is a saved model or adapter."""
     return any((folder / name).exists() for name in MODEL_FILES)
 
 
 def _disk_failure(error: BaseException) -> str | None:
-    """What the disk refused; None when it was something else.
+    """The reason of a disk error; None if the error has another cause.
 
-    Safetensors has an error of its own for a full disk, recognised by its text.
+    Safetensors raises its own error for a full disk, which is recognised by its text.
     """
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    found = RUST_FAILED.search(str(error))
-    return found.group(1) if found else None
+    match = SAFETENSORS_DISK_ERROR.search(str(error))
+    return match.group(1) if match else None

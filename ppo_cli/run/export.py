@@ -37,7 +37,7 @@ from ppo_cli.errors import (
 from ppo_cli.redact import mask_secrets, redact
 from ppo_cli.report.metrics import Lines, judge_totals, mixture_parts, summarise
 from ppo_cli.report.page.run_data import config_of, settings_of
-from ppo_cli.run_folder import STEP_NAME, find_model, holds_model, plain, read_metrics
+from ppo_cli.run_folder import STEP_NAME, find_model, has_model, plain, read_metrics
 
 CARD, CURVE = "README.md", "curve.svg"
 UNKNOWN = "not known"
@@ -302,7 +302,7 @@ def _instead(source: Path, checkpoint: str | None, model: Path) -> str:
     """Return this command line with the model of another checkpoint."""
     if checkpoint is not None:
         return replace_flag(command_line(), "--checkpoint", shlex.quote(str(model.parent)))
-    return replace_path(str(source), str(model if holds_model(source) else model.parent))
+    return replace_path(str(source), str(model if has_model(source) else model.parent))
 
 
 def _check_hub(name: str) -> None:
@@ -399,7 +399,7 @@ def _check_place(out: Path, place: Path, source: Path, *, force: bool) -> None:
             raise ConfigError(
                 f"--out {out} is not empty. Name another folder, or replace all of it with --force."
             )
-        if not holds_model(place):
+        if not has_model(place):
             raise ConfigError(
                 f"--out {out} holds no model but other files, and --force would delete them all. "
                 "Name another folder."

@@ -23,7 +23,7 @@ from ppo_cli.digests import digest_text
 from ppo_cli.errors import UserError
 from ppo_cli.records import Prompt
 from ppo_cli.redact import mask_secrets
-from ppo_cli.run_folder import holds_model, run_settings
+from ppo_cli.run_folder import has_model, run_settings
 from ppo_cli.step.stages import read_state
 
 ROWS = ("data.train_files", "data.val_files")  # they count by the rows that are read of them
@@ -129,7 +129,7 @@ def _contents(value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, str):
         # Unlike pathlib, os.path takes texts that are no path: too long, or with a NUL.
         path = os.path.expanduser(value.partition(":")[0])
-        if os.path.isfile(path) or (os.path.isdir(path) and holds_model(Path(path))):
+        if os.path.isfile(path) or (os.path.isdir(path) and has_model(Path(path))):
             with suppress(OSError):  # what cannot be read is reported where it is loaded
                 yield path, _content_digest(Path(path))
 

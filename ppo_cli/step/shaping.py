@@ -1,6 +1,6 @@
-"""From scores and annotations to a train batch: penalties, token rewards, KL, advantages.
+"""Turn scores and annotations into a train batch: penalties, token rewards, KL, advantages.
 
-Also every statistic of the batch that a user reads; rows whose score failed are in none.
+Also computes the metrics of the batch; rows with a failed score are in none of them.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from ppo_cli.records import PlacedReward, Rollout, Score, Scored
 from ppo_cli.report.metrics import explained_variance
 from ppo_cli.thoughts import Detokenize
 
-Placed = tuple[int, float]  # index of a response token, and what it gets
+Placed = tuple[int, float]  # index of a response token, and its reward
 
 
 def place_steps(
     rollout: Rollout, steps: Sequence[PlacedReward], decode: Detokenize
 ) -> list[Placed]:
-    """Give each placed reward its response token, counted from 0.
+    """Return the token index, from 0, and the value of each placed reward.
 
-    `decode` is the function by which the sampler made the text. A place given in characters
-    goes to the first token with which the text up to there stands.
+    `decode` is the sampler's detokenizer. A place in characters means the first token after which
+    the decoded text contains everything up to there.
     """
-    found: list[Placed] = []
+    placed: list[Placed] = []
     for step in steps:
         index = step.end - 1 if step.unit == "token" else _token_at(rollout, step.end, decode)
-        found.append((min(max(index, 0), len(rollout.token_ids) - 1), step.value))
-    return found
+        placed.append((min(max(index, 0), len(rollout.token_ids) - 1), step.value))
+    return placed
 
 
 def _token_at(rollout: Rollout, end: int, decode: Detokenize) -> int:
-    """Bisection: a beginning of the text that stands once, stands with more tokens too.
+    """Find the token by bisection: once a prefix of the text is complete, it stays complete.
 
-    Its length alone would not do: half a character may decode to several signs.
+    Comparing lengths would not do: a part of a character may decode to several characters.
     """
-    wanted, ids, prompt_ids = rollout.text[:end], rollout.token_ids, rollout.prompt.token_ids
+    target, ids, prompt_ids = rollout.text[:end], rollout.token_ids, rollout.prompt.token_ids
     return bisect_left(
-        range(len(ids)), True, key=lambda i: decode(ids[: i + 1], prompt_ids)[:end] == wanted
+        range(len(ids)), True, key=lambda i: decode(ids[: i + 1], prompt_ids)[:end] == target
     )
 
 
 @dataclass(frozen=True)
 class ShapedScores:
-    """`scored` (and `baselines`) for the update, `logged` for the log, and what to remember."""
+    """Scores for the update (`scored`, `baselines`), for the log, and moments for the next step."""
 
     scored: tuple[Scored, ...]
     baselines: tuple[Scored, ...] | None
@@ -84,40 +84,42 @@ def shape_scores(
 ) -> ShapedScores:
     """Shape the scores of a step; `longest` is max_response_length in tokens.
 
-    Greedy baselines are shaped by the same scale, and teach it nothing.
+    Greedy baselines use the same scale but do not change it.
     """
-    taken = [penalties_of(settings, one.rollout, longest) for one in scored]
-    lowered = [_lowered(s, t) for s, t in zip(scored, taken, strict=True)]
+    penalties = [compute_penalties(settings, sample.rollout, longest) for sample in scored]
+    lowered = [_subtract_penalties(s, t) for s, t in zip(scored, penalties, strict=True)]
     if settings.normalize == "running":
         moments = moments.merge(_moments(lowered))
     scale = _scale(settings, lowered, moments)
-    ready = tuple(_finished(settings, one, scale) for one in lowered)
+    ready = tuple(_normalise_and_clip(settings, sample, scale) for sample in lowered)
     greedy = None if baselines is None else tuple(
-        _finished(settings, _lowered(b, penalties_of(settings, b.rollout, longest)), scale)
+        _normalise_and_clip(settings, _subtract_penalties(b, penalty), scale)
         for b in baselines
+        for penalty in [compute_penalties(settings, b.rollout, longest)]
     )  # fmt: skip
     if not _is_on(settings):
         return ShapedScores(tuple(scored), greedy, tuple(scored), {}, moments)
     logged = tuple(
-        _noted(one, t, r.score.value) for one, t, r in zip(scored, taken, ready, strict=True)
+        _add_shaping_info(sample, t, r.score.value)
+        for sample, t, r in zip(scored, penalties, ready, strict=True)
     )
-    metrics = _metrics(settings, taken, lowered, ready, scale)
+    metrics = _metrics(settings, penalties, lowered, ready, scale)
     return ShapedScores(ready, greedy, logged, metrics, moments)
 
 
-def penalties_of(settings: Shaping, rollout: Rollout, longest: int) -> dict[str, float]:
-    """The penalties that are on, each 0 or below, by name."""
-    found: dict[str, float] = {}
+def compute_penalties(settings: Shaping, rollout: Rollout, longest: int) -> dict[str, float]:
+    """The configured penalties by name, each at most 0."""
+    penalties: dict[str, float] = {}
     length = len(rollout.token_ids)
     if settings.overlong_buffer is not None:
         share = overlong_share(length, longest, settings.overlong_buffer)
-        found["overlong"] = -settings.overlong_penalty * share
+        penalties["overlong"] = -settings.overlong_penalty * share
     if settings.missing_eos_penalty is not None:
         cut = rollout.finish_reason == "length"
-        found["missing_eos"] = -settings.missing_eos_penalty if cut else 0.0
+        penalties["missing_eos"] = -settings.missing_eos_penalty if cut else 0.0
     if settings.repetition_penalty is not None:
         share = repeated_share(rollout.token_ids, settings.repetition_ngram)
-        found["repetition"] = -settings.repetition_penalty * share
+        penalties["repetition"] = -settings.repetition_penalty * share
     thought = rollout.thought_tokens
     budgets = {
         "thought": (thought, settings.thought_budget),
@@ -126,20 +128,20 @@ def penalties_of(settings: Shaping, rollout: Rollout, longest: int) -> dict[str,
     for name, (tokens, budget) in budgets.items():
         if budget is not None:
             share = overlong_share(tokens, 2 * budget, budget)
-            found[f"{name}_budget"] = -settings.budget_penalty * share
-    return found
+            penalties[f"{name}_budget"] = -settings.budget_penalty * share
+    return penalties
 
 
 def overlong_share(length: int, longest: int, buffer: int) -> float:
-    """How far a length lies in the last `buffer` tokens before `longest`: 0 to 1.
+    """How far a length is into the last `buffer` tokens before `longest`: 0 to 1.
 
-    Soft over-long punishment (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13), its sign turned.
+    Soft overlong punishment (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13), negated.
     """
     return min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
 
 
 def repeated_share(token_ids: Sequence[int], n: int) -> float:
-    """Share of the n-grams that stood in the response before; 0 when it is shorter than n."""
+    """Share of n-grams that occurred before in the response; 0 if it is shorter than n."""
     grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -154,15 +156,15 @@ def _is_on(settings: Shaping) -> bool:
     )
 
 
-def _lowered(one: Scored, taken: Mapping[str, float]) -> Scored:
-    value = one.score.value
-    if value is None or not taken:
-        return one
-    return Scored(one.rollout, replace(one.score, value=value + sum(taken.values())))
+def _subtract_penalties(sample: Scored, penalties: Mapping[str, float]) -> Scored:
+    value = sample.score.value
+    if value is None or not penalties:
+        return sample
+    return Scored(sample.rollout, replace(sample.score, value=value + sum(penalties.values())))
 
 
 def _moments(scored: Sequence[Scored]) -> Moments:
-    # An imputed value teaches nothing.
+    # Imputed values do not count.
     return Moments.from_values(s.score.value for s in scored if s.score.judged)
 
 
@@ -172,36 +174,39 @@ def _scale(settings: Shaping, scored: Sequence[Scored], running: Moments) -> Aff
     return standardise(running if settings.normalize == "running" else _moments(scored))
 
 
-def _finished(settings: Shaping, one: Scored, scale: Affine) -> Scored:
-    """Normalise and clip; what clipping takes off goes to the end, not to the steps within."""
-    value = one.score.value
+def _normalise_and_clip(settings: Shaping, sample: Scored, scale: Affine) -> Scored:
+    """Normalise and clip a score; clipping does not change the rewards at inner tokens."""
+    value = sample.score.value
     if value is None:
-        return one
+        return sample
     value = clip(scale.of(value), settings.reward_clip)
-    steps = tuple(PlacedReward(s.end, scale.slope * s.value, s.unit) for s in one.score.steps)
-    return Scored(one.rollout, replace(one.score, value=value, steps=steps))
+    steps = tuple(PlacedReward(s.end, scale.slope * s.value, s.unit) for s in sample.score.steps)
+    return Scored(sample.rollout, replace(sample.score, value=value, steps=steps))
 
 
-def _noted(one: Scored, taken: Mapping[str, float], final: float | None) -> Scored:
-    """The score as it was given, with what became of it."""
-    said = {**taken, "reward": final}
-    info = {**one.score.info, "shaping": said}
-    return Scored(one.rollout, replace(one.score, info=info))
+def _add_shaping_info(
+    sample: Scored, penalties: Mapping[str, float], final: float | None
+) -> Scored:
+    """The original score, with penalties and final reward in its info."""
+    effects = {**penalties, "reward": final}
+    info = {**sample.score.info, "shaping": effects}
+    return Scored(sample.rollout, replace(sample.score, info=info))
 
 
 def _metrics(
     settings: Shaping,
-    taken: Sequence[Mapping[str, float]],
+    penalties: Sequence[Mapping[str, float]],
     lowered: Sequence[Scored],
     ready: Sequence[Scored],
     scale: Affine,
 ) -> dict[str, float]:
+    # Means over the rows with a score.
     rows = [i for i, s in enumerate(ready) if s.score.value is not None]
     if not rows:
         return {}
     metrics: dict[str, float] = {}
-    for name in taken[0]:
-        values = [taken[i][name] for i in rows]
+    for name in penalties[0]:
+        values = [penalties[i][name] for i in rows]
         metrics[f"shaping/{name}_mean"] = sum(values) / len(rows)
         metrics[f"shaping/{name}_share"] = sum(v < 0 for v in values) / len(rows)
     if settings.normalize != "off":
@@ -215,13 +220,13 @@ def _metrics(
     return metrics
 
 
-def _value(one: Scored) -> float:
-    return one.score.value or 0.0
+def _value(sample: Scored) -> float:
+    return sample.score.value or 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class ShapedStep:
-    """A batch ready for updates, the statistics of it, and the next KL coefficient."""
+    """A batch ready for updates, its metrics, and the next KL coefficient."""
 
     batch: TrainBatch
     metrics: dict[str, float]
@@ -236,12 +241,13 @@ def shape_step(
     baselines: Sequence[float | None] | None,
     placed: Sequence[Sequence[Placed]] = (),
 ) -> ShapedStep:
-    """Join scores to an annotated batch (same order) and estimate advantages.
+    """Add scores to an annotated batch (same order) and estimate advantages.
 
-    `baselines` has the greedy score of each row's prompt, for remax; a row whose baseline
-    failed is left out like one whose score failed. `placed` has each row's rewards within the
-    response; what they leave of the score goes to the last token.
+    `baselines` has the greedy score of each row's prompt, for ReMax; a row whose baseline failed
+    is masked like one whose score failed. `placed` has each row's rewards within the response;
+    the rest of the score goes to the last token.
     """
+    # Which rows count: those with a score, a baseline and all parts that the estimator needs.
     algorithm = config.algorithm
     scores_B, valid_B = _scores(scored, baselines)
     parts_BK = None
@@ -249,12 +255,14 @@ def shape_step(
         parts_BK, found_B = _named_parts(algorithm.gdpo_reward_keys, scored)
         valid_B = valid_B & found_B
     mask_BT = annotated.response_mask_BT & valid_B[:, None]
-    inner_BT = _inner(placed, mask_BT)
+    # Rewards of tokens: placed rewards, the rest at the last token, minus the KL penalty.
+    inner_BT = _place_inner_rewards(placed, mask_BT)
     rest_B = scores_B - inner_BT.sum(1)
     rewards_BT = inner_BT + place_scores(rest_B, annotated.response_len_B, mask_BT)
     kl_BT, metrics, next_kl_coef = _kl(algorithm, annotated, mask_BT, kl_coef)
     if kl_BT is not None:
         rewards_BT = penalise(rewards_BT, kl_BT, mask_BT, kl_coef)
+    # Advantages and returns by the configured estimator.
     advantages_BT, returns_BT = compute_advantages(
         algorithm.adv_estimator,
         token_rewards_BT=rewards_BT,
@@ -269,6 +277,7 @@ def shape_step(
         parts_BK=parts_BK,
         weights=algorithm.gdpo_reward_weights or None,
     )
+    # The batch, with importance weights of the sampler's log-probs and rejected tokens masked.
     batch = TrainBatch(
         **{name: getattr(annotated, name) for name in AnnotatedBatch.__dataclass_fields__},
         scores_B=scores_B,
@@ -278,7 +287,7 @@ def shape_step(
         returns_BT=returns_BT,
         is_weight_BT=_importance(config, annotated, mask_BT),
     )
-    if limits := rejections(config):  # out of the losses alone: their rewards are true
+    if limits := rejections(config):  # masked in the losses only: their rewards are valid
         old_BT, sampler_BT = annotated.old_logprobs_BT, annotated.sampler_logprobs_BT
         kept_BT = accepted_tokens(old_BT, sampler_BT, annotated.response_mask_BT, limits)
         rejected = mask_BT & ~kept_BT
@@ -298,19 +307,19 @@ def _scores(
 
 
 def _named_parts(names: Sequence[str], scored: Sequence[Scored]) -> tuple[Tensor, Tensor]:
-    """Parts of the scores by name (B, K), and which rows have them all.
+    """Parts of the scores by name (B, K), and which rows have all of them.
 
-    Raises RewardError where no row has one of them.
+    Raises RewardError if no row has one of them.
     """
     raw = [[_part(s.score, name) for name in names] for s in scored]
     for k, name in enumerate(names):
         judged = [i for i, s in enumerate(scored) if s.score.value is not None]
         if judged and all(raw[i][k] is None for i in judged):
-            there = sorted({part for i in judged for part in scored[i].score.parts})
+            available = sorted({part for i in judged for part in scored[i].score.parts})
             raise RewardError(
                 f"algorithm.gdpo_reward_keys names '{name}', but no score has such a part; there "
-                f"{'are ' + ', '.join(there) if there else 'are none'}. Let the reward function "
-                "return it beside score, as a number, or correct the name."
+                f"{'are ' + ', '.join(available) if available else 'are none'}. Let the reward "
+                "function return it next to score, as a number, or correct the name."
             )
     found_B = torch.tensor([None not in row for row in raw])
     return torch.tensor([[float(x or 0) for x in row] for row in raw]), found_B
@@ -324,8 +333,8 @@ def _part(score: Score, name: str) -> float | None:
     )
 
 
-def _inner(placed: Sequence[Sequence[Placed]], mask_BT: Tensor) -> Tensor:
-    """Rewards within the responses at their tokens; none where a token does not count."""
+def _place_inner_rewards(placed: Sequence[Sequence[Placed]], mask_BT: Tensor) -> Tensor:
+    """Rewards within the responses (B, T), at their tokens; 0 at masked tokens."""
     inner_BT = torch.zeros(mask_BT.shape)
     for row, places in enumerate(placed):
         for token, value in places:
@@ -336,8 +345,8 @@ def _inner(placed: Sequence[Sequence[Placed]], mask_BT: Tensor) -> Tensor:
 def _kl(
     algorithm: Algorithm, batch: AnnotatedBatch, mask_BT: Tensor, kl_coef: float
 ) -> tuple[Tensor | None, dict[str, float], float]:
-    """Penalty per token, its metrics, and the coefficient of the next step."""
-    # Without a row that has a score there is nothing to measure.
+    """KL penalty per token (None without), its metrics, and the coefficient of the next step."""
+    # Without a row with a score there is nothing to measure.
     if batch.ref_logprobs_BT is None or not bool(mask_BT.any()):
         return None, {}, kl_coef
     k3_BT = token_kl(batch.old_logprobs_BT, batch.ref_logprobs_BT, "k3")
@@ -347,6 +356,7 @@ def _kl(
     kl_BT = batch.full_kl_BT
     if kl_BT is None:
         kl_BT = token_kl(batch.old_logprobs_BT, batch.ref_logprobs_BT, algorithm.kl_penalty)
+    # The penalty, and the coefficient moved towards the target KL.
     current = float(mean_kl(kl_BT, mask_BT))
     metrics |= {"kl/penalty": current, "kl/coef": kl_coef}
     ctrl = algorithm.kl_ctrl
@@ -387,6 +397,7 @@ def _statistics(batch: TrainBatch) -> dict[str, float]:
             masked_sum(batch.token_rewards_BT, mask_BT) / mask_BT.any(1).sum()
         ),
     }
+    # Sampler against trainer: the mismatch that truncated importance sampling corrects.
     if batch.measures_sampler:
         gap = compute_mismatch(batch.old_logprobs_BT, batch.sampler_logprobs_BT, mask_BT)
         count = float(gap.token_count)

@@ -1,8 +1,7 @@
-"""The parts of a run, its state between steps, and the parts of a step.
+"""What the loop works with (`Job`), the state that it saves (`RunState`), and the stages of a step.
 
-A step is rollouts, which the reward scores as each finishes, and updates; also the greedy baselines
-of ReMax, and what is said when a reward raises or is always zero. The state is written into each
-checkpoint and restored from it.
+In the order of `loop.train_step`: sample responses, submit and gather their scores, update critic
+and actor. Also the greedy baselines of ReMax, and checks of the reward and of vLLM's weights.
 """
 
 from __future__ import annotations
@@ -40,27 +39,27 @@ from ppo_cli.report.metrics import StepSums
 from ppo_cli.report.tracker import Tracker
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.run_folder import CheckpointStore
-from ppo_cli.step.shaping import penalties_of
+from ppo_cli.step.shaping import compute_penalties
 from ppo_cli.thoughts import Detokenize
 
 STATE_FILE = "run.json"
-# Of all that a checkpoint's `state/` holds: raise it when any of it is written in another form.
+# Version of everything in a checkpoint's `state/`: raise it when the format of any part changes.
 FORMAT = 2
-UNNUMBERED = 1  # what wrote no number yet
-MOST_UNSCORED = 3  # steps in a row without any score, after which going on has no point
+FORMAT_BEFORE_NUMBERS = 1  # of checkpoints without a format number
+MAX_UNSCORED_STEPS = 3  # steps in a row without any score, after which the run stops
 
 
-TRAIN, BASELINE, VALIDATION, SHUFFLE = range(4)  # random streams, one for each use
+TRAIN, BASELINE, VALIDATION, SHUFFLE = range(4)  # random streams
 
 
 def stream_seed(*key: int) -> int:
-    """One seed for each use of randomness: nothing to save, nothing to fall out of step."""
+    """Derive a seed from (run seed, stream, step, …), so that no generator state must be saved."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint32)[0])
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that the loop works with, built by `assemble`."""
+    """Everything that the loop works with, built by `run/assemble.py`."""
 
     config: Config
     engine: Engine
@@ -77,17 +76,19 @@ class Job:
     stop_requested: Callable[[], str | None]
     resume_command: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    in_flight: list[Future[Score]] = field(default_factory=list)  # of the round under way
-    published: list[int] = field(default_factory=list)  # steps, of this process
+    in_flight: list[Future[Score]] = field(default_factory=list)  # scores of the current round
+    published: list[int] = field(
+        default_factory=list
+    )  # steps whose weights this process has published
 
 
 @dataclass
 class RunState:
-    """Counters and controllers of the loop.
+    """Counters and controllers of the loop, saved in each checkpoint.
 
-    `unfinished` holds the metrics of a step that is trained and not yet validated: a run that
-    had to stop in a validation begins again with it. `moments` are those of running reward
-    normalisation.
+    `unfinished` has the metrics of a step that is trained but not validated: a run that stopped
+    during a validation resumes with it. `stale` counts validations without a new best.
+    `moments` are those of running reward normalisation.
     """
 
     kl_coef: float
@@ -103,39 +104,39 @@ class RunState:
 
     @property
     def is_best(self) -> bool:
-        """Whether the present step holds the best validation so far."""
+        """Whether the current step has the best validation so far."""
         return self.best_step == self.step
 
     def note_validation(self, metrics: Mapping[str, float]) -> None:
-        """Compare a validation with the best one; `stale` counts those without a new best."""
+        """Compare a validation with the best one, and update `best` or `stale`."""
         value = metrics.get("val/reward_mean")
         if value is None or metrics.get("val/score/failed_share", 0.0) > 0.5:
-            return  # too few scores to choose a best one
-        again = self.best_step == self.step  # a resumed run may validate its first step twice
-        if self.best is None or value > self.best or again:
+            return  # too few scores for a comparison
+        same_step = self.best_step == self.step  # a resumed run may validate its first step twice
+        if self.best is None or value > self.best or same_step:
             self.best, self.best_step, self.stale = value, self.step, 0
         else:
             self.stale += 1
 
     def count_broken_steps(self, sums: StepSums) -> None:
-        """Count the steps in a row in which some gradient was not finite."""
+        """Count consecutive steps with a gradient that was not finite."""
         skipped = sums.total("actor/skipped_steps") + sums.total("critic/skipped_steps")
         self.broken_steps = self.broken_steps + 1 if skipped else 0
 
     def count_unscored_steps(self, scored: Sequence[Scored]) -> None:
-        """Count the steps in a row in which no response got a score."""
+        """Count consecutive steps in which no response got a score."""
         none = not any(s.score.judged for s in scored)
         self.unscored_steps = self.unscored_steps + 1 if none else 0
 
-    def refuse_broken_steps(self, most: int, resume_command: str, newest: Path | None) -> None:
-        """Stop the run when gradients were not finite for `most` steps in a row.
+    def stop_after_broken_steps(self, limit: int, resume_command: str, newest: Path | None) -> None:
+        """Raise UserError when gradients were not finite in `limit` consecutive steps.
 
-        With settings that may be other ones, only a checkpoint by name goes on: the `newest`.
+        The advice changes settings, so the command names the `newest` checkpoint explicitly.
         """
-        if self.broken_steps >= most:
+        if self.broken_steps >= limit:
             raise UserError(
-                f"Gradients were not finite in {most} steps in a row (the last is step "
-                f"{self.step}); those updates were left out. Lower --lr and --critic_lr, set "
+                f"Gradients were not finite in {limit} steps in a row (the last is step "
+                f"{self.step}); those updates were skipped. Lower --lr and --critic_lr, set "
                 "actor.grad_clip or --dtype float32, then start again: "
                 + (
                     replace_flag(resume_command, "--resume", str(newest))
@@ -166,140 +167,148 @@ class RunState:
 
     @classmethod
     def read(cls, folder: Path, *, order: PromptOrder, reward: Reward) -> RunState:
-        """Read what `write` wrote; raises ModelError when the checkpoint is damaged."""
+        """Restore what `write` wrote; ModelError if the checkpoint is damaged."""
         state = read_state(folder)
         order.load_state_dict(state["order"])
         reward.load_state_dict(state["reward"])
-        known = {f.name for f in fields(cls)}
-        run = {k: v for k, v in state["run"].items() if k in known}
+        names = {f.name for f in fields(cls)}
+        run = {k: v for k, v in state["run"].items() if k in names}
         return cls(**run | {"moments": Moments.from_state(run.get("moments", {}))})
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The saved state of a checkpoint; raises ModelError when it cannot be resumed.
+    """Return the saved state of a checkpoint; ModelError if it cannot be resumed.
 
-    Every resume calls this before anything of the checkpoint is loaded.
+    Every resume calls this before it loads anything of the checkpoint.
     """
     path = folder / "state" / STATE_FILE
     try:
         state: dict[str, Any] = json.loads(path.read_text())
-        found = state.get("format", UNNUMBERED)
-        if found == FORMAT:
+        saved_format = state.get("format", FORMAT_BEFORE_NUMBERS)
+        if saved_format == FORMAT:
             state["run"]["step"], state["order"], state["reward"], state["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"The checkpoint {folder} is damaged: {path.name} cannot be read ({error}). Name "
-            "another one with --resume PATH, or start afresh with --resume never."
+            "another one with --resume PATH, or start again with --resume never."
         ) from error
-    if found != FORMAT:
+    if saved_format != FORMAT:
         export = ppo(f"export {shlex.quote(str(folder))} --out DIR")
         raise ModelError(
-            f"The checkpoint {folder} has format {found}, and this version of ppo-cli goes on "
-            f"with format {FORMAT} only: start afresh in another --output_dir, or use the version "
-            f"that wrote it. `{export}` still makes a model for --model of it."
+            f"The checkpoint {folder} has format {saved_format}, and this version of ppo-cli only "
+            f"resumes format {FORMAT}: start again in another --output_dir, or use the version "
+            f"that wrote it. `{export}` still exports it as a model for --model."
         )
     return state
 
 
 def train_sampling(config: Config, step: int, turn: int = 0) -> Sampling:
-    """How the rollouts of a training step are sampled; `turn` counts its batches of prompts."""
-    r, again = config.rollout, (turn,) if turn else ()
+    """Sampling settings of a training step; `turn` is the batch number in dynamic sampling."""
+    r, batch_key = config.rollout, (turn,) if turn else ()
     return Sampling(
         temperature=r.temperature,
         top_p=r.top_p,
         top_k=r.top_k,
         n=r.n,
         max_tokens=config.data.max_response_length,
-        seed=stream_seed(sampler_seed(config), TRAIN, step, *again),
+        seed=stream_seed(sampler_seed(config), TRAIN, step, *batch_key),
         stop=r.stop,
     )
 
 
-Sampled = tuple[list[Prompt], list[Rollout], list[Future[Score]], dict[str, float]]
+@dataclass(frozen=True)
+class StepSample:
+    """The batch of a step: prompts, their responses in prompt order, pending scores, metrics."""
+
+    prompts: list[Prompt]
+    rollouts: list[Rollout]
+    futures: list[Future[Score]]
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
-def sample_step(job: Job, step: int) -> Sampled:
-    """Sample the batch of a step: prompts, responses, their scores to come, and metrics.
+def sample_step(job: Job, step: int) -> StepSample:
+    """Sample the responses of a training step and submit each to the reward."""
+    if job.config.algorithm.filter_groups.enable:
+        return _sample_dynamically(job, step)
+    prompts = [job.prompts[i] for i in job.order.take()]
+    sampling = train_sampling(job.config, step)
+    return StepSample(prompts, *sample_rollouts(job, prompts, sampling, "rollout", "train"))
 
-    With algorithm.filter_groups this is dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476,
-    section 3.2): prompts whose responses all measure alike teach nothing and are left out, and
-    further prompts are sampled until the batch is full. Raises Interrupted where the most
-    batches did not fill it.
+
+def _sample_dynamically(job: Job, step: int) -> StepSample:
+    """Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2).
+
+    Prompts with equal values for all responses give no gradient: they are dropped, and more
+    prompts are sampled until the batch is full. Raises Interrupted if the allowed number of
+    batches does not fill it.
     """
     config = job.config
-    groups, wanted, n = (
-        config.algorithm.filter_groups,
-        config.data.train_batch_size,
-        config.rollout.n,
-    )
-    if not groups.enable:
-        prompts = [job.prompts[i] for i in job.order.take()]
-        return (
-            prompts,
-            *roll_out(job, prompts, train_sampling(config, step), "rollout", "train"),
-            {},
-        )
-    kept: dict[str, Prompt] = {}
-    rollouts: list[Rollout] = []
-    futures: list[Future[Score]] = []
-    most, sampled, alike, unscored = most_gen_batches(config, len(job.prompts)), 0, 0, 0
-    for turn in range(most):
-        prompts = [p for i in job.order.take() if (p := job.prompts[i]).uid not in kept]
-        more, asked = roll_out(job, prompts, train_sampling(config, step, turn), "rollout", "train")
-        scored = gather(job, more, asked, "reward_wait")
-        refuse_raising(job, scored)
+    batch_size, n = config.data.train_batch_size, config.rollout.n
+    max_batches = most_gen_batches(config, len(job.prompts))
+    chosen, sampled, alike, unscored = StepSample([], [], []), 0, 0, 0
+    for turn in range(max_batches):
+        # Sample and score a batch; prompts that are in the step already are skipped.
+        uids = {prompt.uid for prompt in chosen.prompts}
+        prompts = [p for i in job.order.take() if (p := job.prompts[i]).uid not in uids]
+        sampling = train_sampling(config, step, turn)
+        rollouts, futures = sample_rollouts(job, prompts, sampling, "rollout", "train")
+        scored = gather(job, rollouts, futures, "reward_wait")
+        raise_if_reward_only_raises(job, scored)
         sampled += len(prompts)
+        # Keep the groups with a signal, until the batch is full.
         for g, prompt in enumerate(prompts):
-            at = slice(g * n, (g + 1) * n)
-            unscored += not any(s.score.judged for s in scored[at])
-            differs = _differs(config, scored[at])
+            group = slice(g * n, (g + 1) * n)
+            unscored += not any(s.score.judged for s in scored[group])
+            differs = _has_signal(config, scored[group])
             alike += not differs
-            if differs and len(kept) < wanted:
-                kept[prompt.uid] = prompt
-                rollouts += more[at]
-                futures += asked[at]
-        if len(kept) == wanted:
-            found = {"filter/gen_batches": turn + 1.0, "filter/alike_share": alike / sampled}
-            return list(kept.values()), rollouts, futures, found
+            if differs and len(chosen.prompts) < batch_size:
+                chosen.prompts.append(prompt)
+                chosen.rollouts.extend(rollouts[group])
+                chosen.futures.extend(futures[group])
+        if len(chosen.prompts) == batch_size:
+            chosen.metrics["filter/gen_batches"] = turn + 1.0
+            chosen.metrics["filter/alike_share"] = alike / sampled
+            return chosen
     raise Interrupted(
-        f"Dynamic sampling found {len(kept)} of the {wanted} prompts of a batch in {most} batches "
-        f"({sampled} prompts, {unscored} of them without any score): the responses to all others "
-        "score alike. Raise algorithm.filter_groups.max_num_gen_batches or --rollout_n, take "
-        "prompts that are neither too easy nor too hard, or set "
+        f"Dynamic sampling found {len(chosen.prompts)} of the {batch_size} prompts of a batch in "
+        f"{max_batches} batches ({sampled} prompts, {unscored} of them without any score): the "
+        "responses to all others score alike. Raise algorithm.filter_groups.max_num_gen_batches "
+        "or --rollout_n, take prompts that are neither too easy nor too hard, or set "
         "algorithm.filter_groups.enable=false."
     )
 
 
-def _differs(config: Config, group: Sequence[Scored]) -> bool:
-    """Whether the responses to a prompt differ in what algorithm.filter_groups.metric names.
+def _has_signal(config: Config, group: Sequence[Scored]) -> bool:
+    """Whether the responses to a prompt differ in algorithm.filter_groups.metric.
 
-    Scores that were put in for want of a verdict tell nothing of it, nor does a part that was not
+    Imputed scores and parts that were not asked do not count.
     asked.
     """
-    found = {_measure(config, one) for one in group if one.score.judged}
-    return len(found - {None}) > 1
+    values = {_filter_value(config, sample) for sample in group if sample.score.judged}
+    return len(values - {None}) > 1
 
 
-def _measure(config: Config, one: Scored) -> float | None:
+def _filter_value(config: Config, sample: Scored) -> float | None:
     name = config.algorithm.filter_groups.metric
-    if name in (None, "score") or (name == "acc" and name not in one.score.parts):
-        return one.score.value
+    if name in (None, "score") or (name == "acc" and name not in sample.score.parts):
+        return sample.score.value
     if name in ("seq_reward", "seq_final_reward"):
         longest = config.data.max_response_length
-        taken = penalties_of(config.reward.shaping, one.rollout, longest).values()
-        return (one.score.value or 0.0) + sum(taken)
-    if name not in one.score.parts:
+        penalties = compute_penalties(config.reward.shaping, sample.rollout, longest).values()
+        return (sample.score.value or 0.0) + sum(penalties)
+    if name not in sample.score.parts:
         raise RewardError(
             f"algorithm.filter_groups.metric names '{name}', but a score has no such part; there "
-            f"are {', '.join(['score', 'seq_reward', *one.score.parts])}."
+            f"are {', '.join(['score', 'seq_reward', *sample.score.parts])}."
         )
-    return one.score.parts[name].raw
+    return sample.score.parts[name].raw
 
 
-def roll_out(
+def sample_rollouts(
     job: Job, prompts: Sequence[Prompt], sampling: Sampling, phase: str, kind: RoundKind
 ) -> tuple[list[Rollout], list[Future[Score]]]:
-    """Sample responses, each submitted to the reward as it finishes; in prompt order."""
+    """Sample responses, submit each to the reward as it finishes; return both in prompt order."""
+    # Responses finish in any order; futures of earlier rounds may still be running.
     place = {prompt.uid: i for i, prompt in enumerate(prompts)}
     pairs: list[tuple[Rollout, Future[Score]]] = []
     job.in_flight[:] = [future for future in job.in_flight if not future.done()]
@@ -316,44 +325,46 @@ def roll_out(
 def gather(
     job: Job, rollouts: Sequence[Rollout], futures: Sequence[Future[Score]], phase: str
 ) -> list[Scored]:
-    """Wait for the scores that are still missing."""
+    """Wait for the scores of `rollouts`; `phase` names the wait on the screen."""
     scored: list[Scored] = []
     with job.tracker.phase(phase, len(futures)) as advance:
         for rollout, future in zip(rollouts, futures, strict=True):
-            scored.append(Scored(rollout, _wait(job, future)))
+            scored.append(Scored(rollout, _wait_for_score(job, future)))
             advance(1)
     return scored
 
 
-def _wait(job: Job, future: Future[Score]) -> Score:
-    """Wait for one score; while a reward stands still, say why, and let the user stop."""
+def _wait_for_score(job: Job, future: Future[Score]) -> Score:
+    """Wait for one score; if the reward is stalled, show why, and let the user stop the run."""
     noted = False
     while not future.done():
         wait([future], timeout=0.5)
-        still = None if future.done() else job.reward.waiting_for()
-        if still is not None and job.stop_requested():
-            raise Interrupted(f"Stopped while waiting ({job.stop_requested()}). {still}")
-        if still is not None and not noted:
-            job.tracker.screen.health(still)
+        reason = None if future.done() else job.reward.waiting_for()
+        if reason is not None and job.stop_requested():
+            raise Interrupted(f"Stopped while waiting ({job.stop_requested()}). {reason}")
+        if reason is not None and not noted:
+            job.tracker.screen.health(reason)
             noted = True
     return future.result()
 
 
-def sample_first(job: Job) -> None:
-    """Sample what the reward wants of the starting model: a greedy response to each prompt."""
-    wanted = job.reward.prompts_for_reference(job.prompts)
-    if not wanted:
+def sample_references(job: Job) -> None:
+    """Sample greedy responses of the initial model, for rewards that compare with them."""
+    prompts = job.reward.prompts_for_reference(job.prompts)
+    if not prompts:
         return
-    size, found = gen_batch(job.config) * job.config.rollout.n, list[Rollout]()
-    with job.tracker.phase("first responses", len(wanted)) as advance:
-        for start in range(0, len(wanted), size):
-            for rollout in job.engine.generate(wanted[start : start + size], _greedy(job, 0)):
-                found.append(rollout)
+    size, references = gen_batch(job.config) * job.config.rollout.n, list[Rollout]()
+    with job.tracker.phase("first responses", len(prompts)) as advance:
+        for start in range(0, len(prompts), size):
+            for rollout in job.engine.generate(
+                prompts[start : start + size], _greedy_sampling(job, 0)
+            ):
+                references.append(rollout)
                 advance(1)
-    job.reward.set_references(found)
+    job.reward.set_references(references)
 
 
-def _greedy(job: Job, step: int) -> Sampling:
+def _greedy_sampling(job: Job, step: int) -> Sampling:
     return Sampling(
         temperature=0.0,
         max_tokens=job.config.data.max_response_length,
@@ -365,23 +376,32 @@ def _greedy(job: Job, step: int) -> Sampling:
 def submit_baselines(
     job: Job, state: RunState, prompts: Sequence[Prompt]
 ) -> tuple[list[Rollout], list[Future[Score]]] | None:
-    """ReMax (Li et al. 2023) subtracts the reward of the greedy response to each prompt."""
+    """Sample and submit a greedy response per prompt, for ReMax (Li et al. 2023); else None."""
     if not ESTIMATORS[job.config.algorithm.adv_estimator].baseline:
         return None
-    return roll_out(job, prompts, _greedy(job, state.step), "baseline rollout", "baseline")
+    return sample_rollouts(
+        job, prompts, _greedy_sampling(job, state.step), "baseline rollout", "baseline"
+    )
 
 
-def baselines_of_rows(
+def gather_baselines(
+    job: Job, submitted: tuple[list[Rollout], list[Future[Score]]] | None
+) -> list[Scored] | None:
+    """Wait for the scores of greedy baselines; None for estimators without them."""
+    return None if submitted is None else gather(job, *submitted, "baseline reward")
+
+
+def baselines_by_row(
     annotated: AnnotatedBatch, greedy: Sequence[Scored] | None
 ) -> list[float | None] | None:
-    """The greedy score of each row's prompt."""
+    """Return the greedy score of each row's prompt; None without baselines."""
     if greedy is None:
         return None
     return [greedy[group].score.value for group in annotated.group_B.tolist()]
 
 
-def refuse_raising(job: Job, scored: Sequence[Scored]) -> None:
-    """Raise RewardError when a reward has raised an error for every response so far."""
+def raise_if_reward_only_raises(job: Job, scored: Sequence[Scored]) -> None:
+    """Raise RewardError if the reward has raised an error for every response of the run so far."""
     names = ("reward_mean", "val/reward_mean")
     before = any(line.get(name) is not None for line in job.tracker.history for name in names)
     if before or not all(s.score.failure.startswith("raised ") for s in scored):
@@ -389,32 +409,32 @@ def refuse_raising(job: Job, scored: Sequence[Scored]) -> None:
     raise RewardError(f"{job.diagnose(scored)} Then start again: {job.resume_command}")
 
 
-# Mean gap, in nats a token, above which vLLM samples with weights that are not the trainer's. In
-# bfloat16 it is 0.001 to 0.05, with one side in 4 or 8 bits up to some tenths; weights that were
-# lost on waking, or never came, give several nats.
-FOREIGN_GAP, FOREIGN_GAP_QUANTISED = 0.1, 1.0
-CHECKED_PUBLISHES = 2  # a gap that grows later has other causes: the health checks report on it
+# Mean difference of log-probs, in nats per token, above which vLLM has not the trainer's weights.
+# Measured: 0.001 to 0.05 in bfloat16, some tenths with one side in 4 or 8 bits, several nats with
+# weights that were lost in sleep or never sent.
+MAX_GAP, MAX_GAP_QUANTISED = 0.1, 1.0
+CHECKED_STEPS = 2  # later growth has other causes, which health checks report
 
 
-def refuse_foreign_weights(job: Job, metrics: Mapping[str, float]) -> None:
-    """Raise UserError when the first steps show that vLLM lacks the trainer's weights.
+def check_sampler_weights(job: Job, metrics: Mapping[str, float]) -> None:
+    """Raise UserError if the first steps show that vLLM does not have the trainer's weights.
 
-    An update would be made of nonsense. Responses that were sampled ahead are of older weights, and
-    their samplers never sleep.
+    Updates would be meaningless. Async runs are not checked: their responses are from older
+    weights, and their samplers never sleep.
     """
     config, gap = job.config, metrics.get("rollout/logprob_diff")
-    if gap is None or len(job.published) >= CHECKED_PUBLISHES or config.trainer.async_steps:
+    if gap is None or len(job.published) >= CHECKED_STEPS or config.trainer.async_steps:
         return
     if sampler_name(config) != "vllm":
         return
     kwargs = config.rollout.engine_kwargs.vllm
     in_bits = quantised(config) or kwargs.keys() & {"quantization", "kv_cache_dtype"}
-    # The temperature divides the logits, and with them their rounding.
-    limit = (FOREIGN_GAP_QUANTISED if in_bits else FOREIGN_GAP) / min(1, config.rollout.temperature)
+    # The temperature divides the logits and their rounding errors.
+    limit = (MAX_GAP_QUANTISED if in_bits else MAX_GAP) / min(1, config.rollout.temperature)
     if gap > limit:
         raise UserError(
             f"vLLM does not sample with the trainer's weights: their log-probs of the same tokens "
-            f"differ by {gap:.2g} on average, where rounding explains {limit:.2g} at most. Set "
+            f"differ by {gap:.2g} on average, where rounding explains at most {limit:.2g}. Set "
             "rollout.sleep=offload, then rollout.weight_transfer=memory, then "
             "rollout.enforce_eager=true, or sample without vLLM (--rollout_name hf); "
             f"`{ppo('doctor --self-test')}` tries each way. Start again: {job.resume_command}"
@@ -422,7 +442,7 @@ def refuse_foreign_weights(job: Job, metrics: Mapping[str, float]) -> None:
 
 
 def explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) -> None:
-    """Say why, once, when the first steps have brought no reward at all."""
+    """Show a diagnosis when the first steps have no score, or only zeros."""
     judged = [s for s in scored if s.score.judged]
     if not judged:
         text = job.diagnose(scored) if state.unscored_steps == 1 else None
@@ -433,7 +453,7 @@ def explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) -> 
         state.zero_steps = 0
         return
     state.zero_steps += 1
-    # A task that was rewarded before is not too hard: the health checks report on the policy.
+    # After an earlier reward the task is not too hard: health checks report on the policy.
     before = any(line.get("reward_mean") for line in job.tracker.history)
     if state.zero_steps in (2, 20) and not before:
         text = job.diagnose(judged)
@@ -442,7 +462,8 @@ def explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) -> 
 
 
 def update(job: Job, state: RunState, batch: TrainBatch) -> StepSums:
-    """Epochs of mini-batches: the critic first, then the actor, which may stop early on KL."""
+    """Train critic, then actor, in epochs of mini-batches; returns sums for the metrics."""
+    # The critic, unless the estimator works without one.
     config, sums = job.config, StepSums()
     if batch.values_BT is not None:
         size = critic_mini_batch(config)
@@ -451,6 +472,7 @@ def update(job: Job, state: RunState, batch: TrainBatch) -> StepSums:
                 for rows in _mini_batches(config, state.step, epoch, size, batch, "critic"):
                     sums.add(job.engine.step(MiniBatch(batch.rows(rows), actor=False, critic=True)))
                 advance(1)
+    # The actor, after the critic's warm-up.
     if state.step > config.trainer.critic_warmup:
         _update_actor(job, state, batch, sums)
     state.count_broken_steps(sums)
@@ -465,6 +487,7 @@ def _update_actor(job: Job, state: RunState, batch: TrainBatch, sums: StepSums) 
             for rows in _mini_batches(job.config, state.step, epoch, size, batch, "actor"):
                 step = job.engine.step(MiniBatch(batch.rows(rows), actor=True, critic=False))
                 sums.add(step)
+                # Early stopping: 1.5 times the target, as in OpenAI's Spinning Up.
                 moved, tokens = step.get("actor/approx_kl", (0.0, 1.0))
                 if settings.target_kl is not None and moved / tokens > 1.5 * settings.target_kl:
                     sums.add({"actor/stopped_early": (1.0, 1.0)})
@@ -475,7 +498,7 @@ def _update_actor(job: Job, state: RunState, batch: TrainBatch, sums: StepSums) 
 def _mini_batches(
     config: Config, step: int, epoch: int, prompts: int, batch: TrainBatch, role: str
 ) -> Iterator[Tensor]:
-    """Row indices of each mini-batch; `prompts` times rollout.n rows, the last may be smaller."""
+    """Yield row indices of mini-batches of `prompts` times rollout.n rows; the last may be less."""
     settings = config.actor if role == "actor" else config.critic
     order = np.arange(len(batch))
     if settings.shuffle:

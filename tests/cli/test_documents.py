@@ -45,7 +45,7 @@ FOREIGN = {
 # What a reader has and a test has not: keys, GPUs, a hub, the files of another section.
 LACKS = (
     "no such file",
-    "is no checkpoint",
+    "is not a checkpoint",
     "there is no file",
     "there is no model folder",
     "API_KEY",

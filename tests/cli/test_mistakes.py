@@ -154,7 +154,9 @@ MISTAKES = {
     "eval without rows": Mistake("eval kind", "Name the rows", "--data"),
     "eval of no model": Mistake("eval ./modell", "./modell", "MODEL|folder"),
     "eval of no run": Mistake("eval model --data good.jsonl", "model", "neither a run"),
-    "eval before a checkpoint": Mistake("eval done", "done has no whole checkpoint", "--save_freq"),
+    "eval before a checkpoint": Mistake(
+        "eval done", "done has no complete checkpoint", "--save_freq"
+    ),
     "eval of missing rows": Mistake("eval embedded --data god.jsonl", "god.jsonl", "'good.jsonl'"),
     "eval into a file": Mistake(
         "eval embedded --data good.jsonl --out file", "--out file: a file", "another folder"
@@ -170,7 +172,9 @@ MISTAKES = {
     "copy over a file": Mistake("presets copy embedded file", "file is there", "another"),
     "copy no preset": Mistake("presets copy embeded new.yaml", "'embeded'", "'embedded'"),
     "fork of no run": Mistake(f"{TRAIN} --fork embedded", "--fork embedded", "RUN@STEP"),
-    "fork before a checkpoint": Mistake("train --fork done", "no whole checkpoint", "--save_freq"),
+    "fork before a checkpoint": Mistake(
+        "train --fork done", "no complete checkpoint", "--save_freq"
+    ),
     "generate with nothing": Mistake("generate", "Name a model", "ppo generate outputs"),
     "generate twice": Mistake("generate embedded hi --data good.jsonl", "--data", "keep one"),
     "generate into no folder": Mistake(
@@ -268,7 +272,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_still_exported(
         err = capfd.readouterr().err
         assert err.startswith("error: ") and err.count("error: ") == 1 and "Traceback" not in err
         assert f"{checkpoint} has format {number}, and this version" in err
-        assert f"format {FORMAT} only: start afresh in another --output_dir" in err
+        assert f"format {FORMAT}: start again in another --output_dir" in err
         assert f"`ppo export {checkpoint} --out DIR`" in err
         assert contents(desk) == before
     assert main(["export", checkpoint, "--out", "saved"]) == 0

@@ -96,7 +96,7 @@ def test_settings_of_a_run_reach_what_it_is_built_from(
     done: Future[None] = Future()
     done.set_result(None)
     for step in (1, 2, 3):
-        job.store.begin(step, lambda folder: done)
+        job.store.begin_save(step, lambda folder: done)
     assert job.store.steps() == [2, 3] and job.store.directory == tmp_path / "run" / "checkpoints"
     job.tracker.validation(0, {"reward_mean": 1.0})
     assert job.tracker.history == [{"step": 0, "reward_mean": 1.0}]
@@ -178,7 +178,7 @@ def test_a_reward_is_started_and_knows_what_it_has_spent(
         )
         return done
 
-    first.job.store.begin(1, fill)
+    first.job.store.begin_save(1, fill)
     again = asked()
     assert told == [attached, ("start", 13, True), "close"]
     checkpoint = again.job.store.newest()

@@ -34,8 +34,8 @@ def fill_with(step: int, filled: Future[None]) -> Fill:
 
 
 def write(store: CheckpointStore, step: int, *, best: bool = False) -> None:
-    store.begin(step, fill_with(step, done()), best=best)
-    store.settle()
+    store.begin_save(step, fill_with(step, done()), best=best)
+    store.wait_for_save()
 
 
 def names(folder: Path) -> list[str]:
@@ -56,9 +56,9 @@ def test_written_checkpoints_are_found_and_latest_points_to_the_newest(tmp_path:
 def test_a_name_appears_only_when_the_background_is_done(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     filled: Future[None] = Future()
-    store.begin(5, fill_with(5, filled), best=True)
+    store.begin_save(5, fill_with(5, filled), best=True)
     assert store.busy and store.steps() == [] and not (tmp_path / "latest").exists()
-    store.check()
+    store.raise_save_error()
     filled.set_result(None)
     assert not store.busy
     assert names(tmp_path) == ["best", "latest", "step_000005"]
@@ -68,15 +68,15 @@ def test_a_name_appears_only_when_the_background_is_done(tmp_path: Path) -> None
 def test_the_next_one_waits_for_the_one_before(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     filled: Future[None] = Future()
-    store.begin(5, fill_with(5, filled))
+    store.begin_save(5, fill_with(5, filled))
     threading.Timer(0.2, filled.set_result, [None]).start()
 
     def fill(folder: Path) -> Future[None]:
         assert store.steps() == [5]
         return done()
 
-    store.begin(6, fill)
-    store.settle()
+    store.begin_save(6, fill)
+    store.wait_for_save()
     assert store.steps() == [5, 6]
 
 
@@ -92,8 +92,8 @@ def test_a_failure_while_writing_leaves_the_old_ones_alone(tmp_path: Path, late:
         raise KeyError("bug")
 
     with pytest.raises(KeyError):
-        store.begin(10, fill)
-        store.settle()
+        store.begin_save(10, fill)
+        store.wait_for_save()
     assert store.steps() == [5]
     assert names(tmp_path) == ["latest", "step_000005"]
     write(store, 11)  # told once, and over
@@ -104,13 +104,13 @@ def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     told = r"step 7 could not be written.*No space left.*--output_dir"
     full = OSError(28, "No space left on device")
-    store.begin(7, fill_with(7, done(full)))
+    store.begin_save(7, fill_with(7, done(full)))
     with pytest.raises(UserError, match=told):
-        store.check()
+        store.raise_save_error()
     rust = RuntimeError("I/O error: No space left on device (os error 28)")
-    store.begin(7, fill_with(7, done(rust)))
+    store.begin_save(7, fill_with(7, done(rust)))
     with pytest.raises(UserError, match=told):
-        store.begin(8, fill_with(8, done()))
+        store.begin_save(8, fill_with(8, done()))
     assert store.steps() == [] and names(tmp_path) == []
 
 
@@ -119,11 +119,11 @@ def test_leaving_waits_for_the_last_one_and_tells_its_failure(tmp_path: Path) ->
     filled: Future[None] = Future()
     threading.Timer(0.2, filled.set_exception, [OSError(28, "No space left on device")]).start()
     with pytest.raises(UserError, match="No space left"), store.open():
-        store.begin(7, fill_with(7, filled))
+        store.begin_save(7, fill_with(7, filled))
     filled = Future()
     threading.Timer(0.2, filled.set_result, [None]).start()
     with pytest.raises(ZeroDivisionError), store.open():
-        store.begin(8, fill_with(8, filled))
+        store.begin_save(8, fill_with(8, filled))
         raise ZeroDivisionError
     assert store.steps() == [8]
 
@@ -132,7 +132,7 @@ def test_a_second_interrupt_ends_the_waiting_not_the_writing(tmp_path: Path) -> 
     store = CheckpointStore(tmp_path, keep=3)
     filled: Future[None] = Future()
     with pytest.raises(KeyboardInterrupt), store.open():
-        store.begin(8, fill_with(8, filled))
+        store.begin_save(8, fill_with(8, filled))
         raise KeyboardInterrupt
     filled.set_result(None)
     assert store.steps() == [8]
@@ -166,8 +166,8 @@ def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
         (folder / "new").write_text("x")
         return done()
 
-    store.begin(1, fill)
-    store.settle()
+    store.begin_save(1, fill)
+    store.wait_for_save()
     assert names(tmp_path / "step_000001") == ["digests.json", "new"]
 
 
@@ -179,7 +179,7 @@ def test_resume_modes(tmp_path: Path) -> None:
     assert find_resume(store, "never") is None
     chosen = str(tmp_path / "checkpoints" / "latest")
     assert find_resume(store, chosen) == (tmp_path / "checkpoints" / "step_000006").resolve()
-    with pytest.raises(ModelError, match=r"--resume .*nowhere is no checkpoint"):
+    with pytest.raises(ModelError, match=r"--resume .*nowhere is not a checkpoint"):
         find_resume(store, str(tmp_path / "nowhere"))
 
 
@@ -187,7 +187,7 @@ def test_going_on_from_an_older_step_drops_the_later_ones(tmp_path: Path) -> Non
     store = CheckpointStore(tmp_path, keep=5)
     for step in (2, 4, 6):
         write(store, step, best=step == 6)
-    store.drop_past(4)
+    store.delete_after(4)
     assert store.steps() == [2, 4]
     assert (tmp_path / "latest" / "state" / "x").read_text() == "4"
     assert not (tmp_path / "best").is_symlink()

@@ -33,7 +33,7 @@ def test_a_folder_that_cannot_be_written_is_named() -> None:
 def test_a_folder_in_which_a_run_goes_on_is_refused_until_that_ends(tmp_path: Path) -> None:
     with (
         RunFolder(tmp_path).alone(),
-        pytest.raises(UserError, match="belongs to a run that still goes on"),
+        pytest.raises(UserError, match="a run that is still active"),
         RunFolder(tmp_path).alone(),
     ):
         pass
