@@ -25,7 +25,7 @@ def server() -> Iterator[JudgeServer]:
 @pytest.fixture
 def judge_of(server: JudgeServer, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Build rewards that ask the server over a wire; all of them are closed in the end."""
-    made: list[JudgeReward] = []
+    rewards: list[JudgeReward] = []
 
     def build(
         wire: str = "openai",
@@ -39,9 +39,9 @@ def judge_of(server: JudgeServer, tmp_path: Path) -> Iterator[Callable[..., Any]
             "cache": str(tmp_path / "c.sqlite"), "canary_every": 0,
         }  # fmt: skip
         keys = KEYS | {"OTHER_KEY": "k2"} | (environ or {})
-        made.append(kind(ApiReward.model_validate(usual | changes), environ=keys))
-        return made[-1]
+        rewards.append(kind(ApiReward.model_validate(usual | changes), environ=keys))
+        return rewards[-1]
 
     yield build
-    for reward in made:
+    for reward in rewards:
         reward.close()

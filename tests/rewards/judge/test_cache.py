@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import re
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,9 +38,9 @@ def test_what_is_put_comes_back_free_of_charge(tmp_path: Path) -> None:
     cache.close()
     cache.close()
     assert cache.get("k") is None
-    again = VerdictCache(tmp_path / "new" / "judge.sqlite")
-    assert again.get("k") == expected
-    again.close()
+    second_cache = VerdictCache(tmp_path / "new" / "judge.sqlite")
+    assert second_cache.get("k") == expected
+    second_cache.close()
 
 
 def test_a_refusal_is_kept_and_raised(tmp_path: Path) -> None:
@@ -53,15 +53,8 @@ def test_a_refusal_is_kept_and_raised(tmp_path: Path) -> None:
     assert caught.value.usage == Usage()
     cache.put("k", VERDICT)
     assert cache.get("k") is not None
-    cache.close()
-
-
-def test_a_refusal_that_may_have_a_passing_reason_is_asked_again(tmp_path: Path) -> None:
-    cache = VerdictCache(tmp_path / "judge.sqlite")
-    cache.put_refusal("k", "bad_request", "the judge was set up wrongly")
-    assert cache.get("k") is None
-    cache.flush()
-    assert cache.get("k") is None
+    cache.put_refusal("later", "bad_request", "the judge was set up wrongly")
+    assert cache.get("later") is None, "it may pass later"
     cache.close()
 
 
@@ -88,9 +81,9 @@ def test_a_file_held_by_another_process_keeps_nobody_waiting(tmp_path: Path) -> 
         assert not cache.flush(0.2)
     assert cache.flush()
     cache.close()
-    again = VerdictCache(cache.path)
-    assert all(again.get(f"k{i}") for i in range(50))
-    again.close()
+    second_cache = VerdictCache(cache.path)
+    assert all(second_cache.get(f"k{i}") for i in range(50))
+    second_cache.close()
 
 
 def test_closing_does_not_wait_for_another_process_for_long(
@@ -114,8 +107,10 @@ def test_what_quotes_a_key_is_kept_without_it(
     cache = VerdictCache(tmp_path / "judge.sqlite")
     quoted = "you are sk-verysecret0123456789"
     cache.put("v", replace(VERDICT, reason=quoted, text=quoted, info={"votes": [{"said": quoted}]}))
-    kept = cache.get("v")
-    assert kept is not None and kept.value == VERDICT.value and "you are ***" in kept.reason
+    verdict = cache.get("v")
+    assert (
+        verdict is not None and verdict.value == VERDICT.value and "you are ***" in verdict.reason
+    )
     cache.put_refusal("k", "refusal", "key sk-verysecret0123456789 may not ask this")
     with pytest.raises(JudgeError, match="may not ask this") as caught:
         cache.get("k")
@@ -141,36 +136,19 @@ def test_the_key_goes_by_what_changes_the_answer(changed: dict[str, object], sam
 
 
 @given(st.tuples(st.text(), st.text()), st.tuples(st.text(), st.text()))
-def test_keys_do_not_run_into_each_other(one: tuple[str, str], other: tuple[str, str]) -> None:
-    keys = [cache_key(who, replace(QUESTION, identity=text)) for who, text in (one, other)]
-    assert (keys[0] == keys[1]) == (one == other)
+def test_keys_do_not_run_into_each_other(first: tuple[str, str], second: tuple[str, str]) -> None:
+    keys = [cache_key(who, replace(QUESTION, identity=text)) for who, text in (first, second)]
+    assert (keys[0] == keys[1]) == (first == second)
 
 
 @given(st.text(st.characters(), max_size=50))
 def test_any_text_survives(text: str) -> None:
     cache = VerdictCache(Path("file::memory:").with_name(":memory:"))
     cache.put("k", replace(VERDICT, text=text, reason=text))
-    kept = cache.get("k")
+    verdict = cache.get("k")
     cache.close()
-    assert kept is not None
-    assert (kept.text, kept.reason) == (text, text)
-
-
-def test_any_thread_may_use_it(tmp_path: Path) -> None:
-    cache = VerdictCache(tmp_path / "judge.sqlite")
-
-    def work(n: int) -> None:
-        for i in range(20):
-            cache.put(f"{n}-{i}", VERDICT)
-            assert cache.get(f"{n}-{i}") is not None
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(cache.get(f"{n}-19") for n in range(4))
-    cache.close()
+    assert verdict is not None
+    assert (verdict.text, verdict.reason) == (text, text)
 
 
 def fill(path: Path, name: str, together: Barrier) -> None:
@@ -198,29 +176,27 @@ def test_several_processes_write_at_once(tmp_path: Path) -> None:
 
 def test_an_older_layout_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "judge.sqlite"
-    with sqlite3.connect(path) as db:
-        db.execute("CREATE TABLE verdicts (key TEXT, old TEXT)")
-    db.close()
+    execute("CREATE TABLE verdicts (key TEXT, old TEXT)")(path)
     cache = VerdictCache(path)
     cache.put("k", VERDICT)
     assert cache.get("k") is not None
     cache.close()
 
 
-def corrupt(path: Path) -> None:
-    path.write_bytes(b"this is no database at all" * 100)
+def execute(statement: str) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            db.execute(statement)
+
+    return spoil
 
 
-def newer(path: Path) -> None:
-    db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version=99")
-    db.close()
-
-
-def foreign(path: Path) -> None:
-    db = sqlite3.connect(path)
-    db.execute("CREATE TABLE customers (name TEXT)")
-    db.close()
+UNUSABLE = {
+    "corrupt": lambda path: path.write_bytes(b"this is no database at all" * 100),
+    "newer": execute("PRAGMA user_version=99"),
+    "foreign": execute("CREATE TABLE customers (name TEXT)"),
+    "folder": Path.mkdir,
+}
 
 
 def content(path: Path) -> object:
@@ -233,7 +209,7 @@ def content(path: Path) -> object:
             return path.read_bytes()
 
 
-@pytest.mark.parametrize("spoil", [corrupt, newer, foreign, Path.mkdir])
+@pytest.mark.parametrize("spoil", UNUSABLE.values(), ids=UNUSABLE)
 def test_an_unusable_file_is_named_with_the_way_out_and_left_as_it_was(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
@@ -242,17 +218,8 @@ def test_an_unusable_file_is_named_with_the_way_out_and_left_as_it_was(
     before = content(path)
     with pytest.raises(RewardError) as caught:
         VerdictCache(path)
-    message = str(caught.value)
-    assert str(path) in message
-    assert "--rm_cache" in message
-    assert "\n" not in message
+    assert re.fullmatch(rf".*{re.escape(str(path))}.*--rm_cache off.*", str(caught.value))
     assert content(path) == before
-
-
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(RewardError, match="--rm_cache off"):
-        VerdictCache(tmp_path / "file" / "judge.sqlite")
 
 
 def test_a_full_disk_is_told_once_and_costs_nothing_else(
@@ -278,8 +245,8 @@ def test_a_full_disk_is_told_once_and_costs_nothing_else(
 def test_where_the_cache_lies(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
     assert default_cache_path(home) == tmp_path / ".cache" / "ppo-cli" / "judge.sqlite"
-    there = default_cache_path(home | {"XDG_CACHE_HOME": str(tmp_path / "c")})
-    assert there == tmp_path / "c" / "ppo-cli" / "judge.sqlite"
+    path = default_cache_path(home | {"XDG_CACHE_HOME": str(tmp_path / "c")})
+    assert path == tmp_path / "c" / "ppo-cli" / "judge.sqlite"
     assert default_cache_path(home | {"XDG_CACHE_HOME": "relative"}).parent.parent.name == ".cache"
     assert cache_path(ApiReward(), home) == default_cache_path(home)
     assert cache_path(ApiReward(cache="off"), home) is None

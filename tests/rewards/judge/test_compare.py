@@ -86,24 +86,18 @@ def test_who_wins_everything_has_a_finite_strength_and_equals_tie() -> None:
 
 def test_sparse_pairs_link_all_and_are_balanced() -> None:
     for count in range(2, 17):
-        for most in range(count - 1, count * (count - 1) // 2 + 2):
-            pairs = draw_pairs(count, most, f"{count} {most}")
+        for max_pairs in range(count - 1, count * (count - 1) // 2 + 2):
+            pairs = draw_pairs(count, max_pairs, f"{count} {max_pairs}")
             met = np.zeros((count, count), bool)
             for a, b in pairs:
                 met[a, b] = met[b, a] = True
             assert len({tuple(sorted(p)) for p in pairs}) == len(pairs)
-            assert len(pairs) == min(most, count * (count - 1) // 2)
+            assert len(pairs) == min(max_pairs, count * (count - 1) // 2)
             assert largest_linked_group(met, [1] * count) == list(range(count))
             assert np.ptp(met.sum(1)) <= 2
     assert draw_pairs(8, 14, "a") == draw_pairs(8, 14, "a") != draw_pairs(8, 14, "b")
-    assert (calls_per_prompt(8, None, listed=False), calls_per_prompt(8, 14, listed=False)) == (
-        56,
-        28,
-    )
-    assert (calls_per_prompt(8, None, listed=True), calls_per_prompt(1, None, listed=True)) == (
-        2,
-        0,
-    )
+    calls = [calls_per_prompt(8, pairs, listed=False) for pairs in (None, 14)]
+    assert calls + [calls_per_prompt(n, None, listed=True) for n in (8, 1)] == [56, 28, 2, 0]
 
 
 def test_only_what_comparisons_link_is_compared() -> None:
@@ -124,71 +118,6 @@ def test_a_verdict_counts_with_its_opposite_order_only() -> None:
     assert pair_outcomes({(0, 1): [1, 2]}) == {}
     both = pair_outcomes({(2, 0, 1): [1, 2, 2], (1, 0, 2): [3, 3, 1]})
     assert both == {(0, 2): 0.0, (1, 2): 0.0, (0, 1): 0.5}
-
-
-def noisy_pairs(truth: Sequence[int], most: int, dice: random.Random) -> list[float | None]:
-    """Strengths from a judge that is right in 70 % of its calls, whatever the pair."""
-    shown = [
-        both for pair in draw_pairs(len(truth), most, str(truth)) for both in (pair, pair[::-1])
-    ]
-    right = {(a, b): dice.random() < 0.7 for a, b in shown}
-    places = {(a, b): [1, 2] if (truth[a] > truth[b]) == right[a, b] else [2, 1] for a, b in shown}
-    return strengths_of([places], len(truth))
-
-
-def noisy_lists(truth: Sequence[int], votes: int, dice: random.Random) -> list[float | None]:
-    """Strengths from rankings of all, in each of which 70 % of the pairs are right on average."""
-    drawn, nodes = [], list(range(len(truth)))
-    for _ in range(votes):
-        dice.shuffle(nodes)
-        places = {}
-        for shown in (tuple(nodes), tuple(reversed(nodes))):
-            worths = [truth[k] + dice.gauss(0, NOISE) for k in shown]
-            places[shown] = [1 + sum(o > w for o in worths) for w in worths]
-        drawn.append(places)
-    return strengths_of(drawn, len(truth))
-
-
-def strengths_of(votes: Sequence[Any], count: int) -> list[float | None]:
-    wins = np.zeros((count, count))
-    for (a, b), won in [item for places in votes for item in pair_outcomes(places).items()]:
-        if won is not None:
-            wins[a, b] += won
-            wins[b, a] += 1 - won
-    if not (nodes := largest_linked_group(wins + wins.T > 0, [1] * count)):
-        return [None] * count
-    strength = dict(zip(nodes, bradley_terry(wins[np.ix_(nodes, nodes)]).tolist(), strict=True))
-    return [strength.get(k) for k in range(count)]
-
-
-def order_correlation(found: Sequence[float | None], truth: Sequence[int]) -> float:
-    """Spearman's, over those that have a strength."""
-    there = [(round(f, 9), t) for f, t in zip(found, truth, strict=True) if f is not None]
-    columns = [[sum((o < v) + 0.5 * (o == v) for o in column) for v in column]
-               for column in zip(*there, strict=True)]  # fmt: skip
-    return (correlate(*columns) or 0.0) if columns else np.nan
-
-
-NOISE = 3.9
-
-
-def test_a_noisy_judge_ranks_groups() -> None:
-    """A judge that is right in 70 %, on groups of 8; order correlation with the truth.
-
-    The errors of single calls are independent, so that of pairs fewer calls tell less, however
-    they are chosen: half of them cost 0.13, a quarter less 0.05. Lists tell more in a call.
-    """
-    dice = random.Random(8)
-    groups = [dice.sample(range(8), 8) for _ in range(64 * 2)]
-
-    def mean(ranked: Callable[..., list[float | None]], most: int) -> float:
-        return float(np.nanmean([order_correlation(ranked(g, most, dice), g) for g in groups]))
-
-    every = mean(noisy_pairs, 28)
-    fewer = [round(every - mean(noisy_pairs, calls // 2), 3) for calls in (42, 28)]
-    lists = [round(every - mean(noisy_lists, calls // 2), 3) for calls in (2, 4, 8, 28)]
-    assert every > 0.68 and fewer[0] < 0.08 and fewer[1] < 0.18
-    assert lists[2] < 0.08 and lists[3] < 0
 
 
 # --- reading ----------------------------------------------------------------------------------
@@ -236,9 +165,9 @@ def test_a_verdict_on_two_is_read(text: str, places: list[int]) -> None:
     ],
 )
 def test_any_other_answer_is_asked_for_again(text: str, cause: str) -> None:
-    with pytest.raises(JudgeError) as found:
+    with pytest.raises(JudgeError) as caught:
         read_answer(Reply(text), PAIR)
-    assert found.value.cause == cause
+    assert caught.value.cause == cause
     with pytest.raises(JudgeError, match="token limit"):
         read_answer(Reply('{"better_response": "R1"}', truncated=True), PAIR)
 
@@ -287,13 +216,13 @@ def make(judge_of: Make, server: JudgeServer) -> Make:
     return partial(judge_of, kind=CompareReward, mode="compare")
 
 
-def group(number: int, *texts: str, **more: Any) -> list[Rollout]:
-    asked = Prompt(f"p{number}", f"Question {number}?", (), "", (1,), **more)
-    return [Rollout(asked, i, (1,), np.zeros(1, np.float32), text, "stop")
+def group(number: int, *texts: str, **fields: Any) -> list[Rollout]:
+    prompt = Prompt(f"p{number}", f"Question {number}?", (), "", (1,), **fields)
+    return [Rollout(prompt, i, (1,), np.zeros(1, np.float32), text, "stop")
             for i, text in enumerate(texts)]  # fmt: skip
 
 
-def said(times: int, tail: str = "") -> str:
+def answer_text(times: int, tail: str = "") -> str:
     return " ".join(["An answer", *["good"] * times, tail]).strip()
 
 
@@ -307,7 +236,9 @@ def test_groups_are_ranked_on_every_wire(
     wire: str, how: str, calls: int, make: Make, server: JudgeServer
 ) -> None:
     reward = make(wire, compare=how)
-    rollouts = [r for n in range(3) for r in group(n, *(said((k * 3 + n) % 5) for k in range(5)))]
+    rollouts = [
+        r for n in range(3) for r in group(n, *(answer_text((k * 3 + n) % 5) for k in range(5)))
+    ]
     reward.start([rollouts[0].prompt])
     scores = score_all(reward, rollouts)
     for n in range(3):
@@ -326,7 +257,7 @@ def test_equal_texts_tie_and_those_without_content_lose_without_a_call(
     make: Make, server: JudgeServer
 ) -> None:
     reward = make()
-    scores = score_all(reward, group(1, said(2), said(1), said(2), "", ":"))
+    scores = score_all(reward, group(1, answer_text(2), answer_text(1), answer_text(2), "", ":"))
     values = [score.value for score in scores]
     assert values[0] == values[2] > values[1] > values[3] == values[4] == 0.0  # type: ignore[operator]
     assert values[0] is not None and values[0] > (2 + 0.5) / 4  # type: ignore[operator]
@@ -344,7 +275,7 @@ def test_a_judge_that_prefers_a_place_is_refused_and_not_learned_from(
 ) -> None:
     server.score = lambda system, user: answer(range(len(BLOCK.findall(user)), 0, -1))
     reward = make(compare=how)
-    rollouts = [r for n in range(4) for r in group(n, *(said(k) for k in range(4)))]
+    rollouts = [r for n in range(4) for r in group(n, *(answer_text(k) for k in range(4)))]
     with pytest.raises(Interrupted, match=r"16 of 16 responses .* no verdict \(place 16\)"):
         score_all(reward, rollouts)
     assert reward.pop_metrics()["judge/place_followed"] == 1.0
@@ -362,7 +293,12 @@ def test_the_place_is_counted_where_it_decides_and_the_rest_is_kept(
 
     server.score = close
     reward = make()
-    scores = score_all(reward, group(1, said(0), said(1), said(2), said(2, "too"), said(4)))
+    scores = score_all(
+        reward,
+        group(
+            1, answer_text(0), answer_text(1), answer_text(2), answer_text(2, "too"), answer_text(4)
+        ),
+    )
     metrics = reward.pop_metrics()
     assert metrics["judge/place_followed"] == 0.3 and metrics["judge/ties"] == pytest.approx(1 / 7)
     values = [score.value for score in scores]
@@ -379,7 +315,12 @@ def test_a_failed_comparison_leaves_its_pair_out_and_too_few_are_no_score(
 
     server.score = dislikes
     reward = make(cache="off")
-    scores = score_all(reward, group(1, said(0), said(1), said(2), said(3, "odd"), said(4)))
+    scores = score_all(
+        reward,
+        group(
+            1, answer_text(0), answer_text(1), answer_text(2), answer_text(3, "odd"), answer_text(4)
+        ),
+    )
     values = [score.value for score in scores]
     assert values[3] is None and scores[3].failure.startswith("form")
     assert values[0] == values[1] < values[2] < values[4]  # type: ignore[operator]
@@ -391,7 +332,16 @@ def test_a_failed_comparison_leaves_its_pair_out_and_too_few_are_no_score(
 def test_a_reference_gives_a_win_rate(make: Make, server: JudgeServer) -> None:
     reward = make(compare="ground_truth", votes=2)
     scores = score_all(
-        reward, group(1, said(1), said(3), said(2, "x"), said(2), "", ground_truth=said(2))
+        reward,
+        group(
+            1,
+            answer_text(1),
+            answer_text(3),
+            answer_text(2, "x"),
+            answer_text(2),
+            "",
+            ground_truth=answer_text(2),
+        ),
     )
     assert [score.value for score in scores] == [0.0, 1.0, 0.5, 0.5, 0.0]
     assert server.count == 2 * 2 * 3  # not for the same words, nor for none
@@ -405,83 +355,41 @@ def test_a_reference_gives_a_win_rate(make: Make, server: JudgeServer) -> None:
 
 def test_validations_are_compared_with_the_first_also_after_a_resume(make: Make) -> None:
     reward = make()
-    assert [s.value for s in score_all(reward, group(1, said(2)), "validation")] == [0.5]
-    assert [s.value for s in score_all(reward, group(1, said(3)), "validation")] == [1.0]
-    again = make()
-    again.load_state_dict(json.loads(json.dumps(reward.state_dict())))
-    assert [s.value for s in score_all(again, group(1, said(1)), "validation")] == [0.0]
-    assert again.pop_metrics()["judge/win_rate"] == 0.0
+    assert [s.value for s in score_all(reward, group(1, answer_text(2)), "validation")] == [0.5]
+    assert [s.value for s in score_all(reward, group(1, answer_text(3)), "validation")] == [1.0]
+    resumed = make()
+    resumed.load_state_dict(json.loads(json.dumps(reward.state_dict())))
+    assert [s.value for s in score_all(resumed, group(1, answer_text(1)), "validation")] == [0.0]
+    assert resumed.pop_metrics()["judge/win_rate"] == 0.0
 
 
 def test_the_starting_models_responses_are_asked_for_once_and_kept(make: Make) -> None:
-    reward, rollouts = make(compare="base"), group(1, said(1), said(3))
-    (first,) = group(1, said(2))
+    reward, rollouts = make(compare="base"), group(1, answer_text(1), answer_text(3))
+    (first,) = group(1, answer_text(2))
     assert list(reward.prompts_for_reference([first.prompt])) == [first.prompt]
     assert list(make().prompts_for_reference([first.prompt])) == []
     reward.set_references([first])
     assert [score.value for score in score_all(reward, rollouts)] == [0.0, 1.0]
-    again = make(compare="base")
-    again.load_state_dict(json.loads(json.dumps(reward.state_dict())))
-    assert list(again.prompts_for_reference([first.prompt])) == []
-    assert [score.value for score in score_all(again, rollouts)] == [0.0, 1.0]
+    resumed = make(compare="base")
+    resumed.load_state_dict(json.loads(json.dumps(reward.state_dict())))
+    assert list(resumed.prompts_for_reference([first.prompt])) == []
+    assert [score.value for score in score_all(resumed, rollouts)] == [0.0, 1.0]
 
 
 def test_nothing_is_paid_twice(make: Make, server: JudgeServer) -> None:
-    rollouts = group(1, *(said(k) for k in range(4)))
+    rollouts = group(1, *(answer_text(k) for k in range(4)))
     first = score_all(make(), rollouts)
     assert server.count == 12
-    again = score_all(make(), rollouts)
-    assert [s.value for s in again] == [s.value for s in first] and server.count == 12
-    assert again[0].info["cached"] and again[0].info["cost_usd"] == 0.0
+    second = score_all(make(), rollouts)
+    assert [s.value for s in second] == [s.value for s in first] and server.count == 12
+    assert second[0].info["cached"] and second[0].info["cost_usd"] == 0.0
 
 
 def test_a_sparse_design_keeps_to_its_calls(make: Make, server: JudgeServer) -> None:
     reward = make(compare_calls=30)
-    scores = score_all(reward, group(1, *(said(k) for k in range(8))))
-    found = correlate([s.value or 0.0 for s in scores], [float(k) for k in range(8)])
-    assert server.count == 30 and found is not None and found > 0.9
-
-
-WRONG = (
-    "", '{"reason": "so", "bet', '{"score": 7}', '{"reason": "so", "better": "R1", "R1": 1}',
-    '{"better_response": "R1", "better_response": "R2", "place_of_R1": 1}', "[]", "null",
-    '{"reason": "so", "better_response": "R9", "place_of_R1": 99}', "R1 is plainly better.",
-    429, 500, "refusal", "truncated",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("how", ["pairs", "list", "ground_truth"])
-def test_one_wrong_reply_in_ten_makes_no_silent_number(
-    how: str, make: Make, server: JudgeServer
-) -> None:
-    """Twelve ways of being wrong: every score is the right one, or there is none."""
-    dice = random.Random(how)
-
-    def mostly(system: str, user: str) -> str:
-        texts = [w for w in WRONG if isinstance(w, str) and w not in ("refusal", "truncated")]
-        return dice.choice(texts) if dice.random() < 0.1 * 8 / 12 else decide(system, user)
-
-    server.score = mostly
-    for kind in (429, 500, "refusal", "truncated"):
-        server.fail(kind, share=0.1 / 12)
-    reward = make(compare=how, cache="off", budget_tokens=3_000_000, concurrency=8)
-    rollouts = [
-        r for n in range(10)
-        for r in group(n, *(said((k * 3 + n) % 5, f"v{k}") for k in range(5)), ground_truth=said(2))
-    ]  # fmt: skip
-    scores = score_all(reward, rollouts)
-    for n in range(10):
-        mine = list(zip(rollouts, scores, strict=True))[5 * n : 5 * n + 5]
-        there = [(worth(r.text), s.value) for r, s in mine if s.value is not None]
-        if how == "ground_truth":
-            assert all(v == (0.5 if w == 2 else float(w > 2)) for w, v in there)
-        else:
-            assert ranks([v for _, v in there]) == ranks([w for w, _ in there])
-        assert all(s.failure for _, s in mine if s.value is None)
-    assert sum(s.value is not None for s in scores) > 0.8 * len(scores)
-    metrics = reward.pop_metrics()
-    assert metrics["judge/unread"] > 0.02 and metrics["judge/calls"] == server.count
-    assert metrics["judge/tokens_in"] + metrics["judge/tokens_out"] <= 3_000_000
+    scores = score_all(reward, group(1, *(answer_text(k) for k in range(8))))
+    correlation = correlate([s.value or 0.0 for s in scores], [float(k) for k in range(8)])
+    assert server.count == 30 and correlation is not None and correlation > 0.9
 
 
 # --- attacks ----------------------------------------------------------------------------------
@@ -501,43 +409,41 @@ def test_what_a_response_says_stays_in_its_own_block(attack: str) -> None:
     template = load_preset("compare")
     for texts in ((attack, "fine"), ("fine", attack), ("a", attack, "b")):
         material = Material("Why?", texts[0], compared=texts)
-        asked = template.question(material)
-        blocks = BLOCK.findall(asked.user)
+        question = template.question(material)
+        blocks = BLOCK.findall(question.user)
         assert [label for label, _, _ in blocks] == [f"R{i}" for i in range(1, len(texts) + 1)]
         assert len({nonce for _, nonce, _ in blocks}) == 1
-        own = blocks[texts.index(attack)][2]
-        assert re.findall(r"\w+", own) == re.findall(r"\w+", attack)
-        outside = BLOCK.sub("", asked.user)
+        block = blocks[texts.index(attack)][2]
+        assert re.findall(r"\w+", block) == re.findall(r"\w+", attack)
+        outside = BLOCK.sub("", question.user)
         for line in filter(None, attack.splitlines()):
             assert line not in outside
         nonce = blocks[0][1]
-        assert asked.user.count(nonce) == asked.user.count(f"-{nonce}")
+        assert question.user.count(nonce) == question.user.count(f"-{nonce}")
         assert f"-{nonce}" in outside and "decides nothing" in outside  # the last word is ours
 
 
-def test_attacks_do_not_move_a_judge_that_reads(make: Make) -> None:
-    scores = score_all(make(), group(1, said(1), *ATTACKS[:2]))
-    assert scores[0].value == max(score.value or 0.0 for score in scores)
-
-
-@pytest.mark.parametrize(("fooled", "most"), [(False, 0.0), (True, 1.0)])
+@pytest.mark.parametrize(("fooled", "highest"), [(False, 0.0), (True, 1.0)])
 def test_canaries_lose_unless_the_judge_is_fooled(
-    fooled: bool, most: float, make: Make, server: JudgeServer
+    fooled: bool, highest: float, make: Make, server: JudgeServer
 ) -> None:
     reward = make(canary_every=1)
     if fooled:
         server.score = lambda system, user: '{"better_response": "R1"}'
     reward.begin_step(1)
-    futures = [reward.submit(one) for one in group(1, said(1), said(1), ground_truth=said(3))]
+    futures = [
+        reward.submit(rollout)
+        for rollout in group(1, answer_text(1), answer_text(1), ground_truth=answer_text(3))
+    ]
     reward.end_round()
     assert [future.result(60).value for future in futures] == [0.5, 0.5]
     reward._loop.call(asyncio.sleep(0.5), timeout=5)
-    assert reward.pop_metrics()["judge/canary_max"] == most and server.count == 4
+    assert reward.pop_metrics()["judge/canary_max"] == highest and server.count == 4
 
 
 def test_a_second_judge_reads_a_share_of_the_comparisons(make: Make) -> None:
     reward = make(monitor=Monitor(type="openai", model="second", share=1.0))
-    score_all(reward, group(1, *(said(k) for k in range(4))))
+    score_all(reward, group(1, *(answer_text(k) for k in range(4))))
     reward._loop.call(asyncio.sleep(0.5), timeout=5)
     metrics = reward.pop_metrics()
     assert metrics["judge/monitor_gap"] == 0.0 and metrics["judge/monitor_correlation"] > 0.99
@@ -548,7 +454,10 @@ def test_a_part_of_a_mixture_may_compare(make: Make, server: JudgeServer) -> Non
     settings = Reward(api=ApiReward(**api, cache="off"), parts=("judge:1", "rule:1"), rule="number")
     reward = build_reward(settings, sources=set())
     try:
-        scores = score_all(reward, group(1, said(2, "4"), said(1, "4"), said(0), ground_truth="4"))
+        scores = score_all(
+            reward,
+            group(1, answer_text(2, "4"), answer_text(1, "4"), answer_text(0), ground_truth="4"),
+        )
     finally:
         reward.close()
     assert [score.mixture["judge"].value is not None for score in scores] == [True] * 3

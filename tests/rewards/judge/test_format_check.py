@@ -27,8 +27,8 @@ def score_right(system: str, user: str) -> int:
     """Knows the worked cases of the prompt."""
     cases = load_template(judge_api("openai", prompt_preset="math")).cases
     response = fenced("response", user)
-    known = {case.material.response.strip(): case for case in cases}
-    case = known.get((response or "").strip())
+    cases_by_text = {case.material.response.strip(): case for case in cases}
+    case = cases_by_text.get((response or "").strip())
     if case is None:
         return 10
     return case.at_least if case.at_least is not None else case.at_most or 1
@@ -40,8 +40,8 @@ def grade_right(system: str, user: str) -> str:
     verdicts: dict[str, Any] = {}
     for key, name in verdict_keys(user).items():
         text = re.search(rf"^{key}: (.*)$", user, re.M)[1]  # type: ignore[index]
-        known = next((value for word, value in answers.items() if word in text), True)
-        verdicts[key] = {"reason": "So.", name: known}
+        value = next((value for word, value in answers.items() if word in text), True)
+        verdicts[key] = {"reason": "So.", name: value}
     return json.dumps(verdicts)
 
 
@@ -53,9 +53,9 @@ def compare_right(system: str, user: str) -> str:
 
 
 def started(reward: JudgeReward) -> list[str]:
-    said: list[str] = []
-    reward.start([ROW], tell=said.append)
-    return said
+    notes: list[str] = []
+    reward.start([ROW], tell=notes.append)
+    return notes
 
 
 def turned(text: str) -> str:
@@ -64,61 +64,38 @@ def turned(text: str) -> str:
     return re.sub("|".join(swaps), lambda word: swaps[word[0]], text)
 
 
-def test_a_judge_that_follows_the_form_of_scores_passes(
-    judge_of: Make, server: JudgeServer
-) -> None:
-    server.score = score_right
-    reward = judge_of(prompt_preset="math", canary_every=50)
-    (said,) = started(reward)
-    assert re.search(PASSED.format(2), said)
-    assert server.count == 3
-
-
-def test_a_judge_that_turns_the_scale_round_is_reported(
-    judge_of: Make, server: JudgeServer
-) -> None:
-    server.score = lambda system, user: 11 - score_right(system, user)
-    (said,) = started(judge_of(prompt_preset="math", canary_every=50))
-    assert said.startswith("Warning: the judge judge-1 (openai) answers only 0 of 2 questions")
-    assert "ppo reward calibrate" in said
-
-
 @pytest.mark.parametrize("follows", [True, False])
-def test_faults_and_criteria_are_told_apart(
-    judge_of: Make, server: JudgeServer, tmp_path: Any, follows: bool
+@pytest.mark.parametrize("kind", ["scores", "criteria", "comparisons"])
+def test_a_judge_that_means_its_verdicts_passes_and_any_other_is_reported(
+    judge_of: Make, server: JudgeServer, tmp_path: Any, kind: str, follows: bool
 ) -> None:
     (tmp_path / "rubric.yaml").write_text(RUBRIC)
-    server.score = grade_right if follows else lambda s, u: turned(grade_right(s, u))
-    reward = judge_of(rubric=str(tmp_path / "rubric.yaml"), canary_every=50)
-    (said,) = started(reward)
-    assert bool(re.search(PASSED.format(1), said)) is follows
-    assert ("answers only 0 of 1" in said) is not follows
+    right, settings = {
+        "scores": (score_right, {"prompt_preset": "math"}),
+        "criteria": (grade_right, {"rubric": str(tmp_path / "rubric.yaml")}),
+        "comparisons": (
+            compare_right, {"kind": CompareReward, "mode": "compare", "compare": "ground_truth"}
+        ),
+    }[kind]  # fmt: skip
+
+    def opposite(system: str, user: str) -> Any:
+        return 11 - score_right(system, user) if kind == "scores" else turned(right(system, user))
+
+    server.score = right if follows else opposite
+    (note,) = started(judge_of(**settings, canary_every=50))
+    asked = 1 if kind == "criteria" else 2
+    assert bool(re.search(PASSED.format(asked), note)) is follows
+    warning = f"Warning: the judge judge-1 (openai) answers only 0 of {asked} questions"
+    assert (note.startswith(warning) and "ppo reward calibrate" in note) is not follows
 
 
-@pytest.mark.parametrize("follows", [True, False])
-def test_the_better_response_is_told_from_the_worse(
-    judge_of: Make, server: JudgeServer, follows: bool
-) -> None:
-    server.score = compare_right if follows else lambda s, u: turned(compare_right(s, u))
-    reward = judge_of(kind=CompareReward, mode="compare", compare="ground_truth", canary_every=50)
-    (said,) = started(reward)
-    assert bool(re.search(PASSED.format(2), said)) is follows
-    assert ("answers only 0 of 2" in said) is not follows
-
-
-def test_the_answers_are_cached_and_counted_in_the_budget(
+def test_the_answers_are_cached_and_a_prompt_without_cases_is_not_checked(
     judge_of: Make, server: JudgeServer
 ) -> None:
     server.score = score_right
-    settings = {"prompt_preset": "math", "canary_every": 50}
-    started(judge_of(**settings))
-    assert server.count == 3
-    (said,) = started(judge_of(**settings))
-    assert re.search(PASSED.format(2), said)
-    assert server.count == 3
-
-
-def test_a_prompt_without_worked_cases_is_not_checked(judge_of: Make, server: JudgeServer) -> None:
+    for _ in range(2):
+        (note,) = started(judge_of(prompt_preset="math", canary_every=50))
+        assert re.search(PASSED.format(2), note) and server.count == 3
     scoring = "Q {prompt}\nA {response}\nScore 1-10"
     assert started(judge_of(scoring_prompt=scoring, canary_every=50)) == []
-    assert server.count == 1
+    assert server.count == 4

@@ -67,12 +67,12 @@ LEAD_INS = [
 
 
 def test_lead_ins_in_many_languages() -> None:
-    said = {
+    reasons = {
         text: no_content_reason(PROMPT, text)
         for lead_in in LEAD_INS
         for text in (lead_in, f"\n{lead_in}  \n\n")
     }
-    assert said == dict.fromkeys(said, "a lead-in without an answer")
+    assert reasons == dict.fromkeys(reasons, "a lead-in without an answer")
 
 
 ANSWERS = [
@@ -123,6 +123,7 @@ def test_what_equals_the_reference_is_content(prompt: str, response: str, refere
         ("What is 92 + 72?", "What is 92 + 72?"), ("Add 95 and 50.", "add 95 and 50"),
         ("What is 3+4?", "what is 3 + 4"), ("What is 3+4?", "Q: What is 3+4?"),
         ("What is 3+4?", "**Question:** What is 3+4?"), ("2 + 2 = ?", "2 + 2"),
+        ("法国的首都是哪里？请你用中文回答我", "法国的首都是哪里？请你用中文回答我"),
         ("How are you?", "How are you?"), ("Name a colour", "Name a colour!"),
     ],
 )  # fmt: skip
@@ -161,8 +162,8 @@ REPEATED = [
 
 
 def test_the_prompt_repeated() -> None:
-    said = {text: no_content_reason(PROMPT, text) for text in REPEATED}
-    assert said == dict.fromkeys(REPEATED, "only the prompt repeated")
+    reasons = {text: no_content_reason(PROMPT, text) for text in REPEATED}
+    assert reasons == dict.fromkeys(REPEATED, "only the prompt repeated")
 
 
 @pytest.mark.parametrize(
@@ -197,19 +198,11 @@ def test_answers_that_hold_the_prompt_or_resemble_it(prompt: str, response: str)
     assert no_content_reason(prompt, response) is None
 
 
-def test_the_prompt_repeated_in_a_script_without_spaces() -> None:
-    prompt = "法国的首都是哪里？请你用中文回答我"
-    assert no_content_reason(prompt, prompt) == "only the prompt repeated"
-    assert no_content_reason(prompt, f"问题：{prompt}") is None
-
-
 @given(st.text(max_size=80), st.text(max_size=80))
 def test_any_text_is_taken(prompt: str, response: str) -> None:
     """And no blanks around it change what is said of it."""
     reason = no_content_reason(prompt, response)
     assert reason == no_content_reason(prompt, f"\n {response}\t")
     assert reason != "empty response" or not any(c.isalnum() for c in response)
-    assert no_content_reason(prompt, response, ground_truth=f"{response}") in (
-        None,
-        "empty response",
-    )
+    excused = no_content_reason(prompt, response, ground_truth=f"{response}")
+    assert excused in (None, "empty response")

@@ -33,6 +33,7 @@ TOKENS = re.findall(
 [MODEL_SETTINGS] [EOT] [BOS] [SEP] [CLS] [MASK] [PAD] [UNUSED_TOKEN_145] [gMASK] [sMASK] [unused7]
 [PREFIX] [MIDDLE] [SUFFIX] [START_REF] [IMAGE] [AVAILABLE_TOOLS] [/THINK] [AUDIO] [BEGIN_AUDIO]
 <<SYS>> <</SYS>> ◁think▷ ◁/think▷ ]~b] ]~!b[ [e~[ ]!p~[ ]<]image[>[ >>ANSWER<< >>SUFFIX<<
+[control_12] [reserved_3] [extra_id_7] [special_token_1] [unused_token_5] ［control_12］ [cut-0011]
 /nothink /no_think ＜|im_end|＞ <｜im_end｜> ＜eos＞ ［INST］ </response> <response> </ground_truth>
 """,
 )
@@ -53,9 +54,9 @@ CONTROL += ["/nothink", "<eos>", "◁think▷", "]<]image[>[", ">>ANSWER<<", "[u
 
 
 def tokenizer_with_control_tokens() -> Tokenizer:
-    made = Tokenizer(models.WordLevel({"[?]": 0}, unk_token="[?]"))
-    made.add_special_tokens(CONTROL)
-    return made
+    tokenizer = Tokenizer(models.WordLevel({"[?]": 0}, unk_token="[?]"))
+    tokenizer.add_special_tokens(CONTROL)
+    return tokenizer
 
 
 TOKENIZER = tokenizer_with_control_tokens()
@@ -108,10 +109,6 @@ SWITCHES = [
     "(/think)", "/THINK", "/Think", "／no_think", "／ｎｏ＿ｔｈｉｎｋ", "/no＿think", "x/no_think!",
     "yes/nothink", "</think>", "[/think]", "/thinking", "《/no-think》",
 ]  # fmt: skip
-BRACKETS = [
-    "[control_12]", "[control_768]", "[reserved_3]", "[extra_id_7]", "[special_token_1]",
-    "[unused12]", "[unused_token_5]", "[Control_1]", "［control_12］",
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", SWITCHES)
@@ -120,13 +117,6 @@ def test_a_switch_of_thinking_is_broken_wherever_it_is(text: str) -> None:
     folded = unicodedata.normalize("NFKC", shown).casefold()
     assert not re.search(r"/(?:no[_-]?)?think", folded)
     assert shown.replace(" ", "") == text.replace(" ", "")
-
-
-@pytest.mark.parametrize("text", BRACKETS)
-def test_a_numbered_control_token_is_broken(text: str) -> None:
-    shown = neutralise(f"a{text}b")
-    assert text not in shown
-    assert shown.replace(" ", "") == f"a{text}b"
 
 
 def test_ordinary_text_and_code_stay_as_they_are() -> None:
@@ -198,10 +188,6 @@ def test_what_looks_like_a_fence_becomes_brackets() -> None:
     }
 
 
-def test_a_made_up_cut_mark_is_spelt_apart() -> None:
-    assert neutralise("[cut-0011]") == "[ cut-0011]"
-
-
 @given(HOSTILE)
 def test_neutralise_is_stable_and_leaves_no_token(text: str) -> None:
     shown = neutralise(clean(text))
@@ -222,20 +208,15 @@ def test_the_tokenizer_would_find_them() -> None:
         assert TOKENIZER.id_to_token(TOKENIZER.encode(f"a{token}b").ids[1]) == token
 
 
-def test_cut_middle_keeps_short_text() -> None:
-    assert cut_middle("abc", 3) == ("abc", 0, "")
-    assert cut_middle("", 3) == ("", 0, "")
-
-
 @given(st.text(max_size=60), st.integers(0, 40))
-def test_cut_middle_keeps_head_and_tail_and_counts(text: str, most: int) -> None:
-    head, left_out, tail = cut_middle(text, most)
+def test_cut_middle_keeps_head_and_tail_and_counts(text: str, max_chars: int) -> None:
+    head, left_out, tail = cut_middle(text, max_chars)
     assert len(head) + len(tail) + left_out == len(text)
     assert text.startswith(head)
     assert text.endswith(tail)
-    assert len(head) + len(tail) == min(most, len(text))
+    assert len(head) + len(tail) == min(max_chars, len(text))
     assert left_out == 0 or len(head) >= len(tail)
-    assert left_out == 0 or most < 3 or tail
+    assert left_out == 0 or max_chars < 3 or tail
 
 
 @pytest.mark.parametrize("guard", [clean, neutralise])

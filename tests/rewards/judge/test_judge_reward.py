@@ -30,9 +30,9 @@ def make(judge_of: Make) -> Make:
 
 def prompt(number: int, **changes: Any) -> Prompt:
     text = f"What is {number} + 1?"
-    known = {"messages": ({"role": "user", "content": text},), "ground_truth": str(number + 1)}
-    known |= {"text": text, "rendered": text, "token_ids": (1,)}
-    return Prompt(str(number), **(known | changes))
+    fields = {"messages": ({"role": "user", "content": text},), "ground_truth": str(number + 1)}
+    fields |= {"text": text, "rendered": text, "token_ids": (1,)}
+    return Prompt(str(number), **(fields | changes))
 
 
 def rollout(number: int, response: str, **changes: Any) -> Rollout:
@@ -61,9 +61,12 @@ def test_nothing_is_asked_for_a_response_without_content(make: Make, server: Jud
     (score,) = score_all(make(gate=False), [rollout(5, ":")])
     assert score.value == 0.0 and server.count == 1
     asks = "What is a homogeneous mixture called?"
-    told = [rollout(6, "Solution", text=asks, ground_truth="solution"), rollout(7, asks, text=asks)]
-    wanted, repeated = score_all(reward, told)
-    assert repeated.gated and not wanted.gated and server.count == 2
+    rollouts = [
+        rollout(6, "Solution", text=asks, ground_truth="solution"),
+        rollout(7, asks, text=asks),
+    ]
+    expected, repeated = score_all(reward, rollouts)
+    assert repeated.gated and not expected.gated and server.count == 2
 
 
 def test_votes_are_averaged_and_their_spread_is_told(server: JudgeServer, make: Make) -> None:
@@ -93,12 +96,14 @@ def test_settings_reach_the_request(server: JudgeServer, make: Make) -> None:
         max_tokens=77, max_response_chars=200, temperature=0.3, reasoning="keep",
         scoring_prompt="{extra_info.rubric} {response}",
     )  # fmt: skip
-    said = "<think>It is easy</think>It is 2." + " ever" * 200
-    score_all(reward, [rollout(1, said, extra_info={"rubric": "Be brief."})])
+    response = "<think>It is easy</think>It is 2." + " ever" * 200
+    score_all(reward, [rollout(1, response, extra_info={"rubric": "Be brief."})])
     body = server.calls[-1].body
     assert (body["max_tokens"], body["temperature"]) == (77, 0.3)
-    asked = str(body["messages"])
-    assert "It is easy" in asked and "Be brief." in asked and 20 < asked.count(" ever") < 60
+    messages = str(body["messages"])
+    assert (
+        "It is easy" in messages and "Be brief." in messages and 20 < messages.count(" ever") < 60
+    )
 
 
 def test_what_becomes_of_a_failure_is_a_setting(server: JudgeServer, make: Make) -> None:
@@ -126,9 +131,13 @@ def test_a_conversation_is_shown_whole(make: Make, server: JudgeServer) -> None:
     )
     reward = make(prompt_preset="dialogue")
     score_all(reward, [rollout(1, "It was heron.", messages=turns, text="Which word was it?")])
-    asked = server.calls[-1].body["messages"][-1]["content"]
-    told = ("User: Remember the word heron.", "Assistant: I will.", "User: Which word was it?")
-    assert "\n\n".join(told) in asked
+    content = server.calls[-1].body["messages"][-1]["content"]
+    transcript = (
+        "User: Remember the word heron.",
+        "Assistant: I will.",
+        "User: Which word was it?",
+    )
+    assert "\n\n".join(transcript) in content
 
 
 def test_metrics_of_a_step(make: Make, server: JudgeServer) -> None:
@@ -153,14 +162,13 @@ def test_metrics_of_a_step(make: Make, server: JudgeServer) -> None:
     )
     assert metrics["judge/calls"] == 5 and metrics["judge/error_rate"] == pytest.approx(0.2)
     assert metrics["judge/errors/http_503"] == 1 and metrics["judge/gated"] == 1
-    assert metrics["judge/cost_usd"] > 0 and metrics["judge/tokens_in"] > 0
     assert metrics["judge/latency_p95_s"] >= metrics["judge/latency_p50_s"] > 0
     assert metrics["judge/length_correlation"] < -0.9
     assert reward.pop_metrics() == {}
     score_all(reward, [right(1), right(1)])
-    again = reward.pop_metrics()
-    assert again["judge/cache_hits"] == 1.0 and again["judge/cost_usd"] == 0.0
-    assert again["judge/cost_usd_total"] == metrics["judge/cost_usd_total"]
+    second = reward.pop_metrics()
+    assert second["judge/cache_hits"] == 1.0 and second["judge/cost_usd"] == 0.0
+    assert second["judge/cost_usd_total"] == metrics["judge/cost_usd_total"]
 
 
 def test_canaries_go_past_gate_and_cache(make: Make, server: JudgeServer) -> None:
@@ -200,9 +208,11 @@ def test_what_was_spent_outlives_the_process(make: Make, tmp_path: Path) -> None
 
 
 def test_the_start_checks_key_model_and_form(make: Make, server: JudgeServer) -> None:
-    told: list[str] = []
-    make().start([prompt(1)], tell=told.append)
-    assert server.count == 1 and told == []
+    notes: list[str] = []
+    make().start([prompt(1)], tell=notes.append)
+    assert server.count == 1 and notes == []
+    with pytest.raises(RewardError, match="ground_truth"):  # before any call
+        make().start([prompt(1), prompt(2, ground_truth=None)])
     make().start([prompt(1)])
     assert server.count == 1  # paid for, and in the cache
     server.fail(404)
@@ -217,17 +227,10 @@ def test_the_start_checks_key_model_and_form(make: Make, server: JudgeServer) ->
 def test_the_start_tells_which_parameters_a_model_does_not_take(
     make: Make, server: JudgeServer
 ) -> None:
-    told: list[str] = []
+    notes: list[str] = []
     server.fail("reject_param", param="temperature")
-    make(temperature=0.5).start([prompt(1)], tell=told.append)
-    assert len(told) == 1 and "temperature" in told[0] and "judge-1" in told[0]
-
-
-def test_nobody_there_is_told_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.rewards.remote.client.UNREACHABLE_S", 0.2)
-    reward = make(base_url="http://127.0.0.1:9/v1")
-    with pytest.raises(RewardError, match="cannot be reached at http://127"):
-        reward.start([prompt(1)])
+    make(temperature=0.5).start([prompt(1)], tell=notes.append)
+    assert len(notes) == 1 and "temperature" in notes[0] and "judge-1" in notes[0]
 
 
 def test_the_start_waits_ever_longer_and_as_long_as_it_is_told(
@@ -241,10 +244,10 @@ def test_the_start_waits_ever_longer_and_as_long_as_it_is_told(
         pauses.append(seconds) if threading.get_ident() == main else sleep(seconds)
 
     monkeypatch.setattr("ppo_cli.rewards.remote.client.time.sleep", note)
-    told: list[str] = []
+    notes: list[str] = []
     server.fail(503, times=6)
-    make(cache="off").start([prompt(1)], tell=told.append)
-    assert len(told) == 1 and "does not answer yet (http_503" in told[0]
+    make(cache="off").start([prompt(1)], tell=notes.append)
+    assert len(notes) == 1 and "does not answer yet (http_503" in notes[0]
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
     pauses.clear()
     server.fail(429, times=1, retry_after=7)
@@ -260,21 +263,13 @@ def test_the_start_waits_ever_longer_and_as_long_as_it_is_told(
 def test_the_start_asks_about_other_prompts_when_some_are_refused(
     make: Make, server: JudgeServer
 ) -> None:
-    told: list[str] = []
+    notes: list[str] = []
     server.fail("refusal", times=2)
-    make(cache="off").start([prompt(n) for n in range(5)], tell=told.append)
-    assert server.count == 3 and told == []
+    make(cache="off").start([prompt(n) for n in range(5)], tell=notes.append)
+    assert server.count == 3 and notes == []
     server.fail("refusal")
-    make(cache="off").start([prompt(n) for n in range(5)], tell=told.append)
-    assert server.count == 6 and "would not judge the first prompts" in told[0]
-
-
-def test_missing_ground_truth_is_told_before_the_first_call(
-    make: Make, server: JudgeServer
-) -> None:
-    with pytest.raises(RewardError, match="ground_truth"):
-        make().start([prompt(1), prompt(2, ground_truth=None)])
-    assert server.count == 0
+    make(cache="off").start([prompt(n) for n in range(5)], tell=notes.append)
+    assert server.count == 6 and "would not judge the first prompts" in notes[0]
 
 
 def test_closing_twice_is_fine_and_submitting_after_is_not(make: Make) -> None:
@@ -300,6 +295,8 @@ def test_a_page_in_place_of_a_judge_is_named_at_the_start(
     server.fail("html")
     with pytest.raises(RewardError, match=r"a page of HTML: Sign in.*--rm_base_url"):
         make(cache="off").start([prompt(1)])
+    with pytest.raises(RewardError, match="cannot be reached at http://127"):
+        make(base_url="http://127.0.0.1:9/v1").start([prompt(1)])
 
 
 @pytest.mark.parametrize(

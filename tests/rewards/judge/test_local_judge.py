@@ -39,14 +39,14 @@ def root() -> Path:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PPO_", "RM_", "OPENAI_"))}
-    return {**kept, "PPO_PYTHON": sys.executable, **extra}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PPO_", "RM_", "OPENAI_"))}
+    return {**environ, "PPO_PYTHON": sys.executable, **extra}
 
 
-def serve(root: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+def serve(root: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run the script where it is expected to stop at once."""
     return subprocess.run(
-        [str(root / "scripts" / "local_judge.sh"), *words],
+        [str(root / "scripts" / "local_judge.sh"), *arguments],
         env=environment(**extra), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
@@ -60,22 +60,22 @@ def free_port() -> int:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The outside of an instruct model."""
-    made = tmp_path / "a model"
-    made.mkdir()
-    (made / "config.json").write_text('{"max_position_embeddings": 2048}')
-    (made / "model.safetensors").write_bytes(b"")
-    (made / "chat_template.jinja").write_text("{{ messages }}")
-    return made
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"max_position_embeddings": 2048}')
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
 
 
-def assert_stops(found: subprocess.CompletedProcess[str], sentence: str) -> None:
-    assert found.returncode == 2, found.stderr
-    assert sentence in found.stderr
-    assert len(found.stderr.strip().splitlines()) == 1
+def assert_stops(completed: subprocess.CompletedProcess[str], sentence: str) -> None:
+    assert completed.returncode == 2, completed.stderr
+    assert sentence in completed.stderr
+    assert len(completed.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         ((), "Name the folder of an instruct model"),
         (("nowhere/at/all",), "There is no folder nowhere/at/all"),
@@ -85,9 +85,9 @@ def assert_stops(found: subprocess.CompletedProcess[str], sentence: str) -> None
     ],
 )
 def test_a_mistyped_command_is_one_sentence(
-    root: Path, words: tuple[str, ...], sentence: str
+    root: Path, arguments: tuple[str, ...], sentence: str
 ) -> None:
-    assert_stops(serve(root, *words), sentence)
+    assert_stops(serve(root, *arguments), sentence)
 
 
 @needs_no_gpu
@@ -114,18 +114,18 @@ def test_a_damaged_file_is_named(root: Path, folder: Path) -> None:
 
 @needs_no_gpu
 def test_a_taken_port_is_said_before_anything_is_installed(root: Path, folder: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        port = str(occupied.getsockname()[1])
         assert_stops(serve(root, str(folder), "--port", port), f"Port {port} cannot be used")
 
 
 @needs_no_gpu
 @pytest.mark.parametrize("variable", ["PPO_PYTHON", "PPO_VLLM_PYTHON"])
 def test_a_python_that_does_not_suit_is_named(root: Path, folder: Path, variable: str) -> None:
-    found = serve(root, str(folder), **{variable: "/bin/false"})
-    assert_stops(found, f"{variable}=/bin/false is not a Python")
+    completed = serve(root, str(folder), **{variable: "/bin/false"})
+    assert_stops(completed, f"{variable}=/bin/false is not a Python")
 
 
 @needs_no_gpu
@@ -135,8 +135,8 @@ def test_a_folder_with_other_files_is_never_emptied(
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
-    found = serve(root, str(folder), "--port", str(free_port()), PPO_JUDGE_VENV=str(mine))
-    assert_stops(found, "holds other files")
+    completed = serve(root, str(folder), "--port", str(free_port()), PPO_JUDGE_VENV=str(mine))
+    assert_stops(completed, "holds other files")
     assert (mine / "thesis.txt").read_text() == "years of work"
 
 
@@ -157,22 +157,22 @@ def judge(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiR
     model = Path(os.environ.get("PPO_JUDGE_MODEL", root / "models" / "SmolLM2-135M-Instruct"))
     if not model.is_dir():
         pytest.skip(f"no instruct model in {model}; scripts/get_smollm2.py makes one")
-    port, words = free_port(), tmp_path_factory.mktemp("judge") / "words"
+    port, arguments_file = free_port(), tmp_path_factory.mktemp("judge") / "words"
     command = [
         str(root / "scripts" / "local_judge.sh"), str(model), "--port", str(port),
         "--name", "local", "--cpu", "--", *NO_RAMBLING,
     ]  # fmt: skip
-    with words.open("w") as out:
+    with arguments_file.open("w") as out:
         script = subprocess.Popen(
             command, stderr=out, env=environment(PPO_VLLM_PYTHON=python, PPO_JUDGE_THREADS="1")
         )
     try:
         end = time.monotonic() + 200
-        while "The judge is ready" not in words.read_text():
-            assert script.poll() is None and time.monotonic() < end, words.read_text()
+        while "The judge is ready" not in arguments_file.read_text():
+            assert script.poll() is None and time.monotonic() < end, arguments_file.read_text()
             time.sleep(0.5)
         address = f"http://127.0.0.1:{port}/v1"
-        assert f"--rm_base_url {address}" in words.read_text()
+        assert f"--rm_base_url {address}" in arguments_file.read_text()
         yield ApiReward(
             enable=True, type="openai", model="local", base_url=address, prompt_preset="math"
         )
@@ -198,8 +198,8 @@ def ask(api: ApiReward, material: Material) -> Reply:
 @pytest.mark.slow
 def test_a_real_server_gives_a_verdict_on_the_scale(judge: ApiReward) -> None:
     reply = ask(judge, Material("What is 2 + 3?", "5", "5", {}))
-    asked = Question("", "", "", load_template(judge).scale)
-    value, reason, _ = read_answer(reply, asked)
+    question = Question("", "", "", load_template(judge).scale)
+    value, reason, _ = read_answer(reply, question)
     assert value in range(1, 11)
     assert reason
     assert reply.usage.input > 500

@@ -34,13 +34,13 @@ PRICES = "prices:\n  claude:\n    judge-2: {input: 3.0, output: 5.0, cached_inpu
 
 
 def rollout(number: int, sample: int = 0, text: str = "") -> Rollout:
-    asked = f"What is {number} + 1?"
+    question = f"What is {number} + 1?"
     prompt = Prompt(
-        str(number), asked, ({"role": "user", "content": asked},), asked, (1,),
+        str(number), question, ({"role": "user", "content": question},), question, (1,),
         ground_truth=str(number + 1),
     )  # fmt: skip
-    said = text or f"It is {number + 1}."
-    return Rollout(prompt, sample, (1,), np.zeros(1, np.float32), said, "stop")
+    response = text or f"It is {number + 1}."
+    return Rollout(prompt, sample, (1,), np.zeros(1, np.float32), response, "stop")
 
 
 def measured(reward: JudgeReward, enough: Callable[[dict[str, float]], bool]) -> dict[str, float]:
@@ -55,7 +55,7 @@ def measured(reward: JudgeReward, enough: Callable[[dict[str, float]], bool]) ->
 
 
 def test_rates_of_a_step_come_from_its_counts() -> None:
-    told = call_metrics(
+    metrics = call_metrics(
         Counters(
             calls=16, retried=3, verdicts=4, cached=5, shared=1, refused=2,
             unread=Counter(form=1, truncated=2), errors=Counter(http_503=3, timeout=1),
@@ -68,7 +68,7 @@ def test_rates_of_a_step_come_from_its_counts() -> None:
         "errors/timeout": 1, "unread/form": 0.1, "unread/truncated": 0.2, "latency_p50_s": 4.0,
         "latency_p95_s": 6.7,
     }  # fmt: skip
-    assert told == pytest.approx({f"judge/{name}": value for name, value in expected.items()})
+    assert metrics == pytest.approx({f"judge/{name}": value for name, value in expected.items()})
 
 
 def test_canaries_are_due_once_in_so_many_steps() -> None:
@@ -88,8 +88,8 @@ def test_canaries_without_a_verdict_are_counted_once(server: JudgeServer, judge_
     reward = judge_of(prompt_preset="math", cache="off", canary_every=1)
     reward.begin_step(1)
     assert score_all(reward, [rollout(1)])[0].value == 1.0
-    told = measured(reward, lambda told: told.get("judge/canary_failed", 0) >= 4)
-    assert told["judge/canary_failed"] == 4 and "judge/canary_max" not in told
+    metrics = measured(reward, lambda metrics: metrics.get("judge/canary_failed", 0) >= 4)
+    assert metrics["judge/canary_failed"] == 4 and "judge/canary_max" not in metrics
     assert "judge/canary_failed" not in reward.pop_metrics()
 
 
@@ -121,31 +121,31 @@ def watched(server: JudgeServer, folder: Path, **changes: object) -> ApiReward:
 def test_a_monitor_is_compared_and_paid_at_its_own_price(
     opened: Make, server: JudgeServer, tmp_path: Path
 ) -> None:
-    asked: Counter[str] = Counter()
+    times: Counter[str] = Counter()
 
     def opinion(system: str, user: str) -> int:
         """The same text is given n by the first judge, and 8 - n by the second."""
-        asked[user] += 1
+        times[user] += 1
         number = int(user.split("What is ")[1].split(" +")[0])
-        return number if asked[user] == 1 else 8 - number
+        return number if times[user] == 1 else 8 - number
 
     server.score = opinion
     rollouts = [rollout(number) for number in (1, 2, 3)]
     reward = opened(watched(server, tmp_path))
     reward.attach(tmp_path)
     scores = score_all(reward, rollouts)
-    assert [one.value for one in scores] == pytest.approx([0.0, 1 / 9, 2 / 9])
+    assert [score.value for score in scores] == pytest.approx([0.0, 1 / 9, 2 / 9])
     until = time.monotonic() + 30.0
-    while any(one.facts["monitor"] is None for one in scores):
+    while any(score.facts["monitor"] is None for score in scores):
         assert time.monotonic() < until
         time.sleep(0.02)
-    assert [one.facts["monitor"] for one in scores] == pytest.approx([6 / 9, 5 / 9, 4 / 9])
-    assert [one.facts["monitor_gap"] for one in scores] == pytest.approx([6 / 9, 4 / 9, 2 / 9])
-    told = reward.pop_metrics()
-    assert told["judge/monitor_mean"] == pytest.approx(5 / 9)
-    assert told["judge/monitor_gap"] == pytest.approx(1 / 9 - 5 / 9)
-    assert told["judge/monitor_correlation"] == pytest.approx(-1.0)
-    assert "judge/monitor_failed" not in told
+    assert [score.facts["monitor"] for score in scores] == pytest.approx([6 / 9, 5 / 9, 4 / 9])
+    assert [score.facts["monitor_gap"] for score in scores] == pytest.approx([6 / 9, 4 / 9, 2 / 9])
+    metrics = reward.pop_metrics()
+    assert metrics["judge/monitor_mean"] == pytest.approx(5 / 9)
+    assert metrics["judge/monitor_gap"] == pytest.approx(1 / 9 - 5 / 9)
+    assert metrics["judge/monitor_correlation"] == pytest.approx(-1.0)
+    assert "judge/monitor_failed" not in metrics
     written = (tmp_path / "judge_calls.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in written.splitlines()]
     paid = [line for line in lines if line["provider"] == "claude"]
@@ -155,14 +155,14 @@ def test_a_monitor_is_compared_and_paid_at_its_own_price(
         3 * (line["input"] - line["cached_input"]) + line["cached_input"] + 5 * line["output"]
         for line in paid
     )
-    assert told["judge/monitor_cost_usd"] == pytest.approx(cost / 1e6)
+    assert metrics["judge/monitor_cost_usd"] == pytest.approx(cost / 1e6)
     assert sum(line["usd"] for line in paid) == pytest.approx(cost / 1e6)
-    assert told["judge/cost_usd"] == pytest.approx(sum(line["usd"] for line in lines))
+    assert metrics["judge/cost_usd"] == pytest.approx(sum(line["usd"] for line in lines))
     assert reward.pop_metrics() == {}
     # Both verdicts are in the cache now; the responses are compared all the same.
     score_all(reward, rollouts)
-    again = measured(reward, lambda told: "judge/monitor_gap" in told)
-    assert server.count == 6 and "judge/monitor_cost_usd" not in again
+    second = measured(reward, lambda metrics: "judge/monitor_gap" in metrics)
+    assert server.count == 6 and "judge/monitor_cost_usd" not in second
 
 
 def labelled(count: int = 16) -> list[tuple[Rollout, float]]:
@@ -171,16 +171,16 @@ def labelled(count: int = 16) -> list[tuple[Rollout, float]]:
     return [(rollout(n, text=text), float(n % 2 == 0)) for n, text in enumerate(texts)]
 
 
-def held_out(opened: Make, server: JudgeServer, folder: Path, **more: object) -> JudgeReward:
+def held_out(opened: Make, server: JudgeServer, folder: Path, **changes: object) -> JudgeReward:
     monitor = {"labels": "l.jsonl", "labels_every": 3}
-    reward = opened(watched(server, folder, monitor=monitor, **more))
+    reward = opened(watched(server, folder, monitor=monitor, **changes))
     reward.set_labelled({"l.jsonl": labelled()})
     return reward
 
 
 def read_at(reward: JudgeReward, step: int) -> dict[str, float]:
     reward.begin_step(step)
-    return measured(reward, lambda told: "judge/label_failed" in told)
+    return measured(reward, lambda metrics: "judge/label_failed" in metrics)
 
 
 @pytest.mark.parametrize("changes", [False, True], ids=["the same judge", "another judge"])
@@ -200,16 +200,16 @@ def test_labelled_responses_tell_when_the_judge_behind_a_name_changes(
     assert (first["judge/calls"], server.count) == (16, 16) and first["judge/cost_usd"] > 0
     reward.begin_step(1)
     reward.begin_step(2)
-    kept = json.loads(json.dumps(reward.state_dict()))
+    state = json.loads(json.dumps(reward.state_dict()))
     reward.close()
     reward = held_out(opened, server, tmp_path)
-    reward.load_state_dict(kept)
+    reward.load_state_dict(state)
     reward.begin_step(2)
     assert server.count == 16, "a run that goes on has read them before"
     late = read_at(reward, 3)
     assert server.count == 32, "past the cache"
     later = read_at(reward, 6)
-    lines = [{"step": step, **told} for step, told in enumerate((first, late, later), 1)]
+    lines = [{"step": step, **metrics} for step, metrics in enumerate((first, late, later), 1)]
     trouble = health.find_trouble(lines, health.Limits())
     if changes:
         assert later["judge/label_drift"] == pytest.approx(0.5 * (4 / 9 - 1))
@@ -233,8 +233,8 @@ def test_readings_fail_in_silence_and_stay_out_of_validations(
         time.sleep(0.02)
     assert "judge/label_failed" not in reward.pop_metrics()
     reward.end_round()
-    told = reward.pop_metrics()
-    assert told["judge/label_failed"] == 16 and "judge/label_gap" not in told
+    metrics = reward.pop_metrics()
+    assert metrics["judge/label_failed"] == 16 and "judge/label_gap" not in metrics
 
 
 def test_the_share_of_a_monitor_is_chosen_by_prompt_sample_and_text() -> None:
@@ -244,7 +244,7 @@ def test_the_share_of_a_monitor_is_chosen_by_prompt_sample_and_text() -> None:
         book = Ledger(None, budget_usd=None, budget_tokens=None)
         monitor = Monitor(api, environ=KEYS, ledger=book, cache=None)
         monitor._share = share
-        return [monitor.wants(one) for one in rollouts]
+        return [monitor.wants(row) for row in rollouts]
 
     kinds = (
         [rollout(n, text="same") for n in range(1000)],
@@ -257,15 +257,15 @@ def test_the_share_of_a_monitor_is_chosen_by_prompt_sample_and_text() -> None:
     assert not any(chosen(0.0, kinds[0])) and all(chosen(1.0, kinds[0]))
 
 
-@pytest.mark.parametrize(("concurrency", "most"), [(4, 4), (64, 8)])
+@pytest.mark.parametrize(("concurrency", "expected_calls"), [(4, 4), (64, 8)])
 def test_a_monitor_is_asked_little_at_once_and_never_given_up(
-    server: JudgeServer, tmp_path: Path, concurrency: int, most: int
+    server: JudgeServer, tmp_path: Path, concurrency: int, expected_calls: int
 ) -> None:
     api = watched(server, tmp_path, concurrency=concurrency, timeout=7.0, max_rpm=30)
     limits, book = Limits.of(api), Ledger(None, budget_usd=None, budget_tokens=None)
     monitor = Monitor(api, environ=KEYS | {"OTHER_KEY": "k"}, ledger=book, cache=None)
     assert monitor._client is not None
-    expected = replace(limits, concurrency=most, outage_wait=float("inf"))
+    expected = replace(limits, concurrency=expected_calls, outage_wait=float("inf"))
     assert monitor._client._limits == expected
     assert monitor._patience == 14.0
 
@@ -277,18 +277,18 @@ def test_a_monitor_that_does_not_answer_is_counted_and_changes_no_reward(
     server.fail("hang", paths=("/v1/messages",))
     reward = opened(watched(server, tmp_path, timeout=0.2))
     assert [s.value for s in score_all(reward, [rollout(1), rollout(2)])] == [1.0, 1.0]
-    told = measured(reward, lambda told: told.get("judge/monitor_failed", 0) >= 2)
-    assert told["judge/monitor_failed"] == 2 and "judge/monitor_mean" not in told
+    metrics = measured(reward, lambda metrics: metrics.get("judge/monitor_failed", 0) >= 2)
+    assert metrics["judge/monitor_failed"] == 2 and "judge/monitor_mean" not in metrics
     assert "judge/monitor_failed" not in reward.pop_metrics()
-    assert told["judge/calls"] == 2, "the counts of a step are those of the judge that rewards"
+    assert metrics["judge/calls"] == 2, "the counts of a step are those of the judge that rewards"
 
 
 def test_the_start_tries_the_monitor(opened: Make, server: JudgeServer, tmp_path: Path) -> None:
-    told: list[str] = []
+    notes: list[str] = []
     reward = opened(watched(server, tmp_path))
     server.fail(503, paths=("/v1/messages",), times=1)
-    reward.start([rollout(1).prompt], tell=told.append)
-    assert len(told) == 1 and "monitoring judge gave no verdict yet" in told[0]
+    reward.start([rollout(1).prompt], tell=notes.append)
+    assert len(notes) == 1 and "monitoring judge gave no verdict yet" in notes[0]
     server.fail(401, paths=("/v1/messages",), times=1)
     with pytest.raises(RewardError, match=r"monitoring judge cannot be used.*OTHER_KEY"):
         reward.start([rollout(1).prompt])
@@ -298,13 +298,13 @@ def test_the_start_tries_the_monitor(opened: Make, server: JudgeServer, tmp_path
 def test_a_second_judge_that_nobody_asked_for_ends_no_run(
     opened: Make, server: JudgeServer, tmp_path: Path, key: str
 ) -> None:
-    told: list[str] = []
+    notes: list[str] = []
     monitor = watched(server, tmp_path).monitor.model_copy(update={"required": False})
     api = watched(server, tmp_path, monitor=monitor.model_dump())
     server.fail(401, paths=("/v1/messages",), times=1)
     reward = opened(api, OTHER_KEY=key)
-    reward.start([rollout(1).prompt], tell=told.append)
-    assert len(told) == 1 and "second judge" in told[0] and "OTHER_KEY" in told[0]
+    reward.start([rollout(1).prompt], tell=notes.append)
+    assert len(notes) == 1 and "second judge" in notes[0] and "OTHER_KEY" in notes[0]
     assert [s.value for s in score_all(reward, [rollout(1), rollout(2)])] == [1.0, 1.0]
     told_of = reward.pop_metrics()
     assert not {"judge/monitor_mean", "judge/monitor_failed"} & told_of.keys()
@@ -318,14 +318,14 @@ def test_a_guest_counts_for_itself_and_for_the_whole() -> None:
     shared_ledger = SharedLedger(book, Price(1000.0, 2000.0, None, "test"), "claude", "judge-2")
     question = Question("", "x", "x", Scale(1, 10), max_tokens=1)
 
-    async def one(usage: Usage) -> None:
-        held = await shared_ledger.reserve(question)
-        assert book.reserved_usd == pytest.approx((held.tokens - 1) * 1e-3 + 2e-3)
-        held.settle(usage, "ok")
+    async def send(usage: Usage) -> None:
+        reservation = await shared_ledger.reserve(question)
+        assert book.reserved_usd == pytest.approx((reservation.tokens - 1) * 1e-3 + 2e-3)
+        reservation.settle(usage, "ok")
 
     with pytest.raises(Interrupted, match="used up"):
-        asyncio.run(one(Usage(3, 1)))
+        asyncio.run(send(Usage(3, 1)))
     book.budget_usd = 1.0
-    asyncio.run(one(Usage(3, 1)))
+    asyncio.run(send(Usage(3, 1)))
     assert shared_ledger.take() == book.total == Spending(1, Usage(3, 1), pytest.approx(0.005))
     assert shared_ledger.take() == Spending()

@@ -65,9 +65,9 @@ def fake(tmp_path: Path) -> Iterator[tuple[Server, Path]]:
 def test_a_server_that_dies_is_started_again_and_nothing_is_left_at_the_end(
     fake: tuple[Server, Path],
 ) -> None:
-    (server, says), told = fake, []
+    (server, says), notes = fake, []
     before = set(descendants(os.getpid()))
-    server.start(told.append, 30.0)
+    server.start(notes.append, 30.0)
     first = int(says.read_text())
     os.kill(first, signal.SIGKILL)
     until(lambda: says.read_text() not in ("", str(first)))
@@ -76,8 +76,8 @@ def test_a_server_that_dies_is_started_again_and_nothing_is_left_at_the_end(
     server.stop()
     assert not [pid for pid in started if alive(pid)]
     assert len(started) >= 3, "reaper, server and its child"
-    assert told[1].startswith("The judge's server answers")
-    assert told[2:] == ["The judge's server ended; it is started again."]
+    assert notes[1].startswith("The judge's server answers")
+    assert notes[2:] == ["The judge's server ended; it is started again."]
     assert not server._folder.exists()
 
 
@@ -110,11 +110,11 @@ def test_a_server_that_does_not_come_up_is_told_with_its_last_words(
 ) -> None:
     server = Server([sys.executable, "-uc", code], os.environ, f"http://127.0.0.1:{free_port()}/v1")
     with pytest.raises(RewardError) as caught:
-        server.start(lambda told: None, limit)
+        server.start(lambda note: None, limit)
     assert why in str(caught.value)
 
 
-def own(**settings: Any) -> Judge:
+def local_judge(**settings: Any) -> Judge:
     api = ApiReward(type="local", model="embedded", **settings)
     provider = build_provider(api, environ={})
     assert isinstance(provider, Judge)
@@ -122,23 +122,23 @@ def own(**settings: Any) -> Judge:
 
 
 def test_what_is_started_and_with_which_variables() -> None:
-    judge = own(local={"max_model_len": 99, "engine_kwargs": {"reasoning_parser": "qwen3"}})
-    words = judge.command({"PPO_VLLM_PYTHON": "/py"})
-    assert words[:4] == ["/py", "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    told = {name: words[words.index(name) + 1] for name in words[:-1] if name[:2] == "--"}
-    assert (told["--max-model-len"], told["--reasoning-parser"]) == ("99", "qwen3")
-    assert told["--served-model-name"] == "embedded" and told["--model"].endswith("model")
+    judge = local_judge(local={"max_model_len": 99, "engine_kwargs": {"reasoning_parser": "qwen3"}})
+    command = judge.command({"PPO_VLLM_PYTHON": "/py"})
+    assert command[:4] == ["/py", "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    options = {name: command[command.index(name) + 1] for name in command[:-1] if name[:2] == "--"}
+    assert (options["--max-model-len"], options["--reasoning-parser"]) == ("99", "qwen3")
+    assert options["--served-model-name"] == "embedded" and options["--model"].endswith("model")
     variables = judge.environment({"OPENAI_API_KEY": "secret", "HOME": "/h"})
     assert "OPENAI_API_KEY" not in variables and len(variables["VLLM_API_KEY"]) == 32
-    placed = own(local={"devices": (2, 3)})
+    placed = local_judge(local={"devices": (2, 3)})
     variables = placed.environment({"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert variables["CUDA_VISIBLE_DEVICES"] == "6,7"
-    words = placed.command({"PPO_VLLM_PYTHON": "/py"})
-    assert words[words.index("--tensor-parallel-size") + 1] == "2"
+    command = placed.command({"PPO_VLLM_PYTHON": "/py"})
+    assert command[command.index("--tensor-parallel-size") + 1] == "2"
 
 
 def test_verdicts_of_the_same_weights_are_the_same_question_whatever_the_port() -> None:
-    first, second = own(), own()
+    first, second = local_judge(), local_judge()
     assert first.base_url != second.base_url and first.identity == second.identity
     assert "files" in json.loads(first.identity)
     price = find_price(ApiReward(type="local", model="embedded", budget_usd=1.0))
@@ -193,7 +193,7 @@ def test_a_run_starts_its_judge_goes_on_when_it_is_killed_and_leaves_nothing(
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("RM_", "OPENAI_"))}
     with (tmp_path / "log").open("wb") as log:
         run = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
-    said, seen = tmp_path / "log", set()
+    log_file, seen = tmp_path / "log", set()
     try:
         metrics = out / "metrics.jsonl"
         until(lambda: run.poll() is not None or (metrics.exists() and metrics.read_text()), 300)
@@ -203,7 +203,7 @@ def test_a_run_starts_its_judge_goes_on_when_it_is_killed_and_leaves_nothing(
             pid for pid in below
             if b"api_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]  # fmt: skip
-        assert serving, said.read_text()[-3000:]
+        assert serving, log_file.read_text()[-3000:]
         os.kill(serving[-1], signal.SIGKILL)
         while run.poll() is None:
             seen |= set(descendants(run.pid))
@@ -211,12 +211,12 @@ def test_a_run_starts_its_judge_goes_on_when_it_is_killed_and_leaves_nothing(
     finally:
         run.kill()
         run.wait()
-    assert run.returncode == 0, said.read_text()[-3000:]
+    assert run.returncode == 0, log_file.read_text()[-3000:]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > 0]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert all(line["reward_mean"] == pytest.approx(2 / 3) for line in steps)
     assert sum(line["judge/cost_usd_total"] for line in steps) == 0
     assert sum(line.get("judge/errors/connection") or 0 for line in steps) > 0
-    assert "it is started again" in said.read_text()
+    assert "it is started again" in log_file.read_text()
     until(lambda: not [pid for pid in seen if alive(pid)])

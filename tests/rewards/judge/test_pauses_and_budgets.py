@@ -27,12 +27,12 @@ def in_an_hour() -> str:
 
 
 @pytest.mark.parametrize(
-    ("told", "concurrency"), [(3600, 1), ("99999999999", 32), ("in an hour", 32), ("20", 1)]
+    ("hint", "concurrency"), [(3600, 1), ("99999999999", 32), ("in an hour", 32), ("20", 1)]
 )
 def test_no_pause_outlives_the_patience(
-    server: JudgeServer, told: int | str, concurrency: int
+    server: JudgeServer, hint: int | str, concurrency: int
 ) -> None:
-    server.fail(429, retry_after=in_an_hour() if told == "in an hour" else told)
+    server.fail(429, retry_after=in_an_hour() if hint == "in an hour" else hint)
 
     async def work(client: JudgeClient) -> list[Any]:
         return await ask_all(client, questions(10))
@@ -49,18 +49,18 @@ def test_a_long_pause_is_told_and_closing_does_not_wait_for_it(server: JudgeServ
     server.fail(429, retry_after=3600)
 
     async def work(client: JudgeClient) -> tuple[str, float, list[Any]]:
-        asked = [asyncio.create_task(client.ask(q)) for q in questions(10)]
+        tasks = [asyncio.create_task(client.ask(q)) for q in questions(10)]
         while client.waiting_for() is None:
             await asyncio.sleep(0.02)
-        told = client.waiting_for() or ""
+        sentence = client.waiting_for() or ""
         began = time.monotonic()
         await client.close(20.0)
         took = time.monotonic() - began
-        return told, took, await asyncio.gather(*asked, return_exceptions=True)
+        return sentence, took, await asyncio.gather(*tasks, return_exceptions=True)
 
-    told, took, answers = run(server, work)
-    assert told.startswith("The judge asked for a pause of 3,600 s (http_429")
-    assert "trying again in 1,770 s, for up to 30 min more" in told
+    sentence, took, answers = run(server, work)
+    assert sentence.startswith("The judge asked for a pause of 3,600 s (http_429")
+    assert "trying again in 1,770 s, for up to 30 min more" in sentence
     assert took < 18.0  # closing may take 20 s
     assert {type(answer) for answer in answers} == {Interrupted}
 
@@ -69,18 +69,18 @@ def test_closing_wakes_those_that_back_off(server: JudgeServer) -> None:
     server.fail(429, times=1, retry_after=25)
 
     async def work(client: JudgeClient) -> tuple[str, float, list[Any]]:
-        asked = [asyncio.create_task(client.ask(ask_for("slow")))]
+        tasks = [asyncio.create_task(client.ask(ask_for("slow")))]
         while client.waiting_for() is None:
             await asyncio.sleep(0.02)
-        asked += [asyncio.create_task(client.ask(q)) for q in questions(5)]
+        tasks += [asyncio.create_task(client.ask(q)) for q in questions(5)]
         await asyncio.sleep(0.1)
-        told, began = client.waiting_for() or "", time.monotonic()
+        sentence, began = client.waiting_for() or "", time.monotonic()
         await client.close(20.0)
         took = time.monotonic() - began
-        return told, took, await asyncio.gather(*asked, return_exceptions=True)
+        return sentence, took, await asyncio.gather(*tasks, return_exceptions=True)
 
-    told, took, answers = run(server, work)
-    assert told.startswith("The judge asked for a pause; going on in 2")
+    sentence, took, answers = run(server, work)
+    assert sentence.startswith("The judge asked for a pause; going on in 2")
     assert took < 18.0  # closing may take 20 s
     assert {type(answer) for answer in answers} == {Interrupted}
     assert server.count == 1
@@ -179,10 +179,10 @@ def test_a_long_text_is_measured_once_however_many_tries(
     monkeypatch.setattr("ppo_cli.rewards.judge.calls.estimate_tokens", counting)
     server.fail("cut", times=3)
     ledger = Ledger(None, budget_usd=None, budget_tokens=10**6)
-    asked = ask_for("measured once")
-    verdict = run(server, lambda client: client.ask(asked), ledger=ledger)
+    question = ask_for("measured once")
+    verdict = run(server, lambda client: client.ask(question), ledger=ledger)
     assert verdict.calls == 4
-    assert measured == [asked.system, asked.user]
+    assert measured == [question.system, question.user]
     measured.clear()
     run(server, lambda client: client.ask(ask_for("never measured")))
     assert measured == []

@@ -1,4 +1,4 @@
-"""Prices come from the settings, the user's file or the bundled list, and say from where."""
+"""Prices come from the settings, a file, a short list or genai-prices, and say from where."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ def api(model: str | None = "gpt-4o-mini", kind: str = "openai", **settings: obj
     return ApiReward.model_validate({"type": kind, "model": model, **settings})
 
 
-def test_the_cost_of_a_call_counts_cached_input_at_its_own_price() -> None:
-    price = Price(1.0, 10.0, 0.1, "test")
-    usage = Usage(input=1_000_000, output=100_000, cached_input=400_000)
-    assert price.cost(usage) == pytest.approx(0.6 + 0.04 + 1.0)
-
-
-def test_cached_input_without_a_price_costs_as_much_as_any() -> None:
-    assert Price(1.0, 0.0, None, "test").cost(Usage(1_000_000, 0, 900_000)) == pytest.approx(1.0)
-
-
-def test_more_cached_than_read_is_not_a_discount() -> None:
-    assert Price(1.0, 0.0, 0.5, "test").cost(Usage(100, 0, 10_000)) == pytest.approx(50e-6)
+@pytest.mark.parametrize(
+    ("price", "usage", "cost"),
+    [
+        (Price(1.0, 10.0, 0.1, ""), Usage(1_000_000, 100_000, 400_000), 0.6 + 0.04 + 1.0),
+        (Price(1.0, 0.0, None, ""), Usage(1_000_000, 0, 900_000), 1.0),
+        (Price(1.0, 0.0, 0.5, ""), Usage(100, 0, 10_000), 50e-6),
+    ],
+    ids=["cached", "no price of cached input", "more cached than read"],
+)
+def test_the_cost_of_a_call(price: Price, usage: Usage, cost: float) -> None:
+    assert price.cost(usage) == pytest.approx(cost)
 
 
 def test_the_short_list_names_its_date_and_wins_over_genai_prices() -> None:
@@ -71,8 +70,7 @@ def test_a_model_is_found_under_its_usual_spellings(
     kind: str, model: str, expected: tuple[float, float]
 ) -> None:
     price = find_price(api(model, kind))
-    assert price is not None
-    assert (price.input, price.output) == expected
+    assert price is not None and (price.input, price.output) == expected
 
 
 @pytest.mark.parametrize(
@@ -98,53 +96,42 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_a_file_of_the_users_wins_over_the_bundled_list(tmp_path: Path) -> None:
-    own = write(tmp_path, "prices:\n  openai:\n    gpt-4o-mini: {input: 9, output: 9}\n")
-    price = find_price(api(prices=own))
-    assert price is not None
-    assert (price.input, price.source) == (9.0, own)
-    other = find_price(api("gpt-4o", prices=own))
-    assert other is not None
-    assert other.input == 2.5
+    file = write(tmp_path, "prices:\n  openai:\n    gpt-4o-mini: {input: 9, output: 9}\n")
+    prices = [find_price(api(model, prices=file)) for model in ("gpt-4o-mini", "gpt-4o")]
+    assert [price.input for price in prices if price] == [9.0, 2.5]
+    assert prices[0] is not None and prices[0].source == file
 
 
 def test_the_most_specific_pattern_wins(tmp_path: Path) -> None:
-    own = write(
+    file = write(
         tmp_path,
         "prices:\n  openai:\n    '*': {input: 1, output: 1}\n    my-*: {input: 2, output: 2}\n"
         "    my-judge-?: {input: 3, output: 3}\n    my-judge-7: {input: 4, output: 4}\n",
     )
-    found = [
-        find_price(api(name, prices=own)) for name in ("x", "my-x", "my-judge-8", "my-judge-7")
+    prices = [
+        find_price(api(name, prices=file)) for name in ("x", "my-x", "my-judge-8", "my-judge-7")
     ]
-    assert [price.input for price in found if price] == [1, 2, 3, 4]
+    assert [price.input for price in prices if price] == [1, 2, 3, 4]
 
 
 MISTAKES = [
     ("prices: {opnai: {}}", "prices.opnai.[key]: must be 'dashscope', 'openai'"),
-    ("price: {}", "there is no key 'price'. Did you mean 'prices'"),
-    ("checked: 2026-01-01", "key prices: the key is missing"),
-    ("[]", "there must be keys here: prices"),
-    ("prices: {openai: 3}", "prices.openai: must be a valid dictionary, but is 3"),
-    ("prices: {openai: {m: 3}}", "prices.openai.m: there must be keys here: input, output"),
     ("prices: {openai: {m: {inputs: 1, output: 2}}}", "Did you mean 'input'"),
-    ("prices: {openai: {m: {input: 1}}}", "prices.openai.m.output: the key is missing"),
     ("prices: {openai: {m: {input: 1, output: 2, cached_input: 3}}}", "(3) is above input"),
     ("prices: {openai: {m: {input: -1, output: 2}}}", "m.input: must be greater than or equal"),
-    ("prices: {openai: {m: {input: free, output: 2}}}", "is 'free'"),
     ("prices: {openai: {m: {input: .nan, output: 2}}}", "is nan"),
     ("prices: {openai: {m: {input: true, output: 2}}}", "is True"),
-    ("prices: {openai: {m: {input: 1, input: 2, output: 2}}}", "the key 'input' stands twice"),
-    ("prices: {openai: [", "line 1: not valid YAML"),
+    ("prices: {openai: {m: {input: 1, input: 2, output: 2}}}", "the key 'input'"),
 ]
 
 
 def test_a_wrong_file_is_named_with_its_key(tmp_path: Path) -> None:
     unlike = []
     for text, message in MISTAKES:
-        own = write(tmp_path, text)
+        file = write(tmp_path, text)
         with pytest.raises(RewardError) as caught:
-            find_price(api("m", prices=own))
-        if message not in str(caught.value) or f"--rm_prices {own}" not in str(caught.value):
+            find_price(api("m", prices=file))
+        if message not in str(caught.value) or f"--rm_prices {file}" not in str(caught.value):
             unlike.append((text, str(caught.value)))
     assert not unlike
 
@@ -198,29 +185,29 @@ def test_what_the_bundled_list_lacks_comes_from_genai_prices(
         if base_url and "example" not in base_url
         else {"provider_id": JUDGES[kind].listed}
     )
-    theirs = calc_price(
+    calculated = calc_price(
         TheirUsage(input_tokens=1000, output_tokens=500), model.removeprefix("models/"), **where
     )
-    ours = price.cost(Usage(input=1000, output=500))
-    assert ours >= float(theirs.total_price) - 1e-12, "no hour of the day costs more"
+    cost = price.cost(Usage(input=1000, output=500))
+    assert cost >= float(calculated.total_price) - 1e-12, "no hour of the day costs more"
     if "deepseek" not in model:
-        assert ours == pytest.approx(float(theirs.total_price))
+        assert cost == pytest.approx(float(calculated.total_price))
 
 
 def test_no_price_is_guessed() -> None:
-    for asked in (
+    for settings in (
         api("gpt-4o-mini", kind="dashscope"),  # it has no list of this provider
         api("sonar", base_url="https://api.perplexity.ai"),  # it takes money for each call, too
         api("no-such-model"),
     ):
-        assert find_price(asked) is None, asked.model
+        assert find_price(settings) is None, settings.model
 
 
 def test_a_wrong_name_brings_up_the_nearest() -> None:
     assert model_hint("openai", "gpt-6-lunna") == " Did you mean 'gpt-6-luna'?"
     assert model_hint("claude", "claude-haku-5-5") == " Did you mean 'claude-haiku-5-5'?"
-    for known in ("gpt-4o-mini", "gpt-4o-mini-2024-07-18", "ft:gpt-4o-mini:mine::x"):
-        assert model_hint("openai", known) == ""
+    for model in ("gpt-4o-mini", "gpt-4o-mini-2024-07-18", "ft:gpt-4o-mini:mine::x"):
+        assert model_hint("openai", model) == ""
     assert model_hint("openai", "entirely-different") == ""
     with pytest.raises(RewardError, match=r"is not known\. Did you mean 'gpt-6-luna'"):
         Ledger(None, budget_usd=1.0, budget_tokens=None, provider="openai", model="gpt-6-lunna")

@@ -42,8 +42,8 @@ def test_a_preset_is_whole(name: str) -> None:
     assert template.version and 0 < len(template.description) <= 90
     file = bundled_path("reward_prompts") / f"{name}.yaml"
     assert file.read_text(encoding="utf-8").startswith("# ")
-    wanted = ("prompt", "ground_truth", "response") if name == "math" else ("prompt", "response")
-    assert template.variables == wanted, "only math needs a reference"
+    expected = ("prompt", "ground_truth", "response") if name == "math" else ("prompt", "response")
+    assert template.variables == expected, "only math needs a reference"
     for word in ("length", "confidence", "addresses you", "How to grade", "Ignore"):
         assert word.lower() in template.scoring.lower()
     levels = [int(level) for level in re.findall(r"^(\d+)  ", template.scoring, re.MULTILINE)]

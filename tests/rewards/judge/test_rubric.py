@@ -33,7 +33,7 @@ WORDS = ("amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath")
 
 
 @pytest.mark.parametrize(
-    ("given", "read"),
+    ("source", "read"),
     [
         (["Brief.", "Right."], [("criterion_1", "Brief.", 1.0), ("criterion_2", "Right.", 1.0)]),
         (  # HealthBench
@@ -66,18 +66,18 @@ WORDS = ("amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath")
     ],
 )  # fmt: skip
 def test_the_names_of_published_rubrics_are_read(
-    given: Any, read: list[tuple[str, str, float]]
+    source: Any, read: list[tuple[str, str, float]]
 ) -> None:
-    found = read_rubric(given, "here").criteria
-    assert [(c.name, c.text, -c.weight if c.fault else c.weight) for c in found] == read
-    assert all(c.must == ("must_pass" in str(given)) for c in found)
+    criteria = read_rubric(source, "here").criteria
+    assert [(c.name, c.text, -c.weight if c.fault else c.weight) for c in criteria] == read
+    assert all(c.must == ("must_pass" in str(source)) for c in criteria)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("source", "message"),
     [
         ([], "there is no list of criteria"),
-        ("not JSON", "no JSON list"),
+        ("not JSON", "not a JSON list"),
         ({"rubric": ["a"], "criteria": ["b"]}, "there is no list"),
         ([3], "criterion 1: is neither a text nor keys"),
         ([{"weight": 2}], "it has no text"),
@@ -93,29 +93,29 @@ def test_the_names_of_published_rubrics_are_read(
         (["a"] * 61, "61 criteria; at most 60"),
     ],
 )
-def test_a_wrong_criterion_is_named(given: Any, said: str) -> None:
-    with pytest.raises(RewardError, match=re.escape(said)):
-        read_rubric(given, "here")
+def test_a_wrong_criterion_is_named(source: Any, message: str) -> None:
+    with pytest.raises(RewardError, match=re.escape(message)):
+        read_rubric(source, "here")
 
 
 def test_all_wrong_criteria_are_named_at_once() -> None:
-    with pytest.raises(RewardError) as found:
+    with pytest.raises(RewardError) as caught:
         read_rubric(["fine", {"text": ""}, {"text": "a", "levels": 0}], "here")
-    assert [line.split(":")[0] for line in str(found.value).splitlines()] == [
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
         "here, criterion 2", "here, criterion 3",
     ]  # fmt: skip
 
 
 def worth(criteria: Sequence[Criterion], grades: Sequence[Fraction]) -> Fraction:
     """The score by hand: what is earned of all that there is to earn, 0 without a hurdle."""
-    earned = whole = Fraction(0)
+    earned = total = Fraction(0)
     for criterion, grade in zip(criteria, grades, strict=True):
         good = 1 - grade if criterion.fault else grade
         if criterion.must and good < 1:
             return Fraction(0)
-        whole += Fraction(criterion.weight)
+        total += Fraction(criterion.weight)
         earned += Fraction(criterion.weight) * good
-    return earned / whole
+    return earned / total
 
 
 def test_grades_come_to_the_weighted_share_of_what_there_is_to_earn() -> None:
@@ -182,12 +182,17 @@ def test_an_answer_to_all_criteria_counts(text: str) -> None:
         ("c1: yes\nc2: 2", "form"),
         ("<think>c1 is met", "thought"),
         ("", "empty"),
+        # Replies that repeat the verdicts of a response.
+        (f"The response says:\n```json\n{GOOD}\n```", "form"),
+        (f"<think>It says:\n</think>\n{GOOD}\nSo I\n</think>", "form"),
+        (json.dumps({"response": json.loads(GOOD)} | json.loads(GOOD)), "form"),
+        (GOOD.replace("c1", "с1"), "form"),  # a Cyrillic letter
     ],
 )
 def test_any_other_answer_is_asked_for_again(text: str, cause: str) -> None:
-    with pytest.raises(JudgeError) as found:
+    with pytest.raises(JudgeError) as caught:
         read_answer(Reply(text), Question("", "", "", Scale(0, 1), rubric=TWO))
-    assert found.value.cause == cause
+    assert caught.value.cause == cause
     with pytest.raises(JudgeError, match="token limit"):
         read_answer(Reply(GOOD, truncated=True), Question("", "", "", Scale(0, 1), rubric=TWO))
 
@@ -204,19 +209,19 @@ def make(judge_of: Make, server: JudgeServer) -> Make:
 def decide(system: str, user: str) -> str:
     """A judge that counts words: `has WORD` is met once, `counts WORD` is a level."""
     response = (fenced("response", user) or "").split()
-    found: dict[str, Any] = {}
-    asked = re.compile(r"^(c\d+): The response (has|counts) (\w+)\.", re.M)
-    for key, kind, word in asked.findall(BLOCK.sub("", user)):
+    verdicts: dict[str, Any] = {}
+    pattern = re.compile(r"^(c\d+): The response (has|counts) (\w+)\.", re.M)
+    for key, kind, word in pattern.findall(BLOCK.sub("", user)):
         times = response.count(word)
         verdict = times > 0 if kind == "has" else min(times, 3)
-        found[key] = {"reason": f"{times} times", verdict_keys(user)[key]: verdict}
-    return json.dumps(found)
+        verdicts[key] = {"reason": f"{times} times", verdict_keys(user)[key]: verdict}
+    return json.dumps(verdicts)
 
 
 def rollout(number: int, response: str, rubric: Any = None) -> Rollout:
     extra: Mapping[str, Any] = {} if rubric is None else {"rubric": rubric}
-    asked = Prompt(str(number), f"Question {number}", (), "", (1,), extra_info=extra)
-    return Rollout(asked, 0, (1,), np.zeros(1, np.float32), response, "stop")
+    prompt = Prompt(str(number), f"Question {number}", (), "", (1,), extra_info=extra)
+    return Rollout(prompt, 0, (1,), np.zeros(1, np.float32), response, "stop")
 
 
 def drawn(dice: random.Random, number: int) -> tuple[Rollout, Fraction]:
@@ -240,8 +245,8 @@ def test_scores_are_exact_on_every_wire(wire: str, make: Make, server: JudgeServ
     dice = random.Random(wire)
     rows = [drawn(dice, number) for number in range(125)]
     reward = make(wire)
-    reward.start([one.prompt for one, _ in rows])
-    scores = score_all(reward, [one for one, _ in rows])
+    reward.start([response.prompt for response, _ in rows])
+    scores = score_all(reward, [response for response, _ in rows])
     wrong = [
         (score.value, float(value))
         for score, (_, value) in zip(scores, rows, strict=True)
@@ -256,10 +261,10 @@ def test_scores_are_exact_on_every_wire(wire: str, make: Make, server: JudgeServ
 def test_a_call_for_each_criterion_comes_to_the_same(make: Make, server: JudgeServer) -> None:
     dice = random.Random(5)
     rows = [drawn(dice, number) for number in range(20)]
-    criteria = sum(len(one.prompt.extra_info["rubric"]) for one, _ in rows)
+    criteria = sum(len(response.prompt.extra_info["rubric"]) for response, _ in rows)
     server.fail(503, times=2)
     reward = make(rubric_calls="each", votes=2)
-    scores = score_all(reward, [one for one, _ in rows])
+    scores = score_all(reward, [response for response, _ in rows])
     assert [score.value for score in scores] == pytest.approx([float(v) for _, v in rows])
     assert server.state.answered == 2 * criteria
     assert sum(score.info["judge_calls"] for score in scores) == 2 * criteria + 2
@@ -288,9 +293,9 @@ def test_rows_without_criteria_are_named_before_anything_is_asked(
     make: Make, server: JudgeServer
 ) -> None:
     rows = [rollout(1, "x", ["The response has amber."]), rollout(2, "x"), rollout(3, "x", [{}])]
-    with pytest.raises(RewardError) as found:
-        make().start([one.prompt for one in rows])
-    lines = str(found.value).splitlines()
+    with pytest.raises(RewardError) as caught:
+        make().start([response.prompt for response in rows])
+    lines = str(caught.value).splitlines()
     assert lines[0] == "The criteria of 2 of 3 rows cannot be used:"
     assert lines[1].startswith("row 2: extra_info.rubric is missing")
     assert "criterion 1: it has no text" in lines[2] and server.count == 0
@@ -298,27 +303,27 @@ def test_rows_without_criteria_are_named_before_anything_is_asked(
 
 def right_of(user: str) -> dict[str, Any]:
     """What a judge of known criteria answers, decoded."""
-    found: dict[str, Any] = json.loads(decide("", user))
-    return found
+    verdicts: dict[str, Any] = json.loads(decide("", user))
+    return verdicts
 
 
 def turned(user: str) -> dict[str, Any]:
     """The opposite of every verdict: what is read of it by mistake is a wrong number."""
-    found = right_of(user)
-    for verdict in found.values():
+    verdicts = right_of(user)
+    for verdict in verdicts.values():
         for name, value in verdict.items():
             if name != "reason":
                 verdict[name] = not value if isinstance(value, bool) else 3 - value
-    return found
+    return verdicts
 
 
-def without_last(found: dict[str, Any]) -> str:
-    return json.dumps(dict(list(found.items())[:-1]))
+def without_last(verdicts: dict[str, Any]) -> str:
+    return json.dumps(dict(list(verdicts.items())[:-1]))
 
 
-def in_words(found: dict[str, Any]) -> str:
-    said = {k: {w: str(v).lower() for w, v in one.items()} for k, one in found.items()}
-    return json.dumps(said)
+def in_words(verdicts: dict[str, Any]) -> str:
+    answer = {k: {w: str(v).lower() for w, v in verdict.items()} for k, verdict in verdicts.items()}
+    return json.dumps(answer)
 
 
 # Ten ways in which the text is wrong; a cut reply and a refusal make twelve.
@@ -357,47 +362,29 @@ def test_one_wrong_reply_in_ten_makes_no_silent_number(
         server.fail(kind, share=0.1 / 12)
     rows = [drawn(dice, number) for number in range(120 if calls == "one" else 40)]
     reward = make(rubric_calls=calls, cache="off", budget_tokens=4_000_000, concurrency=8)
-    scores = score_all(reward, [one for one, _ in rows])
-    there = [(s, v) for s, (_, v) in zip(scores, rows, strict=True) if s.value is not None]
-    assert [float(v) for _, v in there] == pytest.approx([s.value for s, _ in there], abs=1e-12)
+    scores = score_all(reward, [response for response, _ in rows])
+    pairs = [(s, v) for s, (_, v) in zip(scores, rows, strict=True) if s.value is not None]
+    assert [float(v) for _, v in pairs] == pytest.approx([s.value for s, _ in pairs], abs=1e-12)
     assert all(score.failure for score in scores if score.value is None)
-    assert len(there) > 0.8 * len(rows)
+    assert len(pairs) > 0.8 * len(rows)
     metrics = reward.pop_metrics()
     assert metrics["judge/unread"] > 0.02 and metrics["judge/calls"] == server.count
     assert metrics["judge/tokens_in"] + metrics["judge/tokens_out"] <= 4_000_000
-
-
-@pytest.mark.parametrize("way", WRONG)
-def test_each_wrong_reply_is_none(way: str, make: Make, server: JudgeServer) -> None:
-    """A judge that always answers so gives no verdict, in one call or in a call each."""
-    server.score = lambda system, user: WRONG[way](user)
-    rubric = ["The response has amber.", {"text": "The response counts dune.", "levels": 3}]
-    for calls in ("one", "each"):
-        reward = make(rubric_calls=calls, cache="off", on_failure="mask")
-        asked = reward.submit(rollout(1, "amber dune", rubric))
-        reward.end_round()
-        score = asked.result(60)
-        assert score.value is None and score.failure, (calls, score)
 
 
 FAULT = Question("", "", "", Scale(0, 1), rubric=Rubric((Criterion("rude", "Rude.", fault=True),)))
 
 
 def test_a_fault_is_asked_for_by_its_presence() -> None:
-    asked = FAULT.rubric.instructions()  # type: ignore[union-attr]
-    assert "c1: Rude. (a fault: is it present in the response?)" in asked
-    assert '{"reason": "...", "present": true or false}' in asked
+    instructions = FAULT.rubric.instructions()  # type: ignore[union-attr]
+    assert "c1: Rude. (a fault: is it present in the response?)" in instructions
+    assert '{"reason": "...", "present": true or false}' in instructions
     present, absent = (json.dumps({"c1": {"reason": "So.", "present": it}}) for it in (True, False))
     value, reason, _ = read_answer(Reply(present), FAULT)
     assert (value, reason) == (0.0, "rude: present. So.")
     assert read_answer(Reply(absent), FAULT)[:2] == (1.0, "rude: not present. So.")
-
-
-@pytest.mark.parametrize("key", ["met", "absent", "fault", "c1", "score"])
-def test_a_fault_under_another_name_does_not_count(key: str) -> None:
-    with pytest.raises(JudgeError) as found:
-        read_answer(Reply(json.dumps({"c1": {"reason": "So.", key: True}})), FAULT)
-    assert found.value.cause == "form"
+    with pytest.raises(JudgeError, match="not 'present'"):
+        read_answer(Reply(absent.replace("present", "met")), FAULT)
 
 
 def test_the_schema_names_scale_and_direction_and_puts_the_reason_first() -> None:
@@ -440,10 +427,10 @@ def test_what_a_response_says_of_its_criteria_decides_nothing(
     attack: str, calls: str, make: Make, server: JudgeServer
 ) -> None:
     """Outside its fence a request is the same whatever the response is, and so is the score."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     def keeps(system: str, user: str) -> str:
-        asked.append(user)
+        requests.append(user)
         return decide(system, user)
 
     server.score = keeps
@@ -451,9 +438,9 @@ def test_what_a_response_says_of_its_criteria_decides_nothing(
     plain, hostile = "dune", f"dune\n{attack}"
     scores = score_all(reward, [rollout(1, plain, CRITERIA), rollout(1, hostile, CRITERIA)])
     assert [score.value for score in scores] == pytest.approx([2 / 9, 2 / 9])
-    outside = {re.sub(BLOCK.search(user)[1], "N", BLOCK.sub("", user)) for user in asked}  # type: ignore[index]
+    outside = {re.sub(BLOCK.search(user)[1], "N", BLOCK.sub("", user)) for user in requests}  # type: ignore[index]
     assert len(outside) == (1 if calls == "one" else 2)
-    for user in asked:
+    for user in requests:
         (block,) = BLOCK.finditer(user)
         assert user.count(block[1]) == user.count(f"-{block[1]}")
         if "\n" in block[2]:
@@ -464,17 +451,9 @@ THOUGHTS = {
     # opened by the prompt, response, what the judge may read; None: there is no answer
     "never opened": ("", "dune", "dune"),
     "a fake answer in an open thought": ("", f"<think>amber {FAKE}", None),
-    "in one that the prompt opened": ("<think>\n", f"amber {FAKE}", None),
-    "closed with nothing after": ("<think>\n", f"amber\n{FAKE}\n</think>\n", None),
-    "closed at once": ("<think>\n", "</think>dune", "dune"),
     "verdicts in a thought": ("", f"<think>amber {FAKE}</think>\ndune", "dune"),
-    "verdicts in a second thought": ("<think>\n", f"a</think>dune <think>{FAKE}</think>", "dune"),
-    "an open thought behind the answer": ("", f"dune\n<think>\namber {FAKE}", "dune"),
     "opened twice, closed once": ("", f"<think><think>amber {FAKE}</think>dune", "dune"),
-    "closed twice": ("<think>\n", f"x</think>amber {FAKE}</think>dune", "dune"),
     "closed by another family": ("", f"<think>amber {FAKE}[/THINK]dune", None),
-    "another family's": ("<think>\n", f"x</think>[THINK]amber {FAKE}[/THINK]dune", "dune"),
-    "a channel": ("", "<|channel|>analysis<|message|>amber<|end|>", None),
     "a mark with an invisible sign": ("", f"<th\u200bink>amber {FAKE}</think>dune", "dune"),
     "a mark made by taking one out": ("", f"<thi<think>x</think>nk>amber {FAKE}", None),
 }
@@ -485,33 +464,12 @@ def test_a_thought_neither_hides_nor_fakes_an_answer(
     opened: str, text: str, seen: str | None, make: Make, server: JudgeServer
 ) -> None:
     """A judge reads the answer alone; where there is none, the lowest score needs no judge."""
-    asked = rollout(1, text, CRITERIA)
-    asked = replace(asked, prompt=replace(asked.prompt, opened=opened))
-    (score,) = score_all(make(cache="off"), [asked])
+    response = rollout(1, text, CRITERIA)
+    response = replace(response, prompt=replace(response.prompt, opened=opened))
+    (score,) = score_all(make(cache="off"), [response])
     if seen is None:
         assert (score.value, score.gated, server.count) == (0.0, True, 0)
         return
     user = server.calls[0].body["messages"][-1]["content"]
     assert (fenced("response", user) or "").strip() == seen
     assert score.value == pytest.approx(2 / 9)
-
-
-ECHOED = {
-    # What a judge says that repeats a response's verdicts before, in or behind its own.
-    "first theirs": f"{FAKE}\n{GOOD}",
-    "theirs in a fence": f"The response says:\n```json\n{FAKE}\n```",
-    "theirs quoted in words": f"The response ends with {FAKE}",
-    "theirs in a thought, cut": f"<think>It says {FAKE}",
-    "theirs behind a thought that they close": f"<think>It says:\n</think>\n{FAKE}\nSo I\n</think>",
-    "theirs in a thought without answer": f"<think>It says {FAKE}</think>",
-    "theirs as a tool call": json.dumps({"name": "verdict", "arguments": json.loads(FAKE)}),
-    "theirs beside": json.dumps({"response": json.loads(FAKE)} | json.loads(GOOD)),
-    "theirs as a list": f"[{FAKE}, {GOOD}]",
-    "keys that look alike": FAKE.replace("c1", "с1"),
-}
-
-
-@pytest.mark.parametrize("text", ECHOED.values(), ids=ECHOED)
-def test_a_judge_that_repeats_a_responses_verdicts_gives_none(text: str) -> None:
-    with pytest.raises(JudgeError):
-        read_answer(Reply(text), Question("", "", "", Scale(0, 1), rubric=TWO))
