@@ -531,7 +531,6 @@ def _drive(resolved: Resolved, screen: Screen) -> None:
     from ppo_cli.cluster.nodes import open_cluster
 
     with open_cluster(resolved.config, os.environ, screen.note) as nodes:
-        os.environ.update(nodes.variables)  # read when Ray is imported
         train_now = _import_loop()
         train_now(resolved, screen, nodes)
 

@@ -1,7 +1,7 @@
-"""The seven verbs over many processes and machines: the only room that knows Ray.
+"""The engine over many processes and machines: the only room that imports Ray.
 
-Ray reads its settings from the environment when it is imported, so they are made here, before
-any module of this room imports it.
+Ray reads its settings from the environment when it is imported. So they are set here, before any
+module of this room imports it.
 """
 
 from __future__ import annotations
@@ -11,29 +11,34 @@ import secrets
 
 from ppo_cli.errors import MissingPart
 
+USER_TOKEN_VARIABLES = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 
-def _prepare_ray() -> None:
-    """Settings of this process; what the user has set stands."""
-    # Ray ends a driver whose cluster is gone for so long; we want to report it and start anew.
+
+def prepare_ray() -> bool:
+    """Set Ray's variables in this process; those of the user win. Returns whether a token is ours.
+
+    A Ray of our own has a token: without one anybody in the network could run code in it.
+    """
+    # Ray would end a driver whose cluster is gone for a minute. We report that and start again.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Nobody but us starts a Ray: a call after the end of one would start another by itself.
+    # Only we start Ray: a call after its end would start another one by itself.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+    from_variable = bool(USER_TOKEN_VARIABLES & os.environ.keys())
     if "RAY_AUTH_MODE" in os.environ:
-        return
-    known = bool({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys())
-    # Where nobody knows a home, this path leads nowhere, and that is right.
-    known = known or os.path.exists(os.path.expanduser("~/.ray/auth_token"))
+        return not from_variable
+    # `ray start` saves a token there. Without a home the path does not exist.
+    has_token = from_variable or os.path.exists(os.path.expanduser("~/.ray/auth_token"))
     if "RAY_ADDRESS" not in os.environ:
-        # A Ray of our own: without a token anybody on the network could run code in it.
         os.environ["RAY_AUTH_MODE"] = "token"
-        if not known:
+        if not has_token:
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    elif known:  # `ray start` makes a token, too
+    elif has_token:
         os.environ["RAY_AUTH_MODE"] = "token"
+    return not from_variable
 
 
-_prepare_ray()
+RANDOM_TOKEN = prepare_ray()
 
 try:
     import ray  # noqa: F401

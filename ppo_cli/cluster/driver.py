@@ -30,7 +30,7 @@ from typing import Any
 from ray import cloudpickle
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, merge_annotations
-from ppo_cli.cluster.ray_session import HERE_ONLY, OwnRay, import_paths
+from ppo_cli.cluster.ray_process import LOCAL_ONLY, RayOptions, RayProcess, import_paths
 from ppo_cli.cluster.serialise import dumps, lighten_prompt, rejoin_prompt
 from ppo_cli.cluster.worker_process import KILLED, read_tail
 from ppo_cli.config.placement import Placement
@@ -215,13 +215,15 @@ class ApartEngine:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="ppo-save")
         self._client: Client | None = None
         self._joins = False
-        self._own: OwnRay | None = None
+        self._own: RayProcess | None = None
         try:
             surroundings = os.environ | import_paths()
             if address is None:
                 tell("Starting Ray")
-                self._own = OwnRay(gpus=placement.devices_per_node, logs=logs)
-                surroundings |= HERE_ONLY
+                # As many logical CPUs as cores, so that as many workers start at the same time.
+                options = RayOptions(os.cpu_count() or 1, placement.devices_per_node)
+                surroundings |= LOCAL_ONLY
+                self._own = RayProcess(options, log=self._log, environ=surroundings)
             else:
                 tell(f"Joining the Ray cluster at {address}")
             # It imports Ray while Ray starts.
@@ -229,12 +231,12 @@ class ApartEngine:
             self._client = Client(command, surroundings, self._log)
             if self._own is not None:
                 address = self._own.await_address(config.trainer.node_timeout, stop_requested)
-            options = {
+            arguments = {
                 "config": config, "tokenizer": cloudpickle.dumps(tokenizer), "logs": logs,
                 "total_steps": total_steps, "placement": placement, "address": address,
             }  # fmt: skip
             self._joins = True
-            self.weight_transfer: Transfer = self._call("build", options, may_stop=True)
+            self.weight_transfer: Transfer = self._call("build", arguments, may_stop=True)
         except BaseException:
             self.close()
             raise
@@ -315,7 +317,7 @@ class ApartEngine:
         client.say(STOP, "closing")  # if it still builds the engine
         answer = client.ask("close")
         deadline = time.monotonic() + FAREWELL_S
-        while time.monotonic() < deadline and self._trouble() is None:
+        while time.monotonic() < deadline and self._failure() is None:
             with suppress(Empty):
                 answer.take(TICK_S)
                 return
@@ -352,15 +354,15 @@ class ApartEngine:
                 return kind, value
 
     def _look_up(self, may_stop: bool) -> None:
-        if not self._closed and (trouble := self._trouble()):
-            raise WorkerLost(trouble)
+        if not self._closed and (failure := self._failure()):
+            raise WorkerLost(failure)
         if may_stop and not self._told_to_stop and (reason := self._stop_requested()):
             self._told_to_stop = True
             assert self._client is not None
             self._client.say(STOP, reason)
 
-    def _trouble(self) -> str | None:
-        return self._own.trouble() if self._own is not None else None
+    def _failure(self) -> str | None:
+        return self._own.failure() if self._own is not None else None
 
     def _explained(self, error: BaseException) -> BaseException:
         """A worker that is missed may be missed because Ray itself is."""
@@ -371,8 +373,8 @@ class ApartEngine:
     def _cause(self, seconds: float) -> str | None:
         deadline = time.monotonic() + seconds
         while self._own is not None and not self._closed and time.monotonic() < deadline:
-            if trouble := self._trouble():
-                return trouble
+            if failure := self._failure():
+                return failure
             time.sleep(TICK_S / 4)
         return None
 

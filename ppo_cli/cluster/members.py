@@ -354,7 +354,7 @@ class Cluster:
         self._members: list[Member] = []
         self._session: Session | None = Session(address, self._logs)
         send_tensors_as_arrays()
-        self.waits = Waits(worker_timeout, self._session.trouble, stop_requested)
+        self.waits = Waits(worker_timeout, self._session.failure, stop_requested)
         try:
             self._group = reserve_nodes(
                 placement.nodes, placement.devices_per_node, self.waits, node_timeout, tell
@@ -437,7 +437,7 @@ class Cluster:
         if session is None:
             return
         try:
-            if session.trouble() is None:
+            if session.failure() is None:
                 self.end_workers(polite)
                 if self._group is not None:
                     with suppress(Exception):

@@ -1,143 +1,259 @@
-"""The nodes of a run: open them on node 0, join them on the others.
+"""The nodes of a run: node 0 starts Ray's head on MASTER_PORT, the others join it.
 
-`open_cluster` gives the Ray to connect to and watches the nodes; `join_cluster` gives a machine
-to node 0 until that ends: a `Membership` finds node 0, does what it says, and ends as it ends.
-With RAY_ADDRESS nothing is started. NODE_ADDR, where it is set, is the address by which the others
-reach this node.
+`open_cluster` on node 0 returns `Nodes`, which watches the others. `join_cluster` on another node
+works until node 0 ends, and returns its exit code. With RAY_ADDRESS nothing is started.
 
-The nodes must be in a network where all are trusted: what they and Ray say is not encrypted.
-PPO_CLUSTER_SECRET, the same on all nodes, keeps those out who do not have it (rendezvous.py).
+Nodes exchange a few JSON values in the key-value store of Ray's head (`HeadStore`):
+
+    head        facts of node 0
+    node:RANK   facts of a node, from its arrival until it leaves
+    stop        the node that received a signal
+    end         the exit code of node 0
+
+A node compares its facts with those of node 0 before it starts Ray, because Ray refuses to join
+another version of itself, and node 0 would not learn why. Ray's token authenticates everything: it
+is derived from PPO_CLUSTER_SECRET and the name of the run. Traffic is not encrypted, so the nodes
+must be in a trusted network.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from types import TracebackType
+from typing import Any
 
+from ray import _raylet  # private; tried with Ray 2.60
+from ray.exceptions import AuthenticationError, RpcError
+
+from ppo_cli import cluster
 from ppo_cli.cluster.addresses import (
-    PROBE_S,
-    Broken,
-    Line,
-    Message,
-    free_port,
-    listen,
-    own_address,
-    reaches,
+    CONNECT_TIMEOUT_S,
+    accepts_connections,
+    check_port,
+    connection_error,
+    head_address,
+    join_address,
+    node_address,
     resolve_host,
-    strerror,
-    words,
 )
-from ppo_cli.cluster.preflight import (
+from ppo_cli.cluster.node_facts import (
     NodeFacts,
-    describe,
-    facts_here,
-    fingerprint,
+    check_node,
+    collect_facts,
+    compare_facts,
+    describe_node,
+    read_facts,
     run_key,
 )
-from ppo_cli.cluster.ray_process import STOP_S, RayProcess, keeps_silent, ray_variables
-from ppo_cli.cluster.rendezvous import BEAT_S, PROTOCOL, Rendezvous, Secret, examine_head, fresh
+from ppo_cli.cluster.ray_process import SECRET_VARIABLE, STOP_S, RayOptions, RayProcess
 from ppo_cli.config.placement import gpu_count, gpus_per_node
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.slurm import outside_step, slurm_hosts
 from ppo_cli.errors import (
-    EXIT_BUG,
     EXIT_RESUMABLE,
     ConfigError,
     Interrupted,
-    PpoError,
     WorkerLost,
     exit_code_of,
 )
 from ppo_cli.signals import StopOnSignal
 
-SAY_S = 15.0
-# Problems of those who are here are told after this long, though others still lack.
-GRACE_S = 30.0
+RAY_START_S = 180.0
+POLL_S = 0.2
+NOTE_EVERY_S = 15.0
+# When a node does not fit, node 0 waits so long for the others, to report all problems at once.
+GRACE_S = 20.0
+REQUEST_S = 3.0
+HEAD_GONE_S = 10.0
+# A nightly port scan or a colleague may try secrets against the head, so short ones are refused.
+MIN_SECRET_LENGTH = 16
+RANK_LABEL = "ppo-rank"
+NAMESPACE = b"ppo"
 
 Tell = Callable[[str], None]
 
 
-@dataclass(eq=False)
-class Nodes:
-    """What a driver needs of its nodes; close it, or use it as a context."""
+class HeadStore:
+    """The key-value store and the list of nodes that Ray's head keeps."""
 
-    address: str
-    names: dict[int, str]
-    ips: Mapping[int, str] = field(default_factory=dict)  # where Ray knows each node
-    variables: Mapping[str, str] = field(default_factory=dict)  # for a driver that imports ray
-    ray: RayProcess | None = None
-    meeting: Rendezvous | None = None
-    timeout: float = 300.0
-    tell: Tell = print
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._client: Any = _raylet.GcsClient(address=address)  # type: ignore[attr-defined]
+
+    def get(self, key: str) -> Any:
+        """Return the value of a key, or None. Raises RpcError where the head does not answer."""
+        try:
+            value = self._client.internal_kv_get(key.encode(), NAMESPACE, timeout=REQUEST_S)
+        except AuthenticationError as error:  # another Ray has the port by now
+            raise RpcError(str(error), rpc_code=None) from error
+        return None if value is None else json.loads(value)
+
+    def put(self, key: str, value: Any) -> None:
+        """Set the value of a key."""
+        data = json.dumps(value).encode()
+        self._client.internal_kv_put(key.encode(), data, True, NAMESPACE, timeout=REQUEST_S)
+
+    def delete(self, key: str) -> None:
+        """Remove a key."""
+        self._client.internal_kv_del(key.encode(), False, NAMESPACE, timeout=REQUEST_S)
+
+    def facts(self, rank: int) -> NodeFacts | None:
+        """Return the facts of a node that is here or was here."""
+        raw = self.get(f"node:{rank}" if rank else "head")
+        return None if raw is None else read_facts(raw)
+
+    def working_nodes(self) -> list[tuple[int, str]]:
+        """Return rank and address of each node on which Ray works.
+
+        Ray needs seconds to miss a node that was killed, so each one is also connected to.
+        """
+        nodes = self._client.get_all_node_info(timeout=REQUEST_S).values()
+        return [
+            (int(node.labels[RANK_LABEL]), node.node_manager_address)
+            for node in nodes
+            if node.state == 0  # alive
+            and RANK_LABEL in node.labels
+            and accepts_connections(join_address(node.node_manager_address, node.node_manager_port))
+        ]
+
+
+class Nodes:
+    """The nodes of a run, seen from node 0. Close it, or use it as a context."""
+
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float,
+        tell: Tell,
+        *,
+        facts: NodeFacts | None = None,
+        ray: RayProcess | None = None,
+        store: HeadStore | None = None,
+        hosts: list[str] | None = None,
+    ) -> None:
+        self.address = address
+        self._timeout_s, self._tell = timeout_s, tell
+        self._facts, self._ray, self._store = facts, ray, store
+        self._hosts = hosts or []
 
     def lost(self) -> str | None:
-        """Say which node is gone, and how; None while all are here."""
-        if self.ray is not None and not self.ray.alive():
-            return self.ray.ended()
-        meeting = self.meeting
-        if meeting is None:
+        """Describe the first node that does not work, or None while all work."""
+        if self._ray is None or self._store is None:
             return None
-        with meeting.changed:
-            for rank in meeting.others():
-                member = meeting.members[rank]
-                if member.phase == "gone":
-                    return f"{meeting.label(rank)} is gone: it {member.why}."
-                if member.phase != "ready":
-                    return (
-                        f"{meeting.label(rank)} does not work: {member.why or 'Ray starts there.'}"
-                    )
+        if failure := self._ray.failure():
+            return failure
+        try:
+            working = dict(self._store.working_nodes())
+            for rank in self._other_ranks():
+                facts = self._store.facts(rank)
+                if facts is not None and facts.trouble:
+                    return f"{facts.label} does not work: {facts.trouble}"
+                if rank not in working:
+                    return f"{self._label(rank)} is gone: Ray does not run there."
+        except RpcError:
+            return "Ray on node 0 does not answer."
         return None
 
     def stop_asked(self) -> str | None:
-        """Say that a node was asked to stop by a signal, when one was."""
-        return self.meeting.stop_asked if self.meeting is not None else None
+        """Name the node that was asked to stop by a signal, when one was."""
+        if self._store is None:
+            return None
+        with suppress(RpcError):
+            node: str | None = self._store.get("stop")
+            return f"{node} was asked to stop" if node else None
+        return None
 
-    def wait_until_whole(
-        self,
-        timeout: float | None = None,
-        *,
-        stop_requested: Callable[[], str | None] = lambda: None,
-    ) -> None:
-        """Wait until every node is here and works.
+    def wait_until_whole(self, *, stop_requested: Callable[[], str | None] = lambda: None) -> None:
+        """Wait until all nodes work.
 
-        Raises WorkerLost when that takes too long, Interrupted when a stop is asked for.
+        Raises WorkerLost when that takes too long, Interrupted when a stop is requested.
         """
-        limit = self.timeout if timeout is None else timeout
-        deadline, said = time.monotonic() + limit, -SAY_S
+        deadline, next_note = time.monotonic() + self._timeout_s, 0.0
         while (lost := self.lost()) is not None:
             if reason := stop_requested():
                 raise Interrupted(f"Stopped while waiting for a node ({reason}).")
-            if self.ray is not None and not self.ray.alive():
+            if self._ray is not None and self._ray.failure():
                 raise WorkerLost(
                     f"{lost} The other nodes depend on it: start the same line again on all nodes."
                 )
             now = time.monotonic()
             if now > deadline:
                 raise WorkerLost(
-                    f"{lost} It did not come back within {limit:g} s (trainer.node_timeout)."
+                    f"{lost} It did not come back within {self._timeout_s:g} s "
+                    "(trainer.node_timeout)."
                 )
-            if now - said > SAY_S:
-                self.tell(f"{lost} Waiting for it: start the same line there again.")
-                said = now
-            self._pause(min(0.5, max(0.0, deadline - now)))
+            if now > next_note:
+                self._tell(f"{lost} Waiting for it: start the same line there again.")
+                next_note = now + NOTE_EVERY_S
+            time.sleep(POLL_S)
+
+    def gather(self, environ: Mapping[str, str], deadline: float) -> None:
+        """Wait until all nodes have come, fit together and work. Raises ConfigError if not."""
+        assert self._facts is not None and self._store is not None
+        head, grace_ends, last_state, next_note = self._facts, deadline, "", 0.0
+        total = head.nnodes
+        while True:
+            arrived = {rank: self._store.facts(rank) for rank in self._other_ranks()}
+            nodes = [facts for facts in arrived.values() if facts is not None]
+            working = self._store.working_nodes()
+            missing = [self._label(rank) for rank, facts in arrived.items() if facts is None]
+            now = time.monotonic()
+
+            # A node that does not fit ends the run, after some time for the others to come.
+            problems = check_node(head)
+            for node in nodes:
+                problems += [*check_node(node), *compare_facts(head, node)]
+            problems += _repeated_ranks(working)
+            if problems:
+                grace_ends = min(grace_ends, now + GRACE_S)
+                if not missing or now > grace_ends:
+                    raise ConfigError(
+                        [*problems, *(f"{name} is not here yet." for name in missing)]
+                    )
+
+            idle = [node for node in nodes if node.rank not in dict(working)]
+            if not missing and not idle and not problems:
+                break
+
+            # Say what is waited for, whenever that changes and now and then.
+            state = f"{total - len(missing)} of {total} nodes are here; " + (
+                f"waiting for {', '.join(missing)}" if missing else "starting Ray on the others"
+            )
+            if now > deadline:
+                late = missing or [f"{node.label} {node.trouble}".strip() for node in idle]
+                raise ConfigError(_too_late(state.partition(";")[0], late, environ))
+            if state != last_state or now > next_note:
+                self._tell(state)
+                last_state, next_note = state, now + NOTE_EVERY_S
+            time.sleep(POLL_S)
+        for node in (head, *nodes):
+            self._tell(describe_node(node))
+        self._tell(f"{total} of {total} nodes work together")
 
     def close(self, exit_code: int) -> None:
-        """Send every node home with this exit code, and stop what was started here."""
-        meeting, self.meeting = self.meeting, None
-        ray, self.ray = self.ray, None
+        """End the other nodes with this exit code, then Ray on this one. Safe to call twice."""
+        ray, store, self._ray, self._store = self._ray, self._store, None, None
+        if ray is None or store is None:
+            return
         try:
-            if meeting is not None:
-                meeting.end(exit_code, STOP_S)
+            # They leave while the head still runs, so that they see the exit code.
+            with suppress(RpcError):
+                store.put("end", exit_code)
+                deadline = time.monotonic() + STOP_S
+                while ray.failure() is None and time.monotonic() < deadline:
+                    if not any(store.facts(rank) for rank, _ in store.working_nodes() if rank):
+                        break
+                    time.sleep(POLL_S)
         finally:
-            if ray is not None:
-                ray.stop()
+            ray.close()
 
     def __enter__(self) -> Nodes:
         return self
@@ -150,58 +266,281 @@ class Nodes:
     ) -> None:
         self.close(exit_code_of(error))
 
-    def _pause(self, seconds: float) -> None:
-        if self.meeting is None:
-            time.sleep(seconds)
-            return
-        with self.meeting.changed:
-            self.meeting.changed.wait(seconds)
+    def _other_ranks(self) -> range:
+        assert self._facts is not None
+        return range(1, self._facts.nnodes)
+
+    def _label(self, rank: int) -> str:
+        assert self._facts is not None and self._store is not None
+        facts = self._store.facts(rank)
+        if facts is not None:
+            return facts.label
+        # SLURM lists the hosts in the order of the ranks.
+        known = len(self._hosts) == self._facts.nnodes
+        return f"node {rank} ({self._hosts[rank]})" if known else f"node {rank}"
+
+
+def _repeated_ranks(working: list[tuple[int, str]]) -> list[str]:
+    """Describe ranks that several nodes have, which were started at the same time."""
+    problems = []
+    for rank in {rank for rank, _ in working}:
+        addresses = [address for other, address in working if other == rank]
+        if len(addresses) > 1:
+            problems.append(
+                f"NODE_RANK {rank} is taken by {' and '.join(addresses)}: each node needs its own."
+            )
+    return problems
+
+
+def _too_late(state: str, late: list[str], environ: Mapping[str, str]) -> str:
+    hint = (
+        " Under SLURM start it on every node: srun --ntasks-per-node=1 ./train.sh …"
+        if outside_step(environ)
+        else " Is the same line started there, with its own NODE_RANK?"
+    )
+    return f"{state}; did not come in time (trainer.node_timeout): {', '.join(late)}.{hint}"
 
 
 def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
-    """Bring the nodes together on node 0 and return them when all of them work."""
+    """Start Ray's head on node 0, and return when all nodes work."""
     trainer = config.trainer
     if address := _given_cluster(config, environ):
-        return _existing(address, config, environ, tell)
-    own_address(environ.get("NODE_ADDR"))
-    secret = Secret(environ)
-    door = listen(trainer.master_addr, trainer.master_port)
+        return _use_given_cluster(address, config, tell)
+    own_address = node_address(environ.get("NODE_ADDR"))
+    own_address = own_address or head_address(trainer.master_addr)
+    check_port(trainer.master_port)
+    set_token(config, environ)
+    deadline = time.monotonic() + trainer.node_timeout
     host = socket.gethostname()
-    meeting = Rendezvous(
-        door,
-        facts_here(config, environ, 0, host),
-        fingerprint(config),
-        run_key(config),
-        slurm_hosts(environ),
-        tell,
-        secret,
-    )
+    tell("starting Ray on node 0")
+    options = replace(_offer(config, environ, own_address), port=trainer.master_port)
+    ray = RayProcess(options, label=f"node 0 ({host})", environ=environ)
     try:
-        return _gather(config, environ, meeting, secret, tell)
-    except BaseException as error:
-        meeting.end(exit_code_of(error), 5.0)
+        at = ray.await_address(RAY_START_S)
+        store = HeadStore(at)
+        facts = collect_facts(config, environ, host, at.rpartition(":")[0].strip("[]"))
+        nodes = Nodes(
+            at, trainer.node_timeout, tell, facts=facts, ray=ray, store=store,
+            hosts=slurm_hosts(environ),
+        )  # fmt: skip
+        store.put("head", asdict(facts))
+    except BaseException:
+        ray.close()
         raise
+    try:
+        nodes.gather(environ, deadline)
+    except BaseException as error:
+        nodes.close(exit_code_of(error))
+        raise
+    return nodes
 
 
 def join_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> int:
-    """Give this node to node 0 until the run ends; returns node 0's exit code."""
+    """Work for node 0 until the run ends; returns its exit code."""
     trainer = config.trainer
     _given_cluster(config, environ)
     assert trainer.node_rank and trainer.master_addr is not None
+    address = node_address(environ.get("NODE_ADDR"))
+    set_token(config, environ)
+    store, local_address = find_head(config, address, tell)
+    facts = collect_facts(config, environ, socket.gethostname(), address or local_address)
+    options = replace(_offer(config, environ, facts.address), head_address=store.address)
 
-    def start_ray(address: str, token: str, own: str) -> RayProcess:
-        options = ["--address", address, "--node-ip-address", own, *_resources(config, environ)]
-        return RayProcess(options, {**environ, **ray_variables(token)}, "this node")
+    def start_ray() -> RayProcess:
+        return RayProcess(options, label=f"node {facts.rank} ({facts.host})", environ=environ)
 
-    own, secret = own_address(environ.get("NODE_ADDR")), Secret(environ)
-    line = find_head(trainer.master_addr, trainer.master_port, own, trainer.node_timeout, tell)
-    facts = facts_here(config, environ, trainer.node_rank, socket.gethostname())
-    stay = Membership(line, facts, start_ray, trainer.max_restarts, tell, secret)
-    return stay.run(run_key(config), fingerprint(config))
+    return Membership(store, facts, start_ray, trainer.max_restarts, tell).run()
+
+
+def find_head(config: Config, address: str | None, tell: Tell) -> tuple[HeadStore, str]:
+    """Connect to node 0, which may still start; returns its store and this node's address.
+
+    Raises ConfigError when it does not come in time, or is not node 0 of this run.
+    """
+    trainer = config.trainer
+    head = resolve_host(trainer.master_addr or ""), trainer.master_port
+    at, deadline, next_note = join_address(*head), time.monotonic() + trainer.node_timeout, 0.0
+    while True:
+        try:
+            source = (address, 0) if address else None
+            with socket.create_connection(head, CONNECT_TIMEOUT_S, source_address=source) as line:
+                local_address = str(line.getsockname()[0])
+            break
+        except OSError as error:
+            reason = connection_error(error)
+        now = time.monotonic()
+        if now > deadline:
+            raise ConfigError(
+                f"node 0 is not there: {at} says '{reason}' for {trainer.node_timeout:g} s. Is the "
+                "same line started on node 0, is MASTER_ADDR its address, is the port open?"
+            )
+        if now > next_note:
+            tell(f"waiting for node 0 at {at} ({reason})")
+            next_note = now + NOTE_EVERY_S
+        time.sleep(POLL_S)
+    try:
+        return HeadStore(at), local_address
+    except AuthenticationError as error:
+        raise ConfigError(
+            f"node 0 at {at} refuses node {trainer.node_rank}: {SECRET_VARIABLE}, output_dir, "
+            "project_name or experiment_name differ, or it is another run. Set the same on all "
+            "nodes, or another MASTER_PORT."
+        ) from error
+    except RpcError as error:
+        raise ConfigError(
+            f"what answers at {at} is not node 0 of this run: it is not a Ray head. Is "
+            "MASTER_PORT the port of another program there?"
+        ) from error
+
+
+class Membership:
+    """One node's part in the run, from its arrival to node 0's exit code."""
+
+    def __init__(
+        self,
+        store: HeadStore,
+        facts: NodeFacts,
+        start_ray: Callable[[], RayProcess],
+        restarts: int,
+        tell: Tell,
+    ) -> None:
+        self._store, self._facts, self._tell = store, facts, tell
+        self._start_ray, self._restarts = start_ray, restarts
+        self._ray: RayProcess | None = None
+        self._head_seen = time.monotonic()
+        self._signal_sent = False
+
+    def run(self) -> int:
+        """Work until the end; returns node 0's exit code."""
+        try:
+            with StopOnSignal(lambda name: None) as stop:
+                self._arrive()
+                self._join(stop)
+                while (code := self._exit_code(stop)) is None:
+                    self._watch_ray(stop)
+                    time.sleep(POLL_S)
+                return self._leave(code)
+        except KeyboardInterrupt:
+            with suppress(RpcError):
+                self._report("it left on a signal.")
+            return EXIT_RESUMABLE
+        except RpcError as error:
+            raise self._head_lost() from error
+        finally:
+            if self._ray is not None:
+                self._ray.close()
+
+    def _arrive(self) -> None:
+        """Exchange facts with node 0. Raises ConfigError where this node does not fit."""
+        facts, rank = self._facts, self._facts.rank
+        while (head := self._store.facts(0)) is None:  # Ray answers before node 0 has written them
+            time.sleep(POLL_S)
+        working = self._store.working_nodes()
+        for other, address in working:
+            if other == rank:
+                host = (self._store.facts(rank) or facts).host
+                raise ConfigError(
+                    f"NODE_RANK {rank} is taken by {host} ({address}): each node needs its own."
+                )
+            if address == facts.address and facts.wanted_gpus:
+                raise ConfigError(
+                    f"node {other} runs on {facts.host} ({address}) already: ppo is started once a "
+                    "node, and takes all its GPUs by N_GPUS."
+                )
+        self._store.put(f"node:{rank}", asdict(facts))
+        if problems := [*check_node(facts), *compare_facts(head, facts)]:
+            raise ConfigError(problems)
+        self._tell(f"{facts.label} is with {head.label}")
+
+    def _join(self, stop: StopOnSignal) -> None:
+        """Start Ray, unless node 0 ends meanwhile."""
+
+        def over() -> str | None:
+            return None if self._exit_code(stop) is None else "node 0 ended"
+
+        self._ray = self._start_ray()
+        try:
+            self._ray.await_address(RAY_START_S, over)
+        except Interrupted:
+            return
+        except WorkerLost as error:
+            self._report(str(error))
+            raise
+        self._report("")
+        self._tell(f"node {self._facts.rank} works for node 0 ({self._store.address})")
+
+    def _exit_code(self, stop: StopOnSignal) -> int | None:
+        """Return node 0's exit code once it ends, and pass on a signal meanwhile."""
+        name = stop.reason()
+        try:
+            code: int | None = self._store.get("end")
+            if name and not self._signal_sent:
+                self._store.put("stop", self._facts.label)  # node 0 saves first
+                self._signal_sent = True
+                with suppress(Interrupted):  # nobody reads the output any more
+                    self._tell(f"{name}: node 0 is asked to stop. Once more leaves at once.")
+        except RpcError:
+            if time.monotonic() - self._head_seen > HEAD_GONE_S:
+                raise
+            return None
+        self._head_seen = time.monotonic()
+        return code
+
+    def _watch_ray(self, stop: StopOnSignal) -> None:
+        """Start Ray again when it died on this node, at most `max_restarts` times."""
+        # Ray also ends because node 0 is gone, which is found out first.
+        if self._ray is None or time.monotonic() - self._head_seen > REQUEST_S:
+            return
+        failure = self._ray.failure()
+        if failure is None:
+            return
+        self._report(failure)
+        self._tell(failure)
+        self._ray.close()
+        if self._restarts <= 0:
+            raise WorkerLost(f"{failure} It died too often (trainer.max_restarts).")
+        self._restarts -= 1
+        self._join(stop)
+
+    def _report(self, trouble: str) -> None:
+        facts = replace(self._facts, trouble=trouble)
+        self._store.put(f"node:{facts.rank}", asdict(facts))
+
+    def _leave(self, code: int) -> int:
+        if self._ray is not None:
+            self._ray.close()
+        with suppress(RpcError):
+            self._store.delete(f"node:{self._facts.rank}")
+        if code:
+            self._tell(
+                f"node 0 ({self._store.address}) ended with exit code {code}; so does this one"
+            )
+        return code
+
+    def _head_lost(self) -> WorkerLost:
+        return WorkerLost(
+            f"node 0 ({self._store.address}) is gone: it does not answer. No run goes on without "
+            "it: start the same line again on all nodes."
+        )
+
+
+def set_token(config: Config, environ: Mapping[str, str]) -> None:
+    """Set Ray's token in this process: the user's own, or one that all nodes can derive."""
+    secret = environ.get(SECRET_VARIABLE, "").strip()
+    if secret and len(secret) < MIN_SECRET_LENGTH:
+        raise ConfigError(
+            f"{SECRET_VARIABLE} has {len(secret)} characters and needs {MIN_SECRET_LENGTH}: make "
+            "one with `openssl rand -hex 32`, and give it to all nodes."
+        )
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if secret or cluster.RANDOM_TOKEN:
+        token = hashlib.sha256(json.dumps(["ppo token", run_key(config), secret]).encode())
+        os.environ["RAY_AUTH_TOKEN"] = token.hexdigest()
+    _raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
 
 
 def _given_cluster(config: Config, environ: Mapping[str, str]) -> str:
-    """Return RAY_ADDRESS; a ConfigError where this machine should also join as a node."""
+    """Return RAY_ADDRESS. Raises ConfigError where this machine should also join as a node."""
     address, rank = environ.get("RAY_ADDRESS", "").strip(), config.trainer.node_rank
     if address and rank:
         raise ConfigError(
@@ -211,309 +550,38 @@ def _given_cluster(config: Config, environ: Mapping[str, str]) -> str:
     return address
 
 
-def _gather(
-    config: Config, environ: Mapping[str, str], meeting: Rendezvous, secret: Secret, tell: Tell
-) -> Nodes:
-    deadline = time.monotonic() + config.trainer.node_timeout
-    _await(meeting, environ, lambda: bool(meeting.members), deadline, tell)
-    # The address by which the first node came in is one by which nodes reach us.
-    own = next(iter(meeting.members.values())).line.here
-    port = free_port(own, config.trainer.master_port + 1)
-    address, seed = f"{own}:{port}", fresh()
-    token = secret.token(seed, address)
-    # Ray's port is tried before Ray is there, so that mistakes are told at once.
-    with listen(own, port):
-        meeting.offer(address, seed)
-        _examine(meeting, environ, deadline, tell)
-    ray = _head(config, {**environ, **ray_variables(token)}, own, port)
-    names = {rank: meeting.label(rank) for rank in range(config.trainer.nnodes)}
-    nodes = Nodes(
-        address,
-        names,
-        ips={0: own, **{rank: node.line.there for rank, node in meeting.members.items()}},
-        variables=ray_variables(token),
-        ray=ray,
-        meeting=meeting,
-        timeout=config.trainer.node_timeout,
-        tell=tell,
-    )
-    try:
-        tell("starting Ray on node 0")
-        ray.wait()
-        meeting.start_all()
-        _await(
-            meeting,
-            environ,
-            lambda: nodes.lost() is None,
-            deadline,
-            tell,
-            "starting Ray on the others",
-        )
-    except BaseException as error:
-        nodes.close(exit_code_of(error))
-        raise
-    tell(f"{len(names)} of {len(names)} nodes work together")
-    return nodes
-
-
-def _examine(meeting: Rendezvous, environ: Mapping[str, str], deadline: float, tell: Tell) -> None:
-    """Wait until all nodes are here and examined; raises every problem of every node."""
-    grace = [deadline]
-
-    def examined() -> bool:
-        if len(meeting.in_phase("checked")) == len(meeting.others()):
-            return True
-        if len(grace) == 1 and meeting.problems():
-            grace.append(min(deadline, time.monotonic() + GRACE_S))
-        return time.monotonic() > grace[-1] and len(grace) > 1
-
-    _await(meeting, environ, examined, deadline, tell, "comparing them")
-    problems = meeting.problems()
-    tell(describe(meeting.facts, meeting.label(0)))
-    for rank in meeting.in_phase("checked"):
-        tell(describe(meeting.members[rank].facts, meeting.label(rank)))
-    if problems:
-        # First who is missing: those that are refused go away.
-        lacking = [f"{name} is not here yet." for name in meeting.missing()]
-        meeting.refuse_all()
-        raise ConfigError(problems + lacking)
-
-
-def _await(
-    meeting: Rendezvous,
-    environ: Mapping[str, str],
-    done: Callable[[], bool],
-    deadline: float,
-    tell: Tell,
-    doing: str = "",
-) -> None:
-    """Wait until `done`, telling who is missing; a ConfigError with their names in the end."""
-    said, last = "", 0.0
-    while not done():
-        missing, now = meeting.missing(), time.monotonic()
-        total = meeting.facts.nnodes
-        here = f"{total - len(missing)} of {total} nodes are here"
-        state = f"{here}; " + (f"waiting for {', '.join(missing)}" if missing else doing)
-        if now > deadline:
-            slow = [
-                f"{meeting.label(rank)} {meeting.members[rank].why}".strip()
-                for rank in meeting.in_phase("here", "checked", "started")
-            ]
-            late = ", ".join(missing or slow) or "Ray on a node"
-            hint = (
-                " Under SLURM start it on every node: srun --ntasks-per-node=1 ./train.sh …"
-                if missing and outside_step(environ)
-                else " Is the same line started there, with its own NODE_RANK?"
-            )
-            raise ConfigError(f"{here}; did not come in time (trainer.node_timeout): {late}.{hint}")
-        if state != said or now - last > SAY_S:
-            tell(state)
-            said, last = state, now
-        with meeting.changed:
-            meeting.changed.wait(min(0.5, max(0.01, deadline - now)))
-
-
-def _existing(address: str, config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
-    found = re.fullmatch(r"\[?([^\[\]/]+)\]?:(\d{1,5})", address)
-    if address != "auto" and found is None:
-        raise ConfigError(
-            f"RAY_ADDRESS '{address}' is not HOST:PORT of a Ray head (such as 10.0.0.1:6379); run "
-            "ppo on a machine of that cluster."
-        )
-    if found is not None and not reaches(found.group(1), int(found.group(2))):
-        raise ConfigError(f"nothing answers at RAY_ADDRESS {address}; is that cluster running?")
-    if found is not None and keeps_silent(address, environ, config.trainer.node_timeout):
-        raise ConfigError(
-            f"what listens at RAY_ADDRESS {address} is no Ray head: it does not answer as one. "
-            "Give the HOST:PORT that `ray start --head` printed."
-        )
-    tell(f"using the Ray cluster at {address}")
-    return Nodes(address, {}, timeout=config.trainer.node_timeout, tell=tell)
-
-
-def _head(config: Config, environ: Mapping[str, str], own: str, port: int) -> RayProcess:
-    options = ["--head", "--port", str(port), "--node-ip-address", own]
-    client = ["--ray-client-server-port", str(free_port(own))]
-    quiet = ["--include-dashboard", "false"]
-    options += [*client, *quiet, *_resources(config, environ)]
-    return RayProcess(options, environ, f"node 0 ({socket.gethostname()})")
-
-
-def _resources(config: Config, environ: Mapping[str, str]) -> list[str]:
-    """Return what a node offers; without GPUs enough logical CPUs for every rank and sampler."""
-    gpus = gpus_per_node(config, gpu_count(environ))
-    ranks = (config.trainer.num_workers or 1) + (config.rollout.num_samplers or 1)
-    cpus = max(os.cpu_count() or 1, 0 if gpus else ranks + 2)
-    agent = ["--dashboard-agent-listen-port", "0"]
-    return ["--num-cpus", str(cpus), "--num-gpus", str(gpus), *agent]
-
-
-RETRY_S = 0.5
-TICK_S = 0.2
-HEAD_SILENCE_S = 30.0
-
-
-def find_head(master: str, port: int, own: str | None, timeout: float, tell: Tell) -> Line:
-    """Connect to node 0, waiting for it to start; a ConfigError when it does not come."""
-    address, deadline, said = resolve_host(master), time.monotonic() + timeout, 0.0
-    while True:
-        try:
-            source = (own, 0) if own else None
-            return Line(socket.create_connection((address, port), PROBE_S, source_address=source))
-        except OSError as error:
-            reason = strerror(error)
-        now = time.monotonic()
-        if now > deadline:
+def _use_given_cluster(address: str, config: Config, tell: Tell) -> Nodes:
+    if address != "auto":
+        if re.fullmatch(r"(\[[^\[\]/]+\]|[^\[\]/:]+):\d{1,5}", address) is None:
             raise ConfigError(
-                f"node 0 is not there: {address}:{port} says '{reason}' for {timeout:g} s. Is the "
-                "same line started on node 0, is MASTER_ADDR its address, is the port open?"
+                f"RAY_ADDRESS '{address}' is not HOST:PORT of a Ray head (such as 10.0.0.1:6379); "
+                "run ppo on a machine of that cluster."
             )
-        if now - said > SAY_S:
-            tell(f"waiting for node 0 at {address}:{port} ({reason})")
-            said = now
-        time.sleep(RETRY_S)
-
-
-class Membership:
-    """One node's stay in the run, from its hello to node 0's exit code."""
-
-    def __init__(
-        self,
-        line: Line,
-        facts: NodeFacts,
-        ray: Callable[[str, str, str], RayProcess],
-        restarts: int,
-        tell: Tell,
-        secret: Secret | None = None,
-    ) -> None:
-        self._line, self._facts, self._tell = line, facts, tell
-        self._secret = secret or Secret({})
-        self._start_ray, self._restarts = ray, restarts
-        self._ray: RayProcess | None = None
-        self._where: tuple[str, str] | None = None
-        self._listener = socket.create_server(
-            (line.here, 0), family=socket.AF_INET6 if ":" in line.here else socket.AF_INET
-        )
-        self._heard = time.monotonic()
-        self._welcome = False
-        self._over = threading.Event()
-
-    def run(self, key: str, settings: Mapping[str, str]) -> int:
-        """Stay until the end; returns node 0's exit code."""
-        job, nonce = os.environ.get("SLURM_JOB_ID", ""), fresh() if self._secret else ""
+        if not accepts_connections(address):
+            raise ConfigError(f"nothing answers at RAY_ADDRESS {address}; is that cluster running?")
         try:
-            self._line.send(
-                "hello", protocol=PROTOCOL, run=key, facts=asdict(self._facts),
-                settings=dict(settings), job=job, nonce=nonce,
-            )  # fmt: skip
-            examine_head(self._line, self._secret, key, self._facts.rank, nonce)
-            threading.Thread(target=self._beat, daemon=True).start()
-            with StopOnSignal(lambda name: None) as stop:
-                return self._stay(stop)
-        except Broken as error:
-            raise self._lost_head(error) from error
-        finally:
-            self._over.set()
-            self._listener.close()
-            if self._ray is not None:
-                self._ray.stop()
-            self._line.close()
+            HeadStore(address)
+        except AuthenticationError as error:
+            raise ConfigError(
+                f"the Ray cluster at RAY_ADDRESS {address} needs its token: copy ~/.ray/auth_token "
+                "of its head to this machine, or set RAY_AUTH_TOKEN."
+            ) from error
+        except RpcError as error:
+            raise ConfigError(
+                f"what listens at RAY_ADDRESS {address} is not a Ray head: it does not answer as "
+                "one. Give the HOST:PORT that `ray start --head` printed."
+            ) from error
+    tell(f"using the Ray cluster at {address}")
+    return Nodes(address, config.trainer.node_timeout, tell)
 
-    def _lost_head(self, error: Broken) -> PpoError:
-        if self._welcome:
-            return WorkerLost(
-                f"node 0 ({self._line.there}) is gone: it {error}. No run goes on without it: "
-                "start the same line again on all nodes."
-            )
-        return ConfigError(
-            f"what answers at {self._line.there} is not node 0 of this run: it {error}. Is "
-            "MASTER_PORT the port of another program there?"
-        )
 
-    def _stay(self, stop: StopOnSignal) -> int:
-        asked = False
-        try:
-            while True:
-                message = self._line.read(TICK_S)
-                if message is not None:
-                    self._heard = time.monotonic()
-                    code = self._obey(message)
-                    if code is not None:
-                        return code
-                elif time.monotonic() - self._heard > HEAD_SILENCE_S:
-                    raise Broken(f"has been silent for {HEAD_SILENCE_S:g} s")
-                self._watch_ray()
-                name = stop.reason()
-                if name and not asked:
-                    asked = True
-                    self._line.send("stop_asked")  # node 0 is to save first
-                    with suppress(Interrupted):  # if nobody reads it
-                        self._tell(f"{name}: node 0 is asked to stop. Once more leaves at once.")
-        except KeyboardInterrupt:
-            self._line.send("left", why="left on a signal")
-            return EXIT_RESUMABLE
-
-    def _obey(self, message: Message) -> int | None:
-        kind = message["type"]
-        if kind == "refused":
-            raise ConfigError(words(message.get("why"), 500))
-        if kind == "stop":
-            raw = message.get("problems")
-            raise ConfigError([words(p, 500) for p in raw] if isinstance(raw, list) else words(raw))
-        if kind == "welcome":
-            self._welcome = True
-            self._tell(f"node {self._facts.rank} is with node 0 ({self._line.there})")
-        elif kind == "check":
-            host, _, port = words(message.get("address")).rpartition(":")
-            found = port.isdecimal() and reaches(host.strip("[]"), int(port), self._line.here)
-            self._line.send("checked", reaches=found, listens=self._listener.getsockname()[1])
-        elif kind == "start":
-            address, seed = words(message.get("address")), words(message.get("seed"))
-            self._where = address, self._secret.token(seed, address)
-            self._begin_ray()
-        elif kind == "end":
-            return self._end(message.get("code"))
-        return None
-
-    def _begin_ray(self) -> None:
-        if self._where is None:
-            raise Broken("sent no address")
-        self._ray = self._start_ray(*self._where, self._line.here)
-        try:
-            self._ray.wait()
-        except WorkerLost as error:
-            self._line.send("failed", why=str(error))
-            raise
-        self._line.send("ready")
-        self._tell(f"node {self._facts.rank} works for node 0 ({self._line.there})")
-
-    def _watch_ray(self) -> None:
-        """Start Ray anew when it died here; node 0 hears of both."""
-        if self._ray is None or self._ray.alive():
-            return
-        why = self._ray.ended()
-        self._line.send("failed", why=why)
-        self._tell(f"{why}\n{self._ray.tail()}")
-        self._ray.stop()
-        self._ray = None
-        if self._restarts <= 0:
-            raise WorkerLost(f"{why} It died too often (trainer.max_restarts).")
-        self._restarts -= 1
-        self._begin_ray()
-
-    def _end(self, raw: object) -> int:
-        code = raw if isinstance(raw, int) and 0 <= raw <= 255 else EXIT_BUG
-        if self._ray is not None:
-            self._ray.stop()
-            self._ray = None
-        self._line.send("bye", why="ended")
-        if code:
-            self._tell(f"node 0 ({self._line.there}) ended with exit code {code}; so does this one")
-        return code
-
-    def _beat(self) -> None:
-        while not self._over.wait(BEAT_S):
-            try:
-                self._line.send("beat")
-            except Broken:
-                return
+def _offer(config: Config, environ: Mapping[str, str], address: str | None) -> RayOptions:
+    """Return what this node offers; without GPUs enough logical CPUs for all ranks and samplers."""
+    gpus = gpus_per_node(config, gpu_count(environ))
+    workers = (config.trainer.num_workers or 1) + (config.rollout.num_samplers or 1)
+    return RayOptions(
+        num_cpus=max(os.cpu_count() or 1, 0 if gpus else workers + 2),
+        num_gpus=gpus,
+        node_address=address,
+        labels={RANK_LABEL: str(config.trainer.node_rank or 0)},
+    )

@@ -29,6 +29,7 @@ from typing import Any
 
 import ray
 
+from ppo_cli.cluster.addresses import free_port
 from ppo_cli.config.machine.gpus import pin_gpu_order
 from ppo_cli.config.machine.processor import count_cores
 from ppo_cli.engine.leftovers import create_folder
@@ -188,13 +189,6 @@ def meeting_point(node: str, one_node: bool) -> str:
     if one_node:
         return f"file://{create_folder('ranks')}/meet"  # swept when this process is gone
     return f"tcp://{node}:{free_port(node)}"
-
-
-def free_port(address: str) -> int:
-    """A port of this address where nobody listens yet."""
-    with socket.socket() as free:
-        free.bind((address, 0))
-        return int(free.getsockname()[1])
 
 
 def share_cores(gpus: int, node_id: str) -> int:

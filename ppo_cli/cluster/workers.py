@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppo_cli.cluster.addresses import free_port
 from ppo_cli.cluster.members import GRACE_S, USE_MEMORY, Call, ExchangePlan, Halved, Waits
 from ppo_cli.cluster.serialise import SharedTensors, shed_prompt
-from ppo_cli.cluster.worker_process import free_port
 from ppo_cli.config.memory.advice import advise_memory
 from ppo_cli.config.placement import publishes_adapter
 from ppo_cli.config.schema.run import Config, Transfer

@@ -293,7 +293,7 @@ def test_who_trains_and_who_joins(
     from contextlib import contextmanager
 
     done: list[object] = []
-    nodes = types.SimpleNamespace(variables={"PPO_TEST_TOKEN": "x"})
+    nodes = types.SimpleNamespace()
 
     @contextmanager
     def open_cluster(config: Config, environ: object, tell: object) -> Iterator[object]:
@@ -306,23 +306,21 @@ def test_who_trains_and_who_joins(
         return 3
 
     def train(resolved: Resolved, screen: object, cluster: object = None) -> None:
-        done.append((cluster is nodes, os.environ.get("PPO_TEST_TOKEN")))
+        done.append(cluster is nodes)
 
     launch = types.SimpleNamespace(open_cluster=open_cluster, join_cluster=join_cluster)
     monkeypatch.setitem(sys.modules, "ppo_cli.cluster.nodes", launch)
     monkeypatch.setitem(sys.modules, "ppo_cli.run.assemble", types.SimpleNamespace(train=train))
-    monkeypatch.setenv("PPO_TEST_TOKEN", "")
     two = ("--nnodes", "2", "--master_addr", "127.0.0.1", "--node_rank")
     for args, address, code, expected in (
-        ((), "", 0, [(False, None)]),
-        ((), "10.0.0.1:6379", 0, [(False, None)]),
-        (("--engine", "ray"), "", 0, [(False, None)]),
-        (("--engine", "ray"), "10.0.0.1:6379", 0, ["open", (True, "x"), "close"]),
-        ((*two, "0"), "", 0, ["open", (True, "x"), "close"]),
+        ((), "", 0, [False]),
+        ((), "10.0.0.1:6379", 0, [False]),
+        (("--engine", "ray"), "", 0, [False]),
+        (("--engine", "ray"), "10.0.0.1:6379", 0, ["open", True, "close"]),
+        ((*two, "0"), "", 0, ["open", True, "close"]),
         ((*two, "1"), "", 3, ["join 1"]),
     ):
         monkeypatch.setenv("RAY_ADDRESS", address)
-        monkeypatch.delenv("PPO_TEST_TOKEN", raising=False)
         done.clear()
         assert main(["train", *PRESET, *args]) == code, args
         assert done == expected, args

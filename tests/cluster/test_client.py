@@ -19,7 +19,7 @@ from ppo_cli.cluster import driver as clients
 from ppo_cli.cluster.driver import DROP, GONE, Answer, ApartEngine, Client, limit_silence
 from ppo_cli.cluster.driver_process import portable
 from ppo_cli.cluster.members import WorkerFault
-from ppo_cli.cluster.ray_session import import_paths
+from ppo_cli.cluster.ray_process import import_paths
 from ppo_cli.cluster.worker_process import read_tail
 from ppo_cli.errors import ConfigError, WorkerLost
 

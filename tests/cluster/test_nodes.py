@@ -1,304 +1,374 @@
-"""Mistakes named before anything is started, and clusters that run already."""
+"""How nodes meet, are lost and end: real threads and settings over a stand-in for Ray's head."""
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import _raylet
+from ray.exceptions import AuthenticationError, RpcError
 
-from ppo_cli.cli.app import exit_code_of as tell_and_end
-from ppo_cli.cluster.addresses import free_port, is_literal, is_mine, listen, resolve_host
-from ppo_cli.cluster.nodes import Nodes, _resources, join_cluster, open_cluster
-from ppo_cli.cluster.ray_process import RayProcess
+from ppo_cli.cluster import addresses, nodes
+from ppo_cli.cluster.nodes import Nodes, join_cluster, open_cluster, set_token
+from ppo_cli.cluster.ray_process import RayOptions
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import DISK_ERRNOS, ConfigError, Interrupted, WorkerLost, exit_code_of
+from ppo_cli.errors import ConfigError, Interrupted, PpoError, WorkerLost
+
+SECRET = "one long secret of ours"
 
 
-def config(**trainer: Any) -> Config:
-    return Config.model_validate({"trainer": {"nnodes": 2, "node_rank": 0, **trainer}})
+class FakeHead:
+    """What Ray's head keeps: values by key, and the nodes that joined."""
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.rays: list[FakeRay] = []
+        self.error: Exception | None = None
+        self.start_error: Exception | None = None
+
+    def client(self, address: str) -> FakeHead:
+        self._check()
+        return self
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def internal_kv_get(self, key: bytes, namespace: bytes, timeout: float) -> bytes | None:
+        self._check()
+        return self.values.get(key)
+
+    def internal_kv_put(self, key: bytes, value: bytes, *_: Any, timeout: float) -> None:
+        self._check()
+        self.values[key] = value
+
+    def internal_kv_del(self, key: bytes, *_: Any, timeout: float) -> None:
+        self._check()
+        self.values.pop(key, None)
+
+    def get_all_node_info(self, timeout: float) -> dict[int, Any]:
+        self._check()
+        # A killed node stays in Ray's list for some seconds; nothing listens there any more.
+        return {
+            number: SimpleNamespace(
+                state=0,
+                labels=ray.options.labels,
+                node_manager_address=ray.options.node_address,
+                node_manager_port=2 if ray.running else 1,
+            )
+            for number, ray in enumerate(self.rays)
+        }
+
+    def ray_of(self, rank: int) -> FakeRay:
+        return [ray for ray in self.rays if ray.options.labels == {"ppo-rank": str(rank)}][-1]
 
 
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+class FakeRay:
+    """Takes the place of a RayProcess. A test may let it die."""
 
+    head: FakeHead
 
-def refusal(settings: Config, environ: dict[str, str] | None = None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        open_cluster(settings, environ or {}, lambda text: None)
-    return str(caught.value)
+    def __init__(self, options: RayOptions, *, label: str, environ: Any) -> None:
+        self.options, self.label, self.environ = options, label, environ
+        self.running = True
+        self.server = None
+        if options.head_address is None:
+            self.server = socket.create_server(("", options.port))
+        self.head.rays.append(self)
 
+    def await_address(self, timeout_s: float, stop_requested: Any = lambda: None) -> str:
+        if self.options.head_address and self.head.start_error is not None:
+            self.running = False
+            raise self.head.start_error
+        return f"{self.options.node_address}:{self.options.port}"
 
-@pytest.mark.parametrize(
-    ("trainer", "environ", "said"),
-    [
-        (
-            {"master_addr": "no-such-host.invalid"}, {},
-            "MASTER_ADDR 'no-such-host.invalid' is not a name",
-        ),
-        (
-            {"master_addr": "198.51.100.7"}, {},
-            "198.51.100.7 is not an address of this machine",
-        ),
-        (
-            {"master_addr": "127.0.0.1"}, {"NODE_ADDR": "198.51.100.7"},
-            "NODE_ADDR 198.51.100.7 is not",
-        ),
-        ({"node_rank": 1}, {"RAY_ADDRESS": "10.0.0.1:6379"}, "leave out NODE_RANK, or RAY_ADDRESS"),
-        ({}, {"RAY_ADDRESS": "ray://10.0.0.1:10001"}, "is not HOST:PORT"),
-        ({}, {"RAY_ADDRESS": "somewhere"}, "is not HOST:PORT"),
-        ({}, {"RAY_ADDRESS": "a:b"}, "is not HOST:PORT"),
-    ],
-)  # fmt: skip
-def test_an_address_that_cannot_be(
-    trainer: dict[str, Any], environ: dict[str, str], said: str
-) -> None:
-    assert said in refusal(config(**trainer), environ)
+    def failure(self) -> str | None:
+        return None if self.running else f"Ray on {self.label} lost its raylet."
 
-
-def test_a_port_that_another_program_has() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        said = refusal(config(master_addr="127.0.0.1", master_port=port))
-    assert said.startswith(f"port {port} is in use, by another run or program. ")
-    assert "MASTER_PORT=" in said
-
-
-def test_rays_own_port_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        monkeypatch.setattr("ppo_cli.cluster.addresses.RAY_PORT", port)
-        assert "ray start --head" in refusal(config(master_addr="127.0.0.1", master_port=port))
-
-
-def test_nodes_that_do_not_come_are_named() -> None:
-    said: list[str] = []
-    begun = time.monotonic()
-    settings = config(master_addr="127.0.0.1", master_port=unused_port(), node_timeout=1)
-    environ = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_NNODES": "2"}
-    with pytest.raises(ConfigError, match=r"did not come in time .*: node 1 \(gpu2\).*srun"):
-        open_cluster(settings, environ, said.append)
-    assert time.monotonic() - begun < 20
-    assert said[0] == "1 of 2 nodes are here; waiting for node 1 (gpu2)"
-
-
-def test_the_door_is_shut_again() -> None:
-    port = unused_port()
-    settings = config(master_addr="127.0.0.1", master_port=port, node_timeout=1)
-    refusal(settings)
-    with listen("127.0.0.1", port):
-        pass
-
-
-def test_a_server_that_is_no_ray_is_not_waited_for() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        address = f"127.0.0.1:{other.getsockname()[1]}"
-        said = refusal(config(node_timeout=8), {**os.environ, "RAY_ADDRESS": address})
-    assert "is no Ray head" in said
-
-
-def test_a_cluster_that_does_not_answer() -> None:
-    assert "nothing answers" in refusal(config(), {"RAY_ADDRESS": f"127.0.0.1:{unused_port()}"})
-
-
-def test_exit_codes() -> None:
-    found = [exit_code_of(e) for e in (None, ConfigError("x"), WorkerLost("x"), Interrupted("x"))]
-    assert found == [0, 2, 3, 3]
-    left = [exit_code_of(SystemExit(code)) for code in (None, 0, 5, 256 + 7, "a word")]
-    assert left == [0, 0, 5, 7, 1]
-    assert exit_code_of(KeyboardInterrupt()) == 130
-    assert exit_code_of(OSError(errno.ENOSPC, "full")) == 2
-    assert [exit_code_of(e) for e in (ValueError(), OSError(errno.ENOENT, "none"))] == [1, 1]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ConfigError("x"),
-        Interrupted("x"),
-        WorkerLost("x"),
-        ValueError("x"),
-        *(OSError(n, "x") for n in DISK_ERRNOS),
-    ],
-)
-def test_the_others_end_as_node_0_does(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert tell_and_end(error) == exit_code_of(error)
-
-
-class Lost(Nodes):
-    """Nodes of which one never comes back."""
-
-    def lost(self) -> str | None:
-        return "node 1 (host-b) is gone: it closed the connection."
-
-
-def test_a_stop_is_heard_while_a_node_is_waited_for() -> None:
-    begun, asked = time.monotonic(), []
-
-    def stop_requested() -> str | None:
-        asked.append(time.monotonic() - begun)
-        return "SIGINT" if len(asked) > 1 else None
-
-    with pytest.raises(Interrupted, match=r"^Stopped while waiting for a node \(SIGINT\)\.$"):
-        Lost("", {}, timeout=60, tell=lambda text: None).wait_until_whole(
-            stop_requested=stop_requested
-        )
-    assert asked[-1] < 30
-
-
-def test_addresses() -> None:
-    assert resolve_host("127.0.0.1") == "127.0.0.1"
-    assert is_literal("::1")
-    assert not is_literal("localhost")
-    assert is_mine("127.0.0.1")
-    assert not is_mine("198.51.100.7")
-
-
-def test_a_taken_port_gives_another() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert free_port("127.0.0.1", port) != port
-    assert free_port("127.0.0.1", 70000) > 0
-
-
-def test_ray_that_cannot_start_says_why() -> None:
-    ray = RayProcess(["--no-such-option"], {"PATH": "/usr/bin:/bin"}, "node 1 (host-b)")
-    try:
-        with pytest.raises(WorkerLost, match=r"Ray stopped on node 1 \(host-b\) \(exit 2\)"):
-            ray.wait(60)
-        assert "no-such-option" in ray.tail()
-    finally:
-        ray.stop()
-    assert not ray.folder.exists()
-
-
-def test_nothing_to_close_is_fine() -> None:
-    nodes = Nodes("auto", {})
-    nodes.close(0)
-    nodes.close(1)
-    assert nodes.lost() is None
-
-
-def test_what_is_known_is_told_though_a_node_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.cluster.nodes.GRACE_S", 0.3)
-    given = {"nnodes": 3, "master_addr": "127.0.0.1", "master_port": unused_port()}
-    ends: dict[int, ConfigError] = {}
-    said: list[str] = []
-
-    def run(rank: int, start: Callable[..., object], **settings: Any) -> threading.Thread:
-        trainer = {**given, "node_rank": rank, "node_timeout": 30}
-        node = Config.model_validate({"trainer": trainer, **settings})
-
-        def live() -> None:
-            try:
-                start(node, {"CUDA_VISIBLE_DEVICES": ""}, said.append)
-            except ConfigError as error:
-                ends[rank] = error
-
-        thread = threading.Thread(target=live, daemon=True)
-        thread.start()
-        return thread
-
-    threads = [run(0, open_cluster), run(1, join_cluster, actor={"ppo_epochs": 3})]
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    problem = ends[1].problems[0]
-    assert problem.endswith("was started with other settings: actor.ppo_epochs.")
-    assert ends[0].problems == (problem, "node 2 is not here yet.")
-    assert sum(": no GPU, ppo-cli" in line for line in said) == 2
-
-
-class QuietRay:
-    """Stands where Ray would be started, and keeps how it was; a test may let it die."""
-
-    made: list[QuietRay]
-
-    def __init__(self, options: list[str], environ: Mapping[str, str], label: str) -> None:
-        self.options, self.environ, self.label = options, dict(environ), label
-        self.living = True
-        self.made.append(self)
-
-    def option(self, name: str) -> str:
-        return self.options[self.options.index(f"--{name}") + 1]
-
-    def wait(self) -> None: ...
-
-    def alive(self) -> bool:
-        return self.living
-
-    def ended(self) -> str:
-        return f"Ray stopped on {self.label}."
-
-    def tail(self) -> str:
-        return ""
-
-    def stop(self) -> None:
-        self.living = False
+    def close(self) -> None:
+        self.running = False
+        if self.server is not None:
+            self.server.close()
 
 
 @pytest.fixture
-def rays(monkeypatch: pytest.MonkeyPatch) -> list[QuietRay]:
-    monkeypatch.setattr(QuietRay, "made", [], raising=False)
-    monkeypatch.setattr("ppo_cli.cluster.nodes.RayProcess", QuietRay)
-    return QuietRay.made
+def head(monkeypatch: pytest.MonkeyPatch) -> FakeHead:
+    fake = FakeHead()
+    monkeypatch.setattr(FakeRay, "head", fake, raising=False)
+    monkeypatch.setattr(nodes, "RayProcess", FakeRay)
+    monkeypatch.setattr(_raylet, "GcsClient", fake.client)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setattr(nodes, "POLL_S", 0.01)
+    monkeypatch.setattr(nodes, "STOP_S", 5.0)
+    monkeypatch.setattr(nodes, "accepts_connections", lambda address: address[-2:] != ":1")
+    return fake
 
 
-def test_two_nodes_start_one_ray_and_end_together(rays: list[QuietRay]) -> None:
+def unused_port() -> int:
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def config(rank: int = 0, *, actor: Any = None, **trainer: Any) -> Config:
+    base = {"nnodes": 2, "node_rank": rank, "master_addr": "127.0.0.1", "node_timeout": 20}
+    return Config.model_validate({"trainer": base | trainer, "actor": actor or {}})
+
+
+class Guest:
+    """A node beside node 0, in a thread."""
+
+    def __init__(self, settings: Config, **environ: str) -> None:
+        self.notes: list[str] = []
+        self._outcome: int | PpoError | None = None
+        environ = {"NODE_ADDR": f"127.0.0.{2 + settings.trainer.node_rank}"} | environ
+
+        def live() -> None:
+            try:
+                self._outcome = join_cluster(settings, environ, self.notes.append)
+            except PpoError as error:
+                self._outcome = error
+
+        self._thread = threading.Thread(target=live, daemon=True)
+        self._thread.start()
+
+    def outcome(self) -> int | PpoError | None:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self._outcome
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def refusal(settings: Config, environ: dict[str, str] | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        open_cluster(settings, environ or {}, lambda text: None)
+    return caught.value
+
+
+@pytest.fixture
+def pair(head: FakeHead) -> Iterator[tuple[Nodes, Guest]]:
     port = unused_port()
-    given = {"master_addr": "127.0.0.1", "master_port": port, "node_timeout": 30, "num_workers": 90}
-    settings = {"rollout": {"num_samplers": 7}}
-    first, second = (
-        Config.model_validate(
-            {"trainer": {**given, "nnodes": 2, "node_rank": rank, "max_restarts": 1}, **settings}
-        )
-        for rank in (0, 1)
-    )
-    ended: list[int] = []
-    guest = threading.Thread(
-        target=lambda: ended.append(
-            join_cluster(second, {"NODE_ADDR": "127.0.0.2", "A": "b"}, lambda text: None)
-        ),
-        daemon=True,
-    )
-    guest.start()
-    nodes = open_cluster(first, {"A": "c"}, lambda text: None)
-    head, node = rays
-    assert nodes.address == f"127.0.0.1:{head.option('port')}" == node.option("address")
-    assert "--head" in head.options and "--head" not in node.options
-    assert int(head.option("ray-client-server-port")) > 0
-    assert (head.option("node-ip-address"), node.option("node-ip-address")) == (
-        "127.0.0.1", "127.0.0.2",
+    trainer = {"master_port": port, "max_restarts": 1, "num_workers": 90, "node_timeout": 4}
+    guest = Guest(config(1, **trainer))
+    whole = open_cluster(config(**trainer), {"NODE_ADDR": "127.0.0.2"}, lambda text: None)
+    wait_for(lambda: any("works for node 0" in note for note in guest.notes))
+    yield whole, guest
+    whole.close(0)
+    guest.outcome()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_nodes_come_together_and_end_with_one_exit_code(
+    pair: tuple[Nodes, Guest], head: FakeHead, code: int
+) -> None:
+    whole, guest = pair
+    first, second = head.rays
+    assert whole.lost() is None and whole.stop_asked() is None
+    assert second.options.head_address == f"127.0.0.1:{first.options.port}"
+    assert [ray.options.node_address for ray in head.rays] == ["127.0.0.2", "127.0.0.3"]
+    assert {ray.options.num_cpus for ray in head.rays} == {max(93, os.cpu_count() or 1)}
+    whole.close(code)
+    assert guest.outcome() == code
+    assert not first.running and not second.running
+    assert any("exit code 3" in note for note in guest.notes) == (code == 3)
+
+
+def test_a_lost_node_is_named_and_may_come_back(pair: tuple[Nodes, Guest], head: FakeHead) -> None:
+    whole, _guest = pair
+    host = socket.gethostname()
+    old, again = head.ray_of(1), FakeRay(head.ray_of(1).options, label="", environ={})
+    head.rays.remove(again)
+    old.failure = lambda: None  # type: ignore[method-assign]  # its whole node is dead
+    old.running = False
+    assert whole.lost() == f"node 1 ({host}, 127.0.0.3) is gone: Ray does not run there."
+    with pytest.raises(WorkerLost, match="did not come back within 4 s"):
+        whole.wait_until_whole()
+    with pytest.raises(Interrupted, match="SIGINT"):
+        whole.wait_until_whole(stop_requested=lambda: "SIGINT")
+    head.rays.append(again)
+    whole.wait_until_whole()
+
+
+def test_ray_that_dies_on_a_node_is_started_again_a_few_times(
+    pair: tuple[Nodes, Guest], head: FakeHead
+) -> None:
+    whole, guest = pair
+    head.ray_of(1).running = False
+    wait_for(lambda: len(head.rays) == 3 and whole.lost() is None)
+    head.ray_of(1).running = False
+    assert "died too often" in str(guest.outcome())
+    assert "does not work: Ray on node 1" in str(whole.lost())
+
+
+def test_ray_that_dies_on_node_0_ends_the_wait(pair: tuple[Nodes, Guest], head: FakeHead) -> None:
+    whole, _ = pair
+    head.ray_of(0).running = False
+    with pytest.raises(WorkerLost, match="start the same line again on all nodes"):
+        whole.wait_until_whole()
+
+
+def test_a_dead_node_0_is_named(
+    pair: tuple[Nodes, Guest], head: FakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _whole, guest = pair
+    monkeypatch.setattr(nodes, "HEAD_GONE_S", 0.2)
+    head.error = RpcError("no answer")
+    outcome = guest.outcome()
+    assert isinstance(outcome, WorkerLost)
+    assert "node 0 (127.0.0.1:" in str(outcome) and "is gone" in str(outcome)
+    assert not head.ray_of(1).running
+
+
+def test_a_rank_or_a_machine_that_is_taken(pair: tuple[Nodes, Guest], head: FakeHead) -> None:
+    port = head.ray_of(0).options.port
+    assert "NODE_RANK 1 is taken by" in str(Guest(config(1, master_port=port)).outcome())
+    same = Guest(
+        config(2, master_port=port, n_gpus_per_node=1), NODE_ADDR="127.0.0.3"
     )  # fmt: skip
-    assert nodes.ips == {0: "127.0.0.1", 1: "127.0.0.2"} and list(nodes.names) == [0, 1]
-    for ray, own in ((head, "c"), (node, "b")):
-        cores = max(90 + 7 + 2, os.cpu_count() or 1)
-        assert (int(ray.option("num-cpus")), ray.option("num-gpus")) == (cores, "0")
-        assert ray.environ["A"] == own and nodes.variables.items() <= ray.environ.items()
-    assert len(nodes.variables["RAY_AUTH_TOKEN"]) >= 32 and nodes.timeout == 30
-    node.living = False
-    until = time.monotonic() + 20
-    while len(rays) < 3 or nodes.lost() is not None:  # a node starts its own anew, max_restarts 1
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    nodes.close(3)
-    guest.join(20)
-    assert ended == [3] and [ray.living for ray in rays] == [False] * 3
+    assert "ppo is started once a node" in str(same.outcome())
 
 
-def test_a_node_offers_the_gpus_that_it_is_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.cluster.nodes.gpu_count", lambda environ: 8)
-    for given, offered in ((config(n_gpus_per_node=2), "2"), (config(), "1")):
-        options = _resources(given, {})
-        assert options[options.index("--num-gpus") + 1] == offered
-        assert options[options.index("--num-cpus") + 1] == str(os.cpu_count())
+def test_a_rank_that_two_nodes_have_ends_the_start(head: FakeHead) -> None:
+    port = unused_port()
+    for address in ("127.0.0.3", "127.0.0.4"):
+        options = RayOptions(1, 0, head_address="x", node_address=address, labels={"ppo-rank": "1"})
+        FakeRay(options, label="", environ={})
+    assert "NODE_RANK 1 is taken by 127.0.0.3 and" in str(
+        refusal(config(master_port=port, node_timeout=1))
+    )
+
+
+def test_what_does_not_fit_is_reported_on_both_nodes_and_who_is_missing(
+    head: FakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "GRACE_S", 0.3)
+    port = unused_port()
+    guest = Guest(config(1, master_port=port, nnodes=3, actor={"ppo_epochs": 3}))
+    error = refusal(config(master_port=port, nnodes=3))
+    outcome = guest.outcome()
+    assert isinstance(outcome, ConfigError)
+    (problem,) = outcome.problems
+    assert problem.endswith("other settings: actor.ppo_epochs.")
+    assert error.problems == (problem, "node 2 is not here yet.")
+
+
+def test_a_missing_node_is_named(head: FakeHead) -> None:
+    notes: list[str] = []
+    environ = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_NNODES": "2"}
+    with pytest.raises(ConfigError, match=r"did not come in time .*: node 1 \(gpu2\).*srun"):
+        open_cluster(config(master_port=unused_port(), node_timeout=1), environ, notes.append)
+    assert "1 of 2 nodes are here; waiting for node 1 (gpu2)" in notes
+
+
+def test_a_node_on_which_ray_does_not_start_is_named(head: FakeHead) -> None:
+    head.start_error = WorkerLost("Ray did not start on node 1.")
+    port = unused_port()
+    guest = Guest(config(1, master_port=port, node_timeout=2))
+    assert "Ray did not start" in str(refusal(config(master_port=port, node_timeout=2)))
+    assert isinstance(guest.outcome(), WorkerLost)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (AuthenticationError("InvalidAuthToken"), "PPO_CLUSTER_SECRET, output_dir"),
+        (RpcError("timed out"), "is not a Ray head"),
+    ],
+)
+def test_a_head_that_is_not_ours(head: FakeHead, error: Exception, words: str) -> None:
+    head.error = error
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        assert words in str(Guest(config(1, master_port=port)).outcome())
+        given = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
+        words = "needs its token" if isinstance(error, AuthenticationError) else words
+        assert words in str(refusal(config(), given))
+
+
+def test_a_node_0_that_does_not_come_is_named() -> None:
+    guest = Guest(config(1, master_port=unused_port(), node_timeout=1))
+    assert "node 0 is not there" in str(guest.outcome())
+    assert "waiting for node 0" in guest.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "environ", "words"),
+    [
+        ({"master_addr": "no-such-host.invalid"}, {}, "is not a name"),
+        ({"master_addr": "198.51.100.7"}, {}, "not an address of this machine"),
+        ({}, {"NODE_ADDR": "198.51.100.7"}, "NODE_ADDR 198.51.100.7"),
+        ({"node_rank": 1}, {"RAY_ADDRESS": "10.0.0.1:6379"}, "leave out NODE_RANK"),
+        ({}, {"RAY_ADDRESS": "ray://10.0.0.1:10001"}, "is not HOST:PORT"),
+        ({}, {"RAY_ADDRESS": "somewhere"}, "is not HOST:PORT"),
+        ({}, {"RAY_ADDRESS": "127.0.0.1:1"}, "nothing answers"),
+    ],
+)
+def test_an_address_that_cannot_be(
+    trainer: dict[str, Any], environ: dict[str, str], words: str
+) -> None:
+    assert words in str(refusal(config(**trainer), environ))
+
+
+def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        message = str(refusal(config(master_port=port)))
+        assert message.startswith(f"port {port} is in use") and "MASTER_PORT=" in message
+        monkeypatch.setattr(addresses, "RAY_PORT", port)
+        assert "ray start --head" in str(refusal(config(master_port=port)))
+
+
+def test_a_name_of_this_machine_alone_is_not_where_others_find_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert addresses.head_address("localhost") is None
+    assert addresses.head_address("127.0.0.1") == "127.0.0.1"
+    monkeypatch.setattr(addresses, "is_loopback", lambda address: False)
+    assert addresses.head_address("localhost") == addresses.resolve_host("localhost")
+
+
+def test_the_token_is_of_one_run_and_one_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = set()
+    for settings in (config(), config(output_dir="elsewhere")):
+        for secret in ("  ", SECRET):
+            for rank in (0, 1):
+                monkeypatch.setenv("RAY_AUTH_TOKEN", "")
+                one = settings.model_copy(
+                    update={"trainer": settings.trainer.model_copy(update={"node_rank": rank})}
+                )
+                set_token(one, {"PPO_CLUSTER_SECRET": secret})
+                tokens.add(os.environ["RAY_AUTH_TOKEN"])
+                assert SECRET not in os.environ["RAY_AUTH_TOKEN"]
+    assert len(tokens) == 4
+    with pytest.raises(ConfigError, match="has 5 characters and needs 16") as caught:
+        set_token(config(), {"PPO_CLUSTER_SECRET": "12345"})
+    assert "12345" not in str(caught.value)
+
+
+def test_nothing_to_close_is_fine() -> None:
+    nothing = Nodes("auto", 1, print)
+    nothing.close(0)
+    nothing.close(1)
+    assert nothing.lost() is None and nothing.stop_asked() is None
+
+
+def test_a_node_offers_the_gpus_that_it_is_to_give(
+    head: FakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "gpu_count", lambda environ: 8)
+    for given, offered in (({"n_gpus_per_node": 2}, 2), ({}, 1)):
+        refusal(config(master_port=unused_port(), node_timeout=1, **given))
+        options = head.rays[-1].options
+        assert (options.num_gpus, options.num_cpus) == (offered, os.cpu_count())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -17,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cluster.members import Cluster
-from ppo_cli.cluster.ray_session import HERE_ONLY, OwnRay
+from ppo_cli.cluster.ray_process import LOCAL_ONLY
 from ppo_cli.config.placement import Placement
 from ppo_cli.errors import Interrupted, WorkerLost
+from tests.cluster.conftest import MARK, MarkedRay, local_ray
 from tests.cluster.test_workers import Hosted
 
 pytestmark = pytest.mark.slow
@@ -42,30 +41,6 @@ class Polite(Sleeper):
         self._mark.touch()
 
 
-def session_of(pid: int) -> dict[int, str]:
-    """Processes of the same session that run, by id: name."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            head, _, tail = (entry / "stat").read_text().rpartition(")")
-            state, _, _, session = tail.split()[:4]
-            if int(session) == pid and state != "Z":
-                found[int(entry.name)] = head.partition("(")[2]
-    return found
-
-
-def await_end(session: int, seconds: float) -> dict[int, str]:
-    until = time.monotonic() + seconds
-    while session_of(session) and time.monotonic() < until:
-        time.sleep(0.1)
-    return session_of(session)
-
-
-def kill_part(session: int, name: str) -> None:
-    (pid,) = (pid for pid, known in session_of(session).items() if known == name)
-    os.kill(pid, signal.SIGKILL)
-
-
 def seconds_until_lost(work: Callable[[], object], match: str) -> float:
     started = time.monotonic()
     with pytest.raises(WorkerLost, match=match):
@@ -76,46 +51,32 @@ def seconds_until_lost(work: Callable[[], object], match: str) -> float:
 def test_a_lost_raylet_is_told_and_leaves_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ray = OwnRay(gpus=0, logs=tmp_path)
-    try:
-        ray.await_address(90, lambda: None)
-        assert ray.trouble() is None
-        kill_part(ray.pid, "raylet")
+    with local_ray(tmp_path / "ray.log") as ray:
+        ray.process.await_address(90)
+        assert ray.process.failure() is None
+        os.kill(ray.part("raylet"), signal.SIGKILL)
         until = time.monotonic() + 30
-        while (told := ray.trouble()) is None:
+        while (failure := ray.process.failure()) is None:
             assert time.monotonic() < until
             time.sleep(0.1)
-        assert "lost its raylet" in told
-    finally:
-        ray.close()
-        ray.close()
-    assert await_end(ray.pid, 3) == {}
-    assert not ray.folder.exists()
+        assert "lost its raylet" in failure
+        ray.process.close()
+    assert ray.await_end(3) == {}
+    assert not ray.process.folder.exists()
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.fixture
-def foreign(tmp_path: Path) -> Iterator[tuple[int, str]]:
-    """A Ray that is not ours: process id and address."""
-    folder = Path("/tmp") / f"ppo-test-{os.getpid()}"
-    folder.mkdir()
-    wish = {"folder": str(folder), "num_cpus": 1, "num_gpus": 0, "object_store_memory": 100_000_000}
-    with subprocess.Popen(
-        [sys.executable, "-m", "ppo_cli.cluster.ray_session", json.dumps(wish)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        start_new_session=True, cwd=ROOT,
-    ) as head:  # fmt: skip
-        assert head.stdin is not None and head.stdout is not None
-        yield head.pid, json.loads(head.stdout.readline())["address"]
-        head.stdin.close()
-        head.wait(20)
-    assert not folder.exists()
+def foreign(tmp_path: Path) -> Iterator[MarkedRay]:
+    """A Ray that the cluster under test has not started."""
+    with local_ray(tmp_path / "foreign.log", variables={}) as ray:  # reached as other nodes do
+        yield ray
 
 
 def test_a_joined_cluster_is_waited_for_used_left_and_lost(
-    foreign: tuple[int, str], tmp_path: Path
+    foreign: MarkedRay, tmp_path: Path
 ) -> None:
-    head, address = foreign
+    address = foreign.process.await_address(90)
     told: list[str] = []
     with pytest.raises(WorkerLost, match="After 1 s still waiting for 2 nodes; the cluster has 1"):
         Cluster(TWO_NODES, tmp_path, worker_timeout=60, node_timeout=1, address=address)
@@ -134,15 +95,15 @@ def test_a_joined_cluster_is_waited_for_used_left_and_lost(
     first.close([one.member for one in polite])
     assert (tmp_path / "closed-1").exists()  # though the one before it was dead
     until = time.monotonic() + 5  # Ray tells of an end just before the process is gone
-    while worker in session_of(head) and time.monotonic() < until:
+    while worker in foreign.running() and time.monotonic() < until:
         time.sleep(0.1)
-    assert worker not in session_of(head)
-    assert "raylet" in session_of(head).values()  # not ours, so it goes on
+    assert worker not in foreign.running()
+    assert "raylet" in foreign.running().values()  # not ours, so it goes on
 
     second = Cluster(ONE_NODE, tmp_path, worker_timeout=60, node_timeout=60, address=address)
     try:
         thing = Hosted(second, Sleeper, role="thing 0")
-        threading.Timer(0.2, kill_part, (head, "gcs_server")).start()
+        threading.Timer(0.2, os.kill, (foreign.part("gcs_server"), signal.SIGKILL)).start()
         assert seconds_until_lost(lambda: thing.call("sleep", 60), "does not answer") < 20
     finally:
         second.close()
@@ -151,13 +112,13 @@ def test_a_joined_cluster_is_waited_for_used_left_and_lost(
 DRIVER = """
 import signal, sys, time
 from pathlib import Path
-from ppo_cli.config.derived import Placement
+from ppo_cli.config.placement import Placement
 from ppo_cli.cluster.members import Cluster
-from ppo_cli.cluster.ray_session import OwnRay
+from ppo_cli.cluster.ray_process import RayOptions, RayProcess
 from tests.cluster.test_ray_lost import ONE_NODE, Hosted, Sleeper
 
 logs = Path(sys.argv[1])
-ray = OwnRay(gpus=0, logs=logs)
+ray = RayProcess(RayOptions(2, 0), log=logs / "ray.log")
 address = ray.await_address(90, lambda: None)
 cluster = Cluster(ONE_NODE, logs, address=address, worker_timeout=60, node_timeout=90)
 handled = signal.getsignal(signal.SIGTERM)
@@ -167,7 +128,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: seen.append(number))
 thing = Hosted(cluster, Sleeper, role="thing 0")
 pid = thing.call("sleep", 0)
-print(ray.pid, ray.folder, flush=True)
+print(ray.folder, flush=True)
 while len(seen) < 2:
     time.sleep(0.05)
 assert thing.call("sleep", 0.3) == pid
@@ -179,25 +140,23 @@ thing.call("sleep", 60)
 def test_signals_of_the_terminal_spare_the_workers_and_a_dead_driver_leaves_nothing(
     tmp_path: Path,
 ) -> None:
-    log = tmp_path / "driver.log"
+    log, ray = tmp_path / "driver.log", MarkedRay(str(tmp_path))
     with (
         log.open("wb") as errors,
         subprocess.Popen(
             [sys.executable, "-c", DRIVER, str(tmp_path)],
             stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True, cwd=ROOT,
-            env=os.environ | HERE_ONLY,
+            env=os.environ | LOCAL_ONLY | {MARK: str(tmp_path)},
         ) as driver,
     ):  # fmt: skip
         assert driver.stdout is not None
-        words = driver.stdout.readline().split()
-        assert words, log.read_text()
-        head, folder = int(words[0]), Path(words[1])
+        line = driver.stdout.readline()
+        assert line, log.read_text()
         os.killpg(driver.pid, signal.SIGINT)
         os.killpg(driver.pid, signal.SIGTERM)
         assert driver.stdout.readline() == "still there\n", log.read_text()
-        names = set(session_of(head).values())
-        assert {"raylet", "gcs_server"} <= names
+        assert {"raylet", "gcs_server"} <= set(ray.running().values())
         driver.kill()
         driver.wait(10)
-    assert await_end(head, 8) == {}
-    assert not folder.exists()
+    assert ray.await_end(8) == {}
+    assert not Path(line.strip()).exists()

@@ -5,14 +5,13 @@ The node says that it has GPUs; its workers see none, and need none for this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ppo_cli.cluster.members import Cluster
-from ppo_cli.cluster.ray_session import OwnRay
 from ppo_cli.config.machine.processor import count_cores
 from ppo_cli.config.placement import Placement
 
@@ -28,18 +27,11 @@ def count_threads() -> int:
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(start_ray: Callable[..., str]) -> Iterator[str]:
     """A Ray with GPUs, in place of the one of other files."""
-    from ray._private import ray_constants
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
-        patch.setenv("OMP_NUM_THREADS", "7")  # of the driver: no concern of its workers
-        ray = OwnRay(gpus=GPUS, logs=tmp_path_factory.mktemp("ray"))
-        try:
-            yield ray.await_address(120, lambda: None)
-        finally:
-            ray.close()
+        patch.setenv("OMP_NUM_THREADS", "7")  # of the driver: its workers must not take it
+        yield start_ray(GPUS)
 
 
 def threads_of(cluster: Cluster, *devices: int) -> int:

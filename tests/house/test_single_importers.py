@@ -15,7 +15,7 @@ MOST = 25
 STANDS = {
     "cli.bridge": "a command of its own; with it, train is over the cap",
     "cluster.engine": "the engine itself; driver_process is the process around it",
-    "cluster.ray_process": "Ray itself; nodes is the meeting of the nodes",
+    "cluster.node_facts": "what is compared; nodes is how nodes meet",
     "engine.sharding.tensor_parallel": "another way to split a model than load's pieces",
     "engine.training.experts": "what routers do; with it, actor_critic holds two ideas",
     "engine.simulation.counters": "counters for any code; benchmarks use them on other trainers",
