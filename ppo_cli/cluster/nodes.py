@@ -18,7 +18,6 @@ must be in a trusted network.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -57,6 +56,7 @@ from ppo_cli.cluster.ray_process import SECRET_VARIABLE, STOP_S, RayOptions, Ray
 from ppo_cli.config.placement import gpu_count, gpus_per_node
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.slurm import outside_step, slurm_hosts
+from ppo_cli.digests import digest_text
 from ppo_cli.errors import (
     EXIT_RESUMABLE,
     ConfigError,
@@ -534,8 +534,8 @@ def set_token(config: Config, environ: Mapping[str, str]) -> None:
         )
     os.environ["RAY_AUTH_MODE"] = "token"
     if secret or cluster.RANDOM_TOKEN:
-        token = hashlib.sha256(json.dumps(["ppo token", run_key(config), secret]).encode())
-        os.environ["RAY_AUTH_TOKEN"] = token.hexdigest()
+        token = digest_text(json.dumps(["ppo token", run_key(config), secret]))
+        os.environ["RAY_AUTH_TOKEN"] = token
     _raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
 
 
