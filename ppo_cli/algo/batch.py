@@ -43,6 +43,7 @@ class Batch:
 
     def rows(self, index: Tensor) -> Self:
         """Return the rows at these indices, in their order; padding widths stay."""
+        # All tensors of a batch have the rows as their first axis.
         values = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -146,6 +147,7 @@ def merge_annotations(batch: Batch, parts: Iterable[Annotations]) -> AnnotatedBa
     tensors: dict[str, Tensor] = {}
     for part in parts:
         for name, rows_RT in part.tensors.items():
+            # Rows of other ranks are zero until their part comes.
             merged_BT = tensors.setdefault(name, torch.zeros(batch.response_mask_BT.shape))
             merged_BT[part.row_R] = rows_RT
     # No rank computed old log-probs: they are the sampler's.

@@ -75,6 +75,7 @@ def aggregate(
     shapes that differ, or a scale factor that is missing or not positive.
     """
     require_same_shape(loss_BT=loss_BT, mask_BT=mask_BT)
+    # Sums over this micro-batch, divided by counts of the mini-batch.
     if mode == "token-mean":
         return masked_sum(loss_BT, mask_BT) / max(global_tokens, 1)
     if mode == "token-sum":
@@ -179,6 +180,7 @@ def _rows(new_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
     new_BT, old_BT, advantages_BT = (
         torch.where(mask_BT, x, 0.0) for x in (new_BT, old_BT, advantages_BT)
     )
+    # exp of the clamped log-ratio stays finite.
     log_ratio_BT = (new_BT - old_BT).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
     return _Rows(new_BT, log_ratio_BT, log_ratio_BT.exp(), advantages_BT, mask_BT)
 
@@ -191,6 +193,7 @@ def _token_loss(
     chosen_BT: Tensor | None,
     kl_coef: float,
 ) -> _TokenLoss:
+    # Losses without chosen tokens first.
     if kind not in POLICY_LOSSES:
         raise ValueError(f"unknown policy loss {kind!r}, known are {', '.join(POLICY_LOSSES)}")
     if kind == "gspo":
@@ -246,6 +249,7 @@ def _cispo(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
 
     CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
     """
+    # Reported as clipped where the weight differs from the ratio.
     weight_BT = rows.ratio_BT.clamp(1 - clip[0], 1 + clip[1]).detach()
     clip_BT = weight_BT != rows.ratio_BT
     return _TokenLoss(
@@ -322,6 +326,7 @@ def choose_tokens(
         mask_BT=mask_BT,
     )
     rows = _rows(new_logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
+    # `share` of all tokens, by their covariance.
     count = max(1, int(share * int(mask_BT.sum())))
     cov_BT = (rows.new_BT - masked_mean(rows.new_BT, mask_BT)) * (
         rows.advantages_BT - masked_mean(rows.advantages_BT, mask_BT)
@@ -361,6 +366,7 @@ def value_loss(
     require_same_shape(
         values_BT=values_BT, old_values_BT=old_values_BT, returns_BT=returns_BT, mask_BT=mask_BT
     )
+    # Values outside the mask may be NaN.
     new_BT, old_BT, returns_BT = (
         torch.where(mask_BT, x, 0.0) for x in (values_BT, old_values_BT, returns_BT)
     )

@@ -33,6 +33,7 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Average the elements under the mask; 0 where there are none."""
+    # At least 1, so that an empty mask gives 0 and not NaN.
     count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(x, mask, dim) / count.clamp_min(1)
 
@@ -40,6 +41,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_var(x: Tensor, mask: Tensor) -> Tensor:
     """Variance of the elements under the mask, divisor n - 1; 0 for fewer than two."""
     count = mask.sum()
+    # Bessel's correction; torch.var has no mask.
     biased = masked_mean((x - masked_mean(x, mask)) ** 2, mask)
     return torch.where(count > 1, biased * (count / (count - 1).clamp_min(1)), 0.0)
 

@@ -42,6 +42,7 @@ ROLLOUT_FIELDS: dict[str, Callable[..., Any]] = {
     "sample": int, "text": str, "finish_reason": str, "weight_version": int,
     "thought_tokens": int, "seed": int, "carried": int,
 }  # fmt: skip
+# What reading a damaged file can raise.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile)
 
 
@@ -115,6 +116,7 @@ def write_rounds(directory: Path, rounds: Sequence[Round], published: int) -> No
         return
     state = directory / "state"
     state.mkdir(exist_ok=True)
+    # Numbers go into one array file, all other fields into JSON.
     rollouts = [rollout for round_ in rounds for rollout in round_.rollouts]
     ids = [np.asarray(r.token_ids, dtype=np.int64) for r in rollouts]
     logprobs = [np.asarray(r.sampler_logprobs, dtype=np.float32) for r in rollouts]
@@ -193,6 +195,7 @@ def _round_from_dict(saved: Mapping[str, Any], rows: Iterator[Numbers], publishe
         rollouts.append(
             Rollout(prompt=prompt, token_ids=token_ids, sampler_logprobs=logprobs, **fields)
         )
+    # Publishes are stored relative to the checkpoint.
     ago = int(saved["publishes_ago"])
     moved_ago = int(saved.get("moved_ago", ago))
     round_ = Round(prompts, sampling, published - ago, rollouts, published - moved_ago)
@@ -243,6 +246,7 @@ class AheadEngine:
         Sampled now are the first rounds of a run, greedy baselines and validations.
         """
         assert not begun, "what goes on here began here"
+        # A complete round is returned; an unfinished one is finished now, without a limit.
         round_ = self._find(prompts, sampling, ahead=0)
         if round_ is None or not round_.is_complete:
             self._wait()  # one round at a time
@@ -266,6 +270,7 @@ class AheadEngine:
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Begin the next rounds in the background, then annotate this one."""
+        # A round must not be older than `steps` publishes.
         if self._first_version is not None:
             present = self._first_version + self._published
             staleness = present - int(batch.weight_version_B.min())
@@ -313,6 +318,7 @@ class AheadEngine:
         if self._closed:
             return
         self._closed = True
+        # The thread checks the flag after each rollout.
         self._stopping.set()
         thread = self._thread
         if thread is not None:
@@ -343,6 +349,7 @@ class AheadEngine:
 
     def _begin_rounds(self) -> None:
         """Start missing rounds of the next steps in the background; continue unfinished ones."""
+        # Consumed rounds stay until their step is published.
         rounds = [round_ for round_ in self._rounds if round_.consumed]
         moving: list[Round] = []
         for ahead in range(1, self._steps + 1):
@@ -357,6 +364,7 @@ class AheadEngine:
             if not (round_.is_complete or under_way):
                 round_.set_prompts(upcoming[0])
                 moving.append(round_)
+        # One thread at a time: the sampler is not reentrant.
         if moving:
             self._wait()
             self._moving = moving
@@ -382,6 +390,7 @@ class AheadEngine:
         # Rounds only differ in their seed, which each rollout has.
         sampling = replace(rounds[0].sampling, new_tokens=self._partial_tokens)
         drawn: list[Rollout] = []
+        # All rollouts are continuations, also those without tokens.
         rollouts = self._inner.generate((), sampling, begun)
         # All engines return generators: closing one frees the sampler.
         with closing(cast("Generator[Rollout, None, None]", rollouts)):

@@ -82,6 +82,7 @@ Sums = dict[str, tuple[float, float]]
 
 def add_sum(sums: Sums, name: str, total: float, count: float) -> None:
     """Add to a named sum and its count."""
+    # Sum and count are added separately.
     before = sums.get(name, (0.0, 0.0))
     sums[name] = (before[0] + total, before[1] + count)
 

@@ -37,6 +37,7 @@ from ppo_cli.engine.sharding.tensors import gather_copy, gather_tensor, scatter_
 from ppo_cli.engine.training.optimizer import MOMENTS, Optimizer
 from ppo_cli.errors import ModelError, first_line
 
+# The suffix of one of several files: its number, and how many there are.
 NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
 
@@ -122,6 +123,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
 def _find_files(directory: Path, stem: str) -> list[Path]:
     """The file of `stem`, or all of several; raises ModelError when one is missing."""
+    # One unnumbered file, or all of a numbered set.
     alone = directory / file_name(stem, 0, 1)
     if alone.exists():
         return [alone]
@@ -129,6 +131,7 @@ def _find_files(directory: Path, stem: str) -> list[Path]:
     numbered = [match for path in numbered_paths if (match := NUMBERED.search(path.name))]
     if not numbered:
         raise ModelError(f"{_describe_path(alone)} is missing.")
+    # Any of the names says how many files there must be.
     count = int(numbered[0].group(2))
     names = (f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
     paths = [directory / name for name in names]
@@ -171,6 +174,7 @@ class RankShare:
         """Write Hugging Face's index of which tensor is in which file, if there are several."""
         if len(self.writers) == 1 or self.model is None:
             return
+        # Tensor -> file, as it is after the conversion to the file layout.
         places: dict[str, str] = {}
         stored_tensors_list: list[Tensor] = []
         for number, empty in enumerate(self.writers):
@@ -201,6 +205,7 @@ def build_rank_share(
     All ranks pass the same names in the same order. Bytes are balanced over the first
     `writer_count` ranks. Without `copied`, whole CPU tensors are the live ones, not copies.
     """
+    # Which rank writes what; all ranks compute the same.
     owners = assign_owners(tensors, writer_count)
     places = sorted(set(owners.values())) or [0]  # without any tensor there is a file all the same
     writers: list[dict[str, Tensor]] = [{} for _ in places]
@@ -223,6 +228,7 @@ def assign_owners(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]
 
     A layer stays together, because a family's files may split or join its tensors.
     """
+    # Bytes of each layer.
     layers: dict[str, list[str]] = defaultdict(list)
     sizes: dict[str, int] = defaultdict(int)
     for name, tensor in tensors.items():
@@ -257,6 +263,7 @@ def convert_layers(
         yield from to_file_layout(model, dict(layer)).items()
 
 
+# Weight version, budgets and sampler capacities.
 ENGINE_FILE = "engine.json"
 
 
@@ -310,6 +317,7 @@ class Snapshot:
         if self.rank == 0:
             for name, content in self.files.items():
                 write_file(directory / name, content)
+        # Digests of the files are compared before a checkpoint is loaded.
         if written:
             write_rank_digests(directory, self.rank, written)
 
@@ -332,6 +340,7 @@ def describe_full_model(
 def stored_tensors(model: Any) -> dict[str, Tensor]:
     """Return the live tensors that a model's files contain, without a tied output head."""
     seen: set[int] = set()
+    # Private attributes of transformers 5.19: tied weights, and buffers that are never saved.
     left_out = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
     tensors: dict[str, Tensor] = {}
     # During a step `named_parameters` may be gathered ones; the state dict has the shards.
@@ -357,6 +366,7 @@ def model_files(model: Any, tokenizer: Any = None) -> dict[str, bytes]:
         if model.can_generate():
             _save_config(model.generation_config, folder, "generation_config.json")
 
+    # The config names the dtype and class of the weights that are saved.
     what = f"config of {model.name_or_path}"
     files = render_files(write, what)
     return files if tokenizer is None else files | tokenizer_files(tokenizer)
@@ -370,6 +380,7 @@ def _save_config(config: Any, folder: Path, name: str) -> None:
         config.to_json_file(folder / name)
 
 
+# Patterns of files that belong to a tokenizer.
 TOKENIZER_FILES = (
     "*token*", "*vocab*", "merges*", "spiece*", "*.tiktoken", "chat_template*",
     "additional_chat_templates/*",
@@ -420,6 +431,7 @@ def take_snapshot(
     The first `writers` ranks write (all by default): those that see the run folder. The `last`
     snapshot avoids copies, because nothing is trained until it is written.
     """
+    # Weights and moments of each model, and the small files on the first rank.
     shares: list[RankShare] = []
     files = {f"state/{ENGINE_FILE}": json.dumps(state, indent=2).encode()}
     for part in trained:
@@ -466,6 +478,7 @@ def _read_state(directory: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def _load_weights(directory: Path, part: TrainedModel, ranks: Ranks) -> None:
+    # The expected shapes in the layout of the files; if the layouts differ, transformers converts.
     shapes = {name: tuple(tensor.shape) for name, tensor in part.weights.items()}
 
     def read() -> Mapping[str, Tensor] | StoredTensors:
@@ -479,6 +492,7 @@ def _load_weights(directory: Path, part: TrainedModel, ranks: Ranks) -> None:
         model = type(part.model).from_pretrained(directory / part.name, dtype=torch.float32)
         return stored_tensors(model)
 
+    # The first rank reads each tensor just before it is sent.
     stored = run_on_all_ranks(ranks, lambda: read() if ranks.rank == 0 else {})
     for name, target in part.weights.items():
         scatter_from_rank0(target, stored[name] if ranks.rank == 0 else None, ranks)
@@ -490,6 +504,7 @@ def _load_moments(directory: Path, part: TrainedModel, ranks: Ranks) -> None:
     stored = run_on_all_ranks(
         ranks, lambda: _open_moments(directory, part) if ranks.rank == 0 else None
     )
+    # All ranks need the names, only the first one the tensors.
     names: Collection[str] = gather_objects(ranks, [] if stored is None else list(stored))[0]
     names_read: list[str] = []
 

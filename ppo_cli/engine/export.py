@@ -39,6 +39,7 @@ from ppo_cli.errors import ModelError, first_line
 
 FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a separate file
 BASE_FLAG = "--base"
+# Hugging Face's name of the index.
 INDEX = "model.safetensors.index.json"
 # Files that are written again; all others (tokenizer, templates, code) are copied.
 REPLACED_FILES = ("*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, ".*")
@@ -109,6 +110,7 @@ def base_name(source: Path) -> str:
 
 def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
     """Load the base model in float32, as in training, and merge the adapter into it."""
+    # A path that does not exist must not be looked up on the hub.
     local = Path(base).expanduser()
     if not local.is_dir() and (local.is_absolute() or base.startswith((".", "~"))):
         raise ModelError(
@@ -174,6 +176,7 @@ def _cast_weights(source: Path, out: Path, dtype: torch.dtype | None) -> None:
 
 def _write_shards(out: Path, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
     """Write weight files of at most FILE_BYTES with Hugging Face's names, and their index."""
+    # Plan the files without data, then read tensor by tensor.
     sizes = {name: torch.empty_like(read(name), device="meta") for name in names}
     plan = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
     for file, group in plan.filename_to_tensors.items():
@@ -193,6 +196,7 @@ def _write_shards(out: Path, names: Iterable[str], read: Callable[[str], Tensor]
 
 def _describe(out: Path, base: str | None = None) -> WrittenModel:
     """Count parameters and bytes of the weight files."""
+    # Headers are enough: no tensor is read.
     parameters = size = 0
     dtypes: dict[str, int] = {}
     files = sorted(path.name for path in out.glob("*.safetensors"))
@@ -218,6 +222,7 @@ def _write_dtype(config_file: Path, dtype: str) -> None:
         raise ModelError(
             f"The checkpoint is damaged: {config_file} ({first_line(error)})."
         ) from error
+    # The older name of the same field.
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

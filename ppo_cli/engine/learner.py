@@ -57,13 +57,7 @@ from ppo_cli.engine.checkpoint import (
     take_snapshot,
     tokenizer_files,
 )
-from ppo_cli.engine.cpu.bfloat16 import (
-    cast_frozen_layers,
-    cast_frozen_weights,
-    make_master_weights,
-    round_embeddings,
-)
-from ppo_cli.engine.cpu.lean_layers import round_norms, use_lean_layers
+from ppo_cli.engine.cpu.prepare import Preparation
 from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.cpu.runtime import keep_freed_memory, set_threads
 from ppo_cli.engine.device import Compute, expand_segments
@@ -111,11 +105,15 @@ class Learner:
         self._tokenizer = tokenizer
         self._ranks = ranks
         self._compute = Compute.choose(config.model.dtype)
+        self._preparation = Preparation(
+            self._compute.device, self._compute.dtype, ranks.alone, ranks.tensor_size > 1
+        )
         if self._compute.device.type == "cuda" and expands_segments(config):
             expand_segments()
         self.remarks: list[str] = []
         if not set_matmul_library(matmul_library(config.model.float32_matmul)):
             self.remarks.append("oneDNN would round products of float32 here: BLAS computes them.")
+        # State of the run; `load` restores it.
         self.weight_version = 0  # how often `publish` was called in this run
         self._profiler = Profiler(config, profiles, f"rank_{ranks.rank}")
         self._files: dict[str, dict[str, bytes]] = {}  # of checkpoints; they never change
@@ -130,16 +128,19 @@ class Learner:
                 "The hf sampler cannot hold the cache of this model: it computes each response "
                 "again for every token. On a GPU, rollout.name=vllm is faster."
             )
+        # The frozen reference, then both trained models with their optimizers.
         self._reference = self._load_reference()
         self._actor = self._build_actor(total_steps)
         self._critic = self._build_critic(total_steps)
         # Renders the files of checkpoints now: a model that cannot be saved must not be trained.
         run_on_all_ranks(ranks, self._trained)
+        # Annotation runs all models on the same micro-batches.
         self._annotate_budget = build_budget(
             micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu),
             None,
             *self._models(),
         )
+        # Advice for running out of memory depends on the settings.
         for budget in self._budgets().values():
             advice = advise_memory(config, "sequence")
             budget.too_long_advice = f"a single sequence of {{}} tokens. {advice}"
@@ -158,10 +159,12 @@ class Learner:
         from_sampler = batch.sampler_entropy_BT is not None and bool(
             (batch.weight_version_B == self.weight_version).all()
         )
+        # The actor comes first; the sampler's log-probs replace it.
         models = self._models()[from_sampler:]
         if not models:
             return Annotations(torch.zeros(0, dtype=torch.int64), {})
 
+        # Results per micro-batch, put together at the end.
         rows: list[Tensor] = []
         parts: list[Tensor] = []  # of each micro-batch: (names, B, T)
         names: list[str] = []
@@ -198,6 +201,7 @@ class Learner:
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step with the actor, the critic or both."""
         sums: Sums = {}
+        # Both models take the same mini-batch, one after the other.
         advice = advise_memory(self._config, "step")
         if minibatch.actor:
             with self.phase("update actor"), explain_step_errors("actor", self._ranks, advice):
@@ -284,6 +288,7 @@ class Learner:
 
         Config and tokenizer files are rendered once, on the rank that writes them.
         """
+        # An adapter is saved alone, with its config.
         learner = self._learners()[name]
         model = learner.model.model
         lora = settings.lora_rank > 0
@@ -317,6 +322,7 @@ class Learner:
         c, model = self._config, self.policy.model
         if publishes_adapter(c):
             return ((name, gather(tensor)) for name, tensor in adapter_tensors(model))
+        # vLLM loads checkpoint tensors, the hf sampler the model's parameters.
         as_files = sampler_name(c) == "vllm"
         live = stored_tensors(model) if as_files else dict(model.named_parameters())
         tensors = merged_tensors(model, gather, exact, live=live)
@@ -364,6 +370,7 @@ class Learner:
         micro_batch = build_micro_batch(
             batch, rows, compute.device, packed=budget.packed, shared=budget.shared
         )
+        # The full KL needs actor and reference in the same pass.
         full = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
         annotations: dict[str, Tensor] = {}
         if not from_sampler:
@@ -413,34 +420,25 @@ class Learner:
 
         def prepare(loaded: Loaded) -> Loaded:
             loaded = adapted(loaded, adapter)
-            if self._compute.device.type == "cpu" and self._ranks.tensor_size == 1:
-                use_lean_layers(loaded.model)
-            compute = self._compute
-            alone, on_cpu = self._ranks.alone, compute.device.type == "cpu"
-            if trained:
-                spreads = spreads_weights(self._config, compute.device.type)
-                seed = self._config.trainer.seed
-                make_master_weights(loaded.model, compute.dtype, seed, spreads, not alone)
-            else:
-                loaded.model.requires_grad_(False)
-            if compute.dtype == torch.float32:
-                return loaded
-            if alone:
-                round_embeddings(loaded.model, compute.dtype, untied=not on_cpu)
-            if not (alone and on_cpu):  # there `cast_frozen_layers` packs a reference
-                # An actor that trains its experts computes them in float32, and is compared.
-                cast_frozen_weights(loaded.model, compute.dtype, norms=not alone, experts=trained)
+            self._preparation.prepare_weights(
+                loaded.model,
+                trained=trained,
+                spreads=spreads_weights(self._config, self._compute.device.type),
+                seed=self._config.trainer.seed,
+            )
             return loaded
 
         # The sampler is part of the trial for the policy's path, so that a reference of the same
         # model gets the same verdict.
         sampled = load is load_policy and path == model_folder(settings.path)
+        # 1. The trial decides on attention kernel and packing.
         verdict, remarks = choose_run_mode(
             path, self._config, self._ranks, critic=load is load_value_model,
             checkpointing=checkpointing,
             sampler=HFSampler if sampled and sampler_name(self._config) == "hf" else None,
         )  # fmt: skip
         self.remarks += [remark for remark in remarks if remark not in self.remarks]
+        # 2. Load, prepare and shard.
         loaded: Loaded = load_sharded(
             load,
             path,
@@ -454,8 +452,8 @@ class Learner:
             attn_implementation=verdict.mode.kernel,
         )
         require_length(loaded.model.config.to_dict(), path, self._config.data)
-        if self._is_rounded_on_cpu():
-            round_norms(loaded.model, partial(self._probe_states, loaded))
+        self._preparation.prepare_norms(loaded.model, partial(self._probe_states, loaded))
+        # 3. Packed rows, after comparing the device's kernel.
         if not verdict.mode.packed:
             return loaded
         packed = enable_packing(
@@ -479,11 +477,6 @@ class Learner:
                 f"and the model {path} only {size}: they do not belong together."
             )
 
-    def _is_rounded_on_cpu(self) -> bool:
-        """Whether this is a single process on the CPU with products below float32 precision."""
-        compute = self._compute
-        return self._ranks.alone and compute.device.type == "cpu" and compute.dtype != torch.float32
-
     def _probe_states(self, loaded: Policy | ValueModel) -> Tensor:
         """Return the last hidden states of a few tokens under autocast."""
         with self._compute.autocast():
@@ -500,8 +493,7 @@ class Learner:
         flag = "ref.path" if c.ref.path else "--model"
         reference = self._load_policy(reference_path, sharding, trained=False, flag=flag)
         self._require_vocabulary(reference, reference_path)
-        if self._is_rounded_on_cpu():
-            cast_frozen_layers(reference.model, self._compute.dtype)
+        self._preparation.prepare_reference(reference.model)
         return reference
 
     def _build_actor(self, total_steps: int) -> ActorLearner:
@@ -563,6 +555,7 @@ class LocalEngine:
         profiles: Path | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
+        # Before any tensor is computed: results depend on the number of threads.
         set_threads(config.trainer.threads)
         config = fill_dtype(config)
         self._learner = Learner(config, tokenizer, total_steps=total_steps, profiles=profiles)
@@ -578,6 +571,7 @@ class LocalEngine:
         self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
     ) -> Iterator[Rollout]:
         """Yield rollouts as they finish."""
+        # Offloaded weights stay on the device while responses are drawn.
         awake = self._learner.policy.awake()
         # Greedy responses (validations, baselines) are not part of a training step's profile.
         phase = self._learner.phase("rollout") if sampling.temperature else nullcontext()

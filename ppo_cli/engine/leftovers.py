@@ -25,6 +25,7 @@ def create_folder(kind: str) -> Path:
     Removes the folders of dead processes first.
     """
     remove_stale_folders()
+    # mkdtemp makes it readable for this user only.
     folder = Path(tempfile.mkdtemp(prefix=f"ppo-{kind}-", dir=_place()))
     claim_folder(folder)
     return folder
@@ -37,6 +38,7 @@ def list_rendezvous_files(folder: Path) -> list[str]:
 
 def remove(folder: Path, met_at: Iterable[str]) -> None:
     """Remove a folder, and the shared memory of the processes that met in it."""
+    # vLLM's processes cannot remove shared memory after they were killed.
     for name in met_at:
         for path in SHARED_MEMORY.glob(f"{name}-*"):
             with suppress(OSError):

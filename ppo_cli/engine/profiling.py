@@ -58,7 +58,7 @@ class Profiler:
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        # Work queued on the device belongs to the step, so the clock is read after it.
+        # The clock is read after `synchronize`: work queued on the device belongs to the step.
         step_seconds = time.perf_counter() - self._started
         recorded, self._open = self._open, None
         recorded.__exit__(None, None, None)

@@ -54,6 +54,7 @@ class Ranks:
 
         Raises OutOfMemoryElsewhere if another rank has failed, and not this one.
         """
+        # A single process, or tensor parallelism.
         if self.flags is None:
             return
         started = time.perf_counter()
@@ -108,6 +109,7 @@ def join_ranks(
     `shard_size` ranks hold the pieces of one model; -1 is all that tensor parallelism leaves.
     Raises ValueError when the sizes do not divide.
     """
+    # The mesh: replicas x shards x tensor-parallel neighbours.
     data_size, rest = divmod(size, tensor_size)
     shards = data_size if shard_size == -1 else shard_size
     if rest or data_size % shards:
@@ -234,6 +236,7 @@ def run_on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
     sent = own_error
     if own_error is not None and not is_picklable(own_error):
         sent = RuntimeError(f"{type(own_error).__name__}: {own_error}")
+    # Every rank learns all errors and raises the same one.
     errors = gather_objects(ranks, sent)
     for rank, rank_error in enumerate(errors):
         if rank_error is not None:

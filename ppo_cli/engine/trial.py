@@ -66,6 +66,7 @@ LIMIT = 1e-3
 FAINT = 1e-3
 
 
+# The difference that is reported when transformers lacks a kernel.
 NO_KERNEL = "transformers has no {} attention for this family"
 
 
@@ -121,12 +122,14 @@ def run_trial(config: PreTrainedConfig, conditions: TrialConditions) -> Verdict:
     Raises ModelError for a model that the hf sampler cannot cache.
     """
     try:
+        # A family whose sizes cannot be shrunk runs in the safest mode.
         small, oracle = _build_oracle(config, conditions)
     except Exception as error:  # a family's own code may raise anything at sizes that do not fit
         if is_out_of_memory(error):
             raise
         mode = RunMode(conditions.kernel or "eager", conditions.packing is True)
         return Verdict(mode, untried=first_line(error))
+    # The first mode without differences wins; otherwise the last one is reported.
     rejected: dict[str, str] = {}
     for mode in (modes := _list_ways(conditions)):
         differences = try_mode(small, oracle, mode, conditions)
@@ -140,6 +143,7 @@ def run_trial(config: PreTrainedConfig, conditions: TrialConditions) -> Verdict:
 
 def _list_ways(conditions: TrialConditions) -> list[RunMode]:
     """Return the modes to try; modes against a setting come last, to show what is wrong with it."""
+    # A set kernel comes first; eager attention always works.
     kernels = dict.fromkeys([conditions.kernel or "sdpa", "eager"])
     layouts = [False] if conditions.packing is False else [True, False]
     modes = [RunMode(kernel, packed) for kernel in kernels for packed in layouts]
@@ -153,6 +157,7 @@ def _build_oracle(
     config: PreTrainedConfig, conditions: TrialConditions
 ) -> tuple[PreTrainedConfig, Policy | ValueModel]:
     """Return a small config and its model with eager attention; raises an error if none works."""
+    # First with narrow layers, then with the family's own widths.
     errors: list[Exception] = []
     for narrow in (True, False):
         try:
@@ -216,6 +221,7 @@ def try_mode(
         if "does not support" in str(error):
             return {"model": NO_KERNEL.format(mode.kernel)}
         return {"model": f"it cannot be built ({first_line(error)})"}
+    # The same weights, prepared as in a run.
     loaded.model.load_state_dict(oracle.model.state_dict())
     if conditions.lean:
         use_lean_layers(loaded.model)
@@ -260,6 +266,7 @@ def compute_alone(oracle: Policy | ValueModel, batch: Batch) -> Numbers:
             outputs_T = oracle.values_BL(ids_1L)[0, at]
         else:
             logits_TV = oracle.model(input_ids=ids_1L, use_cache=False).logits[0, at].float()
+            # Log-probs of the response tokens from the full logits.
             targets_T1 = ids_1L[0, prompt:, None]
             outputs_T = logits_TV.log_softmax(-1).gather(-1, targets_T1)[:, 0]
         rows.append(pad(outputs_T, (0, batch.response_mask_BT.shape[1] - response)))
@@ -285,6 +292,7 @@ def _compute_outputs(loaded: Policy | ValueModel, batch: Batch) -> Tensor:
 
 def _differentiate(loaded: Policy | ValueModel, outputs_BT: Tensor) -> Numbers:
     """Return the outputs, and the gradients of their sum with random weights."""
+    # Random weights, so that errors of different tokens cannot cancel.
     weights_BT = torch.randn(outputs_BT.shape, generator=torch.Generator().manual_seed(0))
     loaded.model.zero_grad()
     (outputs_BT * weights_BT.to(outputs_BT)).sum().backward()
@@ -339,6 +347,7 @@ def _compare_gradients(
 # The bundled model needs no trial with the versions that its test has tried.
 BUNDLED_VERDICT = Verdict(RunMode("sdpa", packed=True))
 BUNDLED_VERSIONS = ("5.19.0", "2.13.0")  # of transformers and torch
+# Part of the trial -> advice when it differs.
 ADVICE = {
     "sampler": "Sample with vLLM (rollout.name=vllm), or choose another model.",
     "model": "Choose another model.",
@@ -364,6 +373,7 @@ def choose_run_mode(
     """
     flag = CRITIC_FLAG if critic else "--model"
     model, device = config.model, Compute.choose(config.model.dtype).device.type
+    # All settings that the verdict depends on.
     conditions = TrialConditions(
         kernel=model.attn_implementation,
         packing=model.packing,
@@ -460,6 +470,7 @@ def _verdict_file(config: PreTrainedConfig, conditions: TrialConditions) -> Path
     """Return the verdict's file, named by a digest of all inputs and of the engine's code."""
     if (folder := cache_folder()) is None:
         return None
+    # The path of the model is not part of its identity.
     digest = hashlib.sha256(_digest_code())
     text = re.sub(r'"_name_or_path": "[^"]*"', "", config.to_json_string(use_diff=False))
     parts = (text, asdict(conditions), torch.__version__,

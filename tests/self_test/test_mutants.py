@@ -52,12 +52,10 @@ def see_the_future(patch: Patch) -> None:
     forward = attention.sdpa_attention_forward
     patch.setattr(attention, "sdpa_attention_forward", partial(forward, is_causal=False))
 
-    def probabilities(
-        self: RowSpan, query_kqd: torch.Tensor, key_kmd: torch.Tensor
-    ) -> torch.Tensor:
-        return (query_kqd @ key_kmd.mT).softmax(-1)
+    def scores(self: RowSpan, query_kqd: torch.Tensor, key_kmd: torch.Tensor) -> torch.Tensor:
+        return query_kqd @ key_kmd.mT
 
-    patch.setattr(RowSpan, "probabilities", probabilities)
+    patch.setattr(RowSpan, "scores", scores)
 
 
 def drop_the_scale(patch: Patch) -> None:

@@ -103,6 +103,7 @@ def plan_micro_batches(
     """
     if not lengths:
         return []
+    # Longest first, so that a group's first row gives its width.
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     tokens = budget.tokens
     groups = _fill(order, lengths, tokens, budget)
@@ -157,6 +158,7 @@ def _plan_all_ranks(
     row_lengths: Sequence[int], budget: Budget, ranks: Ranks, prompts: Sequence[Hashable]
 ) -> list[list[int]]:
     """Return the micro-batches of all ranks, largest first; each turn has one per rank."""
+    # Rows of a shared prompt are planned as one unit.
     units = [[row] for row in range(len(row_lengths))]
     if budget.shared:
         units = _group_by_prompt(row_lengths, prompts, budget.tokens, ranks.data_size)
@@ -194,6 +196,7 @@ def _fill(
     order: Sequence[int], lengths: Sequence[int], tokens: int, budget: Budget
 ) -> list[list[int]]:
     groups: list[list[int]] = []
+    # Greedy: rows come in decreasing length.
     real = 0  # tokens of the last group
     for index in order:
         real += lengths[index]
@@ -316,6 +319,7 @@ def run_within_memory(
             _stand_in(models, work, last, ranks, budget)
             ranks.exchange_failures(failed=True)
             _start_over(models, restart)
+        # All ranks compute the same halving.
         tokens = sum(lengths[i] for i in heaviest)
         budget.halve(max(lengths), most_rows, tokens, gathering=gathering)
 

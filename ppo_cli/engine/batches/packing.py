@@ -67,6 +67,7 @@ def enable_packing(
 
 def build_budget(tokens: int, rows: int | None, *models: Policy | ValueModel) -> Budget:
     """Return the micro-batch budget that these models share; packed if all of them are."""
+    # All models of a micro-batch take the same rows.
     kinds = [model.packing for model in models]
     if Packing.MASKED in kinds:
         tokens = min(tokens, MASKED_TOKENS)
@@ -127,6 +128,7 @@ def compare_gradients(heads: int, keys: int, size: int, compute: Compute) -> str
         split = zip(*(s.split(TRIED, dim=2) for s in states), strict=True)
         alone = [sdpa_attention_forward(module, *row, None)[0] for row in split]
         weight = torch.randn(together_1Lhd.shape, generator=generator).to(together_1Lhd)
+        # Gradients of queries, keys and values for both.
         packed_grads, single_grads = (
             torch.autograd.grad((out * weight).sum(), states)
             for out in (together_1Lhd, torch.cat(alone, dim=1))

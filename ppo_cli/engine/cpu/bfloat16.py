@@ -41,6 +41,7 @@ def make_master_weights(
     output head is spread: its lookups must be rounded (`round_embeddings`). Ranks that share a
     model (`sharded`) round all weights; a single process rounds those that autocast casts.
     """
+    # Which weights products round.
     multiplied = _multiplied(model, everything=sharded)
     noise = torch.randint(
         1 - HALF_GAP, HALF_GAP, (BLOCK,), dtype=torch.int32,
@@ -63,6 +64,7 @@ def spread_weights(weights: Tensor, noise_N: Tensor) -> None:
     Zeros stay zero. `noise_N` repeats over the contiguous weights; its absolute values are below
     HALF_GAP, so that each weight still rounds to its old value.
     """
+    # Work on the bits: bfloat16 has the upper 16 of float32.
     blocks = weights.view(torch.int32).view(-1).split(len(noise_N))
     if not any((bits & (2 * HALF_GAP - 1)).any() for bits in blocks):
         for bits in blocks:
@@ -104,6 +106,7 @@ def _look_up(module: nn.Embedding, dtype: torch.dtype, ids_X: Tensor) -> Tensor:
 
     Some families scale or normalise the looked-up rows: rounding comes before that.
     """
+    # Look the rows up in float32, and round only these.
     rows_NH = nn.functional.embedding(ids_X.flatten(), module.weight, module.padding_idx)
     table: Any = copy.copy(module)
     table.__dict__.pop("forward", None)
@@ -157,6 +160,7 @@ def cast_layers(model: nn.Module, dtype: torch.dtype) -> list[CastLayer]:
     A tied output head is cast; the embedding itself stays in float32.
     """
     layers = []
+    # Packing pays off only with bfloat16 instructions.
     packs = has_fast_bfloat16() and dtype == torch.bfloat16
     for module in model.modules():
         if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
@@ -205,6 +209,7 @@ def cast_frozen_weights(
     Kernels of experts are not covered by autocast: their weights stay in float32 unless `experts`
     is set, and also when an adapter is added to them.
     """
+    # Parameters that some module uses without casting.
     excluded: set[int] = set()
     for module in model.modules():
         if norms or _is_product(module):

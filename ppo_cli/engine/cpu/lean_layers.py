@@ -30,6 +30,7 @@ class RootMeanSquare(torch.autograd.Function):
     ) -> Tensor:
         """Return normalised states; keeps the input and one number per token."""
         scale_X1 = torch.rsqrt(states_XH.pow(2).mean(-1, keepdim=True) + eps)
+        # The input and one number per token.
         ctx.save_for_backward(states_XH, weight_H, scale_X1)
         return (states_XH * scale_X1).mul_(weight_H).to(dtype)
 
@@ -41,6 +42,7 @@ class RootMeanSquare(torch.autograd.Function):
         scale * mean(w grad), the gradient of the mean, which is added back here.
         """
         states_XH, weight_H, scale_X1 = ctx.saved_tensors
+        # An ATen kernel without a public Python name, tried with torch 2.13.
         grad_XH = grad_XH.float().contiguous()
         size = len(weight_H)
         found_XH, of_weight_H, _ = torch.ops.aten.native_layer_norm_backward(
@@ -63,6 +65,7 @@ class GatedUnit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_X: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of gate and up."""
+        # `silu_backward` is ATen's, without a public Python name (torch 2.13).
         gate_X, up_X = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad_X * up_X, gate_X), silu(gate_X).mul_(grad_X)
 
@@ -74,8 +77,10 @@ def use_lean_layers(model: nn.Module) -> None:
     gated norm, stay as they are.
     """
     for module in model.modules():
+        # Modules with a replaced forward pass, or with further inputs, stay as they are.
         if "forward" in module.__dict__ or len(signature(type(module).forward).parameters) != 2:
             continue
+        # Each kind is recognised by its results, not by its class name.
         for lean_forward, is_same in ((_normalise, _is_norm), (_gate, _is_unit)):
             if is_same(module):
                 module.forward = partial(lean_forward, module)
@@ -109,6 +114,7 @@ def _normalise(module: Any, states_XH: Tensor, *, rounds: bool = False) -> Tenso
     dtype = torch.float32
     if rounds and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
+    # Without gradients there is nothing to keep: the module's own pass runs.
     if torch.is_grad_enabled() and states_XH.dtype == module.weight.dtype == torch.float32:
         eps = module.variance_epsilon
         normalised: Tensor = RootMeanSquare.apply(states_XH, module.weight, eps, dtype)  # type: ignore[no-untyped-call]

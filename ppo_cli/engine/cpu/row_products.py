@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 STEP = 32  # lengths are rounded up to multiples: oneDNN writes code for each shape that it meets
 
@@ -28,6 +28,7 @@ def attend_last_token(
 
     transformers would copy the keys for each of these heads.
     """
+    # (R, h, 1, d) -> (R, k, q, d): query heads become tokens of their key's head.
     query_Rkqd = query_Rh1d.unflatten(1, (key_RkCd.shape[1], -1)).squeeze(3)
     out_Rkqd = scaled_dot_product_attention(
         query_Rkqd, key_RkCd, value_RkCd, mask_R11C,
@@ -56,6 +57,7 @@ class RowSpan:
         def widened(start: int, length: int) -> slice:
             return slice(start, min(start + -(-length // STEP) * STEP, ends[-1]))
 
+        # Slices of the row itself, and of the prefix that it shares.
         start, first = ends[at], ends[lead]
         return cls(
             slice(start, ends[at + 1]), widened(start, ends[at + 1] - start),
@@ -76,8 +78,9 @@ class RowSpan:
         total_kLd[:, self.lead] += part_kmd[:, :shared]
         total_kLd[:, self.own_tokens] += part_kmd[:, leads : leads + own_length]
 
-    def probabilities(self, query_kqd: Tensor, key_kmd: Tensor) -> Tensor:
-        """Return softmax(q k^T), causal, with the tokens of the padding masked."""
+    def scores(self, query_kqd: Tensor, key_kmd: Tensor) -> Tensor:
+        """Return q k^T, with -inf for later tokens and for padding."""
+        # A causal mask, with the unused tokens of the shared prefix masked too.
         count = self.wide.stop - self.wide.start
         mask_nm = query_kqd.new_full((count, count), -torch.inf).triu_(1)
         leads = key_kmd.shape[1] - count
@@ -86,7 +89,7 @@ class RowSpan:
             blind_l[self.lead.stop - self.lead.start :] = -torch.inf
             mask_nm = torch.cat((blind_l.expand(count, leads), mask_nm), dim=1)
         mask_qm = mask_nm.repeat(query_kqd.shape[1] // count, 1)
-        return torch.baddbmm(mask_qm, query_kqd, key_kmd.mT).softmax(-1)
+        return torch.baddbmm(mask_qm, query_kqd, key_kmd.mT)
 
 
 class RowAttention(torch.autograd.Function):
@@ -101,16 +104,18 @@ class RowAttention(torch.autograd.Function):
         ctx: Any, query_hLd: Tensor, key_kLd: Tensor, value_kLd: Tensor, spans: Sequence[RowSpan]
     ) -> Tensor:
         """Return the attended values: (tokens, heads, size of a value)."""
+        # Inputs only; `spans` are Python objects.
         ctx.save_for_backward(query_hLd, key_kLd, value_kLd)
         ctx.spans = spans
         heads, tokens, _ = query_hLd.shape
         out_Lhd = query_hLd.new_empty((tokens, heads, value_kLd.shape[-1]))
+        # Row by row; outputs of padded queries are dropped.
         for span in spans:
             query_kqd = _by_key(query_hLd[:, span.wide], len(key_kLd))
-            p_kqm = span.probabilities(query_kqd, span.select(key_kLd))
-            found_hnd = (p_kqm @ span.select(value_kLd)).unflatten(1, (heads // len(key_kLd), -1))
+            p_kqm = span.scores(query_kqd, span.select(key_kLd)).softmax(-1)
+            out_hnd = (p_kqm @ span.select(value_kLd)).unflatten(1, (heads // len(key_kLd), -1))
             own_length = span.own_tokens.stop - span.own_tokens.start
-            out_Lhd[span.own_tokens] = found_hnd.flatten(0, 1)[:, :own_length].transpose(0, 1)
+            out_Lhd[span.own_tokens] = out_hnd.flatten(0, 1)[:, :own_length].transpose(0, 1)
         return out_Lhd
 
     @staticmethod
@@ -120,17 +125,22 @@ class RowAttention(torch.autograd.Function):
         keys = len(key_kLd)
         repeats = len(query_hLd) // keys
         grads = (torch.empty_like(query_hLd), *map(torch.zeros_like, (key_kLd, value_kLd)))
+        # Recompute the probabilities, then the gradients of v, scores, q and k.
         for span in ctx.spans:
             own_length = span.own_tokens.stop - span.own_tokens.start
             query_kqd = _by_key(query_hLd[:, span.wide], keys)
-            grad_kqd = _by_key(grad_Lhd[span.wide].transpose(0, 1), keys)
+            # Queries beyond the row belong to other rows: their gradients are zero here.
+            padding = span.wide.stop - span.own_tokens.stop
+            grad_nhd = pad(grad_Lhd[span.own_tokens], (0, 0, 0, 0, 0, padding))
+            grad_kqd = _by_key(grad_nhd.transpose(0, 1), keys)
             key_kmd, value_kmd = span.select(key_kLd), span.select(value_kLd)
-            p_kqm = span.probabilities(query_kqd, key_kmd)
-            p_kqm.unflatten(1, (repeats, -1))[:, :, own_length:] = 0.0
-            span.add(grads[2], p_kqm.mT @ grad_kqd)
-            ds_kqm = torch._softmax_backward_data(grad_kqd @ value_kmd.mT, p_kqm, -1, p_kqm.dtype)
-            found_hnd = (ds_kqm @ key_kmd).unflatten(1, (repeats, -1)).flatten(0, 1)
-            grads[0][:, span.own_tokens] = found_hnd[:, :own_length]
+            scores_kqm = span.scores(query_kqd, key_kmd).requires_grad_()
+            with torch.enable_grad():
+                p_kqm = scores_kqm.softmax(-1)
+            span.add(grads[2], p_kqm.detach().mT @ grad_kqd)
+            (ds_kqm,) = torch.autograd.grad(p_kqm, scores_kqm, grad_kqd @ value_kmd.mT)
+            out_hnd = (ds_kqm @ key_kmd).unflatten(1, (repeats, -1)).flatten(0, 1)
+            grads[0][:, span.own_tokens] = out_hnd[:, :own_length]
             span.add(grads[1], ds_kqm.mT @ query_kqd)
         return *grads, None
 

@@ -90,6 +90,7 @@ def load_weights(
     shapes = {name: shapes for name, *shapes in info["mismatched_keys"]}
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
     new = missing | unexpected | (shapes.keys() if replace_heads else set())
+    # Heads that the files lack start with new weights.
     fresh = {name for name in new if name.partition(".")[0] in heads}
     # Older files contain buffers that the class now computes.
     computed = {name for name, _ in model.named_buffers()}
@@ -167,6 +168,7 @@ def _naming_errors(path: str, what: str, flag: str) -> Iterator[None]:
 
 
 def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
+    # Specific causes first, then what is wrong with the files.
     if text := foreign_code(path, error) or _known_limit(path, what, flag, error):
         return text
     local = Path(path).expanduser()
@@ -198,6 +200,7 @@ def _known_limit(path: str, what: str, flag: str, error: Exception) -> str:
             f"{path} is a {kind} model, of which transformers has no {what}: name another with "
             f"{flag}."
         )
+    # transformers' text does not name the file.
     frames = (frame for frame, _ in walk_tb(error.__traceback__))
     if any(frame.f_code.co_filename.endswith(GENERATION_CODE) for frame in frames):
         return (

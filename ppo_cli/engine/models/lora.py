@@ -67,6 +67,7 @@ def write_adapter(folder: Path, lora: LoRA, tensors: Mapping[str, Tensor]) -> No
     """Write an adapter's tensors and config into a new folder, in PEFT's format."""
     folder.mkdir()
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors")
+    # vLLM matches target modules by their last name.
     owners = {name.partition(".lora_")[0] for name in tensors}
     settings = {
         "peft_type": "LORA",
@@ -121,6 +122,7 @@ def _stack_of(
     return next(leaf for leaf in leaves if set(stacks[leaf].shape[1:]) == set(sizes))
 
 
+# PEFT's names of files, adapters and tensors.
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
@@ -160,6 +162,7 @@ def adapt(
         return None
 
     def inject(model: Any) -> Any:
+        # Targets are chosen by us, exactly, and passed to PEFT.
         peft = _import_peft()
         if settings.quantization is not None:
             _hold_in_4_bits(model)
@@ -222,6 +225,7 @@ def adapter_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 @torch.no_grad()
 def load_adapter(model: Any, tensors: Mapping[str, Tensor]) -> None:
     """Copy an adapter's tensors into a model prepared by `adapt`; ModelError if they do not fit."""
+    # Names first, then shapes.
     live = dict(adapter_tensors(model))
     if live.keys() != tensors.keys():
         odd = sorted(live.keys() ^ tensors.keys())
@@ -272,6 +276,7 @@ def merged_tensors(
 
 def write_adapter_config(directory: Path, model: Any, base: str) -> None:
     """Write `adapter_config.json`; `base` is the user's model path or hub name."""
+    # The copy gets what only matters in a file.
     saved = copy.copy(model.peft_config[ADAPTER])
     local = Path(base).expanduser()
     saved.base_model_name_or_path = str(local.resolve()) if local.is_dir() else base
@@ -348,6 +353,7 @@ def _base_name(name: str) -> str:
 
 def _merge(layer: Any, tensor: Tensor, full: Callable[[Tensor], Tensor]) -> Tensor:
     """Return W + scale * B @ A in float32; with stacked experts, one product per expert."""
+    # A and B of all experts are two matrices in PEFT's files.
     weight = full(tensor)
     a, b = (full(part[ADAPTER].weight).float() for part in (layer.lora_A, layer.lora_B))
     if weight.dim() == 3:
@@ -388,6 +394,7 @@ def _choose_targets(model: Any, setting: str | Sequence[str], key: str) -> _Targ
 
     A single string can be a name or a pattern; PEFT itself would take every string as a pattern.
     """
+    # All layers that LoRA could adapt, by name.
     linear, parameters = _adaptable_modules(model), _parameters_by_name(model)
     renames = peft_renames(model.config)
     if isinstance(setting, str) and setting.lower() == ALL_LINEAR:
@@ -435,6 +442,7 @@ def _as_peft(
     chosen_names: Iterable[str], key: str,
 ) -> _Targets:  # fmt: skip
     """Return exact targets: in some families PEFT would extend names to more layers."""
+    # Names of gate and up projections that one parameter holds.
     names = set(chosen_names)
     halves: dict[str, list[str]] = {}
     for name, parameter in parameters.items():
@@ -556,6 +564,7 @@ def _adaptable_modules(model: Any) -> dict[str, nn.Module]:
 
 def _returns_states(module: nn.Module) -> bool:
     """Whether a linear module returns a single tensor, to which an adapter can add."""
+    # Custom linear layers are tried on zeros.
     kind = type(module)
     if kind.forward is nn.Linear.forward or kind.__module__.startswith("bitsandbytes"):
         return True

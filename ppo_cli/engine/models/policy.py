@@ -24,7 +24,9 @@ from ppo_cli.engine.models.attention import PackedRows, Packing
 from ppo_cli.engine.models.loading import load_config, load_part, load_weights
 from ppo_cli.errors import ModelError
 
+# Work on a model: tensors in, tensors out, so that FSDP2 can attach hooks to them.
 Work = Callable[..., tuple[Tensor, ...]]
+# Injects an adapter into a model.
 Adapt = Callable[[Any], Any]
 
 
@@ -72,6 +74,7 @@ class _SplitModel:
 
         With `packed` there is a single row, the concatenation of the packed ones.
         """
+        # Boundaries go in as arguments of the backbone.
         packing = {} if packed is None else packed.arguments(self.packing)
         out = self.backbone(input_ids=input_ids_BL, use_cache=False, **packing)
         hidden: Tensor = out.last_hidden_state
@@ -123,6 +126,7 @@ class ValueModel(_SplitModel):
     def values_BL(self, input_ids_BL: Tensor, packed: PackedRows | None = None) -> Tensor:
         """Return the values at each position, in float32."""
         hidden_BLH = self.hidden_BLH(input_ids_BL, packed)
+        # The value head stays in float32 under autocast.
         with torch.autocast(input_ids_BL.device.type, enabled=False):
             values_N1: Tensor = self.head(hidden_BLH.float().flatten(0, 1))
         return values_N1.view(input_ids_BL.shape)
@@ -176,6 +180,7 @@ def load_policy(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
+    # An empty model has no numbers to check.
     policy = split_model(model)
     if not empty:
         _require_finite(policy, path)
@@ -189,6 +194,7 @@ def adapted(loaded: Adapted, adapt: Adapt | None) -> Adapted:
     model = adapt(loaded.model)
     if isinstance(loaded, ValueModel):
         return replace(loaded, model=model)
+    # The head may be a module that the adapter replaced.
     return replace(split_model(loaded.model), model=model)
 
 
@@ -205,6 +211,7 @@ def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 def split_model(model: Any) -> Policy:
     """Split a causal LM into backbone and head."""
     name = backbone_name(model)
+    # A hook works for the bare layer and for the model's own forward pass.
     if (layer := model.get_output_embeddings()) is not None:
         layer.register_forward_pre_hook(_make_contiguous)
     return Policy(model=model, backbone=getattr(model, name), head=_choose_head(model, name))
@@ -256,6 +263,7 @@ class OwnHead:
     """
 
     def __init__(self, model: Any, backbone: str) -> None:
+        # A shallow copy shares all modules but the backbone.
         self._model = copy.copy(model)
         through = _PassThrough(getattr(model, backbone))
         self._model.__dict__["_modules"] = {**model._modules, backbone: through}
@@ -274,6 +282,7 @@ def _choose_head(model: Any, backbone: str) -> Callable[[Tensor], Tensor]:
     The layer's computation is replaced for the comparison, so that a model without weights gives
     the same choice.
     """
+    # Compare the model's own logits with those of the bare layer.
     layer, own_head = model.get_output_embeddings(), OwnHead(model, backbone)
     if layer is None:
         return own_head
@@ -301,6 +310,7 @@ def _choose_head(model: Any, backbone: str) -> Callable[[Tensor], Tensor]:
 @torch.no_grad()
 def _require_finite(policy: Policy, path: str) -> None:
     """Raise ModelError with the damaged tensors if a few tokens give logits that are not finite."""
+    # A few tokens are enough: damaged weights spread to all logits.
     ids = torch.arange(1, 7)[None, :] % policy.model.get_input_embeddings().weight.shape[0]
     if policy.head(policy.hidden_BLH(ids)).isfinite().all():
         return

@@ -173,6 +173,7 @@ class HFSampler:
         )
         self._options = {"output_router_logits": False} if outputs_router_logits else {}
         self._with_entropies = with_entropies
+        # Rows are administered in numpy on the host.
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
         self._pad_id = pad_token_id
         self._weight_version = 0
@@ -213,6 +214,7 @@ class HFSampler:
         if weights.adapter:
             load_adapter(self._model, weights.tensors)
             return False
+        # Weights in the same dtype on the same device are used in place.
         parameters = dict(self._model.named_parameters())
         if parameters.keys() != weights.tensors.keys():
             odd = sorted(parameters.keys() ^ weights.tensors.keys())
@@ -244,6 +246,7 @@ class HFSampler:
         self, begun: Sequence[Rollout], sampling: Sampling, weight_version: int
     ) -> Iterator[Rollout]:
         self._weight_version = weight_version
+        # Weights of linear layers are cast once for the whole call.
         waiting = _list_jobs(begun)
         running: RunningRows | None = None
         cast = [] if self._dtype == torch.float32 else cast_layers(self._model, self._dtype)
@@ -297,17 +300,20 @@ class HFSampler:
         rows = Rows.begin(jobs, sampling)
         prompt_index, prompts = _distinct_prompts(jobs)
         cache, starts_P, logits_PV = self._prefill(prompts)
+        # Responses to one prompt share its logits for the first token.
         index_R = send(torch.tensor(prompt_index), self._model.device)
         done = self._record(rows, logits_PV[index_R], sampling)
         alive = np.flatnonzero(rows.alive_R)
         if not len(alive):
             return running, done
         index_R = index_R[send(torch.from_numpy(alive), index_R.device)]
+        # Rows that ended with their first token never enter the cache.
         rows, width, starts_R = rows.select(alive), max(map(len, prompts)), starts_P[index_R]
         if running is None:
             if cache is not None and (len(index_R) != len(prompts) or len(alive) != len(jobs)):
                 cache.batch_select_indices(index_R)
             return RunningRows(rows, cache, width, starts_R), done
+        # Right-align the new rows with the running ones.
         if running.cache is not None and cache is not None:
             running.cache.append_rows(cache, index_R)
         starts_R = torch.cat([running.starts_R, starts_R + running.width - width])
@@ -321,6 +327,7 @@ class HFSampler:
         starts_P = send(torch.from_numpy(width - lengths_P), device)
         if self._plan is None:
             return None, starts_P, self._compute_without_cache(prompts)
+        # Prompts are padded on the left, so that all end at the same column.
         ids_PC = np.full((len(prompts), width), self._pad_id, dtype=np.int64)
         for i, prompt in enumerate(prompts):
             ids_PC[i, width - lengths_P[i] :] = prompt
@@ -342,6 +349,7 @@ class HFSampler:
         if self._plan is None:
             logits_RV = self._compute_without_cache(running.rows.list_ids())
             return self._record(running.rows, logits_RV, sampling)
+        # One new column for all rows.
         last_R1 = send(torch.from_numpy(running.rows.last_R), self._model.device)[:, None]
         running.width += 1
         with self._decoding():
@@ -401,6 +409,7 @@ class HFSampler:
             prompt_ids, checked = rows.jobs[i].begun.prompt.token_ids, len(ids) - 1
             if find_stop(ids, sampling.stop, self._detokenize, checked, prompt_ids) is not None:
                 rows.stopped_R[i] = True
+        # A row ends with an end token, a stop string or at its maximal length.
         ends_R = rows.stopped_R | (rows.counts_R >= rows.most_R)
         done = np.flatnonzero(ends_R & rows.alive_R)
         rows.alive_R[done] = False
@@ -490,6 +499,7 @@ def _compact(running: RunningRows | None, *, at_once: bool = False) -> RunningRo
     alive_R = running.rows.alive_R
     if alive_R.all() or (alive_R.sum() > BUSY_SHARE * len(alive_R) and not at_once):
         return running
+    # Columns before the first start are unused.
     alive = np.flatnonzero(alive_R)
     index_R = send(torch.from_numpy(alive), running.starts_R.device)
     starts_R = running.starts_R[index_R]
@@ -575,6 +585,7 @@ def draw_tokens(
     are zeros unless `with_entropies`.
     """
     logits_RV = logits_RV.float()
+    # Temperature, then a draw by inverting the cumulative distribution.
     if sampling.temperature not in (0, 1):
         logits_RV = logits_RV / sampling.temperature
     probs_RV = logits_RV.softmax(-1)

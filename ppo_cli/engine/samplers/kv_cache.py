@@ -217,6 +217,7 @@ def plan_cache(model: PreTrainedModel) -> CachePlan | None:
     on the left because the model derives positions from columns.
     """
     parameters = inspect.signature(type(model).forward).parameters
+    # Attention models and Mamba models name their cache differently.
     names = [name for name in ("past_key_values", "cache_params") if name in parameters]
     layers = DynamicCache(config=model.config).layers
     if not names or _has_own_cache(model) or not {type(layer) for layer in layers} <= KINDS.keys():
@@ -241,6 +242,7 @@ def plan_cache(model: PreTrainedModel) -> CachePlan | None:
 
 def _has_own_cache(model: PreTrainedModel) -> bool:
     """Whether the file that defines the model also defines a cache."""
+    # Only the model's own modeling file counts.
     files = {base.__module__ for base in type(model).__mro__ if "modeling_" in base.__module__}
     return any(
         name.endswith("Cache") and getattr(value, "__module__", "") == file

@@ -143,9 +143,11 @@ class VLLMSampler:
         self._max_model_len = max_model_len
         self._lora = lora
         self._skeleton = skeleton
+        # One GPU: the engine runs in this process, and tensors are passed directly.
         self._own_process = tensor_parallel_size == 1
         self._folder: Path | None = None
         self._adapter: Any = None
+        # State of adapters, calls and sleep.
         self._adapters = 0  # how many there have been: ids are never used twice
         self._calls = 0
         self._busy = False
@@ -213,6 +215,7 @@ class VLLMSampler:
     @explain_transfer_out_of_memory()
     def load_weights(self, weights: Weights) -> bool:
         """Load a complete set of new weights, and drop the cache of the old ones."""
+        # Adapters go through files, full weights through memory or a shared file.
         if weights.adapter:
             self._require_memory()
             self._load_adapter(weights)
@@ -285,6 +288,7 @@ class VLLMSampler:
 
     def close(self) -> None:
         """Free everything. Safe to call twice."""
+        # Twice is safe: the second call finds no engine.
         engine, self._engine = self._engine, None
         if engine is not None:
             from vllm.distributed import cleanup_dist_env_and_memory
@@ -310,6 +314,7 @@ class VLLMSampler:
                 "(scripts/setup vllm), or sample without it (--rollout_name hf)."
             ) from error
 
+        # Unknown arguments are a user's mistake and get a message.
         arguments = {field.name for field in fields(EngineArgs)}
         if unknown := sorted(options.keys() - arguments):
             raise UserError(
@@ -389,6 +394,7 @@ class VLLMSampler:
         from vllm.sampling_params import RequestOutputKind
 
         self._calls += 1
+        # Request ids are never used twice.
         name = str(self._calls)
         greedy = sampling.temperature == 0
         (uid, sample), drawn = begun.key, len(begun.token_ids)
@@ -482,6 +488,7 @@ class VLLMSampler:
         if self._skeleton is not None:
             tensors = name_as_files(self._skeleton, tensors)
         write_adapter(folder, self._lora, tensors)
+        # vLLM reads adapters from a folder, once.
         fresh = LoRARequest(f"version {weights.version}", self._adapters, str(folder))
         try:
             if self._adapter is not None:
@@ -518,6 +525,7 @@ def _refusal_message(model: str, error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     """Return the first sentence of an error; pydantic's begin with a count, which is skipped."""
+    # A validation error of pydantic has its text in the first entry.
     text = str(error.errors()[0]["msg"] if hasattr(error, "errors") else error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__

@@ -46,6 +46,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+# The memory plan counts these sizes too.
 from ppo_cli.config.memory.publishing import CHUNK_BYTES, ipc_buffer_bytes
 from ppo_cli.engine.ranks import GLOO, GlooGroup, join_store, open_store
 from ppo_cli.errors import ModelError
@@ -77,6 +78,7 @@ class SamplerClient:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connect all samplers; their ranks follow each other in the group."""
+        # Each sampler has `_gpus_each` workers in the group.
         infos = [dict(init_info) for _ in range(self._num_samplers)]
         for i, info in enumerate(infos):
             if "rank_offset" in info:
@@ -147,6 +149,7 @@ def connect(
     yield tensors on this rank's GPU. "ipc": on the trainers' own GPUs; every rank fills a buffer
     on its GPU, and each worker reads the buffer on its own. nccl and ipc are untested.
     """
+    # vLLM registers a trainer engine for each kind of this object.
     info: TrainerInitInfo
     if way == "nccl":
         # A tensor larger than a chunk gets a chunk alone, which is fine; vLLM would warn each time.
@@ -193,6 +196,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
         return engine
 
     def _meet(self, info: GlooTrainerInfo) -> None:
+        # Rank 0 is the trainer, the workers follow.
         store, size = open_store(info.address, info.timeout_s), 1 + self.client.num_gpus
         request = asdict(info) | {"port": store.port, "rank_offset": 1, "world_size": size}
         del request["rank"]
@@ -208,6 +212,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
             for _ in self.source:
                 pass
             return
+        # The workers know names and shapes before the first tensor arrives.
         meta = self.source.metadata()
         request = {
             "names": [m.name for m in meta],
@@ -221,6 +226,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
     def _broadcast(self) -> None:
         assert self._group is not None
         for (name, tensor), meta in zip(self.source, self.source.metadata(), strict=True):
+            # The receivers cannot check this: they only get bytes.
             if (name, tensor.dtype, tuple(tensor.shape)) != (meta.name, meta.dtype, meta.shape):
                 raise ValueError(f"{name} came where {meta} was declared")
             self._group.send(tensor)
@@ -232,6 +238,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
 
 def _run_alongside(asking: Callable[[], None], work: Callable[[], None]) -> None:
     """Do `work` while `asking` runs in a thread; if the work fails, do not wait for it."""
+    # The samplers block until they have received everything, so they are called in a thread.
     thread = ThreadPoolExecutor(1)
     try:
         request = thread.submit(asking)
@@ -241,9 +248,11 @@ def _run_alongside(asking: Callable[[], None], work: Callable[[], None]) -> None
         thread.shutdown(wait=False)
 
 
+# vLLM selects the trainer's engine by this name.
 WeightTransferTrainerFactory.register_engine(GLOO, GlooTrainer)
 
 
+# The name of transfers through memory in vLLM's registry.
 MEMORY = "ppo_memory"
 
 
@@ -254,6 +263,7 @@ class CheckpointTransfer(WeightTransferEngine):
         """Restore the loadable form of each layer: on the CPU weights are packed."""
         if current_platform.is_cpu():
             drop_expert_kernels(self.model)
+        # Private API of vLLM (tried on 0.32), which its own back ends use.
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -264,6 +274,7 @@ class CheckpointTransfer(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         """Pack the layers again, output heads too."""
+        # Before the reload ends: it forgets which layers were loaded.
         require_experts(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
         pack_heads(self.model)
@@ -337,6 +348,7 @@ class GlooTransfer(CheckpointTransfer):
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the group of the trainer and all workers."""
+        # Ranks of one sampler's workers are contiguous.
         rank = init_info.rank_offset + self.parallel_config.rank
         store = join_store(init_info.address, init_info.port, init_info.timeout_s)
         self._group = GlooGroup(store, rank, init_info.world_size, init_info.timeout_s)

@@ -87,11 +87,13 @@ class CountedReduction(DefaultReduceScatter):
         self.all_reduced = 0
         self.skips = 0
         self._skipped_buffers = 0
+        # Replicas exist only in a mesh with more than one group.
         if copies:
             module.set_all_reduce_hook(self._note_all_reduce)
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
         """Allocate a buffer, and count down the all-reduces to skip."""
+        # FSDP2 allocates right before it decides on the all-reduce.
         buffer = super().allocate(*args, **kwargs)
         if self._skipped_buffers:
             self._skipped_buffers -= 1
@@ -123,6 +125,7 @@ class CountedReduction(DefaultReduceScatter):
 
     def begin_replay(self) -> None:
         """Skip the reductions that were counted."""
+        # Each reduction allocates an input and an output buffer.
         self.skips, self._skipped_buffers = self.joined, 2 * self.all_reduced
 
     def skip_all_reduce(self) -> None:
@@ -151,6 +154,7 @@ class ShardedModel:
         self._depth = 0
         self._homes: list[tuple[Any, Tensor]] = []  # parameters of FSDP2, their pieces there
         if device is not None:
+            # The shards' home is host memory, pinned for a GPU.
             parameters = [p for group, _ in self._collectives() for p in group.fsdp_params]
             homes = [p._sharded_param_data for p in parameters]
             if device.type != "cpu":
@@ -166,6 +170,7 @@ class ShardedModel:
         if self._homes and not self._depth:
             with self.awake():
                 return self(work, *tensors)
+        # Nested work of a reference runs in the same forward pass.
         self._inside = True
         try:
             outputs: tuple[Tensor, ...] = self._root(work, *tensors)  # type: ignore[operator]
@@ -199,6 +204,7 @@ class ShardedModel:
     def _place_pieces(self, device: torch.device) -> None:
         """Set a frozen model's shards to those in host memory, or to copies on a device."""
         for parameter, home in self._homes:
+            # FSDP2 keeps a flat shard and a view of it in the parameter's shape.
             piece = home.to(device, non_blocking=True)
             local = parameter.sharded_param._local_tensor
             parameter._sharded_param_data = piece  # flat, with its padding
@@ -207,6 +213,7 @@ class ShardedModel:
     def sync_gradients(self, now: bool) -> None:
         """Set whether the next backward pass reduces the gradients of the ranks."""
         if self._stays_whole:
+            # Without reduction, gathered weights stay for the next backward pass.
             self._root.set_requires_gradient_sync(now)
             self._root.set_reshard_after_backward(now)
             for _, reduction in self._collectives() if now else ():

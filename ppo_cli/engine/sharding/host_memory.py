@@ -87,6 +87,7 @@ class OffloadedModel:
         """Move weights and gradients to the device, and back to host memory at the end."""
         if self._depth == 0:
             self._model.to(self._device, non_blocking=True)
+        # Nested uses move the weights only once.
         self._depth += 1
         try:
             yield

@@ -16,6 +16,7 @@ from ppo_cli.engine.ranks import Ranks
 def gather_copy(tensor: Tensor) -> Tensor:
     """Return a whole copy on the CPU of a tensor that may be sharded; all ranks call."""
     gathered = gather_tensor(tensor)
+    # A whole tensor on the CPU may be the live one: copy it.
     piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     is_live = gathered.device.type == "cpu" and gathered.data_ptr() == piece.data_ptr()
     return gathered.clone() if is_live else gathered.cpu()

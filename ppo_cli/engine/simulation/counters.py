@@ -79,6 +79,7 @@ class MemoryCounter:
         """Count a tensor's storage, if it is on such a device and not counted yet."""
         if tensor.device.type != self.device_type:
             return
+        # Views share a storage, which is counted once.
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive:
@@ -105,6 +106,7 @@ class MemoryCounter:
             self._alive[key] = (size, maker)
             self.by_maker[old_maker] -= before
             self.by_maker[maker] += size
+            # A new peak keeps the kinds at that moment.
             self.total_bytes += size - before
             if self.total_bytes > self.peak_bytes:
                 self.restart()
@@ -145,6 +147,7 @@ class CollectiveCounter:
         namespace, _, name = func._schema.name.partition("::")
         if namespace not in ("c10d", "_c10d_functional") or "wrap" in name or "wait" in name:
             return
+        # The larger of input and output is what travels.
         tensors = [value for value in values if isinstance(value, Tensor)]
         kind = next((word for part, word in KINDS.items() if part in name), name)
         if tensors and tensors[0].is_cpu:
@@ -184,6 +187,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count its results."""
+        # DTensor dispatches again with local tensors.
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it is called again, for the local shards
         kwargs = kwargs or {}

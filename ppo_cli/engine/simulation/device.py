@@ -177,6 +177,7 @@ class Simulator(Watch):
                 return torch.empty(
                     source.shape, dtype=kwargs.get("dtype") or source.dtype, device=DEVICE
                 )
+            # Factories run on the meta device, so nothing is allocated.
             on_meta = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), args)
             return func(*on_meta, **kwargs)
 
@@ -221,6 +222,7 @@ def _answer(dtype: torch.dtype) -> float | int | bool:
     return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
+# Registrations end when their Library objects are freed.
 _registered: list[Any] = []
 
 
@@ -252,6 +254,7 @@ def register() -> torch.device:
     dist.Backend.register_backend(
         NAME, fake_pg._create_fake_pg, extended_api=True, devices=["cpu", NAME]
     )
+    # torch only clears its own cache at the end of autocast.
     clear = torch.clear_autocast_cache
 
     def clear_caches() -> None:
@@ -292,6 +295,7 @@ def _is_cast(value: Any) -> bool:
 def _to(value: Any, dtype: torch.dtype) -> Any:
     if not _is_cast(value) or value.dtype == dtype:
         return value
+    # The conditions of torch's own weight cache.
     is_cached = (
         dtype != torch.float32
         and value.dtype == torch.float32
@@ -380,6 +384,7 @@ def fake_ranks() -> Iterator[None]:
     init, new_group = dist.init_process_group, dist.new_group
 
     def init_process_group(backend: str, *, init_method: str, **options: Any) -> None:
+        # torch's fake process group (torch.testing._internal, 2.13).
         store = fake_pg.FakeStore()
         init(f"cpu:{NAME},{NAME}:{NAME}", store=store, **options)
 

@@ -79,12 +79,14 @@ class SimulatedLearner(learner.Learner):
 
 def simulate(config: Config, report: Callable[[str], None] = lambda text: None) -> Measurements:
     """Load a config's models on the simulated device, annotate and update; reports progress."""
+    # The device must exist before the first tensor.
     register()
     simulator, size = Simulator(), learner_ranks(config)
     with ExitStack() as stack:
         stack.enter_context(fake_ranks())
         stack.enter_context(_without_numbers(simulator))
         stack.enter_context(simulator)
+        # Rank 0 of simulated ranks; all others do the same work.
         ranks = ALONE
         if size > 1:
             ranks = join_ranks(
@@ -95,6 +97,7 @@ def simulate(config: Config, report: Callable[[str], None] = lambda text: None) 
         report("loading the models")
         rank0 = SimulatedLearner(config, range(0), ranks, total_steps=10)
         device, host = simulator.device_memory, simulator.host_memory
+        # Loaded weights come from several functions: count them as parameters.
         for model in rank0._models():
             device.rename(model.model.parameters(), "parameters")
         # Memory at rest is measured after garbage of loading is gone.
@@ -171,6 +174,7 @@ def make_batch(config: Config, phase: str, budget: Budget) -> TrainBatch:
         "update of the actor": config.actor.ppo_mini_batch_size,
         "update of the critic": critic_mini_batch(config),
     }[phase]
+    # Full rows: the longest prompt, and as many response tokens as fit.
     at_once, length = _choose_rows(config, prompts * n, budget)
     response = max(1, length - config.data.max_prompt_length)
     prompt = length - response
@@ -207,6 +211,7 @@ def _choose_rows(config: Config, row_count: int, budget: Budget) -> tuple[int, i
     Rows of the longest length fill a budget that is a multiple of it. Otherwise packed rows fill
     it with more and shorter rows, of equal length so that they are distributed evenly.
     """
+    # Candidates: number of rows in a micro-batch -> their length.
     longest = config.data.max_prompt_length + config.data.max_response_length
     ranks, n = data_ranks(config), config.rollout.n
     full = max(1, min(budget.tokens // longest, budget.rows or budget.tokens))
@@ -229,6 +234,7 @@ def _choose_rows(config: Config, row_count: int, budget: Budget) -> tuple[int, i
 def _without_numbers(simulator: Simulator) -> Iterator[None]:
     """Context without file reads and comparisons of numbers, on the simulated device."""
 
+    # Replacements of the learner's functions.
     namespace: Any = learner
 
     def choose(_: Any, dtype: str | None) -> Compute:
@@ -257,6 +263,7 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
         with _disable_current_modes(), patch.object(Compute, "choose", on_cpu):
             return judge(*args, **options)
 
+    # The originals, which the replacements call.
     judge, on_cpu = namespace.choose_run_mode, Compute.__dict__["choose"]
     adapt = namespace.adapt
     memo = simulator.fakes.fake_tensor_converter.meta_converter.tensor_memo
@@ -327,6 +334,7 @@ def main() -> None:
         print(json.dumps({kind: value}), flush=True)
 
     try:
+        # The parent process reads one JSON object per line.
         config = Config.model_validate_json(sys.stdin.read())
         write("result", asdict(simulate(config, partial(write, "progress"))))
     except PpoError as error:

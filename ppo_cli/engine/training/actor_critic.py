@@ -46,6 +46,7 @@ DeviceSums = dict[str, tuple[Tensor, Tensor | None]]
 
 def fetch_sums(measured: Sequence[DeviceSums]) -> Sums:
     """Add up the sums of all micro-batches with a single copy from the device."""
+    # One stacked tensor of all scalars, so that there is one copy.
     pairs = [(name, *pair) for part in measured for name, pair in part.items()]
     if not pairs:
         return {}
@@ -143,10 +144,12 @@ class ModelLearner:
         longest_response: int,
         ranks: Ranks,
     ) -> None:
+        # What the steps use.
         self.model = model
         self.optimizer = optimizer
         self._reference = reference
         self._models = [model] if reference is None else [model, reference]
+        # The loss runs both models on one micro-batch, so they share a budget.
         self.budget = build_budget(tokens, settings.ppo_micro_batch_size_per_gpu, *self._models)
         self._aggregation: dict[str, Any] = {
             "mode": settings.loss_agg_mode,
@@ -157,6 +160,7 @@ class ModelLearner:
 
     def step(self, batch: TrainBatch) -> Sums:
         """Take one optimizer step on all rows of `batch`; returns this rank's metrics."""
+        # Nothing to learn from: no step.
         tokens, sequences = count_mask(batch.loss_mask_BT)
         if tokens == 0:
             return {f"{self.name}/empty_minibatches": (1.0, 1.0)} if self._ranks.rank == 0 else {}
@@ -167,7 +171,9 @@ class ModelLearner:
 
         def accumulate(rows: Sequence[int], last: bool) -> None:
             micro_batch = self._cut(batch, rows)
+            # Gradients are reduced over the ranks once, with the last micro-batch.
             model.sync_gradients(last)
+            # Metrics stay on the device until the step is over.
             measured.append({})
             self._loss(batch, micro_batch, aggregation, measured[-1]).backward()
 
@@ -175,9 +181,11 @@ class ModelLearner:
             measured.clear()
             self._start_over()
 
+        # Weights stay on the device for the whole step.
         with model.awake(), self._reference_awake():
             self._prepare(batch)
             self._run_micro_batches(batch, accumulate, restart)
+            # Clip and step, or skip a gradient that is not finite.
             norm, stepped = self.optimizer.apply()
         observed = self._observe()
         # Read here, because the host has just waited for the device.
@@ -287,6 +295,7 @@ class ActorLearner(ModelLearner):
         if not POLICY_LOSSES[kind].chooses and not self._experts.balances:
             return
 
+        # Each rank fills its own rows; the sum over ranks is complete.
         own_BT = torch.zeros_like(batch.old_logprobs_BT)
 
         def restart() -> None:
@@ -311,6 +320,7 @@ class ActorLearner(ModelLearner):
             self._experts.set_assignments(gather_objects(self._ranks, assignments))
         if not POLICY_LOSSES[kind].chooses:
             return
+        # All ranks choose the same tokens from the same log-probs.
         self._chosen_BT = choose_tokens(
             kind,
             torch.stack(gather_objects(self._ranks, own_BT)).sum(0),
@@ -336,6 +346,7 @@ class ActorLearner(ModelLearner):
         The metric `policy_loss` is the surrogate alone.
         """
         s = self._settings
+        # The surrogate, with the full KL in the same pass if it is needed.
         mask_BT = micro_batch.loss_mask_BT(batch)
         with_entropy = s.entropy_coeff > 0
         full = s.use_kl_loss and s.kl_loss_type == "full"
@@ -376,6 +387,7 @@ class ActorLearner(ModelLearner):
             kl = aggregate(self._kl_BT(batch, micro_batch, seen, new_BT), mask_BT, **aggregation)
             loss = loss + s.kl_loss_coef * kl
             measured["actor/kl_loss"] = kl.detach(), None
+        # Router losses are in the gradients already; here they are only added to the metric.
         total = loss.detach().double()
         for name, value, coef in self._experts.pop_losses():  # added to the layers already
             measured[name] = value, None
@@ -440,6 +452,7 @@ class CriticLearner(ModelLearner):
         """Return the weighted value loss (`critic_loss`); `value_loss` is unweighted."""
         if batch.values_BT is None:
             raise ValueError("a critic step needs the old values")
+        # Old values are those of the annotation, before any update.
         result = value_loss(
             self.values_BT(micro_batch),
             micro_batch.select(batch.values_BT),

@@ -51,6 +51,7 @@ class ExpertMonitor:
 
     def __init__(self, model: Any, backbone: nn.Module) -> None:
         config = model.config.get_text_config()
+        # Coefficients that the model's config or class sets; router logits must be on.
         names = ("router_aux_loss_coef", "aux_loss_coef")
         coef = next((getattr(model, name) for name in names if hasattr(model, name)), None)
         coefs = {AUX: coef, Z: getattr(config, "router_z_loss_coef", None)}
@@ -122,6 +123,7 @@ class ExpertMonitor:
         if len(inputs) < 2 or inputs[1].is_floating_point():  # every expert sees all tokens
             return
         index_NK = inputs[1]
+        # A shared prompt token counts once for each row.
         weight_N1 = self._weights(index_NK)[:, None].expand_as(index_NK)
         counts_E = self._counts.setdefault(
             name, torch.zeros(module.num_experts, dtype=torch.float64, device=index_NK.device)
@@ -174,6 +176,7 @@ def _attach(loss: Tensor, output: Any, index: int) -> Any:
     """Attach a loss to the part of a router's output that its layer uses."""
     if not isinstance(output, tuple):
         return _AddLoss.apply(output, loss)  # type: ignore[no-untyped-call]
+    # The first other output with a gradient, else the logits themselves.
     places = [
         at for at, states in enumerate(output)
         if at != index and isinstance(states, Tensor) and states.requires_grad
@@ -203,6 +206,7 @@ def expert_metrics(loads: Sequence[Tensor | None]) -> Sums:
     parts = [part for part in loads if part is not None]
     if not parts:
         return {}
+    # Entropy 1 and maximum 1 mean that all experts get the same.
     total_RE = torch.stack(parts).sum(0)
     share_RE = total_RE / total_RE.sum(-1, keepdim=True)
     experts = share_RE.shape[-1]

@@ -149,6 +149,7 @@ class Optimizer:
                 f"The optimizer state is of other parameters than are trained now ({unknown[0]} "
                 f"and {len(unknown) - 1} more)."
             )
+        # From here on a failure leaves the optimizer unusable; the run ends.
         self._adamw.state.clear()
         self._stepped.clear()
         for name, parameter in self._parameters.items():
@@ -167,9 +168,11 @@ class Optimizer:
 
     def _norm(self) -> float:
         """Return the norm of all gradients, the same on every rank."""
+        # Squares of a shard that several ranks hold count once.
         graded = {n: p.grad for n, p in self._pieces.items() if p.grad is not None}
         squares = 0.0
         if graded:
+            # `_foreach_*` of torch 2.13: one kernel for all tensors.
             norms = torch.stack(torch._foreach_norm(list(graded.values()))).double()
             copies = send(torch.tensor([self._copies(name) for name in graded]), norms.device)
             squares = float((norms**2 / copies).sum())
@@ -187,6 +190,7 @@ class Optimizer:
 
     def _clip(self, norm: float) -> None:
         grads = [p.grad for p in self._pieces.values() if p.grad is not None]
+        # First by value, then by the norm that is left.
         if self._clip_grad_value is not None:
             for grad in grads:
                 grad.clamp_(-self._clip_grad_value, self._clip_grad_value)
