@@ -183,12 +183,12 @@ def _write(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> Sequence
 
 def _check_same_run(folder: Path, config: Config) -> None:
     """Raise ConfigError where a folder holds a run on verl that other settings began."""
-    from ppo_cli.run.identity import ROWS, changes, setting_values
+    from ppo_cli.run.identity import ROWS, describe_changes, setting_values
 
     def values(config: Config) -> dict[str, Any]:
         return setting_values(config) | {name: value_of(config, name) for name in ROWS}
 
-    if other := changes(values(run_settings(folder)), values(config)):
+    if other := describe_changes(values(run_settings(folder)), values(config)):
         raise ConfigError(
             f"{folder} holds a run on verl with another {other}. Name another folder, or begin "
             "again in this one with --resume never."

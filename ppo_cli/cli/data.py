@@ -20,7 +20,7 @@ from ppo_cli.config.models.folder import vocabulary_size
 from ppo_cli.config.schema.algorithm import Actor
 from ppo_cli.config.schema.run import Data
 from ppo_cli.data_sets.files import RowProblem, check_readable, group_problems
-from ppo_cli.data_sets.prepare import RECIPES, Prepared
+from ppo_cli.data_sets.prepare import RECIPES, PreparedFile
 from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.prompts import Renderer
 from ppo_cli.data_sets.rows import Row, load_rows
@@ -281,7 +281,7 @@ def print_lines(title: str, lines: Iterable[str]) -> None:
         print_text("\n".join([title, *shown, ""]))
 
 
-def print_prepared(files: Sequence[Prepared]) -> None:
+def print_prepared(files: Sequence[PreparedFile]) -> None:
     """Print what was written and the command that uses it."""
     for file in files:
         print_text(f"{file.path}: {file.rows:,} rows")

@@ -48,11 +48,11 @@ def doctor(arguments: Arguments) -> None:
     for finding in examine(config, os.environ, probe=arguments.extras["probe"]):
         findings.append(finding)
         if not as_json:
-            lines = [f"{finding.state:<5} {finding.part:<14} {finding.found}"]
+            lines = [f"{finding.state:<5} {finding.part:<14} {finding.description}"]
             lines += [f"{'':<20} -> {finding.fix}"] * bool(finding.fix)
             print_text("\n".join(lines))
     if as_json:
-        print_json([asdict(finding) for finding in findings])
+        print_json([finding.as_json() for finding in findings])
     if any(finding.state == "fail" for finding in findings):
         raise typer.Exit(EXIT_USER)
 

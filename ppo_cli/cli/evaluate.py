@@ -25,7 +25,7 @@ from ppo_cli.records import Message, Prompt
 from ppo_cli.run_folder import ModelSource, find_source
 
 if TYPE_CHECKING:
-    from ppo_cli.run.evaluate import Sampled
+    from ppo_cli.run.evaluate import SampledModel
 
 NOT_OURS = (EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE)  # nothing is trained here
 DRAWN = ("rollout.temperature", "rollout.top_p", "rollout.top_k")
@@ -238,31 +238,35 @@ def generate(arguments: Arguments) -> None:
     if extras["out"]:
         check_out(Path(extras["out"]), extras["data"])
     from ppo_cli.cli.screen import make_screen
-    from ppo_cli.run.evaluate import Sampled, answers, eval_sampling
+    from ppo_cli.run.evaluate import SampledModel, eval_sampling, generate_answers
 
     sampling = eval_sampling(config, extras["n"] or 1, greedy=extras["greedy"], as_trained=True)
     screen = make_screen(sys.stderr)  # stdout is for the answers
-    with closing(screen), closing(Sampled(config, source)) as sampled:
+    with closing(screen), closing(SampledModel(config, source)) as sampled:
         if extras["data"]:
             prompts, notes = sampled.read(prompt_files([extras["data"]], "val"))
             for note in notes:
                 screen.note(note)
             with screen.phase("generate", len(prompts) * sampling.n) as advance:
-                rows = answers(sampled, prompts, sampling, advance)
+                rows = generate_answers(sampled, prompts, sampling, advance)
             if extras["out"]:
                 write_rows(Path(extras["out"]), rows)
                 return
             _print_rows(rows, as_json=True)
         elif prompt is not None:
             user_prompt = typed(sys.stdin.read) if prompt == "-" else prompt
-            rows = answers(sampled, [sampled.prompt(user_prompt)], sampling)
+            rows = generate_answers(sampled, [sampled.prompt(user_prompt)], sampling)
             _print_rows(rows, as_json=extras["json"])
         else:
-            for row in chat(sampled, lambda prompt: answers(sampled, [prompt], sampling)[0]):
+            for row in chat(
+                sampled, lambda prompt: generate_answers(sampled, [prompt], sampling)[0]
+            ):
                 _print_rows([row], as_json=extras["json"])
 
 
-def chat(sampled: Sampled, answer: Callable[[Prompt], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def chat(
+    sampled: SampledModel, answer: Callable[[Prompt], dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """Answer line by line until the input ends; with a chat template, what was said stays said."""
     history: list[Message] = []
     if not sampled.uses_template:

@@ -1,4 +1,4 @@
-"""Reads JSON, JSONL (also gzipped), parquet and Arrow files to records with their row numbers.
+"""Read JSON, JSONL (also gzipped), parquet and Arrow files as records with their row numbers.
 
 A new file format is one line in FORMATS. A saved set is a folder of `Dataset.save_to_disk`.
 
@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from ppo_cli.errors import DataError, did_you_mean, first_line, ppo
 
-SHOWN = 5
+SHOWN = 5  # causes in a message, and row numbers of each
 
 
 @dataclass(frozen=True)
@@ -55,31 +55,32 @@ class RowError(Exception):
     """Raised while one row is read; collected, so that all bad rows are reported at once."""
 
     def __init__(self, column: str, message: str) -> None:
-        """Keep the column beside the message."""
+        """Store the column with the message."""
         super().__init__(message)
         self.column = column
 
 
-def group_problems(problems: Iterable[RowProblem], most: int = SHOWN) -> list[str]:
+def group_problems(problems: Iterable[RowProblem], limit: int = SHOWN) -> list[str]:
     """Return a line for each cause: the first row in full, the numbers of the next, a count."""
+    # The same problem in many rows of a file is one cause.
     groups: dict[tuple[str, str, str], list[RowProblem]] = {}
     for problem in problems:
         cause = (problem.place.file, problem.column, problem.message)
         groups.setdefault(cause, []).append(problem)
     lines = []
     for first, *others in groups.values():
-        numbers = ", ".join(str(problem.place.number) for problem in others[: most - 1])
-        if len(others) >= most:
-            numbers += f" and {len(others) - most + 1} more"
+        numbers = ", ".join(str(problem.place.number) for problem in others[: limit - 1])
+        if len(others) >= limit:
+            numbers += f" and {len(others) - limit + 1} more"
         also = f" (also {first.place.unit} {numbers})" if others else ""
         lines.append(f"{first}{also}")
     return lines
 
 
 def raise_problems(problems: Sequence[RowProblem], check_flags: Sequence[str] = ()) -> None:
-    """Raise one DataError that counts the bad rows and names the first causes; none: do nothing.
+    """Raise one DataError with the number of bad rows and the first causes, if there are any.
 
-    `check_flags` are what `ppo data check` needs to find the same problems.
+    `check_flags` are the flags with which `ppo data check` finds the same problems.
     """
     if not problems:
         return
@@ -97,16 +98,16 @@ def raise_problems(problems: Sequence[RowProblem], check_flags: Sequence[str] = 
 
 
 SHOWN_FILES = 5
-SETS = ("gsm8k", "hh_rlhf", "humaneval", "math")  # that `ppo data prepare` makes
+SETS = ("gsm8k", "hh_rlhf", "humaneval", "math")  # that `ppo data prepare` writes
 SPLITS = ("train", "test")
-NO_DATA_FILE = "it holds no JSON, JSONL, parquet or Arrow file"
+NO_DATA_FILE = "it contains no JSON, JSONL, parquet or Arrow file"
 Record = Mapping[str, Any]
-Found = tuple[list[tuple[Place, Record]], list[RowProblem]]
+ReadResult = tuple[list[tuple[Place, Record]], list[RowProblem]]
 
 
 @dataclass(frozen=True)
 class Records:
-    """What one source holds: parsed records with their places, and the rows that do not parse."""
+    """The contents of one source: parsed records with their places, and rows that do not parse."""
 
     source: str
     label: str
@@ -125,6 +126,7 @@ def read_file(source: str, at_most: int | None = None) -> Records:
     """Read one local file or saved set, or its first rows; the suffix chooses the reader."""
     path = Path(source).expanduser()
     check_readable(source)
+    # A saved set has Arrow files; any other source is one file.
     if (saved := find_saved(source)) is not None:
         batches = chain.from_iterable(map(_arrow_batches, saved.files))
         rows, bad_rows = _read_batches(source, batches, at_most)
@@ -132,11 +134,11 @@ def read_file(source: str, at_most: int | None = None) -> Records:
             raise DataError(f"{source} holds no rows. Give a set with at least one prompt.")
         return Records(source, saved.label, tuple(rows), tuple(bad_rows), saved.notes)
     suffix = file_suffix(path)
-    found, problems = BY_SUFFIX[suffix].read(path, at_most)
-    if not found and not problems:
+    records, problems = BY_SUFFIX[suffix].read(path, at_most)
+    if not records and not problems:
         raise DataError(f"{path} holds no rows. Give a file with at least one prompt.")
     name = path.name
-    return Records(str(path), name[: len(name) - len(suffix)], tuple(found), tuple(problems))
+    return Records(str(path), name[: len(name) - len(suffix)], tuple(records), tuple(problems))
 
 
 def check_readable(source: str) -> None:
@@ -161,7 +163,7 @@ def check_readable(source: str) -> None:
 
 
 def nearest_file(path: Path) -> str:
-    """Suggest a data file beside a missing file, or say that the folder lacks."""
+    """Suggest a data file next to a missing file, or say that the folder is missing."""
     folder = path.parent
     if not folder.is_dir():
         command = ppo(f"data prepare {folder.name} --out {shlex.quote(str(folder))}")
@@ -170,8 +172,8 @@ def nearest_file(path: Path) -> str:
     names = sorted(p.name for p in folder.iterdir() if p.is_file())
     data = [name for name in names if file_suffix(Path(name)) in SUFFIXES]
     near = did_you_mean(path.name, data)
-    there = f" Data files there: {', '.join(data[:SHOWN_FILES])}." if data else ""
-    return near or there
+    neighbours = f" Data files there: {', '.join(data[:SHOWN_FILES])}." if data else ""
+    return near or neighbours
 
 
 DATASET_DICT, STATE = "dataset_dict.json", "state.json"  # written by save_to_disk
@@ -179,7 +181,7 @@ DATASET_DICT, STATE = "dataset_dict.json", "state.json"  # written by save_to_di
 
 @dataclass(frozen=True)
 class SavedSet:
-    """One split of a folder of `save_to_disk`: the Arrow files that hold its rows, in order."""
+    """One split of a folder of `save_to_disk`: the Arrow files with its rows, in order."""
 
     label: str
     files: tuple[Path, ...]
@@ -199,18 +201,19 @@ def saved_folder(source: str) -> tuple[Path, str] | None:
 def saved_splits(folder: Path) -> list[str]:
     """Return the splits of a folder of `DatasetDict.save_to_disk`, none for any other folder."""
     file = folder / DATASET_DICT
-    return _read_facts(file, "splits") if file.is_file() else []
+    return _read_list(file, "splits") if file.is_file() else []
 
 
 def find_saved(source: str) -> SavedSet | None:
-    """Return the set behind FOLDER or FOLDER:SPLIT, None where no set was saved there.
+    """Return the set at FOLDER or FOLDER:SPLIT; None if no set was saved there.
 
-    A folder of several splits gives `train` when none is named, as the hub does.
+    In a folder of several splits `train` is the default, as on the hub.
     """
-    found = saved_folder(source)
-    if found is None:
+    saved = saved_folder(source)
+    if saved is None:
         return None
-    folder, split = found
+    folder, split = saved
+    # A folder of several splits has a folder for each.
     notes, label = [], folder.name
     if splits := saved_splits(folder):
         names = ", ".join(splits)
@@ -226,14 +229,15 @@ def find_saved(source: str) -> SavedSet | None:
         folder, label = folder / split, f"{folder.name}-{split}"
     elif split:
         raise DataError(f"{source}: {folder} was saved without splits. Name {folder} alone.")
-    entries = _read_facts(folder / STATE, "_data_files")
+    # The state lists the Arrow files; a partial copy lacks some.
+    entries = _read_list(folder / STATE, "_data_files")
     files = tuple(folder / str(entry["filename"]) for entry in entries)
     if lost := next((file for file in files if not file.is_file()), None):
         raise DataError(f"{lost}: no such file, and {STATE} names it. Copy the whole folder again.")
     return SavedSet(label, files, tuple(notes))
 
 
-def _read_facts(file: Path, name: str) -> list[Any]:
+def _read_list(file: Path, name: str) -> list[Any]:
     """Return a list that `save_to_disk` wrote into one of its JSON files."""
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
@@ -247,12 +251,12 @@ def _read_facts(file: Path, name: str) -> list[Any]:
         ) from error
 
 
-BATCH_ROWS = 128  # fewer are slower, more hold more text at once
+BATCH_ROWS = 128  # fewer are slower, more need more memory for text
 
 
 @contextmanager
-def _reading(source: str, kind: str) -> Iterator[None]:
-    """Turn whatever Arrow raises into a DataError: its errors have six built-in base classes."""
+def _wrap_arrow_errors(source: str, kind: str) -> Iterator[None]:
+    """Turn Arrow's errors, which have six different base classes, into a DataError."""
     try:
         yield
     except DataError:
@@ -270,7 +274,7 @@ def _reading(source: str, kind: str) -> Iterator[None]:
 
 
 def _check_columns(source: str, fields: Iterable[Any], group: str = "") -> None:
-    """Raise a DataError where two columns, or two fields of one group, have the same name."""
+    """Raise a DataError if two columns, or two fields of one group, have the same name."""
     names: set[str] = set()
     for field in fields:
         name = f"{group}{field.name}"
@@ -287,13 +291,13 @@ def _check_columns(source: str, fields: Iterable[Any], group: str = "") -> None:
 def _parquet_batches(path: Path) -> Iterator[Any]:
     """Yield the rows of a parquet file in batches.
 
-    Arrow cannot return more than 2 GiB of nested text at once; rows that have it in BATCH_ROWS
-    are read one by one.
+    Arrow cannot return more than 2 GiB of nested text at once; a file with larger batches is read
+    row by row.
     """
     from pyarrow.lib import ArrowNotImplementedError
     from pyarrow.parquet import ParquetFile
 
-    with _reading(str(path), "parquet"), ParquetFile(path) as file:
+    with _wrap_arrow_errors(str(path), "parquet"), ParquetFile(path) as file:
         _check_columns(str(path), file.schema_arrow)
         rows = 0
         try:
@@ -305,10 +309,11 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
-    """Yield the batches of an Arrow file or stream; both have the suffix .arrow."""
+    """Yield the batches of an Arrow file or stream; both use the suffix .arrow."""
     import pyarrow as pa
 
-    with _reading(str(path), "Arrow"), pa.memory_map(str(path)) as source:
+    with _wrap_arrow_errors(str(path), "Arrow"), pa.memory_map(str(path)) as source:
+        # Only files start with the magic bytes.
         magic = source.read(6)
         source.seek(0)
         if magic == b"ARROW1":
@@ -322,41 +327,42 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
             yield batch
 
 
-def read_parquet(path: Path, at_most: int | None = None) -> Found:
+def read_parquet(path: Path, at_most: int | None = None) -> ReadResult:
     """Read the rows of a parquet file as plain Python values."""
     return _read_batches(str(path), _parquet_batches(path), at_most)
 
 
-def read_arrow(path: Path, at_most: int | None = None) -> Found:
+def read_arrow(path: Path, at_most: int | None = None) -> ReadResult:
     """Read the rows of an Arrow file or stream as plain Python values."""
     return _read_batches(str(path), _arrow_batches(path), at_most)
 
 
-def _read_batches(source: str, batches: Iterable[Any], at_most: int | None) -> Found:
-    """Read Arrow batches to rows, numbered through, at most so many."""
-    found: list[tuple[Place, Record]] = []
+def _read_batches(source: str, batches: Iterable[Any], at_most: int | None) -> ReadResult:
+    """Read at most `at_most` rows of Arrow batches, numbered across batches."""
+    records: list[tuple[Place, Record]] = []
     problems: list[RowProblem] = []
     number = 0
-    with _reading(source, "Arrow"):
+    with _wrap_arrow_errors(source, "Arrow"):
         for batch in batches:
             batch = batch if at_most is None else batch.slice(0, at_most - number)
             places = [Place(source, number + index + 1) for index in range(batch.num_rows)]
+            # Text that is not UTF-8 makes only its row bad.
             try:
                 rows = batch.to_pylist()
             except UnicodeDecodeError:
                 rows, bad_rows = _row_by_row(places, batch)
                 problems += bad_rows
-            found += [pair for pair in zip(places, rows, strict=True) if pair[1] is not None]
+            records += [pair for pair in zip(places, rows, strict=True) if pair[1] is not None]
             number += batch.num_rows
             if number == at_most:
                 break
-    return found, problems
+    return records, problems
 
 
 def _row_by_row(
     places: Sequence[Place], batch: Any
 ) -> tuple[list[Record | None], list[RowProblem]]:
-    """Read a batch in which some text is not UTF-8; a row with such text is None."""
+    """Read a batch cell by cell, because some text is not UTF-8; rows with such text are None."""
     rows: list[Record | None] = [{} for _ in places]
     problems: list[RowProblem] = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -387,15 +393,15 @@ def _count_arrow(path: Path) -> int:
     return sum(batch.num_rows for batch in _arrow_batches(path))
 
 
-def read_json(path: Path, at_most: int | None = None) -> Found:
-    """Read a JSON list of rows, or an object whose `data` is one; or JSONL of the wrong suffix."""
+def read_json(path: Path, at_most: int | None = None) -> ReadResult:
+    """Read a JSON list of rows, an object with such a list in `data`, or JSONL with this suffix."""
     data = read_bytes(path)
     try:
         document, twice = parse_json(data)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and data.lstrip().startswith(b"{"):
-            found, problems = read_lines(path, data)
-            return found[:at_most], problems
+            records, problems = read_lines(path, data)
+            return records[:at_most], problems
         where = f"line {error.lineno} column {error.colno}"
         raise DataError(f"{path} {where}: not JSON ({error.msg}).") from error
     except UnicodeDecodeError as error:
@@ -403,6 +409,7 @@ def read_json(path: Path, at_most: int | None = None) -> Found:
         raise DataError(f"{path} line {line}: {json_problem(error)}") from error
     except RecursionError as error:
         raise DataError(f"{path}: {json_problem(error)}") from error
+    # The document is the list, or an object with the list.
     rows = document
     if isinstance(document, dict):
         rows = document.get("data")
@@ -414,46 +421,48 @@ def read_json(path: Path, at_most: int | None = None) -> Found:
             )
     if not isinstance(rows, list):
         raise DataError(f"{path} holds {name_type(document)}, not a list of rows.")
-    found, problems = [], []
+    records, problems = [], []
     for number, row in enumerate(rows, start=1):
         place = Place(str(path), number)
         try:
-            found.append((place, as_record(row, twice)))
+            records.append((place, as_record(row, twice)))
         except ValueError as error:
             problems.append(RowProblem(place, "", str(error)))
-    return found[:at_most], problems
+    return records[:at_most], problems
 
 
 def _count_json(path: Path) -> int | None:
-    with _opened(path) as file:
+    with _open(path) as file:
         rows = json.load(file)
     if isinstance(rows, dict):
         rows = rows.get("data")
     return len(rows) if isinstance(rows, list) else None
 
 
-def read_jsonl(path: Path, at_most: int | None = None) -> Found:
-    """Read JSONL, or a JSON list that has the wrong suffix."""
+def read_jsonl(path: Path, at_most: int | None = None) -> ReadResult:
+    """Read JSONL, or a JSON list with this suffix."""
     data = read_bytes(path, at_most)
     return read_json(path, at_most) if data.lstrip().startswith(b"[") else read_lines(path, data)
 
 
 def _count_jsonl(path: Path) -> int:
-    with _opened(path) as file:
+    with _open(path) as file:
         return sum(1 for line in file if line.strip())
 
 
-def _opened(path: Path) -> IO[bytes] | gzip.GzipFile:
+def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
     return gzip.open(path) if file_suffix(path).endswith(".gz") else path.open("rb")
 
 
 def read_bytes(path: Path, lines: int | None = None) -> bytes:
-    """Return the bytes of a file or of its first lines, unzipped, without a byte order mark."""
+    """Return the uncompressed bytes of a file or its first lines, without a byte order mark."""
     try:
-        with _opened(path) as file:
+        with _open(path) as file:
             data = file.read() if lines is None else b"".join(islice(file, lines))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: broken gzip data ({first_line(error)}). Copy it anew.") from error
+        raise DataError(
+            f"{path}: broken gzip data ({first_line(error)}). Copy it again."
+        ) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -464,9 +473,9 @@ def read_bytes(path: Path, lines: int | None = None) -> bytes:
     return data
 
 
-def read_lines(path: Path, data: bytes) -> Found:
-    """Parse one JSON object a line; blank lines count as lines but hold no row."""
-    found: list[tuple[Place, Record]] = []
+def read_lines(path: Path, data: bytes) -> ReadResult:
+    """Parse one JSON object in each line; blank lines are counted and skipped."""
+    records: list[tuple[Place, Record]] = []
     problems: list[RowProblem] = []
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
@@ -474,28 +483,28 @@ def read_lines(path: Path, data: bytes) -> Found:
         place = Place(str(path), number, "line")
         try:
             row, twice = parse_json(line)
-            found.append((place, as_record(row, twice)))
+            records.append((place, as_record(row, twice)))
         except (ValueError, RecursionError) as error:
             problems.append(RowProblem(place, "", json_problem(error)))
-    return found, problems
+    return records, problems
 
 
 def parse_json(data: bytes) -> tuple[Any, dict[int, str]]:
-    """Parse JSON; also return a key that stands twice for each such object, by `id`."""
+    """Parse JSON; also return a repeated key of each object that has one, by the object's `id`."""
     twice: dict[int, str] = {}
 
     def pairs_to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        result = dict(pairs)
+        if len(result) < len(pairs):
             seen: set[str] = set()
-            twice[id(found)] = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        return found
+            twice[id(result)] = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        return result
 
     return json.loads(data.decode("utf-8"), object_pairs_hook=pairs_to_dict), twice
 
 
 def _repeated_key(value: Any, twice: Mapping[int, str]) -> str | None:
-    """Return a key that stands twice in an object, or in one inside of it."""
+    """Return a key that is repeated in an object, or in an object inside it."""
     if isinstance(value, dict):
         if id(value) in twice:
             return twice[id(value)]
@@ -508,13 +517,13 @@ def as_record(value: Any, twice: Mapping[int, str]) -> Record:
     """Return a row that is a JSON object without repeated keys; else raise ValueError."""
     if isinstance(value, dict):
         if twice and (key := _repeated_key(value, twice)) is not None:
-            raise ValueError(f"the key {key!r} stands twice in one object; keep one of them")
+            raise ValueError(f"the key {key!r} appears twice in one object; keep one of them")
         return value
     raise ValueError(f'the row is {name_type(value)}, not an object such as {{"prompt": …}}')
 
 
 def json_problem(error: Exception) -> str:
-    """Say in a few words why a text is not a JSON row."""
+    """Explain briefly why a text is not a JSON row."""
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON ({error.msg} at character {error.colno})"
     if isinstance(error, UnicodeDecodeError):
@@ -531,7 +540,7 @@ TYPE_NAMES = {
 
 
 def name_type(value: object) -> str:
-    """Name the type of a JSON value in plain words."""
+    """Return the type of a JSON value in plain words."""
     name = type(value).__name__
     return TYPE_NAMES.get(name, f"a {name}")
 
@@ -540,11 +549,11 @@ def name_type(value: object) -> str:
 class Format:
     """A format of local files: its suffixes, and how rows are read and counted.
 
-    `read` takes the most rows that are wanted; `count` returns None for what is not rows.
+    `read` gets the maximum number of rows; `count` returns None for a file without rows.
     """
 
     suffixes: tuple[str, ...]
-    read: Callable[[Path, int | None], Found]
+    read: Callable[[Path, int | None], ReadResult]
     count: Callable[[Path], int | None]
 
 
@@ -554,17 +563,17 @@ FORMATS = (
     Format((".parquet",), read_parquet, _count_parquet),
     Format((".arrow",), read_arrow, _count_arrow),
 )
-BY_SUFFIX = {suffix: found for found in FORMATS for suffix in found.suffixes}
+BY_SUFFIX = {suffix: format_ for format_ in FORMATS for suffix in format_.suffixes}
 SUFFIXES = tuple(sorted(BY_SUFFIX, key=lambda suffix: suffix.endswith(".gz")))
 
 
 def count_rows(path: str) -> int | None:
     """Return the number of rows in a local file or saved set; None when it cannot be counted."""
     file = Path(path).expanduser()
-    found = BY_SUFFIX.get(file_suffix(file))
+    format_ = BY_SUFFIX.get(file_suffix(file))
     try:
         if (saved := find_saved(path)) is not None:
             return sum(map(_count_arrow, saved.files))
-        return found.count(file) if found is not None and file.is_file() else None
+        return format_.count(file) if format_ is not None and file.is_file() else None
     except (OSError, EOFError, ValueError, zlib.error):
         return None

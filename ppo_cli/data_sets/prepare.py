@@ -1,4 +1,4 @@
-"""`ppo data prepare`: well-known sets to verl-style parquet files.
+"""`ppo data prepare`: convert well-known data sets to verl-style parquet files.
 
 A new set is one function (source -> rows of each split) and one line in RECIPES.
 """
@@ -48,49 +48,51 @@ HUMANEVAL_INSTRUCTION = (
 )
 HH_RLHF = "Anthropic/hh-rlhf"
 SIDES = ("chosen", "rejected")
-# The published HH-RLHF files hold a few dialogues that end with the human, or differ early.
+# Share of bad rows to leave out: the published HH-RLHF files have a few dialogues that end with the
+# human, or whose two versions differ early.
 MAX_ODD = 0.01
 
 
 @dataclass(frozen=True)
-class Built:
-    """The rows of each split of a set, and the rows that had to be left out."""
+class BuiltSet:
+    """The rows of each split of a data set, and the rows that were left out."""
 
     splits: Mapping[str, list[dict[str, Any]]]
     left_out: tuple[RowProblem, ...] = ()
 
 
-def _build(
+def _build_splits(
     sources: Mapping[str, list[str]],
     read_row: Callable[[Place, Record], dict[str, Any]],
     read: Callable[[str], Records] = read_source,
-) -> Built:
-    """Read every file of every split; the bad rows of all of them are one error."""
+) -> BuiltSet:
+    """Read all files of all splits; DataError with all bad rows if there are any."""
     splits: dict[str, list[dict[str, Any]]] = {}
     problems: list[RowProblem] = []
     for split, files in sources.items():
         rows: list[dict[str, Any]] = []
         for file in files:
-            found, bad = read_records(read(file), read_row)
-            rows += found
+            parsed, bad = read_records(read(file), read_row)
+            rows += parsed
             problems += bad
+        # verl's rows carry their split and index.
         for index, row in enumerate(rows):
             row["extra_info"] = {"split": split, "index": index, **row["extra_info"]}
         splits[split] = rows
     raise_problems(problems)
-    return Built(splits)
+    return BuiltSet(splits)
 
 
 def _require_text(record: Record, columns: tuple[str, ...], name: str) -> None:
     for column in columns:
         value = read_plain(record.get(column), column)
         if not isinstance(value, str) or not value.strip():
-            raise RowError(column, f"is missing or no text; {name} rows have it")
+            raise RowError(column, f"is missing or not text; {name} rows have it")
 
 
-def build_gsm8k(source: str) -> Built:
+def build_gsm8k(source: str) -> BuiltSet:
     """GSM8K: grade-school word problems whose answers end with `#### NUMBER`."""
-    return _build({split: _gsm8k_files(source, split) for split in SPLITS}, _gsm8k_row)
+    return _build_splits({split: _gsm8k_files(source, split) for split in SPLITS}, _gsm8k_row)
 
 
 def _gsm8k_files(source: str, split: str) -> list[str]:
@@ -102,19 +104,19 @@ def _gsm8k_files(source: str, split: str) -> list[str]:
         name = f"{GSM8K}/main" if source == GSM8K else source
         return [f"{name}:{split}"]
     exact = [f"{split}{suffix}" for suffix in SUFFIXES]
-    if found := _first_files((folder, folder / "main"), (*exact, f"{split}-*")):
-        return found
+    if files := _first_files((folder, folder / "main"), (*exact, f"{split}-*")):
+        return files
     raise DataError(
         f"{folder} holds no '{split}' split; expected {split}.jsonl or {split}.parquet."
     )
 
 
 def _first_files(places: Sequence[Path], patterns: Sequence[str]) -> list[str]:
-    """Return the data files that the first fitting pattern finds, in order."""
+    """Return the sorted data files of the first pattern that matches any."""
     for place, pattern in product(places, patterns):
-        found = sorted(str(p) for p in place.glob(pattern) if file_suffix(p) in SUFFIXES)
-        if found:
-            return found
+        files = sorted(str(p) for p in place.glob(pattern) if file_suffix(p) in SUFFIXES)
+        if files:
+            return files
     return []
 
 
@@ -138,13 +140,13 @@ def final_answer(answer: str) -> str:
     return last.strip().replace(",", "") if mark else ""
 
 
-def build_math(source: str) -> Built:
+def build_math(source: str) -> BuiltSet:
     """MATH (Hendrycks et al. 2021): competition problems whose solutions box the answer."""
-    return _build(split_sources(source), _math_row, _read_problems)
+    return _build_splits(split_sources(source), _math_row, _read_problems)
 
 
 def _read_problems(file: str) -> Records:
-    """Read a file of rows, or one of the original set: a single problem."""
+    """Read a file of rows, or a file of the original set with a single problem."""
     path = Path(file)
     if path.suffix == ".json":
         with suppress(ValueError):
@@ -171,13 +173,14 @@ def _math_row(place: Place, record: Record) -> dict[str, Any]:
 
 
 def boxed_answer(solution: str) -> str:
-    r"""Return what the last box holds: `\boxed{\frac{1}{2}}`, or `\boxed 2`; empty without one."""
+    r"""Return the content of the last box, of `\boxed{\frac{1}{2}}` or `\boxed 2`, or ""."""
     boxes = list(BOX.finditer(solution))
     if not boxes:
         return ""
     rest = solution[boxes[-1].end() :]
     if not rest.startswith("{"):
         return re.split(r"[\s$]", rest, maxsplit=1)[0].rstrip(".,")
+    # Find the closing brace.
     depth = 0
     # A brace after a backslash is text, not a group.
     for match in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
@@ -187,9 +190,9 @@ def boxed_answer(solution: str) -> str:
     return ""
 
 
-def build_humaneval(source: str) -> Built:
+def build_humaneval(source: str) -> BuiltSet:
     """HumanEval: functions to complete, each with tests that a sandbox runs."""
-    return _build({HUMANEVAL_SPLIT: humaneval_files(source)}, humaneval_row)
+    return _build_splits({HUMANEVAL_SPLIT: humaneval_files(source)}, humaneval_row)
 
 
 def humaneval_files(source: str) -> list[str]:
@@ -200,8 +203,8 @@ def humaneval_files(source: str) -> list[str]:
     if not path.is_dir():
         return [f"{source}:{HUMANEVAL_SPLIT}"]
     names = ("HumanEval*", "humaneval*", f"{HUMANEVAL_SPLIT}*")
-    if found := _first_files((path, path / "openai_humaneval"), names):
-        return found
+    if files := _first_files((path, path / "openai_humaneval"), names):
+        return files
     raise DataError(
         f"{path} holds no HumanEval file; expected HumanEval.jsonl.gz, or test-*.parquet."
     )
@@ -223,27 +226,28 @@ def humaneval_row(place: Place, record: Record) -> dict[str, Any]:
     }
 
 
-def build_hh_rlhf(source: str) -> Built:
-    """HH-RLHF: dialogues with a chosen and a rejected last reply, to pairs and to prompts.
+def build_hh_rlhf(source: str) -> BuiltSet:
+    """HH-RLHF: dialogues with a chosen and a rejected last reply, as pairs and as prompts.
 
     The pairs, as published, are for `ppo reward fit`; the prompts, each once, for `ppo train`.
     """
     splits: dict[str, list[dict[str, Any]]] = {}
     odd: list[RowProblem] = []
     for split, files in split_sources(source).items():
-        found: list[tuple[Record, tuple[Message, ...]]] = []
+        pairs: list[tuple[Record, tuple[Message, ...]]] = []
         problems: list[RowProblem] = []
         for file in files:
             good, bad = read_records(read_source(file), _hh_pair)
-            found += good
+            pairs += good
             problems += bad
-        if len(problems) > MAX_ODD * (len(found) + len(problems)):
+        if len(problems) > MAX_ODD * (len(pairs) + len(problems)):
             raise_problems(problems)
         odd += problems
-        prompts = {str(prompt): prompt for _, prompt in found}.values()
+        # Several pairs may share a prompt.
+        prompts = {str(prompt): prompt for _, prompt in pairs}.values()
         splits[split] = [_hh_row(prompt, split, index) for index, prompt in enumerate(prompts)]
-        splits[f"pairs_{split}"] = [{side: record[side] for side in SIDES} for record, _ in found]
-    return Built(splits, tuple(odd))
+        splits[f"pairs_{split}"] = [{side: record[side] for side in SIDES} for record, _ in pairs]
+    return BuiltSet(splits, tuple(odd))
 
 
 def _hh_pair(place: Place, record: Record) -> tuple[Record, tuple[Message, ...]]:
@@ -255,10 +259,10 @@ def _hh_pair(place: Place, record: Record) -> tuple[Record, tuple[Message, ...]]
 
 
 def _hh_dialogue(value: Any, column: str) -> tuple[Message, ...]:
-    """Split a transcript that ends with a reply to something."""
+    """Split a transcript into messages; RowError unless it ends with a reply."""
     value = read_plain(value, column)
     if not isinstance(value, str) or not is_transcript(value):
-        raise RowError(column, 'is no transcript "\\n\\nHuman: …\\n\\nAssistant: …"')
+        raise RowError(column, 'is not a transcript "\\n\\nHuman: …\\n\\nAssistant: …"')
     messages = split_transcript(value)
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise RowError(column, "does not end with a reply of the assistant")
@@ -276,8 +280,8 @@ def _hh_row(prompt: tuple[Message, ...], split: str, index: int) -> dict[str, An
     }
 
 
-# By name, where a set is read from when no source is given, and what makes its splits.
-RECIPES: dict[str, tuple[str, Callable[[str], Built]]] = {
+# Name -> the default source, and the function that builds the splits.
+RECIPES: dict[str, tuple[str, Callable[[str], BuiltSet]]] = {
     "gsm8k": (GSM8K, build_gsm8k),
     "humaneval": (HUMANEVAL, build_humaneval),
     "hh_rlhf": (HH_RLHF, build_hh_rlhf),
@@ -286,7 +290,7 @@ RECIPES: dict[str, tuple[str, Callable[[str], Built]]] = {
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedFile:
     """One file that was written."""
 
     split: str
@@ -297,8 +301,8 @@ class Prepared:
 
 def prepare(
     name: str, *, source: str | None = None, out: str, force: bool = False
-) -> list[Prepared]:
-    """Write one parquet file a split into `out`; all of them or none."""
+) -> list[PreparedFile]:
+    """Write one parquet file for each split into `out`: all of them or none."""
     if name not in RECIPES:
         raise DataError(
             f"No recipe for the data set '{name}'.{did_you_mean(name.lower(), RECIPES)} Known: "
@@ -310,12 +314,13 @@ def prepare(
     refuse_out_address(out)
     if folder.exists() and not folder.is_dir():
         raise DataError(f"--out {folder} is a file; name a folder.")
+    # Read everything before anything is written.
     built = build(source or usual)
     splits = built.splits
     targets = {split: folder / f"{split}.parquet" for split in splits}
-    there = [path.name for path in targets.values() if path.exists()]
-    if there and not force:
-        raise DataError(f"{folder} already holds {' and '.join(there)}. Add --force to replace.")
+    existing = [path.name for path in targets.values() if path.exists()]
+    if existing and not force:
+        raise DataError(f"{folder} already holds {' and '.join(existing)}. Add --force to replace.")
     import pyarrow
     from pyarrow import parquet
 
@@ -327,7 +332,7 @@ def prepare(
                 parquet.write_table(pyarrow.Table.from_pylist(rows), fresh)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror or error}).") from error
-    files = [Prepared(split, path, len(splits[split])) for split, path in targets.items()]
+    files = [PreparedFile(split, path, len(splits[split])) for split, path in targets.items()]
     if built.left_out:
         count = len({problem.place for problem in built.left_out})
         note = f"{count} rows left out, such as {built.left_out[0]}."

@@ -1,9 +1,8 @@
-"""Rows to prompts that are ready for sampling, and their seeded order in training.
+"""Turn rows into prompts that are ready for sampling, and order them for training.
 
-The chat template renders text, the text is tokenised once. These are two steps on purpose: a
-rendered template already holds its special tokens, so the tokenizer must not add a second BOS. A
-prompt that is used raw (no template) gets the special tokens that the tokenizer puts in front of
-any text.
+The chat template renders text, then the text is tokenised. These are two steps on purpose: rendered
+text already contains its special tokens, so the tokenizer must not add a second BOS. A raw prompt
+(no template) gets the special tokens that the tokenizer puts before any text.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from ppo_cli.errors import DataError, first_line
 from ppo_cli.records import Message, Prompt
 from ppo_cli.thoughts import find_open_mark
 
-CHUNK = 1024
-TEMPLATE_S = 10.0  # templates take milliseconds
-TEMPLATE_BYTES = 2**30
+CHUNK = 1024  # texts that are tokenised at once
+TEMPLATE_S = 10.0  # limit for one prompt; templates usually take milliseconds
+TEMPLATE_BYTES = 2**30  # limit of additional memory for one prompt
 
 
 class Tokenizer(Protocol):
@@ -67,7 +66,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Renderer:
-    """How prompts become text; refuses what the tokenizer cannot do."""
+    """Renders prompts as text and tokenises them."""
 
     tokenizer: Tokenizer
     system_prompt: str | None = None
@@ -76,7 +75,7 @@ class Renderer:
     vocabulary_size: int | None = None  # tokens that the model has embeddings for
 
     def __post_init__(self) -> None:
-        """Refuse arguments that the chat template does not read: they would change nothing."""
+        """Raise DataError for arguments that the chat template does not use."""
         template = str(self.tokenizer.chat_template) if self.uses_template else ""
         unread = [name for name in self.template_arguments if name not in template]
         if unread:
@@ -85,26 +84,26 @@ class Renderer:
 
     @property
     def uses_template(self) -> bool:
-        """Tell whether prompts go through a chat template."""
+        """Whether a chat template is applied to prompts."""
         return self.apply_chat_template and bool(self.tokenizer.chat_template)
 
     @property
     def why_raw(self) -> str:
-        """Say why prompts are used raw."""
+        """Why prompts are used raw."""
         if not self.apply_chat_template:
             return "data.apply_chat_template is false"
         return "the tokenizer has no chat template"
 
     @property
     def check_flags(self) -> list[str]:
-        """What `ppo data check` needs to render rows in the same way."""
+        """Flags with which `ppo data check` renders rows in the same way."""
         flags = ["--model", self.tokenizer.name_or_path]
         flags += ["--system_prompt", self.system_prompt] if self.system_prompt is not None else []
         return flags if self.apply_chat_template else [*flags, "--raw"]
 
     def render(self, rows: Sequence[Row]) -> tuple[list[Rendered], list[RowProblem]]:
-        """Render and tokenise the rows; those that the template refuses become problems."""
-        words = control_words(self.tokenizer)
+        """Render and tokenise rows; rows that the template refuses become problems."""
+        tokens = control_words(self.tokenizer)
         done: list[tuple[Row, tuple[Message, ...], str]] = []
         problems: list[RowProblem] = []
         for row in rows:
@@ -113,18 +112,19 @@ class Renderer:
                 done.append((row, messages, self.text_of(row, messages)))
             except RowError as error:
                 problems.append(RowProblem(row.place, error.column, str(error)))
+        # Tokenised together: a fast tokenizer uses all cores.
         ids = self.tokenise([text for _, _, text in done])
         rendered: list[Rendered] = []
         for (row, messages, text), token_ids in zip(done, ids, strict=True):
             if unknown := self.find_unknown(token_ids):
                 problems.append(RowProblem(row.place, "prompt", unknown))
             else:
-                control = find_words(messages, words)
+                control = find_control_words(messages, tokens)
                 rendered.append(Rendered(row, messages, text, token_ids, control))
         return rendered, problems
 
     def find_unknown(self, token_ids: tuple[int, ...]) -> str:
-        """Return why the model cannot read these tokens; "" where it has embeddings for all."""
+        """Return why the model cannot read these tokens; "" if it has an embedding for each."""
         largest = max(token_ids, default=-1)
         if self.vocabulary_size is None or largest < self.vocabulary_size:
             return ""
@@ -135,12 +135,12 @@ class Renderer:
         )
 
     def messages_of(self, row: Row) -> tuple[Message, ...]:
-        """Return the messages of a row, the system prompt in front when it has none."""
+        """Return the messages of a row, after the system prompt if the row has none."""
         prompt = row.prompt
-        given = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-        if self.system_prompt is None or given[0]["role"] in ("system", "developer"):
-            return given
-        return ({"role": "system", "content": self.system_prompt}, *given)
+        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        if self.system_prompt is None or messages[0]["role"] in ("system", "developer"):
+            return messages
+        return ({"role": "system", "content": self.system_prompt}, *messages)
 
     def text_of(self, row: Row, messages: tuple[Message, ...]) -> str:
         """Return the text that the model continues."""
@@ -148,7 +148,7 @@ class Renderer:
             try:
                 return self.fill_template(messages)
             except RowError as error:
-                self.blame_system(row, messages, error)
+                self.blame_system_message(row, messages, error)
                 raise
         if not isinstance(row.prompt, str):
             raise RowError(
@@ -163,8 +163,10 @@ class Renderer:
             )
         return row.prompt
 
-    def blame_system(self, row: Row, messages: tuple[Message, ...], error: RowError) -> None:
-        """Raise for the system message where the template takes the conversation without it."""
+    def blame_system_message(
+        self, row: Row, messages: tuple[Message, ...], error: RowError
+    ) -> None:
+        """Raise an error about the system message if the template accepts the rest without it."""
         if messages[0]["role"] not in ("system", "developer") or len(messages) < 2:
             return
         try:
@@ -184,14 +186,14 @@ class Renderer:
         ) from error
 
     def fill_template(self, messages: tuple[Message, ...]) -> str:
-        """Apply the chat template; its refusal (roles, order) is the row's problem.
+        """Apply the chat template; a refusal (roles, order) is a RowError.
 
-        A template is a program of whoever made the model: it gets TEMPLATE_S of time and
-        TEMPLATE_BYTES of memory, and a DataError ends it that needs more.
+        A template is a program by the author of the model: DataError if it takes more than
+        TEMPLATE_S of time or TEMPLATE_BYTES of memory.
         """
         conversation = [dict(message) for message in messages]
         try:
-            with bounded():
+            with limit_template():
                 text = str(
                     self.tokenizer.apply_chat_template(
                         conversation,
@@ -207,7 +209,7 @@ class Renderer:
                 "model's folder, or go without: data.apply_chat_template=false."
             ) from error
         except Exception as error:
-            from jinja2 import TemplateSyntaxError  # imported with the first template anyway
+            from jinja2 import TemplateSyntaxError  # loaded with the first template anyway
 
             if isinstance(error, TemplateSyntaxError):
                 raise DataError(
@@ -219,32 +221,32 @@ class Renderer:
                 "prompt", f"the chat template refuses it: {first_line(error)}"
             ) from error
         if not text.strip():
-            raise RowError("prompt", "the chat template makes an empty text of it")
+            raise RowError("prompt", "the chat template renders it as an empty text")
         return text
 
     def tokenise(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the token ids of the texts, in chunks; a trailing EOS of raw text is cut."""
+        """Return the token ids of texts; a trailing EOS of raw text is removed."""
         ids: list[tuple[int, ...]] = []
         raw = not self.uses_template
         for start in range(0, len(texts), CHUNK):
             chunk = list(texts[start : start + CHUNK])
-            found = self.tokenizer(chunk, add_special_tokens=raw, verbose=False)["input_ids"]
-            ids.extend(tuple(map(int, row)) for row in found)
-        # A model cannot continue after its own end mark; some tokenizers add one to raw text.
+            encoded = self.tokenizer(chunk, add_special_tokens=raw, verbose=False)["input_ids"]
+            ids.extend(tuple(map(int, row)) for row in encoded)
+        # Some tokenizers append EOS to raw text, after which a model does not continue.
         eos = self.tokenizer.eos_token_id
         return [self.without_eos(row, eos) if raw else row for row in ids]
 
     def without_eos(self, token_ids: tuple[int, ...], eos: int | None) -> tuple[int, ...]:
-        """Return the ids without the end mark that the tokenizer put behind them."""
+        """Return the ids without the EOS that the tokenizer appended."""
         return token_ids[:-1] if len(token_ids) > 1 and token_ids[-1] == eos else token_ids
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
-    """Raise TimeoutError or MemoryError where the work within takes too much.
+def limit_template() -> Iterator[None]:
+    """Raise TimeoutError or MemoryError if the code inside takes too much time or memory.
 
-    Both limits are the process's own. Only the main thread can be interrupted; a system that does
-    not report how much memory is mapped limits the time alone.
+    Both are limits of the process. Only the main thread can be interrupted; on a system that does
+    not report the mapped memory only the time is limited.
     """
 
     def ring(*_: object) -> None:
@@ -253,6 +255,7 @@ def bounded() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # The address space may grow by TEMPLATE_BYTES, unless a lower limit is set.
     usual = resource.getrlimit(resource.RLIMIT_AS)
     with suppress(OSError, ValueError):
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -269,17 +272,17 @@ def bounded() -> Iterator[None]:
 
 
 def control_words(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the words that this tokenizer turns into control tokens wherever they occur."""
-    words = set(tokenizer.all_special_tokens)
+    """Return the texts that this tokenizer turns into control tokens anywhere in a text."""
+    tokens = set(tokenizer.all_special_tokens)
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    words.update(str(token) for token in added.values() if token.special)
-    return tuple(sorted(word for word in words if word.strip()))
+    tokens.update(str(token) for token in added.values() if token.special)
+    return tuple(sorted(word for word in tokens if word.strip()))
 
 
-def find_words(messages: tuple[Message, ...], words: Sequence[str]) -> tuple[str, ...]:
-    """Return the control words that somebody wrote into the contents of the messages."""
+def find_control_words(messages: tuple[Message, ...], tokens: Sequence[str]) -> tuple[str, ...]:
+    """Return the control tokens that the contents of messages contain as text."""
     text = "\n".join(str(message["content"]) for message in messages)
-    return tuple(word for word in words if word in text)
+    return tuple(word for word in tokens if word in text)
 
 
 NO_TEMPLATE = "The model's tokenizer has no chat template: prompts are used as plain text."
@@ -304,7 +307,7 @@ def load_prompts(
     max_prompt_length: int,
     **how: Any,
 ) -> PromptSet:
-    """Read files or hub sets to prompts; any bad row stops it, and all of them are reported.
+    """Read files or hub sets as prompts; DataError with all bad rows if there are any.
 
     `max_samples` keeps the first rows over all sources, before overlong ones are dropped. For the
     rest see `render_prompts`.
@@ -325,39 +328,43 @@ def render_prompts(
     template_arguments: Mapping[str, Any] | None = None,
     vocabulary_size: int | None = None,
 ) -> PromptSet:
-    """Render and tokenise rows; those that are refused or too long are reported together."""
+    """Render and tokenise rows; DataError with all rows that are refused or too long."""
     renderer = Renderer(
         tokenizer, system_prompt, apply_chat_template, template_arguments or {}, vocabulary_size
     )
-    found: list[tuple[str, Rendered]] = []
+    items: list[tuple[str, Rendered]] = []
     problems: list[RowProblem] = []
     for rows, label in zip(sets, unique_labels(sets), strict=True):
         rendered, refused = renderer.render(rows.rows)
         problems.extend(refused)
-        found.extend((f"{label}:{item.row.place.number}", item) for item in rendered)
+        items.extend((f"{label}:{item.row.place.number}", item) for item in rendered)
     raise_problems(problems, renderer.check_flags)
+    # Notes about what may surprise.
     notes = [note for rows in sets for note in rows.notes]
-    if hit := [item for _, item in found if item.control_words]:
+    if hit := [item for _, item in items if item.control_words]:
         notes.append(
-            f"{len(hit)} prompts hold control words that the model reads as control tokens, first "
+            f"{len(hit)} prompts contain text that the model reads as control tokens, first "
             f"{hit[0].row.place}: {', '.join(hit[0].control_words)}."
         )
     if system_prompt and renderer.uses_template:
-        words = "".join(system_prompt.split())
-        unread = [item for _, item in found if item.messages[0]["content"] == system_prompt]
-        if unread and words not in "".join(unread[0].text.split()):
+        squeezed = "".join(system_prompt.split())
+        unread = [item for _, item in items if item.messages[0]["content"] == system_prompt]
+        if unread and squeezed not in "".join(unread[0].text.split()):
             notes.append("The chat template leaves --system_prompt out: the model never reads it.")
     if apply_chat_template and not renderer.uses_template:
         notes.append(NO_TEMPLATE)
-    return fit(found, tokenizer, max_prompt_length, truncation, filter_overlong, notes)
+    return apply_length_limit(
+        items, tokenizer, max_prompt_length, truncation, filter_overlong, notes
+    )
 
 
 def unique_labels(sets: Sequence[RowSet]) -> list[str]:
-    """Return a short name for each source: its stem, and more of its path where stems repeat."""
+    """Return a short unique name for each source: its stem, and more of its path if necessary."""
     forms: list[list[str]] = []
     for rows in sets:
         path = Path(rows.source)
         forms.append([rows.label, path.name, "/".join(path.parts[-2:]), rows.source])
+    # Longer forms for repeated labels, then numbers.
     labels = [form[0] for form in forms]
     for level in range(1, 4):
         labels = [
@@ -371,16 +378,16 @@ def unique_labels(sets: Sequence[RowSet]) -> list[str]:
     return labels
 
 
-def fit(
-    found: Sequence[tuple[str, Rendered]],
+def apply_length_limit(
+    items: Sequence[tuple[str, Rendered]],
     tokenizer: Tokenizer,
     limit: int,
     truncation: Truncation,
     filter_overlong: bool,
     notes: Sequence[str],
 ) -> PromptSet:
-    """Drop, cut or refuse prompts above the limit, and note what was done."""
-    long = [item for _, item in found if len(item.token_ids) > limit]
+    """Drop, cut or refuse prompts longer than the limit, and add a note about it."""
+    long = [item for _, item in items if len(item.token_ids) > limit]
     if long and not filter_overlong and truncation == "error":
         first, longest = long[0], max(len(item.token_ids) for item in long)
         raise DataError(
@@ -389,8 +396,9 @@ def fit(
             "--max_prompt_length, drop them with data.filter_overlong_prompts=true, or cut them "
             "with data.truncation=left (keeps the end) or right (keeps the start)."
         )
+    # Build the prompts, cut or without the long ones.
     prompts: list[Prompt] = []
-    for uid, item in found:
+    for uid, item in items:
         if filter_overlong and len(item.token_ids) > limit:
             continue
         text, ids = item.text, item.token_ids
@@ -410,18 +418,18 @@ def fit(
             f"All {len(long)} prompts are longer than {limit} tokens (the longest has {longest}) "
             "and were dropped. Raise --max_prompt_length."
         )
-    told = list(notes)
-    if dropped := len(found) - len(prompts):
-        told.append(
-            f"{dropped} of {len(found)} prompts are longer than {limit} tokens and were dropped."
+    all_notes = list(notes)
+    if dropped := len(items) - len(prompts):
+        all_notes.append(
+            f"{dropped} of {len(items)} prompts are longer than {limit} tokens and were dropped."
         )
     elif long:
-        kept = "end" if truncation == "left" else "start"
-        told.append(
-            f"{len(long)} of {len(found)} prompts were cut to {limit} tokens; their {kept} was "
+        part = "end" if truncation == "left" else "start"
+        all_notes.append(
+            f"{len(long)} of {len(items)} prompts were cut to {limit} tokens; their {part} was "
             "kept."
         )
-    return PromptSet(tuple(prompts), tuple(told))
+    return PromptSet(tuple(prompts), tuple(all_notes))
 
 
 def fingerprint(prompts: Iterable[Prompt]) -> str:
@@ -437,9 +445,9 @@ def fingerprint(prompts: Iterable[Prompt]) -> str:
 class PromptOrder:
     """Endless batches of prompt indices: seeded, full, resumable at any batch.
 
-    An epoch has `size // batch_size` full batches. The prompts that did not fit are held over:
-    they open the next epoch, so no prompt comes twice in an epoch and none is left out twice in
-    a row. The order depends on the seed and the epoch alone, on every machine.
+    An epoch has `size // batch_size` full batches. Prompts that do not fit start the next epoch: no
+    prompt appears twice in an epoch, and none is left out twice in a row. The order depends only on
+    the seed and the epoch, on every machine.
     """
 
     def __init__(
@@ -465,12 +473,12 @@ class PromptOrder:
         return self.size // self.batch_size
 
     @property
-    def taken(self) -> int:
-        """How many batches were taken since the first."""
+    def batches_taken(self) -> int:
+        """Number of batches taken so far."""
         return self._epoch * self.steps_per_epoch + self._position // self.batch_size
 
     def take(self) -> list[int]:
-        """Return the indices of the next batch; always a full one."""
+        """Return the indices of the next batch, which is always full."""
         if self._position + self.batch_size > self.size:
             self._held_over = self._order[self._position :]
             self._epoch, self._position = self._epoch + 1, 0
@@ -479,10 +487,10 @@ class PromptOrder:
         return self._order[start : self._position]
 
     def peek(self, ahead: int = 1) -> list[int]:
-        """Return the batch that the `ahead`-th take from now will return; 1 is the next one."""
+        """Return the batch of the `ahead`-th next call of `take`, without taking it."""
         if ahead < 1:
             raise ValueError(f"ahead is {ahead}; it must be at least 1")
-        later = copy.copy(self)  # taking makes lists anew, so none is shared that changes
+        later = copy.copy(self)  # shallow: `take` replaces its lists and does not change them
         return [later.take() for _ in range(ahead)][-1]
 
     def _draw(self) -> list[int]:
@@ -491,13 +499,13 @@ class PromptOrder:
         order = [*range(first, self.size), *range(first)]
         if self.shuffle:
             # Sorting raw PCG64 words: numpy promises these, not `permutation`, across releases.
-            words = np.random.PCG64([self.seed, self._epoch]).random_raw(self.size)
-            order = np.argsort(words, kind="stable").tolist()
-        held = set(self._held_over)
-        return self._held_over + [index for index in order if index not in held]
+            random_keys = np.random.PCG64([self.seed, self._epoch]).random_raw(self.size)
+            order = np.argsort(random_keys, kind="stable").tolist()
+        reserved = set(self._held_over)
+        return self._held_over + [index for index in order if index not in reserved]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run must remember, JSON-serialisable."""
+        """Return the state that a resumed run needs, JSON-serialisable."""
         return {
             "size": self.size,
             "seed": self.seed,
@@ -509,18 +517,18 @@ class PromptOrder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; other prompts or another seed are refused."""
+        """Restore a state; DataError if the prompts or the seed are different."""
         if state["size"] != self.size or state["fingerprint"] != self.fingerprint:
             raise DataError(
                 f"The prompts changed since the checkpoint: it saw {state['size']}, now there are "
                 f"{self.size}{', with other contents' * (state['size'] == self.size)}. Resume with "
-                "the same data files, model and prompt settings, or start anew with --resume never."
+                "the same data files, model and prompt settings, or start again: --resume never."
             )
         for name, now in (("seed", self.seed), ("shuffle", self.shuffle)):
             if state[name] != now:
                 raise DataError(
                     f"The checkpoint was made with {name} {state[name]}, this run asks for {now}. "
-                    f"Give the same {name}, or start anew with --resume never."
+                    f"Give the same {name}, or start again with --resume never."
                 )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._held_over = [int(index) for index in state["held_over"]]

@@ -1,9 +1,9 @@
-"""Records to rows: find the columns, check the types, accept flat rows and verl rows.
+"""Turn records into rows: find the columns, check the types, accept flat rows and verl rows.
 
 Flat: `{"prompt": text or messages, "ground_truth", "data_source", "extra_info"}`.
-verl: the same with `reward_model.ground_truth` in place of the flat `ground_truth`.
+verl: the same with `reward_model.ground_truth` instead of the flat `ground_truth`.
 A prompt is text, chat messages or an HH-RLHF transcript. Values of parquet and hub rows become
-plain JSON values, so that the rollout log can hold them.
+plain JSON values for the rollout log.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ppo_cli.errors import DataError, did_you_mean
 from ppo_cli.records import Message, Prompt
 
 
-class NotText(ValueError):
-    """A text that cannot be written as UTF-8, or bytes that are none."""
+class NotUtf8Error(ValueError):
+    """A text that cannot be encoded as UTF-8, or bytes that are not UTF-8."""
 
 
 def as_plain(value: Any, *, strict: bool = False) -> Any:
-    """Return a value with only dict, list, str, int, float, bool and None inside.
+    """Convert a value to dict, list, str, int, float, bool and None.
 
     With `strict`, half of a surrogate pair or bytes that are not UTF-8 raise NotText; otherwise
     such bytes become escapes.
@@ -45,12 +45,12 @@ def as_plain(value: Any, *, strict: bool = False) -> Any:
     if value is None:
         return None
     if isinstance(value, str):
-        return _checked(value) if strict else value
+        return _require_utf8(value) if strict else value
     if isinstance(value, Mapping):
         return {str(key): as_plain(inner, strict=strict) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [as_plain(inner, strict=strict) for inner in value]
-    if hasattr(value, "tolist"):  # numpy's, which need not be imported to read JSON
+    if hasattr(value, "tolist"):  # numpy, which is not imported for JSON
         return as_plain(value.tolist(), strict=strict)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
@@ -63,21 +63,23 @@ def as_plain(value: Any, *, strict: bool = False) -> Any:
             return value.decode("utf-8")
         except UnicodeDecodeError as error:
             if strict:
-                raise NotText(f"is not UTF-8 (byte 0x{value[error.start]:02x})") from None
+                raise NotUtf8Error(f"is not UTF-8 (byte 0x{value[error.start]:02x})") from None
             return value.decode("utf-8", errors="backslashreplace")
     return value
 
 
-def _checked(text: str) -> str:
+def _require_utf8(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        raise NotText(f"holds {half}, half of a surrogate pair, which is no character") from None
+        raise NotUtf8Error(
+            f"holds {half}, half of a surrogate pair, which is not a character"
+        ) from None
     return text
 
 
-# Columns of pictures, videos and sounds in the data sets of verl, LLaVA, MMMU and others.
+# Columns with images, videos and sounds in the data sets of verl, LLaVA, MMMU and others.
 MEDIA_COLUMN = re.compile(
     r"(?:image|img|picture|photo|screenshot|video|audio)s?_?\d*"
     r"|(?:image|img|video|audio)s?_(?:path|filepath|url|uri|file|bytes|base64|data)s?"
@@ -96,7 +98,7 @@ ABOUT_MARKUP = re.compile(r"\s*(?:tags?\b|elements?\b|标签|元素|タグ|要�
 
 
 def refuse_media(record: Record) -> None:
-    """Raise RowError for a row with pictures, videos or sounds, which nothing here reads."""
+    """Raise RowError for a row with images, videos or sounds, which are not supported."""
     for name, value in record.items():
         if MEDIA_COLUMN.fullmatch(name) and holds_content(value):
             raise RowError(
@@ -106,11 +108,12 @@ def refuse_media(record: Record) -> None:
             )
 
 
+# Texts of empty cells.
 NOTHING = ("", "[]", "{}", "null", "none", "nan", b"")
 
 
 def holds_content(value: Any) -> bool:
-    """Tell whether a cell has anything in it; a bare number is a flag or an id."""
+    """Whether a cell has content; a single number is a flag or an id."""
     if isinstance(value, str | bytes):
         return value.strip().lower() not in NOTHING
     if isinstance(value, Mapping):
@@ -121,9 +124,10 @@ def holds_content(value: Any) -> bool:
 
 
 def refuse_placeholder(text: str, column: str) -> None:
-    """Raise RowError for a mark that stands for a picture, a video or a sound, such as <image>."""
+    """Raise RowError for a placeholder of an image, a video or a sound, such as <image>."""
     for match in PLACEHOLDER.finditer(text):
         mark = match.group()
+        # A closing tag or backticks show that the text is about markup.
         markup = f"</{mark[1:]}" in text or f"`{mark}`" in text
         markup = markup or (mark in HTML_ELEMENTS and "html" in text.lower())
         if not markup and not ABOUT_MARKUP.match(text, match.end()):
@@ -139,16 +143,16 @@ TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def is_transcript(text: str) -> bool:
-    """Tell whether a text begins like a transcript."""
+    """Whether a text starts like an HH-RLHF transcript."""
     return text.lstrip().startswith("Human:")
 
 
 def split_transcript(text: str) -> tuple[Message, ...]:
-    """Split a transcript into messages; two turns of one speaker in a row become one."""
+    """Split a transcript into messages; consecutive turns of a speaker become one."""
     parts = TURN.split("\n\n" + text.lstrip())
     messages: list[Message] = []
-    for speaker, said in zip(parts[1::2], parts[2::2], strict=True):
-        role, content = TRANSCRIPT_ROLES[speaker], said.strip()
+    for speaker, speech in zip(parts[1::2], parts[2::2], strict=True):
+        role, content = TRANSCRIPT_ROLES[speaker], speech.strip()
         if messages and messages[-1]["role"] == role:
             before = str(messages.pop()["content"])
             content = "\n\n".join(part for part in (before, content) if part)
@@ -161,15 +165,15 @@ OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model":
 
 
 def read_plain(value: Any, column: str) -> Any:
-    """Return the plain value of a column; text that is none is a RowError."""
+    """Return the plain value of a column; RowError for text that is not UTF-8."""
     try:
         return as_plain(value, strict=True)
-    except NotText as error:
+    except NotUtf8Error as error:
         raise RowError(column, str(error)) from None
 
 
 def read_prompt(value: Any, column: str) -> str | tuple[Message, ...]:
-    """Return a prompt as text or as clean messages; anything else is a RowError."""
+    """Return a prompt as text or as checked messages; RowError for anything else."""
     plain = read_plain(value, column)
     if plain is None:
         raise RowError(column, "is missing or null")
@@ -181,7 +185,7 @@ def read_prompt(value: Any, column: str) -> str | tuple[Message, ...]:
 
 
 def read_text_prompt(text: str, column: str) -> str:
-    """Return a text prompt that is not blank and no message list written as text."""
+    """Return a text prompt; RowError if it is blank or a message list in the form of text."""
     if not text.strip():
         raise RowError(column, "is empty")
     refuse_placeholder(text, column)
@@ -200,7 +204,7 @@ def read_text_prompt(text: str, column: str) -> str:
 
 
 def read_messages(items: list[Any], column: str) -> tuple[Message, ...]:
-    """Return the messages of a prompt: text contents, known roles, ending with the question."""
+    """Return a prompt's messages: text contents, known roles, at the end the question."""
     if not items:
         raise RowError(column, "is an empty list of messages")
     messages = tuple(read_message(item, f"{column}[{i}]") for i, item in enumerate(items))
@@ -214,7 +218,7 @@ def read_messages(items: list[Any], column: str) -> tuple[Message, ...]:
 
 
 def read_message(item: Any, column: str) -> Message:
-    """Return one message without its null fields (parquet fills them in)."""
+    """Return one message without null fields (parquet adds them)."""
     if not isinstance(item, dict):
         raise RowError(column, f'is {name_type(item)}, not {{"role": …, "content": …}}')
     message = {key: value for key, value in item.items() if value is not None}
@@ -225,6 +229,7 @@ def read_message(item: Any, column: str) -> Message:
         other = OTHER_ROLES.get(str(role))
         near = f" Did you mean '{other}'?" if other else did_you_mean(str(role), ROLES)
         raise RowError(f"{column}.role", f"is {role!r}, not one of {', '.join(ROLES)}.{near}")
+    # The content has to be text.
     refuse_media(message)
     content = read_content(message.get("content"), f"{column}.content")
     refuse_placeholder(content, f"{column}.content")
@@ -247,7 +252,7 @@ def read_content(value: Any, column: str) -> str:
 
 
 def read_part(part: Any, column: str) -> str:
-    """Return the text of one part; pictures and sounds are refused, never dropped."""
+    """Return the text of one part; images and sounds are refused, never dropped."""
     kind = part.get("type") if isinstance(part, Mapping) else name_type(part)
     if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
         refuse_media(part)
@@ -258,17 +263,18 @@ def read_part(part: Any, column: str) -> str:
 
 
 def question_of(prompt: str | tuple[Message, ...]) -> str:
-    """Return what the user asked: the text, or the last user message."""
+    """Return the user's question: the text, or the last user message."""
     if isinstance(prompt, str):
         return prompt
     return next(str(m["content"]) for m in reversed(prompt) if m["role"] == "user")
 
 
+# Column names that other data sets use.
 PROMPT_ALIASES = ("messages", "question", "problem", "instruction", "query")
 TRUTH_ALIASES = ("answer", "target", "reference_answer")
 Item = TypeVar("Item")
 OWN_COLUMNS = ("ground_truth", "reward_model", "extra_info", "ability")
-# Columns of code data sets that belong to the tests; they join the extra_info of their row.
+# Columns of code data sets with tests; they are added to the extra_info of their row.
 TEST_COLUMNS = (
     "test", "test_list", "test_setup_code", "test_imports", "entry_point", "fn_name",
     "starter_code", "input_output", "public_tests", "private_tests", "generated_tests",
@@ -289,7 +295,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a file hold what; an empty name: the file has no such column."""
+    """The columns of a file by their meaning; an empty name: there is no such column."""
 
     prompt: str
     ground_truth: str
@@ -299,7 +305,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class RowSet:
-    """The rows of one source, its bad rows, and what the reader should know about it."""
+    """The rows of one source, its bad rows, and notes for the user."""
 
     source: str
     label: str
@@ -317,24 +323,25 @@ def load_sets(
     max_samples: int = -1,
     at_most: int | None = None,
 ) -> list[RowSet]:
-    """Read files or hub sets to rows; any bad row stops it, and all of them are reported.
+    """Read files or hub sets as rows; DataError with all bad rows if there are any.
 
-    `max_samples` keeps the first rows over all sources. `at_most` reads no more than so many, and
-    one row at least of every source.
+    `max_samples` keeps the first rows over all sources. `at_most` limits the rows that are read,
+    but at least one row of every source is read.
     """
     sets: list[RowSet] = []
-    left = at_most
+    remaining = at_most
     for source in sources:
         keys = {"prompt_key": prompt_key, "source_key": source_key}
-        sets.append(load_rows(source, **keys, at_most=left))
-        left = None if left is None else max(1, left - len(sets[-1].rows))
+        sets.append(load_rows(source, **keys, at_most=remaining))
+        remaining = None if remaining is None else max(1, remaining - len(sets[-1].rows))
+    # All bad rows of all sources are one error.
     raise_problems([problem for rows in sets for problem in rows.problems])
     if max_samples >= 0:
-        kept: list[RowSet] = []
+        limited: list[RowSet] = []
         for rows in sets:
-            most = max_samples - sum(len(earlier.rows) for earlier in kept)
-            kept.append(replace(rows, rows=rows.rows[:most]))
-        sets = kept
+            limit = max_samples - sum(len(earlier.rows) for earlier in limited)
+            limited.append(replace(rows, rows=rows.rows[:limit]))
+        sets = limited
     if any(rows.rows for rows in sets):
         return sets
     if not sources:
@@ -353,7 +360,7 @@ def load_rows(
     source_key: str = "data_source",
     at_most: int | None = None,
 ) -> RowSet:
-    """Read one file or hub set to rows; rows that are wrong are collected as problems."""
+    """Read one file or hub set as rows; bad rows are collected as problems."""
     raw = read_source(source, at_most)
     if not raw.records:
         columns = Columns(prompt_key, "", source_key, ())
@@ -384,7 +391,7 @@ def prompt_of(label: str, row: Row) -> Prompt:
 def read_records(
     raw: Records, read: Callable[[Place, Record], Item]
 ) -> tuple[list[Item], list[RowProblem]]:
-    """Read each record by a function; those for which it raises RowError become problems."""
+    """Read each record with a function; records for which it raises RowError become problems."""
     items: list[Item] = []
     problems = list(raw.problems)
     for place, record in raw.records:
@@ -429,15 +436,15 @@ def find_prompt_column(source: str, names: list[str], prompt_key: str) -> str:
 
 def sole(aliases: Iterable[str], names: Iterable[str]) -> str:
     """Return the one alias that is among the names; none or several: an empty string."""
-    found = [name for name in aliases if name in set(names)]
-    return found[0] if len(found) == 1 else ""
+    columns = [name for name in aliases if name in set(names)]
+    return columns[0] if len(columns) == 1 else ""
 
 
-def list_names(names: Iterable[str], most: int = 12) -> str:
+def list_names(names: Iterable[str], limit: int = 12) -> str:
     """Return the names in quotes, cut after the first dozen."""
     quoted = [f"'{name}'" for name in names]
-    more = f" and {len(quoted) - most} more" if len(quoted) > most else ""
-    return (", ".join(quoted[:most]) or "none") + more
+    suffix = f" and {len(quoted) - limit} more" if len(quoted) > limit else ""
+    return (", ".join(quoted[:limit]) or "none") + suffix
 
 
 def alias_notes(source: str, columns: Columns, prompt_key: str) -> list[str]:
@@ -452,7 +459,7 @@ def alias_notes(source: str, columns: Columns, prompt_key: str) -> list[str]:
 
 
 def read_row(place: Place, record: Record, columns: Columns) -> Row:
-    """Turn one record into a row; whatever is wrong with it is a RowError."""
+    """Turn one record into a row; RowError if anything is wrong with it."""
     refuse_media(record)
     prompt = read_prompt(record.get(columns.prompt), columns.prompt)
     ground_truth = read_ground_truth(record, columns.ground_truth)
@@ -463,6 +470,7 @@ def read_row(place: Place, record: Record, columns: Columns) -> Row:
     extra_info = read_plain(record.get("extra_info"), "extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise RowError("extra_info", f"is {name_type(extra_info)}, not an object")
+    # Tests of code data sets, unless the row has its extra_info.
     tests = {name: read_plain(record[name], name) for name in TEST_COLUMNS if record.get(name)}
     return Row(place, prompt, ground_truth, source or "", {**tests, **(extra_info or {})})
 

@@ -1,4 +1,4 @@
-"""What the name of a source stands for: a file, a saved set, a set on the hub, a folder of splits.
+"""Resolve the name of a source: a file, a saved set, a set on the hub, or a folder of splits.
 
 A hub set is `OWNER/NAME` or `OWNER/NAME/CONFIG`, each with `:SPLIT` if wanted.
 """
@@ -43,11 +43,12 @@ class HubName:
 
 
 def is_hub_name(source: str) -> bool:
-    """Tell whether a source that is no file on this disk can be the name of a hub set."""
+    """Whether a source is not a local file and can be the name of a hub set."""
     if source.startswith((".", "/", "~")) or Path(source).expanduser().exists():
         return False
     if saved_folder(source) is not None:
         return False
+    # A missing file is a mistake, not a hub name.
     of_files = (*SUFFIXES, ".csv", ".tsv", ".txt", ".gz", ".feather", ".ipc")
     return not file_suffix(Path(source)).endswith(of_files) and bool(HUB_NAME.fullmatch(source))
 
@@ -66,24 +67,25 @@ def read_hub(source: str) -> Records:
     from datasets import load_dataset
     from pyarrow.lib import ArrowException
 
+    # The hub, its cache and Arrow raise many kinds of errors.
     try:
         rows = load_dataset(hub.name, hub.config, split=hub.split).to_list()
     except (OSError, ValueError, RuntimeError, ArrowException) as error:
         config = f", config '{hub.config}'" if hub.config else ""
         near = nearest_file(Path(source))
         raise DataError(
-            f"'{source}' is no file here, and the hub set '{hub.name}'{config}, split "
+            f"'{source}' is not a local file, and the hub set '{hub.name}'{config}, split "
             f"'{hub.split}' did not load ({first_line(error)}); a local JSON, JSONL or parquet "
             f"file works without the hub.{near if 'Did you mean' in near else ''}"
         ) from error
     if not rows:
         raise DataError(f"{source}: split '{hub.split}' of the hub set holds no rows.")
-    found = tuple((Place(source, number), row) for number, row in enumerate(rows, start=1))
-    return Records(source, hub.label, found)
+    records = tuple((Place(source, number), row) for number, row in enumerate(rows, start=1))
+    return Records(source, hub.label, records)
 
 
 def read_source(source: str, at_most: int | None = None) -> Records:
-    """Read the raw records of a file, or the first of them, or those of a hub set."""
+    """Read the raw records of a file (at most `at_most`) or of a hub set."""
     if not source.strip():
         raise DataError("An empty name was given where a prompt file or a hub set is expected.")
     return read_hub(source) if is_hub_name(source) else read_file(source, at_most)
@@ -92,8 +94,8 @@ def read_source(source: str, at_most: int | None = None) -> Records:
 def split_sources(source: str) -> dict[str, list[str]]:
     """Return the sources of each split: files of a folder, one file, or names on the hub.
 
-    A file belongs to the split that its name, or a folder around it, says last
-    (`train-00000.parquet`, `test/algebra/1.json`); a file given by itself is `train` otherwise.
+    The last split name in a file's path decides (`train-00000.parquet`, `test/algebra/1.json`);
+    without one, a single file is `train`.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -102,11 +104,12 @@ def split_sources(source: str) -> dict[str, list[str]]:
         return {split: [f"{source}:{split}"] for split in SPLITS}
     if saved := saved_splits(path):
         return {split: [f"{source}:{split}"] for split in SPLITS if split in saved}
-    found: dict[str, list[str]] = {}
+    by_split: dict[str, list[str]] = {}
     for file in sorted(path.rglob("*")):
         if file_suffix(file) in SUFFIXES and file.is_file():
-            found.setdefault(_split_of(str(file.relative_to(path))), []).append(str(file))
-    named = {split: found[split] for split in SPLITS if split in found}
+            by_split.setdefault(_split_of(str(file.relative_to(path))), []).append(str(file))
+    # Files without a split name are ignored.
+    named = {split: by_split[split] for split in SPLITS if split in by_split}
     if not named:
         raise DataError(
             f"{path} holds no file of a split; expected train.jsonl and test.jsonl (.gz too), "
@@ -116,5 +119,5 @@ def split_sources(source: str) -> dict[str, list[str]]:
 
 
 def _split_of(name: str) -> str:
-    words = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLITS]
-    return words[-1] if words else ""
+    splits = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLITS]
+    return splits[-1] if splits else ""

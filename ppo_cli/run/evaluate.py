@@ -1,8 +1,8 @@
-"""`ppo eval` and `ppo generate`: sample from finished models, and score what they answer.
+"""`ppo eval` and `ppo generate`: sample from trained models, and score their responses.
 
-An eval writes a row a response as soon as its score is there, in a file for each model. The same
-command goes on with what is missing: each response has a random stream of its own, so it comes out
-the same whichever others are sampled beside it.
+An eval appends a row for each response when it is scored, to one file for each model. The same
+command continues with the missing rows: each response has a separate random stream, so that it is
+the same whichever others are sampled with it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen, rollout_line
 from ppo_cli.run.assemble import load_tokenizer, prompt_settings, read_prompts
-from ppo_cli.run.identity import changes, digest, rows_digest, setting_values
+from ppo_cli.run.identity import describe_changes, digest_rows, digest_value, setting_values
 from ppo_cli.run_folder import ModelSource, RunFolder, append_line, plain, read_lines, replace_lines
 from ppo_cli.scoring.score import Callbacks, open_reward, score_all, total_spending
 from ppo_cli.scoring.statistics import PromptScores, ScoresByPrompt, compare_models
@@ -53,14 +53,14 @@ from ppo_cli.step.stages import VALIDATION, stream_seed
 
 SETTINGS_FILE = "eval.json"
 DEFAULT_PLACE = "evals"
-LM_EVAL_ROWS = 16  # that lm-eval computes at once
+LM_EVAL_ROWS = 16  # batch size of lm-eval
 
 
 def eval_sampling(config: Config, n: int | None, *, greedy: bool, as_trained: bool) -> Sampling:
-    """How an eval samples: as the validation of a run does, or as its training does.
+    """Return the sampling of an eval: that of a run's validation, or of its training.
 
-    As in training where that is asked for, or where `n` responses a prompt are and the
-    validation is greedy, which would give the same response n times.
+    Training's if `as_trained`, or if several responses are wanted and the validation is greedy,
+    which would give the same response n times.
     """
     train, validation = config.rollout, config.rollout.val_kwargs
     n = n or validation.n
@@ -76,21 +76,22 @@ def eval_sampling(config: Config, n: int | None, *, greedy: bool, as_trained: bo
     )
 
 
-class Sampled:
-    """A model that answers; its weights are loaded with the first answer.
+class SampledModel:
+    """A model to sample from; its weights are loaded for the first response.
 
-    An adapter is merged into its base, in a folder that lasts until `close`. One that is `limited`
-    raises ModelError where prompts and responses may be longer than its positions.
+    An adapter is merged into its base model, in a temporary folder until `close`. With `limited`,
+    raises ModelError if prompts and responses may exceed the model's positions.
     """
 
     def __init__(self, config: Config, source: ModelSource, *, limited: bool = True) -> None:
         require_gpus(len(list_gpus()[:1]))
         path, trust = source.path, config.model.trust_remote_code
         with ExitStack() as opened:
+            # The hf sampler and vLLM need a complete model.
             if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
-                whole = opened.enter_context(tempfile.TemporaryDirectory(prefix="ppo-eval-"))
-                write_model(Path(path).expanduser(), Path(whole), trust_remote_code=trust)
-                path = whole
+                merged = opened.enter_context(tempfile.TemporaryDirectory(prefix="ppo-eval-"))
+                write_model(Path(path).expanduser(), Path(merged), trust_remote_code=trust)
+                path = merged
             if limited:
                 require_length(read_config(path), source.path, config.data)
             model = config.model.model_copy(update={"path": path, "lora_rank": 0})
@@ -100,30 +101,32 @@ class Sampled:
 
     @property
     def uses_template(self) -> bool:
-        """Whether prompts go through a chat template."""
+        """Whether a chat template is applied to prompts."""
         data = self.config.data
         return Renderer(self.tokenizer, None, data.apply_chat_template).uses_template
 
     def read(self, files: Sequence[str]) -> tuple[Sequence[Prompt], Sequence[str]]:
-        """Read prompt files; with the remarks on them."""
-        found = read_prompts(self.config, self.tokenizer, files, self.config.data.val_max_samples)
-        return found.prompts, found.notes
+        """Read prompt files; return prompts and notes on them."""
+        prompt_set = read_prompts(
+            self.config, self.tokenizer, files, self.config.data.val_max_samples
+        )
+        return prompt_set.prompts, prompt_set.notes
 
-    def prompt(self, asked: str | Sequence[Message]) -> Prompt:
-        """Make a prompt of a text or a conversation; DataError where the model cannot read it."""
-        asked = asked if isinstance(asked, str) else tuple(asked)
-        row = Row(Place("prompt", 1), asked, None, "", {})
+    def prompt(self, conversation: str | Sequence[Message]) -> Prompt:
+        """Build a prompt from a text or a conversation; DataError if the model cannot read it."""
+        conversation = conversation if isinstance(conversation, str) else tuple(conversation)
+        row = Row(Place("prompt", 1), conversation, None, "", {})
         rows = RowSet("prompt", "prompt", (row,), (), Columns("prompt", "", "", ()))
-        found = render_prompts(
+        prompt_set = render_prompts(
             [rows],
             self.tokenizer,
             vocabulary_size=vocabulary_size(self.config.model.path),
             **prompt_settings(self.config.data),
         )
-        return found.prompts[0]
+        return prompt_set.prompts[0]
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
-        """Yield `sampling.n` responses to each prompt, each as soon as it finishes."""
+        """Yield `sampling.n` responses to each prompt, each when it is finished."""
         yield from self._sampler.generate(prompts, sampling, 0)
 
     @cached_property
@@ -138,24 +141,24 @@ class Sampled:
         self._open.close()
 
 
-def answers(
-    sampled: Sampled,
+def generate_answers(
+    sampled: SampledModel,
     prompts: Sequence[Prompt],
     sampling: Sampling,
-    advance: Callable[[int], None] = lambda more: None,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, Any]]:
-    """Let a model answer: a row a response, in the order of the prompts."""
+    """Sample a model; return a row for each response, in the order of the prompts."""
     place = {prompt.uid: i for i, prompt in enumerate(prompts)}
-    found = []
+    rollouts = []
     for rollout in sampled.generate(prompts, sampling):
-        found.append(rollout)
+        rollouts.append(rollout)
         advance(1)
-    found.sort(key=lambda one: (place[one.prompt.uid], one.sample))
-    return [_answer(one) for one in found]
+    rollouts.sort(key=lambda finished: (place[finished.prompt.uid], finished.sample))
+    return [_answer_row(finished) for finished in rollouts]
 
 
-def _answer(rollout: Rollout) -> dict[str, Any]:
-    """A response as a row that `ppo reward score` reads; what its prompt lacks is left out."""
+def _answer_row(rollout: Rollout) -> dict[str, Any]:
+    """Return a response as a row for `ppo reward score`, without fields that its prompt lacks."""
     prompt = rollout.prompt
     row = {
         "prompt": prompt.text,
@@ -163,15 +166,15 @@ def _answer(rollout: Rollout) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "tokens": len(rollout.token_ids),
     }
-    more = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth,
+    optional = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth,
             "opened": prompt.opened}  # fmt: skip
-    found: dict[str, Any] = plain(row | {name: value for name, value in more.items() if value})
-    return found
+    answer: dict[str, Any] = plain(row | {name: value for name, value in optional.items() if value})
+    return answer
 
 
 @dataclass
-class _Rows:
-    """The rows of a model in a file, by prompt and sample; another start asks for failed ones."""
+class _ScoredRows:
+    """A model's scored rows in a file, by prompt and sample; a new start repeats failed ones."""
 
     file: Path
 
@@ -180,17 +183,17 @@ class _Rows:
         lines = [line for line in read_lines(self.file) if line.get("score") is not None]
         self.done = {(str(line["uid"]), int(line["sample"])): line for line in lines}
         if self.file.exists():
-            replace_lines(self.file, self.done.values())  # without what is torn or failed
+            replace_lines(self.file, self.done.values())  # without torn lines and failed scores
 
     def add(self, scored: Scored) -> None:
-        """Write a row; called by whatever thread has the score."""
+        """Write a row; thread-safe, because any thread may deliver a score."""
         line = {k: v for k, v in rollout_line(0, scored).items() if k != "step"}
         with self._lock:
             append_line(self.file, line)
             self.done[scored.rollout.key] = plain(line)
 
     def by_prompt(self, prompts: Sequence[Prompt]) -> ScoresByPrompt:
-        """The scores of these prompts, as far as they are there."""
+        """Return the scores of these prompts, as far as they exist."""
         scores: dict[str, list[tuple[int, float | None]]] = {}
         for (uid, sample), line in self.done.items():
             scores.setdefault(uid, []).append((sample, line["score"]))
@@ -210,82 +213,88 @@ def evaluate(
     out: Path | None,
     threshold: float | None,
 ) -> dict[str, Any]:
-    """Score what models answer to the validation prompts, and compare the first with each other.
+    """Score models on the validation prompts, and compare the first with each of the others.
 
-    Returns what `ppo eval --json` prints; `stopped` says why some scores are missing. Rows go to
-    `out`, or to a folder below ./evals that the settings name. A response counts as right from
-    `threshold` on.
+    Returns the output of `ppo eval --json`; `stopped` says why some scores are missing. Rows are
+    written to `out`, or to a folder in ./evals named by a digest of the settings. A response with
+    at least the score `threshold` counts as correct.
     """
     files = prompt_files(config.data.val_files, "val")
-    reward, relative = with_fixed_scales(config.reward)
+    reward, relative = fix_scales(config.reward)
     config = config.model_copy(update={"reward": reward})
     if relative:
         screen.note(
-            f"Training scales {', '.join(relative)} by what the model answers, which no two models "
-            "share: here they count as they are. For a scale of your own set "
+            f"Training scales {', '.join(relative)} by the model's responses, which differ between "
+            "models: here these parts are not scaled. For a fixed scale set "
             f"reward.composite.parts.{relative[0]}.scaling=affine, with mean and std."
         )
     models: list[tuple[str, ScoresByPrompt]] = []
-    told: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     stopped, folder = "", None
     with ExitStack() as closing:
         for source in sources:
-            sampled = Sampled(config, source)
+            sampled = SampledModel(config, source)
             closing.callback(sampled.close)
             prompts, notes = sampled.read(files)
             for note in notes:
                 screen.note(note)
+            # All models share the folder, which the settings of the eval identify.
             if folder is None:
-                settings = _settings(config, sampling, prompts)
-                place = out or Path(DEFAULT_PLACE) / digest(settings)
-                folder = closing.enter_context(_folder(place, settings))
-            rows = _Rows(folder / _file_name(source))
+                settings = _identity_settings(config, sampling, prompts)
+                place = out or Path(DEFAULT_PLACE) / digest_value(settings)
+                folder = closing.enter_context(_claim_folder(place, settings))
+            rows = _ScoredRows(folder / _file_name(source))
             spent: dict[str, float] = {}
             if not stopped:
                 with screen.phase(source.name, len(prompts) * sampling.n) as advance:
                     watch = Callbacks(advance, screen.note)
-                    stopped, spent = _complete(rows, sampled, prompts, sampling, watch, folder)
+                    stopped, spent = _score_missing(rows, sampled, prompts, sampling, watch, folder)
             sampled.close()
             if stopped and not rows.done:
                 continue
+            # A model without any row is left out of the comparison.
             failed = [line for line in rows.done.values() if line["score"] is None]
             causes = Counter(line["failure"].partition(":")[0] for line in failed)
             models.append((source.name, rows.by_prompt(prompts)))
-            told.append({
+            reports.append({
                 "path": source.path, "rows": str(rows.file),
                 "failures": dict(causes.most_common()), "spent": spent,
             })  # fmt: skip
     if not models:
         raise Interrupted(f"{stopped} No score is there yet; the same command starts again.")
-    found = compare_models(models, threshold)
-    found["models"] = [facts | more for facts, more in zip(found["models"], told, strict=True)]
-    return {"out": str(folder), "sampling": asdict(sampling), **found, "stopped": stopped}
+    comparison = compare_models(models, threshold)
+    comparison["models"] = [
+        facts | report for facts, report in zip(comparison["models"], reports, strict=True)
+    ]
+    return {"out": str(folder), "sampling": asdict(sampling), **comparison, "stopped": stopped}
 
 
-def with_fixed_scales(settings: Reward) -> tuple[Reward, list[str]]:
-    """The same reward without shaping, and with fixed scales of the parts of a mixture.
+def fix_scales(settings: Reward) -> tuple[Reward, list[str]]:
+    """Return a reward without shaping and without scales that depend on the responses.
 
-    Parts that answers would scale count as they are; also returns their names.
+    The second result is the names of the parts whose scaling was removed.
     """
-    settings = settings.model_copy(update={"shaping": Shaping()})  # of training alone
+    settings = settings.model_copy(update={"shaping": Shaping()})  # only for training
     parts = mixture_of(settings)
     relative = [part.name for part in parts if SCALINGS[part.scaling].relative]
     if not relative:
         return settings, []
-    own = {p.name: p.model_dump(exclude={"name"}, exclude_unset=True) for p in parts}
+    part_settings = {p.name: p.model_dump(exclude={"name"}, exclude_unset=True) for p in parts}
     for name in relative:
-        own[name] = {k: v for k, v in own[name].items() if k != "clip"} | {"scaling": "none"}
-    update = {"parts": (), "composite": Composite(enable=True, parts=own)}
+        part_settings[name] = {k: v for k, v in part_settings[name].items() if k != "clip"} | {
+            "scaling": "none"
+        }
+    update = {"parts": (), "composite": Composite(enable=True, parts=part_settings)}
     return settings.model_copy(update=update), relative
 
 
 def evaluate_tasks(
     config: Config, sources: Sequence[ModelSource], tasks: Sequence[str], screen: Screen
 ) -> dict[str, Any]:
-    """Let lm-eval run its tasks on models; a task is a name that it knows, or a YAML file.
+    """Run lm-eval's tasks on models; a task is one of its names, or a YAML file.
 
-    Returns what `ppo eval --tasks --json` prints: by model, task and metric the value and its
-    standard error, None where lm-eval has none. Raises MissingPart without the package.
+    Returns the output of `ppo eval --tasks --json`: for each model, task and metric the value and
+    its standard error, None if lm-eval has none. Raises MissingPart without the package.
     """
     if find_spec("lm_eval") is None:
         raise MissingPart(
@@ -296,15 +305,15 @@ def evaluate_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    # Reading all that lm-eval has takes many seconds, which its names need but files do not.
+    # Indexing lm-eval's tasks takes many seconds; only their names need it, files do not.
     manager = TaskManager(include_defaults=not all(Path(task).is_file() for task in tasks))
-    told = []
+    reports = []
     for source in sources:
-        sampled = Sampled(config, source, limited=False)
+        sampled = SampledModel(config, source, limited=False)
         with closing(sampled), screen.phase(source.name, None):
             model = sampled.config.model
             try:
-                found = simple_evaluate(
+                output = simple_evaluate(
                     model="hf",
                     model_args={
                         "pretrained": str(Path(model_folder(model.path)).expanduser()),
@@ -319,63 +328,64 @@ def evaluate_tasks(
                     log_samples=False,
                     random_seed=config.trainer.seed,
                 )
-            except Exception as error:  # a task is code of its own: data, templates, metrics
+            except Exception as error:  # a task contains code: data, templates, metrics
                 why = redact(first_line(error))
                 raise UserError(f"lm-eval failed with {', '.join(tasks)}: {why}.") from error
+        # lm-eval's keys are `metric,filter`.
         by_task = {
             task: {
                 name.removesuffix(",none"): {"value": value, "stderr": _stderr(measured, name)}
                 for name, value in measured.items()
                 if isinstance(value, int | float) and "_stderr" not in name and "," in name
             }
-            for task, measured in found["results"].items()
+            for task, measured in output["results"].items()
         }
-        told.append({"name": source.name, "path": source.path, "tasks": by_task})
-    return {"models": told}
+        reports.append({"name": source.name, "path": source.path, "tasks": by_task})
+    return {"models": reports}
 
 
 def _stderr(measured: Mapping[str, Any], name: str) -> float | None:
-    """The standard error beside `exact_match,strict-match`; lm-eval says N/A where it has none."""
+    """Return the standard error of a metric such as `exact_match,strict-match`; None for N/A."""
     metric, _, way = name.partition(",")
     value = measured.get(f"{metric}_stderr,{way}")
     return value if isinstance(value, float) else None
 
 
-def _complete(
-    rows: _Rows,
-    sampled: Sampled,
+def _score_missing(
+    rows: _ScoredRows,
+    sampled: SampledModel,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     watch: Callbacks,
     folder: Path,
 ) -> tuple[str, dict[str, float]]:
-    """Sample and score what is missing; returns why it stopped, and what was spent on it."""
+    """Sample and score the missing rows; return why it stopped, and the spending."""
     missing = {(p.uid, i) for p in prompts for i in range(sampling.n)} - rows.done.keys()
     watch.advance(len(prompts) * sampling.n - len(missing))
     if not missing:
         return "", {}
     uids = {uid for uid, _ in missing}
-    asked = [prompt for prompt in prompts if prompt.uid in uids]
+    incomplete = [prompt for prompt in prompts if prompt.uid in uids]
     watch = replace(watch, scored=lambda rollout, score: rows.add(Scored(rollout, score)))
     with open_reward(sampled.config.reward, prompts, watch, folder) as reward:
-        sampling_now = sampled.generate(asked, sampling)
+        sampling_now = sampled.generate(incomplete, sampling)
         rollouts = (rollout for rollout in sampling_now if rollout.key in missing)
-        found = score_all(reward, rollouts, watch, "validation")
-    return found.stopped, total_spending(found.metrics)
+        scoring = score_all(reward, rollouts, watch, "validation")
+    return scoring.stopped, total_spending(scoring.metrics)
 
 
 @contextmanager
-def _folder(place: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
-    """Claim the folder of an eval, noted with its settings; ConfigError where it has others."""
+def _claim_folder(place: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
+    """Claim the folder of an eval and write its settings; ConfigError if it has other ones."""
     folder, noted = RunFolder(place, "--out"), place / SETTINGS_FILE
     try:
         folder.prepare()
         with folder.alone():
             before = json.loads(noted.read_bytes()) if noted.exists() else settings
-            if other := changes(before, settings):
+            if other := describe_changes(before, settings):
                 raise ConfigError(
                     f"--out {place} holds an eval with another {other}. Name another "
-                    "folder, or leave --out out: each eval then has one of its own."
+                    "folder, or leave --out out: each eval then gets a separate one."
                 )
             with atomic_replace(noted) as fresh:
                 fresh.write_text(json.dumps(settings, indent=2))
@@ -385,25 +395,28 @@ def _folder(place: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
         raise
 
 
-def _settings(config: Config, sampling: Sampling, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """What decides the rows of an eval, by the key that sets it, as JSON gives it back."""
-    found = {f"sampling.{name}": value for name, value in asdict(sampling).items()}
-    found |= {f"data.{name}": value for name, value in prompt_settings(config.data).items()}
+def _identity_settings(
+    config: Config, sampling: Sampling, prompts: Sequence[Prompt]
+) -> dict[str, Any]:
+    """Return the settings that determine the rows of an eval, by key, as JSON values."""
+    values = {f"sampling.{name}": value for name, value in asdict(sampling).items()}
+    values |= {f"data.{name}": value for name, value in prompt_settings(config.data).items()}
     sampler = ("model.dtype", "rollout.name", "rollout.engine_kwargs.vllm")
-    found |= {name: value_of(config, name) for name in sampler}
-    found |= setting_values(config, of_eval=True) | {"data.val_files": rows_digest(prompts)}
-    settings: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    values |= {name: value_of(config, name) for name in sampler}
+    values |= setting_values(config, of_eval=True) | {"data.val_files": digest_rows(prompts)}
+    settings: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return settings
 
 
 def _file_name(source: ModelSource) -> str:
-    """The file for the rows of a model: another one after it or its base was written again."""
+    """Return the file of a model's rows; it changes when the model or its base is rewritten."""
     folder = Path(source.path).expanduser()
     folders = [folder]
     if (folder / ADAPTER_CONFIG).exists():
         folders.append(Path(base_name(folder)).expanduser())
     files = [file for part in folders for file in sorted(part.glob("*")) if file.is_file()]
+    # Size and time of the files stand for their contents.
     weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     path = str(folder.resolve()) if files else source.path
     name = re.sub(r"[^\w.-]+", "_", source.name)[-40:]
-    return f"{name}-{digest([path, weights])}.jsonl"
+    return f"{name}-{digest_value([path, weights])}.jsonl"

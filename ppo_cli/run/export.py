@@ -1,4 +1,4 @@
-"""`ppo export`: writes the model of a checkpoint as one folder, with a card; uploads it."""
+"""`ppo export`: write the model of a checkpoint as one folder with a model card; upload it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ from ppo_cli.run_folder import STEP_NAME, find_model, has_model, plain, read_met
 CARD, CURVE = "README.md", "curve.svg"
 UNKNOWN = "not known"
 UNREADABLE = "Not known: the config.yaml of the run cannot be read by this version of ppo-cli."
-OF_THE_MACHINE = frozenset(
+# Settings of a machine, not of the model: the card leaves them out.
+MACHINE_SETTINGS = frozenset(
     f"trainer.{name}" for name in ("output_dir", "resume_mode", "master_addr", "node_rank")
 )
 LICENCE = ("license", "license_name", "license_link")
@@ -50,45 +51,47 @@ COLOURS = ("#1f6fb2", "#c2571a", "#2f8f5b", "#8a4fb0", "#7a7a7a")
 WIDTH, HEIGHT, EDGE = 640, 260, 44  # of the curve, in pixels
 Points = Sequence[tuple[int, float]]
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Folders of this machine say nothing to others, and may name a person.
+# Paths of this machine are useless to others, and may contain a person's name.
 _FOLDERS = re.compile(r'(?<=")(?:/|~/)(?:[^"/]+/)+(?=[^"/]+/?")')
 
 
 def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> None:
-    """Write the card of the model of `step` into its folder `out`, and the curve beside it.
+    """Write the card and the reward curve of the model of `step` into its folder `out`.
 
-    Everything is read from the run folder and, of the base model, from files on this machine.
+    Everything is read from the run folder and from files of the base model on this machine.
     """
     config, _ = config_of(run)
-    whole = read_metrics(run)
-    history = [line for line in whole if line["step"] <= step]
-    picture = curve(_series(history))
+    metrics = read_metrics(run)
+    history = [line for line in metrics if line["step"] <= step]
+    picture = draw_curve(_curve_series(history))
     if picture:
         (out / CURVE).write_text(picture, encoding="utf-8")
+    # Front matter, and settings that differ from the defaults.
     settings, written_by = settings_of(run)
     values = {key: value for key, value, _ in settings}
     base = str(yaml.safe_load(values.get("model.path", "null")) or UNKNOWN)
-    front, told = _base(base)
+    front, base_lines = _describe_base(base)
     front |= {"library_name": "transformers", "tags": ["ppo", "reinforcement-learning"]}
     front |= {} if critic else {"pipeline_tag": "text-generation"}
     chosen = [
-        f"{key}: {_shown(key, value)}"
+        f"{key}: {_public_value(key, value)}"
         for key, value, origin in settings
-        if origin != DEFAULT and key not in OF_THE_MACHINE
+        if origin != DEFAULT and key not in MACHINE_SETTINGS
         if config is None or value_of(config, key) != value_of(Config(), key)
     ]
+    # The sections of the card.
     estimator = yaml.safe_load(values.get("algorithm.adv_estimator", UNKNOWN))
     what = "critic" if critic else "model"
     parts = [
         f"---\n{yaml.safe_dump(plain(front), sort_keys=False, allow_unicode=True)}---\n\n# {name}",
         f"The {what} after step {step} of PPO training (advantage estimator: {estimator}).",
         *("\n".join(lines) for lines in (
-            ["## Base model", "", *told],
-            ["## Data", "", *(_data(config) if config else [UNREADABLE])],
-            ["## Reward", "", *(_reward(config) if config else [UNREADABLE])],
-            ["## Results", "", *_results(run, history, config)],
+            ["## Base model", "", *base_lines],
+            ["## Data", "", *(_describe_data(config) if config else [UNREADABLE])],
+            ["## Reward", "", *(_describe_reward(config) if config else [UNREADABLE])],
+            ["## Results", "", *_results_table(run, history, config)],
             [f"![Reward by step]({CURVE})"] if picture else [],
-            ["Judges of the whole run: " + (judge_totals(run, whole) or "none asked") + "."],
+            ["Judges of the entire run: " + (judge_totals(run, metrics) or "none asked") + "."],
             ["## Settings that differ from the defaults", "", "```yaml", *chosen, "```"],
             ["## Versions", "", written_by or UNKNOWN],
         ) if lines),
@@ -96,26 +99,27 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
     (out / CARD).write_text(redact("\n\n".join(parts)) + "\n", encoding="utf-8")
 
 
-def _base(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Front matter about the base model, and the lines that tell its name and licence."""
-    known = _own_card(path)
+def _describe_base(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Return front matter about the base model, and lines with its name and licence."""
+    card = _read_card(path)
     folder = Path(model_folder(path)).expanduser()
-    front = {key: str(known[key]) for key in LICENCE if known.get(key)}
+    front = {key: str(card[key]) for key in LICENCE if card.get(key)}
     licence = front.get("license_name") or front.get("license")
     if licence is None and folder.is_dir():
         with suppress(OSError, ValueError, AttributeError):
             licence = json.loads((folder / "config.json").read_bytes()).get("license")
+    # The hub links a model to its base: only hub names are given.
     local = folder.is_dir() or folder.is_absolute() or path == EMBEDDED
-    name = f"{path} (ships with ppo-cli)" if path == EMBEDDED else _name(path)
-    origin = known.get("base_model") if local else path
+    name = f"{path} (ships with ppo-cli)" if path == EMBEDDED else _public_name(path)
+    origin = card.get("base_model") if local else path
     if isinstance(origin, str) and _HUB_NAME.fullmatch(origin):
         front = {"base_model": origin, **front}
         name += f", itself made from {origin}" if local else ""
     return front, [f"- Name: {name}", f"- Licence: {licence or UNKNOWN}"]
 
 
-def _own_card(path: str) -> dict[str, Any]:
-    """Front matter of a model's own card: in its folder, or what was downloaded of the hub's."""
+def _read_card(path: str) -> dict[str, Any]:
+    """Read the front matter of a model's card: from its folder, or from the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.repocard import metadata_load
 
@@ -127,46 +131,46 @@ def _own_card(path: str) -> dict[str, Any]:
     return {}
 
 
-def _data(config: Config) -> list[str]:
-    """The prompt files and how many rows are read of them."""
+def _describe_data(config: Config) -> list[str]:
+    """Return a line for training and validation: the files and the number of rows read."""
     lines = []
     for title, files, rows in (
         ("Training", config.data.train_files, train_rows(config)),
         ("Validation", config.data.val_files, val_rows(config)),
     ):
-        names = ", ".join(map(_name, files))
+        names = ", ".join(map(_public_name, files))
         counted = f"{rows:,} rows" if rows is not None else f"rows {UNKNOWN}"
         lines.append(f"- {title}: {names}, {counted}" if files else f"- {title}: none")
     return lines
 
 
-def _reward(config: Config) -> list[str]:
-    """What scores responses, a line each."""
+def _describe_reward(config: Config) -> list[str]:
+    """Return a line for each judge, reward model, rule and function."""
     reward = config.reward
     mixed = mixture_of(reward)
     lines = [f"- Mixture: {mixture_line(mixed)}"] if mixed else []
     for judge in judges_of(reward):
-        own = judge.settings
-        lines.append(f"- LLM {judge.name.removeprefix('the ')}: {own.model} ({own.type})")
-        prompt = _name(own.prompt_file) if own.prompt_file else own.prompt_preset
-        lines[-1] += f", prompt {prompt}, votes a response: {own.votes}"
+        api = judge.settings
+        lines.append(f"- LLM {judge.name.removeprefix('the ')}: {api.model} ({api.type})")
+        prompt = _public_name(api.prompt_file) if api.prompt_file else api.prompt_preset
+        lines[-1] += f", prompt {prompt}, votes a response: {api.votes}"
     for model in models_of(reward):
-        path = _name(str(model.settings.path))
+        path = _public_name(str(model.settings.path))
         lines.append(f"- {model.name.removeprefix('the ').capitalize()}: {path}")
     for rule in rules_of(reward):
         if rule.function:
-            lines.append(f"- Function: {_name(rule.function)}")
+            lines.append(f"- Function: {_public_name(rule.function)}")
         else:
             lines.append(f"- Rule: {rule.rule or 'chosen by the data_source of each row'}")
     return lines
 
 
-def _results(run: Path, history: Lines, config: Config | None) -> list[str]:
-    """The reward and the validation before and after, as a table."""
-    found = summarise(history, run, config or Config(), session=(0, 0.0), resume_command="")
+def _results_table(run: Path, history: Lines, config: Config | None) -> list[str]:
+    """Return a table of reward and validation at the start and the end."""
+    summary = summarise(history, run, config or Config(), session=(0, 0.0), resume_command="")
     lines = [
         f"| {name} | {_number(before)} | {_number(after)} |"
-        for name, before, after in found.measures
+        for name, before, after in summary.measures
     ]
     if not lines:
         return ["No step has a reward."]
@@ -179,53 +183,55 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{round(value, 9) + 0.0:.4g}"
 
 
-def _name(path: str) -> str:
-    """A path without the folders of this machine; a hub name, a URL or a relative path as it is."""
+def _public_name(path: str) -> str:
+    """Return an absolute path's last part; hub names, URLs and relative paths unchanged."""
     return Path(path).name if path.startswith(("/", "~")) else path
 
 
-def _shown(key: str, value: str) -> str:
-    """A setting's YAML without secrets and without the folders that a file lies in."""
+def _public_value(key: str, value: str) -> str:
+    """Return a setting's YAML without secrets and without folders of this machine."""
     masked = mask_secrets({key: yaml.safe_load(value)})[key]
     return _FOLDERS.sub("", json.dumps(masked, ensure_ascii=False))
 
 
-def _series(history: Lines) -> dict[str, Points]:
-    """What the curve shows: the reward (of a mixture its parts) and the validation."""
+def _curve_series(history: Lines) -> dict[str, Points]:
+    """Return the series of the curve: the reward (or a mixture's parts) and the validation."""
     kinds = {name for line in history for name in mixture_parts(line)}
-    found: dict[str, list[tuple[int, float]]] = {}
+    series: dict[str, list[tuple[int, float]]] = {}
     for line in history:
-        own = {f"reward {name}": line.get(f"reward/{name}") for name in sorted(kinds)}
-        values = own or {"reward": line.get("reward_mean")}
+        part_rewards = {f"reward {name}": line.get(f"reward/{name}") for name in sorted(kinds)}
+        values = part_rewards or {"reward": line.get("reward_mean")}
         accuracy = line.get("val/accuracy")
         values["validation"] = line.get("val/reward_mean") if accuracy is None else accuracy
         for name, value in values.items():
             if value is not None:
-                found.setdefault(name, []).append((line["step"], float(value)))
-    return {name: points for name, points in found.items() if len(points) > 1}
+                series.setdefault(name, []).append((line["step"], float(value)))
+    return {name: points for name, points in series.items() if len(points) > 1}
 
 
-def curve(series: Mapping[str, Points]) -> str:
-    """Draw curves over the step as SVG; an empty text where there is none with two points."""
+def draw_curve(series: Mapping[str, Points]) -> str:
+    """Draw curves over the step as SVG; an empty text without two points."""
     steps = [step for points in series.values() for step, _ in points]
     values = [value for points in series.values() for _, value in points]
     if not steps:
         return ""
-    (left, right), (low, high) = (min(steps), max(steps)), (min(values), max(values))
-    across = (WIDTH - 2 * EDGE) / max(right - left, 1)
+    (first, right), (low, high) = (min(steps), max(steps)), (min(values), max(values))
+    # Pixels for a step and for a unit of the value.
+    across = (WIDTH - 2 * EDGE) / max(right - first, 1)
     up = (HEIGHT - 2 * EDGE) / ((high - low) or 1.0)
     bottom = HEIGHT - EDGE
     shapes = [
         f'<path d="M{EDGE} {EDGE}V{bottom}H{WIDTH - EDGE}" fill="none" stroke="#888"/>',
         f'<text x="{EDGE - 4}" y="{EDGE + 4}" text-anchor="end">{high:.3g}</text>',
         f'<text x="{EDGE - 4}" y="{bottom}" text-anchor="end">{low:.3g}</text>' * (high > low),
-        f'<text x="{EDGE}" y="{bottom + 18}">step {left}</text>',
+        f'<text x="{EDGE}" y="{bottom + 18}">step {first}</text>',
         f'<text x="{WIDTH - EDGE}" y="{bottom + 18}" text-anchor="end">{right}</text>',
     ]
+    # A line and a label for each series.
     for at, (name, points) in enumerate(series.items()):
         colour = COLOURS[at % len(COLOURS)]
         line = " ".join(
-            f"{EDGE + (step - left) * across:.1f},{bottom - (value - low) * up:.1f}"
+            f"{EDGE + (step - first) * across:.1f},{bottom - (value - low) * up:.1f}"
             for step, value in points
         )
         shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
@@ -257,21 +263,21 @@ def export(
     """Write the actor (or critic) of a run or checkpoint to `out` as one Hugging Face folder.
 
     `checkpoint` is best, latest, a step's folder or a path; None is the latest. The model of a run
-    gets a card. `push` names the hub's repository that it is uploaded to, private unless `public`.
-    Returns what was written, and from where, as JSON takes it; `step` is None where it is not
-    known.
+    gets a card. `push` is the hub repository to upload to, private unless `public`. Returns what
+    was written, and from where, as a JSON value; `step` is None if it is unknown.
     """
     if public and push is None:
         raise ConfigError("--public says who can read what --push uploads: add --push NAME.")
     if push is not None:
         _check_hub(push)
     folder = find_model(source.expanduser(), checkpoint, critic=critic).resolve()
-    require_intact_model(folder, partial(_instead, source, checkpoint))
-    found = STEP_NAME.match(folder.parent.name)
-    step = int(found.group(1)) if found else None
+    require_intact_model(folder, partial(_command_with_model, source, checkpoint))
+    match = STEP_NAME.match(folder.parent.name)
+    step = int(match.group(1)) if match else None
     run = folder.parents[2]
     card = step is not None and (run / "config.yaml").is_file()
-    with _placing(out.expanduser(), folder, force=force) as fresh:
+    # A card needs the run's config.yaml and metrics.
+    with _replace_folder(out.expanduser(), folder, force=force) as fresh:
         from ppo_cli.engine.export import write_model  # torch, which takes seconds
 
         written = write_model(
@@ -294,19 +300,19 @@ def export(
         "bytes": written.bytes,
         "files": list(written.files),
         "card": card,
-        "pushed": None if push is None else _push(out.expanduser(), push, public=public),
+        "pushed": None if push is None else _upload(out.expanduser(), push, public=public),
     }
 
 
-def _instead(source: Path, checkpoint: str | None, model: Path) -> str:
-    """Return this command line with the model of another checkpoint."""
+def _command_with_model(source: Path, checkpoint: str | None, model: Path) -> str:
+    """Return this command line with another checkpoint's model."""
     if checkpoint is not None:
         return replace_flag(command_line(), "--checkpoint", shlex.quote(str(model.parent)))
     return replace_path(str(source), str(model if has_model(source) else model.parent))
 
 
 def _check_hub(name: str) -> None:
-    """Refuse a name or a machine that cannot upload, before anything is written."""
+    """Raise ConfigError before anything is written if the upload cannot work."""
     from huggingface_hub import get_token
     from huggingface_hub.constants import is_offline_mode
     from huggingface_hub.errors import HFValidationError
@@ -316,8 +322,8 @@ def _check_hub(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        said = str(error).partition(":")[0].rstrip(".")
-        problems.append(f"--push {name}: {said}.")
+        problem = str(error).partition(":")[0].rstrip(".")
+        problems.append(f"--push {name}: {problem}.")
     if get_token() is None:
         problems.append("--push needs a token of the hub: run `hf auth login`, or set HF_TOKEN.")
     if is_offline_mode():
@@ -326,57 +332,60 @@ def _check_hub(name: str) -> None:
         raise ConfigError(problems)
 
 
-def _push(folder: Path, name: str, *, public: bool) -> str:
-    """Upload a folder; returns the address of the repository."""
+def _upload(folder: Path, name: str, *, public: bool) -> str:
+    """Upload a folder; return the address of the repository."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
-    kept = f"The model is in {folder}, but it was not uploaded to {name}"
+    outcome = f"The model is in {folder}, but it was not uploaded to {name}"
     try:
-        made = api.create_repo(name, private=not public, exist_ok=True)
-        exposed = not public and not api.repo_info(made.repo_id).private
+        repository = api.create_repo(name, private=not public, exist_ok=True)
+        # An existing public repository stays public: refuse to upload.
+        exposed = not public and not api.repo_info(repository.repo_id).private
         if not exposed:
             api.upload_folder(
-                repo_id=made.repo_id, folder_path=folder, commit_message="Upload by ppo export"
+                repo_id=repository.repo_id,
+                folder_path=folder,
+                commit_message="Upload by ppo export",
             )
-    except Exception as failure:  # HTTP, LFS and Xet have errors of their own
+    except Exception as failure:  # HTTP, LFS and Xet have different errors
         error: BaseException = failure
         while error.__cause__ and not isinstance(error, HfHubHTTPError):
             error = error.__cause__
         why = first_line(error)
         if isinstance(error, HfHubHTTPError):
-            said = error.server_message or error.response.reason_phrase
-            why = f"the hub answered {error.response.status_code}, {said}"
+            reply = error.server_message or error.response.reason_phrase
+            why = f"the hub answered {error.response.status_code}, {reply}"
             if error.response.status_code in (401, 403):
                 why = f"{why.rstrip('.')}. Give it a token that may write there (HF_TOKEN)"
         hf = Path(sys.executable).with_name("hf")
-        again = [] if public else ["--private"]
-        again = ["upload", name, str(folder), *again]
+        arguments = [] if public else ["--private"]
+        arguments = ["upload", name, str(folder), *arguments]
         raise UserError(
-            f"{kept}: {redact(why).rstrip('.')}. To try again: "
-            f"{shell_name(hf) if hf.exists() else 'hf'} {shlex.join(again)}"
+            f"{outcome}: {redact(why).rstrip('.')}. To try again: "
+            f"{shell_name(hf) if hf.exists() else 'hf'} {shlex.join(arguments)}"
         ) from failure
     if exposed:
         raise UserError(
-            f"{kept}: that repository exists and everybody can read it. Add --public, or give "
+            f"{outcome}: that repository exists and everybody can read it. Add --public, or give "
             "another name."
         )
-    return str(made)
+    return str(repository)
 
 
 def _is_critic(out: Path, source: Path) -> bool:
-    """Tell whether a written model is a critic, by its head or by the folder it came from."""
+    """Whether a written model is a critic, by its head or its source folder."""
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     heads = config.get("architectures") or []
     return source.name == "critic" or any(name.endswith(CRITIC_HEAD) for name in heads)
 
 
 @contextmanager
-def _placing(out: Path, source: Path, *, force: bool) -> Iterator[Path]:
-    """Give a hidden folder to fill; on leaving, it takes the place of `out`."""
+def _replace_folder(out: Path, source: Path, *, force: bool) -> Iterator[Path]:
+    """Yield a hidden folder to fill; at the end it replaces `out`."""
     place = out.resolve()
-    _check_place(out, place, source, force=force)
+    _check_target(out, place, source, force=force)
     try:
         with atomic_replace(place) as fresh:
             fresh.mkdir(parents=True)
@@ -388,12 +397,13 @@ def _placing(out: Path, source: Path, *, force: bool) -> Iterator[Path]:
         ) from error
 
 
-def _check_place(out: Path, place: Path, source: Path, *, force: bool) -> None:
+def _check_target(out: Path, place: Path, source: Path, *, force: bool) -> None:
+    # --force replaces only models.
     refuse_out_address(out)
     if place.exists() and not place.is_dir():
         raise ConfigError(f"--out {out} is a file; name a folder.")
     if source.is_relative_to(place) or place.is_relative_to(source):
-        raise ConfigError(f"--out {out}: that is where {source} lies. Name another folder.")
+        raise ConfigError(f"--out {out} contains {source}, or is in it. Name another folder.")
     if place.is_dir() and any(place.iterdir()):
         if not force:
             raise ConfigError(

@@ -1,7 +1,8 @@
-"""What makes a run, or an eval, the same one: settings by their declared identity, and contents.
+"""The identity of a run or an eval: settings by their declared `Identity`, and contents of files.
 
-A setting's declaration says how long its value stays (`Identity`). A file or a row that a setting
-names counts by its content. `run/assemble.py` keeps what `run_identity` returns in each checkpoint.
+A setting's declaration says whether another value makes another run. Files and rows that a setting
+names count by their content. `run/assemble.py` saves the result of `run_identity` in each
+checkpoint.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from ppo_cli.redact import mask_secrets
 from ppo_cli.run_folder import has_model, run_settings
 from ppo_cli.step.stages import read_state
 
-ROWS = ("data.train_files", "data.val_files")  # they count by the rows that are read of them
-TRAIN_EXTRA_INFO = "data.train_files: extra_info"  # which `fingerprint` leaves out
+ROWS = ("data.train_files", "data.val_files")  # they count by the rows that are read
+TRAIN_EXTRA_INFO = "data.train_files: extra_info"  # `fingerprint` does not include it
 CONTENTS = "contents"  # digests of files and model folders, by path
 # Files of a model folder that loaders read: not its card, nor logs.
-LOADED = (".safetensors", ".bin", ".pt", ".json", ".model", ".txt", ".jinja", ".py")
-# Training or merging changes every layer, so that blocks all over a file tell it.
+MODEL_SUFFIXES = (".safetensors", ".bin", ".pt", ".json", ".model", ".txt", ".jinja", ".py")
+# Training or merging changes every layer, so blocks from all over a large file are enough.
 BLOCKS, BLOCK_BYTES = 64, 64 * 1024
 SHOWN_CHARACTERS = 60  # of a value in a message
 
@@ -39,23 +40,24 @@ SHOWN_CHARACTERS = 60  # of a value in a message
 def run_identity(
     config: Config, prompts: Sequence[Prompt], val_prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
-    """Return what a run is, by the key that sets it, as a checkpoint gives it back.
+    """Return the values that identify a run, by key, as they are read back from a checkpoint.
 
-    With other values `--resume auto` starts a new run.
+    If one differs, `--resume auto` starts a new run.
     """
     return setting_values(config) | {
         "data.train_files": fingerprint(prompts),
-        TRAIN_EXTRA_INFO: digest([prompt.extra_info for prompt in prompts]),
-        "data.val_files": rows_digest(val_prompts),
+        TRAIN_EXTRA_INFO: digest_value([prompt.extra_info for prompt in prompts]),
+        "data.val_files": digest_rows(val_prompts),
     }
 
 
 def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
-    """Return the values of the settings that make a run, or those of the reward of an eval.
+    """Return the settings that identify a run, or those of the reward that identify an eval.
 
-    Secrets are masked. Models and files that the reward reads are in it with their digests.
+    Secrets are masked. Models and files that the reward reads are included with their digests.
     """
     free = {"start"} if of_eval else {"start", "eval"}
+    # Settings of a free identity do not count; rows count by content.
     values = {
         name: mask_secrets(value_of(config, name))
         for name, key in table().items()
@@ -64,29 +66,29 @@ def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
     }
     values["reward.composite.parts"] = mask_secrets(_part_settings(config.reward, free))
     named = [v for k, v in values.items() if k.startswith("reward.") or k.endswith(".path")]
-    values[CONTENTS] = dict(_contents(named))
+    values[CONTENTS] = dict(_digest_contents(named))
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain
 
 
-def rows_digest(prompts: Iterable[Prompt]) -> str:
-    """Return a digest of all that a model and a reward read of prompts."""
-    return digest(
+def digest_rows(prompts: Iterable[Prompt]) -> str:
+    """Return a digest of everything that a model and a reward read of prompts."""
+    return digest_value(
         [(p.uid, p.messages, p.data_source, p.ground_truth, p.extra_info) for p in prompts]
     )
 
 
-def digest(value: Any) -> str:
-    """Return a short digest of anything that JSON can say."""
+def digest_value(value: Any) -> str:
+    """Return a short digest of a JSON value."""
     text = json.dumps(value, sort_keys=True, default=str)
     return digest_text(text, 12)
 
 
-def differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bool = False) -> str:
-    """Say in what the run of a checkpoint differs from this one; empty where it is the same.
+def find_differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bool = False) -> str:
+    """Describe how the run of a checkpoint differs from this one; empty if it is the same.
 
-    With `bound` only what a checkpoint cannot be loaded without counts. What an older version did
-    not write into the checkpoint is read from the run's config.yaml.
+    With `bound`, only settings count without which the checkpoint cannot be loaded. Values that an
+    older version did not save in the checkpoint are read from the run's config.yaml.
     """
     saved: dict[str, Any] = read_state(checkpoint)["fingerprint"]
     if identity.keys() - saved.keys():
@@ -95,17 +97,17 @@ def differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bool = 
     if bound:
         keys = (key for key, setting in table().items() if setting.identity == "checkpoint")
         identity = {key: identity[key] for key in keys}
-    return changes(saved, identity)
+    return describe_changes(saved, identity)
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Say which values are others than before, and what they were; what one lacks is the same."""
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe which values changed, and from what; keys that only one side has do not count."""
     both = [key for key in now if key in before]
-    return ", ".join(text for key in both for text in _changes(key, before[key], now[key]))
+    return ", ".join(text for key in both for text in _describe_change(key, before[key], now[key]))
 
 
 def _part_settings(reward: Reward, free: Container[str]) -> dict[str, Any]:
-    """Return the settings of composite.parts as read, without those of a `free` identity."""
+    """Return the settings of composite.parts, without those of a `free` identity."""
     parts = {}
     for part in (part for part in mixture_of(reward) if part.name in reward.composite.parts):
         settings = part.model_dump(exclude_unset=True, exclude={"name"})
@@ -121,22 +123,26 @@ def _part_settings(reward: Reward, free: Container[str]) -> dict[str, Any]:
     return parts
 
 
-def _contents(value: Any) -> Iterator[tuple[str, str]]:
-    """Yield files (as FILE or FILE:NAME) and model folders that a value names, with digests."""
+def _digest_contents(value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the files (also of FILE:NAME) and model folders that a value names, with digests."""
     if isinstance(value, Mapping | list | tuple):
         for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _contents(inner)
+            yield from _digest_contents(inner)
     elif isinstance(value, str):
-        # Unlike pathlib, os.path takes texts that are no path: too long, or with a NUL.
+        # Unlike pathlib, os.path accepts texts that are not paths: too long, or with a NUL.
         path = os.path.expanduser(value.partition(":")[0])
         if os.path.isfile(path) or (os.path.isdir(path) and has_model(Path(path))):
-            with suppress(OSError):  # what cannot be read is reported where it is loaded
-                yield path, _content_digest(Path(path))
+            with suppress(OSError):  # an unreadable file is reported when it is loaded
+                yield path, _digest_path(Path(path))
 
 
-def _content_digest(path: Path) -> str:
-    """Return the digest of a file or of a folder's files; of large ones, BLOCKS blocks count."""
-    files = [path] if path.is_file() else sorted(p for p in path.glob("*.*") if p.suffix in LOADED)
+def _digest_path(path: Path) -> str:
+    """Return the digest of a file or a folder's files; of large files, of BLOCKS blocks."""
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(p for p in path.glob("*.*") if p.suffix in MODEL_SUFFIXES)
+    )
     state = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
@@ -151,7 +157,7 @@ def _content_digest(path: Path) -> str:
     return state.hexdigest()
 
 
-def _changes(key: str, before: Any, now: Any) -> Iterator[str]:
+def _describe_change(key: str, before: Any, now: Any) -> Iterator[str]:
     if before == now:
         return
     if key in ROWS:
@@ -163,12 +169,12 @@ def _changes(key: str, before: Any, now: Any) -> Iterator[str]:
         yield from (f"{file} (other content)" for file in changed)
     elif isinstance(before, Mapping) and isinstance(now, Mapping):
         for name in dict.fromkeys([*before, *now]):
-            yield from _changes(f"{key}.{name}", before.get(name), now.get(name))
+            yield from _describe_change(f"{key}.{name}", before.get(name), now.get(name))
     else:
-        yield f"{key} (was {_shown(before)}, now {_shown(now)})"
+        yield f"{key} (was {_format_value(before)}, now {_format_value(now)})"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None or value == []:
         return "unset"
     text = " ".join(str(value).split())

@@ -1,6 +1,6 @@
-"""By what NCCL reaches other nodes from this one, from its variables, devices and plugins.
+"""The network that NCCL uses between nodes, according to its variables, devices and plugins.
 
-NCCL takes TCP without a word where a device is there and its plugin, or the access to it, is not.
+NCCL silently falls back to TCP if a device exists but its plugin, or the access to it, is missing.
 """
 
 from __future__ import annotations
@@ -17,42 +17,47 @@ OFF = ("1", "true", "yes", "on")
 
 @dataclass(frozen=True)
 class Network:
-    """What the collectives of several nodes travel by; `repair` is empty where nothing is wrong."""
+    """The network of collectives between nodes; `repair` is empty if nothing is wrong."""
 
-    found: str
+    description: str
     repair: str = ""
-    broken: bool = False  # NCCL would not start at all
+    broken: bool = False  # NCCL would not start
 
 
 def find_network(environ: Mapping[str, str], root: Path = Path("/")) -> Network:
-    """Return the network that NCCL would take here."""
+    """Return the network that NCCL would use on this node."""
+    # Variables come first: they may rule out every interface, or choose TCP.
     interfaces = sorted(path.name for path in (root / "sys/class/net").glob("*"))
     named = environ.get("NCCL_SOCKET_IFNAME", "")
-    usable = [name for name in interfaces if name != "lo" and _is_named(name, named)]
+    usable = [name for name in interfaces if name != "lo" and _matches_interface(name, named)]
     if named and not usable:
-        found = f"NCCL_SOCKET_IFNAME={named} names no interface of this node: {_listed(interfaces)}"
-        return Network(found, "unset NCCL_SOCKET_IFNAME", broken=True)
+        problem = (
+            f"NCCL_SOCKET_IFNAME={named} names no interface of this node: {_join_names(interfaces)}"
+        )
+        return Network(problem, "unset NCCL_SOCKET_IFNAME", broken=True)
     if environ.get("NCCL_NET", "").lower() == "socket":
-        return Network(f"NCCL_NET=Socket: TCP by {_listed(usable)}", "unset NCCL_NET")
+        return Network(f"NCCL_NET=Socket: TCP by {_join_names(usable)}", "unset NCCL_NET")
     return (
-        _by_plugin(environ, root, interfaces)
-        or _by_infiniband(environ, root)
+        _find_cloud_network(environ, root, interfaces)
+        or _find_infiniband(environ, root)
         or Network(
-            f"no InfiniBand, RoCE or EFA: TCP by {_listed(usable)}",
+            f"no InfiniBand, RoCE or EFA: TCP by {_join_names(usable)}",
             "expected without such a network; actor.fsdp_config.fsdp_size=N, with the GPUs of a "
             f"node, then sends least between nodes. {READ_IT}",
         )
     )
 
 
-def _by_plugin(environ: Mapping[str, str], root: Path, interfaces: list[str]) -> Network | None:
-    """Return the clouds' networks, which NCCL reaches by a plugin alone."""
+def _find_cloud_network(
+    environ: Mapping[str, str], root: Path, interfaces: list[str]
+) -> Network | None:
+    """Return the network of a cloud, which NCCL can only use with a plugin; None elsewhere."""
     efa = [d.name for d in _devices(root) if _first_line(d / "device/vendor") == AMAZON]
     net = root / "sys/class/net"
     gvnic = [n for n in interfaces if (net / n / "device/driver").resolve().name == "gve"]
     if not efa and not gvnic:
         return None
-    kind = f"EFA ({_listed(efa)})" if efa else f"gVNIC ({_listed(gvnic)})"
+    kind = f"EFA ({_join_names(efa)})" if efa else f"gVNIC ({_join_names(gvnic)})"
     if (plugin := _find_plugin(environ)) is not None:
         return Network(f"{kind} by the plugin {plugin}")
     package = (
@@ -60,16 +65,16 @@ def _by_plugin(environ: Mapping[str, str], root: Path, interfaces: list[str]) ->
         if efa
         else "install Google's NCCL plugin (gIB, FasTrak or Fast Socket) for this kind of machine"
     )
-    found = f"{kind}, and NCCL's plugin for it (libnccl-net.so) is not found: TCP"
-    return Network(found, f"{package}. {READ_IT}")
+    problem = f"{kind}, and NCCL's plugin for it (libnccl-net.so) is not found: TCP"
+    return Network(problem, f"{package}. {READ_IT}")
 
 
-def _by_infiniband(environ: Mapping[str, str], root: Path) -> Network | None:
+def _find_infiniband(environ: Mapping[str, str], root: Path) -> Network | None:
     devices = [device.name for device in _devices(root)]
     if not devices:
         return None
     layer = _first_line(_devices(root)[0] / "ports/1/link_layer")
-    kind = f"{'RoCE' if layer == 'Ethernet' else 'InfiniBand'} ({_listed(devices)})"
+    kind = f"{'RoCE' if layer == 'Ethernet' else 'InfiniBand'} ({_join_names(devices)})"
     if environ.get("NCCL_IB_DISABLE", "").lower() in OFF:
         return Network(f"{kind}, turned off by NCCL_IB_DISABLE: TCP", "unset NCCL_IB_DISABLE")
     if not (root / "dev/infiniband").exists():
@@ -84,13 +89,13 @@ def _devices(root: Path) -> list[Path]:
     return sorted((root / "sys/class/infiniband").glob("*"))
 
 
-def _is_named(interface: str, named: str) -> bool:
-    """Match NCCL_SOCKET_IFNAME: a list of beginnings; `=` before it: of names; `^`: of others."""
+def _matches_interface(interface: str, named: str) -> bool:
+    """Match NCCL_SOCKET_IFNAME: a list of prefixes; after `=` of names, after `^` of exclusions."""
     sign = named[:1] if named[:1] in ("=", "^") else ""
-    words = named.removeprefix(sign).split(",")
+    patterns = named.removeprefix(sign).split(",")
     if sign == "=":
-        return interface in words
-    return any(map(interface.startswith, words)) != (sign == "^")
+        return interface in patterns
+    return any(map(interface.startswith, patterns)) != (sign == "^")
 
 
 def _find_plugin(environ: Mapping[str, str]) -> str | None:
@@ -107,5 +112,5 @@ def _first_line(path: Path) -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join(names) or "none"

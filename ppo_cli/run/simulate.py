@@ -1,7 +1,7 @@
-"""`ppo plan --simulate`: the learner on tensors without numbers, in a process without GPUs.
+"""`ppo plan --simulate`: the learner's memory on fake tensors, in a process without GPUs.
 
-The plan adds up what each role should need; here the learner's own code allocates it, as rank 0 of
-all ranks, and the highest moment of each phase is compared with the sum (docs/memory.md).
+The plan adds up what each role should need. Here the learner's code allocates it, as rank 0 of all
+ranks, and the peak of each phase is compared with the sum (docs/memory.md).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from ppo_cli.config.placement import engine_name, gpus_per_node, sampler_name
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, UserError
 
-SMALL = 0.01  # share of a peak below which a part of it is not named
+MIN_SHARE = 0.01  # of a peak; smaller parts are not listed
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What was measured, and what the plan counts of the learner in each phase.
+    """The measured bytes of the learner in each phase, and those of the plan.
 
-    `memory` is what a GPU has, where that is known, and `left_free` what must stay free of it.
-    `beside` are bytes of the sampler and of reward models while the learner works, by the plan.
+    `memory` is the size of a GPU, if known, and `left_free` what must stay free. `beside`: planned
+    bytes of the sampler and of reward models on the GPU while the learner works.
     """
 
     measured: Mapping[str, Any]
@@ -50,18 +50,18 @@ class Simulation:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The phase that needs most, and its bytes on a GPU."""
+        """The phase that needs most memory, and its bytes on a GPU."""
         phases = self.measured["phases"]
         phase = max(phases, key=lambda name: phases[name]["peak_bytes"])
         return phase, phases[phase]["peak_bytes"] + self.beside
 
     @property
     def fits(self) -> bool | None:
-        """Whether enough stays free at the peak; None where the memory is not known."""
+        """Whether enough stays free at the peak; None if the size of the GPU is unknown."""
         return None if self.memory is None else self.peak[1] <= self.memory - self.left_free
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as JSON takes it."""
+        """Return everything as a JSON value."""
         phases = {
             name: phase | {"planned_bytes": self.planned.get(name)}
             for name, phase in self.measured["phases"].items()
@@ -75,20 +75,21 @@ class Simulation:
         }
 
     def lines(self) -> list[str]:
-        """What people read of it."""
+        """Return the lines of the terminal's report."""
         ranks = self.measured["ranks"]
         lines = [
             f"rank 0 of {ranks} loads the models, annotates and updates, without numbers and GPUs",
             f"at rest: {format_size(self.measured['rest_bytes'])} of a GPU "
-            f"({_parts(self.measured['rest_by_maker'], self.measured['rest_bytes'])})",
+            f"({_list_parts(self.measured['rest_by_maker'], self.measured['rest_bytes'])})",
         ]
+        # Each phase: its peak, the plan's count, the largest parts, and the collectives.
         for name, phase in self.measured["phases"].items():
             peak, on_paper = phase["peak_bytes"], ""
             if name in self.planned:
                 count = self.planned[name]
                 on_paper = f"; {format_size(count)} on paper, {count / peak - 1:+.0%}"
             lines.append(f"{name}: {format_size(peak)}{on_paper}")
-            lines.append(f"  at its peak: {_parts(phase['peak_by_maker'], peak)}")
+            lines.append(f"  at its peak: {_list_parts(phase['peak_by_maker'], peak)}")
             if phase["collectives"]:
                 counts = (
                     f"{of['calls']:g} {kind} ({format_size(round(of['bytes']))})"
@@ -105,6 +106,7 @@ class Simulation:
             lines.append(
                 f"the sampler and reward models hold {format_size(self.beside)} more, on paper"
             )
+        # The verdict.
         phase, need = self.peak
         if self.memory is None:
             verdict = "how much a GPU has is not known here: add --device_memory, such as 80GB"
@@ -123,7 +125,7 @@ class Simulation:
 
 
 def require_simulation(config: Config) -> None:
-    """Raise ConfigError for what cannot be simulated."""
+    """Raise ConfigError if a run cannot be simulated."""
     problems = []
     if not gpus_per_node(config):
         problems.append(
@@ -147,9 +149,9 @@ def require_simulation(config: Config) -> None:
 
 
 def run_simulation(config: Config, report: Callable[[str], None]) -> Simulation:
-    """Simulate a run in a process of its own.
+    """Simulate a run in a separate process.
 
-    Raises UserError with what the run would end with before its first step.
+    Raises the UserError with which the run would end before its first step.
     """
     config, memory = fill_memory_settings(config, lambda text: None), device_memory(config)
     gpus, shapes = gpus_per_node(config), read_shapes(config)
@@ -159,7 +161,7 @@ def run_simulation(config: Config, report: Callable[[str], None]) -> Simulation:
         planned, place = count_learner(config, shapes), count_memory(config, shapes, memory)[0]
         beside = place.phases["annotation"] - planned["annotation"] + place.asleep
         left_free = place.left_free
-    # The process sees no GPU, from whose number these would follow.
+    # The process sees no GPU, from which it would derive these settings.
     settled = with_settings(
         config,
         {
@@ -184,6 +186,7 @@ def _measure(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
         ) as process,
     ):  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
+        # The config goes in, lines with progress, a problem or the result come out.
         try:
             process.stdin.write(config.model_dump_json())
             process.stdin.close()
@@ -206,7 +209,7 @@ def _measure(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
     return result
 
 
-def _parts(parts: Mapping[str, int], whole: int) -> str:
+def _list_parts(parts: Mapping[str, int], total: int) -> str:
     return ", ".join(
-        f"{name} {format_size(size)}" for name, size in parts.items() if size > SMALL * whole
+        f"{name} {format_size(size)}" for name, size in parts.items() if size > MIN_SHARE * total
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ppo_cli.config.machine.device_record import FEATURES, Feature
 from ppo_cli.self_test.results import Outcome
 
+# Devices that a check applies to.
 BOTH, GPUS = ("cpu", "cuda"), ("cuda",)
 ROOM = "ppo_cli.self_test.checks"
 
@@ -18,8 +19,8 @@ ROOM = "ppo_cli.self_test.checks"
 class Check:
     """A check: `function` is MODULE:NAME in `checks`; `compares` is for the documentation.
 
-    `seconds` is how long it usually takes on two CPU cores; after `limit_s` it is ended. It
-    `proves` features where GPUs compute.
+    `seconds` is its usual time on two CPU cores; after `limit_s` its process is killed. On GPUs it
+    `proves` features.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Check:
     limit_s: float = 180.0
 
 
+# In order of what they prove: a later check relies on the parts of earlier ones.
 CHECKS = (
     Check(
         "devices", "devices:check_devices",
@@ -104,7 +106,8 @@ CHECKS = (
 
 
 def list_proven(outcomes: list[Outcome]) -> list[Feature]:
-    """The features that every check which is to prove them has proven."""
+    """Return the features that all of their checks have proven."""
+    # A feature may have several checks, and needs all of them.
     proven_by = {outcome.check: outcome.proven for outcome in outcomes}
     provers = {f: [check.name for check in CHECKS if f in check.proves] for f in FEATURES}
     return [f for f in FEATURES if all(f in proven_by.get(name, ()) for name in provers[f])]

@@ -1,4 +1,4 @@
-"""What a check compares, and the outcome that people read."""
+"""The comparisons of a check, and its outcome for people."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Figure = float | int | str
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The sizes of the model that a user wants to train, as far as kernels depend on them."""
+    """Sizes of the model to train that kernels depend on."""
 
     heads: int = 28
     kv_heads: int = 4
     head_size: int = 128
     vocabulary: int = 152_064
-    model: str = "Qwen2.5-7B"  # whose sizes these are
+    model: str = "Qwen2.5-7B"  # the model with these sizes
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What checks run on: `device` is "cpu" or "cuda"; `folder` is for files of one check."""
+    """The devices that checks run on ("cpu" or "cuda"), and a folder for files of one check."""
 
     device: str
     gpus: int
@@ -38,7 +38,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a check ended. `detail` says what was compared, differs, failed or does not apply."""
+    """The outcome of a check; `detail` says what was compared, differs, failed or was skipped."""
 
     check: str
     state: State
@@ -51,7 +51,7 @@ class Outcome:
 class Results:
     """Collects the comparisons of a check.
 
-    An error inside a `part` ends that part only; the features that parts prove count on GPUs.
+    An error inside a `part` ends only that part. Features are proven only on GPUs.
     """
 
     def __init__(self) -> None:
@@ -72,13 +72,13 @@ class Results:
             self._largest = (name, gap, limit)
 
     def require(self, name: str, holds: bool) -> None:
-        """Require something that is true or false; `name` says what is wrong if it is false."""
+        """Require that `holds` is true; `name` says what is wrong otherwise."""
         self._count += 1
         if not holds:
             self._differences.append(name)
 
     def skip(self, reason: str) -> None:
-        """Say what does not apply on this machine."""
+        """Record what was not checked, and why."""
         self._skips.append(reason)
 
     def prove(self, feature: Feature) -> None:
@@ -87,7 +87,7 @@ class Results:
 
     @contextmanager
     def part(self, name: str, *proves: Feature) -> Iterator[None]:
-        """Run a part; without a difference or an error it proves these features."""
+        """Run a part; it proves these features unless a difference or an error occurs in it."""
         before = len(self._differences) + len(self._failures)
         try:
             yield
@@ -97,8 +97,10 @@ class Results:
             self._proven += proves
 
     def outcome(self, check: str, device: str) -> Outcome:
-        """The outcome of what was collected so far."""
+        """Return the outcome of the comparisons so far."""
+        # Failures first, then differences; parts that were skipped because of them at the end.
         detail = "; ".join(self._failures + self._differences)
+        detail += "".join(f"; {reason}" for reason in self._skips if detail)
         state: State = "failed" if self._failures else "differs" if self._differences else "ok"
         if not detail and not self._count:
             state, detail = "skipped", "; ".join(self._skips)
@@ -112,5 +114,5 @@ class Results:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line about an error, without secrets."""
+    """Return one line about an error, without secrets."""
     return redact(f"{type(error).__name__}: {first_line(error)}".rstrip(": "))

@@ -1,7 +1,7 @@
 """Runs the checks one after the other, each in a process that may crash, hang or break a GPU.
 
-The processes are forked from a server that has imported torch and transformers and nothing else
-has happened in: no CUDA context, no threads.
+The processes are forked from a server that has imported torch and transformers and has done nothing
+else: no CUDA context, no threads.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ppo_cli.redact import redact
 from ppo_cli.self_test.declarations import CHECKS, ROOM, Check, list_proven
 from ppo_cli.self_test.results import Outcome, Results, Setup, describe_error
 
-LOG_CHARACTERS = 300
-PRIOR_S = 30.0  # of checks at the declared pace, before the first ones say how fast this machine is
-END_S = 5.0  # for a process to remove what it shares, such as semaphores
-GRACE_S = 10.0  # after its limit a process that is not ended ends itself
+LOG_CHARACTERS = 300  # of the end of a crashed check's log
+PRIOR_S = 30.0  # weight of the declared pace, until checks have shown this machine's pace
+END_S = 5.0  # for a process to remove shared resources such as semaphores
+GRACE_S = 10.0  # after its limit a process ends itself if nobody killed it
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a self-test is: the check that begins, how many there are, and the time left."""
+    """Progress of a self-test: the check that starts, the number of checks, the time left."""
 
     number: int
     count: int
@@ -48,12 +48,13 @@ def run_checks(
     tell: Callable[[Progress], None] = lambda p: None,
 ) -> Iterator[Outcome]:
     """Yield the outcome of each check as soon as it ends."""
-    applicable = [check for check in checks if not why_not(check, setup)]
+    applicable = [check for check in checks if not why_not_applicable(check, setup)]
     declared_s, done_s, measured_s = sum(check.seconds for check in applicable), 0.0, 0.0
     for number, check in enumerate(checks, 1):
-        if reason := why_not(check, setup):
+        if reason := why_not_applicable(check, setup):
             yield Outcome(check.name, "skipped", reason)
             continue
+        # Time left: the declared seconds, scaled by the pace of this machine so far.
         pace = (measured_s + PRIOR_S) / (done_s + PRIOR_S)
         tell(Progress(number, len(checks), check.name, pace * (declared_s - done_s)))
         outcome = run_check(check, setup)
@@ -61,8 +62,8 @@ def run_checks(
         yield outcome
 
 
-def why_not(check: Check, setup: Setup) -> str:
-    """Why a check does not apply to this machine; empty if it does."""
+def why_not_applicable(check: Check, setup: Setup) -> str:
+    """Return why a check does not apply to this machine; empty if it does."""
     if setup.device not in check.devices:
         return "needs a GPU"
     if check.needs and find_spec(check.needs) is None:
@@ -72,26 +73,27 @@ def why_not(check: Check, setup: Setup) -> str:
 
 def run_check(check: Check, setup: Setup) -> Outcome:
     """Run a check in a process; one that crashes or takes too long has failed."""
+    # The server imports the modules of all checks once.
     context: Any = get_context("forkserver")
     modules = sorted({f"{ROOM}.{c.function.partition(':')[0]}" for c in CHECKS})
     context.set_forkserver_preload(modules)
     _start_server()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ppo-self-test-", ignore_cleanup_errors=True) as folder:
-        theirs, ours = context.Pipe(duplex=False)
+        receiver, sender = context.Pipe(duplex=False)
         setup = replace(setup, folder=Path(folder))
-        process = context.Process(target=_work, args=(check, setup, ours))
+        process = context.Process(target=_run_in_process, args=(check, setup, sender))
         process.start()
-        ours.close()
+        sender.close()
         try:
-            outcome = _await_outcome(check, process, theirs, Path(folder))
+            outcome = _await_outcome(check, process, receiver, Path(folder))
         finally:
-            _end(process)
+            _kill_session(process)
     return replace(outcome, seconds=time.monotonic() - started)
 
 
 def _start_server() -> None:
-    """Start the server with SIGINT blocked: a Ctrl-C while it imports would print a traceback."""
+    """Start the fork server with SIGINT blocked: Ctrl-C during its imports would be a traceback."""
     resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -102,32 +104,33 @@ def _start_server() -> None:
 
 def _await_outcome(check: Check, process: Any, pipe: Connection, folder: Path) -> Outcome:
     if not wait([pipe, process.sentinel], check.limit_s):
-        return Outcome(check.name, "failed", f"nothing came of it in {check.limit_s:g} s")
+        return Outcome(check.name, "failed", f"no result within {check.limit_s:g} s")
     with contextlib.suppress(EOFError):
         if pipe.poll():
             outcome: Outcome = pipe.recv()
             process.join(END_S)
             return outcome
+    # The process ended without a result: report its exit code and the end of its log.
     process.join(GRACE_S)
     code = process.exitcode
     ended = f"exit code {code}"
     if code is not None and code < 0:
         ended = f"signal {signal.Signals(-code).name}"
     lines = (folder / "log").read_text(errors="replace").split("\n") if code else []
-    said = " / ".join(line.strip() for line in lines if line.strip())[-LOG_CHARACTERS:]
-    return Outcome(check.name, "failed", redact(f"its process ended with {ended}: {said}"))
+    log_end = " / ".join(line.strip() for line in lines if line.strip())[-LOG_CHARACTERS:]
+    return Outcome(check.name, "failed", redact(f"its process ended with {ended}: {log_end}"))
 
 
-def _end(process: Any) -> None:
-    """End a process and all that it started in its session."""
+def _kill_session(process: Any) -> None:
+    """Kill a process and all processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # before it has a session
+    process.kill()  # it may not have a session yet
     process.join(GRACE_S)
 
 
-def _work(check: Check, setup: Setup, pipe: Connection) -> None:
-    """Run a check in this process and send its outcome."""
+def _run_in_process(check: Check, setup: Setup, pipe: Connection) -> None:
+    """Run a check in this (forked) process and send its outcome."""
     import torch
 
     os.setsid()
@@ -144,7 +147,7 @@ def _work(check: Check, setup: Setup, pipe: Connection) -> None:
 
 
 def compute_outcome(check: Check, setup: Setup) -> Outcome:
-    """Run a check here; an error is an outcome too."""
+    """Run a check in this process; an error is an outcome too."""
     module, _, name = check.function.partition(":")
     results = Results()
     try:
@@ -156,7 +159,7 @@ def compute_outcome(check: Check, setup: Setup) -> Outcome:
 
 
 def make_record(outcomes: Sequence[Outcome]) -> DeviceRecord:
-    """The record of a self-test on this machine."""
+    """Build the record of a self-test on this machine."""
     rows = [
         CheckRecord(o.check, o.state, o.detail, round(o.seconds, 1), o.figures) for o in outcomes
     ]

@@ -181,7 +181,7 @@ def test_a_run_without_curves_and_settings_of_another_version(
     front, body = card_of(tmp_path / "m")
     assert "pipeline_tag" not in front
     assert "The critic after step 2" in body and "- Licence: apache-2.0" in body
-    assert "No step has a reward." in body and "Judges of the whole run: none asked." in body
+    assert "No step has a reward." in body and "Judges of the entire run: none asked." in body
     assert body.count("cannot be read by this version of ppo-cli") == 2
     assert "curve.svg" not in body and not (tmp_path / "m" / "curve.svg").exists()
 

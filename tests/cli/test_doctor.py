@@ -208,9 +208,12 @@ def test_what_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
         finding.part: finding
         for finding in examine(Config(), {"OPENAI_API_KEY": SECRET}, probe=False)
     }
-    failure = "cannot be looked at: OSError: libcudart.so.13: no such file (key"
+    failure = "the check failed: OSError: libcudart.so.13: no such file (key"
     assert isinstance(findings["torch"], Finding) and findings["torch"].state == "fail"
-    assert findings["torch"].found.startswith(failure) and SECRET not in findings["torch"].found
+    assert (
+        findings["torch"].description.startswith(failure)
+        and SECRET not in findings["torch"].description
+    )
 
 
 def test_a_run_names_the_doctor_where_it_may_be_the_machine(

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from ppo_cli.cli.app import main
 from ppo_cli.config.models.bundled import model_folder, prompt_files
 from ppo_cli.config.resolve import resolve
-from ppo_cli.run.evaluate import Sampled
+from ppo_cli.run.evaluate import SampledModel
 from ppo_cli.run_folder import find_source, read_lines, read_metrics
 from tests.forked import PPO, Forked
 from tests.judge_server import JudgeServer
@@ -185,7 +185,7 @@ def test_parts_of_a_mixture_that_answers_would_scale_count_as_they_are(
         out, err = capsys.readouterr()
         (model,) = json.loads(out)["models"]
         reports[scaling] = model["sources"]
-        assert ("Training scales b by what the model answers" in err) is (scaling != "none")
+        assert ("Training scales b by the model's responses" in err) is (scaling != "none")
         assert {row["parts"]["b"]["scaled"] for row in read_lines(Path(model["rows"]))} <= {0, 1}
     assert reports["none"] == reports["zscore, clip: 2"]
 
@@ -340,7 +340,7 @@ def test_generate(
 
 def test_the_history_of_a_chat_is_what_the_model_reads(workdir: Path) -> None:
     resolved = resolve(flags={}, preset="embedded", config_files=[], overrides=[], environ={})
-    with closing(Sampled(resolved.config, find_source("run"))) as sampled:
+    with closing(SampledModel(resolved.config, find_source("run"))) as sampled:
         turns = [("user", "1 + 1 = ?"), ("assistant", "2"), ("user", "2 + 2 = ?")]
         prompt = sampled.prompt([{"role": role, "content": content} for role, content in turns])
     assert all(content in prompt.rendered for _, content in turns)

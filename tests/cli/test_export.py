@@ -215,7 +215,7 @@ def test_an_adapter_is_merged_into_the_model_it_names(
         (["RUN/checkpoints/latest", "--out", "m", "--checkpoint", "best"], "is not a run"),
         (["RUN/checkpoints/latest/actor", "--out", "m", "--critic"], "leave --critic out"),
         (["RUN", "--out", "RUN/checkpoints/step_000030/actor", "--force"], "Name another folder"),
-        (["RUN", "--out", "RUN", "--force"], "that is where"),
+        (["RUN", "--out", "RUN", "--force"], "or is in it"),
         (["RUN", "--out", "full"], "full is not empty"),
         (["RUN", "--out", "full", "--force"], "full holds no model but other files"),
         (["RUN", "--out", "full/file"], "full/file is a file"),

@@ -26,7 +26,7 @@ def add_device(root: Path, name: str, *, vendor: str = "0x15b3", layer: str = "I
 
 def test_ethernet_alone_is_tcp(root: Path) -> None:
     network = find_network({}, root)
-    assert network.found == "no InfiniBand, RoCE or EFA: TCP by eth0, ib0"
+    assert network.description == "no InfiniBand, RoCE or EFA: TCP by eth0, ib0"
     assert "NCCL_DEBUG=INFO" in network.repair and not network.broken
 
 
@@ -41,21 +41,24 @@ def test_interfaces_are_matched_as_nccl_does(root: Path, named: str, usable: str
     network = find_network({"NCCL_SOCKET_IFNAME": named}, root)
     assert network.broken == (usable is None)
     if usable is None:
-        assert "names no interface of this node: eth0, ib0, lo" in network.found
+        assert "names no interface of this node: eth0, ib0, lo" in network.description
     else:
-        assert network.found.endswith(f"TCP by {usable}")
+        assert network.description.endswith(f"TCP by {usable}")
 
 
 @pytest.mark.parametrize(("layer", "kind"), [("InfiniBand", "InfiniBand"), ("Ethernet", "RoCE")])
 def test_infiniband_is_taken_unless_something_forbids_it(root: Path, layer: str, kind: str) -> None:
     add_device(root, "mlx5_0", layer=layer)
     network = find_network({}, root)
-    assert network.found == f"{kind} (mlx5_0), and this container has no /dev/infiniband: TCP"
+    assert network.description == f"{kind} (mlx5_0), and this container has no /dev/infiniband: TCP"
     assert "--device /dev/infiniband" in network.repair
     (root / "dev/infiniband").mkdir(parents=True)
-    assert (find_network({}, root).found, find_network({}, root).repair) == (f"{kind} (mlx5_0)", "")
+    assert (find_network({}, root).description, find_network({}, root).repair) == (
+        f"{kind} (mlx5_0)",
+        "",
+    )
     off = find_network({"NCCL_IB_DISABLE": "1"}, root)
-    assert off.found.endswith(": TCP") and off.repair == "unset NCCL_IB_DISABLE"
+    assert off.description.endswith(": TCP") and off.repair == "unset NCCL_IB_DISABLE"
     assert find_network({"NCCL_IB_DISABLE": "0"}, root).repair == ""
     assert find_network({"NCCL_NET": "Socket"}, root).repair == "unset NCCL_NET"
 
@@ -64,18 +67,20 @@ def test_networks_of_clouds_need_their_plugin(root: Path, tmp_path: Path) -> Non
     add_device(root, "rdmap16s27", vendor="0x1d0f")
     (root / "dev/infiniband").mkdir(parents=True)
     without = find_network({}, root)
-    assert without.found.startswith("EFA (rdmap16s27), and NCCL's plugin for it (libnccl-net.so)")
+    assert without.description.startswith(
+        "EFA (rdmap16s27), and NCCL's plugin for it (libnccl-net.so)"
+    )
     assert "aws-ofi-nccl" in without.repair
     folder = tmp_path / "lib"
     folder.mkdir()
     (folder / "libnccl-net.so").touch()
     (folder / "libnccl-net-ofi.so").touch()
     path = {"LD_LIBRARY_PATH": f"/nowhere:{folder}"}
-    assert find_network(path, root).found == (
+    assert find_network(path, root).description == (
         f"EFA (rdmap16s27) by the plugin {folder}/libnccl-net.so"
     )
     ofi = find_network(path | {"NCCL_NET_PLUGIN": "ofi"}, root)
-    assert ofi.found.endswith("libnccl-net-ofi.so") and ofi.repair == ""
+    assert ofi.description.endswith("libnccl-net-ofi.so") and ofi.repair == ""
     assert find_network(path | {"NCCL_NET_PLUGIN": "other"}, root).repair != ""
 
 
@@ -86,5 +91,6 @@ def test_google_s_network_is_known_by_its_driver(root: Path) -> None:
     (root / "sys/class/net/eth0/device/driver").symlink_to(driver)
     network = find_network({}, root)
     assert (
-        network.found.startswith("gVNIC (eth0), and NCCL's plugin") and "Google" in network.repair
+        network.description.startswith("gVNIC (eth0), and NCCL's plugin")
+        and "Google" in network.repair
     )

@@ -127,7 +127,7 @@ def test_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "train.sh").write_text("x")
     assert "Did you mean" not in refusal(tmp_path / "train.jsonl")
-    assert "it holds no JSON, JSONL, parquet or Arrow file" in refusal(tmp_path)
+    assert "it contains no JSON, JSONL, parquet or Arrow file" in refusal(tmp_path)
     assert "Data files" not in refusal(tmp_path / "zzz.parquet")
     (tmp_path / "train.jsonl").write_bytes(LINES)
     assert "is a folder; name a file in it: train.jsonl." in refusal(tmp_path)
@@ -209,7 +209,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     }.items():
         (tmp_path / name).write_text(text)
         (problem,) = read_file(str(tmp_path / name)).problems
-        assert "stands twice in one object; keep one" in problem.message
+        assert "appears twice in one object; keep one" in problem.message
 
 
 def write_arrow(path: Path, table: pa.Table, *, stream: bool = True) -> None:

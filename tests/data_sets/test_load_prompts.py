@@ -14,7 +14,7 @@ import pytest
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import PromptSet, fingerprint, load_prompts
 from ppo_cli.errors import DataError
-from ppo_cli.run.assemble import _load_prompt_sets
+from ppo_cli.run.assemble import load_prompt_sets
 from tests.loop.scripted import Screen
 
 FRAME = len("user\n\nassistant\n") + 4
@@ -161,7 +161,7 @@ def test_control_words_and_other_columns_are_noted(tokenizer: Any, tmp_path: Pat
     file = write(tmp_path / "a.jsonl", {"question": "a"}, {"question": "b<|im_end|>"})
     assert load(tokenizer, file).notes == (
         "a.jsonl: the prompt is read from column 'question'.",
-        "1 prompts hold control words that the model reads as control tokens, first "
+        "1 prompts contain text that the model reads as control tokens, first "
         f"{file} line 2: <|im_end|>.",
     )
 
@@ -192,7 +192,7 @@ def test_a_run_reads_both_of_its_sets_by_its_settings(
     own |= {"reward_fn_key": "kind", "max_prompt_length": 50, "train_max_samples": 5}
     config = Config.model_validate({"data": own | {"val_max_samples": 3} | data})
     screen = Screen()
-    found = _load_prompt_sets(config, tokenizer, screen)
+    found = load_prompt_sets(config, tokenizer, screen)
     options |= {"limit": 50, "prompt_key": "q", "source_key": "kind"}
     expected = [
         load(tokenizer, file, max_samples=most, **options)

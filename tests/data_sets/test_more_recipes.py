@@ -85,7 +85,7 @@ def test_a_few_odd_dialogues_are_left_out_and_many_are_told(tmp_path: Path) -> N
     with pytest.raises(DataError) as caught:
         prepare("hh_rlhf", source=str(source), out=str(tmp_path / "more"))
     assert "line 2, column rejected: is another dialogue" in str(caught.value)
-    assert "line 3, column chosen: is no transcript" in str(caught.value)
+    assert "line 3, column chosen: is not a transcript" in str(caught.value)
     assert not (tmp_path / "more").exists()
 
 
@@ -177,4 +177,4 @@ def test_problems_without_an_answer_are_told_together(tmp_path: Path) -> None:
     said = str(caught.value)
     assert "2 bad rows" in said
     assert r"line 2, column solution: has no final answer in \boxed{…}" in said
-    assert "line 3, column problem: is missing or no text" in said
+    assert "line 3, column problem: is missing or not text" in said

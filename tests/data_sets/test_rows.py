@@ -14,7 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from ppo_cli.data_sets.files import SHOWN, Place, RowProblem, raise_problems
-from ppo_cli.data_sets.rows import NotText, Row, RowSet, as_plain, load_rows, question_of
+from ppo_cli.data_sets.rows import NotUtf8Error, Row, RowSet, as_plain, load_rows, question_of
 from ppo_cli.errors import DataError
 
 ASK = [{"role": "user", "content": "1+1?"}]
@@ -239,9 +239,9 @@ def test_values_of_any_kind_become_plain() -> None:
         assert as_plain(given, strict=strict) == plain
         assert json.loads(json.dumps(as_plain(given, strict=strict))) == plain
     for inside in (lambda x: x, lambda x: [x], lambda x: {"a": (x,)}, lambda x: np.array([x])):
-        with pytest.raises(NotText, match=r"byte 0xff|\\ud800"):
+        with pytest.raises(NotUtf8Error, match=r"byte 0xff|\\ud800"):
             as_plain(inside(b"a\xff"), strict=True)
-        with pytest.raises(NotText, match=r"\\ud800, half of a surrogate"):
+        with pytest.raises(NotUtf8Error, match=r"\\ud800, half of a surrogate"):
             as_plain(inside("a\ud800"), strict=True)
     assert as_plain([b"a\xff"]) == ["a\\xff"]
 

@@ -17,7 +17,7 @@ from ppo_cli.config.resolve import resolve
 from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
 from ppo_cli.errors import ExhaustedBudget, Interrupted, WorkerLost
 from ppo_cli.run import assemble
-from ppo_cli.run.assemble import Engines, start_engine
+from ppo_cli.run.assemble import EngineFactory, start_engine
 from ppo_cli.step.stages import RunState
 from tests.loop.scripted import Screen, ScriptedReward
 
@@ -102,8 +102,8 @@ def test_settings_of_a_run_reach_what_it_is_built_from(
     assert job.tracker.history == [{"step": 0, "reward_mean": 1.0}]
     assert job.pad_token_id == engine.tokenizer.pad_token_id is not None
     assert job.decode(job.prompts[0].token_ids, ()).count("user") == 1
-    assert (seen.start["most"], seen.start["patience_s"]) == (5, 77)
-    assert (seen.restarts["most"], seen.restarts["origin"]) == (5, None)
+    assert (seen.start["max_restarts"], seen.start["patience_s"]) == (5, 77)
+    assert (seen.restarts["max_restarts"], seen.restarts["origin"]) == (5, None)
     assert seen.restarts["build"] == engine.renew
     assert (engine.total_steps, engine.logs) == (6, tmp_path / "run" / "logs")
     assert engine.order is job.order and engine.prompts is job.prompts
@@ -218,7 +218,8 @@ def test_a_run_that_has_to_start_again_is_given_its_tries() -> None:
         said.clear()
         gathered.clear()
         return start_engine(
-            build, most=most, patience_s=patience_s, gather=lambda: gathered.append(len(lost)),
+            build, max_restarts=most, patience_s=patience_s,
+            gather=lambda: gathered.append(len(lost)),
             tell=said.append, resume_command="ppo train -x",
         )  # fmt: skip
 
@@ -256,7 +257,7 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
 
     monkeypatch.setattr(remote, "ApartEngine", Apart)
     seen = assembled("trainer.engine=ray", "trainer.num_workers=3", cluster=Cluster())
-    engine: Engines = seen.engines
+    engine: EngineFactory = seen.engines
     assert engine.get() is engine.get() is made[0].engine
     first = made[0]
     memory: list[str] = []
@@ -283,7 +284,7 @@ def test_sampling_ahead_is_told_of_steps_that_are_still_to_come(
 ) -> None:
     ahead = ("trainer.async_steps=2", "rollout.partial_tokens=6")
     seen = assembled(*ahead, "trainer.num_workers=1", "rollout.n=2")
-    engine: Engines = seen.engines
+    engine: EngineFactory = seen.engines
     monkeypatch.setattr(assemble, "AheadEngine", lambda *given: given)
     inner, upcoming, *given = engine._ahead("inner")  # type: ignore[arg-type,misc]
     assert (inner, given) == ("inner", [2, 6])

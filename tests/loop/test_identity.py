@@ -14,7 +14,13 @@ from ppo_cli.config.layers import Resolved
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.schema.keys import Key, nest_values, table, value_of
 from ppo_cli.config.schema.run import Config
-from ppo_cli.run.identity import ROWS, changes, differences, run_identity, setting_values
+from ppo_cli.run.identity import (
+    ROWS,
+    describe_changes,
+    find_differences,
+    run_identity,
+    setting_values,
+)
 from ppo_cli.step.stages import FORMAT
 from tests.loop.runs import metrics, train
 from tests.loop.scripted import prompts
@@ -72,7 +78,7 @@ def test_every_setting_decides_as_it_declares(name: str, default: dict[str, Any]
     assert value_of(config, name) != key.default
     # Rows count in the place of the files that they come from.
     by_name = key.identity in ("run", "checkpoint") and name not in ROWS
-    told = changes(default, identity({name: other_value(key)}))
+    told = describe_changes(default, identity({name: other_value(key)}))
     assert (f"{name} (was " in told or f"{name}." in told) is by_name
     assert bool(told) is by_name
 
@@ -81,13 +87,15 @@ def test_rows_count_by_what_they_hold() -> None:
     config, first = Config(), prompts(2)
     same = run_identity(config, first, first)
     other = [replace(first[0], extra_info={"rubric": "Be brief."}), first[1]]
-    assert changes(same, run_identity(config, prompts(1), first)) == (
+    assert describe_changes(same, run_identity(config, prompts(1), first)) == (
         "data.train_files (other rows), data.train_files (other extra_info)"
     )
-    assert changes(same, run_identity(config, other, first)) == (
+    assert describe_changes(same, run_identity(config, other, first)) == (
         "data.train_files (other extra_info)"
     )
-    assert changes(same, run_identity(config, first, other)) == "data.val_files (other rows)"
+    assert (
+        describe_changes(same, run_identity(config, first, other)) == "data.val_files (other rows)"
+    )
 
 
 def test_files_and_models_count_by_their_content(
@@ -116,13 +124,13 @@ def test_files_and_models_count_by_their_content(
     }
     for name, file in contents.items():
         before = identity(values)
-        assert changes(before, identity(values)) == ""
+        assert describe_changes(before, identity(values)) == ""
         file.write_text("other")
         path = name.partition("/")[0]
-        assert changes(before, identity(values)) == f"{path} (other content)"
+        assert describe_changes(before, identity(values)) == f"{path} (other content)"
     before = identity(values)
     (tmp_path / "rm" / "README.md").write_text("A card.")
-    assert changes(before, identity(values)) == ""
+    assert describe_changes(before, identity(values)) == ""
 
 
 def test_a_large_file_counts_from_its_first_to_its_last_byte(tmp_path: Path) -> None:
@@ -149,17 +157,19 @@ def test_a_part_of_a_mixture_may_change_its_limits() -> None:
     url = "http://localhost:2/v1"
     free = ({"timeout": 9}, {"monitor": {"share": 0.5}}, {"budget_usd": 1.0}, {"base_url": url})
     for same in free:
-        assert changes(first, parts(**same)) == "", same
+        assert describe_changes(first, parts(**same)) == "", same
     where = "reward.composite.parts.judge.judge"
-    assert changes(first, parts(model="n")) == f"{where}.model (was m, now n)"
-    assert changes(first, parts(votes=3)) == f"{where}.votes (was unset, now 3)"
+    assert describe_changes(first, parts(model="n")) == f"{where}.model (was m, now n)"
+    assert describe_changes(first, parts(votes=3)) == f"{where}.votes (was unset, now 3)"
 
 
 def test_a_judge_at_another_address_is_the_same_run_and_another_eval() -> None:
     api = [{"base_url": f"http://localhost:{port}/v1"} for port in (1, 2)]
     first, second = (Config.model_validate({"reward": {"api": one}}) for one in api)
-    assert changes(setting_values(first), setting_values(second)) == ""
-    told = changes(setting_values(first, of_eval=True), setting_values(second, of_eval=True))
+    assert describe_changes(setting_values(first), setting_values(second)) == ""
+    told = describe_changes(
+        setting_values(first, of_eval=True), setting_values(second, of_eval=True)
+    )
     assert told.startswith("reward.api.base_url (was http://localhost:1/v1, now ")
 
 
@@ -180,15 +190,15 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_what_its_config_says(
     state = {"format": FORMAT, "run": {"step": 1}, "order": {}, "reward": {}, "fingerprint": old}
     (checkpoint / "state" / "run.json").write_text(json.dumps(state))
     other = identity({"actor.grad_clip": 0.5})
-    assert differences(checkpoint, other) == ""  # nothing says what it was
+    assert find_differences(checkpoint, other) == ""  # nothing says what it was
     config = Config.model_validate({"data": {"train_files": ["t"], "val_files": ["v"]}})
     text = config_yaml(Resolved(config, dict.fromkeys(table(), "default")))
     without = yaml.safe_load(text)
     del without["actor"]["policy_loss"]  # a group that is newer than the file
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(without))
-    assert differences(checkpoint, identity()) == ""
-    assert differences(checkpoint, other) == "actor.grad_clip (was 1.0, now 0.5)"
-    assert differences(checkpoint, other, bound=True) == ""
+    assert find_differences(checkpoint, identity()) == ""
+    assert find_differences(checkpoint, other) == "actor.grad_clip (was 1.0, now 0.5)"
+    assert find_differences(checkpoint, other, bound=True) == ""
 
 
 TINY = (

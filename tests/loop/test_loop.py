@@ -520,7 +520,7 @@ def test_lost_workers_cost_the_steps_since_the_last_checkpoint(
 
     def go() -> None:
         run_with_restarts(
-            job, lambda job: stage.state, build=build, most=most,
+            job, lambda job: stage.state, build=build, max_restarts=most,
             gather=lambda: gathered.append(len(engines)),
         )  # fmt: skip
 
@@ -541,7 +541,7 @@ def test_without_a_checkpoint_of_its_own_a_run_begins_again_at_its_origin(make: 
     stage, deaths = make("second", steps=5, trainer={"save_freq": 3}).build(), [3, 5]
     run_with_restarts(
         replace(stage.job, engine=Mortal(deaths)), lambda job: load(job, origin),
-        build=lambda: Mortal(deaths), most=2, origin=origin,
+        build=lambda: Mortal(deaths), max_restarts=2, origin=origin,
     )  # fmt: skip
     assert not deaths and [line["step"] for line in stage.lines] == [3, 4, 5]
     again = [told for told in stage.screen.warnings if "Starting again" in told]

@@ -58,7 +58,7 @@ def refuse(setup: Setup, results: Results) -> None:
 @pytest.fixture
 def functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the functions above be found as those of a module of checks."""
-    monkeypatch.setattr(runner, "_work", work_here)
+    monkeypatch.setattr(runner, "_run_in_process", work_here)
 
 
 def work_here(check: Check, setup: Setup, pipe: Any) -> None:
@@ -69,7 +69,7 @@ def work_here(check: Check, setup: Setup, pipe: Any) -> None:
     runner_work(check, setup, pipe)
 
 
-runner_work = runner._work
+runner_work = runner._run_in_process
 
 
 @pytest.mark.usefixtures("functions")
@@ -90,9 +90,9 @@ def test_what_takes_too_long_is_ended_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SELF_TEST_PID", str(tmp_path / "pid"))
-    monkeypatch.setattr(runner, "_work", hang_here)
+    monkeypatch.setattr(runner, "_run_in_process", hang_here)
     outcome = run_check(Check("trial", "trial:hang", str(tmp_path), 1, limit_s=8.0), SETUP)
-    assert outcome.state == "failed" and "nothing came of it in 8 s" in outcome.detail
+    assert outcome.state == "failed" and "no result within 8 s" in outcome.detail
     pids = [int((tmp_path / name).read_text()) for name in ("pid", "pid-child")]
     deadline = time.monotonic() + 10  # the system buries an orphan when it comes to it
     while any(map(is_running, pids)) and time.monotonic() < deadline:

@@ -49,20 +49,20 @@ def check_ray(setup: Setup, results: Results) -> None:
     limit = LIMITS[str(config.model.dtype)]
     with _engine(config, tokenizer, setup.folder) as engine:
         for turn, (rollouts, annotated, sums) in enumerate(expected, 1):
-            ours = _take_step(engine, tokenizer)
-            tokens = [[r.token_ids for r in side] for side in (ours[0], rollouts)]
+            outcome = _take_step(engine, tokenizer)
+            tokens = [[r.token_ids for r in side] for side in (outcome[0], rollouts)]
             # In bfloat16 a tie may be broken in another way.
             if setup.device == "cpu":
                 results.require(f"step {turn}: Ray samples other tokens", tokens[0] == tokens[1])
             if tokens[0] == tokens[1]:
                 mask_BT = annotated.response_mask_BT
-                gap = largest_gap(ours[1].old_logprobs_BT, annotated.old_logprobs_BT, mask_BT)
+                gap = largest_gap(outcome[1].old_logprobs_BT, annotated.old_logprobs_BT, mask_BT)
                 results.compare(f"log-probs of ranks, step {turn}", gap, limit)
                 for name in ("actor_loss", "grad_norm", "critic_loss"):
-                    numbers = [s[name][0] / s[name][1] for s in (ours[2], sums)]
+                    numbers = [s[name][0] / s[name][1] for s in (outcome[2], sums)]
                     gap = abs(numbers[0] - numbers[1]) / max(1.0, abs(numbers[1]))
                     results.compare(f"{name} of ranks, step {turn}", gap, limit)
-            results.compare(f"sampler and trainer, step {turn}", _sampler_gap(ours[1]), limit)
+            results.compare(f"sampler and trainer, step {turn}", _sampler_gap(outcome[1]), limit)
 
 
 def check_transfers(setup: Setup, results: Results) -> None:
@@ -103,8 +103,8 @@ def check_transfer(setup: Setup, way: str, results: Results) -> None:
             if turn == STEPS:
                 break
             engine.step(MiniBatch(score_rows(annotated, turn), actor=True, critic=False))
-            again = engine.annotate(annotated)
-            change = again.old_logprobs_BT - annotated.old_logprobs_BT
+            after_step = engine.annotate(annotated)
+            change = after_step.old_logprobs_BT - annotated.old_logprobs_BT
             moved = float(change[annotated.response_mask_BT].abs().mean())
             results.require(f"a step moved log-probs by only {moved:.2g}", moved > 3 * limit)
             engine.publish()

@@ -69,15 +69,15 @@ def run_ranks(
     context = get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        context.Process(target=_be_rank, args=(rank, size, work, setup, pipe[1]))
+        context.Process(target=_run_rank, args=(rank, size, work, setup, pipe[1]))
         for rank, pipe in enumerate(pipes)
     ]
     for process in processes:
         process.start()
     deadline = time.monotonic() + TIMEOUT_S
     reports: list[Mapping[str, Any]] = []
-    for rank, (pipe, ours) in enumerate(pipes):
-        ours.close()
+    for rank, (pipe, sender) in enumerate(pipes):
+        sender.close()
         with closing(pipe):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"rank {rank} of {size} gave nothing in {TIMEOUT_S:g} s")
@@ -90,7 +90,7 @@ def run_ranks(
     return reports
 
 
-def _be_rank(
+def _run_rank(
     rank: int, size: int, work: Callable[[Ranks, Setup], Mapping[str, Any]], setup: Setup, pipe: Any
 ) -> None:
     device = torch.device(setup.device, rank) if setup.device == "cuda" else torch.device("cpu")
@@ -125,9 +125,9 @@ def _compute_collectives(ranks: Ranks, device: str) -> Gaps:
         return torch.randint(-999, 999, (NUMBERS,), generator=generator).float()
 
     every = torch.stack([numbers(r) for r in range(size)])
-    ours = numbers(rank).to(device)
+    local = numbers(rank).to(device)
     gaps: dict[str, Tensor] = {}
-    total, largest, first = ours.clone(), ours.clone(), ours.clone()
+    total, largest, first = local.clone(), local.clone(), local.clone()
     dist.all_reduce(total)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     dist.broadcast(first, 0)
@@ -135,9 +135,9 @@ def _compute_collectives(ranks: Ranks, device: str) -> Gaps:
     gaps["all-reduce of maxima"] = largest.cpu() - every.amax(0)
     gaps["broadcast"] = first.cpu() - every[0]
     gathered = torch.empty((size * NUMBERS,), device=device)
-    dist.all_gather_single(gathered, ours)
+    dist.all_gather_single(gathered, local)
     gaps["all-gather"] = gathered.cpu() - every.flatten()
-    pieces = torch.cat([ours * (piece + 1) for piece in range(size)])
+    pieces = torch.cat([local * (piece + 1) for piece in range(size)])
     piece = torch.empty((NUMBERS,), device=device)
     dist.reduce_scatter_single(piece, pieces)
     gaps["reduce-scatter"] = piece.cpu() - every.sum(0) * (rank + 1)
@@ -151,19 +151,19 @@ def _compute_collectives(ranks: Ranks, device: str) -> Gaps:
 def _measure_speed(ranks: Ranks, device: str, figures: dict[str, Any]) -> Gaps:
     """GB/s of an all-gather, and milliseconds of `exchange_failures`."""
     large = torch.ones(LARGE_BYTES[device] // 4 // ranks.size, device=device)
-    whole = torch.empty(large.numel() * ranks.size, device=device)
+    gathered = torch.empty(large.numel() * ranks.size, device=device)
 
     def gather() -> None:
-        dist.all_gather_single(whole, large)
-        float(whole[-1])  # waits for a GPU
+        dist.all_gather_single(gathered, large)
+        float(gathered[-1])  # waits for a GPU
 
     gather()
-    figures["all_gather_gb_per_s"] = round(whole.nbytes / _seconds(gather) / 1e9, 2)
-    figures["agree_ms"] = round(1e3 * _seconds(ranks.exchange_failures, ROUNDS), 3)
-    return {"all-gather of many": (float((whole - 1).abs().max()), 0.0)}
+    figures["all_gather_gb_per_s"] = round(gathered.nbytes / _time_rounds(gather) / 1e9, 2)
+    figures["agree_ms"] = round(1e3 * _time_rounds(ranks.exchange_failures, ROUNDS), 3)
+    return {"all-gather of many": (float((gathered - 1).abs().max()), 0.0)}
 
 
-def _seconds(work: Callable[[], None], rounds: int = 3) -> float:
+def _time_rounds(work: Callable[[], None], rounds: int = 3) -> float:
     started = time.perf_counter()
     for _ in range(rounds):
         work()

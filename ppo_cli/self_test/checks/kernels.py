@@ -36,7 +36,7 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 ATTENTION = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def gap_of(value: Tensor, expected: Tensor) -> float:
+def relative_gap(value: Tensor, expected: Tensor) -> float:
     """The norm of the difference as a share of the norm of what is expected."""
     expected = expected.detach().double().cpu()
     gap = (value.detach().double().cpu() - expected).norm() / expected.norm()
@@ -60,16 +60,16 @@ def check_products(setup: Setup, results: Results) -> None:
         assert table_VH.grad is not None
         expected = torch.zeros((7, HIDDEN), dtype=torch.float64)
         expected.index_add_(0, ids_N, states_NH.double())
-        results.compare("embedding gradient", gap_of(table_VH.grad[:7], expected), 1e-5)
+        results.compare("embedding gradient", relative_gap(table_VH.grad[:7], expected), 1e-5)
         results.require("an unused embedding has a gradient", not table_VH.grad[7:].any())
 
 
 def _check_product(
     setup: Setup, results: Results, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    left, right = (torch.randn((HIDDEN, 1024), generator=generator).to(dtype) for _ in range(2))
-    product = left.to(setup.device) @ right.to(setup.device).T
-    gap = gap_of(product, left.double() @ right.double().T)
+    first, right = (torch.randn((HIDDEN, 1024), generator=generator).to(dtype) for _ in range(2))
+    product = first.to(setup.device) @ right.to(setup.device).T
+    gap = relative_gap(product, first.double() @ right.double().T)
     results.compare(f"product in {dtype}", gap, ROUNDING[dtype])
 
 
@@ -101,8 +101,10 @@ def _check_vocabulary(
         f"log-probs of {vocabulary:,} tokens",
         float((logprobs_N.detach().cpu().double() - expected_N.detach()).abs().max()), limit,
     )  # fmt: skip
-    results.compare("entropy", gap_of(entropies_N, entropy_N), 0.01 if limit > 1e-4 else 1e-4)
-    results.compare("gradient of states", gap_of(states_NH.grad, exact_NH.grad), ATTENTION[dtype])
+    results.compare("entropy", relative_gap(entropies_N, entropy_N), 0.01 if limit > 1e-4 else 1e-4)
+    results.compare(
+        "gradient of states", relative_gap(states_NH.grad, exact_NH.grad), ATTENTION[dtype]
+    )
 
 
 def check_attention(setup: Setup, results: Results) -> None:
@@ -173,11 +175,15 @@ def _check_rows(
     (packed_1Lhd[0] * weight_Lhd.to(packed_1Lhd)).sum().backward()
     (expected_Lhd * weight_Lhd).sum().backward()
     name = f"head size {size}{', shared prompts' if shared else ''}, {str(dtype)[6:]}"
-    results.compare(f"attention, {name}", gap_of(packed_1Lhd[0], expected_Lhd), ATTENTION[dtype])
-    for part, ours, theirs in zip(("queries", "keys", "values"), states, exact, strict=True):
-        assert ours.grad is not None and theirs.grad is not None
+    results.compare(
+        f"attention, {name}", relative_gap(packed_1Lhd[0], expected_Lhd), ATTENTION[dtype]
+    )
+    for part, state, reference in zip(("queries", "keys", "values"), states, exact, strict=True):
+        assert state.grad is not None and reference.grad is not None
         limit = 2 * ATTENTION[dtype]
-        results.compare(f"gradient of {part}, {name}", gap_of(ours.grad, theirs.grad), limit)
+        results.compare(
+            f"gradient of {part}, {name}", relative_gap(state.grad, reference.grad), limit
+        )
 
 
 def attend_in_float64(
@@ -235,10 +241,12 @@ def check_optimizer(setup: Setup, results: Results) -> None:
         results.require("a step was skipped", stepped)
         results.compare("gradient norm", abs(norm / expected - 1), 1e-5)
         for name, parameter in module.items():
-            results.compare(f"weights after step {turn + 1}", gap_of(parameter, exact[name]), 2e-6)
+            results.compare(
+                f"weights after step {turn + 1}", relative_gap(parameter, exact[name]), 2e-6
+            )
     for name, moment in optimizer.moments().items():
         if not name.endswith(".step"):
-            results.compare("moments", gap_of(moment, step.moments[name]), 1e-5)
+            results.compare("moments", relative_gap(moment, step.moments[name]), 1e-5)
     next(iter(module.values())).grad = torch.full(shapes["matrix"], math.nan, device=setup.device)
     results.require("a step was taken with a gradient of NaN", not optimizer.apply()[1])
 

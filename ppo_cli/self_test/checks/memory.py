@@ -68,13 +68,13 @@ def check_expandable_segments(setup: Setup, results: Results) -> None:
 def _sum_elsewhere(numbers: torch.Tensor) -> float:
     """Sum a tensor of this GPU in a process of its own, as vLLM's workers read weights."""
     context = get_context("spawn")
-    theirs, ours = context.Pipe()
-    process = context.Process(target=_sum_shared, args=(ours, *reduce_tensor(numbers)))
+    receiver, sender = context.Pipe()
+    process = context.Process(target=_sum_shared, args=(sender, *reduce_tensor(numbers)))
     process.start()
     try:
-        if not theirs.poll(TIMEOUT_S):
+        if not receiver.poll(TIMEOUT_S):
             raise TimeoutError(f"another process did not read a tensor in {TIMEOUT_S:g} s")
-        return float(theirs.recv())
+        return float(receiver.recv())
     finally:
         process.kill()
         process.join()

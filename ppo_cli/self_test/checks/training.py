@@ -1,7 +1,7 @@
-"""PPO steps of the bundled model against their formulas, and against themselves after a resume.
+"""PPO steps of the bundled model compared with formulas, and with themselves after a resume.
 
-The formulas see one row at a time, in float64 on the CPU: no packing, no micro-batches, no code of
-the engine. Legend: B rows, T response tokens, V vocabulary.
+The formulas process one row at a time, in float64 on the CPU: no packing, no micro-batches, no code
+of the engine. Legend: B rows, T response tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ def _reference_of(annotated: AnnotatedBatch) -> Tensor:
 
 
 def make_learner(config: Config) -> Learner:
-    """The learner of a run in this process."""
+    """Build the learner of a run in this process."""
     tokenizer = load_tokenizer(model_folder(config.model.path))
     return Learner(config, tokenizer, total_steps=8)
 
 
 class Formulas:
-    """Actor, reference and critic of a learner as it begins, and PPO's formulas on them."""
+    """Actor, reference and critic with a learner's initial weights, and PPO's formulas on them."""
 
     def __init__(self, learner: Learner, config: Config) -> None:
         folder = model_folder(config.model.path)
@@ -107,20 +107,22 @@ class Formulas:
         weights = self._frozen
         if config.model.lora_rank:
             weights = dict(adapter_tensors(learner.policy.model))
-        self._actor = {n: _leaf(t) for n, t in weights.items()}
+        self._actor = {n: _copy_as_leaf(t) for n, t in weights.items()}
         self._adamw = AdamWFormulas(self._actor, config.actor.optim)
         self._critic: dict[str, Tensor] = {}
         if uses_critic(config):
             self._backbone: Any = AutoModel.from_pretrained(folder, **options).eval()
-            self._critic = {n: _leaf(p) for n, p in self._backbone.named_parameters()}
-            # A head that the checkpoint lacks begins at zero.
+            self._critic = {n: _copy_as_leaf(p) for n, p in self._backbone.named_parameters()}
+            # A missing value head starts at zero.
             head = nn.Linear(self._model.config.hidden_size, 1)
-            self._critic |= {n: _leaf(torch.zeros_like(p)) for n, p in head.named_parameters()}
+            self._critic |= {
+                n: _copy_as_leaf(torch.zeros_like(p)) for n, p in head.named_parameters()
+            }
             self._critic_adamw = AdamWFormulas(self._critic, config.critic.optim)
 
     @torch.no_grad()
     def annotate(self, batch: Batch) -> dict[str, Tensor]:
-        """Log-probs, entropy and values by the name that they have in `AnnotatedBatch`."""
+        """Return log-probs, entropy and values by their names in `AnnotatedBatch`."""
         rows = [*_rows(batch)]
         actor, frozen = self._merged(), self._frozen
         views = [self._view(actor, *row) for row in rows]
@@ -134,13 +136,14 @@ class Formulas:
         return {name: _pad(column, batch) for name, column in columns.items()}
 
     def step(self, batch: TrainBatch, old: dict[str, Tensor]) -> dict[str, float]:
-        """One AdamW step of each model; losses and gradient norms by the names of metrics."""
+        """Take one AdamW step of each model; return losses and gradient norms by metric name."""
         a, mask_BT = self._config.actor, batch.loss_mask_BT
         tokens = int(mask_BT.sum())
         rows = [*_rows(batch)]
         views = [self._view(self._merged(), *row) for row in rows]
         new_BT = _pad([logprobs_T for logprobs_T, _ in views], batch)
         entropy_BT = _pad([entropy_T for _, entropy_T in views], batch)
+        # Clipped surrogate (PPO), with the lower bound of dual-clip PPO.
         ratio_BT = (new_BT - old["old_logprobs_BT"]).exp()
         gain_BT = batch.advantages_BT.double()
         clipped_BT = ratio_BT.clamp(1 - a.clip_ratio, 1 + a.clip_ratio)
@@ -148,12 +151,14 @@ class Formulas:
         if a.clip_ratio_c is not None:
             bounded_BT = torch.minimum(surrogate_BT, -gain_BT * a.clip_ratio_c)
             surrogate_BT = torch.where(gain_BT < 0, bounded_BT, surrogate_BT)
+        # KL loss (low_var_kl, k3) and entropy.
         x_BT = new_BT - old["ref_logprobs_BT"]
         kl_BT = (-x_BT).exp() - 1 + x_BT
         loss_BT = surrogate_BT - a.entropy_coeff * entropy_BT + a.kl_loss_coef * kl_BT
         loss = loss_BT[mask_BT].sum() / tokens
         numbers = {"actor_loss": loss.item()}
-        numbers["grad_norm"] = _apply(loss, self._actor, self._adamw, a)
+        numbers["grad_norm"] = _apply_gradients(loss, self._actor, self._adamw, a)
+        # Clipped value loss.
         if self._critic:
             c = self._config.critic
             new_BT, old_BT = _pad([self._values(*row) for row in rows], batch), old["values_BT"]
@@ -162,11 +167,13 @@ class Formulas:
             value_loss = 0.5 * torch.maximum(*errors_BT)[mask_BT].sum() / tokens
             loss = c.value_loss_coef * value_loss
             numbers["critic_loss"] = loss.item()
-            numbers["critic_grad_norm"] = _apply(loss, self._critic, self._critic_adamw, c)
+            numbers["critic_grad_norm"] = _apply_gradients(
+                loss, self._critic, self._critic_adamw, c
+            )
         return numbers
 
     def _merged(self) -> dict[str, Tensor]:
-        """The actor's weights; those of LoRA are W + alpha / rank B A."""
+        """Return the actor's weights; with LoRA W + alpha / rank B A."""
         model = self._config.model
         if not model.lora_rank:
             return self._actor
@@ -177,7 +184,7 @@ class Formulas:
     def _view(
         self, weights: dict[str, Tensor], ids_1L: Tensor, prompt: int
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy at each response token of a row."""
+        """Return log-prob and entropy at each response token of a row."""
         output = functional_call(
             self._model, weights, kwargs={"input_ids": ids_1L, "use_cache": False}
         )
@@ -196,7 +203,7 @@ class Formulas:
 
 
 def merge_adapter(weights: dict[str, Tensor], adapter: Mapping[str, Tensor], scale: float) -> None:
-    """Add B A, scaled, to the weights that an adapter changes (names as in PEFT's files)."""
+    """Add the scaled B A of an adapter to weights (names as in PEFT's files)."""
     for name, a_ri in adapter.items():
         owner = name.removesuffix(".lora_A.weight")
         if owner != name:
@@ -207,11 +214,13 @@ def merge_adapter(weights: dict[str, Tensor], adapter: Mapping[str, Tensor], sca
             weights[weight] = weights[weight] + scale * change
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _copy_as_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().double().clone().requires_grad_()
 
 
-def _apply(loss: Tensor, weights: dict[str, Tensor], adamw: AdamWFormulas, settings: Any) -> float:
+def _apply_gradients(
+    loss: Tensor, weights: dict[str, Tensor], adamw: AdamWFormulas, settings: Any
+) -> float:
     grads = torch.autograd.grad(loss, [*weights.values()], allow_unused=True)
     named = {
         n: torch.zeros_like(t) if g is None else g
@@ -221,7 +230,7 @@ def _apply(loss: Tensor, weights: dict[str, Tensor], adamw: AdamWFormulas, setti
 
 
 def _rows(batch: Batch) -> Iterator[tuple[Tensor, int]]:
-    """The ids of each row and the length of its prompt."""
+    """Yield the ids of each row and the length of its prompt."""
     sizes = zip(batch.prompt_len_B.tolist(), batch.response_len_B.tolist(), strict=True)
     for ids_L, (prompt, response) in zip(batch.input_ids_BL, sizes, strict=True):
         yield ids_L[None, : prompt + response], prompt
@@ -234,7 +243,7 @@ def _pad(rows: list[Tensor], batch: Batch) -> Tensor:
 
 def check_resume(setup: Setup, results: Results) -> None:
     """Save after a step, load into another learner, and take one more step with both."""
-    # On a GPU sums have no fixed order.
+    # On a GPU the order of sums is not fixed.
     limit = 0.0 if setup.device == "cpu" else LIMITS["bfloat16"]
     learner = make_learner(make_config(setup.device))
     batch = make_batch(learner.policy.model.config.vocab_size)
@@ -242,22 +251,22 @@ def check_resume(setup: Setup, results: Results) -> None:
     folder = setup.folder / "checkpoint"
     folder.mkdir()
     learner.begin_save(folder).result()
-    saved = state_of(learner)
-    for name, parts in {"resume": {}, "offload": OFFLOAD}.items():
+    # Loaded by a fresh learner, and by one with offloading.
+    saved = copy_state(learner)
+    loaded: dict[str, Learner] = {}
+    for name, parts in {"resumed": {}, "offloaded": OFFLOAD}.items():
         with results.part(name):
             other = make_learner(make_config(setup.device, **parts))
             other.load(folder)
-            _compare_states(f"after loading ({name})", state_of(other), saved, 0.0, results)
-            if name == "resume":
-                resumed = other
+            loaded[name] = other
+            _compare_states(f"after loading ({name})", copy_state(other), saved, 0.0, results)
+    # One more step with each; one that did not load has failed above.
     take_step(learner, batch, 1)
-    expected = state_of(learner)
-    with results.part("resumed step"):
-        take_step(resumed, batch, 1)
-        _compare_states("after a resumed step", state_of(resumed), expected, limit, results)
-    with results.part("offloaded step"):
-        take_step(other, batch, 1)
-        _compare_states("after an offloaded step", state_of(other), expected, limit, results)
+    expected = copy_state(learner)
+    for name, other in loaded.items():
+        with results.part(f"{name} step"):
+            take_step(other, batch, 1)
+            _compare_states(f"after a step ({name})", copy_state(other), expected, limit, results)
 
 
 OFFLOADED = {"fsdp_config": {"param_offload": True, "optimizer_offload": True}}
@@ -271,8 +280,8 @@ def take_step(learner: Learner, batch: Batch, seed: int = 0) -> None:
     learner.publish()
 
 
-def state_of(learner: Learner) -> dict[str, Tensor]:
-    """Copies of weights and moments of all trained models, and the version."""
+def copy_state(learner: Learner) -> dict[str, Tensor]:
+    """Copy weights and moments of all trained models, and the weight version."""
     tensors: dict[str, Tensor] = {"version": torch.tensor(float(learner.weight_version))}
     for trained in learner._trained():
         for name, tensor in trained.weights.items():
