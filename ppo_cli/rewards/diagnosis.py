@@ -11,7 +11,7 @@ from pathlib import Path
 from ppo_cli.errors import ppo, shorten
 from ppo_cli.records import Scored
 from ppo_cli.rewards.rules import RULES
-from ppo_cli.rewards.values import accepted
+from ppo_cli.rewards.values import accepted_answers
 
 MAJORITY = 0.5
 MAX_GOLD_CHARS = 100  # a longer ground truth is hardly an answer
@@ -157,7 +157,7 @@ def _explain_no_answer(nothing: Sequence[Scored], judged: Sequence[Scored]) -> s
 
 def _gold_problem(response: Scored) -> str:
     """Return what is wrong with a ground truth that its rule compares with an answer, or ''."""
-    golds = accepted(response.rollout.prompt.ground_truth)
+    golds = accepted_answers(response.rollout.prompt.ground_truth)
     if not golds:
         return ""
     rule = RULES.get(str(response.score.info.get("rule", "")))

@@ -29,7 +29,7 @@ from ppo_cli.rewards.base import Call, CannotScore, describe_error, read_returne
 from ppo_cli.rewards.code.extract import find_code, read_tests
 from ppo_cli.rewards.values import (
     Quantity,
-    accepted,
+    accepted_answers,
     clean,
     contains_answer,
     names_value,
@@ -291,7 +291,7 @@ def score_code(reply: str, truth: Any, extra: Facts) -> Answer | None:
 
 
 def _golds(ground_truth: Any) -> list[str]:
-    golds = accepted(ground_truth)
+    golds = accepted_answers(ground_truth)
     if not golds:
         raise CannotScore("the row has no ground_truth")
     return golds

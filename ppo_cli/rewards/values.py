@@ -147,7 +147,7 @@ def clean(text: str) -> str:
     return unicodedata.normalize("NFKC", spaced).translate(_SIGNS)
 
 
-def accepted(ground_truth: Any) -> list[str]:
+def accepted_answers(ground_truth: Any) -> list[str]:
     """Return the accepted answers as text: several for a list, none for None and NaN.
 
     A float is also accepted without `.0` or exponent: pandas and JSON turn 5 into 5.0 and 0.00001
@@ -194,7 +194,7 @@ def read_quantity(text: str, *, decimal_comma: bool = False) -> Quantity | None:
 
     `decimal_comma` reads `2,74` as 2.74.
     """
-    plain = _write_plainly(text)
+    plain = _strip_latex(text)
     if len(plain) > LONGEST_NUMBER + 60:
         return None
     # Repeating decimals and powers of ten have their own forms.
@@ -224,7 +224,7 @@ def read_quantity(text: str, *, decimal_comma: bool = False) -> Quantity | None:
 _POWER_GROUP = _NUMBER.groupindex["exponent"] + 1
 
 
-def _write_plainly(text: str) -> str:
+def _strip_latex(text: str) -> str:
     """Return a number without LaTeX, so that one pattern reads it."""
     plain = re.sub(r"(?<!\.)\.\Z", "", clean(text).strip()).strip()
     plain = re.sub(r"\A\$([^$]+)\$", r"\1 ", plain).strip()
@@ -297,13 +297,13 @@ def _add_unit(
     # `3t` is a product and `3 x` may be one; `3 m` and `3 apples` are quantities.
     name = unit_text.split()[0].strip(".")
     if name.isascii() and name.isalpha():
-        measured = _measure(unit_text) is not None and (separate or len(name) > 1)
+        measured = _parse_unit(unit_text) is not None and (separate or len(name) > 1)
         if not measured and not (separate and (marked or len(name) > 2)):
             return None
     return Quantity(value, rounded, currency or unit_text, percent is not None)
 
 
-def _measure(unit: str) -> tuple[tuple[tuple[str, int], ...], Fraction] | None:
+def _parse_unit(unit: str) -> tuple[tuple[tuple[str, int], ...], Fraction] | None:
     """Return dimensions and size of a unit such as `square feet` or `km/h`; None if unknown."""
     size, dimensions = Fraction(1), list[tuple[str, int]]()
     for place, part in enumerate(re.split(r"\s*(?:/|\bper\b)\s*", _COMPOUND.get(unit, unit))):
@@ -325,18 +325,18 @@ def same_quantity(answer: Quantity, gold: Quantity) -> bool:
     """Return whether two quantities are equal; a unit that only one of them has is ignored."""
     factor = Fraction(1)
     if answer.unit and gold.unit and answer.unit != gold.unit:
-        measures = _measure(answer.unit), _measure(gold.unit)
+        measures = _parse_unit(answer.unit), _parse_unit(gold.unit)
         if measures[0] is not None and measures[1] is not None:
             if measures[0][0] != measures[1][0]:
                 return False
             factor = measures[0][1] / measures[1][1]
-    if _close(answer, gold, answer.value * factor, gold.value):
+    if _nearly_equal(answer, gold, answer.value * factor, gold.value):
         return True
     # Only one of them is a percentage: 50% is accepted for 0.5.
     if answer.percent == gold.percent:
         return False
     parts = [q.value / 100 if q.percent else q.value for q in (answer, gold)]
-    return _close(answer, gold, *parts)
+    return _nearly_equal(answer, gold, *parts)
 
 
 def names_value(left_side: str, right_side: str = "") -> bool:
@@ -354,7 +354,9 @@ def names_value(left_side: str, right_side: str = "") -> bool:
     return not (re.search(r"[A-Za-z]", bare) and re.search(r"\d|^\s*-", bare))
 
 
-def _close(answer: Quantity, gold: Quantity, answer_value: Fraction, gold_value: Fraction) -> bool:
+def _nearly_equal(
+    answer: Quantity, gold: Quantity, answer_value: Fraction, gold_value: Fraction
+) -> bool:
     if answer_value == gold_value or not (answer.rounded or gold.rounded):
         return answer_value == gold_value
     # A rounded decimal is accepted only for a value without a finite decimal form.

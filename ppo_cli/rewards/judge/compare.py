@@ -281,7 +281,7 @@ class CompareReward(JudgeReward):
             fresh = entry.score is None
             entry.error, entry.score = None, _build_score(contest, tally, entry, value, strength)
             if fresh:
-                self._observer.report.note(entry.rollout, entry.score)
+                self._observer.report.add(entry.rollout, entry.score)
         # A later verdict may change any score of the contest: publish them together.
         if all(entry.score is not None for entry in contest.entries):
             for entry in contest.entries:

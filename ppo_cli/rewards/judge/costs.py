@@ -76,7 +76,7 @@ class SharedLedger:
         """Raise UnlimitedCost as `Ledger.check_output_limit` does."""
         self.ledger.check_output_limit(self)
 
-    def take(self) -> Spending:
+    def pop_spending(self) -> Spending:
         """Return what was booked for this model since the last call of this method."""
         spent, self.spent = self.spent, Spending()
         return spent
@@ -163,7 +163,7 @@ class Ledger:
         """The most tokens that calls in flight may use."""
         return sum(call.tokens for call in self._open)
 
-    def take(self) -> Spending:
+    def pop_spending(self) -> Spending:
         """Return what was booked since the last call of this method."""
         with self._lock:
             spent, self._new = self._new, Spending()

@@ -38,7 +38,7 @@ class StepReport:
     spreads: list[float] = field(default_factory=list)
     gated: int = 0
 
-    def note(self, rollout: Rollout, score: Score) -> None:
+    def add(self, rollout: Rollout, score: Score) -> None:
         """Add one judged response."""
         self.lengths.append(len(rollout.text))
         self.values.append(float(score.value or 0.0))
@@ -47,7 +47,7 @@ class StepReport:
 
     def metrics(self, counters: Counters, ledger: Ledger) -> dict[str, float]:
         """Return all metrics of the step; none when nothing was judged."""
-        spent = ledger.take()
+        spent = ledger.pop_spending()
         if not (self.gated or counters.verdicts or counters.calls or counters.cached):
             return {}
         # Calls, cost and, where there are votes or scores, their spread.
@@ -131,7 +131,7 @@ class Canaries:
         else:
             self._values.append(verdict.value)
 
-    def take(self, scale: Scale) -> dict[str, float]:
+    def pop_metrics(self, scale: Scale) -> dict[str, float]:
         """Return the metrics of the canaries that were judged since the last call."""
         # What came back since the last call, and nothing twice.
         values, failed = self._values, self._failed
@@ -206,7 +206,7 @@ class LabelledCheck:
         if agreement is not None:
             self._metrics["judge/label_correlation"] = agreement
 
-    def take(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the metrics of a reading that ended since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
@@ -304,12 +304,12 @@ class Monitor:
             self._pairs.append((first, value))
             info |= {"monitor": value, "monitor_gap": abs(first - value)}
 
-    def take(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the metrics of the responses that both judges scored since the last call."""
         pairs, failed = self._pairs, self._failed
         self._pairs, self._failed = [], 0
         metrics = {"judge/monitor_failed": float(failed)} if failed else {}
-        spent = self._shared_ledger.take()
+        spent = self._shared_ledger.pop_spending()
         # Cost, then the gap between both judges on the same responses.
         if spent.calls:
             metrics["judge/monitor_cost_usd"] = spent.usd
@@ -369,10 +369,10 @@ class JudgeObserver:
     ) -> dict[str, float]:
         """Return the metrics since the last call; a validation leaves labelled responses out."""
         report, self.report = self.report, StepReport()
-        metrics = report.metrics(counters, ledger) | self.canaries.take(self._scale)
+        metrics = report.metrics(counters, ledger) | self.canaries.pop_metrics(self._scale)
         if self.labelled is not None and not validating:
-            metrics |= self.labelled.take()
-        return metrics | (self.monitor.take() if self.monitor else {})
+            metrics |= self.labelled.pop_metrics()
+        return metrics | (self.monitor.pop_metrics() if self.monitor else {})
 
     async def close(self) -> None:
         """Stop the second judge."""

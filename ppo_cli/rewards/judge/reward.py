@@ -262,7 +262,7 @@ class JudgeReward(Reward):
         entry.error = error
         if score is None:
             return
-        self._observer.report.note(entry.rollout, score)
+        self._observer.report.add(entry.rollout, score)
         self._last_judged = questions[0]
         # The second judge reads a share; its verdict is filled into `info` later.
         monitor = self._observer.monitor

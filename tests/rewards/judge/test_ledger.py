@@ -62,10 +62,10 @@ def test_calls_add_up() -> None:
 def test_take_returns_what_is_new() -> None:
     book = ledger()
     asyncio.run(call(book, Usage(10, 1)))
-    assert book.take().usage == Usage(10, 1)
-    assert book.take() == Spending()
+    assert book.pop_spending().usage == Usage(10, 1)
+    assert book.pop_spending() == Spending()
     asyncio.run(call(book, Usage(20, 2)))
-    assert book.take() == Spending(1, Usage(20, 2), pytest.approx(40e-6))
+    assert book.pop_spending() == Spending(1, Usage(20, 2), pytest.approx(40e-6))
     assert book.total.calls == 2
 
 
@@ -207,11 +207,11 @@ def test_a_resumed_run_remembers_what_it_spent(tmp_path: Path) -> None:
     asyncio.run(call(before, Usage(60, 90, 30)))
     after = ledger(tokens=400)
     asyncio.run(call(after, Usage(20, 1)))  # of the first probe, before there is a folder
-    first = after.take()
+    first = after.pop_spending()
     after.attach(path)
     after.attach(path)
     assert after.total == before.total + first
-    assert after.take() == Spending()
+    assert after.pop_spending() == Spending()
     asyncio.run(call(after, Usage(60, 90)))
     with pytest.raises(Interrupted):
         asyncio.run(call(after, Usage(10, 1)))

@@ -327,5 +327,7 @@ def test_a_guest_counts_for_itself_and_for_the_whole() -> None:
         asyncio.run(send(Usage(3, 1)))
     book.budget_usd = 1.0
     asyncio.run(send(Usage(3, 1)))
-    assert shared_ledger.take() == book.total == Spending(1, Usage(3, 1), pytest.approx(0.005))
-    assert shared_ledger.take() == Spending()
+    assert (
+        shared_ledger.pop_spending() == book.total == Spending(1, Usage(3, 1), pytest.approx(0.005))
+    )
+    assert shared_ledger.pop_spending() == Spending()
