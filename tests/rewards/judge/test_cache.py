@@ -48,9 +48,8 @@ def test_a_refusal_is_kept_and_raised(tmp_path: Path) -> None:
     cache.put_refusal("k", "content_filter", "the judge will not judge this")
     with pytest.raises(JudgeError, match="will not judge") as caught:
         cache.get("k")
-    assert caught.value.kind is Failure.REFUSED
-    assert caught.value.cause == "content_filter"
-    assert caught.value.usage == Usage()
+    error = caught.value
+    assert (error.kind, error.cause, error.usage) == (Failure.REFUSED, "content_filter", Usage())
     cache.put("k", VERDICT)
     assert cache.get("k") is not None
     cache.put_refusal("later", "bad_request", "the judge was set up wrongly")
@@ -122,14 +121,11 @@ def test_what_quotes_a_key_is_kept_without_it(
 @pytest.mark.parametrize(
     ("changed", "same"),
     [
-        ({"user": "user OTHER NONCE"}, True),
-        ({"max_tokens": 5}, True),
-        ({"identity": "else"}, False),
-        ({"scale": Scale(1, 5)}, False),
-        ({"vote": 1}, False),
-        ({"output": "text"}, False),
+        ({"user": "user OTHER NONCE"}, True), ({"max_tokens": 5}, True),
+        ({"identity": "else"}, False), ({"scale": Scale(1, 5)}, False),
+        ({"vote": 1}, False), ({"output": "text"}, False),
     ],
-)
+)  # fmt: skip
 def test_the_key_goes_by_what_changes_the_answer(changed: dict[str, object], same: bool) -> None:
     other = replace(QUESTION, **changed)  # type: ignore[arg-type]
     assert (cache_key("openai m", QUESTION) == cache_key("openai m", other)) is same

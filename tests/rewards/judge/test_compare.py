@@ -44,19 +44,6 @@ BLOCK = re.compile(r"<response-(R\d+)-([0-9a-f]{16})>\n(.*?)\n</response-\1-\2>"
 # --- strengths --------------------------------------------------------------------------------
 
 
-def by_iteration(wins: np.ndarray) -> np.ndarray:
-    """The same mode by Hunter's fixed point (2004); the prior is games with one of weight 1."""
-    games, weight = wins + wins.T, np.ones(len(wins))
-    for _ in range(200_000):
-        shares = (games / (weight[:, None] + weight)).sum(1) + PRIOR / (weight + 1)
-        after = (wins.sum(1) + PRIOR / 2) / shares
-        moved = np.abs(np.log(after / weight)).max()
-        weight = after
-        if moved < 1e-10:
-            break
-    return np.log(weight)
-
-
 def drawn_games(dice: random.Random) -> np.ndarray:
     count = dice.randrange(2, 9)
     wins = np.zeros((count, count))
@@ -68,13 +55,14 @@ def drawn_games(dice: random.Random) -> np.ndarray:
     return wins
 
 
-def test_strengths_agree_with_another_solver_on_random_graphs_with_ties() -> None:
+def test_strengths_are_the_mode_of_the_posterior() -> None:
+    """There the expected wins of each response are those that it has; it is concave."""
     dice = random.Random(1)
-    apart = [
-        np.abs(bradley_terry(wins) - by_iteration(wins)).max()
-        for wins in (drawn_games(dice) for _ in range(200))
-    ]
-    assert max(apart) < 1e-6
+    for wins in (drawn_games(dice) for _ in range(200)):
+        strength = bradley_terry(wins)
+        expected = (wins + wins.T) * win_chances(strength)
+        prior = PRIOR * (0.5 - 1 / (1 + np.exp(-strength)))
+        assert np.abs((wins - expected).sum(1) + prior).max() < 1e-6
 
 
 def test_who_wins_everything_has_a_finite_strength_and_equals_tie() -> None:

@@ -83,9 +83,9 @@ def test_a_judge_that_means_its_verdicts_passes_and_any_other_is_reported(
 
     server.score = right if follows else opposite
     (note,) = started(judge_of(**settings, canary_every=50))
-    asked = 1 if kind == "criteria" else 2
-    assert bool(re.search(PASSED.format(asked), note)) is follows
-    warning = f"Warning: the judge judge-1 (openai) answers only 0 of {asked} questions"
+    count = 1 if kind == "criteria" else 2
+    assert bool(re.search(PASSED.format(count), note)) is follows
+    warning = f"Warning: the judge judge-1 (openai) answers only 0 of {count} questions"
     assert (note.startswith(warning) and "ppo reward calibrate" in note) is not follows
 
 

@@ -182,10 +182,7 @@ def test_the_prompt_repeated() -> None:
             "Copy this text: " + "one two three four five six seven eight nine ten " * 5,
             "one two three four five six seven eight nine ten " * 5,
         ),
-        (
-            "Mend this: teh cat sat on the mat and slept",
-            "Mend this: the cat sat on the mat and slept",
-        ),
+        ("Mend: teh cat sat on the mat and slept", "Mend: the cat sat on the mat and slept"),
         (
             "The capital of France is ____ and it lies on the river Seine in the north",
             "The capital of France is Paris and it lies on the river Seine in the north",

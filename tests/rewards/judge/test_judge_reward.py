@@ -143,9 +143,8 @@ def test_a_conversation_is_shown_whole(make: Make, server: JudgeServer) -> None:
 def test_metrics_of_a_step(make: Make, server: JudgeServer) -> None:
     reward = make(price_input=1.0, price_output=2.0)
     server.fail(503, times=1)
-    scored = score_all(
-        reward, [right(1), right(2), right(3), rollout(4, "no " * 40), rollout(5, "")]
-    )
+    rollouts = [*map(right, (1, 2, 3)), rollout(4, "no " * 40), rollout(5, "")]
+    scored = score_all(reward, rollouts)
     metrics = reward.pop_metrics()
 
     def total(name: str) -> float:
@@ -157,9 +156,8 @@ def test_metrics_of_a_step(make: Make, server: JudgeServer) -> None:
     assert metrics["judge/cost_usd"] == pytest.approx(cost / 1e6)
     assert metrics["judge/cost_usd"] == pytest.approx(total("cost_usd"))
     assert metrics["judge/retries"] == 1 and metrics["judge/cached"] == 0
-    assert max(score.info.get("latency_s", 0.0) for score in scored) >= (
-        metrics["judge/latency_p95_s"] - 1e-3
-    )
+    slowest = max(score.info.get("latency_s", 0.0) for score in scored)
+    assert slowest >= metrics["judge/latency_p95_s"] - 1e-3
     assert metrics["judge/calls"] == 5 and metrics["judge/error_rate"] == pytest.approx(0.2)
     assert metrics["judge/errors/http_503"] == 1 and metrics["judge/gated"] == 1
     assert metrics["judge/latency_p95_s"] >= metrics["judge/latency_p50_s"] > 0
@@ -313,8 +311,7 @@ def test_a_reply_is_read_before_secrets_are_taken_out(
 ) -> None:
     server.score = lambda system, user: json.dumps({"reason": reason, "score": 8})
     (score,) = score_all(make(cache="off"), [right(1)])
-    assert score.parts["judge"].raw == 8.0
-    assert server.count == 1
+    assert score.parts["judge"].raw == 8.0 and server.count == 1
     assert SECRET not in f"{score.reason}{score.reply}"
 
 
