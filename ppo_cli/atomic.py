@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+# Prefix of hidden names; the process id and the number of the write follow.
 UNFINISHED = ".unfinished-"
 _WRITER = re.compile(rf"{re.escape(UNFINISHED)}(\d+)(\.\d+)?-")
 _writes = itertools.count(1)  # threads may write the same target
@@ -83,6 +84,7 @@ def _sweep_leftovers(path: Path) -> None:
 
 def _is_abandoned(writer: re.Match[str]) -> bool:
     """Whether nobody writes under this name any more; a numbered one may be another thread's."""
+    # A name without a number belongs to a folder, which one thread writes at a time.
     pid = int(writer[1])
     return not is_running(pid) or (pid == os.getpid() and writer[2] is None)
 
@@ -90,6 +92,7 @@ def _is_abandoned(writer: re.Match[str]) -> bool:
 def is_running(pid: int) -> bool:
     """Whether a process runs: it exists and, on Linux, is not a zombie."""
     try:
+        # Signal 0 only checks whether the process exists.
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except ProcessLookupError:

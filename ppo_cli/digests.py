@@ -50,6 +50,7 @@ def write_rank_digests(folder: Path, rank: int, names: Iterable[str]) -> None:
 
 def write_manifest(folder: Path) -> None:
     """Write the digests of all files of a complete checkpoint, including those of its ranks."""
+    # Ranks have hashed their files; hash the remaining ones.
     digests: Digests = {}
     for part in folder.glob(_PART.format("*")):
         digests |= json.loads(part.read_text())
@@ -128,6 +129,7 @@ def require_intact(
     problems = find_damage(checkpoint, below)
     if not problems:
         return
+    # Another checkpoint counts as intact only if all of it can be loaded.
     scope = "" if below == NAMED_IN else below
     intact = next(
         (other for other in _other_checkpoints(checkpoint) if not find_damage(other, scope)), None
@@ -210,6 +212,7 @@ def _other_checkpoints(checkpoint: Path) -> Iterator[Path]:
     this = _STEP.match(checkpoint.name)
     if this is None:
         return
+    # Earlier checkpoints are preferred to later ones.
     steps = {int(match[1]): path for path in checkpoint.parent.iterdir()
              if (match := _STEP.match(path.name)) and path != checkpoint}  # fmt: skip
     yield from (steps[step] for step in sorted(steps, reverse=True) if step < int(this[1]))

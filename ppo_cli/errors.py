@@ -146,6 +146,7 @@ def exit_code_of(error: BaseException | None) -> int:
         return EXIT_DONE
     if isinstance(error, PpoError):
         return error.exit_code
+    # The machine's fault, which the user can repair.
     if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         return EXIT_USER
     if is_out_of_memory(error):
@@ -202,6 +203,7 @@ def replace_path(path: str, other: str) -> str:
 
 
 def _program_as_started() -> str:
+    # `python -m ppo_cli`, the installed script, or a caller of the library.
     called = Path(sys.argv[0])
     if called.name == "__main__.py" and called.parent.name == "ppo_cli":
         return f"{shell_name(Path(sys.executable))} -m ppo_cli"
@@ -244,6 +246,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         or (isinstance(error, ImportError) and (error.name or "").startswith("torch."))
     ):
         return True
+    # Messages of CUDA, NCCL and the CPU's allocator.
     signs = (
         "OutOfMemory", "not enough memory", "can't allocate memory", "out of memory",
         "Failed to CUDA",  # NCCL, of its buffers: calloc, malloc, host alloc

@@ -38,6 +38,7 @@ class Moments:
         if not self.count:
             return other
         count = self.count + other.count
+        # The formula for two sets, which needs no second pass.
         gap = other.mean - self.mean
         mean = self.mean + gap * other.count / count
         between = gap * gap * self.count * other.count / count

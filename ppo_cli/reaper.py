@@ -44,6 +44,7 @@ def descendants(pid: int) -> list[int]:
 def run_until_parent_exits(parent: int, folder: Path, command: list[str]) -> int:
     """Run a command until it ends, a signal comes or the parent is gone; return its exit code."""
     signals: list[int] = []
+    # Signals are only noted; the loop below reacts.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda n, _: signals.append(n))
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -66,6 +67,7 @@ def terminate_all(child: subprocess.Popen[bytes]) -> None:
             child.wait(GRACE_S)
     with contextlib.suppress(OSError):
         os.killpg(child.pid, signal.SIGKILL)
+    # Descendants may start further processes: repeat until none is left.
     deadline = time.monotonic() + GRACE_S
     while (remaining := descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in remaining:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+# "unfinished": a partial rollout that a later step continues.
 FinishReason = Literal["stop", "length", "unfinished"]
 Message = Mapping[str, Any]
 
@@ -131,12 +132,14 @@ class Score:
     code decides by it.
     """
 
+    # The score and why it failed.
     value: float | None
     failure: str = ""
     reason: str = ""
     parts: Mapping[str, Part] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     steps: tuple[PlacedReward, ...] = ()
+    # How the value came about.
     imputed: str = ""
     gated: bool = False
     reply: str = ""
@@ -154,6 +157,7 @@ class Score:
         if self.gated:
             facts["gated"] = True
         if self.mixture:
+            # Parts without facts are left out.
             parts = {n: s.facts | s._failed for n, s in self.mixture.items()}
             facts["mixture"] = {name: facts for name, facts in parts.items() if facts}
         if self.imputed:

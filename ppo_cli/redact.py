@@ -82,6 +82,7 @@ def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
 
     `AZURE_OPENAI_KEY` counts if its value looks generated; so does a password in an address.
     """
+    # Variables by their names, and addresses with a password by their form.
     env = os.environ if environ is None else environ
     values = set[str]()
     for name, value in env.items():
@@ -99,6 +100,7 @@ def build_redactor(environ: Mapping[str, str] | None = None) -> Callable[[str], 
     def clean(text: str) -> str:
         if len(text) < MIN_SECRET:
             return text
+        # Replace from left to right.
         pieces, done = list[str](), 0
         for start, end in sorted(_find_at_all_levels(text, values)):
             if start >= done:  # secrets that overlap are hidden as one
@@ -149,6 +151,7 @@ def _find_at_all_levels(text: str, values: tuple[str, ...]) -> Iterator[tuple[in
             for jumps in reversed(levels):
                 start, end = _origin(jumps, start), _origin(jumps, end)
             yield start, end
+        # Decode only if an escape could hide a character; most texts have none.
         may_hide = not text.isascii() or any(mark in text for mark in _MAY_HIDE)
         if not (may_hide and _HIDES.search(text)) or len(levels) + 1 == _LEVELS:
             return
@@ -162,6 +165,7 @@ def _find_secrets(text: str, values: tuple[str, ...]) -> Iterator[tuple[int, int
         while start >= 0:
             yield start, start + len(value)
             start = text.find(value, start + len(value))
+    # A cheap search for substrings first, because most texts contain none of them.
     small = text.lower()
     for marks, pattern, holds in KEY_PATTERNS:
         if any(mark in small for mark in marks):

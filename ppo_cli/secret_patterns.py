@@ -54,6 +54,7 @@ def _is_login(text: str) -> bool:
 # Where a key may start. A letter may precede it only as the end of an escape of JSON in a text, of
 # a terminal's colour, or of a quoted-printable `=`.
 _START = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrtbf])|(?<=[0-9\[]m)|(?<==3D))"
+# White space within a key in PEM format, also escaped.
 _GAP = r"(?:\s|\\+[nrt])"
 _PLACEHOLDER = re.compile(
     r"(?i)(?:(?:your|my|db|the)[_-]?)?(?:pass(?:word|wd|phrase)?|pwd|secret|token|(?:api[_-]?)?key)"

@@ -27,6 +27,7 @@ def merge_calls(sent: Lines, over: Lines) -> list[dict[str, Any]]:
 
     Read the lines of `sent` first: a call that finishes meanwhile is in both files.
     """
+    # Lines without a price are of other kinds.
     calls = [line for line in over if "usd" in line]
     ended = {line.get("id") for line in calls}
     return calls + [line for line in sent if "usd" in line and line.get("id") not in ended]

@@ -69,6 +69,7 @@ def group_problems(problems: Iterable[RowProblem], limit: int = SHOWN) -> list[s
         groups.setdefault(cause, []).append(problem)
     lines = []
     for first, *others in groups.values():
+        # Only the first rows of a cause are listed.
         numbers = ", ".join(str(problem.place.number) for problem in others[: limit - 1])
         if len(others) >= limit:
             numbers += f" and {len(others) - limit + 1} more"
@@ -91,6 +92,7 @@ def raise_problems(problems: Sequence[RowProblem], check_flags: Sequence[str] = 
         lines.append(f"… and {len(causes) - SHOWN} more.")
     if rows > 1:
         lines.insert(0, f"{rows} bad rows:")
+    # The command that lists every bad row.
     files = dict.fromkeys(problem.place.file for problem in problems)
     command = ppo(shlex.join(["data", "check", *files, *check_flags]))
     lines.append(f"Correct or remove them; `{command}` names them all.")
@@ -133,6 +135,7 @@ def read_file(source: str, at_most: int | None = None) -> Records:
         if not rows and not bad_rows:
             raise DataError(f"{source} holds no rows. Give a set with at least one prompt.")
         return Records(source, saved.label, tuple(rows), tuple(bad_rows), saved.notes)
+    # The suffix chooses the reader; the label is the name without it.
     suffix = file_suffix(path)
     records, problems = BY_SUFFIX[suffix].read(path, at_most)
     if not records and not problems:
@@ -147,6 +150,7 @@ def check_readable(source: str) -> None:
         return
     path = Path(source).expanduser()
     if path.is_dir():
+        # A folder is a mistake: suggest the files in it.
         inside = sorted(p.name for p in path.iterdir() if file_suffix(p) in SUFFIXES)
         hint = f"name a file in it: {', '.join(inside[:SHOWN_FILES])}" if inside else NO_DATA_FILE
         raise DataError(f"{path} is a folder; {hint}.")
@@ -169,6 +173,7 @@ def nearest_file(path: Path) -> str:
         command = ppo(f"data prepare {folder.name} --out {shlex.quote(str(folder))}")
         makes = f" `{command}` makes it." if folder.name in SETS else ""
         return f" The folder {folder} does not exist either.{makes}"
+    # A similar name, or the data files of the folder.
     names = sorted(p.name for p in folder.iterdir() if p.is_file())
     data = [name for name in names if file_suffix(Path(name)) in SUFFIXES]
     near = did_you_mean(path.name, data)
@@ -190,6 +195,7 @@ class SavedSet:
 
 def saved_folder(source: str) -> tuple[Path, str] | None:
     """Return the folder of `save_to_disk` and the split behind FOLDER or FOLDER:SPLIT, if any."""
+    # Folder names may contain colons: the whole name is tried first.
     folder, _, split = source.rpartition(":")
     for path, name in ((Path(source), ""), (Path(folder), split)):
         path = path.expanduser()
@@ -240,6 +246,7 @@ def find_saved(source: str) -> SavedSet | None:
 def _read_list(file: Path, name: str) -> list[Any]:
     """Return a list that `save_to_disk` wrote into one of its JSON files."""
     try:
+        # Shuffled or filtered sets refer to an index file, which is not supported.
         facts = json.loads(file.read_text(encoding="utf-8"))
         if facts.get("_indices_data_files"):
             raise ValueError("rows are chosen by a separate file of indices")
@@ -283,6 +290,7 @@ def _check_columns(source: str, fields: Iterable[Any], group: str = "") -> None:
                 f"{source}: two columns are named '{name}'; rename or drop one of them."
             )
         names.add(name)
+        # Structs may repeat names as well.
         if hasattr(field.type, "field"):
             inner = [field.type.field(index) for index in range(field.type.num_fields)]
             _check_columns(source, inner, f"{name}.")
@@ -299,6 +307,7 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
 
     with _wrap_arrow_errors(str(path), "parquet"), ParquetFile(path) as file:
         _check_columns(str(path), file.schema_arrow)
+        # After the error, continue with the row that was not returned yet.
         rows = 0
         try:
             for batch in file.iter_batches(BATCH_ROWS):
@@ -345,6 +354,7 @@ def _read_batches(source: str, batches: Iterable[Any], at_most: int | None) -> R
     with _wrap_arrow_errors(source, "Arrow"):
         for batch in batches:
             batch = batch if at_most is None else batch.slice(0, at_most - number)
+            # Rows are numbered across all batches.
             places = [Place(source, number + index + 1) for index in range(batch.num_rows)]
             # Text that is not UTF-8 makes only its row bad.
             try:
@@ -370,6 +380,7 @@ def _row_by_row(
             try:
                 value = cell.as_py()
             except UnicodeDecodeError as error:
+                # The other cells of the row are still read: they may be bad too.
                 byte = error.object[error.start]
                 problem = f"is not UTF-8 (byte 0x{byte:02x})"
                 problems.append(RowProblem(places[index], name, problem))
@@ -399,6 +410,7 @@ def read_json(path: Path, at_most: int | None = None) -> ReadResult:
     try:
         document, twice = parse_json(data)
     except json.JSONDecodeError as error:
+        # A JSONL file with the suffix .json.
         if error.msg == "Extra data" and data.lstrip().startswith(b"{"):
             records, problems = read_lines(path, data)
             return records[:at_most], problems
@@ -422,6 +434,7 @@ def read_json(path: Path, at_most: int | None = None) -> ReadResult:
     if not isinstance(rows, list):
         raise DataError(f"{path} holds {name_type(document)}, not a list of rows.")
     records, problems = [], []
+    # Bad rows are collected.
     for number, row in enumerate(rows, start=1):
         place = Place(str(path), number)
         try:
@@ -465,6 +478,7 @@ def read_bytes(path: Path, lines: int | None = None) -> bytes:
         ) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    # Byte order marks.
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{path} is UTF-16. Save it as UTF-8.")
     data = data.removeprefix(b"\xef\xbb\xbf")
@@ -478,6 +492,7 @@ def read_lines(path: Path, data: bytes) -> ReadResult:
     records: list[tuple[Place, Record]] = []
     problems: list[RowProblem] = []
     for number, line in enumerate(data.split(b"\n"), start=1):
+        # Blank lines keep their number.
         if not line.strip():
             continue
         place = Place(str(path), number, "line")
@@ -494,6 +509,7 @@ def parse_json(data: bytes) -> tuple[Any, dict[int, str]]:
     twice: dict[int, str] = {}
 
     def pairs_to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # A dictionary keeps only the last value of a repeated key.
         result = dict(pairs)
         if len(result) < len(pairs):
             seen: set[str] = set()
@@ -509,6 +525,7 @@ def _repeated_key(value: Any, twice: Mapping[int, str]) -> str | None:
         if id(value) in twice:
             return twice[id(value)]
         value = list(value.values())
+    # Objects inside the row.
     inner = (_repeated_key(item, twice) for item in value) if isinstance(value, list) else ()
     return next((key for key in inner if key is not None), None)
 
@@ -557,6 +574,7 @@ class Format:
     count: Callable[[Path], int | None]
 
 
+# All formats of local files; lists and messages are made from this table.
 FORMATS = (
     Format((".json", ".json.gz"), read_json, _count_json),
     Format((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), read_jsonl, _count_jsonl),

@@ -32,6 +32,7 @@ from ppo_cli.data_sets.sources import read_source, split_sources
 from ppo_cli.errors import DataError, did_you_mean, ppo, refuse_out_address
 from ppo_cli.records import Message
 
+# Names of the sets on the hub, and the instructions that their prompts end with.
 GSM8K = "openai/gsm8k"
 GSM8K_INSTRUCTION = (
     "Reason step by step. Finish with a last line that holds only the result, "
@@ -103,6 +104,7 @@ def _gsm8k_files(source: str, split: str) -> list[str]:
     if not folder.is_dir():
         name = f"{GSM8K}/main" if source == GSM8K else source
         return [f"{name}:{split}"]
+    # Named like a split, or shards as on the hub.
     exact = [f"{split}{suffix}" for suffix in SUFFIXES]
     if files := _first_files((folder, folder / "main"), (*exact, f"{split}-*")):
         return files
@@ -148,6 +150,7 @@ def build_math(source: str) -> BuiltSet:
 def _read_problems(file: str) -> Records:
     """Read a file of rows, or a file of the original set with a single problem."""
     path = Path(file)
+    # The original set has a file for each problem.
     if path.suffix == ".json":
         with suppress(ValueError):
             record = json.loads(read_bytes(path))
@@ -202,6 +205,7 @@ def humaneval_files(source: str) -> list[str]:
         return [str(path)]
     if not path.is_dir():
         return [f"{source}:{HUMANEVAL_SPLIT}"]
+    # Names of the published file and of the hub's shards.
     names = ("HumanEval*", "humaneval*", f"{HUMANEVAL_SPLIT}*")
     if files := _first_files((path, path / "openai_humaneval"), names):
         return files
@@ -240,6 +244,7 @@ def build_hh_rlhf(source: str) -> BuiltSet:
             good, bad = read_records(read_source(file), _hh_pair)
             pairs += good
             problems += bad
+        # A few bad rows are left out; many mean that this is another data set.
         if len(problems) > MAX_ODD * (len(pairs) + len(problems)):
             raise_problems(problems)
         odd += problems

@@ -97,12 +97,14 @@ class Renderer:
     @property
     def check_flags(self) -> list[str]:
         """Flags with which `ppo data check` renders rows in the same way."""
+        # The same model, system prompt and template.
         flags = ["--model", self.tokenizer.name_or_path]
         flags += ["--system_prompt", self.system_prompt] if self.system_prompt is not None else []
         return flags if self.apply_chat_template else [*flags, "--raw"]
 
     def render(self, rows: Sequence[Row]) -> tuple[list[Rendered], list[RowProblem]]:
         """Render and tokenise rows; rows that the template refuses become problems."""
+        # First the texts, then all token ids, then the checks that need both.
         tokens = control_words(self.tokenizer)
         done: list[tuple[Row, tuple[Message, ...], str]] = []
         problems: list[RowProblem] = []
@@ -138,6 +140,7 @@ class Renderer:
         """Return the messages of a row, after the system prompt if the row has none."""
         prompt = row.prompt
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        # A row's system message wins.
         if self.system_prompt is None or messages[0]["role"] in ("system", "developer"):
             return messages
         return ({"role": "system", "content": self.system_prompt}, *messages)
@@ -150,6 +153,7 @@ class Renderer:
             except RowError as error:
                 self.blame_system_message(row, messages, error)
                 raise
+        # Without a template only text prompts are possible.
         if not isinstance(row.prompt, str):
             raise RowError(
                 "prompt",
@@ -173,6 +177,7 @@ class Renderer:
             self.fill_template(messages[1:])
         except RowError:
             return
+        # The system message is that of the setting, or that of the row.
         if messages is not row.prompt:
             raise DataError(
                 f"--system_prompt (data.system_prompt): {error}. The model takes the prompts "
@@ -191,6 +196,7 @@ class Renderer:
         A template is a program by the author of the model: DataError if it takes more than
         TEMPLATE_S of time or TEMPLATE_BYTES of memory.
         """
+        # Templates may change the messages that they get.
         conversation = [dict(message) for message in messages]
         try:
             with limit_template():
@@ -227,6 +233,7 @@ class Renderer:
     def tokenise(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the token ids of texts; a trailing EOS of raw text is removed."""
         ids: list[tuple[int, ...]] = []
+        # Rendered text already has its special tokens.
         raw = not self.uses_template
         for start in range(0, len(texts), CHUNK):
             chunk = list(texts[start : start + CHUNK])
@@ -249,6 +256,7 @@ def limit_template() -> Iterator[None]:
     not report the mapped memory only the time is limited.
     """
 
+    # Python's regular expressions and Jinja run in the main thread: SIGALRM ends them.
     def ring(*_: object) -> None:
         raise TimeoutError
 
@@ -274,6 +282,7 @@ def limit_template() -> Iterator[None]:
 def control_words(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the texts that this tokenizer turns into control tokens anywhere in a text."""
     tokens = set(tokenizer.all_special_tokens)
+    # Also special tokens that were added later.
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     tokens.update(str(token) for token in added.values() if token.special)
     return tuple(sorted(word for word in tokens if word.strip()))
@@ -346,6 +355,7 @@ def render_prompts(
             f"{len(hit)} prompts contain text that the model reads as control tokens, first "
             f"{hit[0].row.place}: {', '.join(hit[0].control_words)}."
         )
+    # Some templates drop the system message: compare without white space.
     if system_prompt and renderer.uses_template:
         squeezed = "".join(system_prompt.split())
         unread = [item for _, item in items if item.messages[0]["content"] == system_prompt]
@@ -402,6 +412,7 @@ def apply_length_limit(
         if filter_overlong and len(item.token_ids) > limit:
             continue
         text, ids = item.text, item.token_ids
+        # The text has to match the ids that the model gets.
         if len(ids) > limit:
             ids = ids[-limit:] if truncation == "left" else ids[:limit]
             text = str(tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -419,6 +430,7 @@ def apply_length_limit(
             "and were dropped. Raise --max_prompt_length."
         )
     all_notes = list(notes)
+    # Say how many prompts were dropped or cut.
     if dropped := len(items) - len(prompts):
         all_notes.append(
             f"{dropped} of {len(items)} prompts are longer than {limit} tokens and were dropped."
@@ -436,6 +448,7 @@ def fingerprint(prompts: Iterable[Prompt]) -> str:
     """Return a short hash of the prompts in their order: uids, token ids, ground truths."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
+        # One JSON line for each prompt, so that no two lists collide.
         truth = json.dumps(prompt.ground_truth, sort_keys=True, default=str)
         parts = [prompt.uid, list(prompt.token_ids), prompt.data_source, truth]
         digest.update(json.dumps(parts).encode("utf-8") + b"\n")
@@ -479,6 +492,7 @@ class PromptOrder:
 
     def take(self) -> list[int]:
         """Return the indices of the next batch, which is always full."""
+        # The rest of this epoch is the start of the next one.
         if self._position + self.batch_size > self.size:
             self._held_over = self._order[self._position :]
             self._epoch, self._position = self._epoch + 1, 0
@@ -495,6 +509,7 @@ class PromptOrder:
 
     def _draw(self) -> list[int]:
         """Return the order of this epoch, the held-over prompts first."""
+        # Without shuffling the next epoch continues after the last prompt.
         first = self._held_over[0] if self._held_over else 0
         order = [*range(first, self.size), *range(first)]
         if self.shuffle:
@@ -518,6 +533,7 @@ class PromptOrder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; DataError if the prompts or the seed are different."""
+        # Positions are only valid for the same prompts in the same order.
         if state["size"] != self.size or state["fingerprint"] != self.fingerprint:
             raise DataError(
                 f"The prompts changed since the checkpoint: it saw {state['size']}, now there are "

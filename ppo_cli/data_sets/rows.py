@@ -52,6 +52,7 @@ def as_plain(value: Any, *, strict: bool = False) -> Any:
         return [as_plain(inner, strict=strict) for inner in value]
     if hasattr(value, "tolist"):  # numpy, which is not imported for JSON
         return as_plain(value.tolist(), strict=strict)
+    # Types of parquet that JSON does not have.
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
@@ -92,6 +93,7 @@ PLACEHOLDER = re.compile(
     r"|<image ?/>|!\[[^\]]{0,200}\]\(data:image/"
     r"|<\|(?i:image|video|audio|vision)[a-z_]*\d*\|>|<start_of_image>|<ImageHere>|\[IMG\]"
 )
+# Names of placeholders that are HTML elements as well.
 HTML_ELEMENTS = ("<video>", "<audio>")
 # After a name such as <video>, these say that the question is about HTML.
 ABOUT_MARKUP = re.compile(r"\s*(?:tags?\b|elements?\b|标签|元素|タグ|要素)", re.IGNORECASE)
@@ -99,6 +101,7 @@ ABOUT_MARKUP = re.compile(r"\s*(?:tags?\b|elements?\b|标签|元素|タグ|要�
 
 def refuse_media(record: Record) -> None:
     """Raise RowError for a row with images, videos or sounds, which are not supported."""
+    # A media column may be present and empty.
     for name, value in record.items():
         if MEDIA_COLUMN.fullmatch(name) and holds_content(value):
             raise RowError(
@@ -153,6 +156,7 @@ def split_transcript(text: str) -> tuple[Message, ...]:
     messages: list[Message] = []
     for speaker, speech in zip(parts[1::2], parts[2::2], strict=True):
         role, content = TRANSCRIPT_ROLES[speaker], speech.strip()
+        # Consecutive turns are joined with a blank line.
         if messages and messages[-1]["role"] == role:
             before = str(messages.pop()["content"])
             content = "\n\n".join(part for part in (before, content) if part)
@@ -189,6 +193,7 @@ def read_text_prompt(text: str, column: str) -> str:
     if not text.strip():
         raise RowError(column, "is empty")
     refuse_placeholder(text, column)
+    # A CSV export turns message lists into text.
     if text.lstrip().startswith("[{"):
         try:
             inner = json.loads(text)
@@ -222,6 +227,7 @@ def read_message(item: Any, column: str) -> Message:
     if not isinstance(item, dict):
         raise RowError(column, f'is {name_type(item)}, not {{"role": …, "content": …}}')
     message = {key: value for key, value in item.items() if value is not None}
+    # ShareGPT's format.
     if "role" not in message and {"from", "value"} <= set(message):
         raise RowError(column, "has from/value; rename them to role/content")
     role = message.get("role")
@@ -328,6 +334,7 @@ def load_sets(
     `max_samples` keeps the first rows over all sources. `at_most` limits the rows that are read,
     but at least one row of every source is read.
     """
+    # `at_most` is for a quick look: it is shared by the sources.
     sets: list[RowSet] = []
     remaining = at_most
     for source in sources:
@@ -342,6 +349,7 @@ def load_sets(
             limit = max_samples - sum(len(earlier.rows) for earlier in limited)
             limited.append(replace(rows, rows=rows.rows[:limit]))
         sets = limited
+    # No rows at all: say why.
     if any(rows.rows for rows in sets):
         return sets
     if not sources:
@@ -361,6 +369,7 @@ def load_rows(
     at_most: int | None = None,
 ) -> RowSet:
     """Read one file or hub set as rows; bad rows are collected as problems."""
+    # A source without records has no columns to find.
     raw = read_source(source, at_most)
     if not raw.records:
         columns = Columns(prompt_key, "", source_key, ())
@@ -463,6 +472,7 @@ def read_row(place: Place, record: Record, columns: Columns) -> Row:
     refuse_media(record)
     prompt = read_prompt(record.get(columns.prompt), columns.prompt)
     ground_truth = read_ground_truth(record, columns.ground_truth)
+    # Missing columns are allowed, except the prompt.
     named = record.get(columns.data_source) if columns.data_source else None
     source = read_plain(named, columns.data_source)
     if source is not None and not isinstance(source, str):
@@ -485,6 +495,7 @@ def read_ground_truth(record: Record, column: str) -> Any:
         raise RowError(
             "reward_model", f'is {name_type(model)}, not an object such as {{"ground_truth": …}}'
         )
+    # Both may be present if they agree.
     nested = model.get("ground_truth")
     if flat is not None and nested is not None and flat != nested:
         raise RowError(column, f"is {flat!r} but reward_model.ground_truth is {nested!r}; keep one")

@@ -55,6 +55,7 @@ def is_hub_name(source: str) -> bool:
 
 def parse_hub_name(source: str) -> HubName:
     """Split `OWNER/NAME/CONFIG:SPLIT` into its parts."""
+    # The config and the split are optional.
     match = HUB_NAME.fullmatch(source)
     if match is None:
         raise DataError(f"'{source}' is neither a file nor OWNER/NAME[/CONFIG][:SPLIT] on the hub.")

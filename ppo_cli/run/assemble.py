@@ -77,6 +77,7 @@ def describe_machine() -> str:
     for package in ("torch", "transformers", "ray", "vllm"):
         with suppress(metadata.PackageNotFoundError):
             versions.append(f"{package} {metadata.version(package)}")
+    # GPUs as torch counts them, because it computes on them.
     gpus = torch.cuda.device_count()
     devices = f"{os.cpu_count()} CPUs, {gpus} GPUs" if gpus else f"{os.cpu_count()} CPUs"
     return f"{', '.join(versions)} on {platform.platform()}, {devices}"
@@ -106,6 +107,7 @@ def run_with_restarts(
             if lost is None:
                 state = begin(job)
             else:
+                # Continue from the newest checkpoint if it is intact.
                 newest = job.store.newest() or origin
                 if newest is not None:
                     require_resumable(newest, job.resume_command)
@@ -176,6 +178,7 @@ def _close_lost_engine(job: Job) -> None:
     """
     job.engine.close()
     job.reward.end_round("train")
+    # A request to stop ends the waiting.
     pending: list[Future[Any]] = [f for f in job.in_flight if not f.done()]
     noted = False
     while pending and not job.stop_requested():
@@ -239,6 +242,7 @@ class EngineFactory:
 
     def close(self) -> None:
         """Close the engine, if there is one."""
+        # Closed once, even if closing raises.
         engine, self._engine, self._base = self._engine, None, None
         if engine is not None:
             engine.close()
@@ -256,6 +260,7 @@ class EngineFactory:
             return hosted
 
     def _make(self) -> Engine:
+        # Settings that depend on the memory of this machine are filled in first.
         self.config = fill_memory_settings(self.config, self.tell)
         for line in cpu_plan(self.config, jemalloc=has_jemalloc()):
             self.tell(f"CPU: {line}")
@@ -289,6 +294,7 @@ class EngineFactory:
         return engine
 
     def _ahead(self, engine: Engine) -> Engine:
+        # Async rollouts wrap the engine of the run.
         steps, partial = self.config.trainer.async_steps, self.config.rollout.partial_tokens
         return AheadEngine(engine, self._upcoming, steps, partial) if steps else engine
 
@@ -327,6 +333,7 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
         require_gpus(gpus_per_node(config))
     gc.freeze()  # loaded modules are not scanned for garbage in every step
     check_loggers(config.trainer.logger)
+    # An empty folder of a run that failed at the start is removed again.
     folder = RunFolder(Path(config.trainer.output_dir).expanduser())
     try:
         folder.prepare()
@@ -387,6 +394,7 @@ def prepare(folder: RunFolder, resolved: Resolved, screen: Screen) -> Start:
     trainer = resolved.config.trainer
     return Start(
         folder, store, resolved, tokenizer, prompts, val_prompts, order, identity,
+        # --max_steps wins over --epochs.
         trainer.total_training_steps or trainer.total_epochs * order.steps_per_epoch,
         checkpoint, changed,
     )  # fmt: skip
@@ -398,6 +406,7 @@ def _train_in(
     start = prepare(folder, resolved, screen)
     config = start.config
     with ExitStack() as closing:
+        # Everything that is opened is closed at the end, the engine last.
         stop = _stop_on_signal(screen, cluster)
         engines = EngineFactory(
             config, start.tokenizer, start.prompts, start.order, start.total_steps,
@@ -594,6 +603,7 @@ def _find_changes(resume_from: Path | None, resolved: Resolved, identity: Mappin
     command = _resume_command(resolved)
     # The fingerprint decides whether this is the same run: it has to be intact.
     require_resumable(resume_from, command, NAMED_IN)
+    # A named checkpoint may have other settings, if it can be loaded with them.
     by_name = resolved.config.trainer.resume_mode != "auto"
     other = find_differences(resume_from, identity, bound=by_name)
     if other and not by_name:

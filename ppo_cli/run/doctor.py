@@ -116,6 +116,7 @@ def _packages(machine: Machine) -> Findings:
         version = _version(requirement.name)
         if not requirement.specifier.contains(version or "0", prereleases=True) or not version:
             wrong[need] = f"{need} is needed, {version or 'none'} is here"
+    # One command installs all of them.
     if wrong:
         install = shlex.join([sys.executable, "-m", "pip", "install", *wrong])
         yield "fail", "; ".join(wrong.values()), install
@@ -141,6 +142,7 @@ def _torch(machine: Machine) -> Findings:
         hidden = list_gpus({}) and "CUDA_VISIBLE_DEVICES hides the GPUs"
         yield "ok", f"{version}; {hidden or 'no NVIDIA GPU here'}: trains on the CPU", ""
         return
+    # Everything matches: show the GPUs, and warn about old ones.
     shown = ", ".join(f"{gpu.name} {gpu.memory_bytes / GIB:.0f} GiB" for gpu in gpus)
     yield "ok", f"{version}, CUDA {torch.version.cuda}, driver {driver_version()}: {shown}", ""
     if old := [gpu.name for gpu in gpus if not has_bfloat16([gpu])]:
@@ -169,6 +171,7 @@ def _compiler(machine: Machine) -> Findings:
     # The same search as Triton's.
     names = [machine.environ.get("CC"), "gcc", "clang"]
     compiler = next((path for name in names if name and (path := shutil.which(name))), None)
+    # Triton compiles a launcher against Python's headers.
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     absent = [] if compiler else ["no C compiler (gcc)"]
     absent += [] if headers.exists() else [f"no {headers}"]
@@ -210,6 +213,7 @@ def _network(machine: Machine) -> Findings:
     if machine.config.trainer.nnodes == 1 or not machine.gpus:
         yield "ok", "NCCL needs none: no GPUs, or one node (--nnodes)", ""
         return
+    # A slower network is a warning; one that cannot start is a failure.
     network = find_network(machine.environ)
     state: State = "fail" if network.broken else "warn" if network.repair else "ok"
     yield state, network.description, network.repair
@@ -223,6 +227,7 @@ def _nodes(machine: Machine) -> Findings:
         return
     paths = {"--model": config.model.path, "--critic_model": config.critic.model.path,
              "ref.path": config.ref.path}  # fmt: skip
+    # Every node loads the models from its own disk.
     same = "the same path on every node: copy it, or name it on a disk that all share"
     for flag, path in ((flag, path) for flag, path in paths.items() if path is not None):
         try:
@@ -249,6 +254,7 @@ def _collectives(machine: Machine) -> Findings:
     import torch
     from torch import distributed
 
+    # GPUs use NCCL, processes on the CPU use gloo.
     if len(machine.gpus) > 1 and torch.version.cuda:
         if not distributed.is_nccl_available():
             problem = f"torch has no NCCL, and there are {len(machine.gpus)} GPUs"
@@ -289,6 +295,7 @@ def _vllm(machine: Machine) -> Findings:
 
 
 def _ray(machine: Machine) -> Findings:
+    # A running cluster has to answer; otherwise this machine must reach itself.
     address = machine.environ.get("RAY_ADDRESS")
     if address:
         parts = urlsplit(address if "//" in address else f"//{address}")
@@ -325,6 +332,7 @@ def _shared_memory(machine: Machine) -> Findings:
     if not folder.is_dir():
         yield "ok", "no /dev/shm on this system", ""
         return
+    # Containers often have 64 MiB, and workers exchange tensors there.
     size = shutil.disk_usage(folder).total
     if size < GIB:
         problem = f"/dev/shm has {size / (1 << 20):.0f} MiB: too little for several processes"
@@ -337,6 +345,7 @@ def _disk(machine: Machine) -> Findings:
     folder = Path(machine.config.trainer.output_dir).expanduser().absolute()
     # The folder may not exist yet: look at the nearest parent.
     existing = next(path for path in (folder, *folder.parents) if path.exists())
+    # Float32 weights and moments of a 7B model take about 90 GB.
     free = shutil.disk_usage(existing).free
     summary = f"{free / GIB:.1f} GiB free for {folder}"
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -350,6 +359,7 @@ def _disk(machine: Machine) -> Findings:
 
 
 def _open_files(machine: Machine) -> Findings:
+    # Each Ray worker opens hundreds of files and sockets.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < 4096:
         allowed = "unlimited" if hard == resource.RLIM_INFINITY else f"{min(hard, 65536)}"
@@ -396,6 +406,7 @@ def _sandbox(machine: Machine) -> Findings:
     tried = {
         sandbox.name: find_fault(sandbox) for sandbox in (Bubblewrap(), Sandlock(Code().memory_mb))
     }
+    # One working sandbox is enough.
     works = [name for name, fault in tried.items() if not fault]
     faults = "; ".join(f"{name}: {fault}" for name, fault in tried.items() if fault)
     if works:
@@ -430,6 +441,7 @@ def _judges(machine: Machine) -> Findings:
                 key = read_api_key(api.type, machine.environ, key_env=api.key_env, optional=True)
                 yield "ok", f"{name}: {key.variable or 'no key'}; not called without --probe", ""
         except UserError as error:
+            # The message names the variable that is missing.
             unset = re.search(r"\b[A-Z][A-Z_]{4,}\b", str(error))
             keys = JUDGES[api.type].keys
             variable = unset[0] if unset else next(iter(keys), "")

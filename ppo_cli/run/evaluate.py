@@ -51,6 +51,7 @@ from ppo_cli.scoring.score import Callbacks, open_reward, score_all, total_spend
 from ppo_cli.scoring.statistics import PromptScores, ScoresByPrompt, compare_models
 from ppo_cli.step.stages import VALIDATION, stream_seed
 
+# The settings of an eval in its folder, and the parent of folders without --out.
 SETTINGS_FILE = "eval.json"
 DEFAULT_PLACE = "evals"
 LM_EVAL_ROWS = 16  # batch size of lm-eval
@@ -63,6 +64,7 @@ def eval_sampling(config: Config, n: int | None, *, greedy: bool, as_trained: bo
     which would give the same response n times.
     """
     train, validation = config.rollout, config.rollout.val_kwargs
+    # Greedy sampling would return n equal responses.
     n = n or validation.n
     drawn = train if as_trained or (n > 1 and not validation.temperature) else validation
     return Sampling(
@@ -116,6 +118,7 @@ class SampledModel:
         """Build a prompt from a text or a conversation; DataError if the model cannot read it."""
         conversation = conversation if isinstance(conversation, str) else tuple(conversation)
         row = Row(Place("prompt", 1), conversation, None, "", {})
+        # The same checks as for a row of a file.
         rows = RowSet("prompt", "prompt", (row,), (), Columns("prompt", "", "", ()))
         prompt_set = render_prompts(
             [rows],
@@ -148,6 +151,7 @@ def generate_answers(
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, Any]]:
     """Sample a model; return a row for each response, in the order of the prompts."""
+    # Responses finish in any order.
     place = {prompt.uid: i for i, prompt in enumerate(prompts)}
     rollouts = []
     for rollout in sampled.generate(prompts, sampling):
@@ -166,6 +170,7 @@ def _answer_row(rollout: Rollout) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "tokens": len(rollout.token_ids),
     }
+    # Empty fields are left out.
     optional = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth,
             "opened": prompt.opened}  # fmt: skip
     answer: dict[str, Any] = plain(row | {name: value for name, value in optional.items() if value})
@@ -180,6 +185,7 @@ class _ScoredRows:
 
     def __post_init__(self) -> None:
         self._lock = Lock()
+        # Failed rows are scored again.
         lines = [line for line in read_lines(self.file) if line.get("score") is not None]
         self.done = {(str(line["uid"]), int(line["sample"])): line for line in lines}
         if self.file.exists():
@@ -219,6 +225,7 @@ def evaluate(
     written to `out`, or to a folder in ./evals named by a digest of the settings. A response with
     at least the score `threshold` counts as correct.
     """
+    # Scales of training depend on the model and are removed.
     files = prompt_files(config.data.val_files, "val")
     reward, relative = fix_scales(config.reward)
     config = config.model_copy(update={"reward": reward})
@@ -233,6 +240,7 @@ def evaluate(
     stopped, folder = "", None
     with ExitStack() as closing:
         for source in sources:
+            # One model after the other: only one is in memory.
             sampled = SampledModel(config, source)
             closing.callback(sampled.close)
             prompts, notes = sampled.read(files)
@@ -262,6 +270,7 @@ def evaluate(
             })  # fmt: skip
     if not models:
         raise Interrupted(f"{stopped} No score is there yet; the same command starts again.")
+    # The first model is compared with each of the others.
     comparison = compare_models(models, threshold)
     comparison["models"] = [
         facts | report for facts, report in zip(comparison["models"], reports, strict=True)
@@ -364,6 +373,7 @@ def _score_missing(
     watch.advance(len(prompts) * sampling.n - len(missing))
     if not missing:
         return "", {}
+    # A prompt with a missing sample is sampled completely; finished samples are dropped.
     uids = {uid for uid, _ in missing}
     incomplete = [prompt for prompt in prompts if prompt.uid in uids]
     watch = replace(watch, scored=lambda rollout, score: rows.add(Scored(rollout, score)))
@@ -381,6 +391,7 @@ def _claim_folder(place: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
     try:
         folder.prepare()
         with folder.alone():
+            # An existing eval must have the same settings.
             before = json.loads(noted.read_bytes()) if noted.exists() else settings
             if other := describe_changes(before, settings):
                 raise ConfigError(
@@ -401,6 +412,7 @@ def _identity_settings(
     """Return the settings that determine the rows of an eval, by key, as JSON values."""
     values = {f"sampling.{name}": value for name, value in asdict(sampling).items()}
     values |= {f"data.{name}": value for name, value in prompt_settings(config.data).items()}
+    # Settings of the sampler that change tokens.
     sampler = ("model.dtype", "rollout.name", "rollout.engine_kwargs.vllm")
     values |= {name: value_of(config, name) for name in sampler}
     values |= setting_values(config, of_eval=True) | {"data.val_files": digest_rows(prompts)}

@@ -46,6 +46,7 @@ UNREADABLE = "Not known: the config.yaml of the run cannot be read by this versi
 MACHINE_SETTINGS = frozenset(
     f"trainer.{name}" for name in ("output_dir", "resume_mode", "master_addr", "node_rank")
 )
+# Fields of the base model's card that are copied.
 LICENCE = ("license", "license_name", "license_link")
 COLOURS = ("#1f6fb2", "#c2571a", "#2f8f5b", "#8a4fb0", "#7a7a7a")
 WIDTH, HEIGHT, EDGE = 640, 260, 44  # of the curve, in pixels
@@ -103,6 +104,7 @@ def _describe_base(path: str) -> tuple[dict[str, Any], list[str]]:
     """Return front matter about the base model, and lines with its name and licence."""
     card = _read_card(path)
     folder = Path(model_folder(path)).expanduser()
+    # The licence is in the card, else in config.json.
     front = {key: str(card[key]) for key in LICENCE if card.get(key)}
     licence = front.get("license_name") or front.get("license")
     if licence is None and folder.is_dir():
@@ -147,6 +149,7 @@ def _describe_data(config: Config) -> list[str]:
 def _describe_reward(config: Config) -> list[str]:
     """Return a line for each judge, reward model, rule and function."""
     reward = config.reward
+    # A mixture is one line, followed by its parts.
     mixed = mixture_of(reward)
     lines = [f"- Mixture: {mixture_line(mixed)}"] if mixed else []
     for judge in judges_of(reward):
@@ -174,6 +177,7 @@ def _results_table(run: Path, history: Lines, config: Config | None) -> list[str
     ]
     if not lines:
         return ["No step has a reward."]
+    # The summary's measures.
     heads = ["Before and after are the first and the last tenth of the steps, and the first and",
              "the last validation.", "", "| | before | after |", "|---|---|---|"]  # fmt: skip
     return [*heads, *lines]
@@ -196,6 +200,7 @@ def _public_value(key: str, value: str) -> str:
 
 def _curve_series(history: Lines) -> dict[str, Points]:
     """Return the series of the curve: the reward (or a mixture's parts) and the validation."""
+    # Parts of a mixture replace the total reward.
     kinds = {name for line in history for name in mixture_parts(line)}
     series: dict[str, list[tuple[int, float]]] = {}
     for line in history:
@@ -359,6 +364,7 @@ def _upload(folder: Path, name: str, *, public: bool) -> str:
             why = f"the hub answered {error.response.status_code}, {reply}"
             if error.response.status_code in (401, 403):
                 why = f"{why.rstrip('.')}. Give it a token that may write there (HF_TOKEN)"
+        # The message contains the command that repeats the upload.
         hf = Path(sys.executable).with_name("hf")
         arguments = [] if public else ["--private"]
         arguments = ["upload", name, str(folder), *arguments]
@@ -414,6 +420,7 @@ def _check_target(out: Path, place: Path, source: Path, *, force: bool) -> None:
                 f"--out {out} holds no model but other files, and --force would delete them all. "
                 "Name another folder."
             )
+    # The nearest existing parent must be writable.
     parent = next(folder for folder in place.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(f"--out {out}: the folder {parent} cannot be written.")

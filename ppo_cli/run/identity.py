@@ -102,6 +102,7 @@ def find_differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bo
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe which values changed, and from what; keys that only one side has do not count."""
+    # Keys that an older version did not save are ignored.
     both = [key for key in now if key in before]
     return ", ".join(text for key in both for text in _describe_change(key, before[key], now[key]))
 
@@ -145,6 +146,7 @@ def _digest_path(path: Path) -> str:
     )
     state = hashlib.sha256()
     for file in files:
+        # Small files entirely, large files in evenly spaced blocks.
         size = file.stat().st_size
         state.update(f"{file.name} {size}\n".encode())
         with file.open("rb") as opened:

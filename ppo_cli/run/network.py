@@ -52,6 +52,7 @@ def _find_cloud_network(
     environ: Mapping[str, str], root: Path, interfaces: list[str]
 ) -> Network | None:
     """Return the network of a cloud, which NCCL can only use with a plugin; None elsewhere."""
+    # Amazon's EFA and Google's gVNIC.
     efa = [d.name for d in _devices(root) if _first_line(d / "device/vendor") == AMAZON]
     net = root / "sys/class/net"
     gvnic = [n for n in interfaces if (net / n / "device/driver").resolve().name == "gve"]
@@ -73,6 +74,7 @@ def _find_infiniband(environ: Mapping[str, str], root: Path) -> Network | None:
     devices = [device.name for device in _devices(root)]
     if not devices:
         return None
+    # RoCE devices are InfiniBand devices with an Ethernet link.
     layer = _first_line(_devices(root)[0] / "ports/1/link_layer")
     kind = f"{'RoCE' if layer == 'Ethernet' else 'InfiniBand'} ({_join_names(devices)})"
     if environ.get("NCCL_IB_DISABLE", "").lower() in OFF:
@@ -91,6 +93,7 @@ def _devices(root: Path) -> list[Path]:
 
 def _matches_interface(interface: str, named: str) -> bool:
     """Match NCCL_SOCKET_IFNAME: a list of prefixes; after `=` of names, after `^` of exclusions."""
+    # NCCL's syntax: `=eth0,eth1`, `^docker`, `eth`.
     sign = named[:1] if named[:1] in ("=", "^") else ""
     patterns = named.removeprefix(sign).split(",")
     if sign == "=":

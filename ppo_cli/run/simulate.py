@@ -132,6 +132,7 @@ def require_simulation(config: Config) -> None:
             "--simulate is for runs on GPUs, and this one is on the CPU: add --n_gpus (GPUs need "
             "not be here), and --device_memory for what each has, such as 80GB."
         )
+    # bitsandbytes has no kernels for fake tensors.
     reasons = [f"{key} holds weights in 4 bits" for key in quantised(config)]
     models = ("actor", "critic") if uses_critic(config) else ("actor",)
     reasons += [
@@ -155,6 +156,7 @@ def run_simulation(config: Config, report: Callable[[str], None]) -> Simulation:
     """
     config, memory = fill_memory_settings(config, lambda text: None), device_memory(config)
     gpus, shapes = gpus_per_node(config), read_shapes(config)
+    # The plan of the same settings, if it can be made.
     planned: Mapping[str, int] = {}
     beside, left_free = 0, int(RESERVE * (memory or 0))
     if isinstance(shapes, ModelShapes):
@@ -199,6 +201,7 @@ def _measure(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
         except BaseException:
             process.kill()
             raise
+        # The log is shown only if the process failed without a message.
         log.seek(0)
         errors = log.read()
     if "problem" in messages:

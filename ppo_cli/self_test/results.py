@@ -88,6 +88,7 @@ class Results:
     @contextmanager
     def part(self, name: str, *proves: Feature) -> Iterator[None]:
         """Run a part; it proves these features unless a difference or an error occurs in it."""
+        # Compare the counts before and after the part.
         before = len(self._differences) + len(self._failures)
         try:
             yield
@@ -105,6 +106,7 @@ class Results:
         if not detail and not self._count:
             state, detail = "skipped", "; ".join(self._skips)
         elif not detail:
+            # The comparison closest to its limit shows how much margin is left.
             name, gap, limit = self._largest
             closest = f"; closest to its limit: {name} {gap:.1g} of {limit:.1g}" if name else ""
             skips = "".join(f"; {reason}" for reason in self._skips)

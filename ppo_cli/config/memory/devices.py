@@ -371,6 +371,7 @@ def count_host(config: Config, shapes: ModelShapes, capacity: int | None) -> Dev
     pieces = roles.device.shards * roles.device.tensor  # further ranks have copies of these
     saved = pieces * sum(work.trained for work in roles.works.values()) // nodes
     checkpoint = RoleBytes(parameters=saved, moments=2 * saved)
+    # Training: offloaded parts, and a checkpoint that is being written.
     shares = {"offloaded": away, "checkpoint": checkpoint}
     always = sum(astuple(away)) + sum(astuple(checkpoint))
     phases = {"training": always}
@@ -449,6 +450,7 @@ def host_of_gpus() -> int | None:
 def host_memory(root: Path = Path("/")) -> int:
     """Return the bytes of this machine's memory, or the limit of its control groups."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Version 2 of control groups, then version 1.
     limits = [physical]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:

@@ -127,6 +127,7 @@ def _modes_by_speed(config: Config) -> list[tuple[bool, bool]]:
     products, between nodes they may take longer (1e9 weights at 100 Gb/s: 0.6 s; their products for
     16,384 tokens at 400 TFLOPS: 0.25 s).
     """
+    # One rank, or an unproven feature: only recomputation can be chosen.
     if not _may_keep_gathered(config):
         return [(False, True)]
     between = [(False, True), (True, False)]
@@ -345,6 +346,7 @@ def _smallest_vllm_share(size: int, capacity: int) -> float:
 
 def _wider_tensor_parallelism(config: Config, shape: Shape) -> Iterator[Settings]:
     """Yield samplers over more GPUs: each has fewer weights, in rollout and transfer."""
+    # Heads must divide evenly among the GPUs of a sampler.
     span, gpus = config.rollout.tensor_model_parallel_size, gpus_per_node(config)
     keys = shape.keys * shape.heads // shape.queries  # key-value heads
     while config.trainer.placement is None and 2 * span <= gpus:
@@ -357,6 +359,7 @@ def _more_devices(config: Config) -> Iterator[Settings]:
     """Yield larger numbers of GPUs that divide the rows of a mini-batch."""
     if config.trainer.placement is not None or config.trainer.engine == "local":
         return
+    # Up to 8 GPUs in one node, then nodes of 8.
     nodes, now = config.trainer.nnodes, gpus_per_node(config)
     rows = config.actor.ppo_mini_batch_size * config.rollout.n
     for count in (2, 4, 8, 16, 32, 64):
@@ -390,6 +393,7 @@ def _describe_device(place: DeviceNeeds) -> Iterator[str]:
         yield f"{need} of {format_size(place.capacity)}: fits"
     elif not place.vllm_starts:
         least = _smallest_vllm_share(place.vllm_least, place.capacity)
+        # vLLM needs a larger share, or more GPUs for its weights.
         setting = f"rollout.gpu_memory_utilization to {least:.2g} or "
         yield (
             f"{place.name} gives vLLM {format_size(place.vllm_share)}, which needs "

@@ -27,23 +27,27 @@ from ppo_cli.self_test.checks.runs import LIMITS, largest_gap, make_config, scor
 from ppo_cli.self_test.checks.samplers import make_prompts
 from ppo_cli.self_test.results import Results, Setup
 
+# The second step shows whether the first one reached the samplers.
 STEPS = 2
 SAMPLING = Sampling(n=2, max_tokens=12, seed=5)
 # A step after which old weights give other log-probs even in bfloat16.
 FAST = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}
 TRANSFERS = {"transfer_ipc": "ipc", "transfer_nccl": "nccl"}
+# Interval of the memory samples, and the tolerated excess over the plan.
 WATCH_S = 0.005
 OVER_PLAN = 0.10
 
 
 def check_ray(setup: Setup, results: Results) -> None:
     """Learner ranks and a sampler in processes of Ray, and one process: the same numbers."""
+    # The same settings under Ray and in one process.
     trainer: dict[str, Any] = {"engine": "ray", "worker_timeout": 120, "node_timeout": 120}
     trainer |= {"num_workers": 2} if setup.device == "cpu" else {"n_gpus_per_node": setup.gpus}
     parts: dict[str, Any] = {"rollout": {"name": "hf"}, "actor": {"optim": FAST}}
     config = make_config(setup.device, trainer=trainer, **_with_actor(setup.device, parts))
     local = make_config(setup.device, **_with_actor(setup.device, parts))
     tokenizer = load_tokenizer(model_folder(config.model.path))
+    # Expected: the steps of one process.
     alone = LocalEngine(local, tokenizer, total_steps=8)
     expected = [_take_step(alone, tokenizer) for _ in range(STEPS)]
     limit = LIMITS[str(config.model.dtype)]
@@ -62,6 +66,7 @@ def check_ray(setup: Setup, results: Results) -> None:
                     numbers = [s[name][0] / s[name][1] for s in (outcome[2], sums)]
                     gap = abs(numbers[0] - numbers[1]) / max(1.0, abs(numbers[1]))
                     results.compare(f"{name} of ranks, step {turn}", gap, limit)
+            # The sampler must have received the new weights.
             results.compare(f"sampler and trainer, step {turn}", _sampler_gap(outcome[1]), limit)
 
 
@@ -77,6 +82,7 @@ def check_transfers(setup: Setup, results: Results) -> None:
 
 def check_transfer(setup: Setup, way: str, results: Results) -> None:
     """After each publish the sampler's log-probs are the trainer's."""
+    # NCCL needs the sampler on another GPU than the learner; IPC on the same one.
     devices: dict[str, Any] = {"n_gpus_per_node": setup.gpus}
     if way == "nccl":
         devices = {"n_gpus_per_node": 2, "placement": "train:0,rollout:1"}
@@ -102,12 +108,15 @@ def check_transfer(setup: Setup, way: str, results: Results) -> None:
             )  # fmt: skip
             if turn == STEPS:
                 break
+            # A step has to change the log-probs by more than the limit, or stale weights would
+            # pass.
             engine.step(MiniBatch(score_rows(annotated, turn), actor=True, critic=False))
             after_step = engine.annotate(annotated)
             change = after_step.old_logprobs_BT - annotated.old_logprobs_BT
             moved = float(change[annotated.response_mask_BT].abs().mean())
             results.require(f"a step moved log-probs by only {moved:.2g}", moved > 3 * limit)
             engine.publish()
+        # The engine may have fallen back to another transfer.
         by = getattr(engine, "weight_transfer", way)
         results.require(f"weights travelled by {by}, not by {way}", by == way)
 
@@ -128,12 +137,14 @@ def check_publish_memory(setup: Setup, results: Results) -> None:
     config = make_config(setup.device, **_with_actor(setup.device, parts))
     tokenizer = load_tokenizer(str(path))
     with _engine(config, tokenizer, setup.folder) as engine:
+        # One cycle first: allocators and graphs reach their steady state.
         _, annotated = _annotate(engine, tokenizer)  # vLLM sleeps from now on
         engine.step(MiniBatch(score_rows(annotated), actor=True, critic=False))
         engine.publish()
         engine.annotate(annotated)
         with _watch_memory() as used:
             engine.publish()
+    # Compare the growth with the plan of the same shape.
     grown_bytes = max(used) - used[0]
     device = Device(half=True, gpu=True, shards=1, tensor=1, packed=False, keeps_freed=True)
     plan = publish_bytes(config, shape, device)
@@ -159,6 +170,7 @@ def _vllm(way: str) -> dict[str, Any]:
 
 def save_wide_model(setup: Setup, path: Path) -> Shape:
     """One layer with the wanted heads, under a table of the wanted vocabulary."""
+    # The tokenizer of the bundled model fits into any larger vocabulary.
     s = setup.shape
     tokenizer = load_tokenizer(model_folder("embedded"))
     tokenizer.save_pretrained(path)
@@ -188,6 +200,7 @@ def _watch_memory() -> Iterator[list[int]]:
 
     def watch() -> None:
         while not stop.wait(WATCH_S):
+            # One sample before anything happens, then one every WATCH_S.
             look()
 
     look()

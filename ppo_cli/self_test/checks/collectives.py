@@ -29,11 +29,13 @@ from ppo_cli.self_test.checks.runs import LIMITS, largest_gap, make_batch, make_
 from ppo_cli.self_test.results import Results, Setup, describe_error
 
 Gaps = dict[str, tuple[float, float]]  # what is compared -> the gap and its limit
+# More ranks take long to start and show nothing new.
 MOST_RANKS = 8
 TIMEOUT_S = 90.0
 NUMBERS = 1000  # of a tensor, per rank
 ROUNDS = 100  # of `exchange_failures`
 LARGE_BYTES = {"cpu": 2**22, "cuda": 2**28}  # of the tensors whose transfer is timed
+# The steps that are compared, by name, with their settings.
 KEPT = "step with gathered weights kept"
 WAYS: dict[str, dict[str, Any]] = {
     "step by FSDP": {},
@@ -47,6 +49,7 @@ def check_collectives(setup: Setup, results: Results) -> None:
     if size < 2:
         results.skip("needs two GPUs")
         return
+    # Each rank compares its results itself and reports gaps.
     reports = run_ranks(size, _check_rank, setup)
     for name in reports[0]["parts"]:
         with results.part(name, *(("keep_gathered",) if name == KEPT else ())):
@@ -57,6 +60,7 @@ def check_collectives(setup: Setup, results: Results) -> None:
                 for what, (gap, limit) in gaps.items():
                     results.compare(f"{what}, rank {rank}", gap, limit)
     results.figures |= reports[0]["figures"]
+    # NCCL's log names the transport, such as P2P or NET/IB.
     log = (setup.folder / "log").read_text(errors="replace") if setup.device == "cuda" else ""
     if transports := sorted({*re.findall(r"via (\S+)", log)}):  # NCCL_DEBUG=INFO
         results.figures["transport"] = ", ".join(transports)
@@ -74,6 +78,7 @@ def run_ranks(
     ]
     for process in processes:
         process.start()
+    # One deadline for all ranks: a rank that hangs makes the others wait.
     deadline = time.monotonic() + TIMEOUT_S
     reports: list[Mapping[str, Any]] = []
     for rank, (pipe, sender) in enumerate(pipes):
@@ -93,6 +98,7 @@ def run_ranks(
 def _run_rank(
     rank: int, size: int, work: Callable[[Ranks, Setup], Mapping[str, Any]], setup: Setup, pipe: Any
 ) -> None:
+    # A file in the check's folder is enough to meet on one machine.
     device = torch.device(setup.device, rank) if setup.device == "cuda" else torch.device("cpu")
     meeting = f"file://{setup.folder / 'meeting'}"
     ranks = join_ranks(rank, size, init_method=meeting, device=device, timeout_s=TIMEOUT_S)
@@ -103,6 +109,7 @@ def _run_rank(
 def _check_rank(ranks: Ranks, setup: Setup) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     figures: dict[str, Any] = {}
+    # An error in one part must not hide the others.
     works: dict[str, Callable[[], Gaps]] = {
         "collectives": partial(_compute_collectives, ranks, setup.device),
         "speed": partial(_measure_speed, ranks, setup.device, figures),
@@ -124,6 +131,7 @@ def _compute_collectives(ranks: Ranks, device: str) -> Gaps:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(-999, 999, (NUMBERS,), generator=generator).float()
 
+    # Whole numbers: sums are exact in any order, so the results must be equal.
     every = torch.stack([numbers(r) for r in range(size)])
     local = numbers(rank).to(device)
     gaps: dict[str, Tensor] = {}
@@ -134,6 +142,7 @@ def _compute_collectives(ranks: Ranks, device: str) -> Gaps:
     gaps["all-reduce"] = total.cpu() - every.sum(0)
     gaps["all-reduce of maxima"] = largest.cpu() - every.amax(0)
     gaps["broadcast"] = first.cpu() - every[0]
+    # Gather and reduce-scatter, which FSDP uses.
     gathered = torch.empty((size * NUMBERS,), device=device)
     dist.all_gather_single(gathered, local)
     gaps["all-gather"] = gathered.cpu() - every.flatten()
@@ -141,6 +150,7 @@ def _compute_collectives(ranks: Ranks, device: str) -> Gaps:
     piece = torch.empty((NUMBERS,), device=device)
     dist.reduce_scatter_single(piece, pieces)
     gaps["reduce-scatter"] = piece.cpu() - every.sum(0) * (rank + 1)
+    # Collectives of Python objects and numbers, which the engine uses.
     objects = gather_objects(ranks, ("rank", rank))
     gaps["objects"] = torch.tensor([float(objects != [("rank", r) for r in range(size)])])
     gaps["sum"] = torch.tensor([sum_over_ranks(ranks, rank + 0.5) - (size * size / 2)])
@@ -150,6 +160,7 @@ def _compute_collectives(ranks: Ranks, device: str) -> Gaps:
 
 def _measure_speed(ranks: Ranks, device: str, figures: dict[str, Any]) -> Gaps:
     """GB/s of an all-gather, and milliseconds of `exchange_failures`."""
+    # A first round allocates and connects; it is not timed.
     large = torch.ones(LARGE_BYTES[device] // 4 // ranks.size, device=device)
     gathered = torch.empty(large.numel() * ranks.size, device=device)
 
@@ -173,6 +184,7 @@ def _time_rounds(work: Callable[[], None], rounds: int = 3) -> float:
 def _compare_step(ranks: Ranks, device: str, way: str) -> Gaps:
     """One step of all ranks together, and the same step of this rank alone."""
     config = with_settings(make_config(device), WAYS[way])
+    # The same batch on all ranks and on this rank alone.
     together, alone = (_take_step(config, group) for group in (ranks, ALONE))
     limit = LIMITS[str(config.model.dtype)]
     gaps = {f"log-probs after a {way}": (largest_gap(together[0], alone[0]), limit)}
@@ -186,6 +198,7 @@ def _compare_step(ranks: Ranks, device: str, way: str) -> Gaps:
 def _take_step(config: Config, ranks: Ranks) -> tuple[Tensor, Sums]:
     """The log-probs after a step, and its sums over all ranks."""
     tokenizer = load_tokenizer(model_folder(config.model.path))
+    # Weights and batch depend on fixed seeds: all ranks have the same.
     learner = Learner(config, tokenizer, ranks, total_steps=8)
     batch = make_batch(learner.policy.model.config.vocab_size)
 

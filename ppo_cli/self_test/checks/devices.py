@@ -17,12 +17,14 @@ SAME_MEMORY = 0.05  # NVML counts what the driver reserves, CUDA does not
 
 def check_devices(setup: Setup, results: Results) -> None:
     """Compare what counts GPUs with what computes on them, and what the plan takes for memory."""
+    # The plan, NVML and torch have to count the same GPUs.
     gpus = list_gpus()
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     results.require(
         f"the plan counts {gpu_count()} GPUs and NVML {len(gpus)}", gpu_count() == len(gpus)
     )
     results.require(f"NVML counts {len(gpus)} GPUs and torch {usable}", usable == len(gpus))
+    # The engine has to choose the device that is tested.
     chosen = Compute.choose(None)
     results.require(
         f"torch computes on {chosen.device.type}, not on {setup.device}",

@@ -23,10 +23,12 @@ from ppo_cli.engine.models.attention import PackedRows, attend_by_rows
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.self_test.results import Results, Setup
 
+# Common head sizes; the size of the model to train is added.
 HEAD_SIZES = (64, 128)
 ROWS = (33, 1, 7, 130)  # lengths; the longest one crosses a block of every kernel
 SHARED = ((0, 0, 0, 3), (0, 20, 11, 0))  # leads, and tokens of them that come before a row
 TIMED, TIMED_ROUNDS = (1024, 256, 8), 3  # tokens of a prompt and a response, responses
+# Sizes of the products and log-probs below.
 HIDDEN = 128
 TOKENS = 16
 TEMPERATURE = 0.7
@@ -50,6 +52,7 @@ def check_products(setup: Setup, results: Results) -> None:
         with results.part(str(dtype).removeprefix("torch.")):
             _check_product(setup, results, dtype, generator)
             _check_vocabulary(setup, results, dtype, generator)
+    # Repeated ids: a faulty kernel could lose some of their gradients.
     with results.part("embedding"):
         vocabulary = setup.shape.vocabulary
         ids_N = torch.randint(vocabulary, (512,), generator=generator) % 7  # many of the same
@@ -81,11 +84,13 @@ def _check_vocabulary(
     weight_VH = (torch.randn((vocabulary, HIDDEN), generator=generator) / 8).to(dtype)
     states_NH = torch.randn((TOKENS, HIDDEN), generator=generator).to(dtype)
     targets_N = torch.randint(vocabulary, (TOKENS,), generator=generator)
+    # The formula in float64.
     exact_NH = states_NH.double().requires_grad_()
     exact_NV = (exact_NH @ weight_VH.double().T / TEMPERATURE).log_softmax(-1)
     expected_N = exact_NV.gather(1, targets_N[:, None])[:, 0]
     expected_N.sum().backward()
     entropy_N = -(exact_NV.exp() * exact_NV).sum(-1).detach()
+    # The learner's way: chunks of logits, never all of them.
     head = nn.Linear(HIDDEN, vocabulary, bias=False, device=device, dtype=dtype)
     with torch.no_grad():
         head.weight.copy_(weight_VH)
@@ -117,6 +122,7 @@ def check_attention(setup: Setup, results: Results) -> None:
 
 
 def _check_head_sizes(setup: Setup, results: Results) -> None:
+    # Every head size alone, then shared prompts with the size of the model.
     size = setup.shape.head_size
     dtypes = (torch.float32,) if setup.device == "cpu" else (torch.float32, torch.bfloat16)
     with results.part("packed rows", "packed_attention"):
@@ -139,6 +145,7 @@ def _time_rows(setup: Setup, *, shared: bool = False) -> float:
     rows = PackedRows.from_lengths(lengths, torch.device(setup.device), leads, counts).rows_113B
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = s.heads // s.kv_heads, True  # type: ignore[assignment]
+    # Random states; only the time counts.
     query, key, value = (
         torch.randn((1, heads, sum(lengths), s.head_size), device=setup.device)
         .bfloat16()
@@ -161,6 +168,7 @@ def _check_rows(
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = heads // kv_heads, True  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(size)
+    # States in float64, rounded to the precision that is tested.
     exact = [
         torch.randn((1, count, sum(ROWS), size), generator=generator).to(dtype).double()
         for count in (heads, kv_heads, kv_heads)
@@ -171,6 +179,7 @@ def _check_rows(
     rows = PackedRows.from_lengths(ROWS, torch.device(setup.device), leads, counts).rows_113B
     packed_1Lhd, _ = attend_by_rows(module, states[0], states[1], states[2], rows)
     expected_Lhd = attend_in_float64(exact[0][0], exact[1][0], exact[2][0], leads, counts)
+    # A random weighting makes every output count in the gradients.
     weight_Lhd = torch.randn(expected_Lhd.shape, generator=generator)
     (packed_1Lhd[0] * weight_Lhd.to(packed_1Lhd)).sum().backward()
     (expected_Lhd * weight_Lhd).sum().backward()
@@ -195,6 +204,7 @@ def attend_in_float64(
     Row i goes on from the first `counts[i]` tokens of row `leads[i]`.
     """
     groups, size = len(query_hLd) // len(key_kLd), query_hLd.shape[-1]
+    # Each row attends to its prefix in the lead row, and to itself.
     bounds = [*pairwise([0, *accumulate(ROWS)])]
     outputs: list[Tensor] = []
     for (start, stop), lead, count in zip(bounds, leads, counts, strict=True):
@@ -219,6 +229,7 @@ GRAD_CLIP = 0.5
 def check_optimizer(setup: Setup, results: Results) -> None:
     """A few steps of the run's AdamW, with clipping and a schedule."""
     generator = torch.Generator().manual_seed(0)
+    # Weights with and without decay, of sizes that do not fill a block.
     shapes = {"matrix": (300, 70), "norm": (70,), "odd": (3, 5, 7)}
     exact = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
     module = nn.ParameterDict({n: t.float().to(setup.device) for n, t in exact.items()})
@@ -247,6 +258,7 @@ def check_optimizer(setup: Setup, results: Results) -> None:
     for name, moment in optimizer.moments().items():
         if not name.endswith(".step"):
             results.compare("moments", relative_gap(moment, step.moments[name]), 1e-5)
+    # A gradient of NaN must skip the step.
     next(iter(module.values())).grad = torch.full(shapes["matrix"], math.nan, device=setup.device)
     results.require("a step was taken with a gradient of NaN", not optimizer.apply()[1])
 

@@ -26,23 +26,27 @@ def check_out_of_memory(setup: Setup, results: Results) -> None:
     """A step with less memory than it takes: it halves its micro-batches and finishes."""
     tokens = sum(prompt + sum(responses) for prompt, responses in ROWS) * 4
     parts = {"ppo_max_token_len_per_gpu": tokens}
+    # All rows in one micro-batch.
     config = make_config(setup.device, actor=parts | {"use_kl_loss": False})
     learner = make_learner(config)
     batch = make_batch(learner.policy.model.config.vocab_size, rows=ROWS)
     train_batch = score_rows(merge_annotations(batch, [learner.annotate(batch)]))
     torch.cuda.empty_cache()
     before_bytes = torch.cuda.memory_allocated()
+    # Measure a step with enough memory.
     torch.cuda.reset_peak_memory_stats()
     _step(learner, train_batch)
     step_bytes = torch.cuda.max_memory_allocated() - before_bytes
     torch.cuda.empty_cache()
     resting_bytes = torch.cuda.memory_allocated()
+    # Repeat it with less memory than it needs.
     limit_bytes = torch.cuda.memory_reserved() + SHARE * step_bytes
     torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.mem_get_info()[1])
     try:
         sums = _step(learner, train_batch)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+    # It must finish with smaller micro-batches and free everything.
     halved = "actor/micro_batch_tokens" in sums
     results.require("a step without enough memory did not halve its micro-batches", halved)
     results.require("a step was skipped", sums["actor/skipped_steps"][0] == 0)
@@ -67,6 +71,7 @@ def check_expandable_segments(setup: Setup, results: Results) -> None:
 
 def _sum_elsewhere(numbers: torch.Tensor) -> float:
     """Sum a tensor of this GPU in a process of its own, as vLLM's workers read weights."""
+    # A forked process cannot use CUDA.
     context = get_context("spawn")
     receiver, sender = context.Pipe()
     process = context.Process(target=_sum_shared, args=(sender, *reduce_tensor(numbers)))

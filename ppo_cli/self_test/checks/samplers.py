@@ -84,6 +84,7 @@ def _check_sampler(config: Config, results: Results, *, sleeps: bool = False) ->
             for name, sampling in {"greedy": GREEDY, **DRAWS}.items():
                 rollouts = _sample(sampler, prompts, sampling)
                 compare_logprobs(name, rollouts, exact, sampling, limit, results)
+        # Seeds decide tokens, whichever other rows are sampled.
         with results.part("seeds"):
             sampling = DRAWS["temperature 1"]
             first, second, other = (
@@ -140,6 +141,7 @@ def compare_logprobs(
 
 
 def _load_other_weights(sampler: Sampler, exact: Exact, version: int) -> Mapping[str, Tensor]:
+    # Noise in every weight, so that old weights give other log-probs.
     generator = torch.Generator().manual_seed(version)
     for name, tensor in exact.weights.items():
         noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
@@ -154,6 +156,7 @@ def _check_sleep(
 ) -> None:
     """Check that sleep frees memory, and that the same weights then sample the same tokens."""
     awake = _tokens(_sample(sampler, prompts, GREEDY, 1))
+    # Sleep must free memory.
     free_bytes = torch.cuda.mem_get_info()[0]
     sampler.sleep()
     gained_bytes = torch.cuda.mem_get_info()[0] - free_bytes

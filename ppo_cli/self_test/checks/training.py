@@ -49,6 +49,7 @@ FLOAT32: dict[str, dict[str, Any]] = {"model": {"dtype": "float32"}}
 
 def check_training(setup: Setup, results: Results) -> None:
     """Annotate and step a few times; compare log-probs, values, losses and gradient norms."""
+    # On a CPU every run is in float32.
     runs = RUNS | ({"float32": FLOAT32} if setup.device == "cuda" else {})
     for name, parts in runs.items():
         proves = ("packed_attention", "shared_prompts") if name == "packed" else ()
@@ -64,6 +65,7 @@ def check_run(name: str, config: Config, results: Results) -> None:
     batch = make_batch(learner.policy.model.config.vocab_size)
     mask_BT = batch.response_mask_BT
     for turn in range(STEPS + 1):
+        # Annotations of learner and formulas with the present weights.
         annotated = merge_annotations(batch, [learner.annotate(batch)])
         expected = formulas.annotate(batch)
         if turn == 0:
@@ -75,6 +77,7 @@ def check_run(name: str, config: Config, results: Results) -> None:
             results.compare(f"{what} after {turn} steps, {name}", gap, limit)
         if turn == STEPS:
             break
+        # The same step with both; its metrics have to agree.
         train_batch = score_rows(annotated, turn)
         sums = merge_sums([learner.step(MiniBatch(train_batch, actor=True, critic=True))])
         for metric, number in formulas.step(train_batch, expected).items():
@@ -104,6 +107,7 @@ class Formulas:
         self._config = config
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
         self._frozen = {n: p.detach().clone() for n, p in self._model.named_parameters()}
+        # Only the weights that the learner trains are leaves.
         weights = self._frozen
         if config.model.lora_rank:
             weights = dict(adapter_tensors(learner.policy.model))
