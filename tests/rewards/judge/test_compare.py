@@ -119,10 +119,7 @@ PAIR, LIST = Question("", "", "", Scale(0, 1), comparison=Comparison(2)), Compar
         ('{"reason": "It is right.", "better_response": "R2"}', [2, 1]),
         ('{"better_response": "tie"}', [1, 1]),
         ('```json\n{"explanation": "So.", "better_response": " r1 "}\n```', [1, 2]),
-        (
-            '<think>better: R2</think>{"reason": "a \'better: R2\'", "better_response": "R1"}',
-            [1, 2],
-        ),
+        ('<think>R2</think>{"reason": "a \'R2\'", "better_response": "R1"}', [1, 2]),
     ],
 )
 def test_a_verdict_on_two_is_read(text: str, places: list[int]) -> None:

@@ -122,57 +122,18 @@ def test_a_switch_of_thinking_is_broken_wherever_it_is(text: str) -> None:
 def test_ordinary_text_and_code_stay_as_they_are() -> None:
     """Markup, types, comparisons, pipes, log levels, indices."""
     ordinary = """
-x |> f |> g
-f <| x
-a < b and b > c
-a < b | c > d
-if a<s or s>b:
-std::vector<int> v;
-List<int>
-Promise<Response>
-List<Prompt> all
-Map<String>
-vector<size_t> sizes
-fn first<T>(x: T) -> T
-vector<std::string>
-#include <vector>
-#include <stdio.h>
-#include <sys/types.h>
-Map<K, V>
-<div>text</div>
-<b>bold</b> <h2>
-<br/>
-<a href="x">y</a>
-<https://example.org>
-x <- y
-arr[mask] = img[i]
-a[0]
-[1, 2]
-[A]
-[B] or [C]
-[A-Z]+
-x[|i|]
-[|1; 2|]
-[INFO] started
-[ERROR] no such file
-[TODO]
-{response}
-{"score": 10}
-x << y >> z
-1 <= x <= 3
-|a| < |b|
-response-time < 3
-[cut]
-| a | b |
-x <|> y <|> z
-首页｜新闻｜体育
-and/or
-<x|y>
-cat <<EOF
->>> print(1)
-2 > 1 >> 0
+x |> f |> g ¦ f <| x ¦ a < b and b > c ¦ a < b | c > d ¦ if a<s or s>b: ¦ std::vector<int> v;
+List<int> ¦ Promise<Response> ¦ List<Prompt> all ¦ Map<String> ¦ vector<size_t> sizes
+fn first<T>(x: T) -> T ¦ vector<std::string> ¦ #include <vector> ¦ #include <stdio.h>
+#include <sys/types.h> ¦ Map<K, V> ¦ <div>text</div> ¦ <b>bold</b> <h2> ¦ <br/>
+<a href="x">y</a> ¦ <https://example.org> ¦ x <- y ¦ arr[mask] = img[i] ¦ a[0] ¦ [1, 2] ¦ [A]
+[B] or [C] ¦ [A-Z]+ ¦ x[|i|] ¦ [|1; 2|] ¦ [INFO] started ¦ [ERROR] no such file ¦ [TODO]
+{response} ¦ {"score": 10} ¦ x << y >> z ¦ 1 <= x <= 3 ¦ |a| < |b| ¦ response-time < 3 ¦ [cut]
+| a | b | ¦ x <|> y <|> z ¦ 首页｜新闻｜体育 ¦ and/or ¦ <x|y> ¦ cat <<EOF ¦ >>> print(1) ¦ 2 > 1 >> 0
 """
-    changed = {t: neutralise(t) for t in ordinary.strip().split("\n") if neutralise(t) != t}
+    changed = {
+        t: neutralise(t) for t in re.split(r" ¦ |\n", ordinary.strip()) if neutralise(t) != t
+    }
     assert changed == {}
 
 

@@ -99,28 +99,6 @@ def test_of_two_budgets_the_one_that_is_used_up_is_named() -> None:
     assert counted == ExhaustedBudget("--rm_budget_tokens", 3200, 2, 2100)
 
 
-def test_who_waits_goes_on_when_another_settles_lower() -> None:
-    need = REQUEST_OVERHEAD + estimate_tokens("x") + 100
-    book = ledger(tokens=need + 50)
-    order: list[str] = []
-
-    async def second() -> None:
-        reservation = await book.reserve(question())
-        order.append("second has it")
-        reservation.settle(Usage(10, 5), "ok")
-
-    async def both() -> None:
-        first = await book.reserve(question())
-        task = asyncio.create_task(second())
-        await asyncio.sleep(0.01)
-        order.append("first settles")
-        first.settle(Usage(10, 5), "ok")
-        await asyncio.wait_for(task, 5)
-
-    asyncio.run(both())
-    assert order == ["first settles", "second has it"]
-
-
 def test_a_cancelled_wait_leaves_nothing_held() -> None:
     need = REQUEST_OVERHEAD + estimate_tokens("x") + 100
     book = ledger(tokens=need + 50)

@@ -60,22 +60,14 @@ def test_a_prompt_is_filled_and_fenced() -> None:
     assert closing.endswith('{"reason": "...", "score_1_to_10": N}')
 
 
-def test_a_nonce_is_drawn_for_each_question() -> None:
-    template = custom(PLAIN)
-    material = Material("p", "r", "g")
-    users = {template.question(material).user for _ in range(20)}
-    assert len(users) == 20
-    nonces = {m for user in users for m in re.findall(r"<response-(\w+)>", user)}
-    assert all(re.fullmatch("[0-9a-f]{16}", nonce) for nonce in nonces)
-
-
 def test_the_identity_has_no_chance_in_it() -> None:
     template = custom(PLAIN)
     material = Material("p", "r", "g")
     first, second = template.question(material), template.question(material, vote=3)
     assert first.identity == second.identity
     assert (first.vote, second.vote) == (0, 3)
-    assert first.user not in first.identity
+    nonces = {re.findall(r"<response-([0-9a-f]{16})>", each.user)[0] for each in (first, second)}
+    assert len(nonces) == 2 and not any(nonce in first.identity for nonce in nonces)
     assert template.system in first.identity
     assert custom(PLAIN, system_prompt="Other.").question(material).identity != first.identity
     assert custom(PLAIN, scale="0-5").question(material).identity != first.identity
