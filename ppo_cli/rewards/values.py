@@ -323,6 +323,7 @@ def _parse_unit(unit: str) -> tuple[tuple[tuple[str, int], ...], Fraction] | Non
 
 def same_quantity(answer: Quantity, gold: Quantity) -> bool:
     """Return whether two quantities are equal; a unit that only one of them has is ignored."""
+    # Convert the answer into the unit of the reference.
     factor = Fraction(1)
     if answer.unit and gold.unit and answer.unit != gold.unit:
         measures = _parse_unit(answer.unit), _parse_unit(gold.unit)
@@ -387,6 +388,7 @@ def contains_answer(text: str, answer: str) -> bool:
 
     A number is compared by value with each number of the text.
     """
+    # An empty answer is contained in nothing.
     wanted_text = normalise_words(answer)
     if not wanted_text:
         return False

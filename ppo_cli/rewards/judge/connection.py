@@ -71,6 +71,7 @@ class JudgeConnection:
 
 def connect_judge(api: ApiReward, environ: Mapping[str, str]) -> JudgeConnection:
     """Build the connection that the settings describe; sends nothing yet."""
+    # Directly: one client within the limits of the settings.
     provider = build_provider(api, environ=environ)
     ledger = build_ledger(api)
     path = cache_path(api, environ)

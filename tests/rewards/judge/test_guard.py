@@ -129,7 +129,8 @@ fn first<T>(x: T) -> T ¦ vector<std::string> ¦ #include <vector> ¦ #include <
 <a href="x">y</a> ¦ <https://example.org> ¦ x <- y ¦ arr[mask] = img[i] ¦ a[0] ¦ [1, 2] ¦ [A]
 [B] or [C] ¦ [A-Z]+ ¦ x[|i|] ¦ [|1; 2|] ¦ [INFO] started ¦ [ERROR] no such file ¦ [TODO]
 {response} ¦ {"score": 10} ¦ x << y >> z ¦ 1 <= x <= 3 ¦ |a| < |b| ¦ response-time < 3 ¦ [cut]
-| a | b | ¦ x <|> y <|> z ¦ 首页｜新闻｜体育 ¦ and/or ¦ <x|y> ¦ cat <<EOF ¦ >>> print(1) ¦ 2 > 1 >> 0
+| a | b | ¦ x <|> y <|> z ¦ 首页｜新闻｜体育 ¦ and/or
+<x|y> ¦ cat <<EOF ¦ >>> print(1) ¦ 2 > 1 >> 0
 """
     changed = {
         t: neutralise(t) for t in re.split(r" ¦ |\n", ordinary.strip()) if neutralise(t) != t
