@@ -12,7 +12,7 @@ from the first step on (docs/log.md). This is stochastic rounding (Gupta et al. 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
-
-from ppo_cli.config.machine.processor import has_fast_bfloat16
 
 # Half the gap between two bfloat16 numbers, in units of float32's last place.
 HALF_GAP = 1 << 15
@@ -131,26 +129,18 @@ def _looks_up_rows(module: nn.Embedding) -> bool:
 
 @dataclass(frozen=True)
 class CastLayer:
-    """A linear layer, its weights, and these cast as autocast casts them in every pass.
-
-    oneDNN packs a weight again for each product of few rows; here it is packed once.
-    """
+    """A linear layer, its parameters, and copies of them cast as autocast casts them."""
 
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]
     cast: Mapping[str, Any]
-    packed: Callable[[Tensor], Tensor] | None = None
 
     def install(self) -> None:
         """Let the module compute with the cast weights."""
-        if self.packed is not None:
-            self.module.__dict__["forward"] = self.packed
-        else:
-            self.module._parameters.update(self.cast)
+        self.module._parameters.update(self.cast)
 
     def uninstall(self) -> None:
         """Let the module compute with its float32 weights again."""
-        self.module.__dict__.pop("forward", None)
         self.module._parameters.update(self.parameters)
 
 
@@ -160,21 +150,13 @@ def cast_layers(model: nn.Module, dtype: torch.dtype) -> list[CastLayer]:
     A tied output head is cast; the embedding itself stays in float32.
     """
     layers = []
-    # Packing pays off only with bfloat16 instructions.
-    packs = has_fast_bfloat16() and dtype == torch.bfloat16
     for module in model.modules():
+        # A module with a replaced forward pass casts in its own way.
         if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
-            continue  # one that somebody has given another forward pass computes as that says
-        parameters = {
-            name: parameter
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        }
+            continue
+        parameters = {n: p for n, p in module._parameters.items() if p is not None}
         cast = {name: parameter.detach().to(dtype) for name, parameter in parameters.items()}
-        packed = None
-        if packs and type(module) is nn.Linear and module.weight.device.type == "cpu":
-            packed = _packed(cast.pop("weight"), cast.get("bias"))
-        layers.append(CastLayer(module, parameters, cast, packed))
+        layers.append(CastLayer(module, parameters, cast))
     return layers
 
 
@@ -185,12 +167,7 @@ def cast_frozen_layers(model: nn.Module, dtype: torch.dtype) -> None:
     Results under autocast do not change.
     """
     for layer in cast_layers(model, dtype):
-        layer.install()
-        tensors = layer.cast
-        if layer.packed is not None:  # all that is left of the weight is its shape
-            weight = layer.parameters["weight"]
-            tensors = {"weight": torch.empty_like(weight, dtype=dtype, device="meta")}
-        for name, tensor in tensors.items():
+        for name, tensor in layer.cast.items():
             layer.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     for parameter in model.parameters():
         if parameter.dtype == torch.float32:
@@ -230,18 +207,3 @@ def _is_product(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding):
         return getattr(module.__dict__.get("forward"), "func", None) is _look_up
     return type(module) in (nn.Linear, Conv1D) and "forward" not in module.__dict__
-
-
-def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The linear map by a weight that lies as oneDNN reads it.
-
-    The operators are those of torch's own compiler for frozen weights.
-    """
-    ready, dtype = torch.ops.mkldnn._reorder_linear_weight(weight), weight.dtype
-    multiply = torch.ops.mkldnn._linear_pointwise.default
-
-    def forward(states: Tensor) -> Tensor:
-        product: Tensor = multiply(states.to(dtype), ready, bias, "none", [], "")
-        return product
-
-    return forward

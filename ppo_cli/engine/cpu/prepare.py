@@ -52,7 +52,7 @@ class Preparation:
             return
         if self.alone:
             round_embeddings(model, self.dtype, untied=not on_cpu)
-        # On the CPU in one process, `prepare_reference` packs a frozen model's layers instead.
+        # On the CPU in one process, `prepare_reference` casts a frozen model's layers instead.
         if not self._rounds_on_cpu:
             # An actor that trains its experts computes them in float32, and is compared with them.
             cast_frozen_weights(model, self.dtype, norms=not self.alone, experts=trained)
