@@ -13,9 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppo_cli.config.checks.devices import missing_gpus
 from ppo_cli.config.checks.models import damaged_models
-from ppo_cli.config.checks.requirements import missing_gpus, missing_inputs, missing_parts
 from ppo_cli.config.checks.rewards import missing_keys
+from ppo_cli.config.checks.runner import missing_inputs, missing_parts
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.plan import Plan, add_second_judge, make_plan
 from ppo_cli.config.resolve import resolve

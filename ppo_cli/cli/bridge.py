@@ -15,8 +15,8 @@ import typer
 
 from ppo_cli.cli.flags import Arguments, add_command, own_flag, switch
 from ppo_cli.config.checks.models import damaged_models
-from ppo_cli.config.checks.requirements import missing_inputs
 from ppo_cli.config.checks.rewards import missing_keys
+from ppo_cli.config.checks.runner import missing_inputs
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.placement import has_package

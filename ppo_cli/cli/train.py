@@ -21,15 +21,10 @@ import typer
 from ppo_cli.allocator import pause_garbage_collection
 from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Arguments, add_command, own_flag, switch
+from ppo_cli.config.checks.devices import missing_gpus
 from ppo_cli.config.checks.models import damaged_models
-from ppo_cli.config.checks.requirements import (
-    missing_gpus,
-    missing_inputs,
-    missing_parts,
-    refused_settings,
-    remarks,
-)
 from ppo_cli.config.checks.rewards import missing_keys
+from ppo_cli.config.checks.runner import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files, train_rows
 from ppo_cli.config.layers import Resolved, read_yaml
 from ppo_cli.config.memory.devices import assume_gpu_memory

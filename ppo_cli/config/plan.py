@@ -17,13 +17,8 @@ from typing import Any
 import yaml
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.checks.models import template_remark
-from ppo_cli.config.checks.requirements import (
-    missing_inputs,
-    missing_parts,
-    refused_settings,
-    remarks,
-)
+from ppo_cli.config.checks.models import template_remarks
+from ppo_cli.config.checks.runner import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.derived import (
     critic_mini_batch,
     gen_batch,
@@ -224,7 +219,7 @@ def make_plan(resolved: Resolved) -> Plan:
         *missing_inputs(resolved.config),
         *missing_parts(resolved),
         *remarks(resolved),
-        *template_remark(resolved.config),
+        *template_remarks(resolved.config),
     ]
     return Plan(
         values,

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.checks.run import cross_checks
+from ppo_cli.config.checks.runner import find_clashes
 from ppo_cli.config.derived import describe_lowered_batches, fit_batches, train_rows
 from ppo_cli.config.layers import (
     DEFAULT,
@@ -76,7 +76,7 @@ def resolve(
     config = _fit_batches(draft, config)
     hide_settings(config.model_dump())
     # A clash of settings that could not be read would only repeat that problem.
-    for clash in cross_checks(config, environ, verl=draft.verl):
+    for clash in find_clashes(config, environ, verl=draft.verl):
         if not draft.broken.intersection(clash.keys):
             draft.problems.append(f"{_origins_of(draft, clash.keys)}: {clash.text}")
     draft.problems += find_run_code(draft.entries, draft.values, run) if run else ()

@@ -17,8 +17,8 @@ import typer
 import yaml
 
 from ppo_cli.cli.app import app, main, same_spelling
-from ppo_cli.config import layers, placement, resolve
-from ppo_cli.config.checks import requirements
+from ppo_cli.config import layers, placement
+from ppo_cli.config.checks import devices, runner
 
 ROOT = Path(__file__).parents[2]
 LOG = ROOT / "docs" / "log.md"  # what was once measured, with the commands of that day
@@ -107,7 +107,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "outputs/checkpoints/step_000020/state").mkdir(parents=True)
     (code,) = (text for page, text in blocks("python") if page == "README.md")
     (tmp_path / "my_reward.py").write_text(code)
-    monkeypatch.setattr(requirements, "has_package", lambda name: True)
+    monkeypatch.setattr(devices, "has_package", lambda name: True)
     return tmp_path
 
 
@@ -128,7 +128,7 @@ def test_every_line_of_a_run_can_be_planned(
         own_judge = "local" in rest and "--placement" not in rest
         gpus = 0 if "--num_workers" in rest or own_judge else 8
         with monkeypatch.context() as patch:
-            for module in (resolve, placement, layers, requirements):
+            for module in (runner, placement, layers):
                 if hasattr(module, "gpu_count"):
                     patch.setattr(module, "gpu_count", lambda *_, gpus=gpus: gpus)
             for name, value in variables.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.checks import requirements
+from ppo_cli.config.checks import devices
 from ppo_cli.config.derived import fit_batches
 from ppo_cli.config.models.bundled import bundled_path
 from ppo_cli.config.placement import has_package
@@ -55,7 +55,7 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
     desk: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        requirements, "has_package", lambda name: name != "bitsandbytes" and has_package(name)
+        devices, "has_package", lambda name: name != "bitsandbytes" and has_package(name)
     )
     for extra_args, fragment in {
         "--train_files nope.jsonl": "nope.jsonl: no such file",

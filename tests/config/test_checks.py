@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config.checks.requirements import missing_inputs, missing_parts, remarks
+from ppo_cli.config.checks.runner import missing_inputs, missing_parts, remarks
 from ppo_cli.config.derived import uses_reference
 from ppo_cli.config.models.bundled import preset_names
 from ppo_cli.config.plan import make_plan
@@ -34,7 +34,7 @@ FILE = "data.train_files=x.jsonl"
         ("actor.loss_scale_factor=2", "seq-mean-token-sum-norm"),
         ("critic.optim.min_lr_ratio=0.1", "lr_scheduler_type=cosine"),
         ("actor.optim.betas=[0.9,1.0]", "below 1"),
-        ("algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0", "stays there"),
+        ("algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0", "stays 0"),
         ("algorithm.kl_ctrl.type=adaptive algorithm.use_kl_in_reward=no", "which is off"),
         ("trainer.save_freq=0", "use -1 or 1 and up"),
         ("trainer.test_freq=0", "use -1 or 1 and up"),

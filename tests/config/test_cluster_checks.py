@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ppo_cli.config import derived, placement
-from ppo_cli.config.checks import devices, requirements
-from ppo_cli.config.checks.requirements import missing_parts, remarks
+from ppo_cli.config.checks import devices
+from ppo_cli.config.checks.runner import missing_parts, remarks
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle, taken
 
@@ -27,7 +27,7 @@ def proven_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("critic.strategy=megatron", "critic.strategy megatron is not offered: models are sh"),
         ("trainer.pipeline_parallel_size=2", "pipeline_parallel_size 2 is not offered: models ar"),
-        ("rollout.name=trtllm", "this engine has none of it, verl has. Use vllm, or hf."),
+        ("rollout.name=trtllm", "only by verl. Use vllm, or hf"),
         ("trainer.nnodes=2 trainer.master_addr=h", "--node_rank 0"),
         ("trainer.nnodes=2 trainer.node_rank=2 trainer.master_addr=h", "ranks go from 0 to 1"),
         ("trainer.nnodes=2 trainer.node_rank=1", "--master_addr HOST"),
@@ -113,10 +113,10 @@ def proven_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"trainer.n_gpus_per_node=3 {SPAN}=2", "3 GPU(s) of a node cannot be split into samp"),
         # Ahead of training
         ("rollout.partial_tokens=64", "none are; use --async_steps 2, or leave it out"),
-        (f"{EIGHT} trainer.async_steps=1 trainer.placement=train:0-7,rollout:0-7", "turns on 0-7"),
+        (f"{EIGHT} trainer.async_steps=1 trainer.placement=train:0-7,rollout:0-7", "both use 0-7"),
         (
             f"{EIGHT} trainer.async_steps=1 trainer.placement=train:0-5,rollout:5-7",
-            "turns on 5; gi",
+            "both use 5; gi",
         ),
         ("trainer.n_gpus_per_node=1 trainer.async_steps=1", "use --n_gpus 2 or more"),
     ],
@@ -173,13 +173,13 @@ def test_a_part_that_is_not_there_is_said_in_a_sentence(
 ) -> None:
     lacking = {"ray": "num_workers", "peft": "lora", "vllm": "rollout"}
     absent = {name for name, word in lacking.items() if word in given}
-    monkeypatch.setattr(requirements, "has_package", lambda name: name not in absent)
+    monkeypatch.setattr(devices, "has_package", lambda name: name not in absent)
     (sentence,) = missing_parts(settle(*given.split()), gpus, {})
     assert said in sentence
 
 
 def test_a_running_cluster_may_have_gpus_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requirements, "has_package", lambda name: True)
+    monkeypatch.setattr(devices, "has_package", lambda name: True)
     assert missing_parts(settle(EIGHT), 0, {"RAY_ADDRESS": "10.0.0.1:6379"}) == []
 
 
@@ -280,7 +280,7 @@ def test_launchers_may_name_the_first_of_one_node() -> None:
 
 
 def test_workers_beside_gpus_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.config.checks.run.gpu_count", lambda environ: 2)
+    monkeypatch.setattr("ppo_cli.config.checks.runner.gpu_count", lambda environ: 2)
     (line,) = problems("trainer.num_workers=2")
     assert "but 2 GPU(s) are used; leave it out, or hide them" in line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.config.checks.devices import cluster_clashes, cluster_remarks
+from ppo_cli.config.checks.devices import check_devices, device_remarks
 from ppo_cli.config.placement import (
     data_ranks,
     describe_placement,
@@ -71,7 +71,7 @@ CONFIGS = st.fixed_dictionaries(
 @given(CONFIGS, st.sampled_from([0, 0, 1, 8]))
 def test_what_is_accepted_can_be_served(given: dict[str, object], gpus: int) -> None:
     config = Config.model_validate(given)
-    clashes = [clash.text for clash in cluster_clashes(config, gpus)]
+    clashes = [clash.text for clash in check_devices(config, gpus)]
     assert all(text[-1] == "." and "\n" not in text for text in clashes)
     if [text for text in clashes if "nodes need" not in text]:
         return
@@ -92,7 +92,7 @@ def test_what_is_accepted_can_be_served(given: dict[str, object], gpus: int) -> 
         assert all(len({found.node_of(d) for d in sampler}) == 1 for sampler in found.rollout)
         assert {len(sampler) for sampler in found.rollout} == {span}
     assert all(describe_placement(found)) and all(device_plan(config, gpus).sentences)
-    assert all(note[-1] == "." for note in cluster_remarks(config, gpus, {}))
+    assert all(note[-1] == "." for note in device_remarks(config, gpus, {}))
 
 
 def test_unset_the_gpus_of_a_node_are_as_many_as_whole_samplers_and_splits_need() -> None:

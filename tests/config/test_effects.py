@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ppo_cli.config.checks.requirements import missing_parts, remarks
+from ppo_cli.config.checks.runner import missing_parts, remarks
 from ppo_cli.config.checks.unused import UNUSED, find_unused
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.schema.keys import table
@@ -142,7 +142,7 @@ def test_what_cannot_be_honoured_is_told(given: str, gpus: int, said: str) -> No
 
 
 def test_a_warmup_as_long_as_the_run_is_a_clash() -> None:
-    with pytest.raises(ConfigError, match="never lets the actor train"):
+    with pytest.raises(ConfigError, match="leaves no step to train the actor"):
         settle("trainer.critic_warmup=3", "trainer.total_training_steps=3")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.checks.devices import cluster_remarks
+from ppo_cli.config.checks.devices import device_remarks
 from ppo_cli.config.derived import compute_dtype
 from ppo_cli.config.machine.gpus import (
     Gpu,
@@ -121,9 +121,9 @@ def test_a_split_card_without_instances_is_told(visible: str | None, machine: Ma
 def test_what_is_idle_is_a_remark_of_plans_and_runs(machine: Machine) -> None:
     machine.set(DRIVER, h100(0))
     environ = {"CUDA_VISIBLE_DEVICES": "9"}
-    notes = list(cluster_remarks(Config(), 0, environ))
+    notes = list(device_remarks(Config(), 0, environ))
     assert explain_hidden_gpus(environ) in notes
-    assert not any("names none" in n for n in cluster_remarks(Config(), 1, {}))
+    assert not any("names none" in n for n in device_remarks(Config(), 1, {}))
 
 
 def test_one_memory_for_cpu_and_gpu_is_the_machine_s(machine: Machine) -> None:

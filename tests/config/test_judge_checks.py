@@ -6,8 +6,8 @@ import datetime
 
 import pytest
 
-from ppo_cli.config.checks.requirements import remarks
 from ppo_cli.config.checks.rewards import judge_remarks, missing_keys
+from ppo_cli.config.checks.runner import remarks
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.models.known_models import JUDGES, shutdown_date
 from ppo_cli.config.schema.keys import table
@@ -36,7 +36,7 @@ def config(*given: str) -> Config:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("reward.rule=exact", "reward.rule each say how every row is scored. Keep one"),
+        ("reward.rule=exact", "reward.rule each score every row. Keep one"),
         ("reward.function=f.py", "or mix them: --reward judge:0.5 --reward rule:0.5."),
         ("type=claude model=null", "--rm_model claude"),
         ("model=null type=openai", "--rm_model gpt-6-luna"),

@@ -8,8 +8,8 @@ import pytest
 
 from ppo_cli.config.checks import judge_server
 from ppo_cli.config.checks.judge_server import (
-    local_remarks,
-    missing_for_judge,
+    judge_server_remarks,
+    missing_for_judge_server,
     vllm_python,
     with_judge_devices,
 )
@@ -52,14 +52,14 @@ def test_a_placement_gives_the_judge_its_gpus() -> None:
 
 def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"PPO_VLLM_PYTHON": "/py"}
-    assert missing_for_judge(config(f"{ON}embedded"), there) == []
-    assert missing_for_judge(config(f"{ON}Qwen/Qwen3-8B"), there) == []
-    (lost,) = missing_for_judge(config(f"{ON}{tmp_path}"), there)
+    assert missing_for_judge_server(config(f"{ON}embedded"), there) == []
+    assert missing_for_judge_server(config(f"{ON}Qwen/Qwen3-8B"), there) == []
+    (lost,) = missing_for_judge_server(config(f"{ON}{tmp_path}"), there)
     assert "no model folder" in lost
     monkeypatch.setattr(judge_server, "has_package", lambda name: False)
     judge = tmp_path / "bin" / "python"
     assert vllm_python({"PPO_JUDGE_VENV": str(tmp_path)}) is None
-    (lost,) = missing_for_judge(config(f"{ON}embedded"), {"PPO_JUDGE_VENV": str(tmp_path)})
+    (lost,) = missing_for_judge_server(config(f"{ON}embedded"), {"PPO_JUDGE_VENV": str(tmp_path)})
     assert "scripts/setup judge" in lost
     judge.parent.mkdir()
     judge.touch()
@@ -74,11 +74,11 @@ def test_its_memory_is_counted_and_one_that_does_not_fit_is_refused(
     assert place.needed > place.roles["judge"].parameters > 1_000_000
     assert count_judge_server(config(f"{ON}Qwen/Qwen3-8B")) is None, "its weights are not here"
     monkeypatch.setattr(devices, "device_memory", lambda config: 1 << 30)
-    (said,) = missing_for_judge(config(f"{ON}embedded"), {"PPO_VLLM_PYTHON": "/py"})
+    (said,) = missing_for_judge_server(config(f"{ON}embedded"), {"PPO_VLLM_PYTHON": "/py"})
     assert "needs about 3 GiB on each of its devices, which have 1 GiB" in said
 
 
 def test_a_judge_that_is_the_trained_model_is_warned_of() -> None:
     same = config(f"{ON}embedded model.path=embedded")
-    assert "likes its own mistakes" in next(local_remarks(same))
-    assert not list(local_remarks(config(f"{ON}Qwen/Qwen3-8B model.path=embedded")))
+    assert "likes its own mistakes" in next(judge_server_remarks(same))
+    assert not list(judge_server_remarks(config(f"{ON}Qwen/Qwen3-8B model.path=embedded")))

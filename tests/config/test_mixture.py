@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.checks.requirements import missing_parts, remarks
+from ppo_cli.config.checks.runner import missing_parts, remarks
 from ppo_cli.config.mixture import MixPart, mixture_of
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.schema.reward import Reward

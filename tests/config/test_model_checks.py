@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.config import derived
-from ppo_cli.config.checks.requirements import missing_inputs, missing_parts, refused_settings
+from ppo_cli.config.checks.runner import missing_inputs, missing_parts, refused_settings
 from ppo_cli.config.derived import compute_dtype, why_recompute_logprobs
 from ppo_cli.config.memory.plan import cpu_plan, fill_dtype
 from ppo_cli.errors import ConfigError
@@ -48,7 +48,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{RM} reward.function=f.py", "--reward model:0.5 --reward rule:0.5"),
         (
             f"{RM} reward.api.enable=true reward.api.model=m",
-            "reward.api.enable and reward.model.path each say how every row is scored",
+            "reward.api.enable and reward.model.path each score every row",
         ),
         (
             f"{RM} reward.api.enable=true reward.api.model=m reward.function=f.py",
@@ -67,7 +67,7 @@ def test_a_clash_is_told_with_its_mend(given: str, said: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0"])
 def test_a_gpu_that_is_there_may_be_named(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.config.checks.run.gpu_count", lambda environ: 1)
+    monkeypatch.setattr("ppo_cli.config.checks.runner.gpu_count", lambda environ: 1)
     found = settle(RM, f"reward.model.device={device}")
     assert found.config.reward.model.device == device
     with pytest.raises(ConfigError, match=r"the last of 1 GPU\(s\) is cuda:0"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.checks.requirements import missing_inputs, remarks
+from ppo_cli.config.checks.runner import missing_inputs, remarks
 from ppo_cli.config.mixture import (
     MixPart,
     judge_settings,

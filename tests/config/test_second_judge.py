@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.checks.requirements import missing_inputs, refused_settings
+from ppo_cli.config.checks.runner import missing_inputs, refused_settings
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.plan import add_second_judge, config_yaml, make_plan, restore_second_judge
 from tests.config.settling import settle

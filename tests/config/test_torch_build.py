@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.checks.devices import cluster_remarks
+from ppo_cli.config.checks.devices import device_remarks
 from ppo_cli.config.checks.judge_server import judge_fault
 from ppo_cli.config.machine import torch_build
 from ppo_cli.config.machine.gpus import list_gpus, pin_gpu_order
@@ -212,7 +212,7 @@ def test_what_a_gpu_computes_in_is_remarked(machine: Machine) -> None:
     def remarks(dtype: str | None) -> str:
         config = Config()
         model = config.model.model_copy(update={"dtype": dtype})
-        return " ".join(cluster_remarks(config.model_copy(update={"model": model}), 1, {}))
+        return " ".join(device_remarks(config.model_copy(update={"model": model}), 1, {}))
 
     machine.set(DRIVER, T4)
     assert "A Tesla T4 has no bfloat16: models compute in float32." in remarks(None)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.checks.requirements import remarks
+from ppo_cli.config.checks.runner import remarks
 from ppo_cli.config.checks.unused import find_unused
 from ppo_cli.config.derived import critic_mini_batch, sampler_seed
 from ppo_cli.config.layers import Resolved

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.checks.requirements import missing_parts, remarks
+from ppo_cli.config.checks.runner import missing_parts, remarks
 from ppo_cli.config.derived import rejections
 from ppo_cli.config.placement import data_ranks
 from ppo_cli.config.plan import batch_arithmetic
@@ -303,7 +303,7 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
     ("given", "said"),
     [
         ("actor.strategy=megatron", "sharded with FSDP2"),
-        ("rollout.name=sglang", "none of it, verl has. Use vllm, or hf"),
+        ("rollout.name=sglang", "only by verl. Use vllm, or hf"),
         ("actor.strategy=veomni", "is not one of fsdp2, fsdp."),
         ("actor.policy_loss.tau_pos=1.0 actor.policy_loss.loss_mode=sapo", "loss that is not off"),
         ("actor.policy_loss.clip_cov_lb=6", "must be below clip_cov_ub 5"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ppo_cli.config import placement
-from ppo_cli.config.checks.devices import cluster_remarks
+from ppo_cli.config.checks.devices import device_remarks
 from ppo_cli.config.placement import device_plan, sleep_mode, weight_transfer
 from tests.config.settling import problems, settle
 
@@ -78,7 +78,7 @@ def test_auto_takes_what_the_self_test_has_proven(
     monkeypatch.setattr(placement, "is_proven", features.__contains__)
     config = settle(VLLM, FOUR, *given.split()).config
     assert (weight_transfer(config, 4), sleep_mode(config)) == (way, sleep)
-    said = [line for line in cluster_remarks(config, 4, {}) if "self-test" in line]
+    said = [line for line in device_remarks(config, 4, {}) if "self-test" in line]
     assert len(said) == bool(slow)
     for words in slow:
         assert words in said[0] and said[0].endswith("doctor --self-test` tries the faster ways.")

@@ -9,7 +9,7 @@ import torch
 
 from ppo_cli.cli.app import main
 from ppo_cli.config import derived, placement
-from ppo_cli.config.checks.devices import cluster_remarks
+from ppo_cli.config.checks.devices import device_remarks
 from ppo_cli.config.derived import shares_prompts
 from ppo_cli.config.machine import device_record
 from ppo_cli.config.machine.device_record import (
@@ -62,12 +62,12 @@ def test_one_line_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.model_validate(
         {"rollout": {"name": "hf", "n": 4}, "trainer": {"engine": "ray"}}
     )
-    (line,) = [line for line in cluster_remarks(config, 1, {}) if "self-test" in line]
+    (line,) = [line for line in device_remarks(config, 1, {}) if "self-test" in line]
     assert "each response computes its prompt again" in line
     assert line.endswith("doctor --self-test` tries the faster ways.")
     prove(monkeypatch, "shared_prompts")
-    assert not [line for line in cluster_remarks(config, 1, {}) if "self-test" in line]
-    assert not [line for line in cluster_remarks(config, 0, {}) if "self-test" in line]
+    assert not [line for line in device_remarks(config, 1, {}) if "self-test" in line]
+    assert not [line for line in device_remarks(config, 0, {}) if "self-test" in line]
 
 
 @pytest.mark.parametrize(("wrong", "packed"), [(True, False), (False, True)])

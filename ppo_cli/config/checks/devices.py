@@ -1,20 +1,23 @@
-"""Checks of devices, ranks, samplers, nodes and weight transfer, each with its fix."""
+"""What a run lacks on this machine, settings that cannot be honoured, and remarks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 
-from ppo_cli.config.checks.judge_server import local_clashes
+from ppo_cli.config.checks.judge_server import check_judge_server
 from ppo_cli.config.derived import critic_mini_batch, quantised, shares_prompts, uses_critic
 from ppo_cli.config.machine.gpus import explain_hidden_gpus, has_bfloat16, list_gpus
 from ppo_cli.config.machine.processor import count_cores
+from ppo_cli.config.machine.torch_build import find_gpu_fault
+from ppo_cli.config.memory.devices import ASSUMED_MEMORY
 from ppo_cli.config.placement import (
     Roles,
     data_ranks,
     engine_name,
     fastest_transfer,
     format_devices,
+    gpu_count,
     gpus_per_node,
     has_package,
     hosts_reward,
@@ -31,6 +34,76 @@ from ppo_cli.config.placement import (
 from ppo_cli.config.schema.keys import Clash, value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ppo
+
+
+def missing_packages(config: Config, gpus: int) -> Iterator[str]:
+    """Name the packages that this run needs and Python does not find; nothing is imported."""
+    # Features of the run that come from optional packages.
+    lora = config.model.lora_rank or (uses_critic(config) and config.critic.model.lora_rank)
+    optims = {"actor": config.actor.optim, "critic": config.critic.optim}
+    in_bits = [
+        f"{name}.optim.optimizer AdamW8bit"
+        for name, optim in optims.items()
+        if optim.optimizer == "AdamW8bit"
+    ]
+    in_bits += [f"{key} nf4" for key in quantised(config)]
+    span = config.rollout.tensor_model_parallel_size
+    vllm = "`scripts/setup vllm`, or use --rollout_"
+    # Package, whether this run needs it, who needs it, and what to do.
+    needs = (
+        ("ray", engine_name(config, gpus) == "ray", "Several processes need", "pip install ray"),
+        ("peft", lora, "LoRA needs", "pip install peft"),
+        ("bitsandbytes", in_bits, f"{' and '.join(in_bits)} needs",
+         "pip install bitsandbytes, or leave that out"),
+        ("vllm", config.rollout.name == "vllm", "The vLLM sampler needs", f"run {vllm}name hf"),
+        ("vllm", config.rollout.name != "vllm" and span > 1, f"A sampler of {span} GPUs needs",
+         f"run {vllm}tp 1"),
+    )  # fmt: skip
+    for name, needed, who, mend in needs:
+        if needed and not has_package(name):
+            yield f"{who} the package {name}, which is not installed: {mend}."
+
+
+def missing_gpus(
+    config: Config, gpus: int | None = None, environ: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Return why a number of GPUs is not available; the nodes of a Ray cluster are not checked."""
+    present = gpu_count() if gpus is None else gpus
+    configured = config.trainer.n_gpus_per_node
+    if (
+        configured is None
+        or 0 < configured <= present
+        or configured == present
+        or environ.get("RAY_ADDRESS")
+    ):
+        return []
+    # With an assumed memory the plan is for GPUs of another machine.
+    if configured and ASSUMED_MEMORY.get() is not None:  # the plan is of GPUs elsewhere
+        return []
+    if configured == 0:
+        mend = 'to train on the CPU set CUDA_VISIBLE_DEVICES="" and leave --n_gpus out'
+    else:
+        mend = f"use {present}" if present else "leave --n_gpus out to train on the CPU"
+    visible = f"{present or 'no'} GPU{'s are' if present > 1 else ' is'} visible here"
+    return [f"trainer.n_gpus_per_node is {configured}, but {visible}; {mend}."]
+
+
+def unusable_gpus(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield why torch cannot use the GPUs of this machine; Ray checks those of other nodes."""
+    if config.trainer.engine == "verl" or environ.get("RAY_ADDRESS"):
+        return
+    used = gpus_per_node(config, gpus)
+    if (fault := find_gpu_fault(used, environ)) is not None:
+        yield str(fault)
+    # vLLM refuses bfloat16 on older GPUs, where torch emulates it.
+    if config.model.dtype == "bfloat16" and sampler_name(config, gpus) == "vllm":
+        yield from (
+            f"vLLM does not compute in bfloat16 on a {gpu.name}: leave --dtype out (float32), or "
+            "sample with --rollout_name hf."
+            for gpu in list_gpus(environ)[:used]
+            if not has_bfloat16([gpu])
+        )
+
 
 KEY = "rollout.weight_transfer"
 
@@ -66,6 +139,7 @@ def _check_transfer(config: Config, gpus: int) -> Iterator[Clash]:
 
 
 def _check_sleep(config: Config) -> Iterator[Clash]:
+    """A discarded base model never comes back when only the LoRA adapter is sent."""
     if config.rollout.sleep == "discard" and publishes_adapter(config):
         yield Clash(
             ("rollout.sleep", "model.lora_merge"),
@@ -76,21 +150,24 @@ def _check_sleep(config: Config) -> Iterator[Clash]:
 
 PLACEMENT = "trainer.placement"
 SPAN = "rollout.tensor_model_parallel_size"
+# What this program offers in place of Megatron and pipelines.
 SHARDING_NOTE = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
 
 
-def cluster_clashes(
+def check_devices(
     config: Config, gpus: int, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Clash]:
-    """Return every clash about who works where; `gpus` are those visible on this node."""
+    """Return every clash about which devices do what; `gpus` are those visible on this node."""
     if config.trainer.engine == "verl":
-        return  # it has its own ways, which ppo_cli/extras/bridge knows
+        return  # ppo_cli/extras/bridge checks these settings
     yield from _check_unsupported(config)
+    # Nodes: of an existing Ray cluster only those of this line are known.
     joined = environ.get("RAY_ADDRESS", "").strip() != ""
     yield from _check_nodes(config, joined)
     if not joined:  # the nodes of a Ray cluster may have more cores
         yield from _check_threads(config)
     yield from _check_quantization(config, gpus)
+    # Checks of ranks and samplers need a placement and counts that make sense.
     broken = [
         *_check_worker_counts(config, gpus),
         *_check_local_engine(config),
@@ -98,7 +175,7 @@ def cluster_clashes(
     ]
     yield from broken
     if not broken:
-        yield from local_clashes(config, gpus)
+        yield from check_judge_server(config, gpus)
         yield from _check_tensor_parallel(config, gpus)
         yield from _check_sampler_span(config, gpus)
         yield from _check_async(config, gpus)
@@ -107,7 +184,7 @@ def cluster_clashes(
 
 
 def _check_unsupported(config: Config) -> Iterator[Clash]:
-    """Megatron and pipelines are refused alike: what is not there, what is, and what to do."""
+    """Refuse Megatron, pipelines and other samplers, and name what to use instead."""
     for who, part in (("actor", config.actor), ("critic", config.critic)):
         if part.strategy == "megatron":
             text = f"{who}.strategy megatron is not offered: {SHARDING_NOTE}. Use fsdp2."
@@ -118,13 +195,13 @@ def _check_unsupported(config: Config) -> Iterator[Clash]:
     if config.rollout.name in ("sglang", "trtllm"):
         yield Clash(
             ("rollout.name",),
-            f"rollout.name {config.rollout.name} is not offered: this engine has none of it, "
-            "verl has. Use vllm, or hf.",
+            f"rollout.name {config.rollout.name} is not offered here, only "
+            "by verl. Use vllm, or hf.",
         )
 
 
 def _check_nodes(config: Config, joined: bool) -> Iterator[Clash]:
-    """Check the nodes; a Ray cluster that is `joined` has them already."""
+    """Check rank and address of the nodes; a `joined` Ray cluster has its nodes already."""
     trainer = config.trainer
     if trainer.node_rank is not None and trainer.node_rank >= trainer.nnodes:
         yield Clash(
@@ -134,6 +211,7 @@ def _check_nodes(config: Config, joined: bool) -> Iterator[Clash]:
         )
     if trainer.nnodes == 1 or trainer.node_rank == 0 or (trainer.node_rank is None and joined):
         return
+    # A node of several needs its rank and the address of the first node.
     lacking: dict[str, str] = {}
     if trainer.node_rank is None:
         lacking["the rank of this one"] = "--node_rank 0"
@@ -147,11 +225,12 @@ def _check_nodes(config: Config, joined: bool) -> Iterator[Clash]:
         )
 
 
+# More threads per core than this stop a machine rather than slow it down.
 MAX_THREADS_PER_CORE = 4
 
 
 def _check_threads(config: Config) -> Iterator[Clash]:
-    """Threads wait for each other at every product: thousands of them stop the machine."""
+    """Refuse far more threads than cores: they wait for each other at every matrix product."""
     threads, cores = config.trainer.threads, count_cores()
     if threads is not None and threads > MAX_THREADS_PER_CORE * cores:
         yield Clash(
@@ -164,6 +243,7 @@ def _check_threads(config: Config) -> Iterator[Clash]:
 
 
 def _check_worker_counts(config: Config, gpus: int) -> Iterator[Clash]:
+    """Worker processes without GPUs and GPUs exclude each other."""
     trainer = config.trainer
     used = gpus if trainer.n_gpus_per_node is None else trainer.n_gpus_per_node
     if trainer.num_workers is not None and used:
@@ -175,10 +255,11 @@ def _check_worker_counts(config: Config, gpus: int) -> Iterator[Clash]:
 
 
 def _check_local_engine(config: Config) -> Iterator[Clash]:
-    """What a run cannot have with --engine local."""
+    """Refuse what needs more than the one process of --engine local."""
     trainer = config.trainer
     if trainer.engine != "local":
         return
+    # Each setting that asks for a second process or device.
     wants = {
         "trainer.nnodes": trainer.nnodes > 1,
         "trainer.n_gpus_per_node": (trainer.n_gpus_per_node or 0) > 1,
@@ -201,8 +282,9 @@ def _check_local_engine(config: Config) -> Iterator[Clash]:
 
 
 def _check_quantization(config: Config, gpus: int) -> Iterator[Clash]:
-    """Weights in 4 bits are frozen, and two share a byte, so that FSDP2 cannot cut them."""
+    """Weights in 4 bits are frozen, and two share a byte, so FSDP2 cannot shard them."""
     for key in quantised(config):
+        # The settings of the same model: LoRA rank and offloading.
         part = key.removesuffix("model.quantization") or "actor."
         rank, away = key.replace("quantization", "lora_rank"), f"{part}fsdp_config.param_offload"
         if value_of(config, rank) == 0:
@@ -222,6 +304,7 @@ def _check_quantization(config: Config, gpus: int) -> Iterator[Clash]:
 
 
 def _check_placement(config: Config, gpus: int) -> Iterator[Clash]:
+    """Check the text of --placement, then whether its devices exist and divide."""
     text = config.trainer.placement
     if text is None or config.trainer.engine == "local":
         return
@@ -231,6 +314,7 @@ def _check_placement(config: Config, gpus: int) -> Iterator[Clash]:
         dot = "" if str(error)[-1] in ".?" else "."
         yield Clash((PLACEMENT,), f"{PLACEMENT}: {error}{dot}")
         return
+    # Both main roles need devices; reward and judge are optional.
     for role in ("train", "rollout"):
         if role not in roles:
             yield Clash(
@@ -243,8 +327,10 @@ def _check_placement(config: Config, gpus: int) -> Iterator[Clash]:
 
 
 def _check_devices_exist(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
+    """Check that the placement names GPUs of this run and whole samplers on one node."""
     trainer, per_node = config.trainer, gpus_per_node(config, gpus)
     total = per_node * trainer.nnodes
+    # Devices beyond the last GPU of the run.
     highest = max((devices[-1] for devices in roles.values()), default=-1)
     if total and highest >= total:
         role = next(name for name, devices in roles.items() if devices[-1] == highest)
@@ -255,11 +341,12 @@ def _check_devices_exist(config: Config, roles: Roles, gpus: int) -> Iterator[Cl
             f"{total - 1}; use lower numbers, or --n_gpus {least}.",
         )
         return
+    # Whole samplers, each on the GPUs of one node.
     rollout, span = roles.get("rollout", ()), config.rollout.tensor_model_parallel_size
     if total and len(rollout) % span:
         yield Clash(
             (PLACEMENT, SPAN),
-            f"{PLACEMENT} gives rollout {len(rollout)} GPU(s), which cannot be split into samplers "
+            f"{PLACEMENT} gives rollout {len(rollout)} GPU(s), which do not divide into samplers "
             f"of {span}; change that number, or --rollout_tp.",
         )
         return
@@ -275,7 +362,7 @@ def _check_devices_exist(config: Config, roles: Roles, gpus: int) -> Iterator[Cl
 
 
 def _check_slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
-    """On the CPU the numbers of processes may be said twice, and must agree then."""
+    """On the CPU, counts of processes may be set twice, and must then agree."""
     if gpus_per_node(config, gpus):
         return
     counts = (
@@ -291,6 +378,7 @@ def _check_slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
 
 
 def _check_tensor_parallel(config: Config, gpus: int) -> Iterator[Clash]:
+    """The learner ranks must divide into tensor-parallel groups and sharding groups."""
     ranks, tensor = learner_ranks(config, gpus), config.trainer.tensor_parallel_size
     if ranks % tensor:
         next_multiple = -(-ranks // tensor) * tensor
@@ -306,8 +394,9 @@ def _check_tensor_parallel(config: Config, gpus: int) -> Iterator[Clash]:
 
 
 def _check_sharding(config: Config, gpus: int) -> Iterator[Clash]:
-    """One mesh of ranks serves both models, so their sharding groups are the same."""
+    """One mesh of ranks serves actor and critic, so their sharding groups must be equal."""
     ranks = data_ranks(config, gpus)
+    # The critic follows the actor unless its size is set.
     sizes = {"actor.fsdp_config.fsdp_size": config.actor.fsdp_config.fsdp_size}
     if uses_critic(config) and config.critic.fsdp_config.fsdp_size != -1:
         sizes["critic.fsdp_config.fsdp_size"] = config.critic.fsdp_config.fsdp_size
@@ -328,6 +417,7 @@ def _check_sharding(config: Config, gpus: int) -> Iterator[Clash]:
 
 
 def _rank_keys(config: Config, gpus: int) -> tuple[str, ...]:
+    """Return the settings that determine the number of learner ranks."""
     if config.trainer.placement is not None:
         return (PLACEMENT,)
     count = "n_gpus_per_node" if gpus_per_node(config, gpus) else "num_workers"
@@ -335,6 +425,7 @@ def _rank_keys(config: Config, gpus: int) -> tuple[str, ...]:
 
 
 def _check_sampler_span(config: Config, gpus: int) -> Iterator[Clash]:
+    """Check `rollout.tensor_model_parallel_size` against the GPUs and the sampler."""
     span, per_node = config.rollout.tensor_model_parallel_size, gpus_per_node(config, gpus)
     if span == 1:
         return
@@ -374,24 +465,25 @@ def _check_async(config: Config, gpus: int) -> Iterator[Clash]:
         if shared := tuple(sorted({*roles["train"]} & {*roles["rollout"]})):
             yield Clash(
                 ("trainer.async_steps", PLACEMENT),
-                f"trainer.async_steps {steps} samples while it trains, but {PLACEMENT} has both "
-                f"take turns on {format_devices(shared)}; give each its own, or use --async_steps "
+                f"trainer.async_steps {steps} samples while it trains, but {PLACEMENT} lets both "
+                f"use {format_devices(shared)}; give each its own, or use --async_steps "
                 "0.",
             )
     elif not train_devices(config, gpus):
         span = config.rollout.tensor_model_parallel_size
         yield Clash(
             ("trainer.async_steps", "trainer.n_gpus_per_node"),
-            f"trainer.async_steps {steps} needs GPUs that only sample, beside those that train; "
+            f"trainer.async_steps {steps} needs GPUs that only sample, as well as GPUs that train; "
             f"use --n_gpus {2 * span} or more, or --async_steps 0.",
         )
 
 
-def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:
-    """Say what is allowed and easily overlooked; `gpus` are those visible on this node."""
+def device_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:
+    """Remark on devices and versions that may surprise; `gpus` are those visible on this node."""
     trainer = config.trainer
     if not environ.get("RAY_ADDRESS") and (idle := explain_hidden_gpus(environ)) is not None:
         yield idle
+    # GPUs that are visible and not used.
     if gpus > 1 and trainer.n_gpus_per_node is None:
         used = gpus_per_node(config, gpus)
         if used < gpus:
@@ -399,6 +491,7 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
                 f"{gpus} GPUs are visible, and {'one is' if used == 1 else f'{used} are'} used; "
                 f"--n_gpus {gpus} uses them all."
             )
+    # GPUs without bfloat16.
     used_gpus = list_gpus(environ)[: gpus_per_node(config, gpus)]
     old = [gpu for gpu in used_gpus if not has_bfloat16([gpu])]
     if old and config.model.dtype == "bfloat16":
@@ -415,6 +508,7 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
                 "runs it in that cluster."
             )
         return
+    # From here on: several processes.
     yield from _rank_remarks(config, gpus)
     on_gpus = gpus_per_node(config, gpus) > 0
     if on_gpus and config.rollout.name is None and not has_package("vllm"):
@@ -429,6 +523,7 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
         )
     yield from _partial_remarks(config)
     yield from _self_test_remarks(config, gpus)
+    # Roles in the placement that nothing uses.
     roles = read_placement(trainer.placement or "")
     if "judge" in roles and local_judge(config) is None:
         yield "--placement names devices for judge, but no judge is started (--rm_api_type local)."
@@ -437,7 +532,7 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
 
 
 def _self_test_remarks(config: Config, gpus: int) -> Iterator[str]:
-    """Name what is slower than it could be, for want of a self-test on these GPUs."""
+    """Name what is slower than it could be until the self-test has passed on these GPUs."""
     if gpus_per_node(config, gpus) == 0:
         return
     slow = list(_slow_sampler(config, gpus)) if sampler_name(config, gpus) == "vllm" else []
@@ -455,6 +550,7 @@ def _self_test_remarks(config: Config, gpus: int) -> Iterator[str]:
 
 
 def _slow_sampler(config: Config, gpus: int) -> Iterator[str]:
+    """Yield what a vLLM sampler does more slowly without a passed self-test."""
     way, fastest = weight_transfer(config, gpus), fastest_transfer(config, gpus)
     if config.rollout.weight_transfer == "auto" and way != fastest:
         yield f"new weights travel by {way}, not by {fastest}"
@@ -469,7 +565,7 @@ def _slow_sampler(config: Config, gpus: int) -> Iterator[str]:
 
 
 def _partial_remarks(config: Config) -> Iterator[str]:
-    """What sampling ahead brings, with and without partial rollouts."""
+    """Remark on what sampling ahead does, with and without partial rollouts."""
     steps, partial = config.trainer.async_steps, config.rollout.partial_tokens
     longest = config.data.max_response_length
     if partial is None and steps > 1:
@@ -497,6 +593,8 @@ def _partial_remarks(config: Config) -> Iterator[str]:
 
 
 def _rank_remarks(config: Config, gpus: int) -> Iterator[str]:
+    """Remark on ranks that have no rows, and on layers split over two nodes."""
+    # Mini-batches with fewer rows than ranks.
     ranks, tensor = data_ranks(config, gpus), config.trainer.tensor_parallel_size
     sizes = {"actor": config.actor.ppo_mini_batch_size}
     if uses_critic(config):

@@ -28,21 +28,23 @@ MAX_REQUEST_TOKENS = 8192
 
 
 def vllm_python(environ: Mapping[str, str]) -> str | None:
-    """The Python that has vLLM: one that is named, this one, or that of `scripts/setup judge`."""
+    """Return the Python that has vLLM: a named one, this one, or that of `scripts/setup judge`."""
     if named := environ.get("PPO_VLLM_PYTHON", "").strip():
         return named
     if has_package("vllm"):
         return sys.executable
+    # The environment that `scripts/setup judge` makes, unless PPO_JUDGE_VENV names another.
     usual = Path(__file__).resolve().parents[2] / ".venv-judge"
     python = Path(environ.get("PPO_JUDGE_VENV", "").strip() or usual) / "bin" / "python"
     return str(python) if python.exists() else None
 
 
 def judge_fault(environ: Mapping[str, str]) -> GpuFault | None:
-    """Return why the server of a judge cannot use the GPUs here; None: it can, or has none."""
+    """Return why the judge's server cannot use the GPUs here; None when it can or has none."""
     python = vllm_python(environ)
     if python == sys.executable:
         return find_gpu_fault(environ=environ)
+    # Another Python: only its torch build is known without starting it.
     build = read_build(python) if python and list_gpus(environ) else None
     if build is None or build.cuda is not None:
         return None
@@ -54,7 +56,7 @@ def judge_fault(environ: Mapping[str, str]) -> GpuFault | None:
 
 
 def longest_request(model: str) -> int | None:
-    """Tokens that a server of this model takes; None for a hub's model, which vLLM looks up."""
+    """Return the tokens that a server of this model accepts; None for a hub model."""
     folder = Path(model_folder(model)).expanduser()
     if not (folder / "config.json").is_file():
         return None
@@ -63,8 +65,9 @@ def longest_request(model: str) -> int | None:
     return min(MAX_REQUEST_TOKENS, limit) if isinstance(limit, int) else MAX_REQUEST_TOKENS
 
 
-def local_clashes(config: Config, gpus: int) -> Iterator[Clash]:
-    """What of the settings does not go with a judge that the run starts."""
+def check_judge_server(config: Config, gpus: int) -> Iterator[Clash]:
+    """Clashes of settings with a judge that the run starts."""
+    # The run starts one server.
     local_judges = [j for j in judges_of(config.reward) if j.settings.type == "local"]
     if len(local_judges) > 1:
         yield Clash(
@@ -84,13 +87,15 @@ def local_clashes(config: Config, gpus: int) -> Iterator[Clash]:
     if not local_judges:
         return
     judge = local_judges[0]
+    # Settings of a server that exists already.
     for name in ("base_url", "key_env"):
         if getattr(judge.settings, name) is not None:
             yield Clash(
                 judge.keys("type", name),
-                f"--rm_{name} is for a server that is there already; leave it out with "
+                f"--rm_{name} is for a server that already runs; leave it out with "
                 "--rm_api_type local, or use --rm_api_type openai.",
             )
+    # Its GPUs must be on the node where the run starts.
     per_node = gpus_per_node(config, gpus)
     devices = judge_devices(config, gpus)
     if per_node and not devices:
@@ -107,8 +112,8 @@ def local_clashes(config: Config, gpus: int) -> Iterator[Clash]:
         )
 
 
-def missing_for_judge(config: Config, environ: Mapping[str, str]) -> list[str]:
-    """What a judge that the run starts lacks: vLLM, a model, a chat template, memory."""
+def missing_for_judge_server(config: Config, environ: Mapping[str, str]) -> list[str]:
+    """Return what a judge that the run starts lacks: vLLM, a model, a chat template, memory."""
     judge = local_judge(config)
     if judge is None or not judge.settings.model:
         return []
@@ -120,6 +125,7 @@ def missing_for_judge(config: Config, environ: Mapping[str, str]) -> list[str]:
         )
     elif gpus_per_node(config) and (fault := judge_fault(environ)):
         problems.append(str(fault))
+    # The model: an instruct model in a folder, or a hub name.
     name = judge.settings.model
     folder = Path(model_folder(name)).expanduser()
     if (folder / "config.json").is_file():
@@ -140,8 +146,8 @@ def missing_for_judge(config: Config, environ: Mapping[str, str]) -> list[str]:
     return [sentence for sentence in problems if sentence]
 
 
-def local_remarks(config: Config) -> Iterator[str]:
-    """What of a judge that the run starts may surprise."""
+def judge_server_remarks(config: Config) -> Iterator[str]:
+    """Remark on a judge that is the trained model itself."""
     judge = local_judge(config)
     if judge is None:
         return
@@ -155,7 +161,7 @@ def local_remarks(config: Config) -> Iterator[str]:
 
 
 def with_judge_devices(config: Config) -> Reward:
-    """The reward's settings, with the GPUs that the placement gives the judge."""
+    """Return the settings of the reward with the GPUs that the placement gives the judge."""
     api, devices = config.reward.api, judge_devices(config)
     local = api.local.model_copy(update={"devices": devices})
     update: dict[str, Any] = {"api": api.model_copy(update={"local": local})}
@@ -163,7 +169,8 @@ def with_judge_devices(config: Config) -> Reward:
 
 
 def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a server on the CPU, as scripts/local_judge.sh sets them."""
+    """Return variables for a server on the CPU, as scripts/local_judge.sh sets them."""
+    # Half of the cores: the other half trains.
     cores = os.cpu_count() or 2
     return {
         "OMP_NUM_THREADS": environ.get("PPO_JUDGE_THREADS") or str((cores + 1) // 2),

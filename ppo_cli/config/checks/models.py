@@ -30,11 +30,12 @@ from ppo_cli.errors import ModelError, collect_problems, command_line, replace_f
 TENSOR = "trainer.tensor_parallel_size"
 
 
-def head_clashes(config: Config) -> Iterator[Clash]:
-    """Return a clash for each model whose heads cannot be split; hub names are not looked up."""
+def check_heads(config: Config) -> Iterator[Clash]:
+    """Yield a clash for each model whose heads cannot be split; hub names are not looked up."""
     size = config.trainer.tensor_parallel_size
     if size == 1 or config.trainer.engine == "local":
         return
+    # A model that two roles share is reported once.
     checked_paths: set[str] = set()
     for key, path in _trained_models(config):
         heads = {} if path in checked_paths else _count_heads(path)
@@ -50,6 +51,7 @@ def head_clashes(config: Config) -> Iterator[Clash]:
 
 
 def _trained_models(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield key and path of each model that this run loads for training."""
     yield "model.path", config.model.path
     if uses_critic(config):
         yield "critic.model.path", critic_path(config)
@@ -58,7 +60,7 @@ def _trained_models(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _count_heads(path: str) -> dict[str, int]:
-    """Return how many heads a model has; empty where that cannot be read here."""
+    """Return the numbers of attention heads of a model; empty when they cannot be read here."""
     try:
         model_config = read_json(Path(model_folder(path)).expanduser() / "config.json")
     except (ModelError, RuntimeError):  # a home that is nobody's
@@ -72,17 +74,19 @@ def _count_heads(path: str) -> dict[str, int]:
 
 
 def _list_divisors(count: int) -> str:
-    """Write the sizes that divide a number of heads: `1, 2 or 4`."""
+    """Return the sizes that divide a number of heads, in words: `1, 2 or 4`."""
     sizes = [str(n) for n in range(1, min(count, 1024) + 1) if count % n == 0]
     return " or ".join(part for part in (", ".join(sizes[:-1]), sizes[-1]) if part)
 
 
 def broken_models(config: Config) -> list[str]:
-    """Return one sentence for each model of a run that cannot be trained, as its files tell."""
+    """Return a sentence for each model of the run whose files show that it cannot be trained."""
     problems = []
+    # Each folder once, under the first key that names it.
     for path, key in {path: key for key, path in reversed([*_trained_models(config)])}.items():
         folder, flag = Path(model_folder(path)).expanduser(), table()[key].flag or key
         written = read_config(path)
+        # An encoder cannot generate: nothing else about it matters.
         if problem := encoder_problem(written, path, flag):
             problems.append(problem)
             continue
@@ -97,8 +101,9 @@ def broken_models(config: Config) -> list[str]:
 
 
 def damaged_models(config: Config) -> list[str]:
-    """Return one sentence for each model in a checkpoint of a run that is not as it was saved."""
+    """Return a sentence for each model from a checkpoint whose files changed since it was saved."""
     flags = {path: table()[key].flag or key for key, path in reversed([*_trained_models(config)])}
+    # Reward models and local judges are loaded from checkpoints as well.
     rewards = [model.settings.path for model in models_of(config.reward)]
     rewards += [j.settings.model for j in judges_of(config.reward) if j.settings.type == "local"]
     paths = dict.fromkeys([*flags, *(str(path) for path in rewards if path)])
@@ -110,13 +115,14 @@ def damaged_models(config: Config) -> list[str]:
             return line
         return replace_flag(command_line(), flags[path], shlex.quote(str(other)))
 
+    # Advice for each: the same command with an intact checkpoint.
     checks = (partial(require_intact_model, folder, partial(retry, path))
               for path, folder in folders.items())  # fmt: skip
     return list(collect_problems(checks))
 
 
-def template_remark(config: Config) -> list[str]:
-    """Tell of a local model that its prompts will go without a chat template."""
+def template_remarks(config: Config) -> list[str]:
+    """Remark that prompts of a local model are used without a chat template."""
     folder = Path(model_folder(config.model.path)).expanduser()
     if not config.data.apply_chat_template or not (folder / "config.json").is_file():
         return []

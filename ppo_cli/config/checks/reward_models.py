@@ -14,7 +14,7 @@ from ppo_cli.errors import UserError, ppo
 from ppo_cli.redact import redact_url
 
 
-def model_clashes(config: Config, gpus: int) -> Iterator[Clash]:
+def check_reward_models(config: Config, gpus: int) -> Iterator[Clash]:
     """Return every clash between the settings of a reward model."""
     for model in models_of(config.reward):
         if model.settings.path is not None:
@@ -24,7 +24,7 @@ def model_clashes(config: Config, gpus: int) -> Iterator[Clash]:
 
 
 def missing_models(config: Config, environ: Mapping[str, str]) -> list[str]:
-    """Return one sentence for each reward model, or key of one, that is not there."""
+    """Return a sentence for each reward model, or key of one, that is missing."""
     problems = []
     for model in models_of(config.reward):
         problems += [_describe_unreadable(model), _missing_served_key(model, environ)]
@@ -32,6 +32,7 @@ def missing_models(config: Config, environ: Mapping[str, str]) -> list[str]:
 
 
 def _check_path(model: Scorer) -> Iterator[Clash]:
+    """Check that the path is a folder or an address, and that the adapter reads that kind."""
     path, adapter = str(model.settings.path), model.settings.adapter
     if path == EMBEDDED:
         yield Clash(
@@ -44,6 +45,7 @@ def _check_path(model: Scorer) -> Iterator[Clash]:
             check_address(path)
         except ValueError as error:
             yield Clash(model.keys("path"), f"{model.key}.path {error}.")
+    # Adapters of servers need an address, those of heads a folder.
     if adapter is not None and (adapter in SERVED) is not is_url(path):
         what = "reads a server's answers" if adapter in SERVED else "reads a model in a folder"
         mend = "http://HOST:PORT" if adapter in SERVED else "vllm or openrlhf"
@@ -63,6 +65,7 @@ def _check_protocol(model: Scorer) -> Iterator[Clash]:
         adapter = choose_adapter(str(settings.path), settings.adapter).adapter
     except UserError:  # `missing_models` says so
         return
+    # What each protocol has no field for.
     idle: dict[str, str] = {}  # setting -> why it has no effect
     if adapter == "openrlhf" and not (settings.tokenizer or settings.template):
         idle |= dict.fromkeys(("system_prompt", "turns"), "no template is applied here")
@@ -75,12 +78,14 @@ def _check_protocol(model: Scorer) -> Iterator[Clash]:
                 f"{model.key}.{name} has no effect on a reward model served as {adapter}: {why}; "
                 "leave it out.",
             )
+    # A template for a server must place the prompt itself.
     template = settings.template
     if template is not None and "{prompt}" not in template:
         yield Clash(
             model.keys("template"),
             f"{model.key}.template has no {{prompt}}; write it as '{{prompt}} {{response}}'.",
         )
+    # Tokens can only be counted with a tokenizer.
     if settings.max_length is not None and settings.tokenizer is None:
         yield Clash(
             model.keys("max_length"),
@@ -90,9 +95,11 @@ def _check_protocol(model: Scorer) -> Iterator[Clash]:
 
 
 def _check_device(model: Scorer, gpus: int) -> Iterator[Clash]:
+    """Check that the GPU of a local reward model exists."""
     device = model.settings.device
     if device is None or is_url(str(model.settings.path)):
         return
+    # `cuda` without a number is the first GPU.
     match = DEVICE.fullmatch(device)
     if match is None or device == "cpu" or int(match[1] or 0) < gpus:
         return
@@ -104,7 +111,7 @@ def _check_device(model: Scorer, gpus: int) -> Iterator[Clash]:
 
 
 def _describe_unreadable(model: Scorer) -> str:
-    """Say why a reward model cannot be read: no such folder, no head, no weights."""
+    """Return why a reward model cannot be read (folder, head, weights); empty when it can."""
     try:
         choose_adapter(str(model.settings.path), model.settings.adapter)
     except UserError as error:
@@ -113,6 +120,7 @@ def _describe_unreadable(model: Scorer) -> str:
 
 
 def _missing_served_key(model: Scorer, environ: Mapping[str, str]) -> str:
+    """Return a sentence when the variable with the key of a served model is empty."""
     name = model.settings.key_env
     served = is_url(model.settings.path or "")
     if name is None or not served or environ.get(name, "").strip():

@@ -29,16 +29,19 @@ from ppo_cli.config.schema.reward import ApiReward, Monitor, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import did_you_mean, ppo
 
+# Limits that each of several judges gets in full.
 LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")
+# Settings that may define the parts of a mixture.
 MIXTURE = ("reward.parts", "reward.composite.parts", "reward.composite.weights")
 
 
-def judge_clashes(config: Config) -> Iterator[Clash]:
-    """Return every clash between a judge's settings; none while no judge scores."""
+def check_judges(config: Config) -> Iterator[Clash]:
+    """Return every clash between the settings of a judge; none while no judge scores."""
     for judge in judges_of(config.reward):
         yield from _check_model(judge)
         yield from _check_prices(judge)
         yield from _check_decision_mode(judge)
+        # Batch APIs answer within hours; a step cannot wait for that.
         if judge.settings.batch_wait is not None:
             yield Clash(
                 judge.keys("batch_wait"),
@@ -53,13 +56,13 @@ def judge_clashes(config: Config) -> Iterator[Clash]:
 
 
 def missing_keys(config: Config, environ: Mapping[str, str]) -> list[str]:
-    """Return one sentence for each judge whose key is not in the environment."""
+    """Return a sentence for each judge whose key is not in the environment."""
     problems = [_missing_key(*judge, environ) for judge in _required_judges(config)]
     return [sentence for sentence in dict.fromkeys(problems) if sentence]
 
 
 def _required_judges(config: Config) -> Iterator[tuple[str, str, ApiReward | Monitor]]:
-    """Give each judge that a run must reach: its name, how to name its key, its settings."""
+    """Yield each judge that a run must reach: its name, how to name its key, its settings."""
     for judge in judges_of(config.reward):
         of_part, monitor = judge.key != "reward.api", judge.settings.monitor
         mend = f"{judge.key}.key_env=NAME" if of_part else "--rm_key_env NAME"
@@ -69,7 +72,7 @@ def _required_judges(config: Config) -> Iterator[tuple[str, str, ApiReward | Mon
 
 
 def missing_for_sdks(config: Config, environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each setting that the SDKs of the judges lack, keys aside."""
+    """Return a sentence for each variable or package, keys aside, that a judge's SDK lacks."""
     problems: list[str] = []
     for _, _, judge in _required_judges(config):
         kind = effective_provider(judge.type, environ)
@@ -80,11 +83,12 @@ def missing_for_sdks(config: Config, environ: Mapping[str, str]) -> list[str]:
 
 
 def judge_remarks(config: Config, today: datetime.date | None = None) -> list[str]:
-    """Return what does not stop a run with a judge, but may surprise."""
+    """Return remarks on judges: default models, shutdowns, votes, limits for each of several."""
     day = today or datetime.date.today()
     remarks: list[str] = []
     for judge in judges_of(config.reward):
         api = judge.settings
+        # A part of a mixture took the default model without a word.
         unnamed = judge.part is not None and not config.reward.api.model
         if unnamed and api.model == JUDGES[api.type].default:
             who = judge.name.capitalize()
@@ -95,6 +99,7 @@ def judge_remarks(config: Config, today: datetime.date | None = None) -> list[st
                 f"{api.votes} votes at temperature 0 will hardly differ; leave --rm_temperature "
                 "out (then it is 0.7), or use --rm_votes 1."
             )
+    # Limits are for each judge, which matters with several.
     count, run = len(judges_of(config.reward)), config.reward.api
     limits = [f"reward.api.{name}" for name in LIMITS if getattr(run, name) is not None]
     if count > 1 and limits:
@@ -118,6 +123,7 @@ def scale_labels(values: Sequence[float], low: float, high: float) -> list[float
 
 
 def _check_model(judge: Judge) -> Iterator[Clash]:
+    """A judge needs a model."""
     api = judge.settings
     if not (api.model or "").strip():
         keys = judge.keys("enable", "model")
@@ -129,6 +135,7 @@ def _check_model(judge: Judge) -> Iterator[Clash]:
 
 
 def _check_prices(judge: Judge) -> Iterator[Clash]:
+    """Prices of input and output come together."""
     prices = {"input": judge.settings.price_input, "output": judge.settings.price_output}
     absent = [name for name, price in prices.items() if price is None]
     if len(absent) == 1:
@@ -140,6 +147,7 @@ def _check_prices(judge: Judge) -> Iterator[Clash]:
 
 
 def _check_decision_mode(judge: Judge) -> Iterator[Clash]:
+    """The mode `decision` needs a provider with a decision endpoint, and has no criteria."""
     kind = judge.settings.type
     if judge.settings.mode == "decision" and JUDGES[kind].decides is None:
         yield Clash(
@@ -156,9 +164,10 @@ def _check_decision_mode(judge: Judge) -> Iterator[Clash]:
 
 
 def _check_compare_mode(judge: Judge, config: Config) -> Iterator[Clash]:
-    """Check what is compared; scores within a group teach only what looks at the group."""
+    """Check what is compared; scores within a group only help estimators that use groups."""
     api, n = judge.settings, config.rollout.n
     kind = config.algorithm.adv_estimator
+    # Modes that exclude each other.
     if api.rubric is not None:
         yield Clash(
             judge.keys("mode", "rubric"),
@@ -171,6 +180,7 @@ def _check_compare_mode(judge: Judge, config: Config) -> Iterator[Clash]:
             "labelled responses (--rm_monitor_labels) are scored one by one, and --rm_mode compare "
             "gives no such score; leave them out, or use --rm_mode text.",
         )
+    # Comparisons with a fixed text work with any estimator.
     if not api.within_group:
         return
     if n < 2:
@@ -187,6 +197,7 @@ def _check_compare_mode(judge: Judge, config: Config) -> Iterator[Clash]:
             f"{kind} would compare between prompts. Use --adv_estimator with one of {usable}, or "
             "--rm_compare ground_truth.",
         )
+    # A chain of pairs links all responses; each pair is judged in both orders.
     least = 2 * api.votes * (n - 1)
     if api.compare == "pairs" and (api.compare_calls or least) < least:
         yield Clash(
@@ -197,7 +208,7 @@ def _check_compare_mode(judge: Judge, config: Config) -> Iterator[Clash]:
 
 
 def _check_keyless(place: str, group: str, judge: ApiReward | Monitor) -> Iterator[Clash]:
-    """Refuse the name of a key where a provider takes none."""
+    """Refuse a key's variable for a provider that takes no key."""
     if judge.key_env is not None and not JUDGES[judge.type].keys:
         key = f"{place}.{group}key_env"
         yield Clash(
@@ -210,11 +221,13 @@ def _check_keyless(place: str, group: str, judge: ApiReward | Monitor) -> Iterat
 def _missing_key(
     who: str, mend: str, judge: ApiReward | Monitor, environ: Mapping[str, str]
 ) -> str:
+    """Return a sentence when no variable holds the key of a judge; empty otherwise."""
     if judge.key_env is not None:
         if environ.get(judge.key_env, "").strip():
             return ""
         return f"There is no key for {who}: set {judge.key_env}, as key_env says."
     provider = JUDGES[effective_provider(judge.type, environ)]
+    # A server at another address may work without a key.
     moved = any(environ.get(name, "").strip() for name in provider.url_variables)
     keyless = provider.keyless and (judge.base_url or moved or not provider.url)
     if keyless or any(environ.get(name, "").strip() for name in provider.keys):
@@ -227,7 +240,7 @@ def _missing_key(
 
 
 def _shutdown_remark(judge: ApiReward | Monitor, today: datetime.date) -> str:
-    """Remark on a model that its provider shuts down; behind an own address names are free."""
+    """Remark on a model that its provider shuts down; at a separate address, names are free."""
     if judge.model is None or judge.base_url is not None:
         return ""
     day = shutdown_date(judge.type, judge.model)
@@ -245,7 +258,7 @@ def _shutdown_remark(judge: ApiReward | Monitor, today: datetime.date) -> str:
     )
 
 
-def mixture_clashes(config: Config) -> Iterator[Clash]:
+def check_mixture(config: Config) -> Iterator[Clash]:
     """Return everything that is wrong with a mixture."""
     reward = config.reward
     if reward.composite.enable and not has_mixture(reward):
@@ -265,8 +278,9 @@ def mixture_clashes(config: Config) -> Iterator[Clash]:
 
 
 def mixture_remarks(reward: Reward) -> list[str]:
-    """Return what does not stop a mixture, but may surprise."""
+    """Return remarks on a mixture: raw scores of a reward model, an ambiguous rm_score."""
     parts = read_mixture(reward).parts
+    # A raw reward-model score may be hundreds of times larger than a rule's.
     raw = [p.name for p in parts if p.kind == "model" and p.scaling == "none" and p.clip is None]
     remarks = []
     if raw and len(parts) > 1:
@@ -275,6 +289,7 @@ def mixture_remarks(reward: Reward) -> list[str]:
             "none they may dominate the other parts; leave the scaling out (zscore), or use affine "
             "or sigmoid."
         )
+    # rm_score without a reward model means the judge.
     either = [word for word in ("rm_score", "model_score") if word in reward.composite.weights]
     if either and not any(part.kind == "model" for part in parts):
         remarks.append(
@@ -285,6 +300,7 @@ def mixture_remarks(reward: Reward) -> list[str]:
 
 
 def _check_scaling(part: MixPart, mixture: Mixture, n: int) -> Iterator[Clash]:
+    """Check the constants of a scaling, and that a group has several responses."""
     key, way = f"{PARTS}.{part.name}", SCALINGS[part.scaling]
     constants = [word for word in ("mean", "std") if getattr(part, word) is not None]
     if way.needed and len(constants) < len(way.constants):
@@ -311,6 +327,7 @@ def _check_scaling(part: MixPart, mixture: Mixture, n: int) -> Iterator[Clash]:
 
 
 def _check_source(part: MixPart, mixture: Mixture, reward: Reward) -> Iterator[Clash]:
+    """A part of kind model needs a reward model."""
     if part.kind == "model" and model_settings(reward, part).path is None:
         yield Clash(
             mixture.set_by[part.name],
@@ -320,7 +337,9 @@ def _check_source(part: MixPart, mixture: Mixture, reward: Reward) -> Iterator[C
 
 
 def _check_gates(mixture: Mixture) -> Iterator[Clash]:
+    """Each only_if must name another part, and no two parts may wait for each other."""
     names = list(mixture.set_by)
+    # Part -> the part that its gate reads; a cycle would never open.
     opens: dict[str, str] = {}
     for part in mixture.parts:
         key, condition = f"{PARTS}.{part.name}.only_if", part.gate
@@ -336,11 +355,12 @@ def _check_gates(mixture: Mixture) -> Iterator[Clash]:
         circle = error.args[1][::-1]
         yield Clash(
             tuple(f"{PARTS}.{name}.only_if" for name in circle[:-1]),
-            f"the gates go in a circle: {' waits for '.join(circle)}; take one only_if out.",
+            f"the gates form a cycle: {' waits for '.join(circle)}; take one only_if out.",
         )
 
 
 def _describe_unknown_part(key: str, part_name: str, other: str, names: list[str]) -> str:
+    """Return why only_if cannot name this part, with the parts that it can name."""
     if other == part_name:
         return f"{key}: a part cannot wait for its own score; name another one."
     others = [name for name in names if name != part_name]
@@ -349,19 +369,20 @@ def _describe_unknown_part(key: str, part_name: str, other: str, names: list[str
 
 
 def _check_weights(mixture: Mixture) -> Iterator[Clash]:
-    """Refuse parts that count for nothing; one that opens another part's gate may."""
+    """Refuse parts of weight 0, unless another part's only_if reads them."""
     gates = {part.gate.part for part in mixture.parts if part.gate is not None}
     for part in mixture.parts:
         if part.weight == 0 and part.name not in gates:
             yield Clash(
                 mixture.set_by[part.name],
-                f"part {part.name} has the weight 0 and would be scored for nothing; leave it out, "
+                f"part {part.name} has the weight 0 and would be scored without counting; leave it "
+                "out, "
                 "or let another part wait for it with only_if.",
             )
 
 
 def _check_unused_judge(mixture: Mixture, reward: Reward) -> Iterator[Clash]:
-    """Refuse a judge that is switched on beside a mixture without one."""
+    """Refuse a judge that is switched on next to a mixture without one."""
     kinds = {part.kind for part in mixture.parts}
     if reward.api.enable and mixture.parts and not mixture.clashes and "judge" not in kinds:
         yield Clash(

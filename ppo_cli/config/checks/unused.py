@@ -32,18 +32,18 @@ class Unused:
     tuning: bool = False
 
 
-def _all_judges(true: Callable[[ApiReward], bool]) -> Callable[[Config], bool]:
-    """Tell whether something is true of all judges, and there are some."""
+def _all_judges(holds: Callable[[ApiReward], bool]) -> Callable[[Config], bool]:
+    """Return a condition: some judge scores, and `holds` is true of all of them."""
 
     def when(config: Config) -> bool:
         judges = judges_of(config.reward)
-        return bool(judges) and all(true(judge.settings) for judge in judges)
+        return bool(judges) and all(holds(judge.settings) for judge in judges)
 
     return when
 
 
 def _all_models(served: bool) -> Callable[[Config], bool]:
-    """Tell whether all reward models are served, or all are on this machine."""
+    """Return a condition: reward models score, and all are served (or all are local)."""
 
     def when(config: Config) -> bool:
         models = models_of(config.reward)
@@ -53,26 +53,27 @@ def _all_models(served: bool) -> Callable[[Config], bool]:
 
 
 def _run_model_unused(config: Config) -> bool:
-    """Tell whether a mixture never uses the run's reward model."""
+    """Whether a mixture never uses the run's own reward model."""
     reward = config.reward
     parts = mixture_of(reward)
     return bool(parts) and not any(p.kind == "model" and "path" not in p.model for p in parts)
 
 
 def _run_rule_unused(config: Config) -> bool:
-    """Tell whether a mixture never uses the run's rule or function."""
+    """Whether a mixture never uses the run's own rule or function."""
     parts = [p for p in mixture_of(config.reward) if p.kind == "rule"]
     all_named = all(p.rule is not None or p.function is not None for p in parts)
     return has_mixture(config.reward) and all_named
 
 
 def _runs_no_code(config: Config) -> bool:
-    """Tell whether surely no rule runs code; a rule chosen by data_source may."""
+    """Whether no rule runs code for certain; a rule chosen by data_source may."""
     rules = rules_of(config.reward)
     return all(r.function is not None or r.rule not in (None, "code") for r in rules)
 
 
 def _one_process(config: Config) -> bool:
+    """Whether the run is one process."""
     return engine_name(config) == "local"
 
 
@@ -163,7 +164,7 @@ UNUSED: Final[dict[str, Unused]] = {
         absent=True,
     ),
     "model_is_served": Unused(
-        "the reward model runs at its server, which has settings of its own; leave it out",
+        "the reward model runs at its server, which has its own settings; leave it out",
         _all_models(served=True),
     ),
     "model_is_local": Unused(
@@ -310,6 +311,7 @@ def find_unused(resolved: Resolved, gpus: int | None = None) -> tuple[list[str],
         origin = resolved.origins[name]
         if origin.startswith((DEFAULT, "verl ")) or value_of(config, name) == key.default:
             continue
+        # The setting's own condition first, then those of its sections.
         condition = next(filter(applies, key.unused), None)
         if condition is not None:
             messages = refused if _is_refused(resolved, name, condition) else remarked
