@@ -43,12 +43,12 @@ def critic_path(config: Config) -> str:
 
 
 def uses_critic(config: Config) -> bool:
-    """Tell whether a critic is trained: only for an estimator that reads values."""
+    """Return whether a critic is trained: only for an estimator that reads values."""
     return ESTIMATORS[config.algorithm.adv_estimator].critic
 
 
 def uses_reference(config: Config) -> bool:
-    """Tell whether a reference policy is needed, in the reward or in the loss."""
+    """Return whether a reference policy is needed, for the reward or for the loss."""
     return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
 
 
@@ -58,11 +58,12 @@ def sampler_seed(config: Config) -> int:
 
 
 def rollout_is(config: Config) -> Literal["token", "sequence"] | None:
-    """Return the level of the importance weights; stale responses get them by token, unless set."""
+    """Return the level of the importance weights; with stale responses, token unless it is set."""
     set_level = config.algorithm.rollout_correction.rollout_is
     return "token" if set_level is None and config.trainer.async_steps else set_level
 
 
+# Level of the sum, and estimator of the divergence (algo/losses.py).
 REJECTIONS: Final = (
     *(f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean") for k in (1, 2, 3)),
     "seq_max_k2",
@@ -71,14 +72,19 @@ REJECTIONS: Final = (
 
 
 def rejections(config: Config) -> list[tuple[str, float | None, float]]:
-    """Return name, lowest and highest value of each rejection; ValueError says what is wrong."""
+    """Return name, lowest and highest value of each rejection; ValueError says what is wrong.
+
+    Names and limits are two comma-separated lists: `token_k1,seq_mean_k3` and `0.5_2.0,0.1`. A k1
+    rejection bounds a ratio from both sides, others have a highest value.
+    """
     settings, key = config.algorithm.rollout_correction, "algorithm.rollout_correction.rollout_rs"
     names = [word.strip() for word in (settings.rollout_rs or "").split(",") if word.strip()]
     limits = [w.strip() for w in (settings.rollout_rs_threshold or "").split(",") if w.strip()]
     if unknown := [name for name in names if name not in REJECTIONS]:
-        raise ValueError(f"{key}: '{unknown[0]}' is none of {', '.join(REJECTIONS)}.")
+        raise ValueError(f"{key}: '{unknown[0]}' is not one of {', '.join(REJECTIONS)}.")
     if bool(names) != bool(limits):
         raise ValueError(f"{key} and {key}_threshold belong together; set both, or none.")
+    # One limit for all names, or one for each.
     limits = limits * len(names) if len(limits) == 1 else limits
     if len(limits) != len(names):
         raise ValueError(f"{key}_threshold has {len(limits)} values for {len(names)} of {key}.")
@@ -88,10 +94,11 @@ def rejections(config: Config) -> list[tuple[str, float | None, float]]:
             numbers = [float(word) for word in limit.split("_")]
         except ValueError:
             numbers = []
+        # A pair of limits is for ratios (k1); one ratio r means 1/r to r.
         two = len(numbers) == 2 and name.endswith("k1") and numbers[0] <= numbers[1]
         if not (two or len(numbers) == 1) or min(numbers) <= 0:
             form = "0.5_2.0 or 2.0" if name.endswith("k1") else "one number, such as 0.1"
-            raise ValueError(f"{key}_threshold: '{limit}' is no limit of {name}; write {form}.")
+            raise ValueError(f"{key}_threshold: '{limit}' is not a limit of {name}; write {form}.")
         low = numbers[0] if two else 1 / numbers[0] if name.endswith("k1") else None
         if low is not None and low > numbers[-1]:
             raise ValueError(f"{key}_threshold: {limit} must be 1 or more; or write 0.5_2.0.")
@@ -109,27 +116,27 @@ def quantised(config: Config) -> list[str]:
 
 
 def shares_prompts(config: Config, *, on_gpu: bool) -> bool:
-    """Return whether packed rows of a prompt compute it once; unset, on GPUs only where proven."""
+    """Return whether packed rows compute a shared prompt once; on GPUs only once it is proven."""
     unset = not on_gpu or is_proven("shared_prompts")
     return unset if config.model.share_prompts is None else config.model.share_prompts
 
 
 def is_profiled(config: Config, step: int) -> bool:
-    """Return whether `trainer.profile_steps` names a training step."""
+    """Return whether `trainer.profile_steps` contains a training step."""
     spans = (word.partition("-") for word in config.trainer.profile_steps)
     return any(int(first) <= step <= int(last or first) for first, _, last in spans)
 
 
 def loads_reference_once(config: Config) -> bool:
-    """Whether a reference in host memory comes once, unless the actor is there: memory is short."""
+    """Return whether a reference in host memory stays on the device for all of a step."""
     return config.ref.param_offload and not config.actor.fsdp_config.param_offload
 
 
 def micro_batch_tokens(config: Config, configured: int | None) -> int:
-    """Return the token budget of a micro-batch: as set, else what keeps a device busy.
+    """Return the token budget of a micro-batch: as configured, else what keeps a device busy.
 
-    On the CPU few tokens are as fast, and hold fewer activations (docs/log.md), where weights are
-    not gathered for each micro-batch.
+    On the CPU, small batches are as fast and need less memory for activations (docs/log.md), unless
+    weights are gathered for each micro-batch.
     """
     if configured is not None:
         return configured
@@ -138,17 +145,17 @@ def micro_batch_tokens(config: Config, configured: int | None) -> int:
 
 
 def train_rows(config: Config) -> int | None:
-    """Count the rows that a run trains on; None when a file cannot be counted."""
+    """Return the number of training rows; None when a file cannot be counted."""
     return _count_rows(*split_files(config, "train"))
 
 
 def val_rows(config: Config) -> int | None:
-    """Count the rows that a run validates on; None when a file cannot be counted."""
+    """Return the number of validation rows; None when a file cannot be counted."""
     return _count_rows(*split_files(config, "val"))
 
 
 def split_files(config: Config, split: DataSplit) -> tuple[tuple[str, ...], int]:
-    """Return the files of a split, and the most rows that are used of them; -1 is all."""
+    """Return the files of a split, and how many of their rows are used at most; -1 is all."""
     data = config.data
     if split == "train":
         return prompt_files(data.train_files, split), data.train_max_samples
@@ -156,12 +163,12 @@ def split_files(config: Config, split: DataSplit) -> tuple[tuple[str, ...], int]
 
 
 def gen_batch(config: Config) -> int:
-    """Return the prompts that are sampled at once: the batch, unless dynamic sampling says more."""
+    """Return the prompts sampled at once: the batch, unless dynamic sampling sets more."""
     return config.data.gen_batch_size or config.data.train_batch_size
 
 
 def most_gen_batches(config: Config, rows: int) -> int:
-    """Return how many batches a step may sample; more than 1 with dynamic sampling alone."""
+    """Return how many batches a step may sample; more than 1 only with dynamic sampling."""
     groups = config.algorithm.filter_groups
     if not groups.enable:
         return 1
@@ -169,7 +176,7 @@ def most_gen_batches(config: Config, rows: int) -> int:
 
 
 def describe_missing_rows(config: Config, rows: int) -> str | None:
-    """Say that the rows cannot fill a batch, where that is so."""
+    """Return why the rows cannot fill a batch; None when they can."""
     batch, at_once = config.data.train_batch_size, gen_batch(config)
     if rows < batch:
         batch_fits, mini_fits = fit_batches(rows, batch, config.actor.ppo_mini_batch_size)
@@ -186,13 +193,13 @@ def describe_missing_rows(config: Config, rows: int) -> str | None:
 
 
 def fit_batches(rows: int, batch: int, mini: int) -> tuple[int, int]:
-    """Return batch and mini-batch for few rows, with as many mini-batches a step if possible."""
+    """Return batch and mini-batch for few rows; the number of mini-batches stays if possible."""
     smaller = max(1, rows // (parts := max(1, batch // mini)))
     return (min(rows, smaller * parts), smaller) if rows >= parts else (rows, 1)
 
 
 def describe_lowered_batches(rows: int, batch: int, mini: int) -> str:
-    """Say how batch sizes that nobody chose are fitted to the rows."""
+    """Return the note about batch sizes that were fitted to the rows."""
     batch_fits, mini_fits = fit_batches(rows, batch, mini)
     return (
         f"There are {rows} training rows: --batch_size is lowered to {batch_fits} and "
@@ -213,7 +220,7 @@ MIN_BFLOAT16_WIDTH: Final = 320
 
 
 def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32", "bfloat16"]:
-    """Return the precision of matrix products: as set, else the one that is faster.
+    """Return the precision of matrix products: as set, else the faster one.
 
     That is bfloat16 on a GPU that has it, and in one process on a processor with AVX512-BF16 or AMX
     for a model that is wide enough (docs/log.md).
@@ -222,6 +229,7 @@ def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32",
         return config.model.dtype
     if per_node := gpus_per_node(config, gpus):
         return "bfloat16" if has_bfloat16(list_gpus()[:per_node]) else "float32"
+    # On the CPU: one process, whole weights, a processor with bfloat16 units.
     if engine_name(config, gpus) != "local" or config.model.quantization or not has_fast_bfloat16():
         return "float32"
     text = text_config(read_config(config.model.path))
@@ -230,26 +238,27 @@ def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32",
 
 
 def spreads_weights(config: Config, device: str) -> bool:
-    """Whether trained weights are spread over what bfloat16 rounds to them, on this device.
+    """Return whether trained weights are spread over the values that bfloat16 rounds to them.
 
-    On GPUs it was not measured, and other trainers do not do it: there it must be configured for.
+    On GPUs it was not measured, and other trainers do not do it, so there it must be set.
     """
     configured = config.model.spread_weights
     return device == "cpu" if configured is None else configured
 
 
 def why_recompute_logprobs(config: Config, gpus: int | None = None) -> str:
-    """Return why the actor computes old log-probs again; "" where the sampler's are taken.
+    """Return why the actor computes old log-probs again; "" when the sampler's are used.
 
-    Those are the same numbers but for rounding where the sampler computes with the actor's own
-    weights in float32. `bypass_mode` alone takes them in bfloat16 and from 4-bit weights, whose
-    rounding differs more, and of a model with experts, which rounding may send to another one.
+    They are equal up to rounding when the sampler uses the actor's weights in float32. Only
+    `bypass_mode` uses them in bfloat16, with 4-bit weights or with experts: there rounding differs
+    more, and may send a token to another expert.
     """
     algorithm, bypass = config.algorithm, config.algorithm.rollout_correction.bypass_mode
+    # The configured choice, then what makes them unusable, then what makes them inexact.
     if bypass is False:
         return "as set"
     if engine_name(config, gpus) != "local":
-        return "the sampler has weights of its own"
+        return "the sampler has separate weights"
     if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
         return "the full KL needs the actor's whole vocabulary"
     if rollout_is(config) or algorithm.rollout_correction.rollout_rs:

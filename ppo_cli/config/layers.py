@@ -49,13 +49,14 @@ class Resolved:
     verl: bool = False
 
 
+# The settings that a run folder keeps, and the origin of values from there.
 CONFIG_FILE, RUN_ORIGIN = "config.yaml", "settings of "  # a run folder's file, and its origin
 MAX_FILE_BYTES = 2**20  # bytes; the largest preset has 3,000
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One setting as it was given: dotted name, raw value, and where it came from."""
+    """One setting as it was written: dotted name, raw value, and origin."""
 
     name: str
     raw: Any
@@ -63,7 +64,7 @@ class Entry:
 
 
 class Reset:
-    """The raw value of `~key`: back to the schema's default."""
+    """The raw value of `~key`: return to the default of the schema."""
 
 
 def read_yaml(path: Path, label: str, example: str = "actor:") -> list[Entry]:
@@ -115,7 +116,7 @@ def read_settings_text(path: Path, label: str) -> str:
 
 
 def yaml_problem(error: yaml.YAMLError, label: str) -> str:
-    """Say what keeps a file from being YAML, and in which line."""
+    """Return why a file is not YAML, with the line."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return f"{label}: not valid YAML: {error}."
     mark, began = error.problem_mark or error.context_mark, error.context_mark
@@ -138,7 +139,7 @@ def _flatten_yaml(
             entries += _flatten_yaml(value, f"{name}.", label, problems)
         else:
             problems += [
-                f"{label} line {inner.start_mark.line + 1}: the key '{inner.value}' stands twice "
+                f"{label} line {inner.start_mark.line + 1}: the key '{inner.value}' is repeated "
                 "in one group; keep one."
                 for inner in repeated_keys(value)
             ]
@@ -274,7 +275,9 @@ def _refuse_unknown(entry: Entry, name: str) -> str:
 
 
 Reader = Callable[[Path, str], list[Entry]]
+# A line that names a model does not train the bundled one.
 MODEL_KEYS = frozenset({"model.path", "actor_rollout_ref.model.path", "critic.model.path"})
+# data.path is an older name for train_files and val_files in one folder.
 DATA_FOLDER = "data.path"
 DATA_FILE = r"[-_.].*?\.?(parquet|arrow|(json|jsonl|ndjson)(\.gz)?)"  # after the name of the split
 VALIDATION = ("test", "val", "validation", "valid", "eval", "dev")  # names of files, in this order
@@ -292,7 +295,7 @@ PROMPTS_NOTE = (
 
 @dataclass
 class Layers:
-    """The layers in order, and what was found wrong or worth a remark while reading them."""
+    """The layers in order, with the problems and remarks from reading them."""
 
     layers: list[list[Entry]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -300,7 +303,7 @@ class Layers:
     broken: set[str] = field(default_factory=set)  # settings whose value could not be worked out
 
     def read(self, path: Path, label: str, reader: Reader = read_yaml) -> list[Entry]:
-        """Read a file as a layer of its own; a file that does not read is a problem."""
+        """Return a file as a layer; one that cannot be read is recorded as a problem."""
         try:
             return reader(path, label)
         except ConfigError as error:
@@ -320,11 +323,12 @@ def read_layers(
 ) -> Layers:
     """Read all layers: preset < run < files < reward file < variables < flags < overrides.
 
-    `run` is the folder of a run whose settings are the defaults. `origins` says of variables where
-    they really come from, such as SLURM's. `reward_files` were named by nobody and lie below the
+    `run` is the folder of a run whose settings are the defaults. `origins` names where variables
+    really come from, such as SLURM. `reward_files` were found, not named; they are below the
     settings files.
     """
     gathered = Layers()
+    # Low layers are files; high ones are variables, flags and overrides.
     low = [_read_preset(gathered, preset)] if preset else []
     low += [gathered.read(Path(name), name, read_reward_file) for name in reward_files]
     if run is not None:
@@ -339,11 +343,12 @@ def read_layers(
     ]
     _expand_data_path(low, high)
     layers = _insert_reward_file(gathered, low, high)
+    # Nothing names a model or prompts: take those that ship with the program.
     if not preset and not _sets_any(layers, MODEL_KEYS) and gpu_count(environ) == 0:
         layers.insert(0, _read_preset(gathered, "embedded"))
         gathered.notes.append(EMBEDDED_NOTE_GPUS if _sets_any(layers, GPU_KEYS) else EMBEDDED_NOTE)
     elif not preset and not _sets_any(layers, PROMPT_KEYS[:1]):
-        # A preset is made for prompts of its own; anything else may start on the bundled ones.
+        # Presets name their own prompts; any other run may start on the bundled ones.
         origin = "bundled prompts (no --train_files)"
         absent = [key for key in PROMPT_KEYS if not _sets_any(layers, (key,))]
         layers.insert(0, [Entry(key, [EMBEDDED], origin) for key in absent])
@@ -355,10 +360,10 @@ def read_layers(
 def find_run_code(
     entries: Mapping[str, Entry], values: Mapping[str, Any], run: Path
 ) -> Iterator[str]:
-    """Say which settings of a run folder would run code that comes with it, or let it run.
+    """Yield a problem for each setting of a run folder that would run code from that folder.
 
-    Whoever made the folder does not decide what runs on this machine. Plain consents are left out
-    before.
+    The author of a folder does not decide what runs on this machine. Consents such as
+    trust_remote_code were left out when the layers were merged.
     """
     for name, entry in entries.items():
         key = find_key(name)
@@ -366,6 +371,7 @@ def find_run_code(
             continue
         for text in (name.removeprefix(key.name), *_iterate_texts(values.get(name))):
             file = Path(os.path.expanduser(text.partition(":")[0]))
+            # A Python file, or a function named with its file.
             is_code = bool(text) and (file.suffix == ".py" or name.endswith("function"))
             inside = is_code and file.resolve().is_relative_to(run.resolve())
             allows = get_origin(key.kind) is dict and "trust_remote_code" in text.replace("-", "_")
@@ -378,7 +384,7 @@ def find_run_code(
 
 
 def _iterate_texts(value: Any) -> Iterator[str]:
-    """Yield all texts of a value, the keys of groups too."""
+    """Yield all texts in a value, including the keys of groups."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -398,7 +404,7 @@ def _read_preset(gathered: Layers, name: str) -> list[Entry]:
 
 
 def _read_variables(environ: Mapping[str, str], origins: Mapping[str, str]) -> list[Entry]:
-    """Variables that are set; an empty one counts as not set."""
+    """Return the variables that are set and not empty."""
     named = ((key, environ.get(key.env, "")) for key in table().values() if key.env)
     return [
         Entry(key.name, unquote(text), origins.get(str(key.env), f"env {key.env}"))
@@ -410,6 +416,7 @@ def _read_variables(environ: Mapping[str, str], origins: Mapping[str, str]) -> l
 def _read_overrides(gathered: Layers, overrides: Sequence[str]) -> list[Entry]:
     entries: list[Entry] = []
     for text in overrides:
+        # `~key` resets, `+key=value` is Hydra's way to add.
         if text.startswith("~") and "=" not in text:
             entries.append(Entry(text[1:], Reset(), "override"))
             continue
@@ -432,10 +439,11 @@ def _read_overrides(gathered: Layers, overrides: Sequence[str]) -> list[Entry]:
 
 
 def _expand_data_path(low: list[list[Entry]], high: list[list[Entry]]) -> None:
-    """Read `data.path`: a file of prompts, or a folder with files named after their split.
+    """Replace `data.path` by the prompt files in it: one file, or files named after their split.
 
-    Validation prompts found there lie below the settings that name the folder.
+    Validation prompts found there are a layer below the settings that name the folder.
     """
+    # The last setting wins, so a later folder replaces an earlier one's validation files.
     layers, val = [*low, *high], None
     for place, layer in enumerate(layers):
         for at, entry in enumerate(layer):
@@ -449,7 +457,7 @@ def _expand_data_path(low: list[list[Entry]], high: list[list[Entry]]) -> None:
 
 
 def _split_files(folder: str, splits: Sequence[str]) -> list[str]:
-    """Return the files of the first split that a folder has: test.parquet, test-00000-of-…"""
+    """Return the files of the first of these splits in a folder: test.parquet, test-00000-of-…"""
     path = Path(folder).expanduser()
     saved = saved_splits(path)
     if split := next((split for split in splits if split in saved), None):
@@ -464,9 +472,9 @@ def _split_files(folder: str, splits: Sequence[str]) -> list[str]:
 def _insert_reward_file(
     gathered: Layers, low: list[list[Entry]], high: list[list[Entry]]
 ) -> list[list[Entry]]:
-    """Lay the file of `reward.config_file` just below the settings that name it.
+    """Insert the file of `reward.config_file` just below the settings that name it.
 
-    Named by a variable, flag or override, it counts as the last of the settings files.
+    Named by a variable, flag or override, it counts as the last settings file.
     """
     layers = [*low, *high]
     naming = [

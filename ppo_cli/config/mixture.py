@@ -1,8 +1,8 @@
-"""The mixture of a reward: parts, their settings, and what scores each of them.
+"""The mixture of a reward: its parts, their settings, and what scores each of them.
 
-Read from `--reward`, `composite.weights` and `composite.parts`. What a part does not set is the
-run's own setting; but what belongs to a provider or to a checkpoint does not pass to a part that
-names another one.
+It is read from `--reward`, `composite.weights` and `composite.parts`. A setting that a part leaves
+out is inherited from the run (reward.api or reward.model), except what belongs to a provider or a
+checkpoint when the part names another one.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ else:
     ScalingName = Literal[tuple(SCALINGS)]
 
 
+# Comparisons of only_if.
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne,
     ">": operator.gt, "<": operator.lt,
@@ -76,19 +77,19 @@ _CONDITION = re.compile(r"\s*([A-Za-z][\w.-]*)\s*(>=|<=|==|!=|>|<)\s*(\S+)\s*")
 
 @dataclass(frozen=True)
 class Condition:
-    """What `only_if` says: the raw score of a part, compared with a number."""
+    """The condition of `only_if`: the raw score of a part, compared with a number."""
 
     part: str
     sign: str
     number: float
 
     def holds(self, raw: float) -> bool:
-        """Tell whether a raw score of that part opens the gate."""
+        """Return whether a raw score of that part opens the gate."""
         return _COMPARE[self.sign](raw, self.number)
 
 
 def read_condition(text: str) -> Condition:
-    """Read `format >= 1`; ValueError says how it is written."""
+    """Return the condition in `format >= 1`; ValueError says how to write it."""
     match = _CONDITION.fullmatch(text)
     number = math.nan
     if match is not None:
@@ -102,11 +103,10 @@ def read_condition(text: str) -> Condition:
 
 
 class MixPart(Section):
-    """A part of a mixture; what it does not set of its source is the run's own setting.
+    """A part of a mixture; it contributes weight x clip(scale(raw)).
 
-    Its contribution is weight x clip(scale(raw)). `rule`, `function` and `function_kwargs` are
-    for a part of kind rule, `model` (settings below reward.model) and `judge` (below
-    reward.api) for the other two: values by dotted key, read already.
+    `rule`, `function` and `function_kwargs` are for a part of kind rule; `model` (settings of
+    reward.model) and `judge` (of reward.api) for the other kinds, as typed values by dotted key.
     """
 
     name: str
@@ -135,12 +135,12 @@ class MixPart(Section):
 
     @property
     def gate(self) -> Condition | None:
-        """What `only_if` says."""
+        """The parsed `only_if`."""
         return None if self.only_if is None else read_condition(self.only_if)
 
     @property
     def bound(self) -> float | None:
-        """Where scaled values are cut."""
+        """The limit at which scaled values are cut; None for none."""
         return SCALINGS[self.scaling].bound if self.clip is None else self.clip
 
 
@@ -151,10 +151,11 @@ Problem = tuple[str, str]  # the key below the section, and what is wrong with i
 def read_settings(
     kind: type[Section], raw_values: Mapping[str, Any], allowed: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return typed values by dotted key, and what is wrong with the others.
+    """Return typed values by dotted key, and a problem for each other one.
 
-    `known` narrows which keys of the section may be given; without it all may.
+    `allowed` restricts the keys of the section; empty allows all.
     """
+    # Type by type first, so that each problem has its key.
     keys = {k: v for k, v in keys_of(kind).items() if not allowed or k in allowed}
     values: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -166,6 +167,7 @@ def read_settings(
         except ValueError as error:
             problems.append((name, str(error)))
     try:
+        # Then as a section: its validators and ranges.
         kind.model_validate(nest_values(values))
     except ValidationError as error:
         wrong = {
@@ -179,7 +181,7 @@ def read_settings(
 
 
 def override_section(base: S, values: Mapping[str, Any], fresh: Collection[str] = ()) -> S:
-    """Return a section with these values over it; what `fresh` names is not inherited."""
+    """Return a section with these values replaced; settings in `fresh` return to their defaults."""
     tree = {k: v for k, v in base.model_dump().items() if k not in fresh}
     for name, value in values.items():
         set_nested(tree, name, value)
@@ -189,7 +191,7 @@ def override_section(base: S, values: Mapping[str, Any], fresh: Collection[str] 
 def _flatten(
     raw_values: Mapping[str, Any], keys: Mapping[str, Key], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Give each setting with its dotted name; a group that is a value stays whole."""
+    """Yield each setting with its dotted name; a free-form value stays one value."""
     for word, raw in raw_values.items():
         name = f"{prefix}{word}"
         if isinstance(raw, Mapping) and raw and name not in keys:
@@ -205,21 +207,23 @@ def _unknown(name: str, keys: Mapping[str, Key]) -> str:
     return f"there is no such setting.{near}{choices}"
 
 
+# Settings that define the parts.
 FLAG = "reward.parts"
 WEIGHTS = "reward.composite.weights"
 PARTS = "reward.composite.parts"
 KINDS = ("judge", "model", "rule")
-# Which kind of part a setting belongs to.
+# Setting of a part -> the kind of part that has it.
 SOURCE_KINDS = {
     "rule": "rule", "function": "rule", "function_kwargs": "rule", "model": "model",
     "judge": "judge",
 }  # fmt: skip
-# Names of scores that people have for a kind; rm_score may be either of two.
+# Name of a score in composite.weights -> kind; rm_score may mean either of two.
 SCORE_NAMES = {
     "judge_score": "judge", "api_score": "judge", "rule_score": "rule", "function_score": "rule",
 }  # fmt: skip
 AMBIGUOUS_SCORES = ("rm_score", "model_score")
 _KIND_ALIASES = {"function": "rule", "api": "judge", "llm": "judge", "rm": "model"}
+# Names of parts become metric names and keys.
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 
@@ -235,19 +239,19 @@ class Mixture:
 
 @lru_cache(maxsize=8)
 def read_mixture(reward: Reward) -> Mixture:
-    """Read the mixture of a reward, once for each reward; an empty one where there is none."""
+    """Return the mixture of a reward; it is empty when there is none."""
     return Mixture() if reward.composite.enable is False else _MixtureReader(reward).read()
 
 
 def has_mixture(reward: Reward) -> bool:
-    """Tell whether any part of a mixture is named and not switched off."""
+    """Return whether parts of a mixture are named and the mixture is not switched off."""
     named = reward.parts or reward.composite.weights or reward.composite.parts
     return bool(named) and reward.composite.enable is not False
 
 
 @dataclass
 class _PartDraft:
-    """What was said of a part so far."""
+    """A part while it is put together from several settings."""
 
     name: str
     kind: str | None = None
@@ -257,6 +261,8 @@ class _PartDraft:
 
 
 class _MixtureReader:
+    """Collects the parts from --reward, composite.parts and composite.weights, in this order."""
+
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
         self._parts: dict[str, _PartDraft] = {}
@@ -279,7 +285,8 @@ class _MixtureReader:
         self._clashes.append(Clash((key, *other_keys), text))
 
     def _flag(self, text: str) -> None:
-        """Read `judge:0.5` or `rule:format:0.2`."""
+        """Read one --reward: `judge:0.5` or `rule:format:0.2`."""
+        # KIND:WEIGHT or KIND:NAME:WEIGHT.
         kind, *rest = (word.strip() for word in text.split(":"))
         weight = _number(rest[-1]) if 1 <= len(rest) <= 2 else None
         name = rest[0] if len(rest) == 2 else kind
@@ -291,7 +298,7 @@ class _MixtureReader:
             problem = "write KIND:WEIGHT or KIND:NAME:WEIGHT, such as judge:0.5 or rule:format:0.2."
         elif weight is None:
             mend = f"; or is it the name? Then write {kind}:{rest[0]}:1" if len(rest) == 1 else ""
-            problem = f"the weight '{rest[-1]}' is no number{mend}."
+            problem = f"the weight '{rest[-1]}' is not a number{mend}."
         elif name in self._parts and name == kind:
             problem = (
                 f"there is a {kind} already; with several of one kind give each a name, such as "
@@ -305,7 +312,7 @@ class _MixtureReader:
             self._add_weight(self._part(name, FLAG, kind), weight, "--reward", FLAG)
 
     def _part(self, name: str, key: str, kind: str | None = None) -> _PartDraft:
-        """Return a part, which may be new, and note where it is told of."""
+        """Return the draft of a part, and record that this key sets it."""
         part = self._parts.setdefault(name, _PartDraft(name, kind))
         part.set_by.append(key)
         return part
@@ -318,13 +325,14 @@ class _MixtureReader:
         if _NAME.fullmatch(name):
             if mask_secrets({name: 1}) == {name: 1}:
                 return True
-            rule = "what stands under such a word is hidden as a secret; take another"
+            rule = "values under such a word are hidden as secrets; use another"
         self._report(key, f"{where}: '{name}' cannot name a part: {rule}.")
         return False
 
     def _settings(self, name: str, raw_settings: Any) -> None:
-        """Take what composite.parts says of a part."""
+        """Read the settings of one part in composite.parts."""
         key = f"{PARTS}.{name}"
+        # `parts.judge: 0.5` is short for its weight.
         if _number(raw_settings) is not None:
             raw_settings = {"weight": raw_settings}
         if raw_settings is not None and not isinstance(raw_settings, Mapping):
@@ -337,6 +345,7 @@ class _MixtureReader:
         part = self._part(name, key)
         allowed = set(MixPart.model_fields) - {"name"}
         raw_settings = dict(raw_settings or {})
+        # `model: DIR` and `judge: NAME` are short for the main setting of each.
         for word, leaf in (("model", "path"), ("judge", "model")):  # `model: DIR`, `judge: NAME`
             if isinstance(raw_settings.get(word), str):
                 raw_settings[word] = {leaf: raw_settings[word]}
@@ -345,6 +354,7 @@ class _MixtureReader:
         if weight is not None:
             self._add_weight(part, weight, f"{key}.weight", f"{key}.weight")
         part.settings = values
+        # The kind: as set, by the part's name, or by the source that it names.
         sources = sorted({SOURCE_KINDS[word] for word in values if word in SOURCE_KINDS})
         if part.kind is not None and kind not in (None, part.kind):
             problem = f"{key}.kind is {kind}, but --reward says that {part.name} is a {part.kind}"
@@ -374,7 +384,8 @@ class _MixtureReader:
         return values
 
     def _check_source(self, part: _PartDraft, key: str) -> None:
-        """Refuse settings of another kind, and two ways to score for one part."""
+        """Refuse settings of another kind, and two sources for one part; read its judge or "
+        "model."""
         for word, kind in SOURCE_KINDS.items():
             if word in part.settings and kind != part.kind:
                 problem = (
@@ -389,7 +400,7 @@ class _MixtureReader:
                 part.settings[word] = self._read(section, raw_values, f"{key}.{word}", allowed)
 
     def _weight(self, word: str, raw: Any) -> None:
-        """Take one entry of composite.weights: the name of a part, or of a kind's score."""
+        """Read one entry of composite.weights: the name of a part, or of a score."""
         key = f"{WEIGHTS}.{word}"
         weight = _number(raw)
         if weight is None:
@@ -400,7 +411,8 @@ class _MixtureReader:
             self._add_weight(part, weight, key, key)
 
     def _find_part(self, word: str, key: str) -> str:
-        """Return the part that a word in composite.weights stands for; empty for none."""
+        """Return the part that a word in composite.weights means; empty when it means none."""
+        # A part's name wins over the name of a score.
         if word in self._parts or word in KINDS:
             return word
         kind = self._ambiguous_kind() if word in AMBIGUOUS_SCORES else SCORE_NAMES.get(word)
@@ -424,14 +436,15 @@ class _MixtureReader:
         return ""
 
     def _ambiguous_kind(self) -> str | None:
-        """Return what `rm_score` is: the reward model where there is one, else the judge."""
+        """Return the kind that `rm_score` means: the reward model if there is one, else the "
+        "judge."""
         kinds = {part.kind for part in self._parts.values()}
         if self._reward.model.path is not None or "model" in kinds:
             return "model"
         return "judge" if self._reward.api.enable or "judge" in kinds else None
 
     def _build_part(self, part: _PartDraft) -> MixPart | None:
-        """Return the finished part; None where it cannot be told what it is."""
+        """Return the finished part; None when its kind is unknown."""
         if len({weight for weight, _, _ in part.weights}) > 1:
             weights = " and ".join(text for _, text, _ in part.weights)
             self._report(
@@ -439,6 +452,7 @@ class _MixtureReader:
                 f"the weight of part {part.name} is {weights}; keep one.",
                 part.weights[0][2],
             )
+        # Weights are all set or none is.
         if not part.weights and any(other.weights for other in self._parts.values()):
             self._report(
                 part.set_by[-1],
@@ -448,6 +462,7 @@ class _MixtureReader:
         if part.kind is None:
             return None
         settings = dict(part.settings)
+        # A rule part without a source is the built-in rule of its name.
         own_source = settings.get("rule") or settings.get("function")
         if part.kind == "rule" and part.name != "rule" and not own_source:
             settings["rule"] = part.name
@@ -458,11 +473,12 @@ class _MixtureReader:
 
 
 def _number(raw: Any) -> float | None:
-    """Read a finite number; None where it is none."""
+    """Return a finite number; None for anything else."""
     values, _ = read_settings(MixPart, {"weight": raw}, ("weight",))
     return values.get("weight")
 
 
+# Settings that a part with another provider, or another checkpoint, does not inherit.
 OF_PROVIDER = ("model", "base_url", "key_env", "price_input", "price_output")
 OF_CHECKPOINT = (
     "adapter", "revision", "tokenizer", "max_length", "template", "outputs", "key_env",
@@ -471,7 +487,7 @@ OF_CHECKPOINT = (
 
 
 def mixture_of(reward: Reward) -> tuple[MixPart, ...]:
-    """Return the parts of a mixture, () without one; ConfigError tells every problem."""
+    """Return the parts of a mixture, () without one; ConfigError has every problem."""
     mixture = read_mixture(reward)
     if mixture.clashes:
         raise ConfigError(clash.text for clash in mixture.clashes)
@@ -479,7 +495,7 @@ def mixture_of(reward: Reward) -> tuple[MixPart, ...]:
 
 
 def judge_settings(reward: Reward, part: MixPart) -> ApiReward:
-    """Return the settings of a part's judge: reward.api with the part's own over it."""
+    """Return the settings of a part's judge: those of reward.api unless the part sets them."""
     other = part.judge.get("type", reward.api.type) != reward.api.type
     api = override_section(reward.api, part.judge | {"enable": True}, OF_PROVIDER if other else ())
     if not (api.model or "").strip() and JUDGES[api.type].default:
@@ -488,7 +504,7 @@ def judge_settings(reward: Reward, part: MixPart) -> ApiReward:
 
 
 def model_settings(reward: Reward, part: MixPart) -> ModelReward:
-    """Return the settings of a part's reward model: reward.model with the part's own over it."""
+    """Return the settings of a part's reward model: reward.model unless the part sets them."""
     other = part.model.get("path", reward.model.path) != reward.model.path
     return override_section(reward.model, part.model, OF_CHECKPOINT if other else ())
 
@@ -518,7 +534,7 @@ def mixture_line(parts: tuple[MixPart, ...]) -> str:
 
 
 def _scaled(part: MixPart) -> str:
-    """Say what becomes of a part's raw score before its weight."""
+    """Return how a part's raw score is scaled, cut and gated, as a formula."""
     scaled = part.name if part.scaling == "none" else f"{part.scaling}({part.name})"
     clipped = f"clip({scaled}, {part.clip:g})" if part.clip is not None else scaled
     return f"{clipped} (if {part.only_if})" if part.only_if else clipped
@@ -565,7 +581,7 @@ def judges_of(reward: Reward) -> tuple[Judge, ...]:
 
 @lru_cache(maxsize=8)
 def models_of(reward: Reward) -> tuple[Scorer, ...]:
-    """Return every reward model that scores responses."""
+    """Return every reward model that scores responses, with its settings."""
     if not has_mixture(reward):
         return (Scorer(None, "reward.model", reward.model),) if reward.model.path else ()
     return tuple(
@@ -576,7 +592,7 @@ def models_of(reward: Reward) -> tuple[Scorer, ...]:
 
 
 def _settings_key(part: MixPart, part_settings: Mapping[str, Any], usual: str) -> str:
-    """Return where the settings of a part's judge or model stand: its own, else the run's."""
+    """Return the key of a part's judge or model settings: the part's, else the run's."""
     return f"{PARTS}.{part.name}.{part.kind}" if part_settings else usual
 
 

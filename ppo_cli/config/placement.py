@@ -28,7 +28,7 @@ from ppo_cli.errors import did_you_mean
 
 
 def gpu_count(environ: Mapping[str, str] | None = None) -> int:
-    """Count the NVIDIA GPUs that a process with this environment may use."""
+    """Return the number of NVIDIA GPUs that a process with this environment may use."""
     return len(list_gpus(environ))
 
 
@@ -36,11 +36,12 @@ Role = Literal["train", "rollout", "reward", "judge"]
 Roles = dict[Role, tuple[int, ...]]
 
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
+# `3` or `0-5`.
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
 def read_placement(text: str) -> Roles:
-    """Return the devices of each role, sorted; ValueError says in words what is wrong."""
+    """Return the sorted devices of each role; ValueError says what is wrong with the text."""
     devices_of: dict[Role, list[int]] = {}
     role: Role | None = None
     for piece in filter(None, (part.strip() for part in text.split(","))):
@@ -50,8 +51,9 @@ def read_placement(text: str) -> Roles:
         if role is None:
             how = "write ROLE:DEVICES for each role, such as train:0-5,rollout:6-7"
             how = f"write train:{piece}" if _RANGE.fullmatch(piece) else how
-            raise ValueError(f"'{piece}' stands before any role; {how}")
+            raise ValueError(f"'{piece}' comes before any role; {how}")
         devices_of.setdefault(role, []).extend(_numbers(numbers.strip()))
+    # A device may have several roles, but each only once.
     for name, devices in devices_of.items():
         twice = sorted({device for device in devices if devices.count(device) > 1})
         if twice:
@@ -81,26 +83,25 @@ def _role(name: str) -> Role:
 def _numbers(text: str) -> range:
     match = _RANGE.fullmatch(text)
     if match is None:
-        raise ValueError(f"'{text}' is no device; write a number or a range, such as 0-5")
+        raise ValueError(f"'{text}' is not a device; write a number or a range, such as 0-5")
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
-        raise ValueError(f"the range {text} runs backwards; write {last}-{first}")
+        raise ValueError(f"the range {text} goes backwards; write {last}-{first}")
     return range(first, last + 1)
 
 
 def default_gpus(visible: int, sampler: int, tensor: int) -> int:
-    """Return the GPUs of a node that are used when nobody says how many.
+    """Return how many GPUs of a node are used by default.
 
-    One, or as many as `sampler` and `tensor` (GPUs that one sampler, and one split of each
-    layer, span) need.
+    One, or as many as one sampler and one split of each layer (`sampler`, `tensor` GPUs) need.
     """
     return min(visible, math.lcm(sampler, tensor))
 
 
 def gpus_per_node(config: Config, gpus: int | None = None) -> int:
-    """Return how many GPUs of each node are used; unset, as `usual_gpus` says.
+    """Return how many GPUs of each node are used.
 
-    `gpus` is how many are visible here; None looks.
+    `gpus` is the number visible here; None counts them.
     """
     configured = config.trainer.n_gpus_per_node
     if configured is not None:
@@ -113,11 +114,12 @@ def gpus_per_node(config: Config, gpus: int | None = None) -> int:
 
 
 def engine_name(config: Config, gpus: int | None = None) -> Literal["local", "ray"]:
-    """Return where the work runs: one process where it can do the job, else Ray."""
+    """Return where the work runs: one process when it can do the job, else Ray."""
     trainer = config.trainer
     if trainer.engine is not None:
         return "local" if trainer.engine == "local" else "ray"
     per_node = gpus_per_node(config, gpus)
+    # Anything that one process on one device cannot do.
     several = (
         per_node > 1
         or trainer.nnodes > 1
@@ -131,12 +133,12 @@ def engine_name(config: Config, gpus: int | None = None) -> Literal["local", "ra
 
 
 def has_package(name: str) -> bool:
-    """Tell whether a package is installed, without importing it."""
+    """Return whether a package is installed, without importing it."""
     return find_spec(name) is not None
 
 
 def sampler_name(config: Config, gpus: int | None = None) -> Literal["hf", "vllm"]:
-    """Return who samples: vllm where Ray runs on GPUs and it is installed, unless set."""
+    """Return the sampler: vllm when Ray runs on GPUs and vLLM is installed, unless it is set."""
     if config.rollout.name is not None:
         return "vllm" if config.rollout.name == "vllm" else "hf"
     may = engine_name(config, gpus) == "ray" and gpus_per_node(config, gpus) > 0
@@ -144,15 +146,14 @@ def sampler_name(config: Config, gpus: int | None = None) -> Literal["hf", "vllm
 
 
 def publishes_adapter(config: Config) -> bool:
-    """Tell whether samplers get the LoRA adapter alone, and so need one of their own."""
+    """Return whether samplers receive the LoRA adapter alone."""
     return config.model.lora_rank > 0 and not config.model.lora_merge
 
 
 def weight_transfer(config: Config, gpus: int | None = None) -> Transfer:
-    """Return how new weights reach the samplers: vLLM's own ways on GPUs, else memory.
+    """Return how new weights reach the samplers.
 
-    Unset, only a way that the self-test has proven on these GPUs is taken: one that does not work
-    may hang.
+    Unset, only a way that the self-test has proven on these GPUs is used: others may hang.
     """
     if config.rollout.weight_transfer != "auto":
         return config.rollout.weight_transfer
@@ -162,10 +163,11 @@ def weight_transfer(config: Config, gpus: int | None = None) -> Transfer:
 
 
 def fastest_transfer(config: Config, gpus: int | None = None) -> Transfer:
-    """Return the way that `auto` takes once it is proven."""
+    """Return the way that `auto` uses once the self-test has proven it."""
     sends_weights = sampler_name(config, gpus) == "vllm" and not publishes_adapter(config)
     if not sends_weights or gpus_per_node(config, gpus) == 0:
         return "memory"
+    # Shared GPUs exchange handles (IPC), separate ones use NCCL; a mixture can do neither.
     ways: dict[str, Transfer] = {"all": "ipc", "none": "nccl", "some": "memory"}
     return ways[shared_samplers(config)]
 
@@ -173,9 +175,9 @@ def fastest_transfer(config: Config, gpus: int | None = None) -> Transfer:
 def sleep_mode(config: Config) -> Sleep:
     """Return where vLLM's weights are while a shared GPU trains.
 
-    Unset, they are discarded only where the self-test has proven that an engine samples as before
-    once it has its weights again: what nobody sends would be garbage. Whether they can stay is
-    for the memory plan to say, which then sets `keep`.
+    Unset, they are discarded only where the self-test has proven that an engine samples correctly
+    after it gets its weights again. Whether they can stay on the GPU is decided by the memory plan,
+    which then sets `keep`.
     """
     if config.rollout.sleep != "auto":
         return config.rollout.sleep
@@ -183,12 +185,12 @@ def sleep_mode(config: Config) -> Sleep:
 
 
 def expands_segments(config: Config) -> bool:
-    """Return whether CUDA's allocator grows segments where models train: slow to share by IPC."""
+    """Return whether CUDA's allocator uses expandable segments, which IPC shares slowly."""
     return weight_transfer(config) != "ipc" and is_proven("expandable_segments")
 
 
 def shared_samplers(config: Config) -> Literal["all", "some", "none"]:
-    """Tell how many of the devices that sample train too; ValueError as in `train_devices`."""
+    """Return how many of the sampling devices also train; ValueError as in `train_devices`."""
     if config.trainer.placement is None:
         return "none" if config.trainer.async_steps else "all"
     roles = read_placement(config.trainer.placement)
@@ -201,7 +203,7 @@ def shared_samplers(config: Config) -> Literal["all", "some", "none"]:
 def train_devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:
     """Return the devices that train, numbered over all nodes: GPUs, or slots on the CPU.
 
-    ValueError says what is wrong with a placement that cannot be read.
+    ValueError says why a placement cannot be read.
     """
     trainer = config.trainer
     if engine_name(config, gpus) == "local":
@@ -217,8 +219,9 @@ def train_devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:
 
 
 def _count_sampling_gpus(config: Config, gpus: int) -> int:
-    """Return how many GPUs only sample: about a quarter, whole samplers, the rest divisible."""
+    """Return how many GPUs only sample: about a quarter, in whole samplers, the rest divisible."""
     span = config.rollout.tensor_model_parallel_size
+    # The GPUs that train must divide into groups of ranks.
     group = config.trainer.tensor_parallel_size * max(1, config.actor.fsdp_config.fsdp_size)
     start = max(span, gpus // 4 // span * span)
     fitting = (n for n in range(start, gpus, span) if (gpus - n) % group == 0)
@@ -226,7 +229,7 @@ def _count_sampling_gpus(config: Config, gpus: int) -> int:
 
 
 def learner_ranks(config: Config, gpus: int | None = None) -> int:
-    """Return how many processes train; with a split, only those on devices that train."""
+    """Return how many processes train."""
     return max(1, len(train_devices(config, gpus)))
 
 
@@ -237,11 +240,10 @@ def data_ranks(config: Config, gpus: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who works where; without GPUs (`devices_per_node` 0) the numbers are slots.
+    """Which devices do what; without GPUs (`devices_per_node` 0) the numbers are slots.
 
-    Each entry of `rollout` holds the devices of one sampler. `reward` are the devices of the
-    reward models that the run hosts itself, empty where there is none. `alone`: one process
-    does it all.
+    Each entry of `rollout` has the devices of one sampler. `reward` has the devices of the reward
+    models that the run hosts; empty without one. `alone`: one process does everything.
     """
 
     nodes: int
@@ -254,7 +256,7 @@ class Placement:
 
     @property
     def sleepers(self) -> tuple[int, ...]:
-        """The samplers, by number, that use a device that trains: they sleep while it does."""
+        """Numbers of the samplers on a device that trains; they sleep while it trains."""
         train = {*self.train}
         return tuple(i for i, devices in enumerate(self.rollout) if train & {*devices})
 
@@ -264,7 +266,7 @@ class Placement:
 
 
 def placement_of(config: Config, gpus: int | None = None) -> Placement:
-    """Work out who works where; `gpus` are those visible on this node, None looks."""
+    """Return which devices do what; `gpus` is the number visible on this node, None counts them."""
     per_node, nodes = gpus_per_node(config, gpus), config.trainer.nnodes
     if engine_name(config, gpus) == "local":
         return Placement(1, min(1, per_node), (0,), ((0,),), (), alone=True)
@@ -280,7 +282,7 @@ def placement_of(config: Config, gpus: int | None = None) -> Placement:
 
 
 def _default_roles(config: Config, train: tuple[int, ...], gpus: int) -> Roles:
-    """Place roles that nobody placed: all GPUs do both, or, on the CPU, each has its own slot."""
+    """Place roles without --placement: GPUs do both; on the CPU each process has its own slot."""
     first = len(train)
     if gpus == 0:
         slots = range(first, first + (config.rollout.num_samplers or 1))
@@ -294,14 +296,14 @@ def _default_roles(config: Config, train: tuple[int, ...], gpus: int) -> Roles:
 def _reward_devices(
     config: Config, train: tuple[int, ...], rollout: tuple[int, ...], per_node: int
 ) -> tuple[int, ...]:
-    """Give reward models the last GPU that trains, or the first slot that is free."""
+    """Give reward models the last GPU that trains, or the first free slot."""
     if not hosts_reward(config):
         return ()
     return train[-1:] if per_node else (max((*train, *rollout)) + 1,)
 
 
 def hosts_reward(config: Config) -> bool:
-    """Tell whether a reward model runs on this machine's devices: no server, not set to `cpu`."""
+    """Return whether a reward model runs on this machine's devices: not served, not on `cpu`."""
     return any(
         not is_url(str(model.settings.path)) and model.settings.device != "cpu"
         for model in models_of(config.reward)
@@ -309,7 +311,7 @@ def hosts_reward(config: Config) -> bool:
 
 
 def describe_placement(placement: Placement) -> list[str]:
-    """Say who works where, in sentences."""
+    """Return sentences about which devices do what."""
     size = placement.devices_per_node
     if placement.alone:
         return [f"one process on {'the GPU' if size else 'the CPU'} trains and samples"]
@@ -318,6 +320,7 @@ def describe_placement(placement: Placement) -> list[str]:
         kind = "GPU" if size else "CPU slot"
         return f"{kind}{'s' if len(devices) > 1 else ''} {format_devices(tuple(devices))}"
 
+    # Who trains and who samples.
     rollout = tuple(device for sampler in placement.rollout for device in sampler)
     samplers = _count_noun(len(placement.rollout), "sampler")
     if size:
@@ -338,9 +341,11 @@ def describe_placement(placement: Placement) -> list[str]:
         sentences.append(f"reward models on {on(placement.reward)}{beside}")
     if placement.judge and size:
         sentences.append(f"the judge's server on {on(placement.judge)}")
+    # Devices without work.
     busy = {*placement.train, *placement.reward, *placement.judge, *rollout}
     if idle := [device for device in range(placement.nodes * size) if device not in busy]:
         sentences.append(f"{on(idle)} {'does' if len(idle) == 1 else 'do'} nothing")
+    # Several nodes.
     if placement.nodes > 1 and size:
         spans = [range(node * size, (node + 1) * size) for node in range(placement.nodes)]
         sentences.append(
@@ -357,14 +362,14 @@ def _count_noun(number: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class PlanPart:
-    """A part of a plan: sentences for people, and for programs what JSON takes."""
+    """A part of a plan: sentences for people, and facts for programs."""
 
     sentences: tuple[str, ...]
     facts: dict[str, Any]
 
 
 def device_plan(config: Config, gpus: int | None = None) -> PlanPart:
-    """Lay out who works where; `gpus` are those visible on this node, None looks."""
+    """Return the plan of the devices; `gpus` is the number visible here, None counts them."""
     placement = placement_of(config, gpus)
     engine, sampler = engine_name(config, gpus), sampler_name(config, gpus)
     sentences = [
@@ -400,7 +405,7 @@ def _describe_gpus(gpus: Sequence[Gpu]) -> list[str]:
 
 
 def _describe_ranks(config: Config, gpus: int | None) -> list[str]:
-    """Tell how several ranks hold the models and share the rows."""
+    """Say how several ranks hold the models and share the rows."""
     ranks, rows = learner_ranks(config, gpus), data_ranks(config, gpus)
     tensor, size = config.trainer.tensor_parallel_size, config.actor.fsdp_config.fsdp_size
     shards = rows if size == -1 else size
@@ -419,7 +424,7 @@ def _describe_ranks(config: Config, gpus: int | None) -> list[str]:
 
 
 def local_judge(config: Config) -> Judge | None:
-    """The judge that the run starts, if it has one."""
+    """Return the judge that the run starts, if there is one."""
     return next((j for j in judges_of(config.reward) if j.settings.type == "local"), None)
 
 

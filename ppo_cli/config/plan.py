@@ -1,8 +1,8 @@
-"""Resolved settings before a run: a second judge by default, the plan, and all of them as YAML.
+"""The plan of a run: values with origins, arithmetic, reward, devices and memory; settings as YAML.
 
-The plan has values with origins, batch arithmetic, reward calls and the mixture. The second judge
-reads a share of the responses and rewards none (rewards/judge/monitor.py). Only commands that train
-or plan a training ask for one: it is no part of resolving.
+Here too is the default second judge, which scores a share of the responses and rewards none
+(rewards/judge/monitor.py). Only commands that train or plan a training add one, so that resolving
+does not.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ from ppo_cli.redact import mask_secrets, redact, redact_url
 
 # Providers that need no more than a key.
 _PUBLIC = ("claude", "openai", "gemini", "dashscope")
+# The section of the second judge.
 _MONITOR = "reward.api.monitor"
 
 
 def add_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolved:
-    """Return the settings with a second judge, where none was asked for and one can be had.
+    """Return the settings with a second judge when none was chosen and the key of one is set.
 
-    None where a budget is set: what nobody asked for must not use it up. All judges of the run
-    must be at public addresses: what is judged at an own server may not be meant for others.
+    With a budget there is none: a judge that nobody chose must not spend it. All judges of the run
+    must be at public addresses: responses that go to a private server may not go to others.
     """
     judges = [judge.settings for judge in judges_of(resolved.config.reward)]
     monitor_origins = (
@@ -59,6 +60,7 @@ def add_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolved
         return resolved
     if any(api.monitor.model or not _is_public(api.type, api, environ) for api in judges):
         return resolved
+    # A chosen provider limits the candidates; else all public ones that do not judge already.
     named = resolved.origins[f"{_MONITOR}.type"] != DEFAULT
     candidates = (resolved.config.reward.api.monitor.type,) if named else _PUBLIC
     used_types = {api.type for api in judges}
@@ -76,9 +78,10 @@ def add_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolved
         return resolved
     kind, key = available[0]
     model, share = JUDGES[kind].example, judges[0].monitor.share
+    # A budget is for the judges that were chosen.
     if any(api.has_budget for api in judges):
         note = (
-            f"{key} is set, but there is a budget, so no second judge reads along unasked: "
+            f"{key} is set, but there is a budget, so no second judge is added by itself: "
             f"--rm_monitor_type {kind} --rm_monitor_model {model} names one."
         )
         return replace(resolved, notes=(*resolved.notes, note))
@@ -87,6 +90,7 @@ def add_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolved
         "second judge that rewards nothing (judge/drift); --rm_monitor_model none switches it off."
     )
     values: dict[str, Any] = {"type": kind, "model": model}
+    # A run does not stop because of a judge that nobody chose.
     if resolved.origins[f"{_MONITOR}.required"] == DEFAULT:
         values["required"] = False
     changed = _set_monitor(resolved, values, f"default: {key} is set")
@@ -96,10 +100,10 @@ def add_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolved
 def restore_second_judge(
     resolved: Resolved, checkpoint: Path | None, tell: Callable[[str], None]
 ) -> Resolved:
-    """Return the settings with the second judge, or none, that the run of a checkpoint began with.
+    """Return the settings with the second judge, or none, with which the checkpoint's run began.
 
-    A drift is measured against one and the same judge, and a run that has sent its responses to
-    one provider does not begin to send them to another. What was asked for stays.
+    Drift is measured against one judge, and a run that sends its responses to one provider must not
+    start to send them to another. A second judge that was chosen stays.
     """
     monitor = resolved.config.reward.api.monitor
     if checkpoint is None or monitor.model is None or monitor.required:
@@ -117,12 +121,14 @@ def restore_second_judge(
     now = changed.config.reward.api.monitor
     if now == monitor:
         return resolved
-    tell(f"This run began with {now.model or 'no model'} as its second judge, and goes on so.")
+    tell(
+        f"This run began with {now.model or 'no model'} as its second judge and continues with it."
+    )
     return changed
 
 
 def _is_public(kind: str, api: ApiReward | None, environ: Mapping[str, str]) -> bool:
-    """Whether a judge is asked at the public address of its provider."""
+    """Return whether a judge is at the public address of its provider."""
     moved = any(environ.get(name, "").strip() for name in JUDGES[kind].url_variables)
     own_address = api is not None and api.base_url is not None
     return (
@@ -134,7 +140,7 @@ def _is_public(kind: str, api: ApiReward | None, environ: Mapping[str, str]) -> 
 
 
 def _set_monitor(resolved: Resolved, values: Mapping[str, Any], origin: str) -> Resolved:
-    """Return the settings with these values of the second judge."""
+    """Return the settings with these values for the second judge."""
     reward = resolved.config.reward
     monitor = reward.api.monitor.model_copy(update=dict(values))
     api = reward.api.model_copy(update={"monitor": monitor})
@@ -147,13 +153,14 @@ SHOWN_FIELDS = ("name", "kind", "weight", "scaling", "mean", "std", "clip", "onl
 
 
 def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
-    """Lay out a reward that scores this many responses.
+    """Return the plan of a reward that scores this many responses.
 
-    Its sentences are none where one rule, function or judge scores alone.
+    There are no sentences when one rule, function or judge scores alone.
     """
     parts = mixture_of(reward)
     total = mixture_line(parts) if parts else None
     sentences, models, calls = [total] if total else [], [], {}
+    # Reward models: how each is read.
     for model in models_of(reward):
         path, name = redact_url(str(model.settings.path)), model.name.removeprefix("the ")
         facts: dict[str, Any] = {"part": model.part, "path": path, "adapter": None}
@@ -165,6 +172,7 @@ def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
             facts["problem"] = redact(str(error))
             sentences.append(f"{name}: {path} cannot be read: {facts['problem']}")
         models.append(facts)
+    # Judges of parts: how often each is called.
     for judge in judges_of(reward):
         if judge.part is not None:
             count = calls[judge.part] = _multiply(responses, judge.settings.votes)
@@ -179,7 +187,7 @@ def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration laid out for reading."""
+    """A configuration and everything that follows from it, for people and for programs."""
 
     values: dict[str, tuple[Any, str]]
     arithmetic: dict[str, int | None]
@@ -190,7 +198,7 @@ class Plan:
     memory: PlanPart
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON takes it."""
+        """Return the plan as JSON values."""
         values = {k: {"value": v, "origin": o} for k, (v, o) in self.values.items()}
         return {
             "values": values,
@@ -203,9 +211,9 @@ class Plan:
 
 
 def make_plan(resolved: Resolved) -> Plan:
-    """Lay out a resolved configuration: values, arithmetic and remarks.
+    """Return the plan of a resolved configuration.
 
-    ConfigError tells the settings that would keep a run from starting, on whatever machine.
+    ConfigError has the settings that would keep a run from starting on any machine.
     """
     if wrong := refused_settings(resolved):
         raise ConfigError(wrong)
@@ -233,7 +241,7 @@ def make_plan(resolved: Resolved) -> Plan:
 
 
 def batch_arithmetic(config: Config) -> dict[str, int | None]:
-    """Return the batch arithmetic of a step and of the run; None is not known before it."""
+    """Return counts for a step and for the run; None is a count that is unknown before the run."""
     batch, n, rows = config.data.train_batch_size, config.rollout.n, train_rows(config)
     sums: dict[str, int | None] = {
         "prompts_per_step": batch,
@@ -241,6 +249,7 @@ def batch_arithmetic(config: Config) -> dict[str, int | None]:
         "responses_per_step": batch * n,
         "train_rows": rows,
     }
+    # Optimizer steps of each model.
     steps = _steps(config, rows)
     sums["total_steps"] = steps
     sums |= _count_updates("actor", config, config.actor, config.actor.ppo_mini_batch_size)
@@ -251,6 +260,7 @@ def batch_arithmetic(config: Config) -> dict[str, int | None]:
         if a_step is not None:
             sums[f"{who}_optimizer_steps"] = _multiply(a_step, steps)
     calls = _reward_calls(config, steps)
+    # Dynamic sampling may sample several batches for one step.
     groups = config.algorithm.filter_groups
     if groups.enable:
         max_batches = groups.max_num_gen_batches or (rows and most_gen_batches(config, rows))
@@ -276,7 +286,7 @@ def _count_updates(who: str, config: Config, part: Trained, mini: int) -> dict[s
 
 
 def _micro_batches(config: Config, part: Trained, sequences: int) -> int:
-    """Return the micro-batches of one rank when every response is as long as it may be."""
+    """Return the micro-batches of one rank if every response has the maximum length."""
     rank_sequences = math.ceil(sequences / data_ranks(config))
     longest = config.data.max_prompt_length + config.data.max_response_length
     fits = max(1, micro_batch_tokens(config, part.ppo_max_token_len_per_gpu) // longest)
@@ -293,6 +303,7 @@ def _steps(config: Config, rows: int | None) -> int | None:
 
 def _reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:
     a_step = gen_batch(config) * config.rollout.n
+    # remax also scores a greedy response to each prompt.
     if ESTIMATORS[config.algorithm.adv_estimator].baseline:
         a_step += config.data.train_batch_size
     rounds = _validations(config, steps) if config.data.val_files else 0
@@ -334,7 +345,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _describe_arithmetic(sums: dict[str, int | None]) -> list[str]:
-    """Tell the arithmetic as one reads it: from prompts to optimizer steps."""
+    """Return the counts as sentences, from prompts to optimizer steps."""
     lines = [
         "a step: {prompts_per_step} prompts x {responses_per_prompt} = "
         "{responses_per_step} responses = {reward_calls_per_step} reward calls",
@@ -357,6 +368,7 @@ def _describe_arithmetic(sums: dict[str, int | None]) -> list[str]:
         "the run: {train_rows} training rows, {total_steps} steps, "
         "{actor_optimizer_steps} actor optimizer steps"
     )
+    # Reward calls, with those of validation.
     validations = (
         "{reward_calls_validation} of them for {validation_rounds} validations of "
         "{validation_rows} rows"
@@ -371,7 +383,7 @@ def _describe_arithmetic(sums: dict[str, int | None]) -> list[str]:
 
 
 def _singular(line: str) -> str:
-    """Say `1 epoch` for `1 epochs`."""
+    """Write `1 epoch` for `1 epochs`."""
     things = "prompt|response|mini-batch|micro-batch|epoch|step|validation|row|optimizer step"
     return re.sub(rf"(?<![\d,])1 ((?:actor |training )?(?:{things}))(?:es|s)\b", r"1 \1", line)
 
@@ -390,6 +402,7 @@ def _yaml_lines(resolved: Resolved) -> Iterator[str]:
     opened: set[str] = set()
     for key, origin in resolved.origins.items():
         *groups, leaf = key.split(".")
+        # Open each group once, in the order of the schema.
         for depth, group in enumerate(groups):
             if (name := ".".join(groups[: depth + 1])) not in opened:
                 opened.add(name)
@@ -399,7 +412,7 @@ def _yaml_lines(resolved: Resolved) -> Iterator[str]:
 
 
 class _OnOneLine(yaml.SafeDumper):
-    """Writes texts in quotes, so that none is taken for something else."""
+    """Writes texts in quotes, so that YAML reads none as another type."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", data, style='"')

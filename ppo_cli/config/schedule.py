@@ -1,4 +1,4 @@
-"""Learning rates over a run, and what becomes of them when a run gets more steps."""
+"""Learning rates over a run, and how they change when a run gets more steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ LEAST_CHANGE = 1e-6  # relative; metrics.jsonl holds rates as they were computed
 
 
 def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
-    """Share of the peak learning rate in training step `step` (from 0).
+    """Return the share of the peak learning rate in training step `step` (from 0).
 
-    Linear warm-up that starts above zero, then constant or a half cosine down to
+    A linear warm-up that starts above zero, then constant or a half cosine down to
     `min_lr_ratio` at the last step.
     """
+    # Warm-up in steps, or -1 for a share of the run.
     warmup = optim.lr_warmup_steps
     if warmup < 0:
         warmup = math.ceil(optim.lr_warmup_steps_ratio * total_steps)
@@ -34,8 +35,8 @@ def describe_lr_jumps(
 ) -> Iterator[str]:
     """Yield a sentence for each model whose learning rate jumps after the step of `last_line`.
 
-    That is a line of metrics.jsonl. A rate jumps where the schedule over `total_steps` is not the
-    one that gave the last step its rate.
+    `last_line` is a line of metrics.jsonl. A rate jumps when the schedule over `total_steps` is not
+    the one that set the rate of that step.
     """
     step = int(last_line["step"])
     for name, optim in (("actor", config.actor.optim), ("critic", config.critic.optim)):
@@ -44,6 +45,7 @@ def describe_lr_jumps(
         if rate is None or step >= total_steps:
             continue
         rates = f"{rate:.2g}", f"{after:.2g}"
+        # The last rate does not follow from this schedule, and the change is visible.
         if not math.isclose(rate, before, rel_tol=LEAST_CHANGE) and rates[0] != rates[1]:
             verb = "rises" if after > rate else "falls"
             yield (

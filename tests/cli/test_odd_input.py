@@ -65,7 +65,10 @@ def test_settings_and_flags(desk: Path, capfd: pytest.CaptureFixture[str]) -> No
         "aliases": (["--config", "bomb.yaml"], "holds more than"),
         "depth": (["--config", "deep.yaml"], "nested too deeply"),
         "size": (["--config", "large.yaml"], "bytes, more than"),
-        "a key twice inside a list": (["--config", "inner.yaml"], "line 2: the key 'a' stands"),
+        "a key twice inside a list": (
+            ["--config", "inner.yaml"],
+            "line 2: the key 'a' is repeated",
+        ),
         "NUL": (["--config", "nul.yaml"], "'a\\0b' is not text in UTF-8"),
         "an alias in an override": (["data.apply_chat_template_kwargs={a: &a [*a]}"], "error: "),
         "a folder's bytes": (["--output_dir", "o/\udcff"], "'o/\\udcff' is not text in UTF-8."),
@@ -77,7 +80,7 @@ def test_settings_and_flags(desk: Path, capfd: pytest.CaptureFixture[str]) -> No
     ):  # fmt: skip
         mistakes[repr(address)] = (
             ["--use_api_reward", "--rm_base_url", address],
-            "is no address" if "\0" not in address else "is not text",
+            "is not an address" if "\0" not in address else "is not text",
         )
     commands = {
         f"{name} ({word})": ([word, *args], fragment)

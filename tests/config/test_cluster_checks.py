@@ -57,7 +57,7 @@ def proven_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         # Placement
         ("trainer.placement=trian:0,rollout:1", "trainer.placement: there is no role 'trian'"),
-        ("trainer.placement=train:0-x", "trainer.placement: '0-x' is no device; write a number"),
+        ("trainer.placement=train:0-x", "trainer.placement: '0-x' is not a device; write a number"),
         ("trainer.placement=rollout:0", "names no device for train; write train:0-3,rollout:4-7"),
         ("trainer.placement=train:0,reward:1", "names no device for rollout"),
         (f"{EIGHT} trainer.placement=train:0-7,rollout:8", "names GPU 8 for rollout, but the last"),

@@ -385,7 +385,7 @@ def test_limits_of_the_gap_between_sampler_and_trainer_are_read_as_verls() -> No
     )
     assert read("seq_mean_k1", "4") == "[('seq_mean_k1', 0.25, 4.0)]"
     for names, limits, said in (
-        ("geometric", "1", "'geometric' is none of token_k1"),
+        ("geometric", "1", "'geometric' is not one of token_k1"),
         ("token_k2", "", "belong together"),
         ("token_k2", "0.5_2", "one number"),
         ("token_k2", "-1", "one number"),

@@ -16,6 +16,7 @@ STANDS = {
     "cli.bridge": "a command of its own; with it, train is over the cap",
     "cluster.engine": "the engine itself; driver_process is the process around it",
     "cluster.node_facts": "what is compared; nodes is how nodes meet",
+    "config.checks.run": "the checks of one subject of several, behind the runner",
     "engine.sharding.tensor_parallel": "another way to split a model than load's pieces",
     "engine.training.experts": "what routers do; with it, actor_critic holds two ideas",
     "engine.simulation.counters": "counters for any code; benchmarks use them on other trainers",

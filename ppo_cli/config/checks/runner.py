@@ -1,7 +1,7 @@
 """Runs all checks of a configuration: what clashes, what is missing here, what deserves a remark.
 
 Each check is a function next to the subject that it concerns (run, devices, models, rewards,
-judge_server, reward_models); settings without effect are declared with the settings (unused).
+judge_server); settings without effect are declared with the settings (unused).
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from ppo_cli.config.checks.devices import (
     unusable_gpus,
 )
 from ppo_cli.config.checks.judge_server import judge_server_remarks, missing_for_judge_server
-from ppo_cli.config.checks.models import broken_models, check_heads
-from ppo_cli.config.checks.reward_models import check_reward_models, missing_models
+from ppo_cli.config.checks.models import (
+    broken_models,
+    check_heads,
+    check_reward_models,
+    missing_models,
+)
 from ppo_cli.config.checks.rewards import (
     check_judges,
     check_mixture,

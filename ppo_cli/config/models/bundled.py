@@ -1,8 +1,8 @@
 """Files that ship with the program: small model, prompts, presets, judge prompts.
 
-In a source tree presets and judge prompts lie at the top; in an installed wheel inside the
-package. In settings, `embedded` stands for the bundled model or prompt
-set, and `one-digit-sums` for a smaller prompt set.
+In a source tree, presets and judge prompts are at the top; in an installed wheel, in the package.
+In settings, `embedded` means the bundled model or prompt set, and `one-digit-sums` a smaller prompt
+set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def bundled_path(*parts: str) -> Path:
-    """Return where a bundled file or folder lies, such as `presets` or `embedded/model`."""
+    """Return the path of a bundled file or folder, such as `presets` or `embedded/model`."""
     inside = PACKAGE.joinpath(*parts)
     beside = PACKAGE.parent.joinpath(*parts)
     return inside if inside.exists() or not beside.exists() else beside
@@ -31,7 +31,7 @@ def model_folder(path: str) -> str:
 
 
 def prompt_files(files: Iterable[str], split: Literal["train", "val"]) -> tuple[str, ...]:
-    """Return prompt files with the names of bundled sets replaced by that split's file."""
+    """Return prompt files, with names of bundled sets replaced by their file of this split."""
     bundled = {
         EMBEDDED: bundled_path("embedded", f"{split}.jsonl"),
         ONE_DIGIT: bundled_path("embedded", f"one-digit-sums.{split}.jsonl"),
@@ -50,6 +50,7 @@ def preset_path(name: str) -> Path:
     chosen = ALIASES.get(name, name)
     if chosen in names:
         return bundled_path("presets") / f"{chosen}.yaml"
+    # The nearest alias, the only preset that contains the name, or the nearest preset.
     part_of = [preset for preset in names if name and name in preset]
     if near := did_you_mean(name, ALIASES):
         hint = near
@@ -60,8 +61,9 @@ def preset_path(name: str) -> Path:
     else:
         hint = f" Known: {', '.join(part_of or names)}."
     if name.endswith((".yaml", ".yml")) or "/" in name:
-        hint = f" A file of your own goes to --config {name}."
+        hint = f" Name a file with --config {name}."
     raise ConfigError(f"there is no preset '{name}'.{hint}")
 
 
+# Short names of presets.
 ALIASES = {"gsm8k": "gsm8k-qwen2.5-0.5b", "7b": "qwen2.5-7b-8gpu", "lora": "lora-low-memory"}

@@ -1,7 +1,8 @@
-"""What is known of models: judges by provider, reward models by config and tensor names.
+"""Known models: judge providers, and how reward models are recognised.
 
-A folder's name alone decides nothing. A hub model that was not fetched yet is chosen by its
-name, and checked again when its files are there. Tensor names are read without torch.
+A reward model is recognised by its config and tensor names, which are read without torch. A hub
+model that is not downloaded yet is recognised by its name, and checked again once its files are
+there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ppo_cli.redact import redact_url
 
 @dataclass(frozen=True)
 class JudgeApi:
-    """A provider of judges, as far as settings go: a row of judges.toml, which explains them."""
+    """The settings of a judge provider: a row of judges.toml, which explains the fields."""
 
     keys: tuple[str, ...]
     url: str
@@ -49,11 +50,12 @@ def _judges() -> dict[str, JudgeApi]:
     return {name: JudgeApi(**row) for name, row in rows.items()}
 
 
+# All providers by name; a new one is a table of judges.toml.
 JUDGES: dict[str, JudgeApi] = _judges()
 
 
 def effective_provider(kind: str, environ: Mapping[str, str]) -> str:
-    """The type that a judge's type means here: the SDK of some has a variable for another one."""
+    """Return the provider that is really called: some SDKs switch by an environment variable."""
     for name, row in JUDGES.items():
         for variable in row.replaces.get(kind, "").split():
             if environ.get(variable, "").strip().lower() in ("true", "1"):
@@ -64,10 +66,11 @@ def effective_provider(kind: str, environ: Mapping[str, str]) -> str:
 def missing_sdk_settings(
     kind: str, environ: Mapping[str, str], *, base_url: str | None, key_env: str | None
 ) -> list[str]:
-    """Return a sentence for each variable and package, keys aside, that a judge's SDK lacks."""
+    """Return a sentence for each variable or package, keys aside, that a judge's SDK lacks."""
     row, problems = JUDGES[kind], []
     for names, what in row.needs.items():
         variables = names.split()
+        # A set base_url replaces the variables with an address.
         moved = base_url and set(variables) & set(row.url_variables)
         if not moved and not any(environ.get(name, "").strip() for name in variables):
             problems.append(f"A judge at {kind} needs {' or '.join(variables)}: {what}.")
@@ -82,7 +85,8 @@ def missing_sdk_settings(
 
 
 def shutdown_date(provider: str, model: str) -> datetime.date | None:
-    """Return the day on which a provider shuts a model down; None when none is known."""
+    """Return the day on which a provider shuts down a model; None when it is unknown."""
+    # Names of models may have a suffix such as a date: the longest match wins.
     days = {
         name: day
         for day, names in JUDGES[provider].shutdowns.items()
@@ -93,8 +97,10 @@ def shutdown_date(provider: str, model: str) -> datetime.date | None:
     return datetime.date.fromisoformat(day) if day else None
 
 
+# Protocol of a served reward model -> endings of its address.
 SERVED = {"vllm": ("/classify", "/pooling"), "openrlhf": ("/get_reward",)}
 KEY = "reward.model.adapter"
+# Beginnings of tensor names that identify a head.
 GATED = ("regression_layer.", "reward_transform_matrix", "gating.")
 # Value heads of TRL, OpenRLHF and critics, which are refused with the advice below.
 VALUE = ("v_head.summary.", "v_head.", "value_head.", "reward_head.")
@@ -112,7 +118,7 @@ CLASSIFIER = (
 
 @dataclass(frozen=True)
 class AdapterChoice:
-    """An adapter's name, and in a few words why it is this one."""
+    """The name of an adapter, and why it was chosen."""
 
     adapter: str
     reason: str
@@ -120,7 +126,7 @@ class AdapterChoice:
 
 @dataclass(frozen=True)
 class CheckpointSigns:
-    """What a checkpoint shows of itself."""
+    """The config and tensor names by which a checkpoint is recognised."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -128,7 +134,7 @@ class CheckpointSigns:
     has_template: bool
 
     def heads(self, *prefixes: str) -> tuple[str, ...]:
-        """Tensors of a head, by how their names begin."""
+        """Return the tensors whose names start with one of the prefixes, in the order of these."""
         tensors = [name for name in self.tensors if name.startswith(prefixes)]
         return tuple(
             sorted(tensors, key=lambda name: (_place(name, prefixes), name.endswith("bias"), name))
@@ -136,26 +142,26 @@ class CheckpointSigns:
 
     @property
     def name(self) -> str:
-        """Names that the checkpoint goes by, in lower case."""
+        """The folder and the name in the config, in lower case."""
         return f"{self.folder.resolve()} {self.config.get('_name_or_path', '')}".lower()
 
     @property
     def gives_each_token_a_value(self) -> bool:
-        """Whether a token classifier's class wrote the checkpoint."""
+        """Whether a token classifier wrote the checkpoint, which scores each token."""
         listed = self.config.get("architectures")
         return isinstance(listed, list) and str([*listed, ""][0]).endswith("ForTokenClassification")
 
 
 def is_url(path: str) -> bool:
-    """Whether a reward model is named by the address of its server."""
+    """Return whether a reward model is named by the address of its server."""
     return path.startswith(("http://", "https://"))
 
 
 def choose_adapter(path: str, adapter: str | None = None) -> AdapterChoice:
-    """Choose how the reward model at `path` (folder, hub name or URL) is read.
+    """Return how the reward model at `path` (folder, hub name or URL) is read.
 
-    `wanted`, an adapter of such a path (config/model_checks.py sees to that), overrides the choice
-    where the checkpoint can be read so.
+    A set `adapter` wins if it can read the checkpoint; config/checks/models.py checks that it fits
+    the kind of path.
     """
     if is_url(path):
         return _choose_protocol(path, adapter)
@@ -171,12 +177,13 @@ def choose_adapter(path: str, adapter: str | None = None) -> AdapterChoice:
 
 
 def find_model_folder(path: str) -> Path | None:
-    """The folder of a model on this machine: itself, or the hub's cache; None when not here."""
+    """Return the folder of a model on this machine, or its hub snapshot; None without either."""
     local = Path(path).expanduser()
     if local.is_dir():
         return local
     if local.exists():
-        raise ModelError(f"--reward_model {path} is a file; give the folder that it lies in.")
+        raise ModelError(f"--reward_model {path} is a file; give the folder that contains it.")
+    # Only `owner/name` can be a hub model.
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(describe_missing_folder(path, "--reward_model"))
     # The newest complete snapshot of a hub model in the local cache.
@@ -189,7 +196,7 @@ def find_model_folder(path: str) -> Path | None:
 
 
 def describe_missing_folder(path: str, flag: str) -> str:
-    """Say that there is no such model folder, with the nearest that there is."""
+    """Return the message about a missing model folder, with the nearest existing one."""
     local = Path(path).expanduser()
     parent = local.parent
     names = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
@@ -197,7 +204,7 @@ def describe_missing_folder(path: str, flag: str) -> str:
 
 
 def read_signs(folder: Path) -> CheckpointSigns:
-    """Read the config and the tensor names of a checkpoint; refuse what is no model."""
+    """Return config and tensor names of a checkpoint; ModelError when it is not a model."""
     config = read_json(folder / "config.json")
     if not config and (folder / "adapter_config.json").is_file():
         raise ModelError(
@@ -206,13 +213,14 @@ def read_signs(folder: Path) -> CheckpointSigns:
     tensors = tensor_names(folder)
     if not tensors:
         raise ModelError(
-            f"{folder} holds no weights (*.safetensors, *.bin or *.pt), so it is no model."
+            f"{folder} holds no weights (*.safetensors, *.bin or *.pt), so it is not a model."
         )
     if not (folder / "config.json").is_file() and "v_head.weight" not in tensors:
         raise ModelError(
-            f"{folder} holds no config.json, so nobody can say what its weights are: copy the "
-            "one that belongs to them there."
+            f"{folder} holds no config.json, which describes its weights: copy "
+            "the matching one there."
         )
+    # A chat template tells a decoder with a score head from an encoder of pairs.
     template = (folder / "chat_template.jinja").is_file() or bool(
         read_json(folder / "tokenizer_config.json").get("chat_template")
     )
@@ -258,7 +266,7 @@ def _armorm(signs: CheckpointSigns) -> str | None:
 
 
 def _starling(signs: CheckpointSigns) -> str | None:
-    """`v_head.weight` alone is Starling's class, where the body has that class's names."""
+    """Starling: a head named `v_head.weight`, on a body with the names of its class."""
     if "v_head.weight" not in signs.tensors or signs.heads(*CLASSIFIER, "v_head.summary."):
         return None
     for stem in ("transformer", "model.model"):
@@ -278,10 +286,10 @@ def _pair(signs: CheckpointSigns) -> str | None:
 
 @dataclass(frozen=True)
 class HeadPattern:
-    """How a kind of reward model is recognised, before anything is loaded.
+    """How a kind of reward model is recognised before it is loaded.
 
-    `recognise` gives the reason why a checkpoint is of this kind, if it is; the first kind that
-    does so reads it. `rewards/models/heads.py` has the network of each kind, by the same name.
+    `recognise` returns the reason why a checkpoint is of this kind, or None; the first kind with a
+    reason reads it. `rewards/models/heads.py` has the network of each kind, by the same name.
     """
 
     recognise: Callable[[CheckpointSigns], str | None]
@@ -289,6 +297,7 @@ class HeadPattern:
     hub_names: tuple[str, ...] = ()  # patterns in lower case
 
 
+# In the order in which they are tried.
 HEADS = {
     "seqcls": HeadPattern(_seqcls, CLASSIFIER, ("skywork/skywork-reward-*",)),
     "armorm": HeadPattern(_armorm, GATED, ("rlhflow/armorm-llama3-8b-v0.1",)),
@@ -306,14 +315,14 @@ def _choose_protocol(url: str, protocol: str | None) -> AdapterChoice:
             if path.endswith(ending):
                 return AdapterChoice(adapter, f"its address ends in {ending}")
     raise RewardError(
-        f"{redact_url(url)} does not say how the server is asked; say it with "
+        f"{redact_url(url)} does not name the protocol of the server; name it with "
         "--reward_model_adapter: vllm or openrlhf (or let the address end in /classify or "
         "/get_reward)."
     )
 
 
 def hub_cache() -> Path:
-    """Where the hub's client keeps what it fetched."""
+    """Return the download folder of the Hugging Face hub client."""
     env = os.environ
     if folder := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
         return Path(os.path.expanduser(os.path.expandvars(folder)))
@@ -327,6 +336,6 @@ def _place(name: str, prefixes: tuple[str, ...]) -> int:
 
 
 def _shorten_list(names: tuple[str, ...]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names and the number of the others."""
     rest = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return (", ".join(names[:2]) if rest else " and ".join(names)) + rest

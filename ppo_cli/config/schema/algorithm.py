@@ -1,8 +1,8 @@
-"""Settings of the algorithm and of the models that are trained: verl's names, no wrapper.
+"""Settings of the algorithm and of the trained models, and how a setting is declared.
 
-And how a setting is declared: default, range, one line of help, and its flag and variable.
-Everything that the command line, the plan and the reference page know of a setting is read from
-its declaration, so that it is written down once.
+The names are verl's without the wrapper. A declaration has every fact about a setting: default,
+range, help, flag, variable, whether a change makes another run, and when it has no effect. The
+command line, the plan, the checks and the reference page read it from there.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 
-# How long a value stays: a checkpoint loads under no other; another one makes another run; it makes
-# another eval (an address: a run's judge may move, but rows of two judges are never mixed); each
-# start of a run may have its own (speed, placement, logs, cadence, spending, length).
+# How far a value is fixed. checkpoint: a checkpoint loads with no other value. run: another value
+# makes another run. eval: it makes another eval, though a run may continue (an address: the judge
+# may move, but rows of two judges are never mixed). start: each start may choose (speed, placement,
+# logs, cadence, spending, length).
 Identity = Literal["checkpoint", "run", "eval", "start"]
 
 
 class Section(BaseModel):
-    """A frozen group of settings that refuses keys it does not know."""
+    """A frozen group of settings; unknown keys are refused."""
 
-    # What a setting's declaration says unless it names its own.
+    # Of settings in this section that do not declare theirs.
     identity: ClassVar[Identity] = "run"
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -65,7 +66,7 @@ def section(kind: type[Section], *, unused: str | None = None) -> Any:
 
 
 def checked(check: Callable[[Any], object]) -> AfterValidator:
-    """Refuse a value that is set where `check` raises a ValueError, which says what is wrong."""
+    """Return a validator that refuses a value for which `check` raises a ValueError."""
 
     def refuse(value: Any) -> Any:
         if value is not None:
@@ -76,7 +77,7 @@ def checked(check: Callable[[Any], object]) -> AfterValidator:
 
 
 def check_not_zero(number: int) -> None:
-    """Refuse a 0 where -1 stands for never, or for all."""
+    """Refuse 0 where -1 means never or all."""
     if number == 0:
         raise ValueError("0 means nothing; use -1 or 1 and up")
 
@@ -91,16 +92,19 @@ def _check_betas(betas: tuple[float, float]) -> None:
         )
 
 
+# Choices come from the tables of estimators and losses; type checkers see plain text.
 if TYPE_CHECKING:
     EstimatorName = str
     LossName = str
 else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
     LossName = Literal[tuple(POLICY_LOSSES)]
+# verl's names; seq-mean-token-sum-norm is Dr. GRPO's (arXiv 2503.20783).
 AggregationMode = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 ]  # fmt: skip
+# Schulman's estimators by two names each; with + the gradient is that of k2.
 KlKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
@@ -172,7 +176,7 @@ class Sharding(Section):
 
 
 class Trained(Section):
-    """What actor and critic have in common."""
+    """Settings that actor and critic share."""
 
     strategy: Literal["fsdp2", "fsdp", "megatron"] = setting(
         "fsdp2", "Sharding back end.", identity="start"
@@ -201,7 +205,7 @@ class Trained(Section):
 
 
 class PolicyLoss(Section):
-    """Which policy loss, and what some of them read."""
+    """Which policy loss, and parameters of some of them."""
 
     loss_mode: LossName = setting(
         "vanilla",
@@ -243,6 +247,7 @@ class Actor(Trained):
     ppo_epochs: int = setting(
         1, "Passes over the rollouts for the actor.", flag="--ppo_epochs", env="PPO_EPOCHS", ge=1
     )
+    # The clipped surrogate (arXiv 1707.06347); clip-higher is DAPO's (arXiv 2503.14476).
     clip_ratio: float = setting(
         0.2, "PPO clip range.", flag="--clip_ratio", env="CLIP_RATIO", usual=(0.05, 0.5), gt=0.0,
         lt=1.0, unused="no_clip",
@@ -266,6 +271,7 @@ class Actor(Trained):
     )
     policy_loss: PolicyLoss = section(PolicyLoss)
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.", usual=(0.0, 0.1), ge=0.0)
+    # KL to the reference, in the loss.
     use_kl_loss: bool = setting(False, "Add the KL to the reference to the actor loss.")
     kl_loss_coef: float = setting(
         0.001, "Weight of the KL loss.", usual=(0.0, 0.5), ge=0.0, unused="no_kl_loss"
@@ -364,6 +370,7 @@ class KlControl(Section):
 class RolloutCorrection(Section):
     """Importance weights and rejection for the mismatch between sampler and trainer."""
 
+    # Which log-probs count as old, and weights for the mismatch.
     bypass_mode: bool | None = setting(
         None,
         "Take old log-probs from the sampler; unset: where it computes with the actor's weights in "
@@ -450,6 +457,7 @@ class Algorithm(Section):
         (), "Parts of the reward that gdpo normalises one by one, by name."
     )
     gdpo_reward_weights: tuple[float, ...] = setting((), "Their weights; unset is 1 for each.")
+    # KL to the reference, in the reward.
     use_kl_in_reward: bool = setting(
         True, "Subtract kl_coef times the KL from token rewards; unset it is off with a KL loss."
     )

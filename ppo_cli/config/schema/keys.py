@@ -21,12 +21,12 @@ from ppo_cli.config.schema.algorithm import Identity, Section
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import did_you_mean
 
-# Words of verl that are read, and then refused with what to use instead: never suggested.
+# Words of verl that are read and then refused with what to use instead; never suggested.
 NOT_OFFERED: Final = frozenset({"megatron", "sglang", "trtllm"})
 
 
 def offered_choices(choices: Iterable[Any]) -> list[str]:
-    """Return the words of a choice that work."""
+    """Return the choices that this program offers."""
     return [str(choice) for choice in choices if choice not in NOT_OFFERED]
 
 
@@ -55,7 +55,7 @@ class Key:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that are allowed, for a setting that takes one of a few."""
+        """The allowed words of a setting with a fixed choice; empty for others."""
         item = get_args(self.kind)[0] if self.is_list else self.kind
         return tuple(str(a) for a in get_args(item)) if get_origin(item) is Literal else ()
 
@@ -70,7 +70,7 @@ class Clash:
 
 @cache
 def table() -> dict[str, Key]:
-    """Return every setting by its dotted name, in the schema's order."""
+    """Return every setting by dotted name, in the order of the schema."""
     return keys_of(Config)
 
 
@@ -91,7 +91,7 @@ def sections() -> frozenset[str]:
 
 
 def find_key(name: str) -> Key | None:
-    """Return the setting of this name; `a.b.c` finds `a.b` when that takes free-form keys."""
+    """Return the setting of this name; `a.b.c` finds `a.b` when that has free-form keys."""
     settings = table()
     if name in settings:
         return settings[name]
@@ -106,17 +106,19 @@ def find_key(name: str) -> Key | None:
 def suggest_key(name: str, *, strict: bool = False) -> str:
     """Return ` Did you mean …?` for a key that is not known, or an empty string.
 
-    `strict` takes it for another program's key, of which ours is no other spelling unless it stands
-    in the same group and has the same words.
+    `strict` is for keys of another program: one of ours is suggested only from the same group and
+    with the same number of words.
     """
     settings = table()
     group, _, leaf = name.rpartition(".")
+    # Another program's key: only a near spelling in the same group.
     if strict:
         beside = {k.rpartition(".")[2]: k for k in settings if k.rpartition(".")[0] == group}
         siblings = [k for k in beside if len(k.split("_")) == len(leaf.split("_"))]
         near = get_close_matches(leaf, siblings, n=1, cutoff=0.85)
         return f" Did you mean '{beside[near[0]]}'?" if near else ""
     for key in settings.values():
+        # A flag's name, then the same last word in another group.
         if key.flag and leaf == key.flag.removeprefix("--"):
             return f" Did you mean '{key.name}' ({key.flag})?"
     same_leaf = [k for k in settings if k.rsplit(".", 1)[-1] == leaf]
@@ -137,7 +139,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def set_nested(tree: dict[str, Any], name: str, value: Any) -> str:
-    """Put a value into a tree of groups; return the name of a plain value in its way, if any."""
+    """Put a value into a tree of groups; return the name of a plain value that blocks it, or ""."""
     *path, leaf = name.split(".")
     for depth, part in enumerate(path):
         if tree.get(part) is None:
@@ -150,7 +152,7 @@ def set_nested(tree: dict[str, Any], name: str, value: Any) -> str:
 
 
 def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by dotted name as the tree of groups that pydantic takes."""
+    """Return values by dotted name as the nested dict that pydantic validates."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         set_nested(tree, name, value)
@@ -158,7 +160,7 @@ def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validation_messages(error: ValidationError, keys: Mapping[str, Key]) -> dict[str, str]:
-    """Return what pydantic refuses of values, by the dotted name of the setting."""
+    """Return a message for each value that pydantic refused, by dotted name."""
     messages = {}
     for detail in error.errors():
         dotted = [
@@ -166,7 +168,7 @@ def validation_messages(error: ValidationError, keys: Mapping[str, Key]) -> dict
         ]
         for name in [name for name in dotted if name in keys][:1]:
             expected = describe_range(keys[name]) or detail["msg"]
-            from_validator = detail["type"] == "value_error"  # a sentence of ours
+            from_validator = detail["type"] == "value_error"  # raised by a validator of the schema
             messages[name] = (
                 str(detail["ctx"]["error"])
                 if from_validator
@@ -180,6 +182,7 @@ def describe_range(key: Key) -> str:
     if key.choices:
         return "one of " + ", ".join(offered_choices(key.choices))
     comparisons = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    # pydantic keeps limits in metadata objects with one attribute each.
     limits = [
         f"{comparisons[name]} {_shown(limit)}" for name, limit in key.limits if name in comparisons
     ]

@@ -1,4 +1,4 @@
-"""Settings of the reward: rules, functions, reward models, judges and their mixtures."""
+"""Settings of the reward: rules, functions, reward models, judges and mixtures."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ else:
     JudgeType = Literal[tuple(JUDGES)]
 
 
-# Blanks and control characters, which a parser of addresses may pass over in silence.
+# Blanks and control characters, which urlsplit drops without an error.
 _NOT_IN_URL = re.compile(r"[\s\x00-\x1f\x7f\\<>\"^`{|}]")
+# `1-10`, `1 to 10`, `0..5`: two integers and a separator.
 _SCALE = re.compile(r"\s*(-?\d{1,6})\s*(?:-|–|—|~|:|to|\.\.\.?)\s*(-?\d{1,6})\s*")
+# Every level is named to the judge; more than this is a slip of the keyboard.
 _MOST_LEVELS = 1001
+# What responses are compared with, other than a column of the row.
 COMPARED = ("pairs", "list", "base", "ground_truth")
 _OF_ROW = re.compile(r"extra_info(\.[\w-]{1,80})+")
 DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
 
 
 def check_address(url: str) -> None:
-    """Raise ValueError for what is no address: blanks, no host, a colon without a port."""
+    """Raise ValueError for a malformed address: blanks, no host, a colon without a port."""
     try:
         parts = urlsplit(url.strip())
         complete = bool(parts.hostname) and parts.port != 0 and not parts.netloc.endswith(":")
@@ -41,13 +44,13 @@ def check_address(url: str) -> None:
     if not fits or _NOT_IN_URL.search(url.strip()):
         shown = redact_url(url).rpartition("@")[2]
         raise ValueError(
-            f"{shown!r} is no address; write it with http:// or https:// and without blanks, "
+            f"{shown!r} is not an address; write it with http:// or https:// and without blanks, "
             "such as http://localhost:8000/v1"
         )
 
 
 def check_judge_address(url: str) -> None:
-    """Raise ValueError for what no SDK takes, or holds a secret; the secret is not repeated."""
+    """Raise ValueError for an address that SDKs refuse, or that holds a secret (not shown)."""
     check_address(url)
     parts = urlsplit(url.strip())
     if "@" in parts.netloc:
@@ -58,7 +61,7 @@ def check_judge_address(url: str) -> None:
     if parts.query or parts.fragment:
         raise ValueError(
             "has something after a '?' or '#'; leave it out: keys come from the environment, and "
-            "the rest is added by the provider's own library"
+            "the provider's library adds the rest"
         )
 
 
@@ -102,15 +105,16 @@ def _check_template(template: str) -> None:
 
 def _check_device_name(name: str) -> None:
     if not DEVICE.fullmatch(name):
-        raise ValueError(f"'{name}' is no device; use cpu, cuda or cuda:1")
+        raise ValueError(f"'{name}' is not a device; use cpu, cuda or cuda:1")
 
 
+# Types of settings that several sections share.
 Address = Annotated[str | None, checked(check_judge_address)]
 Variable = Annotated[str | None, checked(_check_variable_name)]
 
 
 class Monitor(Section):
-    """A second judge that is only compared with the first; it rewards nothing."""
+    """A second judge that is only compared with the first; its scores reward nothing."""
 
     identity: ClassVar[Identity] = "start"
     type: JudgeType = setting(
@@ -143,7 +147,7 @@ class Monitor(Section):
     )  # fmt: skip
     labels: str | None = setting(
         None, "File of responses with a label by people (columns prompt, response, label), which "
-        "the judge itself reads anew every so often: 32 rows at most.",
+        "the judge itself scores again every so often: at most 32 rows.",
         flag="--rm_monitor_labels",
     )  # fmt: skip
     labels_every: int = setting(
@@ -153,7 +157,7 @@ class Monitor(Section):
 
 
 class LocalJudge(Section):
-    """vLLM's server of a judge that the run starts itself (type local)."""
+    """The vLLM server of a judge that the run starts itself (type local)."""
 
     devices: tuple[int, ...] = setting(
         (), "GPUs of the judge; unset: those that --placement names for judge.", identity="start"
@@ -198,6 +202,7 @@ class ApiReward(Section):
         None, "Variable that holds the key, if not the provider's usual one.",
         flag="--rm_key_env", identity="start",
     )  # fmt: skip
+    # What the judge is asked.
     prompt_preset: Literal["math", "code", "dialogue", "safety"] = setting(
         "dialogue",
         "Bundled judge prompt.",
@@ -232,6 +237,7 @@ class ApiReward(Section):
         None, "Answer to ask for: a JSON object, or a last line `Score: N`; unset: what the "
         "prompt file says, else json.", flag="--rm_output", unused="fixed_output",
     )  # fmt: skip
+    # How it answers.
     mode: Literal["text", "decision", "compare"] = setting(
         "text", "Read a written verdict, ask a decision endpoint for probabilities, or compare "
         "responses with each other.", flag="--rm_mode",
@@ -287,6 +293,7 @@ class ApiReward(Section):
         None, "Seconds after which a slow call is asked a second time; unset: never.",
         flag="--rm_hedge_after", gt=0.0, identity="start", unused="hedge_after_timeout",
     )  # fmt: skip
+    # Failures and outages.
     on_failure: Literal["mask", "batch_mean", "stop"] = setting(
         "mask", "What becomes of a response without a verdict.", flag="--rm_on_failure"
     )
@@ -302,6 +309,7 @@ class ApiReward(Section):
         None, "File of the verdict cache, or `off`; unset: one for all runs of this user.",
         flag="--rm_cache", env="RM_CACHE", identity="start",
     )  # fmt: skip
+    # Spending.
     budget_usd: float | None = setting(
         None, "Most to spend, in US dollars.", flag="--rm_budget_usd", gt=0.0, identity="start"
     )
@@ -320,6 +328,7 @@ class ApiReward(Section):
         None, "US dollars for a million output tokens.", flag="--rm_price_output", ge=0.0,
         identity="start",
     )  # fmt: skip
+    # Monitoring.
     canary_every: int = setting(
         50, "Steps between two tests of the judge with worthless replies; 0: never, and no check "
         "of its verdicts at the start.",
@@ -363,7 +372,8 @@ class ModelReward(Section):
         None, "Commit, tag or branch of a hub model.", unused="model_is_served"
     )
     tokenizer: str | None = setting(
-        None, "Tokenizer, where it does not lie with the model (served models: for the template)."
+        None,
+        "Tokenizer, when it is not in the folder of the model (served models: for the template).",
     )
     dtype: Literal["float32", "bfloat16"] | None = setting(
         None,
@@ -402,7 +412,7 @@ class ModelReward(Section):
         (), "Weights of the rows of a head with several; a head with one row needs none."
     )
     self_test: Literal["strict", "warn", "off"] = setting(
-        "strict", "See before the run that good answers score above bad ones; warn only tells.",
+        "strict", "Check before the run that good answers score above bad ones; warn only tells.",
         flag="--reward_model_self_test", identity="start",
     )  # fmt: skip
     key_env: Variable = setting(
@@ -480,7 +490,7 @@ class Composite(Section):
 
 
 class Shaping(Section):
-    """What is taken off or done to scores before advantages; validation is left alone."""
+    """Penalties and scaling of scores before advantages; validation scores stay raw."""
 
     overlong_buffer: int | None = setting(
         None, "Tokens before max_response_length over which the penalty grows (DAPO); unset: off.",
@@ -571,5 +581,5 @@ class Reward(Section):
     composite: Composite = section(Composite)
     shaping: Shaping = section(Shaping)
 
-    # Free-form values have no hash: what is read of a reward is kept for the object.
+    # Free-form values have no hash; caches of mixtures are keyed by the object.
     __hash__ = object.__hash__

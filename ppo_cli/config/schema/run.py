@@ -1,6 +1,6 @@
-"""The one schema of a run: every key, its default, range, help, flag and variable.
+"""The schema of a run: every key with its default, range, help, flag and variable.
 
-verl's names without the `actor_rollout_ref.` wrapper. Defaults live here and nowhere else.
+The names are verl's without the `actor_rollout_ref.` wrapper. Defaults are declared here alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from ppo_cli.config.schema.algorithm import (
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.errors import refuse_address
 
+# The model that a run trains when none is named and a GPU is there.
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
+# How weights travel to vLLM, and where they are while a shared GPU trains.
 Transfer = Literal["memory", "gloo", "nccl", "ipc"]
 Sleep = Literal["keep", "offload", "discard"]
 
@@ -64,6 +66,7 @@ class Model(Section):
     trust_remote_code: bool = setting(
         False, "Run Python code that comes with the model.", identity="start", consent=True
     )
+    # LoRA.
     lora_rank: int = setting(
         0, "Rank of the actor's LoRA adapter; 0 trains all.", flag="--lora_rank", ge=0,
         identity="checkpoint",
@@ -87,6 +90,7 @@ class Model(Section):
         identity="start",
         unused="no_adapter_sent",
     )
+    # How a learner computes.
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = setting(
         None,
         "Attention kernel; unset: sdpa where a trial at the start gives the same numbers as eager.",
@@ -110,6 +114,7 @@ class Model(Section):
 class Data(Section):
     """Prompts in."""
 
+    # Files and batches.
     train_files: tuple[str, ...] = setting(
         (), "Prompt files or hub sets to train on.", flag="--train_files", env="TRAIN_FILES",
         files=True, identity="checkpoint",
@@ -127,6 +132,7 @@ class Data(Section):
     gen_batch_size: int | None = setting(
         None, "Prompts sampled at once under algorithm.filter_groups; unset is the batch.", ge=1
     )
+    # Lengths in tokens, and prompts that are too long.
     max_prompt_length: int = setting(
         512, "Longest prompt, in tokens.", flag="--max_prompt_length", env="MAX_PROMPT_LENGTH", ge=1
     )
@@ -142,6 +148,7 @@ class Data(Section):
     system_prompt: str | None = setting(
         None, "Put in front of prompts that have no system message.", flag="--system_prompt"
     )
+    # How a row becomes a prompt.
     prompt_key: str = setting("prompt", "Column that holds the prompt.")
     reward_fn_key: str = setting("data_source", "Column that chooses the rule.")
     apply_chat_template: bool = setting(True, "Render prompts with the chat template.")
@@ -166,7 +173,7 @@ class ValSampling(Section):
 
 
 def _drop_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is null: verl's own files write an argument that is not given like that."""
+    """Drop arguments that are null: verl's files write unset arguments like that."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -188,6 +195,7 @@ def _check_stop_texts(stop: tuple[str, ...]) -> None:
 class Rollout(Section):
     """How training samples."""
 
+    # Which sampler, and how it draws.
     name: Literal["hf", "vllm", "sglang", "trtllm"] | None = setting(
         None,
         "Sampler; unset takes vllm on GPUs where it is installed and several work, else hf.",
@@ -213,6 +221,7 @@ class Rollout(Section):
         1, "GPUs that one sampler spans.", flag="--rollout_tp", env="ROLLOUT_TP_SIZE", ge=1,
         identity="start",
     )  # fmt: skip
+    # Speed and memory of the sampler.
     gpu_memory_utilization: float = setting(
         0.5, "Share of GPU memory for the sampler.", flag="--gpu_memory_utilization",
         env="GPU_MEMORY_UTILIZATION", gt=0.0, le=1.0, identity="start", unused="hf_sampler",
@@ -238,6 +247,7 @@ class Rollout(Section):
         identity="start",
         unused="hf_sampler",
     )
+    # How the sampler gets new weights.
     weight_transfer: Literal["auto", Transfer] = setting(
         "auto",
         "How new weights reach vLLM; auto: nccl or ipc (shared GPUs) where the self-test has "
@@ -271,6 +281,7 @@ class Trainer(Section):
     """The run: how long, where to, on what."""
 
     identity: ClassVar[Identity] = "start"
+    # Length of the run.
     total_epochs: int = setting(
         1, "Passes over the training set.", flag="--epochs", env="TOTAL_EPOCHS", ge=1
     )
@@ -279,6 +290,7 @@ class Trainer(Section):
         env="MAX_STEPS", ge=1,
     )  # fmt: skip
     critic_warmup: int = setting(0, "Steps that train only the critic.", ge=0, identity="run")
+    # The run folder, and what happens to an earlier run in it.
     output_dir: Annotated[str, checked(refuse_address)] = setting(
         "./outputs", "Run folder.", flag="--output_dir", env="OUTPUT_DIR", min_length=1
     )
@@ -288,6 +300,7 @@ class Trainer(Section):
     seed: int = setting(
         42, "Seed of everything.", flag="--seed", env="SEED", ge=0, lt=2**31, identity="checkpoint"
     )
+    # Cadence of checkpoints and validations.
     save_freq: NotZero = setting(
         50, "Steps between checkpoints; -1 saves only at the end.", flag="--save_freq", ge=-1
     )
@@ -309,6 +322,7 @@ class Trainer(Section):
     max_nonfinite_steps: int = setting(
         3, "Non-finite gradients in a row after which the run stops.", ge=1
     )
+    # Devices, nodes and processes.
     engine: Literal["local", "ray", "verl"] | None = setting(
         None,
         "Where the work runs; unset takes local for one device, ray for more; verl is another "
@@ -372,6 +386,7 @@ class Trainer(Section):
         0, "Steps that sampling may run ahead of training.", flag="--async_steps", ge=0, le=16,
         identity="run",
     )  # fmt: skip
+    # What a run survives.
     max_restarts: int = setting(
         3,
         "Lost workers or nodes after which the run stops.",

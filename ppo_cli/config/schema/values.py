@@ -20,7 +20,7 @@ from ppo_cli.config.models.known_models import VALUE_HEAD_ADVICE
 from ppo_cli.config.schema.keys import Key, offered_choices
 from ppo_cli.errors import did_you_mean
 
-# Far more than settings need, few enough to be read in a second.
+# Far more than settings need, and read within a second: a YAML bomb has millions.
 MAX_YAML_NODES = 100_000
 YES = frozenset({"true", "yes", "on", "1"})
 NO = frozenset({"false", "no", "off", "0"})
@@ -30,13 +30,13 @@ REMOVED_CHOICES = {"value_head": VALUE_HEAD_ADVICE}
 
 
 class Quoted(str):
-    """A text that was written in quotes: a setting that takes text takes it as it stands."""
+    """A text that was written in quotes: text settings keep it unchanged."""
 
     __slots__ = ()
 
 
 def unquote(raw: str) -> str:
-    """Return what a variable or an override says, without quotes around the whole of it."""
+    """Return the text of a variable or an override, without quotes that surround all of it."""
     text = raw.strip()
     mark = text[:1]
     if len(text) >= 2 and mark in ("'", '"') and text.find(mark, 1) == len(text) - 1:
@@ -45,14 +45,14 @@ def unquote(raw: str) -> str:
 
 
 def is_unset(raw: Any) -> bool:
-    """Tell whether a raw value is null, in any of its spellings."""
+    """Return whether a raw value is null in any spelling."""
     return raw is None or (isinstance(raw, str) and raw.lower() in UNSET)
 
 
 def read_value(key: Key, raw: Any) -> Any:
-    """Turn a raw value into the type of its setting; ValueError says in words what is wrong.
+    """Return a raw value in the type of its setting; ValueError says what is wrong.
 
-    Quotes make no list, number, switch or null into text, except where text is wanted.
+    Quotes do not turn a list, number, switch or null into text unless the setting is text.
     """
     texts = key.kind is str or key.is_list
     if (key.optional or key.is_list) and is_unset(raw) and not (texts and isinstance(raw, Quoted)):
@@ -80,13 +80,14 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> yaml.Node | None:
 def load_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
     """Return the value of a YAML document with `parse_yaml`'s limits; raises YAMLError.
 
-    A key that stands twice in one group is refused: PyYAML by itself takes the last.
+    A repeated key in one group is refused; PyYAML would keep the last.
     """
     root = parse_yaml(text, loader)
     if root is None:
         return None
+    # Checked before construction, while line numbers are known.
     for key in repeated_keys(root):
-        raise _yaml_error(key, f"the key '{key.value}' stands twice in one group")
+        raise _yaml_error(key, f"the key '{key.value}' is repeated in one group")
     maker = loader("")
     try:
         return maker.construct_document(root)
@@ -97,14 +98,15 @@ def load_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
 
 
 def _count_nodes(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Return how many values a node stands for with its aliases written out."""
+    """Return the number of values below a node, with its aliases expanded."""
     if isinstance(node, yaml.ScalarNode):
         return 1
     size = sizes.get(id(node), -1)
     if size > 0:
         return size
+    # 0 marks a node that is being counted: an alias to it would never end.
     if size == 0:
-        raise _yaml_error(node, "what stands here contains itself by an alias (*)")
+        raise _yaml_error(node, "this value contains itself by an alias (*)")
     sizes[id(node)] = 0
     pairs = isinstance(node, yaml.MappingNode)
     inner = [item for pair in node.value for item in pair] if pairs else node.value
@@ -116,7 +118,7 @@ def _count_nodes(node: yaml.Node, sizes: dict[int, int]) -> int:
 
 
 def repeated_keys(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
-    """Yield each key below a node that its group has already."""
+    """Yield each key below a node that is repeated in its group."""
     if isinstance(node, yaml.ScalarNode):
         return
     seen: set[str] = set()
@@ -134,7 +136,7 @@ def _yaml_error(node: yaml.Node, why: str) -> yaml.YAMLError:
 
 
 def read_free(raw: Any) -> Any:
-    """Read a value of a free-form setting: YAML's types, quotes keep text as text."""
+    """Return a free-form value in the type that YAML gives it; quoted text stays text."""
     if isinstance(raw, Quoted):
         return str(raw)
     if isinstance(raw, list):
@@ -148,6 +150,7 @@ def read_free(raw: Any) -> Any:
 
 
 def _read(kind: Any, raw: Any) -> Any:
+    # By the declared type: a choice, a list, text or several texts, a group, or a scalar.
     origin = get_origin(kind)
     if origin is Literal:
         return _choice(tuple(get_args(kind)), raw)
@@ -173,6 +176,7 @@ def _text(raw: Any) -> str:
 
 
 def _utf8(text: str) -> str:
+    # NUL and lone surrogates would break files and HTTP bodies later.
     if not text.isprintable() and re.search("[\0\ud800-\udfff]", text):
         shown = text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
         raise ValueError(f"'{shown}' is not text in UTF-8")
@@ -185,6 +189,7 @@ def _number(raw: Any) -> float:
         value = float(text)
     except ValueError:
         raise ValueError(f"'{text}' is not a number") from None
+    # float() accepts `1_000` and True, which are slips in a settings file.
     if isinstance(raw, bool) or "_" in text:
         raise ValueError(f"'{text}' is not a number")
     if not math.isfinite(value):
@@ -205,7 +210,7 @@ def _integer(raw: Any) -> int:
 
 
 def read_switch(raw: Any) -> bool:
-    """Read `true`, `off` and their like; ValueError for anything else."""
+    """Return the bool of `true`, `off` and similar words; ValueError for anything else."""
     text = _scalar(raw, "true or false")
     if text.lower() in YES:
         return True
@@ -226,7 +231,7 @@ def _choice(choices: tuple[Any, ...], raw: Any) -> Any:
 def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
     parts = parse_list(raw, text=items[0] is str)
     if items[1:] == (...,):
-        if items[0] is str:  # in quotes, spaces around an item are a part of it
+        if items[0] is str:  # in quotes, spaces around an item belong to it
             return tuple(_utf8(str(p)) if isinstance(p, Quoted) else _text(p) for p in parts)
         return tuple(_read(items[0], part) for part in parts)
     if len(parts) != len(items):
@@ -235,9 +240,9 @@ def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
 
 
 def parse_list(raw: Any, *, text: bool = False) -> list[Any]:
-    """Return the items of a list in any of its spellings; ValueError where it is none.
+    """Return the items of a list in any spelling; ValueError when it is not a list.
 
-    Where items are `text`, a comma inside quotes is a part of the item.
+    With `text`, a comma inside quotes belongs to the item.
     """
     if isinstance(raw, tuple):
         return [part for item in raw for part in parse_list(item, text=text)]
@@ -253,12 +258,13 @@ def parse_list(raw: Any, *, text: bool = False) -> list[Any]:
 
 
 def list_files(raw: Any) -> list[Any]:
-    """Return the names in a list of files; commas in the name of an existing file divide nothing.
+    """Return the names in a list of files; commas in names of existing files do not split them.
 
-    Of several ways to join unquoted parts the one with the longest existing name is taken.
+    Of several ways to join unquoted parts, the longest existing name wins.
     """
     if isinstance(raw, tuple):
         return [name for item in raw for name in list_files(item)]
+    # Parts that are separate already, joined again where a comma belongs to a name.
     if not isinstance(raw, str) or (isinstance(raw, Quoted) and not _bracketed(raw)):
         parts = parse_list(raw, text=True)
         return _join_existing(
@@ -268,6 +274,7 @@ def list_files(raw: Any) -> list[Any]:
         pieces = raw.split(",")
         return _join_existing(pieces, lambda first, end: [",".join(pieces[first:end])])
     parse_list(raw)  # refuses what is not a list
+    # A bracketed list: marks of the YAML nodes give the text between two items.
     text = f"[{raw[1:-1]}]"
     node = parse_yaml(text, yaml.BaseLoader)
     nodes = node.value if isinstance(node, yaml.SequenceNode) else []
@@ -278,7 +285,7 @@ def list_files(raw: Any) -> list[Any]:
 
 
 def _join_existing(parts: list[Any], join: Callable[[int, int], list[str]]) -> list[Any]:
-    """Return the parts, neighbours joined where together they are the name of a file or folder."""
+    """Return the parts, with neighbours joined that together name an existing file or folder."""
     names: list[Any] = []
     first = 0
     while first < len(parts):
@@ -297,7 +304,7 @@ def _join_existing(parts: list[Any], join: Callable[[int, int], list[str]]) -> l
 
 
 def _exists(name: str) -> bool:
-    """Tell whether a name is that of a file, a folder or, as FOLDER:SPLIT, a part of a folder."""
+    """Return whether a name is a file, a folder, or FOLDER:SPLIT."""
     folder = name.rpartition(":")[0]
     return os.path.exists(os.path.expanduser(name)) or os.path.isdir(os.path.expanduser(folder))
 
@@ -326,6 +333,7 @@ def _mapping(raw: Any) -> dict[str, Any]:
     return {str(k): v for k, v in value.items()}
 
 
+# How each scalar type is read.
 _SCALARS: dict[Any, Callable[[Any], Any]] = {
     str: _text,
     float: _number,

@@ -42,7 +42,7 @@ class Expectation:
 
 
 def normalize(raw: Any) -> str:
-    """Return a value in one spelling: 1e-3 and 0.001 are the same, as are None and nothing."""
+    """Return a value in one spelling: 1e-3 equals 0.001, and None equals nothing."""
     text = re.sub(r"[\s'\"]", "", str(raw)).lower()
     if text in ("", "none", "[]", "{}"):
         return "null"
@@ -53,7 +53,7 @@ def normalize(raw: Any) -> str:
 
 
 def _tighter_limit(first: DerivedValue, second: DerivedValue) -> DerivedValue:
-    """Of two limits on one thing the tighter one holds; an unset one is no limit."""
+    """Return the smaller of two limits on one thing; an unset limit is none."""
 
     def tighter(value: Lookup) -> Any:
         limits = [late.compute(value) for late in (first, second)]
@@ -63,7 +63,7 @@ def _tighter_limit(first: DerivedValue, second: DerivedValue) -> DerivedValue:
 
 
 class TranslationState:
-    """What the layers that were read so far have come to; remembers what spans several."""
+    """Collects what the translated layers set, demand and remark; it spans several layers."""
 
     def __init__(
         self,
@@ -89,6 +89,7 @@ class TranslationState:
 
     def put(self, entry: Entry, name: str, raw: Any) -> None:
         """Set one of our settings; two names for it in one layer must agree."""
+        # The same setting by another name in this layer: agree, combine, or report.
         new = Entry(name, raw, entry.origin)
         earlier_name, old = self._settings.pop(name, (self.entry_name, new))
         if earlier_name != self.entry_name:
@@ -110,19 +111,21 @@ class TranslationState:
         self.problems.append(f"{entry.origin}: {text}")
 
     def tell(self, entry: Entry, remark: str) -> None:
-        """Remark on a key that was taken; keys with one remark are told in one sentence."""
+        """Remark on an accepted key; keys with the same remark share a sentence."""
         self._remarks.setdefault((entry.origin, remark), []).append(entry.name)
 
     def note(self, entry: Entry, text: str) -> None:
-        """Remark on an entry that was taken."""
+        """Remark on an accepted entry."""
         self.notes.append(f"{entry.origin}: {entry.name}: {text}.")
 
     def demand(self, entry: Entry, holds: Callable[[Lookup], bool], otherwise: str) -> None:
-        """Ask for something that can be seen only when all settings are known."""
+        """Record something that can only be checked when all settings are known."""
         self.expectations.append(Expectation(entry.origin, holds, otherwise))
 
 
+# One budget serves all log-prob computations here; verl has one for each.
 BUDGET: Final = "ref.log_prob_max_token_len_per_gpu"
+# verl's words for precisions.
 PRECISIONS: Final = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 TRANSLATIONS: Final[
     dict[str, Callable[[TranslationState, Entry], None]]
@@ -143,22 +146,22 @@ def _count(raw: Any) -> int:
 def _translates(
     names: str, read: Callable[[Any], Any] = lambda raw: raw, *, null: bool = True
 ) -> Callable[[Translation], Translation]:
-    """Declare what turns settings of these names; PART stands for actor and critic.
+    """Declare a function that translates these names; PART stands for actor and critic.
 
-    The turn is given what `read` makes of the raw value; its ValueError is a problem of the entry.
-    Without `null` a null asks for nothing.
+    The function receives what `read` makes of the raw value; a ValueError of `read` is a problem of
+    the entry. Without `null`, a null value sets nothing.
     """
 
     def declare(turn: Translation) -> Translation:
-        def take(reading: TranslationState, entry: Entry) -> None:
+        def take(state: TranslationState, entry: Entry) -> None:
             if is_unset(entry.raw) and not null:
                 return
             try:
                 value = read(entry.raw)
             except ValueError as error:
-                reading.problem(entry, f"{entry.name}: {error}.")
+                state.problem(entry, f"{entry.name}: {error}.")
             else:
-                turn(reading, entry, value)
+                turn(state, entry, value)
 
         for name in names.split():
             for part in ("actor", "critic") if "PART" in name else ("",):
@@ -169,12 +172,12 @@ def _translates(
 
 
 def _rename_values(names: str, values: Mapping[str, Any], target: str = "") -> None:
-    """Declare names of `own`, or of the same setting here, with other words for some values."""
+    """Declare names of `target`, or of our setting of the same name, with other words."""
 
     @_translates(names)
-    def put(reading: TranslationState, entry: Entry, raw: Any) -> None:
+    def put(state: TranslationState, entry: Entry, raw: Any) -> None:
         word = "null" if is_unset(raw) else str(raw).strip().lower()
-        reading.put(entry, target or entry.name, values.get(word, raw))
+        state.put(entry, target or entry.name, values.get(word, raw))
 
 
 _rename_values("PART.optim.optimizer", {"adamw": "AdamW", "adamw8bit": "AdamW8bit"})
@@ -192,17 +195,17 @@ _rename_values(
 
 
 @_translates("PART.use_dynamic_bsz training.use_dynamic_batchsize", read_switch)
-def _dynamic(reading: TranslationState, entry: Entry, on: bool) -> None:
-    """Token budgets are what a micro-batch is cut by, unless its size is set."""
+def _dynamic(state: TranslationState, entry: Entry, on: bool) -> None:
+    """Token budgets cut micro-batches when dynamic batches are on, unless a size is set."""
     named = entry.name.partition(".")[0]
     for part in ("actor", "critic") if named == "training" else (named,):
-        reading.dynamic[part] = on
+        state.dynamic[part] = on
         size = f"{part}.ppo_micro_batch_size_per_gpu"
         if on:
-            reading.put(entry, size, DerivedValue(lambda value: None))
+            state.put(entry, size, DerivedValue(lambda value: None))
         else:
             problem = f"without dynamic batches set the size of a micro-batch: {size}=4."
-            reading.demand(entry, partial(_is_set, size), problem)
+            state.demand(entry, partial(_is_set, size), problem)
 
 
 def _is_set(name: str, value: Lookup) -> bool:
@@ -210,32 +213,32 @@ def _is_set(name: str, value: Lookup) -> bool:
 
 
 @_translates("PART.ppo_micro_batch_size_per_gpu")
-def _micro(reading: TranslationState, entry: Entry, raw: Any) -> None:
-    """Take the size of a micro-batch; with token budgets it does not count, as in verl."""
+def _micro(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Set the size of a micro-batch; with token budgets it is ignored, as in verl."""
     part = entry.name.partition(".")[0]
-    reading.put(
-        entry, entry.name, DerivedValue(lambda value: None if reading.dynamic.get(part) else raw)
+    state.put(
+        entry, entry.name, DerivedValue(lambda value: None if state.dynamic.get(part) else raw)
     )
-    reading.sized[part] = entry
+    state.sized[part] = entry
 
 
 @_translates("PART.ppo_micro_batch_size", _count, null=False)
-def _global_micro(reading: TranslationState, entry: Entry, total: int) -> None:
-    """Share the deprecated size over all ranks, as verl did."""
+def _global_micro(state: TranslationState, entry: Entry, total: int) -> None:
+    """Divide the deprecated total size by the number of ranks, as verl did."""
     part = entry.name.partition(".")[0]
     target = f"{part}.ppo_micro_batch_size_per_gpu"
 
     def per_gpu(value: Lookup) -> int | None:
-        if reading.dynamic.get(part):
+        if state.dynamic.get(part):
             return None
-        ranks = _ranks(value, reading.environ)
+        ranks = _ranks(value, state.environ)
         if total % ranks:
             raise ValueError(
                 f"{entry.name} {total} is not divisible by {ranks} ranks; set {target} instead."
             )
         return total // ranks
 
-    reading.put(entry, target, DerivedValue(per_gpu))
+    state.put(entry, target, DerivedValue(per_gpu))
 
 
 def _budget_of(part: str) -> str:
@@ -247,9 +250,9 @@ def _budget_of(part: str) -> str:
     "critic.forward_max_token_len_per_gpu reward_model.forward_max_token_len_per_gpu",
     _count, null=False,
 )  # fmt: skip
-def _tokens(reading: TranslationState, entry: Entry, count: int) -> None:
-    """A token budget: of several the smallest holds."""
-    reading.put(entry, _budget_of(entry.name.partition(".")[0]), DerivedValue(lambda value: count))
+def _tokens(state: TranslationState, entry: Entry, count: int) -> None:
+    """Set a token budget; the smallest of several wins."""
+    state.put(entry, _budget_of(entry.name.partition(".")[0]), DerivedValue(lambda value: count))
 
 
 @_translates(
@@ -259,34 +262,35 @@ def _tokens(reading: TranslationState, entry: Entry, count: int) -> None:
     "reward_model.micro_batch_size_per_gpu reward_model.micro_batch_size",
     _count, null=False,
 )  # fmt: skip
-def _rows(reading: TranslationState, entry: Entry, count: int) -> None:
-    """A count of sequences becomes the token budget that as many of the longest need.
+def _rows(state: TranslationState, entry: Entry, count: int) -> None:
+    """Turn a number of sequences into the token budget of that many longest sequences.
 
-    With token budgets it does not count, as in verl.
+    With token budgets it is ignored, as in verl.
     """
     part, shared = entry.name.partition(".")[0], not entry.name.endswith("_per_gpu")
     target = _budget_of(part)
 
     def budget(value: Lookup) -> int | None:
-        if target == BUDGET and reading.dynamic.get("critic" if part == "critic" else "actor"):
+        if target == BUDGET and state.dynamic.get("critic" if part == "critic" else "actor"):
             return None
+        # The longest sequence: prompt and response, or what the reward model reads.
         longest = value("data.max_prompt_length") + value("data.max_response_length")
         if target != BUDGET:
             longest = value("reward.model.max_length") or longest
-        rows = max(1, count // _ranks(value, reading.environ)) if shared else count
+        rows = max(1, count // _ranks(value, state.environ)) if shared else count
         return rows * int(longest)
 
     if target == BUDGET:
-        reading.note(
+        state.note(
             entry,
             f"it sets {BUDGET} here, to the tokens of {entry.raw} of the longest sequences"
             f"{' over all ranks' if shared else ''}; of several such sizes the smallest holds",
         )
-    reading.put(entry, target, DerivedValue(budget))
+    state.put(entry, target, DerivedValue(budget))
 
 
 def _ranks(value: Lookup, environ: Mapping[str, str]) -> int:
-    """Count the ranks that share rows, from settings that are not a whole configuration yet."""
+    """Return the ranks that share rows, from settings that are not yet a whole configuration."""
     gpus, workers = value("trainer.n_gpus_per_node"), value("trainer.num_workers")
     if value("trainer.placement") is not None:
         ranks = len(read_placement(value("trainer.placement")).get("train", ()))
@@ -304,12 +308,14 @@ def _ranks(value: Lookup, environ: Mapping[str, str]) -> int:
 
 
 @_translates("distributed.data_parallel_size", _count)
-def _data_parallel(reading: TranslationState, entry: Entry, size: int) -> None:
-    """The ranks that share the rows; times those that split each layer, all that train.
+def _data_parallel(state: TranslationState, entry: Entry, size: int) -> None:
+    """Set the number of devices from the ranks that share rows.
 
-    They are GPUs where some are visible or asked for, else worker processes.
+    That number times the ranks that split each layer is all that train: GPUs where some are visible
+    or set, else worker processes.
     """
-    on_gpus = gpu_count(reading.environ) > 0
+    # GPUs or worker processes, as this machine has them.
+    on_gpus = gpu_count(state.environ) > 0
 
     def ranks(value: Lookup) -> int:
         return size * int(value("trainer.tensor_parallel_size"))
@@ -327,8 +333,8 @@ def _data_parallel(reading: TranslationState, entry: Entry, size: int) -> None:
         return bool(placed) or device_count == ranks(value)
 
     key = f"trainer.{'n_gpus_per_node' if on_gpus else 'num_workers'}"
-    reading.put(entry, key, DerivedValue(devices, yields=True))
-    reading.demand(
+    state.put(entry, key, DerivedValue(devices, yields=True))
+    state.demand(
         entry,
         fits,
         f"{entry.name} {entry.raw} times trainer.tensor_parallel_size is not the number of "
@@ -337,11 +343,12 @@ def _data_parallel(reading: TranslationState, entry: Entry, size: int) -> None:
 
 
 @_translates("rollout.val_kwargs.do_sample", read_switch)
-def _greedy_validation(reading: TranslationState, entry: Entry, on: bool) -> None:
+def _greedy_validation(state: TranslationState, entry: Entry, on: bool) -> None:
+    """Without sampling, validation has temperature 0."""
     if not on:
-        reading.put(entry, "rollout.val_kwargs.temperature", "0")
+        state.put(entry, "rollout.val_kwargs.temperature", "0")
         return
-    reading.demand(
+    state.demand(
         entry,
         lambda value: value("rollout.val_kwargs.temperature") > 0,
         "sampled validation needs a temperature: rollout.val_kwargs.temperature=0.7.",
@@ -349,42 +356,45 @@ def _greedy_validation(reading: TranslationState, entry: Entry, on: bool) -> Non
 
 
 @_translates("trainer.logger", parse_list)
-def _logger(reading: TranslationState, entry: Entry, loggers: list[Any]) -> None:
+def _logger(state: TranslationState, entry: Entry, loggers: list[Any]) -> None:
     """Drop `file`: metrics.jsonl is always written."""
-    reading.put(entry, entry.name, [word for word in loggers if word != "file"])
+    state.put(entry, entry.name, [word for word in loggers if word != "file"])
 
 
 @_translates("trainer.resume_mode")
-def _resume_mode(reading: TranslationState, entry: Entry, raw: Any) -> None:
+def _resume_mode(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Translate resume_path (with the path set elsewhere) and disable."""
     word = str(raw).strip()
     if word == "resume_path":
-        reading.resume_by_path = True
+        state.resume_by_path = True
 
         def path(value: Lookup) -> str:
-            if reading.resume_path is None:
+            if state.resume_path is None:
                 raise ValueError("name the checkpoint as well: --resume PATH.")
-            return reading.resume_path
+            return state.resume_path
 
         raw = DerivedValue(path)
-    reading.put(entry, entry.name, "never" if word == "disable" else raw)
+    state.put(entry, entry.name, "never" if word == "disable" else raw)
 
 
 @_translates("trainer.resume_from_path", null=False)
-def _resume_from(reading: TranslationState, entry: Entry, raw: Any) -> None:
+def _resume_from(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Remember the checkpoint for trainer.resume_mode=resume_path."""
     if str(raw).strip().lower() == "false":
         return
-    reading.resume_path = str(raw)
-    reading.demand(
+    state.resume_path = str(raw)
+    state.demand(
         entry,
-        lambda value: reading.verl or reading.resume_by_path,
+        lambda value: state.verl or state.resume_by_path,
         "a checkpoint to go on from is taken with trainer.resume_mode=resume_path, or simply "
         f"--resume {raw}.",
     )
 
 
 @_translates("reward_model.enable reward.reward_model.enable", read_switch, null=False)
-def _reward_model_on(reading: TranslationState, entry: Entry, on: bool) -> None:
-    reading.demand(
+def _reward_model_on(state: TranslationState, entry: Entry, on: bool) -> None:
+    """The switch of a reward model must agree with its path."""
+    state.demand(
         entry,
         lambda value: (value("reward.model.path") is not None) == on,
         "a reward model is on, but none is named: --reward_model PATH."
@@ -394,9 +404,9 @@ def _reward_model_on(reading: TranslationState, entry: Entry, on: bool) -> None:
 
 
 @_translates("critic.enable", read_switch, null=False)
-def _critic_on(reading: TranslationState, entry: Entry, on: bool) -> None:
+def _critic_on(state: TranslationState, entry: Entry, on: bool) -> None:
     """A critic is trained exactly when the estimator is gae."""
-    reading.demand(
+    state.demand(
         entry,
         lambda value: on == ESTIMATORS[value("algorithm.adv_estimator")].critic,
         f"critic.enable={entry.raw} goes against algorithm.adv_estimator: only gae trains a "
@@ -405,19 +415,20 @@ def _critic_on(reading: TranslationState, entry: Entry, on: bool) -> None:
 
 
 @_translates("reward_model.reward_manager reward.reward_manager reward.reward_manager.name")
-def _reward_manager(reading: TranslationState, entry: Entry, raw: Any) -> None:
+def _reward_manager(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Accept the managers whose behaviour is built in; name the setting for the others."""
     name = str(raw).strip()
     if name == "dapo":
-        reading.note(entry, "the over-long penalty of dapo is reward.shaping.overlong_buffer")
+        state.note(entry, "the over-long penalty of dapo is reward.shaping.overlong_buffer")
     elif name not in ("naive", "gdpo", "None", "null"):
-        reading.problem(
+        state.problem(
             entry,
             f"the reward manager '{raw}' is not offered. Rules are chosen by data_source "
             "(naive); --reward_function FILE takes one of your own, --rm_max_rpm limits a judge.",
         )
 
 
-# DAPO's settings of the over-long penalty stand in groups of several names.
+# DAPO's settings of the over-long penalty are in groups with several names.
 _OVERLONG = (
     "reward_model.overlong_buffer.{0} reward_model.reward_kwargs.overlong_buffer_cfg.{0} "
     "reward.overlong_buffer.{0} reward.reward_kwargs.overlong_buffer_cfg.{0}"
@@ -425,9 +436,10 @@ _OVERLONG = (
 
 
 @_translates(_OVERLONG.format("enable"), read_switch)
-def _overlong_on(reading: TranslationState, entry: Entry, on: bool) -> None:
-    reading.overlong_on = on
-    reading.demand(
+def _overlong_on(state: TranslationState, entry: Entry, on: bool) -> None:
+    """The switch of the over-long penalty needs the length of its buffer."""
+    state.overlong_on = on
+    state.demand(
         entry,
         lambda value: not on or value("reward.shaping.overlong_buffer") is not None,
         "the over-long penalty is on without the length of its buffer: set "
@@ -436,17 +448,18 @@ def _overlong_on(reading: TranslationState, entry: Entry, on: bool) -> None:
 
 
 @_translates(_OVERLONG.format("len"))
-def _overlong_buffer(reading: TranslationState, entry: Entry, raw: Any) -> None:
-    """The length of the buffer counts once the penalty is switched on, wherever that is said."""
-    late = DerivedValue(lambda value: raw if reading.overlong_on else None)
-    reading.put(entry, "reward.shaping.overlong_buffer", late)
+def _overlong_buffer(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """The length counts once the penalty is switched on, in any layer."""
+    late = DerivedValue(lambda value: raw if state.overlong_on else None)
+    state.put(entry, "reward.shaping.overlong_buffer", late)
 
 
 @_translates(_OVERLONG.format("penalty_factor"))
-def _overlong_penalty(reading: TranslationState, entry: Entry, raw: Any) -> None:
+def _overlong_penalty(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """The factor counts once the penalty is switched on, in any layer."""
     key = "reward.shaping.overlong_penalty"
-    late = DerivedValue(lambda value: raw if reading.overlong_on else table()[key].default)
-    reading.put(entry, key, late)
+    late = DerivedValue(lambda value: raw if state.overlong_on else table()[key].default)
+    state.put(entry, key, late)
 
 
 @_translates(
@@ -454,25 +467,28 @@ def _overlong_penalty(reading: TranslationState, entry: Entry, raw: Any) -> None
     "custom_reward_function.name reward.custom_reward_function.name",
     null=False,
 )
-def _function(reading: TranslationState, entry: Entry, raw: Any) -> None:
-    reading.function[entry.name.rpartition(".")[2]] = entry
+def _function(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Remember file and name of a reward function; the translator joins them."""
+    state.function[entry.name.rpartition(".")[2]] = entry
 
 
 @_translates(
     "PART.checkpoint.contents PART.checkpoint.save_contents PART.checkpoint.load_contents",
     parse_list,
 )
-def _saved(reading: TranslationState, entry: Entry, contents: list[Any]) -> None:
+def _saved(state: TranslationState, entry: Entry, contents: list[Any]) -> None:
+    """A checkpoint always contains everything that verl lets one choose."""
     if not {"model", "optimizer", "extra"} <= set(map(str, contents)):
         remark = "a checkpoint always holds model (as a Hugging Face folder), optimizer and extra"
-        reading.note(entry, remark)
+        state.note(entry, remark)
 
 
 @_translates("trainer.device")
-def _device(reading: TranslationState, entry: Entry, raw: Any) -> None:
-    device = "cuda" if gpu_count(reading.environ) else "cpu"
+def _device(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Accept the device that this machine has."""
+    device = "cuda" if gpu_count(state.environ) else "cpu"
     if str(raw).strip() != device:
-        reading.problem(
+        state.problem(
             entry,
             f"trainer.device is '{raw}', but a run finds its device by itself, an NVIDIA GPU or "
             f"the CPU, and here that is {device} (CUDA_VISIBLE_DEVICES= hides GPUs); leave it out.",
@@ -480,44 +496,46 @@ def _device(reading: TranslationState, entry: Entry, raw: Any) -> None:
 
 
 @_translates("trainer.critic_warmup")
-def _critic_warmup(reading: TranslationState, entry: Entry, raw: Any) -> None:
-    """verl counts steps from 1 and trains the actor from step N on: N-1 steps are the critic's."""
-    if reading.verl and str(raw).strip().isdigit() and int(raw) > 0:
-        reading.note(entry, f"the actor trains from step {raw} on, as in verl")
+def _critic_warmup(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Subtract 1: verl counts steps from 1 and trains the actor from step N on."""
+    if state.verl and str(raw).strip().isdigit() and int(raw) > 0:
+        state.note(entry, f"the actor trains from step {raw} on, as in verl")
         raw = int(raw) - 1
-    reading.put(entry, entry.name, raw)
+    state.put(entry, entry.name, raw)
 
 
 @_translates(
     "model.use_remove_padding actor.use_remove_padding critic.model.use_remove_padding", read_switch
 )
-def _packing(reading: TranslationState, entry: Entry, on: bool) -> None:
-    """Rows are packed where all models that say something ask for it."""
-    reading.put(entry, "model.packing", DerivedValue(lambda value: on))
+def _packing(state: TranslationState, entry: Entry, on: bool) -> None:
+    """Rows are packed when every model that sets it asks for it."""
+    state.put(entry, "model.packing", DerivedValue(lambda value: on))
 
 
 @_translates("trainer.save_freq trainer.test_freq")
-def _frequency(reading: TranslationState, entry: Entry, raw: Any) -> None:
+def _frequency(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Read `False`, and verl's 0, as never."""
-    off = ("false", "null", "none", *(("0",) if reading.verl else ()))
+    off = ("false", "null", "none", *(("0",) if state.verl else ()))
     never = str(raw).strip().lower() in off
-    reading.put(entry, entry.name, "-1" if never else raw)
+    state.put(entry, entry.name, "-1" if never else raw)
 
 
 @_translates("model.lora_alpha critic.model.lora_alpha")
-def _lora_alpha(reading: TranslationState, entry: Entry, raw: Any) -> None:
-    """Read verl's `lora_alpha=0` beside `lora_rank=0` as LoRA left out."""
-    off = reading.verl and str(raw).strip() in ("0", "0.0")
+def _lora_alpha(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Read verl's `lora_alpha=0` with `lora_rank=0` as no LoRA."""
+    # verl writes both as 0 when LoRA is off.
+    off = state.verl and str(raw).strip() in ("0", "0.0")
     usual = table()[entry.name].default
     rank = entry.name.replace("alpha", "rank")
     late = DerivedValue(lambda value: raw if int(value(rank)) else usual)
-    reading.put(entry, entry.name, late if off else raw)
+    state.put(entry, entry.name, late if off else raw)
 
 
 @_translates("model.exclude_modules critic.model.exclude_modules", null=False)
-def _exclude_modules(reading: TranslationState, entry: Entry, raw: Any) -> None:
+def _exclude_modules(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Excluding modules is not offered; without LoRA it does not matter."""
     model = entry.name.removesuffix("exclude_modules")
-    reading.demand(
+    state.demand(
         entry,
         lambda value: value(f"{model}lora_rank") == 0,
         f"{entry.name} is not offered; name what LoRA adapts in {model}target_modules.",
@@ -525,9 +543,9 @@ def _exclude_modules(reading: TranslationState, entry: Entry, raw: Any) -> None:
 
 
 @_translates("rollout.max_model_len rollout.engine_kwargs.vllm.max_model_len", _count, null=False)
-def _sampler_length(reading: TranslationState, entry: Entry, length: int) -> None:
-    """The sampler takes the longest prompt and response; verl may leave it more room."""
-    reading.demand(
+def _sampler_length(state: TranslationState, entry: Entry, length: int) -> None:
+    """The sampler length follows from prompt and response; verl may allow more."""
+    state.demand(
         entry,
         lambda value: length >= value("data.max_prompt_length") + value("data.max_response_length"),
         f"{entry.name} {length} is less than data.max_prompt_length and data.max_response_length "
@@ -539,27 +557,29 @@ def _sampler_length(reading: TranslationState, entry: Entry, length: int) -> Non
     "rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache "
     "rollout.engine_kwargs.vllm.mm_processor_cache_gb"
 )
-def _text_only(reading: TranslationState, entry: Entry, raw: Any) -> None:
-    reading.tell(entry, "models here read text only, so it changes nothing")
+def _text_only(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Accept settings of multimodal caches."""
+    state.tell(entry, "models here read text only, so it changes nothing")
 
 
 @_translates("rollout.dtype ref.fsdp_config.dtype")
-def _same_dtype(reading: TranslationState, entry: Entry, raw: Any) -> None:
-    """Trainer, reference and sampler compute alike: in bfloat16, without a GPU in float32."""
+def _same_dtype(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Trainer, reference and sampler compute in one precision."""
     word = PRECISIONS.get(str(raw), str(raw))
     if word not in ("bfloat16", "float32", "auto"):
         allowed = "--dtype takes bfloat16 or float32 for both trainer and sampler"
-        reading.problem(entry, f"{entry.name}={word} is not offered; {allowed}.")
+        state.problem(entry, f"{entry.name}={word} is not offered; {allowed}.")
         return
-    usual = "bfloat16" if gpu_count(reading.environ) else word
-    reading.demand(
+    # Without --dtype, GPUs compute in bfloat16.
+    usual = "bfloat16" if gpu_count(state.environ) else word
+    state.demand(
         entry,
         lambda value: word in ("auto", value("model.dtype") or usual),
         f"{entry.name}={word}: trainer, reference and sampler compute alike; set --dtype {word}.",
     )
 
 
-# Estimators and losses of verl that are not ours: refused without a guess.
+# Estimators and losses that only verl has: refused without a suggestion.
 _VERLS_OWN: Final = (
     "grpo_passk", "optimal_token_baseline", "tir_optimal_token_baseline",
     "sapo", "dppo_tv", "dppo_kl", "dro", "bypass_mode",
@@ -567,31 +587,29 @@ _VERLS_OWN: Final = (
 
 
 @_translates("algorithm.adv_estimator actor.policy_loss.loss_mode")
-def _method(reading: TranslationState, entry: Entry, raw: Any) -> None:
-    """Take estimators and policy losses, by verl's other names too."""
+def _method(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Accept estimators and policy losses, also by verl's other names."""
     name = str(raw).strip()
     if name in _VERLS_OWN:
         choices = ", ".join(table()[entry.name].choices)
-        reading.problem(entry, f"{entry.name} '{name}' is not offered; there are {choices}.")
+        state.problem(entry, f"{entry.name} '{name}' is not offered; there are {choices}.")
         return
     if name == "dr_grpo":  # arXiv 2503.20783: no division by the spread, nor by the length
         plain, summed = "algorithm.norm_adv_by_std_in_grpo", "actor.loss_agg_mode"
-        reading.put(entry, plain, DerivedValue(lambda value: "false", yields=True))
-        reading.put(
-            entry, summed, DerivedValue(lambda value: "seq-mean-token-sum-norm", yields=True)
-        )
-    reading.put(entry, entry.name, "grpo" if name in ("dr_grpo", "grpo_vectorized") else raw)
+        state.put(entry, plain, DerivedValue(lambda value: "false", yields=True))
+        state.put(entry, summed, DerivedValue(lambda value: "seq-mean-token-sum-norm", yields=True))
+    state.put(entry, entry.name, "grpo" if name in ("dr_grpo", "grpo_vectorized") else raw)
 
 
 @_translates("PART.optim.optimizer_impl")
-def _optimizer_package(reading: TranslationState, entry: Entry, raw: Any) -> None:
-    """Take the packages that compute what is computed here: torch has no 8-bit AdamW."""
+def _optimizer_package(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Accept the packages with the same optimizers: torch has no 8-bit AdamW."""
     key = entry.name.removesuffix("_impl")
     if raw not in ("torch.optim", "bitsandbytes.optim"):
         allowed = f"{key} takes AdamW (torch.optim) or AdamW8bit (bitsandbytes.optim)"
-        reading.problem(entry, f"{entry.name}={raw} is not offered; {allowed}.")
+        state.problem(entry, f"{entry.name}={raw} is not offered; {allowed}.")
         return
-    reading.demand(
+    state.demand(
         entry,
         lambda value: raw == "bitsandbytes.optim" or value(key) == "AdamW",
         f"{entry.name}=torch.optim has no AdamW8bit: write bitsandbytes.optim.",
@@ -599,15 +617,17 @@ def _optimizer_package(reading: TranslationState, entry: Entry, raw: Any) -> Non
 
 
 @_translates("algorithm.filter_groups.metric")
-def _group_metric(reading: TranslationState, entry: Entry, raw: Any) -> None:
-    """verl's `reward`, which it takes where none is named, has the penalties in it."""
-    is_default = reading.verl and (is_unset(raw) or raw == "reward")
-    reading.put(entry, entry.name, "seq_reward" if is_default else raw)
+def _group_metric(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Translate verl's `reward`, its default metric, which includes penalties."""
+    is_default = state.verl and (is_unset(raw) or raw == "reward")
+    state.put(entry, entry.name, "seq_reward" if is_default else raw)
 
 
 @_translates("algorithm.rollout_correction.rollout_is_threshold", null=False)
-def _window(reading: TranslationState, entry: Entry, raw: Any) -> None:
+def _window(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Read `low_high` as the two thresholds of a window."""
+    # `0.5_2.0` is a window, a single number its upper end.
     low, window, high = str(raw).partition("_")
-    reading.put(entry, entry.name, high if window else raw)
+    state.put(entry, entry.name, high if window else raw)
     if window:
-        reading.put(entry, f"{entry.name}_lower", low)
+        state.put(entry, f"{entry.name}_lower", low)

@@ -32,6 +32,7 @@ from ppo_cli.config.verl.translations import (
     normalize,
 )
 
+# verl puts model, actor, rollout and ref into this group.
 WRAPPER = "actor_rollout_ref."
 ON: Final = ("true", "1")
 OFF: Final = ("false", "null", "none", "0")
@@ -39,7 +40,7 @@ OFF: Final = ("false", "null", "none", "0")
 
 @dataclass(frozen=True)
 class ForeignNames:
-    """What verl.toml says of names that are not ours; see the remarks there."""
+    """The tables of verl.toml, which explains them."""
 
     renamed: dict[str, tuple[str, ...]]
     remarks: dict[str, str]
@@ -54,7 +55,7 @@ class ForeignNames:
 
 @cache
 def foreign_names() -> ForeignNames:
-    """Read verl.toml: a PART stands for three models, `on` and `off` for all their spellings."""
+    """Return verl.toml: PART is expanded to three models, `on` and `off` to all their spellings."""
     read = tomllib.loads(Path(__file__).with_name("verl.toml").read_text(encoding="utf-8"))
     spellings = {"on": ON, "off": OFF}
 
@@ -85,7 +86,7 @@ def foreign_names() -> ForeignNames:
 
 @cache
 def verl_file_values() -> dict[str, set[str]]:
-    """Return what verl's own files set, in any version, by names without the wrapper."""
+    """Return the values in verl's own files, of any version, by name without the wrapper."""
     path = Path(__file__).with_name("verl_defaults.json")
     read = json.loads(path.read_text(encoding="utf-8"))
     file_values: dict[str, set[str]] = defaultdict(set)
@@ -105,17 +106,17 @@ VERSION = "verl"  # the key behind --verl, and of the preset
 
 @dataclass(frozen=True)
 class Generation:
-    """Versions of verl with the same defaults, called by the first; `sure` when a key shows it."""
+    """Versions of verl with equal defaults, named after the first; `sure` when a key proves it."""
 
     first: str
     sure: bool
 
 
 def detect_generation(layers: Sequence[Sequence[Entry]], problems: list[str]) -> Generation | None:
-    """Return the generation of verl that settings are written for; None where they are ours.
+    """Return the generation of verl that the settings are written for; None for our own settings.
 
-    They are verl's where `verl` names a version, or where any has the wrapper. Without a version
-    it is the newest one that knows all keys.
+    They are verl's when `verl` names a version or a key has the wrapper. Without a version, it is
+    the newest one that knows all keys.
     """
     entries = [entry for layer in layers for entry in layer]
     named = [entry for entry in entries if entry.name == VERSION and not is_unset(entry.raw)]
@@ -134,6 +135,7 @@ def detect_generation(layers: Sequence[Sequence[Entry]], problems: list[str]) ->
         older = [first for first in fitting if tuple(map(int, first.split("."))) <= version]
         return Generation((older or fitting)[-1 if older else 0], sure=True)
     keys = {entry.name.removeprefix(WRAPPER) for entry in entries}
+    # Keys that are new in a generation rule out older ones, keys that are gone newer ones.
     generations = foreign_names().generations
     for first, row in generations.items():
         if first in fitting and keys & {*row.get("new", ())}:
@@ -145,7 +147,7 @@ def detect_generation(layers: Sequence[Sequence[Entry]], problems: list[str]) ->
 
 
 def default_layer(generation: Generation) -> list[Entry]:
-    """Return what verl takes for settings that are left out, where ours differ, as a layer."""
+    """Return verl's defaults as a layer, for the settings whose default differs here."""
     values: dict[str, Any] = {}
     for first, changed in foreign_names().defaults.items():
         values |= changed
@@ -156,7 +158,7 @@ def default_layer(generation: Generation) -> list[Entry]:
 
 
 def describe_defaults(generation: Generation) -> str:
-    """Say whose defaults the settings of a line in verl's spelling have."""
+    """Return the note that says whose defaults a command line in verl's spelling has."""
     note = (
         f"These are verl's settings: those that are left out are as in verl {generation.first}, "
         "but devices, loggers and the sizes of micro-batches are chosen here."
@@ -245,7 +247,7 @@ def _switches(entry: Entry) -> tuple[str, ...]:
 
 
 class Translator(TranslationState):
-    """Turns one layer after the other into our names."""
+    """Translates one layer after the other into our names."""
 
     def translate(self, layer: Sequence[Entry]) -> list[Entry]:
         """Return the layer in our own names; what has to be said about it is added to the lists."""
@@ -259,6 +261,7 @@ class Translator(TranslationState):
             name = entry.name.removeprefix(WRAPPER)
             self._translate_entry(Entry(name, entry.raw, entry.origin))
         self._function()
+        # Dynamic batches make a set size meaningless, which deserves a remark.
         for part in self.sized.keys() & {part for part, on in self.dynamic.items() if on}:
             remark = f"{part}.use_dynamic_bsz is on, so {part}.ppo_max_token_len_per_gpu counts"
             self.note(self.sized.pop(part), remark)
@@ -266,11 +269,11 @@ class Translator(TranslationState):
         return [entry for _, entry in self._settings.values()]
 
     def refuse(self, entry: Entry, key: str, reason: str) -> None:
-        """Report a key that cannot be had; keys of one reason are told in one sentence."""
+        """Report a key that is refused; keys with the same reason share a sentence."""
         self._refused.setdefault((entry.origin, reason), []).append(key)
 
     def flush(self) -> None:
-        """Write down what was said of keys of one layer."""
+        """Add the collected refusals and remarks of one layer to the lists."""
         for (origin, reason), keys in self._refused.items():
             self.problems.append(f"{origin}: {_shorten_list(keys)} {reason}.")
         for (origin, reason), keys in self._remarks.items():
@@ -278,9 +281,11 @@ class Translator(TranslationState):
         self._refused, self._remarks = {}, {}
 
     def _translate_entry(self, entry: Entry) -> None:
+        """Translate one entry, whose name has no wrapper any more."""
         name = entry.name
         if name == VERSION:
             return
+        # A value that refers to other settings.
         if isinstance(entry.raw, str) and "${" in entry.raw:
             names = (name,) if find_key(name) is not None else _renamed(name)
             follows = _parse_reference(entry.raw)
@@ -301,6 +306,8 @@ class Translator(TranslationState):
             self._translate_foreign(entry, name, foreign_names())
 
     def _translate_foreign(self, entry: Entry, name: str, names: ForeignNames) -> None:
+        """Look a foreign name up in the tables, from the most to the least specific."""
+        # A value that verl's own files have asks for nothing.
         own_value = normalize(entry.raw) in verl_file_values().get(name, ())
         if renamed := _renamed(name):
             for target in renamed:
@@ -339,11 +346,13 @@ class Translator(TranslationState):
             self.put(entry, name, entry.raw)
 
     def _require_value(self, entry: Entry, allowed: Sequence[str], reason: str) -> None:
+        """Refuse a value other than those that change nothing here."""
         if normalize(entry.raw) not in allowed:
             shown = "null" if entry.raw is None else entry.raw
             self.refuse(entry, f"{entry.name}={shown}", f"cannot be honoured: {reason}")
 
     def _require_same(self, entry: Entry, target: str) -> None:
+        """Require that a foreign name has the same value as the setting it is tied to."""
         if is_unset(entry.raw) or str(entry.raw) == "-1":
             return
         if target == "trainer.seed":  # one seed draws everything, and not verl's numbers
@@ -361,6 +370,7 @@ class Translator(TranslationState):
 
     def _function(self) -> None:
         """Join verl's path and name of a reward function."""
+        # The file may be named in one entry and the function in another.
         file, name = self.function.get("path"), self.function.get("name")
         if file is not None:
             tail = "" if name is None else f":{name.raw}"
@@ -373,7 +383,7 @@ class Translator(TranslationState):
 
 
 def _parse_reference(text: str) -> DerivedValue | None:
-    """Read `${x}` and `a/${x}` as what the settings x come to; None where one is not ours."""
+    """Return `${x}` or `a/${x}` as a derived value; None when it refers to a foreign name."""
     names = {
         reference: reference[2:-1].removeprefix(WRAPPER)
         for reference in re.findall(r"\$\{.*?\}", text)
@@ -393,6 +403,7 @@ def _parse_reference(text: str) -> DerivedValue | None:
 
 
 def _renamed(name: str) -> tuple[str, ...]:
+    """Return the names of our settings for a foreign name; () when it has no other name."""
     renamed = foreign_names().renamed
     if name in renamed:
         return renamed[name]
@@ -403,7 +414,7 @@ def _renamed(name: str) -> tuple[str, ...]:
 
 
 def _nearest_row(rows: Mapping[str, str], name: str) -> str:
-    """Find what is said of a name, or of the nearest group that holds it."""
+    """Return the text for a name, or for the nearest group that contains it."""
     if name in rows:
         return rows[name]
     parts = name.split(".")
@@ -412,5 +423,5 @@ def _nearest_row(rows: Mapping[str, str], name: str) -> str:
 
 
 def _shorten_list(keys: list[str]) -> str:
-    """List keys, and count those after the third where there are many."""
+    """List up to four keys; of more, three and the number of the others."""
     return ", ".join(keys) if len(keys) < 5 else f"{', '.join(keys[:3])} and {len(keys) - 3} more"

@@ -76,7 +76,7 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
             near = {**keys, variable: " http://gateway/v7 "}
             address = build_provider(judge_api(kind, "m"), environ=near).base_url
             assert address == "http://gateway/v7", variable
-            with pytest.raises(RewardError, match=f"{variable} 'gateway' is no address"):
+            with pytest.raises(RewardError, match=f"{variable} 'gateway' is not an address"):
                 build_provider(judge_api(kind, "m"), environ={**keys, variable: "gateway"})
     environ = {**KEYS, "OPENAI_BASE_URL": "http://gateway/v1/"}
     assert build_provider(judge_api("openai", "m"), environ=environ).base_url == "http://gateway/v1"
@@ -131,13 +131,13 @@ def test_addresses_are_forgiven(kind: str, typed: str, taken: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("localhost:8000/v1", "'localhost:8000/v1' is no address"),
-        ("user:hunter2@host/v1", "'host/v1' is no address"),
+        ("localhost:8000/v1", "'localhost:8000/v1' is not an address"),
+        ("user:hunter2@host/v1", "'host/v1' is not an address"),
         ("https://user:hunter2@host/v1", "user name or password"),
         ("https://host/v1?key=hunter2", "after a"),
-        ("ftp://host/v1", "is no address"),
-        ("http://", "is no address"),
-        ("http://host:port/v1", "is no address"),
+        ("ftp://host/v1", "is not an address"),
+        ("http://", "is not an address"),
+        ("http://host:port/v1", "is not an address"),
     ],
 )
 def test_addresses_that_cannot_be(typed: str, told: str) -> None:
