@@ -38,7 +38,7 @@ from engine_speed import make_batch, with_scores
 from step_against_trl import ENDS, VOCABULARY, make_model
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, build_batch
-from ppo_cli.cluster.driver import ApartEngine
+from ppo_cli.cluster.driver import DriverEngine
 from ppo_cli.config.memory.plan import fill_memory_settings
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.placement import Placement
@@ -167,7 +167,7 @@ def step_of(engine: Any, prompts: list[Prompt], pad: int, seed: int) -> dict[str
 def cluster(folder: Path, name: str, ranks: int) -> Any:
     """An engine under a Ray of its own, which ends with it."""
     learners = tuple(range(ranks))
-    return closing(ApartEngine(
+    return closing(DriverEngine(
         settings(str(folder / name), ranks), load_tokenizer(str(folder / name)), total_steps=100,
         placement=Placement(1, 0, learners, ((ranks,),), ()),
         logs=Path(tempfile.mkdtemp(dir=folder)),

@@ -9,6 +9,7 @@ import socket
 
 from ppo_cli.errors import ConfigError
 
+# Ray's default port, which an old cluster may still have.
 RAY_PORT = 6379
 CONNECT_TIMEOUT_S = 3.0
 
@@ -33,6 +34,7 @@ def is_loopback(address: str) -> bool:
 
 def is_local(address: str) -> bool:
     """Whether this machine has this address."""
+    # Only the addresses of this machine can be bound to.
     try:
         with socket.socket(_family(address)) as probe:
             probe.bind((address, 0))
@@ -60,6 +62,7 @@ def head_address(master: str | None) -> str | None:
 
 def check_port(port: int) -> None:
     """Raise ConfigError where node 0 cannot listen at this port. Ray itself names no reason."""
+    # On all interfaces, as Ray's head listens.
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
@@ -115,6 +118,7 @@ def accepts_connections(address: str) -> bool:
 
 def connection_error(error: OSError) -> str:
     """Return the reason of a failed connection in one or two words."""
+    # Its own text would be "timed out" without a cause.
     if isinstance(error, TimeoutError):
         return "no answer"
     return os.strerror(error.errno).lower() if error.errno else str(error)

@@ -1,11 +1,11 @@
-"""The cluster engine, with Ray's client in another process, so that its end is not ours.
+"""The engine of a run over Ray. The process that talks to Ray, the driver, is a child of the run.
 
 Ray ends a driver without a word, by `_exit(1)`: when shared memory does not answer (at any put,
 get or release of an array, in `connection.cc`), when the raylet does not and our parent is
 process 1 (`raylet_ipc_client.cc`), or when a thread still asks something as Ray shuts down
 (`core_worker_process.cc`). A raylet that dies causes the first within milliseconds. No setting
-turns that off. So the driver is a helper that may end at any time, and this process stays to
-say what happened and to start another."""
+turns that off. So the driver is a separate process (`driver_process.py`) that may end at any time.
+This process then reports the cause and starts another driver."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.errors import PpoError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 
-STOP, DROP = "stop", "drop"  # messages that are no requests
-BEAT, BEAT_S = "beat", 2.0  # a message that says only that somebody is there
+STOP, DROP = "stop", "drop"  # messages without an answer
+BEAT, BEAT_S = "beat", 2.0  # keeps the read timeout of the other side from expiring
 GONE = "gone"
 LEAVES_S = 5.0
 SILENT_S = 180.0  # it may take long to start on a busy machine
@@ -48,7 +48,7 @@ SILENT_S = 180.0  # it may take long to start on a busy machine
 
 @dataclass(frozen=True)
 class Answer:
-    """What comes back for one request: items, then the end of it."""
+    """The replies to one request: items, then its end."""
 
     number: int
     verb: str
@@ -61,7 +61,7 @@ class Answer:
 
 
 def send(connection: Connection, number: int, kind: str, value: bytes) -> None:
-    """Send a message; what may be large goes as it is."""
+    """Send a message. The value, which may be large, is sent without another pickling."""
     connection.send((number, kind))
     connection.send_bytes(value)
 
@@ -73,26 +73,28 @@ def receive(connection: Connection) -> tuple[int, str, bytes]:
 
 
 def limit_silence(end: socket.socket, seconds: float) -> None:
-    """Let a read fail with an OSError when nothing comes for so long, in whatever it is about."""
-    whole = int(seconds)
-    limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    """Let a read fail with an OSError when nothing arrives for so long."""
+    whole_seconds = int(seconds)
+    limit = struct.pack("ll", whole_seconds, int((seconds - whole_seconds) * 1e6))
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
+# The connection to the driver process, whatever the requests are.
 class Client:
-    """Starts a process, sends it requests from any thread, and hands each what answers it.
+    """Starts a process, sends it requests from any thread, and matches the replies to them.
 
-    The command gets the file descriptor of its end of the connection as a last word. Its process
-    has a session of its own: Ctrl-C is for us alone.
+    The last argument of the command is the file descriptor of its end of the connection. The
+    process has a new session, so that Ctrl-C reaches only the run.
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
-        self._socket, theirs = socket.socketpair()
+        # A socket pair, not pipes: it can be given a read timeout.
+        self._socket, child_socket = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log.open("ab") as said:
+        with child_socket, log.open("ab") as log_file:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+                [*command, str(child_socket.fileno())], pass_fds=[child_socket.fileno()],
+                stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file,
                 start_new_session=True, env=dict(environ),
             )  # fmt: skip
         limit_silence(self._socket, SILENT_S)
@@ -111,7 +113,7 @@ class Client:
         return self._process.pid
 
     def ending(self) -> str:
-        """Say how the process ended; for when an answer says that it is gone."""
+        """Describe how the process ended, after a reply says that it is gone."""
         if self._silent:
             return f"said nothing for {SILENT_S:g} s"
         with suppress(subprocess.TimeoutExpired):
@@ -122,6 +124,7 @@ class Client:
     def ask(self, verb: str, *args: Any) -> Answer:
         """Send a request."""
         arguments = dumps(args)
+        # Numbers are given and messages sent under one lock, so that messages do not mix.
         with self._lock:
             self._count += 1
             answer = Answer(self._count, verb)
@@ -133,7 +136,7 @@ class Client:
         return answer
 
     def say(self, verb: str, value: Any = None, answer: Answer | None = None) -> None:
-        """Send what needs no answer; it may be about one that is under way."""
+        """Send a message without an answer; it may concern an open request."""
         with self._lock:
             if not self._gone:
                 number = answer.number if answer is not None else 0
@@ -141,6 +144,7 @@ class Client:
 
     def close(self, patience_s: float = LEAVES_S) -> None:
         """End the connection, and see to it that the process ends too. Safe to call twice."""
+        # The process ends when it reads the end of the connection.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         try:
@@ -164,7 +168,7 @@ class Client:
                 except BlockingIOError:  # the limit of a silence
                     self._silent = True
         finally:
-            # It has ended, or hangs: whoever is sending to it, with the lock, is set free.
+            # It has ended, or hangs: killing it unblocks a thread that is sending with the lock.
             self._process.kill()
             with self._lock:
                 self._gone = True
@@ -185,12 +189,12 @@ class Client:
 SERVICE = (sys.executable, "-P", "-m", "ppo_cli.cluster.driver_process")
 TICK_S = 0.2
 FAREWELL_S = 45.0
-# A head that lost a part ends all workers first, then itself: only then it tells the cause.
+# Workers are lost before the supervisor of Ray knows which part of Ray failed.
 CAUSE_S, CAUSE_OF_END_S = 0.5, 10.0
 
 
-class ApartEngine:
-    """The seven verbs, passed on to a process that has the cluster engine."""
+class DriverEngine:
+    """The seven verbs of `Engine`, forwarded to the driver process, which has `ClusterEngine`."""
 
     def __init__(
         self,
@@ -208,14 +212,14 @@ class ApartEngine:
         self._tell = tell
         self._stop_requested = stop_requested
         self._told_to_stop = False
-        # The other side has deadlines of its own, several for some verbs: this one is for itself.
+        # The driver has deadlines for its calls, several for some verbs. This is its own.
         self._patience_s = 2 * config.trainer.node_timeout + 8 * config.trainer.worker_timeout
         self._closing = threading.Lock()
         self._closed = False
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="ppo-save")
         self._client: Client | None = None
         self._joins = False
-        self._own: RayProcess | None = None
+        self._ray_process: RayProcess | None = None
         try:
             surroundings = os.environ | import_paths()
             if address is None:
@@ -223,14 +227,16 @@ class ApartEngine:
                 # As many logical CPUs as cores, so that as many workers start at the same time.
                 options = RayOptions(os.cpu_count() or 1, placement.devices_per_node)
                 surroundings |= LOCAL_ONLY
-                self._own = RayProcess(options, log=self._log, environ=surroundings)
+                self._ray_process = RayProcess(options, log=self._log, environ=surroundings)
             else:
                 tell(f"Joining the Ray cluster at {address}")
             # It imports Ray while Ray starts.
             command = [*SERVICE, str(self._log)]
             self._client = Client(command, surroundings, self._log)
-            if self._own is not None:
-                address = self._own.await_address(config.trainer.node_timeout, stop_requested)
+            if self._ray_process is not None:
+                address = self._ray_process.await_address(
+                    config.trainer.node_timeout, stop_requested
+                )
             arguments = {
                 "config": config, "tokenizer": cloudpickle.dumps(tokenizer), "logs": logs,
                 "total_steps": total_steps, "placement": placement, "address": address,
@@ -245,10 +251,13 @@ class ApartEngine:
         self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
     ) -> Iterator[Rollout]:
         """Yield rollouts of all samplers as they finish."""
-        own = {prompt.uid: prompt for prompt in (*prompts, *(one.prompt for one in begun))}
-        light = {uid: lighten_prompt(prompt) for uid, prompt in own.items()}
+        # Only what a sampler reads travels; the prompts are put back into the rollouts below.
+        prompt_by_uid = {
+            prompt.uid: prompt for prompt in (*prompts, *(one.prompt for one in begun))
+        }
+        light = {uid: lighten_prompt(prompt) for uid, prompt in prompt_by_uid.items()}
         new = [light[prompt.uid] for prompt in prompts]
-        old = [replace(one, prompt=light[one.prompt.uid]) for one in begun]
+        old = [replace(rollout, prompt=light[rollout.prompt.uid]) for rollout in begun]
         answer = self._ask("generate", new, sampling, old)
         kind = ""
         try:
@@ -256,8 +265,9 @@ class ApartEngine:
                 kind, value = self._take(answer)
                 if kind == "done":
                     return
-                yield from (rejoin_prompt(item, own) for item in value)
+                yield from (rejoin_prompt(item, prompt_by_uid) for item in value)
         finally:
+            # The consumer stopped early: the driver need not sample the rest.
             if kind == "item" and self._client is not None:
                 self._client.say(DROP, answer=answer)
 
@@ -298,11 +308,12 @@ class ApartEngine:
                 return
             self._closed = True
             self._saver.shutdown(wait=False, cancel_futures=True)
-            with ExitStack() as last:  # all of it, even when a signal cuts some short
-                if self._own is not None:
-                    last.callback(self._own.close)
+            # In this order: the driver leaves Ray, its process ends, Ray ends.
+            with ExitStack() as last:  # each step, even when a signal interrupts another
+                if self._ray_process is not None:
+                    last.callback(self._ray_process.close)
                 if self._client is not None:
-                    # One that has nothing to leave may still be busy with its imports.
+                    # A driver that has not joined Ray may still be importing; it can be killed.
                     last.callback(self._client.close, LEAVES_S if self._joins else 0)
                     if self._joins:
                         with suppress(PpoError):
@@ -334,7 +345,7 @@ class ApartEngine:
         return self._take(answer, may_stop)[1]
 
     def _take(self, answer: Answer, may_stop: bool = False) -> tuple[str, Any]:
-        """Wait for the next part of an answer; raises what went wrong there, or with Ray."""
+        """Wait for the next part of an answer; raises the driver's error, or that of Ray."""
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
@@ -344,6 +355,7 @@ class ApartEngine:
                 if time.monotonic() > deadline:
                     raise WorkerLost(self._silent(answer.verb)) from None
                 continue
+            # A reply is a note for the user, an error, the driver's end, an item or the result.
             if kind == "tell":
                 self._tell(value)
             elif kind == "error":
@@ -362,17 +374,17 @@ class ApartEngine:
             self._client.say(STOP, reason)
 
     def _failure(self) -> str | None:
-        return self._own.failure() if self._own is not None else None
+        return self._ray_process.failure() if self._ray_process is not None else None
 
     def _explained(self, error: BaseException) -> BaseException:
-        """A worker that is missed may be missed because Ray itself is."""
+        """Replace the error of a lost worker when Ray itself was lost."""
         if isinstance(error, WorkerLost) and (cause := self._cause(CAUSE_S)):
             return WorkerLost(cause)
         return error
 
     def _cause(self, seconds: float) -> str | None:
         deadline = time.monotonic() + seconds
-        while self._own is not None and not self._closed and time.monotonic() < deadline:
+        while self._ray_process is not None and not self._closed and time.monotonic() < deadline:
             if failure := self._failure():
                 return failure
             time.sleep(TICK_S / 4)
@@ -393,9 +405,9 @@ class ApartEngine:
 
 
 class Hosted:
-    """An object in a worker, by way of the process that talks to Ray. Usable from any thread."""
+    """An object in a worker, called through the driver process. Usable from any thread."""
 
-    def __init__(self, engine: ApartEngine, role: str, number: int) -> None:
+    def __init__(self, engine: DriverEngine, role: str, number: int) -> None:
         self._engine = engine
         self._role = role
         self._number = number

@@ -1,8 +1,7 @@
-"""The process that is a run's client of Ray: it has the cluster engine, and answers for it.
+"""The driver process of a run: it has `ClusterEngine` and answers the requests of `driver.py`.
 
-`python -m ppo_cli.cluster.driver_process LOG FD` is its whole life. Requests come over a
-connection and are answered from threads, several at a time; when the connection ends, so does the
-process, and with it its part in the cluster.
+Started as `python -m ppo_cli.cluster.driver_process LOG FD`. Requests arrive over a connection and
+are answered from threads, several at a time. The process ends when the connection ends.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 from ppo_cli.algo.batch import Annotations, Batch
 from ppo_cli.cluster.driver import BEAT, BEAT_S, DROP, STOP, receive, send
 from ppo_cli.cluster.engine import ClusterEngine
-from ppo_cli.cluster.members import Member, WorkerFault
+from ppo_cli.cluster.members import WorkerFault, WorkerHandle
 from ppo_cli.cluster.serialise import dumps
 from ppo_cli.cluster.worker_process import ignore_signals, write_into
 from ppo_cli.config.schema.run import Transfer
@@ -33,15 +32,16 @@ from ppo_cli.errors import PpoError, is_picklable
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.redact import redact
 
-# Ray wants its joining and leaving to happen in the main thread.
+# Ray must be joined and left in the main thread.
 IN_MAIN_THREAD = ("build", "close")
+# Methods of `ClusterEngine` with the same arguments and results.
 PASSED_ON = ("step", "publish", "load")  # the engine's own
 TELLING = ("build", "generate")  # these may tell something before their end
 
 
 @dataclass(frozen=True)
 class Request:
-    """A verb, its arguments as they came, and the number by which its answer is known."""
+    """A verb, its pickled arguments, and the number that its answer refers to."""
 
     number: int
     verb: str
@@ -61,14 +61,15 @@ class Service:
         self._stop: str | None = None
         self._dropped: set[int] = set()
         self._engine: ClusterEngine | None = None
-        self._hosted: dict[int, Member] = {}
+        self._hosted: dict[int, WorkerHandle] = {}
         self._numbers = count()
         self._told_under = 0  # the request of which something is told meanwhile
 
     def run(self) -> None:
-        """Listen, and do in this thread what belongs there."""
+        """Read requests in a thread, and run those of IN_MAIN_THREAD in this one."""
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
+        # The main thread runs until the engine is closed.
         while True:
             request = self._first.get()
             self._answer(request)
@@ -76,7 +77,7 @@ class Service:
                 return
 
     def build(self, options: dict[str, Any], number: int) -> Transfer:
-        """Make the engine, which may tell something meanwhile; returns how weights travel."""
+        """Build the engine, which may send notes meanwhile; returns how weights travel."""
         self._told_under = number
         self._engine = ClusterEngine(
             **options,
@@ -96,8 +97,8 @@ class Service:
         yield from self._built.sample(prompts, sampling, begun)
 
     def annotate(self, batch: Batch) -> list[Annotations]:
-        """What each rank found; the other side has the batch."""
-        return self._built.find_annotations(batch)
+        """The annotations of each rank; the run has the batch."""
+        return self._built.annotate_ranks(batch)
 
     def save(self, directory: Path, last: bool) -> Iterator[None]:
         """Yields when the snapshot is taken, and ends when all is on disk."""
@@ -106,7 +107,7 @@ class Service:
         saved.result()
 
     def host(self, factory: Any, role: str, devices: Sequence[int]) -> int:
-        """Host an object; it is known by a number from now on."""
+        """Host an object; returns the number that identifies it."""
         number = next(self._numbers)
         self._hosted[number] = self._built.cluster.host(factory, role=role, devices=devices)
         return number
@@ -140,6 +141,7 @@ class Service:
                 else:
                     self._begin(Request(number, verb, arguments))
         except (EOFError, OSError):
+            # The run has ended. Its supervisor ends Ray, so nothing is left to close here.
             os._exit(0)
         except BaseException:
             print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
@@ -159,6 +161,7 @@ class Service:
     def _answer(self, request: Request) -> None:
         try:
             args = pickle.loads(request.arguments)
+            # Notes of these verbs are sent as replies to their request.
             if request.verb in TELLING:
                 args = (*args, request.number)
             owner = self._built if request.verb in PASSED_ON else self
@@ -168,7 +171,7 @@ class Service:
                 value = None
             self._send(request.number, "done", value)
         except BaseException as error:
-            self._send(request.number, "error", portable(error))
+            self._send(request.number, "error", portable_error(error))
 
     def _stream(self, number: int, items: Any) -> None:
         for item in items:
@@ -180,17 +183,17 @@ class Service:
 
     def _send(self, number: int, kind: str, value: Any) -> None:
         try:
-            told = dumps(value)
+            pickled = dumps(value)
             with self._sending:
-                send(self._connection, number, kind, told)
+                send(self._connection, number, kind, pickled)
         except OSError:
             os._exit(0)
 
 
-def portable(error: BaseException) -> BaseException:
-    """An error as it is raised on the other side: itself, or its traceback."""
+def portable_error(error: BaseException) -> BaseException:
+    """Return an error that the run can raise: itself, or one with its traceback."""
     text = redact("".join(traceback.format_exception(error)))
-    # Other errors of the system are of Ray's connections, not of files.
+    # An OSError of a connection is one of Ray, not of a file of the user.
     of_files = isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError))
     if of_files or isinstance(error, (PpoError, WorkerFault)):
         return error if is_picklable(error) else WorkerFault(text)
@@ -198,7 +201,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 if __name__ == "__main__":
-    # No interpreter shutdown: Ray's own farewells would wait for what is gone by now.
+    # No interpreter shutdown: Ray's shutdown would wait for processes that have already exited.
     code = 1
     try:
         ignore_signals()

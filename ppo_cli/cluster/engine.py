@@ -19,12 +19,12 @@ from ppo_cli.cluster.members import (
     Cluster,
     ExchangePlan,
     Halved,
-    Member,
-    late,
+    WorkerHandle,
+    no_answer,
 )
 from ppo_cli.cluster.ray_session import node_answers
 from ppo_cli.cluster.serialise import rejoin_prompt
-from ppo_cli.cluster.worker_process import load_code, meeting_point
+from ppo_cli.cluster.worker_process import import_code, rendezvous_url
 from ppo_cli.config.placement import Placement, sleep_mode, weight_transfer
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, describe_halving, merge_sums
@@ -37,30 +37,34 @@ def deal_prompts(
 ) -> list[tuple[Prompt, ...]]:
     """Deal prompts, the longest first, each to the sampler with the least to do.
 
-    Nobody knows yet how long responses become, so each counts as `max_tokens`. Within a
+    The length of responses is not known yet, so each counts as `max_tokens`. Within a
     sampler the order stays; what is sampled does not depend on who does it.
     """
     hands = _deal([len(prompt.token_ids) + max_tokens for prompt in prompts], samplers)
     return [tuple(prompts[i] for i in sorted(hand)) for hand in hands]
 
 
-def deal_begun(
+def deal_unfinished(
     begun: Sequence[Rollout], samplers: int, sampling: Sampling
 ) -> list[tuple[Rollout, ...]]:
     """Deal unfinished rollouts in the same way; those of one prompt and round stay together."""
     groups: dict[tuple[int, str], list[Rollout]] = {}
-    for one in begun:
-        groups.setdefault((one.seed, one.prompt.uid), []).append(one)
+    for rollout in begun:
+        groups.setdefault((rollout.seed, rollout.prompt.uid), []).append(rollout)
     dealt = list(groups.values())
     costs = [
-        sum(len(one.prompt.token_ids) + sampling.length_limit(len(one.token_ids)) for one in group)
+        sum(
+            len(rollout.prompt.token_ids) + sampling.length_limit(len(rollout.token_ids))
+            for rollout in group
+        )
         for group in dealt
     ]
     hands = _deal(costs, samplers)
-    return [tuple(one for i in sorted(hand) for one in dealt[i]) for hand in hands]
+    return [tuple(rollout for i in sorted(hand) for rollout in dealt[i]) for hand in hands]
 
 
 def _deal(costs: Sequence[int], samplers: int) -> list[list[int]]:
+    # Longest first, each to the sampler with the least work: close to the optimum.
     work = [0] * samplers
     hands: list[list[int]] = [[] for _ in range(samplers)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -70,7 +74,7 @@ def _deal(costs: Sequence[int], samplers: int) -> list[list[int]]:
     return hands
 
 
-# The first rank waits for the samplers, and can say whose fault it is, so it gives up first.
+# The first rank waits for the samplers and knows which one failed. So it must give up first.
 AFTER_RANK_S = 5.0
 
 
@@ -84,10 +88,10 @@ class Publisher:
     def __init__(
         self,
         cluster: Cluster,
-        learners: Sequence[Member],
-        samplers: Sequence[Member],
+        learners: Sequence[WorkerHandle],
+        samplers: Sequence[WorkerHandle],
         *,
-        sleepers: Sequence[Member],
+        sleepers: Sequence[WorkerHandle],
     ) -> None:
         self._cluster = cluster
         self._learners = learners
@@ -98,50 +102,51 @@ class Publisher:
         self._in_place = False  # samplers read the memory that the first rank writes
 
     def connect(self, plan: ExchangePlan) -> None:
-        """Have learner and samplers meet; from now on weights go from process to process."""
-        self._ask_learners("connect", plan)
+        """Connect learner and samplers; from now on weights go directly between them."""
+        self._call_learners_slowly("connect", plan)
         self._connected = True
 
     def wake(self) -> None:
-        """Make sure that samplers can sample: what slept gets its weights again."""
+        """Wake sleeping samplers and give them the current weights."""
         if "weights" in self._asleep:
             self.send()
-        self._rouse("cache")
+        self._wake_part("cache")
 
     def sleep(self) -> None:
-        """Leave the devices to the learner, where they are shared."""
+        """Free shared devices for the learner."""
         if self._sleepers and len(self._asleep) < 2:
             self._cluster.call(self._sleepers, "sleep")
             self._asleep = {"weights", "cache"}
 
     def send(self) -> None:
-        """Bring the present weights to all samplers."""
+        """Send the current weights to all samplers."""
         if self._connected:
-            self._rouse("weights")
-            self._ask_learners("send_weights")
+            self._wake_part("weights")
+            self._call_learners_slowly("send_weights")
             return
         ask = self._cluster.ask
         calls = [ask(learner, "weights") for learner in self._learners]
-        self._rouse("weights")
-        # The reference travels: samplers read what the first rank laid down, when it has.
-        told = [] if self._in_place else self._samplers
-        loads = [ask(one, "load_weights", "call", calls[0].ref) for one in told]
-        found = self._cluster.waits.collect([*calls, *loads])
-        self._in_place = self._in_place or all(found[len(calls) :])
+        self._wake_part("weights")
+        # Only a reference travels: samplers read the object once the first rank has stored it.
+        samplers = [] if self._in_place else self._samplers
+        loads = [ask(sampler, "load_weights", "call", calls[0].ref) for sampler in samplers]
+        replies = self._cluster.waits.collect([*calls, *loads])
+        self._in_place = self._in_place or all(replies[len(calls) :])
 
-    def _rouse(self, part: str) -> None:
+    def _wake_part(self, part: str) -> None:
         if part in self._asleep:
-            # On shared devices samplers cannot have what the learner's allocator only keeps.
-            self._ask_learners("spare_memory")
+            # On shared devices the learner's allocator must give back its unused memory first.
+            self._call_learners_slowly("spare_memory")
             self._cluster.call(self._sleepers, f"wake_{part}")
             self._asleep.remove(part)
 
-    def _ask_learners(self, name: str, *args: object) -> None:
+    def _call_learners_slowly(self, name: str, *args: object) -> None:
+        # Learners wait for samplers in these calls, so the driver waits a little longer.
         limit = self._cluster.waits.timeout_s + AFTER_RANK_S
         self._cluster.call(self._learners, name, *args, seconds=limit)
 
 
-# What runs in the workers, by name: this process imports no models.
+# Classes that run in the workers, by name: this process does not import models.
 WORKERS = "ppo_cli.cluster.workers"
 LEARNER, SAMPLER = f"{WORKERS}:LearnerRole", f"{WORKERS}:SamplerRole"
 POLL_S = 0.2
@@ -149,9 +154,9 @@ LOOPBACK = "127.0.0.1"
 
 
 class ClusterEngine:
-    """Leads the workers; holds no model itself. `cluster` may host other things too.
+    """The engine over the workers; it has no model itself. `cluster` may host other objects too.
 
-    The tokenizer comes pickled: it is only passed on, and to open it takes all of transformers.
+    The tokenizer stays pickled here, because unpickling it would import transformers.
     """
 
     def __init__(
@@ -174,16 +179,16 @@ class ClusterEngine:
         self._room: list[int | None] = [None] * len(placement.rollout)
         self._one_node = placement.nodes == 1
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="ppo-save")
-        self._learners: list[Member] = []
-        self._samplers: list[Member] = []
+        self._learners: list[WorkerHandle] = []
+        self._samplers: list[WorkerHandle] = []
         self.cluster = Cluster(
             placement, logs, threads=trainer.threads, address=address,
             worker_timeout=trainer.worker_timeout, node_timeout=trainer.node_timeout,
             tell=tell, stop_requested=stop_requested,
         )  # fmt: skip
         try:
-            ranks = _counted(len(placement.train), "learner rank")
-            tell(f"Starting {ranks} and {_counted(len(placement.rollout), 'sampler')}")
+            ranks = _count_noun(len(placement.train), "learner rank")
+            tell(f"Starting {ranks} and {_count_noun(len(placement.rollout), 'sampler')}")
             self._start(config, tokenizer, total_steps, placement)
         except BaseException:
             self.close()
@@ -193,9 +198,11 @@ class ClusterEngine:
         self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
     ) -> Iterator[Rollout]:
         """Yield rollouts of all samplers as they finish."""
-        own = {prompt.uid: prompt for prompt in (*prompts, *(one.prompt for one in begun))}
+        prompt_by_uid = {
+            prompt.uid: prompt for prompt in (*prompts, *(one.prompt for one in begun))
+        }
         for sent in self.sample(prompts, sampling, begun):
-            yield from (rejoin_prompt(item, own) for item in sent)
+            yield from (rejoin_prompt(item, prompt_by_uid) for item in sent)
 
     def sample(
         self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
@@ -205,14 +212,16 @@ class ClusterEngine:
         count = len(self._samplers)
         hands = zip(
             deal_prompts(prompts, count, sampling.max_tokens),
-            deal_begun(begun, count, sampling),
+            deal_unfinished(begun, count, sampling),
             strict=True,
         )
+        # One streaming call for each sampler that has something to do.
         calls: list[Call] = []
         for sampler, (new, old) in zip(self._samplers, hands, strict=True):
             if new or old:
-                words = (new, sampling, self._weight_version, old)
-                calls.append(self.cluster.ask(sampler, "generate", "stream", *words))
+                arguments = (new, sampling, self._weight_version, old)
+                calls.append(self.cluster.ask(sampler, "generate", "stream", *arguments))
+        # Items are rollouts without prompts and, between them, notes about memory.
         for sent in self.cluster.waits.stream(calls):
             for halved in (item for item in sent if isinstance(item, Halved)):
                 self._room[halved.sampler] = halved.rows
@@ -221,42 +230,42 @@ class ClusterEngine:
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Add old and reference log-probs, entropy and values."""
-        return merge_annotations(batch, self.find_annotations(batch))
+        return merge_annotations(batch, self.annotate_ranks(batch))
 
-    def find_annotations(self, batch: Batch) -> list[Annotations]:
-        """What each rank found of its rows."""
+    def annotate_ranks(self, batch: Batch) -> list[Annotations]:
+        """The annotations of each rank's rows."""
         self._publisher.sleep()
-        return self._learn("annotate", self.cluster.share(batch))
+        return self._call_learners("annotate", self.cluster.share(batch))
 
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step on all ranks."""
         self._publisher.sleep()
-        sums = merge_sums(self._learn("step", self.cluster.share(minibatch)))
+        sums = merge_sums(self._call_learners("step", self.cluster.share(minibatch)))
         return sums | {f"perf/weights_by_{self.weight_transfer}": (1.0, 1.0)}
 
     def publish(self) -> None:
         """Raise the weight version and bring the new weights to all samplers."""
-        # Workers do one thing after the other: nobody has to wait in between.
+        # A worker runs its calls in order, so no wait is needed in between.
         published = [self.cluster.ask(learner, "publish") for learner in self._learners]
         self._weight_version += 1
         self._publisher.send()
         self.cluster.waits.collect(published)
 
     def save(self, directory: Path, *, last: bool = False) -> Future[None]:
-        """Keep what is to be saved and return; the future is done when all ranks have written."""
+        """Take a snapshot and return; the future is done when all ranks have written."""
         directory = directory.absolute()
         writers = len(self._learners) if self._one_node else self._count_writers(directory)
-        self._learn("start_saving", directory, writers, self._room, last)
+        self._call_learners("start_saving", directory, writers, self._room, last)
         return self._saver.submit(self._await_saved, time.monotonic())
 
     def load(self, directory: Path) -> None:
-        """Take back all that was saved, and bring it to the samplers."""
-        saved = self._learn("load", directory.absolute())[0]
+        """Load everything that was saved, and send the weights to the samplers."""
+        saved = self._call_learners("load", directory.absolute())[0]
         limits = [(i, rows) for i, rows in enumerate(saved[: len(self._room)]) if rows is not None]
         for i, rows in limits:
             self._room[i] = rows
             self.cluster.call([self._samplers[i]], "resume_room", rows)
-        self._weight_version = self._learn("version")[0]
+        self._weight_version = self._call_learners("version")[0]
         self._publisher.send()
 
     def close(self) -> None:
@@ -268,9 +277,9 @@ class ClusterEngine:
     def _start(
         self, config: Config, tokenizer: bytes, total_steps: int, placement: Placement
     ) -> None:
-        """Start all workers, and a second time where weights cannot travel the way `auto` chose.
+        """Start all workers; a second time where weights cannot travel the way `auto` chose.
 
-        What the first attempt left (a collective that hangs, half of a model) ends with it.
+        New processes, because the first attempt may hang in a collective.
         """
         while True:
             self._start_workers(placement)
@@ -297,6 +306,7 @@ class ClusterEngine:
     def _start_workers(self, placement: Placement) -> None:
         seat = self.cluster.seat
         train, rollout = placement.train, placement.rollout
+        # Learners first: their index is their rank.
         seats = [
             seat(f"learner rank {rank}", [device], rank, len(train))
             for rank, device in enumerate(train)
@@ -312,12 +322,13 @@ class ClusterEngine:
         self, config: Config, tokenizer: bytes, total_steps: int, placement: Placement
     ) -> None:
         cluster, collect = self.cluster, self.cluster.waits.collect
-        # Chosen once: other nodes may have another record of what works.
+        # Chosen here for all workers: the self-test records of other nodes may differ.
         rollout = config.rollout.model_copy(update={"sleep": sleep_mode(config)})
         config = config.model_copy(update={"rollout": rollout})
-        given = cluster.share(config), cluster.share(tokenizer), self.weight_transfer
+        shared = cluster.share(config), cluster.share(tokenizer), self.weight_transfer
+        # Samplers load while learners import; only their results are waited for below.
         loading = [
-            cluster.ask(sampler, "start", "build_streaming", SAMPLER, i, *given, self._profiles)
+            cluster.ask(sampler, "start", "build_streaming", SAMPLER, i, *shared, self._profiles)
             for i, sampler in enumerate(self._samplers)
         ]
         self._publisher = Publisher(
@@ -329,23 +340,27 @@ class ClusterEngine:
             collect([loading[i] for i in placement.sleepers], may_stop=True)
             loading = [c for i, c in enumerate(loading) if i not in placement.sleepers]
             self._publisher.sleep()
+        # Learners import their code first, then meet: a slow import is not a lost rank.
         first, size = self._learners[0], len(self._learners)
         collect(
-            [cluster.ask(one, "start", "run", load_code, WORKERS) for one in self._learners],
+            [
+                cluster.ask(learner, "start", "run", import_code, WORKERS)
+                for learner in self._learners
+            ],
             may_stop=True,
         )
         (point,) = collect(
-            [cluster.ask(first, "meet", "run", meeting_point, first.node, self._one_node)]
+            [cluster.ask(first, "meet", "run", rendezvous_url, first.node, self._one_node)]
         )
         joining = [
             cluster.ask(
-                one, "join", "build", LEARNER, *given[:2], total_steps, self._profiles, size,
-                rank, one.node, point,
+                learner, "join", "build", LEARNER, *shared[:2], total_steps, self._profiles, size,
+                rank, learner.node, point,
             )
-            for rank, one in enumerate(self._learners)
+            for rank, learner in enumerate(self._learners)
         ]  # fmt: skip
         collect([*joining, *loading], may_stop=True)
-        for remark in self._learn("noted")[0]:
+        for remark in self._call_learners("noted")[0]:
             self._tell(remark)
 
     def _send_first_weights(self, config: Config) -> None:
@@ -358,22 +373,23 @@ class ClusterEngine:
                     config.trainer.worker_timeout,
                 )
             )  # fmt: skip
-        # What a model's folder lacks is random, and would be another in each process.
+        # Weights that are missing in a model's folder are random, and differ between processes.
         self._publisher.send()
 
-    def _learn(self, name: str, *args: Any) -> list[Any]:
+    def _call_learners(self, name: str, *args: Any) -> list[Any]:
         """Call a method of every learner rank."""
         return self.cluster.call(self._learners, name, *args)
 
     def _count_writers(self, directory: Path) -> int:
-        """How many of the first ranks see the folder: nodes may have disks of their own."""
+        """Count the first ranks that see the folder: nodes may have separate disks."""
         mark = directory / f".seen-{uuid.uuid4().hex}"
         mark.touch()
         try:
-            asked = [
-                self.cluster.ask(one, "sees", "run", Path.exists, mark) for one in self._learners
+            calls = [
+                self.cluster.ask(learner, "sees", "run", Path.exists, mark)
+                for learner in self._learners
             ]
-            sees = self.cluster.waits.collect(asked)
+            sees = self.cluster.waits.collect(calls)
         finally:
             mark.unlink()
         if not sees[0]:
@@ -385,20 +401,20 @@ class ClusterEngine:
         return next((rank for rank, seen in enumerate(sees) if not seen), len(sees))
 
     def _await_saved(self, since: float) -> None:
-        """Wait until no rank writes any more, then raise what went wrong first."""
+        """Wait until all ranks have written, then raise the first error."""
         waits = self.cluster.waits
         writing = list(self._learners)
         errors: list[Exception] = []
         while writing:
-            writing = [one for one in writing if not self._has_saved(one, errors)]
+            writing = [learner for learner in writing if not self._has_saved(learner, errors)]
             if writing and time.monotonic() - since > waits.timeout_s:
-                raise late(writing, "save", waits.timeout_s)
+                raise no_answer(writing, "save", waits.timeout_s)
             time.sleep(POLL_S if writing else 0)
         if errors:
             raise errors[0]
 
-    def _has_saved(self, learner: Member, errors: list[Exception]) -> bool:
-        """Whether a rank has done with writing, well or not."""
+    def _has_saved(self, learner: WorkerHandle, errors: list[Exception]) -> bool:
+        """Whether a rank has finished writing, with or without an error."""
         try:
             return bool(self.cluster.call([learner], "saved")[0])
         except WorkerLost:
@@ -408,5 +424,5 @@ class ClusterEngine:
             return True
 
 
-def _counted(number: int, what: str) -> str:
+def _count_noun(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"

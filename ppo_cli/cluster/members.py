@@ -1,7 +1,7 @@
-"""The processes of a run: reserves nodes, hosts objects in workers, waits for them, ends them all.
+"""The processes of a run: reserves nodes, starts workers, waits for their results, ends them.
 
-Each wait has a deadline, an owner, and one error at its end. While it waits, the driver checks
-several times a second: whether Ray still lives, whether the user wants to stop, whether time is up.
+Each wait has a deadline. While it waits, the driver checks several times a second whether Ray still
+works, whether the user wants to stop, and whether the time is up.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema.run import Transfer
 from ppo_cli.errors import Interrupted, UserError, WorkerLost
 
+# Ray's message about a worker that ended by itself.
 EXIT = re.compile(r"exits with an exit code (.+?)\.?\s*$", re.MULTILINE)
 
 
@@ -42,8 +43,8 @@ class WorkerFault(Exception):
 
 
 @dataclass(frozen=True)
-class Member:
-    """A worker as the driver knows it: `title` is like "learner rank 1"."""
+class WorkerHandle:
+    """A worker process as the driver sees it; `title` is like "learner rank 1"."""
 
     title: str
     log: Path
@@ -58,7 +59,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Halved:
-    """A sampler, by number, ran out of memory: how many responses it samples at once now."""
+    """A sampler ran out of memory and samples at most `rows` responses at once from now on."""
 
     sampler: int
     rows: int
@@ -66,10 +67,10 @@ class Halved:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """How weights travel, to whom, and from which address of the first rank."""
+    """How weights travel, to which samplers, and from which address of the first rank."""
 
     transfer: Transfer
-    samplers: tuple[Member, ...]
+    samplers: tuple[WorkerHandle, ...]
     workers_each: int
     address: str
     timeout_s: float
@@ -78,28 +79,31 @@ class ExchangePlan:
 USE_MEMORY = " Use rollout.weight_transfer=memory."
 
 
-def reported(member: Member, failure: Failure) -> Exception:
-    """The user's mistake as it was raised; anything else as a bug with the worker's traceback."""
+def unpack_failure(member: WorkerHandle, failure: Failure) -> Exception:
+    """Return a user's mistake as it was raised; any other error with the worker's traceback."""
     if failure.pickled is not None:
         error: Exception = pickle.loads(failure.pickled)
         return error
     return WorkerFault(f"{member} failed:\n{failure.traceback.rstrip()}")
 
 
-def lost(member: Member, doing: str, words: str, *, node_lives: bool = True) -> WorkerLost:
-    """A worker whose process is gone; `words` are Ray's, which name the cause now and then."""
+def worker_lost(
+    member: WorkerHandle, doing: str, ray_message: str, *, node_lives: bool = True
+) -> WorkerLost:
+    """The error for a worker whose process is gone; Ray's message sometimes names the cause."""
     if not node_lives:
         return WorkerLost(
             f"Node {member.node} does not answer any more, and {member.title} on it is lost "
             f"(during `{doing}`)."
         )
+    # The cause: from Ray's message, from the worker's log, otherwise a kill.
     lines = last_lines(member.log, member.pid)
-    if "running low on memory" in words:
+    if "running low on memory" in ray_message:
         cause = "was ended by Ray, as its node was running out of memory"
     elif any(line.startswith(CRASH) for line in lines):
         cause = "crashed"
-    elif found := EXIT.search(words):
-        cause = f"ended by itself (exit code {found[1]})"
+    elif match := EXIT.search(ray_message):
+        cause = f"ended by itself (exit code {match[1]})"
     else:
         cause = KILLED
     tail = "\n  ".join([f"The last lines of its log, {member.log}:", *lines])
@@ -107,14 +111,15 @@ def lost(member: Member, doing: str, words: str, *, node_lives: bool = True) -> 
     return WorkerLost(f"{_capital(str(member))} {cause} during `{doing}`. {detail}")
 
 
-def late(members: list[Member], doing: str, seconds: float) -> WorkerLost:
-    """Workers that live and do not answer."""
+def no_answer(members: list[WorkerHandle], doing: str, seconds: float) -> WorkerLost:
+    """The error for workers that run and do not answer."""
     names = ", ".join(str(member) for member in members)
     logs = ", ".join(str(member.log) for member in members)
-    one = len(members) == 1
+    single = len(members) == 1
     return WorkerLost(
-        f"{_capital(names)} {'has' if one else 'have'} not answered `{doing}` for {seconds:g} s; "
-        f"{'its log' if one else 'their logs'}: {logs}. If the work is only slow, raise "
+        f"{_capital(names)} {'has' if single else 'have'} not answered `{doing}` for "
+        f"{seconds:g} s; "
+        f"{'its log' if single else 'their logs'}: {logs}. If the work is only slow, raise "
         "--worker_timeout."
     )
 
@@ -129,22 +134,23 @@ FETCH_S = 30.0
 # A rank that fails because its neighbour died may report before the death is known.
 GRACE_S = 3.0
 # In these a rank may fail because another one has gone, and call it a mistake.
+# During these calls workers wait for each other, so an error may come from another's death.
 EXCHANGES = ("connect", "send_weights")
 NODE_OR_RAY_S = 1.0
 
 
 @dataclass(frozen=True)
 class Call:
-    """Something that a worker was asked to do; `ref` is a reference or a stream of them."""
+    """A call of a worker's method; `ref` is a Ray reference, or a stream of them."""
 
-    member: Member
+    member: WorkerHandle
     doing: str
     ref: Any
 
 
 @dataclass(frozen=True)
 class Waits:
-    """How long, and for what reasons, the driver waits."""
+    """Waits for calls: their deadline, and what ends a wait early."""
 
     timeout_s: float
     trouble: Callable[[], str | None]
@@ -153,22 +159,23 @@ class Waits:
     def collect(
         self, calls: Sequence[Call], seconds: float | None = None, *, may_stop: bool = False
     ) -> list[Any]:
-        """Return what the calls gave, in their order; raises what the first of them raised.
+        """Return the results of the calls in their order; raises the first error.
 
-        Nobody waits for the others then: ranks that lost one of theirs never answer.
+        It does not wait for the other calls then: ranks that lost another rank never answer.
         """
         seconds = seconds or self.timeout_s
+        # Results come in any order; each is opened as soon as it is there.
         deadline = time.monotonic() + seconds
         pending = {call.ref: call for call in calls}
-        found: dict[Any, Any] = {}
+        values: dict[Any, Any] = {}
         while pending:
             ready = self._first(pending, deadline, seconds, may_stop)
             call = pending.pop(ready)
-            found[ready] = self._open(call, ready, deadline, seconds, list(pending.values()))
-        return [found[call.ref] for call in calls]
+            values[ready] = self._open(call, ready, deadline, seconds, list(pending.values()))
+        return [values[call.ref] for call in calls]
 
     def stream(self, calls: Sequence[Call]) -> Iterator[Any]:
-        """Yield what streaming calls give, as it comes; the deadline is for each silence."""
+        """Yield the results of streaming calls as they come; the deadline is for each pause."""
         pending = {call.ref: call for call in calls}
         while pending:
             deadline = time.monotonic() + self.timeout_s
@@ -192,7 +199,7 @@ class Waits:
                 return ready[0]
             if time.monotonic() > deadline:
                 calls = list(pending.values())
-                raise late([call.member for call in calls], calls[0].doing, seconds)
+                raise no_answer([call.member for call in calls], calls[0].doing, seconds)
 
     def check(self, *, may_stop: bool = False) -> None:
         """Raise when Ray is gone, or the user wants to stop and may."""
@@ -207,7 +214,7 @@ class Waits:
         outcome = self._fetch(call, ref, deadline, seconds)
         if outcome.failure is None:
             return outcome.value
-        error = reported(call.member, outcome.failure)
+        error = unpack_failure(call.member, outcome.failure)
         if not isinstance(error, UserError) or call.doing in EXCHANGES:
             self._look_for_dead(others)
         raise error
@@ -220,12 +227,13 @@ class Waits:
             except GetTimeoutError:
                 self.check()
                 if time.monotonic() > deadline:
-                    raise late([call.member], call.doing, seconds) from None
+                    raise no_answer([call.member], call.doing, seconds) from None
             except RayError as error:
                 raise self._lost(call, error) from None
 
     def _look_for_dead(self, others: list[Call]) -> None:
-        """Raise WorkerLost if one of these workers died: then what failed is only an echo."""
+        """Raise WorkerLost if one of these workers died, which would explain the error."""
+        # Ray reports a death later than other workers report the broken connection.
         until = time.monotonic() + GRACE_S
         refs = {call.ref: call for call in others}
         while refs and time.monotonic() < until:
@@ -244,9 +252,9 @@ class Waits:
         self.check()
         lives = node_answers(call.member.node_id)
         if not lives:
-            time.sleep(NODE_OR_RAY_S)  # was it that node, or Ray as a whole?
+            time.sleep(NODE_OR_RAY_S)  # Ray as a whole may be lost, not only that node
             self.check()
-        return lost(call.member, call.doing, str(error), node_lives=lives)
+        return worker_lost(call.member, call.doing, str(error), node_lives=lives)
 
 
 TELL_EVERY_S = 10.0
@@ -259,26 +267,27 @@ def reserve_nodes(
 
     Raises WorkerLost when they are not there in time, Interrupted when the user stops.
     """
+    # One bundle a node: `STRICT_SPREAD` puts each on another machine.
     bundles: list[dict[str, float]] = []
     for _ in range(count):
         bundles.append({"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {}))
     if home := _home(gpus):
-        bundles[0] |= {f"node:{home}": 0.001}  # the first node is ours: it holds the run folder
+        bundles[0] |= {f"node:{home}": 0.001}  # the first node is this one: it has the run folder
     group = placement_group(bundles, strategy="STRICT_SPREAD" if count > 1 else "PACK")
-    ready, started, reported = group.ready(), time.monotonic(), time.monotonic()
+    ready, started, unpack_failure = group.ready(), time.monotonic(), time.monotonic()
     try:
         while not ray.wait([ready], timeout=TICK_S)[0]:
             waits.check(may_stop=True)
             now = time.monotonic()
             if now - started > timeout_s:
                 raise WorkerLost(
-                    f"After {timeout_s:g} s still {waiting_for(count, gpus)}. Start the missing "
+                    f"After {timeout_s:g} s still {describe_wait(count, gpus)}. Start the missing "
                     "nodes, or ask for fewer (--nnodes, --n_gpus); --node_timeout sets how long "
                     "to wait."
                 )
-            if now - reported > TELL_EVERY_S:
-                tell(waiting_for(count, gpus))
-                reported = now
+            if now - unpack_failure > TELL_EVERY_S:
+                tell(describe_wait(count, gpus))
+                unpack_failure = now
     except BaseException:
         if waits.trouble() is None:
             remove_placement_group(group)
@@ -286,9 +295,9 @@ def reserve_nodes(
     return group
 
 
-def waiting_for(count: int, gpus: int) -> str:
-    """Say what is wanted and what the cluster has."""
-    wanted = f"{count} node{'s' * (count > 1)}" + f" with {gpus} GPUs" * bool(gpus)
+def describe_wait(count: int, gpus: int) -> str:
+    """Describe which nodes are requested and which the cluster has."""
+    request = f"{count} node{'s' * (count > 1)}" + f" with {gpus} GPUs" * bool(gpus)
     rooms = [_resources(node) for node in ray.nodes() if node["Alive"]]
     fit = sum(1 for room in rooms if room.get("GPU", 0) >= gpus)
     has = f"the cluster has {fit}"
@@ -297,14 +306,14 @@ def waiting_for(count: int, gpus: int) -> str:
         has += f" (GPUs of its {len(rooms)} nodes: {counts})"
     elif fit >= count:
         has += ", which another run may use"
-    return f"waiting for {wanted}; {has}"
+    return f"waiting for {request}; {has}"
 
 
 def _home(gpus: int) -> str | None:
-    """The address of this node, if it can take part."""
-    ours = ray.get_runtime_context().get_node_id()
+    """The address of this node, if it has enough GPUs to take part."""
+    local_id = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():
-        if node["NodeID"] == ours and _resources(node).get("GPU", 0) >= gpus:
+        if node["NodeID"] == local_id and _resources(node).get("GPU", 0) >= gpus:
             return str(node["NodeManagerAddress"])
     return None
 
@@ -318,8 +327,8 @@ MOMENT_S = 0.1  # enough to learn what has already ended
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a worker goes: the index of its node, and the GPUs that it sees there."""
+class WorkerSlot:
+    """Where a worker runs: the index of its node, and the GPUs that it sees there."""
 
     title: str
     node: int = 0
@@ -351,7 +360,7 @@ class Cluster:
         self._logs = logs.absolute()
         self._node_timeout = node_timeout
         self._group: PlacementGroup | None = None
-        self._members: list[Member] = []
+        self._members: list[WorkerHandle] = []
         self._session: Session | None = Session(address, self._logs)
         send_tensors_as_arrays()
         self.waits = Waits(worker_timeout, self._session.failure, stop_requested)
@@ -363,16 +372,17 @@ class Cluster:
             self.close()
             raise
 
-    def seat(self, title: str, devices: Sequence[int], index: int = 0, of: int = 1) -> Seat:
+    def seat(self, title: str, devices: Sequence[int], index: int = 0, of: int = 1) -> WorkerSlot:
         """Choose the node of a worker: that of its GPUs, or, on the CPU, an even share of them."""
         per_node = self._placement.devices_per_node
         if not per_node or not devices:
-            return Seat(title, index * self._placement.nodes // of)
+            return WorkerSlot(title, index * self._placement.nodes // of)
         node = self._placement.node_of(devices[0]) or 0
-        return Seat(title, node, tuple(device % per_node for device in devices))
+        return WorkerSlot(title, node, tuple(device % per_node for device in devices))
 
-    def start(self, seats: Sequence[Seat]) -> list[Member]:
-        """Start a process for each seat, and wait until all have said where they are."""
+    def start(self, seats: Sequence[WorkerSlot]) -> list[WorkerHandle]:
+        """Start a process for each slot, and wait until all have reported their node."""
+        # Actors first: their processes start at the same time.
         fresh = [self._member(seat) for seat in seats]
         self._members += fresh
         greeted = self.waits.collect(
@@ -383,55 +393,57 @@ class Cluster:
             self._node_timeout,
             may_stop=True,
         )
-        known = [replace(member, **here) for member, here in zip(fresh, greeted, strict=True)]
-        self._members = [m for m in self._members if m not in fresh] + known
-        return known
+        started = [replace(member, **place) for member, place in zip(fresh, greeted, strict=True)]
+        self._members = [m for m in self._members if m not in fresh] + started
+        return started
 
     def share(self, value: Any) -> Any:
-        """Lay a value down once, for all workers; returns the reference to pass on."""
+        """Store a value once for all workers; returns the reference to pass to them."""
         self.waits.check()
         try:
+            # Ray may have died since the check, which then gives the better error.
             return ray.put(value)
         except Exception:
             self.waits.check()  # a Ray that died meanwhile
             raise
 
-    def ask(self, member: Member, name: str, method: str = "call", *args: Any) -> Call:
-        """Have a worker do something; the answer is waited for by `waits`.
+    def ask(self, member: WorkerHandle, name: str, method: str = "call", *args: Any) -> Call:
+        """Call a worker without waiting; `waits` waits for the result.
 
-        `method` is the worker's: "call" and "stream" go on to the object's method `name`.
+        `method` is one of `Worker`: "call" and "stream" call the method `name` of its object.
         """
-        words = (name, *args) if method in ("call", "stream") else args
+        arguments = (name, *args) if method in ("call", "stream") else args
         remote = getattr(member.handle, method)
         if method == "stream":
             remote = remote.options(num_returns="streaming")
-        return Call(member, name, remote.remote(*words))
+        return Call(member, name, remote.remote(*arguments))
 
     def call(
-        self, members: Sequence[Member], name: str, *args: Any, seconds: float | None = None
+        self, members: Sequence[WorkerHandle], name: str, *args: Any, seconds: float | None = None
     ) -> list[Any]:
-        """Call the same method of several workers' objects and wait for what they give."""
+        """Call the same method of several workers' objects and wait for the results."""
         return self.waits.collect([self.ask(m, name, "call", *args) for m in members], seconds)
 
-    def host(self, factory: Callable[[], Any], *, role: str, devices: Sequence[int] = ()) -> Member:
-        """Host any object in a process of its own; `factory` is pickled."""
+    def host(
+        self, factory: Callable[[], Any], *, role: str, devices: Sequence[int] = ()
+    ) -> WorkerHandle:
+        """Host any object in a separate process; `factory` is pickled."""
         if self._session is None:
             raise WorkerLost(f"The {role} cannot start: its cluster has ended.")
         (member,) = self.start([self.seat(role, devices)])
         self.waits.collect([self.ask(member, "start", "build", factory)], may_stop=True)
         return member
 
-    def dismiss(self, member: Member) -> None:
+    def dismiss(self, member: WorkerHandle) -> None:
         """End a worker. Safe to call twice, and after `close`."""
         if any(m.handle is member.handle for m in self._members):
             self._members = [m for m in self._members if m.handle is not member.handle]
             ray.kill(member.handle)
 
-    def close(self, polite: Sequence[Member] = ()) -> None:
-        """End all workers and leave Ray. Safe to call twice.
+    def close(self, polite: Sequence[WorkerHandle] = ()) -> None:
+        """End all workers and disconnect from Ray. Safe to call twice.
 
-        The objects of `polite` members are closed before they end: they may have processes of
-        their own.
+        The objects of `polite` workers are closed first: they may have child processes.
         """
         session, self._session = self._session, None
         if session is None:
@@ -446,13 +458,13 @@ class Cluster:
             self._members.clear()
             session.close()
 
-    def end_workers(self, polite: Sequence[Member] = ()) -> None:
+    def end_workers(self, polite: Sequence[WorkerHandle] = ()) -> None:
         """End all workers and wait until they are gone; the nodes stay reserved."""
-        # They end anyway, and why they cannot is in their logs. The others go first: a polite one
-        # may be waiting for them.
+        # Errors are ignored: the workers end anyway, and their logs have the reason. The others end
+        # first, because a polite one may be waiting for them.
         deadline = time.monotonic() + FAREWELL_S
-        kept = [member.handle for member in polite]
-        ends = self._end([m for m in self._members if m.handle not in kept])
+        handles = [member.handle for member in polite]
+        ends = self._end([m for m in self._members if m.handle not in handles])
         for call in [self.ask(member, "close") for member in polite]:
             with suppress(Exception):
                 self.waits.collect([call], max(MOMENT_S, deadline - time.monotonic()))
@@ -463,8 +475,8 @@ class Cluster:
                 ray.wait(ends, num_returns=len(ends), timeout=FAREWELL_S)
         self._members.clear()
 
-    def _end(self, members: Sequence[Member]) -> list[Any]:
-        """End these workers; returns what is there once they are gone."""
+    def _end(self, members: Sequence[WorkerHandle]) -> list[Any]:
+        """End these workers; returns references that are ready once they are gone."""
         ends: list[Any] = []
         for member in members:
             with suppress(Exception):
@@ -472,12 +484,13 @@ class Cluster:
                 ray.kill(member.handle)
         return ends
 
-    def _member(self, seat: Seat) -> Member:
-        # Ray hides all GPUs from a worker that asks it for none; this one sees to that itself.
+    def _member(self, seat: WorkerSlot) -> WorkerHandle:
+        # Ray hides all GPUs from a worker that requests none; `Worker` selects its GPUs itself.
         variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         if not seat.gpus:
-            # More threads than cores, over all processes, would wait for each other.
+            # More threads than cores in all processes together would slow each other down.
             variables["OMP_NUM_THREADS"] = str(self._threads or 1)
+        # The bundle index is the number of the node in the placement group.
         strategy = PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=seat.node
         )
@@ -486,4 +499,4 @@ class Cluster:
             num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0,
             scheduling_strategy=strategy, runtime_env={"env_vars": variables},
         )  # fmt: skip
-        return Member(seat.title, log, actor.remote())
+        return WorkerHandle(seat.title, log, actor.remote())

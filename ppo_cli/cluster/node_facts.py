@@ -110,6 +110,7 @@ def digest_settings(config: Config) -> dict[str, str]:
 
 def compare_facts(head: NodeFacts, node: NodeFacts) -> list[str]:
     """Return what does not fit between node 0 and another node, a sentence for each difference."""
+    # Ranks and jobs, then versions, GPUs and settings: a sentence each.
     who, problems = node.label, []
     if node.nnodes != head.nnodes:
         problems.append(f"{who} was started with NNODES={node.nnodes}, node 0 with {head.nnodes}.")
@@ -136,14 +137,17 @@ def compare_facts(head: NodeFacts, node: NodeFacts) -> list[str]:
             f"{who} was started with N_GPUS={node.wanted_gpus}, node 0 with "
             f"N_GPUS={head.wanted_gpus}: set the same on every node."
         )
+    # Another version has other settings anyway.
     keys = [
         key
         for key in {**head.settings, **node.settings}
         if head.settings.get(key) != node.settings.get(key)
     ]
     if keys and node.ppo == head.ppo:
-        more = len(keys) - MAX_KEYS_IN_MESSAGE
-        shown = ", ".join(keys[:MAX_KEYS_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
+        unnamed = len(keys) - MAX_KEYS_IN_MESSAGE
+        shown = ", ".join(keys[:MAX_KEYS_IN_MESSAGE]) + (
+            f" and {unnamed} more" if unnamed > 0 else ""
+        )
         problems.append(f"{who} was started with other settings: {shown}.")
     return problems
 
@@ -170,6 +174,7 @@ def _describe_version(name: str, version: str) -> str:
 
 
 def _package_version(package: str) -> str:
+    # The CPU build of vLLM is another distribution.
     names = (package, f"{package}-cpu") if package == "vllm" else (package,)
     for name in names:
         try:

@@ -66,15 +66,18 @@ from ppo_cli.errors import (
 )
 from ppo_cli.signals import StopOnSignal
 
+# Ray starts within 10 s on a quiet machine.
 RAY_START_S = 180.0
 POLL_S = 0.2
 NOTE_EVERY_S = 15.0
 # When a node does not fit, node 0 waits so long for the others, to report all problems at once.
 GRACE_S = 20.0
+# Timeout of a request to the head, and how long it may not answer before it counts as gone.
 REQUEST_S = 3.0
 HEAD_GONE_S = 10.0
-# A nightly port scan or a colleague may try secrets against the head, so short ones are refused.
+# Anybody in the network can try secrets against the head, so short ones are refused.
 MIN_SECRET_LENGTH = 16
+# The label by which a node of Ray is found to be a node of the run.
 RANK_LABEL = "ppo-rank"
 NAMESPACE = b"ppo"
 
@@ -234,6 +237,7 @@ class Nodes:
                 self._tell(state)
                 last_state, next_note = state, now + NOTE_EVERY_S
             time.sleep(POLL_S)
+        # All are here: show what each one has.
         for node in (head, *nodes):
             self._tell(describe_node(node))
         self._tell(f"{total} of {total} nodes work together")
@@ -276,8 +280,8 @@ class Nodes:
         if facts is not None:
             return facts.label
         # SLURM lists the hosts in the order of the ranks.
-        known = len(self._hosts) == self._facts.nnodes
-        return f"node {rank} ({self._hosts[rank]})" if known else f"node {rank}"
+        has_host = len(self._hosts) == self._facts.nnodes
+        return f"node {rank} ({self._hosts[rank]})" if has_host else f"node {rank}"
 
 
 def _repeated_ranks(working: list[tuple[int, str]]) -> list[str]:
@@ -306,6 +310,7 @@ def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Node
     trainer = config.trainer
     if address := _given_cluster(config, environ):
         return _use_given_cluster(address, config, tell)
+    # Mistakes in addresses and ports are reported before Ray starts.
     own_address = node_address(environ.get("NODE_ADDR"))
     own_address = own_address or head_address(trainer.master_addr)
     check_port(trainer.master_port)
@@ -315,6 +320,7 @@ def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Node
     tell("starting Ray on node 0")
     options = replace(_offer(config, environ, own_address), port=trainer.master_port)
     ray = RayProcess(options, label=f"node 0 ({host})", environ=environ)
+    # From here on a failure must end Ray.
     try:
         at = ray.await_address(RAY_START_S)
         store = HeadStore(at)
@@ -327,6 +333,7 @@ def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Node
     except BaseException:
         ray.close()
         raise
+    # From here on it must also be passed on to the other nodes.
     try:
         nodes.gather(environ, deadline)
     except BaseException as error:
@@ -360,6 +367,7 @@ def find_head(config: Config, address: str | None, tell: Tell) -> tuple[HeadStor
     trainer = config.trainer
     head = resolve_host(trainer.master_addr or ""), trainer.master_port
     at, deadline, next_note = join_address(*head), time.monotonic() + trainer.node_timeout, 0.0
+    # Wait until the port of node 0 is open, which may be started later.
     while True:
         try:
             source = (address, 0) if address else None
@@ -378,6 +386,7 @@ def find_head(config: Config, address: str | None, tell: Tell) -> tuple[HeadStor
             tell(f"waiting for node 0 at {at} ({reason})")
             next_note = now + NOTE_EVERY_S
         time.sleep(POLL_S)
+    # It may be another program, or another run.
     try:
         return HeadStore(at), local_address
     except AuthenticationError as error:
@@ -435,6 +444,7 @@ class Membership:
         facts, rank = self._facts, self._facts.rank
         while (head := self._store.facts(0)) is None:  # Ray answers before node 0 has written them
             time.sleep(POLL_S)
+        # A rank and, with GPUs, a machine belong to one node.
         working = self._store.working_nodes()
         for other, address in working:
             if other == rank:
@@ -447,6 +457,7 @@ class Membership:
                     f"node {other} runs on {facts.host} ({address}) already: ppo is started once a "
                     "node, and takes all its GPUs by N_GPUS."
                 )
+        # Facts are written even where they do not fit: node 0 then reports the same problems.
         self._store.put(f"node:{rank}", asdict(facts))
         if problems := [*check_node(facts), *compare_facts(head, facts)]:
             raise ConfigError(problems)
@@ -497,6 +508,7 @@ class Membership:
         self._report(failure)
         self._tell(failure)
         self._ray.close()
+        # Start it again, if that has not happened too often.
         if self._restarts <= 0:
             raise WorkerLost(f"{failure} It died too often (trainer.max_restarts).")
         self._restarts -= 1
@@ -551,6 +563,7 @@ def _given_cluster(config: Config, environ: Mapping[str, str]) -> str:
 
 
 def _use_given_cluster(address: str, config: Config, tell: Tell) -> Nodes:
+    # "auto" is looked up by Ray on this machine.
     if address != "auto":
         if re.fullmatch(r"(\[[^\[\]/]+\]|[^\[\]/:]+):\d{1,5}", address) is None:
             raise ConfigError(

@@ -19,6 +19,7 @@ from ppo_cli.engine.leftovers import remove_stale_folders
 from ppo_cli.errors import WorkerLost, first_line
 from ppo_cli.redact import redact
 
+# How often the head of a joined cluster is connected to, and how often before it counts as lost.
 PROBE_EVERY_S, PROBE_ATTEMPTS = 5.0, 3
 
 
@@ -26,7 +27,7 @@ class Session:
     """A connection to the Ray cluster at an address. `close` leaves the cluster."""
 
     def __init__(self, address: str, logs: Path) -> None:
-        self._failure: str | None = None
+        self._failure: str | None = None  # once set, it stays
         self._address = address
         self._probed_at = time.monotonic()
         try:
@@ -50,6 +51,7 @@ class Session:
 
     def _join(self, logs: Path) -> None:
         _print_into(logs / "ray.log")
+        # `ray.init` installs signal handlers, which are replaced by ours again below.
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             with _without_current_folder(logs):
@@ -73,6 +75,7 @@ class Session:
         """Connect to the head of the cluster every few seconds."""
         if time.monotonic() - self._probed_at < PROBE_EVERY_S:
             return None
+        # Several attempts: a busy head may refuse a connection for a moment.
         for attempt in range(PROBE_ATTEMPTS):
             if accepts_connections(self._address):
                 self._probed_at = time.monotonic()
@@ -99,15 +102,15 @@ def _without_current_folder(empty: Path) -> Iterator[None]:
 
     Workers would import a `torch.py` in it, which this process would not.
     """
-    here = Path.cwd()
-    if {"", str(here)} & set(sys.path):
+    folder = Path.cwd()
+    if {"", str(folder)} & set(sys.path):
         yield
         return
     os.chdir(empty)
     try:
         yield
     finally:
-        os.chdir(here)
+        os.chdir(folder)
 
 
 def _print_into(log: Path) -> None:

@@ -1,7 +1,7 @@
-"""What travels between processes: tensors as arrays, which Ray keeps in shared memory.
+"""How values travel between processes: tensors as arrays, which Ray keeps in shared memory.
 
-Ray copies a tensor into every message; an array it lays down once, for all readers of a node.
-What is sent again and again to the same node lies in memory of its own (`SharedTensors`).
+Ray copies a tensor into every message, but stores an array once for all readers of a node.
+Weights, which are sent again and again, are in memory that is written in place (`SharedTensors`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ppo_cli.records import Prompt, Rollout
 
 
 def send_tensors_as_arrays() -> None:
-    """From now on, what this process gives to Ray holds arrays in the place of tensors.
+    """Register a serializer: this process sends tensors through Ray as arrays.
 
-    They come out as tensors in shared memory, which may only be read.
+    The receiver gets read-only tensors in shared memory.
     """
     ray.util.register_serializer(Tensor, serializer=to_array, deserializer=to_tensor)
 
 
 def to_array(tensor: Tensor) -> tuple[NDArray[np.uint8], str, tuple[int, ...]]:
-    """The bytes of a tensor, and what they are."""
+    """The bytes of a tensor, its dtype and shape."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy(), str(tensor.dtype).partition(".")[2], tuple(tensor.shape)
 
@@ -51,7 +51,7 @@ def to_tensor(sent: tuple[NDArray[np.uint8], str, tuple[int, ...]]) -> Tensor:
     if not array.size:
         return torch.zeros(shape, dtype=dtype)
     with warnings.catch_warnings():
-        # torch warns of memory that must not be written to.
+        # torch warns about read-only memory.
         warnings.simplefilter("ignore")
         return torch.from_numpy(array).view(dtype).reshape(shape)
 
@@ -62,10 +62,10 @@ ALIGNED = 64  # bytes, as an allocator would
 class SharedTensors(Mapping[str, Tensor]):
     """CPU tensors in memory that processes of one node and user share.
 
-    Pickling sends their place, not their bytes. They are written in place, so that pages are taken
-    once: each put into Ray's store takes new ones. The memory has no name, and goes with the last
-    process that has it. Only on Linux, and only while the process that made it lives can others
-    open it.
+    Pickling sends their place, not their bytes. They are written in place, so that pages are
+    allocated once: each put into Ray's store allocates new ones. The memory has no name and is
+    freed with the last process that has it open. Only on Linux, and other processes can open it
+    only while the process that made it runs.
     """
 
     def __init__(self, path: str, size: int, places: bytes) -> None:
@@ -74,10 +74,11 @@ class SharedTensors(Mapping[str, Tensor]):
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor]) -> SharedTensors:
-        """Room for such tensors."""
+        """Allocate memory for such tensors."""
         places: list[tuple[str, int, int, torch.dtype, torch.Size]] = []
         size = 0
         for name, tensor in tensors.items():
+            # Each tensor starts at a multiple of ALIGNED.
             start = -(-size // ALIGNED) * ALIGNED
             size = start + tensor.nbytes
             places.append((name, start, size, tensor.dtype, tensor.shape))
@@ -128,17 +129,18 @@ def dumps(value: Any) -> bytes:
 
 
 def lighten_prompt(prompt: Prompt) -> Prompt:
-    """What a sampler reads of a prompt."""
+    """A prompt reduced to the fields that a sampler reads."""
     return replace(prompt, messages=(), ground_truth=None, extra_info={}, rendered="")
 
 
 def shed_prompt(rollout: Rollout) -> tuple[str, Rollout]:
-    """A rollout without its prompt, which the driver has, and the prompt's uid."""
+    """Remove the prompt, which the driver has, from a rollout; returns its uid and the rest."""
     return rollout.prompt.uid, replace(rollout, prompt=None)  # type: ignore[arg-type]
 
 
 def rejoin_prompt(sent: tuple[str, Rollout], prompts: Mapping[str, Prompt]) -> Rollout:
-    """Undo `shed_prompt`; what is kept of it is ours, not a window on shared memory."""
+    """Undo `shed_prompt`. Arrays are copied out of shared memory."""
     uid, rollout = sent
+    # A view would keep Ray's object in shared memory.
     logprobs = rollout.sampler_logprobs.copy()
     return replace(rollout, prompt=prompts[uid], sampler_logprobs=logprobs)

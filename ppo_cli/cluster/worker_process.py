@@ -1,8 +1,8 @@
-"""The actor behind every role: holds one object and calls it, and never raises into Ray.
+"""The Ray actor behind every role: holds one object, calls its methods, never raises into Ray.
 
-What goes wrong travels as a value, so that the driver can raise it as it was, and only once.
-Each worker writes a log, whose last lines are told when it is lost.
-No torch here: the environment of the process is made before its object brings that along.
+An error travels as a value, so that the driver can raise it unchanged and once. Each worker writes
+a log, and its last lines are part of the message when the worker is lost. This module does not
+import torch: the environment of the process must be set before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError,
 from ppo_cli.redact import redact
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-FLUSH_S = 0.02  # what finishes within that time travels together
+FLUSH_S = 0.02  # results that finish within that time travel together
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call gave, or how it failed."""
+    """The result of a call, or its failure."""
 
     value: Any = None
     failure: Failure | None = None
@@ -68,32 +68,32 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._held: Any = None
+        self._object: Any = None  # what `build` has made
         self._thread: ThreadPoolExecutor | None = None
 
     def arrive(self, log: str, gpus: tuple[int, ...], threads: int | None) -> Outcome:
-        """Open the log, see these GPUs of the node and no others, and say where this is.
+        """Open the log, make only these GPUs visible, and return the node as in `WorkerHandle`.
 
-        In the words of a `Member`. Without `threads` a worker of GPUs takes their share of the
-        node's cores.
+        Without `threads` a worker with GPUs takes their share of the node's cores.
         """
 
         def settle() -> dict[str, Any]:
+            # Before anything imports torch, which reads these variables once.
             write_into(Path(log))
             ignore_signals()
             pin_gpu_order(os.environ)
             os.environ[VISIBLE] = visible_gpus(gpus, os.environ.get(VISIBLE))
-            here = ray.get_runtime_context().get_node_id()
+            node_id = ray.get_runtime_context().get_node_id()
             if gpus:  # Ray has set it to 1
-                os.environ["OMP_NUM_THREADS"] = str(threads or share_cores(len(gpus), here))
+                os.environ["OMP_NUM_THREADS"] = str(threads or share_cores(len(gpus), node_id))
             return {
-                "node": ray.util.get_node_ip_address(), "node_id": here, "pid": os.getpid()
+                "node": ray.util.get_node_ip_address(), "node_id": node_id, "pid": os.getpid()
             }  # fmt: skip
 
         return _try(settle)
 
     def run(self, work: Callable[..., Any], *args: Any) -> Outcome:
-        """Do something that needs no object."""
+        """Call a function that needs no object."""
         return _try(lambda: work(*args))
 
     def build(self, factory: Callable[..., Any] | str, *args: Any) -> Outcome:
@@ -103,13 +103,14 @@ class Worker:
             from ppo_cli.cluster.serialise import send_tensors_as_arrays  # brings torch
             from ppo_cli.engine.device import require_gpus
 
+            # Fail here, with the host's name, rather than train on the CPU.
             try:
                 require_gpus(len(list(filter(None, os.environ.get(VISIBLE, "").split(",")))))
             except MissingPart as error:
                 raise MissingPart(f"{socket.gethostname()}: {error}") from None
             send_tensors_as_arrays()
             make = resolve_name(factory) if isinstance(factory, str) else factory
-            self._held = make(*args)
+            self._object = make(*args)
 
         return self._work(work)
 
@@ -119,50 +120,52 @@ class Worker:
         return self.build(factory, *args)
 
     def call(self, name: str, *args: Any) -> Outcome:
-        """Call a method of the object; what another worker gave is passed on as its value."""
-        if self._held is None and name == "close":  # it was never built
+        """Call a method of the object; results of other workers are passed as plain values."""
+        if self._object is None and name == "close":  # it was never built
             return Outcome()
 
         values = [arg.value if isinstance(arg, Outcome) else arg for arg in args]
-        return self._work(lambda: getattr(self._held, name)(*values))
+        return self._work(lambda: getattr(self._object, name)(*values))
 
     def stream(self, name: str, *args: Any) -> Iterator[Outcome]:
-        """Call a method that yields; what it yields comes in lists, as soon as there is any."""
+        """Call a generator method; its items come in lists, as soon as there are any."""
         assert self._thread is not None, "only an object of build_streaming streams"
-        made: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        results: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         closed = threading.Event()
 
         def produce() -> None:
             try:
-                with closing(getattr(self._held, name)(*args)) as source:
+                with closing(getattr(self._object, name)(*args)) as source:
                     for item in source:
-                        made.put(("item", item))
+                        results.put(("item", item))
                         if closed.is_set():
                             return
-                made.put(("end", None))
+                results.put(("end", None))
             except BaseException as error:
-                made.put(("failure", _failure(error)))
+                results.put(("failure", _failure(error)))
 
+        # The object's thread produces while Ray's thread sends.
         making = self._thread.submit(produce)
         try:
-            yield from _in_lists(made)
+            yield from _batch_results(results)
         finally:
             closed.set()
             making.result()
 
     def _work(self, work: Callable[[], Any]) -> Outcome:
-        """Do something with the object in its thread."""
+        """Run a function in the object's thread."""
         return _try(work) if self._thread is None else self._thread.submit(_try, work).result()
 
 
-def _in_lists(made: queue.SimpleQueue[tuple[str, Any]]) -> Iterator[Outcome]:
-    """Gather what comes, and let nothing wait longer than FLUSH_S for company."""
+def _batch_results(results: queue.SimpleQueue[tuple[str, Any]]) -> Iterator[Outcome]:
+    """Collect results into lists; no result waits longer than FLUSH_S."""
+    # An item is sent at once after a pause, otherwise with those of the same FLUSH_S.
     items: list[Any] = []
     flushed = 0.0
     while True:
-        left = flushed + FLUSH_S - time.monotonic()
+        wait_s = flushed + FLUSH_S - time.monotonic()
         try:
-            kind, what = made.get(timeout=max(left, 0.0) if items else None)
+            kind, what = results.get(timeout=max(wait_s, 0.0) if items else None)
         except queue.Empty:
             kind, what = "flush", None
         if kind == "item":
@@ -176,25 +179,25 @@ def _in_lists(made: queue.SimpleQueue[tuple[str, Any]]) -> Iterator[Outcome]:
             return
 
 
-def load_code(module: str) -> None:
-    """Import a module, which may take long, before anybody waits for anybody."""
+def import_code(module: str) -> None:
+    """Import a module, which may take long, before ranks start to wait for each other."""
     import_module(module)
 
 
-def meeting_point(node: str, one_node: bool) -> str:
-    """A file of this node, or an address on it where nobody listens yet.
+def rendezvous_url(node: str, one_node: bool) -> str:
+    """Where the ranks meet: a file on one node, otherwise an address with a free port.
 
-    Whoever reaches such an address could take part: torch listens on all interfaces.
+    A file where possible, because torch listens on all interfaces, without authentication.
     """
     if one_node:
-        return f"file://{create_folder('ranks')}/meet"  # swept when this process is gone
+        return f"file://{create_folder('ranks')}/meet"  # removed when this process is gone
     return f"tcp://{node}:{free_port(node)}"
 
 
 def share_cores(gpus: int, node_id: str) -> int:
-    """The share of the cores of this node that goes with so many of its GPUs."""
-    (there,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
-    return max(1, count_cores() * gpus // max(gpus, int(there.get("GPU", 0))))
+    """The cores of this node divided by its GPUs, times the GPUs of a worker."""
+    (resources,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
+    return max(1, count_cores() * gpus // max(gpus, int(resources.get("GPU", 0))))
 
 
 def visible_gpus(gpus: Sequence[int], inherited: str | None) -> str:
@@ -221,11 +224,13 @@ def _failure(error: BaseException) -> Failure:
     text = redact("".join(traceback.format_exception(error)))
     print(text, flush=True)
     # What a worker is not permitted may be no file but a device or a socket: that stays a bug.
+    # Errors of the user travel as they are; of others only the traceback.
     full = isinstance(error, OSError) and error.errno in FULL_DISK_ERRNOS
-    told = (isinstance(error, PpoError) or full) and is_picklable(error)
-    return Failure(pickle.dumps(error) if told else None, text)
+    can_travel = (isinstance(error, PpoError) or full) and is_picklable(error)
+    return Failure(pickle.dumps(error) if can_travel else None, text)
 
 
+# How much of a log's end a message shows and reads.
 LINES, BYTES = 6, 8000
 CRASH = "Fatal Python error"
 MARK = "--- process "
@@ -233,8 +238,9 @@ KILLED = "was killed (signal 9; out of memory?)"
 
 
 def write_into(path: Path) -> None:
-    """Send all that this process says into a file, C libraries and last words included."""
+    """Redirect all output of this process into a file, that of C libraries and crashes too."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # At the level of file descriptors, for C libraries; then Python's own streams.
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for number in (1, 2):
         os.dup2(file, number)
@@ -248,7 +254,7 @@ def write_into(path: Path) -> None:
 
 
 def ignore_signals() -> None:
-    """Let the driver decide what Ctrl-C and a polite end mean for its workers."""
+    """Ignore Ctrl-C and SIGTERM: the driver ends its workers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -256,7 +262,7 @@ def ignore_signals() -> None:
 def last_lines(path: Path, pid: int = 0) -> list[str]:
     """The end of a log, or of what one process wrote, without empty lines and secrets.
 
-    A crash is told from its first line on. Nothing when the log is not readable here.
+    After a crash they start at its first line. Empty when the log cannot be read here.
     """
     try:
         with path.open("rb") as file:
@@ -264,6 +270,7 @@ def last_lines(path: Path, pid: int = 0) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
+    # Several processes append to one log: the lines after the last mark of this one count.
     lines = [line for line in redact(text).splitlines() if line.strip()]
     starts = [i for i, line in enumerate(lines) if line.startswith(_mark(pid))]
     lines = lines[starts[-1] + 1 :] if pid and starts else lines
@@ -277,7 +284,7 @@ def _mark(pid: int) -> str:
 
 
 def read_tail(path: Path, pid: int = 0) -> str:
-    """Say where a log is, and how it ends, or what one process wrote."""
+    """Return where a log is and its last lines, or those of one process, for a message."""
     lines = last_lines(path, pid)
     if not lines:
         return f"Its log: {path}."

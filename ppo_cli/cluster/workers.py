@@ -1,10 +1,9 @@
 """What runs inside the workers of an engine: one rank of the learner, or a sampler.
 
 Models are imported in the worker, not at the driver. New weights go from the learner to all
-samplers from process to process (`Exchange`): every rank helps to gather tensors, the first one
-sends them and leads the samplers, which it calls by itself. What happens to a sampler meanwhile
-ends the exchange at once, even where the sending never would: a send by NCCL does not notice that
-the other side is gone.
+samplers directly (`Exchange`): every rank helps to gather tensors, the first one sends them and
+calls the samplers. An error of a sampler ends the exchange at once, because a send by NCCL does not
+notice that the receiver is gone.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ from ppo_cli.engine.ranks import join_ranks
 from ppo_cli.errors import ConfigError, PpoError
 from ppo_cli.records import Prompt, Rollout
 
-# Ranks give up on samplers and on each other after the driver has: its sentence is the better one.
+# Ranks wait longer than the driver, whose message is better.
 AFTER_DRIVER_S = 60.0
-# A way that works takes seconds for its first transfer, one that does not may hang.
+# The first transfer takes seconds where it works; otherwise it may hang.
 PROOF_S = 300.0
 
 
@@ -65,19 +64,19 @@ class Exchange:
         self._sending = ThreadPoolExecutor(1, thread_name_prefix="ppo-weights")
         self._failed: Future[None] = Future()
         self._proven = False
-        self._sender = self._led(lambda: self._connect(rank))
+        self._sender = self._run_watched(lambda: self._connect(rank))
 
     def send(self) -> None:
-        """Bring the present weights to all samplers; all ranks call."""
+        """Send the current weights to all samplers; all ranks call this."""
         with explain_transfer_out_of_memory():
-            self._led(lambda: self._sender.send(self._learner.weight_version))
+            self._run_watched(lambda: self._sender.send(self._learner.weight_version))
         self._proven = True
 
     def _connect(self, rank: int) -> Any:
         from ppo_cli.engine.samplers.vllm import set_environment
 
         set_environment()
-        # Only with this choice is vLLM needed, which other runs may lack.
+        # vLLM is needed for these transfers only.
         from ppo_cli.engine.samplers import weight_transfer
 
         plan = self._plan
@@ -90,7 +89,7 @@ class Exchange:
             ),
         )
         client = weight_transfer.SamplerClient(
-            self._ask_all, num_samplers=len(plan.samplers), gpus_each=plan.workers_each
+            self._call_samplers, num_samplers=len(plan.samplers), gpus_each=plan.workers_each
         )
         return weight_transfer.connect(
             plan.transfer, source, client, rank=rank, address=plan.address,
@@ -103,13 +102,15 @@ class Exchange:
 
         return gather_tensor(tensor, dtype).to(self._device)
 
-    def _ask_all(self, method: str, words: list[tuple[Any, ...]]) -> None:
-        """Have every sampler do something and wait for all, or for the first that fails."""
+    def _call_samplers(self, method: str, arguments: list[tuple[Any, ...]]) -> None:
+        """Call a method of every sampler, and wait for all or for the first error."""
         try:
             self._waits.collect(
                 [
-                    Call(one, method, one.handle.call.remote(method, *given))
-                    for one, given in zip(self._plan.samplers, words, strict=True)
+                    Call(sampler, method, sampler.handle.call.remote(method, *sampler_arguments))
+                    for sampler, sampler_arguments in zip(
+                        self._plan.samplers, arguments, strict=True
+                    )
                 ]
             )
         except BaseException as error:
@@ -117,8 +118,9 @@ class Exchange:
                 self._failed.set_exception(error)
             raise
 
-    def _led(self, work: Callable[[], Any]) -> Any:
-        """Work in a thread that is left behind when a sampler fails."""
+    def _run_watched(self, work: Callable[[], Any]) -> Any:
+        """Run a function in a thread, which is abandoned when a sampler fails."""
+        # Two futures: the work itself, and the first error of a sampler.
         failed: Future[None] = Future()
         self._failed = failed
         doing = self._sending.submit(torch.no_grad()(work))
@@ -128,7 +130,7 @@ class Exchange:
         if not wait([doing, failed], limit, FIRST_COMPLETED).done:
             failed.set_exception(TimeoutError(f"nothing came of it in {limit:g} s"))
         if doing.done() and doing.exception() is not None:
-            # It may be the echo of a loss that is still being found out.
+            # The cause may be a lost sampler, which is reported later.
             wait([failed], timeout=GRACE_S)
         try:
             return (failed if failed.done() else doing).result(0)
@@ -151,6 +153,7 @@ def _last_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".")
 
 
+# Linux: the ioctl that returns the IPv4 address of an interface.
 SIOCGIFADDR = 0x8915
 
 
@@ -163,8 +166,8 @@ class LearnerRole(Learner):
     ) -> None:  # fmt: skip
         trainer = config.trainer
         self._one_node = point.startswith("file:")
-        # gloo would look for the host's name, which often means another interface, or none.
-        if name := "lo" if self._one_node else interface_of(node):
+        # gloo would resolve the host's name, which often gives another interface, or none.
+        if name := "lo" if self._one_node else find_interface(node):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         ranks = join_ranks(
             rank,
@@ -187,7 +190,7 @@ class LearnerRole(Learner):
         return self.weight_version
 
     def noted(self) -> list[str]:
-        """What to tell people of how the models were loaded."""
+        """Remarks about how the models were loaded, for the user."""
         return self.remarks
 
     @torch.no_grad()
@@ -199,11 +202,12 @@ class LearnerRole(Learner):
         """
         if not (self._one_node and sys.platform == "linux"):
             return super().weights()
+        # All ranks gather each tensor, the first one writes it.
         if self._shared is None and self._ranks.rank == 0:
             self._shared = SharedTensors.like(dict(self.published_shapes()))
-        for name, whole in self.iterate_cpu_weights():
+        for name, tensor in self.iterate_cpu_weights():
             if self._shared is not None:
-                self._shared[name].copy_(whole)
+                self._shared[name].copy_(tensor)
         if self._shared is None:
             return None
         adapter = publishes_adapter(self._config)
@@ -214,18 +218,18 @@ class LearnerRole(Learner):
         return self.published(partial(_shape_of, dtype=self.published_dtype), _shape_of)
 
     def connect(self, plan: ExchangePlan) -> None:
-        """Meet the samplers, to which weights go without the driver."""
+        """Connect to the samplers; weights then bypass the driver."""
         self._exchange = Exchange(plan, self, self._ranks.rank, self._compute)
 
     def send_weights(self) -> None:
-        """Bring the weights to the samplers that were met."""
+        """Send the weights to the connected samplers."""
         if torch.cuda.is_available():
-            # Senders read on streams of their own, which do not wait for the optimizer's.
+            # Senders read on their own CUDA streams, which do not wait for the optimizer's.
             torch.cuda.synchronize()
         self._exchange.send()
 
     def spare_memory(self) -> None:
-        """Give back the device memory that is only kept for reuse."""
+        """Free the device memory that torch's allocator caches."""
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()  # what samplers have read by now
             torch.cuda.empty_cache()
@@ -233,11 +237,11 @@ class LearnerRole(Learner):
     def start_saving(
         self, directory: Path, writers: int, room: Sequence[int | None], last: bool
     ) -> None:
-        """Keep what is to be written; the writing goes on in the background."""
+        """Take a snapshot; it is written in the background."""
         self._writing = self.begin_save(directory, writers, room, last=last)
 
     def saved(self) -> bool:
-        """Whether this rank has written all; raises what went wrong."""
+        """Whether this rank has written everything; raises the error of a failed write."""
         if self._writing is None or not self._writing.done():
             return self._writing is None
         writing, self._writing = self._writing, None
@@ -246,7 +250,7 @@ class LearnerRole(Learner):
 
 
 class SamplerRole:
-    """A sampler with weights of its own, that says what becomes of its memory."""
+    """A sampler that reports when it runs out of memory."""
 
     def __init__(
         self, number: int, config: Config, tokenizer: bytes, transfer: Transfer, profiles: Path
@@ -267,7 +271,7 @@ class SamplerRole:
         weight_version: int,
         begun: Sequence[Rollout] = (),
     ) -> Iterator[tuple[str, Rollout] | Halved]:
-        """Yield rollouts without their prompts, and what became of memory meanwhile."""
+        """Yield rollouts without their prompts, and `Halved` when memory ran out."""
         # Greedy responses (validations, baselines) belong to no phase of training.
         training = sampling.temperature > 0
         phase = self._profiler.phase("rollout", weight_version + 1) if training else nullcontext()
@@ -279,27 +283,27 @@ class SamplerRole:
         self._profiler.finish()
 
     def resume_room(self, rows: int) -> None:
-        """Sample no more at once than an earlier run could."""
+        """Sample at most as many responses at once as the interrupted run could."""
         self._sampler.capacity.restore(rows)
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the sampler's own: new weights, sleep, the end."""
+        """Everything else is the sampler's: load_weights, sleep, close."""
         return getattr(self._sampler, name)
 
     def _note_halving(self, rows: int) -> None:
         self._halved.append(Halved(self._number, rows))
 
 
-def interface_of(address: str) -> str | None:
-    """The network interface that has this address; None when none says so."""
-    wanted = socket.gethostbyname(address)
+def find_interface(address: str) -> str | None:
+    """Return the network interface that has this address, or None."""
+    address_text = socket.gethostbyname(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
                 request = struct.pack("256s", name.encode()[:15])
-                found = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, request)[20:24]
+                reply = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, request)[20:24]
             except OSError:  # an interface without an address
                 continue
-            if socket.inet_ntoa(found) == wanted:
+            if socket.inet_ntoa(reply) == address_text:
                 return name
     return None

@@ -276,9 +276,9 @@ class EngineFactory:
             self.tell(
                 f"Between nodes: {network.description}" + (network.repair and " (ppo doctor)")
             )
-        from ppo_cli.cluster.driver import ApartEngine
+        from ppo_cli.cluster.driver import DriverEngine
 
-        engine = ApartEngine(
+        engine = DriverEngine(
             fill_dtype(self.config),
             self.tokenizer,
             total_steps=self.total_steps,

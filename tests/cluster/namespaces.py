@@ -94,9 +94,9 @@ class Pair:
                 self.inside(rank, command), stdin=subprocess.DEVNULL, stdout=out,
                 stderr=subprocess.STDOUT, env=env, start_new_session=True,
             )  # fmt: skip
-        found = Started(process, log)
-        self.started.append(found)
-        return found
+        started = Started(process, log)
+        self.started.append(started)
+        return started
 
     def inside(self, rank: int, command: Sequence[str]) -> list[str]:
         """Return the command line that runs a command on a node; each step replaces the last."""
@@ -105,39 +105,39 @@ class Pair:
         enter = ["ip", "netns", "exec", self.names[rank], "unshare", "--uts"]
         return [*enter, "sh", "-c", SETTLE, HOSTS[rank], str(self.folder), *command]
 
-    def left(self, rank: int) -> list[int]:
+    def remaining(self, rank: int) -> list[int]:
         """Return the processes that still run on a node: all that its commands started."""
-        wanted = f"{MARK}={self.mark}-{rank}".encode()
-        found = []
+        variable = f"{MARK}={self.mark}-{rank}".encode()
+        pids = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-        return found
+                if variable in (entry / "environ").read_bytes().split(b"\0"):
+                    pids.append(int(entry.name))
+        return pids
 
     def wait_until_empty(self, rank: int, timeout: float) -> None:
         """Wait until nothing runs on a node any more; fails with the names of what does."""
         deadline = time.monotonic() + timeout
-        while self.left(rank):
+        while self.remaining(rank):
             if time.monotonic() > deadline:
                 raise AssertionError(f"left on node {rank}: {self._describe(rank)}")
             time.sleep(0.1)
 
     def _describe(self, rank: int) -> list[str]:
-        said = []
-        for pid in self.left(rank):
+        lines = []
+        for pid in self.remaining(rank):
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-                said.append(f"{pid} {line.decode(errors='replace')[:120]}")
-        return said
+                lines.append(f"{pid} {line.decode(errors='replace')[:120]}")
+        return lines
 
     def end(self) -> None:
         for rank in (0, 1):
-            for pid in self.left(rank):
+            for pid in self.remaining(rank):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-        for found in self.started:
-            found.process.wait(10)
+        for started in self.started:
+            started.process.wait(10)
 
 
 def namespaces_work() -> bool:
@@ -200,5 +200,5 @@ def _namespaces() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10)
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], capture_output=True, timeout=10, check=True)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], capture_output=True, timeout=10, check=True)

@@ -22,10 +22,10 @@ def say(text: str) -> None:
 
 
 def settings() -> Config:
-    given = resolve(
+    resolved = resolve(
         flags={}, preset="embedded", config_files=[], overrides=sys.argv[2:], environ=os.environ
     )
-    return given.config
+    return resolved.config
 
 
 def count_alive(nodes: Nodes) -> int:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from ppo_cli.cluster import driver as clients
-from ppo_cli.cluster.driver import DROP, GONE, Answer, ApartEngine, Client, limit_silence
-from ppo_cli.cluster.driver_process import portable
+from ppo_cli.cluster.driver import DROP, GONE, Answer, Client, DriverEngine, limit_silence
+from ppo_cli.cluster.driver_process import portable_error
 from ppo_cli.cluster.members import WorkerFault
 from ppo_cli.cluster.ray_process import import_paths
 from ppo_cli.cluster.worker_process import read_tail
@@ -31,11 +31,11 @@ VERBS = (sys.executable, "-m", "tests.cluster.verbs")
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     monkeypatch.setattr(clients, "LEAVES_S", 1.0)
     monkeypatch.syspath_prepend(ROOT)
-    made = Client(VERBS, os.environ | import_paths(), tmp_path / "log")
-    assert made.ask("add", 1).take(60) == ("done", 1)
-    yield made
-    made.close()
-    assert made._process.returncode is not None
+    client = Client(VERBS, os.environ | import_paths(), tmp_path / "log")
+    assert client.ask("add", 1).take(60) == ("done", 1)
+    yield client
+    client.close()
+    assert client._process.returncode is not None
 
 
 def freeze(client: Client) -> None:
@@ -49,10 +49,10 @@ def freeze(client: Client) -> None:
 
 
 def rest(answer: Answer) -> list[tuple[str, Any]]:
-    found = [answer.take(20)]
-    while found[-1][0] == "item":
-        found.append(answer.take(20))
-    return found
+    parts = [answer.take(20)]
+    while parts[-1][0] == "item":
+        parts.append(answer.take(20))
+    return parts
 
 
 def test_the_process_that_talks_to_ray_imports_no_models(client: Client) -> None:
@@ -103,15 +103,15 @@ def test_one_that_hangs_sets_those_free_who_send_to_it(client: Client) -> None:
 
 
 def test_errors_travel_as_themselves_or_as_text() -> None:
-    lost = portable(WorkerLost("gone"))
+    lost = portable_error(WorkerLost("gone"))
     assert isinstance(pickle.loads(pickle.dumps(lost)), WorkerLost)
 
     class Unpicklable(WorkerLost):
         pass
 
     for error in (Unpicklable("words"), ValueError("words")):
-        told = portable(error)
-        assert type(told) is WorkerFault and "words" in str(told)
+        sent = portable_error(error)
+        assert type(sent) is WorkerFault and "words" in str(sent)
 
 
 def test_how_it_ended_is_told_with_its_own_last_words(tmp_path: Path, client: Client) -> None:
@@ -135,16 +135,16 @@ def test_a_farewell_cut_short_still_ends_the_client_and_ray() -> None:
         def __init__(self, name: str) -> None:
             self._name = name
 
-        def say(self, *words: object) -> None:
+        def say(self, *values: object) -> None:
             raise KeyboardInterrupt
 
         def close(self, *patience: float) -> None:
             closed.append(self._name)
 
-    engine = object.__new__(ApartEngine)
+    engine = object.__new__(DriverEngine)
     vars(engine).update(
         _closing=threading.Lock(), _closed=False, _joins=True, _saver=ThreadPoolExecutor(1),
-        _client=Part("client"), _own=Part("Ray"),
+        _client=Part("client"), _ray_process=Part("Ray"),
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         engine.close()

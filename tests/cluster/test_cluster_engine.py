@@ -66,16 +66,16 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start_engine(config: Config, tokenizer: Any, logs: Path, address: str) -> ClusterEngine:
-    given = pickle.dumps(tokenizer)
+    pickled = pickle.dumps(tokenizer)
     return ClusterEngine(
-        config, given, total_steps=8, placement=PLACEMENT, logs=logs, address=address
+        config, pickled, total_steps=8, placement=PLACEMENT, logs=logs, address=address
     )
 
 
 @pytest.fixture(scope="module")
 def engine(address: str, tokenizer: Any, logs: Path) -> Iterator[ClusterEngine]:
-    with closing(start_engine(make_config(), tokenizer, logs, address)) as made:
-        yield made
+    with closing(start_engine(make_config(), tokenizer, logs, address)) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -95,20 +95,20 @@ def train_step(engine: Verbs, prompts: list[Prompt], pad: int) -> tuple[Any, ...
     return rollouts, annotated, sums
 
 
-def assert_same(ours: tuple[Any, ...], theirs: tuple[Any, ...], version: int) -> None:
-    for mine, other in zip(ours[0], theirs[0], strict=True):
+def assert_same(actual: tuple[Any, ...], expected: tuple[Any, ...], version: int) -> None:
+    for mine, other in zip(actual[0], expected[0], strict=True):
         assert mine.key == other.key and mine.token_ids == other.token_ids
         assert mine.text == other.text and mine.finish_reason == other.finish_reason
         assert mine.weight_version == other.weight_version == version
         assert mine.prompt is other.prompt
     names = ("old_logprobs_BT", "ref_logprobs_BT", "entropy_BT", "values_BT", "input_ids_BL")
     for name in names:
-        a, b = getattr(ours[1], name), getattr(theirs[1], name)
+        a, b = getattr(actual[1], name), getattr(expected[1], name)
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-5, msg=name)
-    assert ours[2].keys() - {"perf/weights_by_memory", "perf/agree_s"} == theirs[2].keys()
-    for name, (total, count) in theirs[2].items():
-        assert ours[2][name][1] == pytest.approx(count, rel=1e-6), name
-        assert ours[2][name][0] == pytest.approx(total, rel=1e-3, abs=1e-4), name
+    assert actual[2].keys() - {"perf/weights_by_memory", "perf/agree_s"} == expected[2].keys()
+    for name, (total, count) in expected[2].items():
+        assert actual[2][name][1] == pytest.approx(count, rel=1e-6), name
+        assert actual[2][name][0] == pytest.approx(total, rel=1e-3, abs=1e-4), name
 
 
 def test_the_verbs_give_what_one_process_gives(
@@ -118,20 +118,20 @@ def test_the_verbs_give_what_one_process_gives(
     for version in range(2):
         assert_same(train_step(engine, prompts, pad), train_step(local, prompts, pad), version)
     folders = [tmp_path / "cluster", tmp_path / "local"]
-    for folder, one in zip(folders, (engine, local), strict=True):
+    for folder, side in zip(folders, (engine, local), strict=True):
         folder.mkdir()
-        saving = one.save(folder)
+        saving = side.save(folder)
         assert isinstance(saving, Future)
         saving.result(60)
     digests = {".digests-0.json", ".digests-1.json"}  # of each rank, for `digests.json`
     assert {p.name for p in folders[0].iterdir()} == {"actor", "critic", "state"} | digests
-    wanted = train_step(local, prompts, pad)
-    assert_same(train_step(engine, prompts, pad), wanted, 2)
+    expected = train_step(local, prompts, pad)
+    assert_same(train_step(engine, prompts, pad), expected, 2)
     # Each reads what the other wrote, and goes on as before.
     engine.load(folders[1])
-    assert_same(train_step(engine, prompts, pad), wanted, 2)
+    assert_same(train_step(engine, prompts, pad), expected, 2)
     local.load(folders[0])
-    assert_same(train_step(local, prompts, pad), wanted, 2)
+    assert_same(train_step(local, prompts, pad), expected, 2)
 
 
 def test_rollouts_stream(engine: ClusterEngine, prompts: list[Prompt]) -> None:
@@ -196,10 +196,10 @@ def test_a_sampler_short_of_memory_samples_fewer_at_once_and_a_checkpoint_rememb
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def start_short(number: int, *given: Any) -> Any:
+    def start_short(number: int, *arguments: Any) -> Any:
         from ppo_cli.cluster.workers import SamplerRole
 
-        role = SamplerRole(number, *given)
+        role = SamplerRole(number, *arguments)
         model: Any = role._sampler._model  # type: ignore[attr-defined]
         forward = model.forward
 
@@ -212,21 +212,21 @@ def test_a_sampler_short_of_memory_samples_fewer_at_once_and_a_checkpoint_rememb
         return role
 
     monkeypatch.setattr("ppo_cli.cluster.engine.SAMPLER", start_short)
-    told: list[str] = []
-    made = ClusterEngine(
+    notes: list[str] = []
+    engine = ClusterEngine(
         make_config(), pickle.dumps(tokenizer), total_steps=8, logs=tmp_path / "logs",
         address=address,
-        placement=Placement(1, 0, (0,), ((0,), (1,)), ()), tell=told.append,
+        placement=Placement(1, 0, (0,), ((0,), (1,)), ()), tell=notes.append,
     )  # fmt: skip
     try:
-        found = sample(made, prompts)
+        rollouts = sample(engine, prompts)
         (tmp_path / "saved").mkdir()
-        made.save(tmp_path / "saved").result(60)
+        engine.save(tmp_path / "saved").result(60)
     finally:
-        made.close()
+        engine.close()
     alone = LocalEngine(make_config(), tokenizer, total_steps=8)
-    assert [r.token_ids for r in found] == [r.token_ids for r in sample(alone, prompts)]
-    halvings = [text for text in told if "out of memory" in text]
+    assert [r.token_ids for r in rollouts] == [r.token_ids for r in sample(alone, prompts)]
+    halvings = [text for text in notes if "out of memory" in text]
     assert [text.partition(":")[0] for text in halvings] == ["Sampler 0 ran out of memory"] * 2
     assert halvings[-1].endswith("Set rollout.max_num_seqs=3 to start there next time.")
     alone.load(tmp_path / "saved")

@@ -93,11 +93,11 @@ def engine(
 ) -> Iterator[ClusterEngine]:
     config = settings("gloo")
     logs = tmp_path_factory.mktemp("run") / "logs"
-    given = pickle.dumps(tokenizer)
+    pickled = pickle.dumps(tokenizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ppo_cli.cluster.engine.SAMPLER", start_recording)
         engine = ClusterEngine(
-            config, given, total_steps=4, placement=PLACEMENT, logs=logs, address=address
+            config, pickled, total_steps=4, placement=PLACEMENT, logs=logs, address=address
         )
     yield engine
     engine.close()
@@ -125,14 +125,14 @@ def test_auto_goes_on_by_memory_where_its_way_fails_at_the_first_use(
     # Settings that say that there are GPUs, of which one only samples: auto takes NCCL then.
     devices = {"n_gpus_per_node": 2, "placement": "train:0,rollout:1"}
     config = settings("auto", **devices)
-    told: list[str] = []
+    notes: list[str] = []
     engine = ClusterEngine(
         config, pickle.dumps(tokenizer), total_steps=4,
-        placement=Placement(1, 0, (0,), ((1,),), ()), logs=tmp_path / "logs", tell=told.append,
+        placement=Placement(1, 0, (0,), ((1,),), ()), logs=tmp_path / "logs", tell=notes.append,
         address=address,
     )  # fmt: skip
     try:
-        (line,) = [text for text in told if "weight_transfer" in text]
+        (line,) = [text for text in notes if "weight_transfer" in text]
         assert line.startswith("Weights do not travel by nccl here (RuntimeError: ")
         assert line.endswith("rollout.weight_transfer=auto takes memory from now on.")
         assert "\n" not in line and engine.weight_transfer == "memory"

@@ -33,7 +33,7 @@ def config(**sections: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "fragment"),
     [
         ({}, None),
         ({"slurm_job": ""}, None),
@@ -51,11 +51,13 @@ def config(**sections: Any) -> Config:
         ({"settings": {f"k{n}": "" for n in range(9)}}, "k4, k5 and 3 more."),
     ],
 )
-def test_each_difference_is_one_sentence(changes: dict[str, Any], words: str | None) -> None:
+def test_each_difference_is_one_sentence(changes: dict[str, Any], fragment: str | None) -> None:
     node = replace(NODE, **changes)
     problems = compare_facts(HEAD, node)
-    assert len(problems) == (words is not None)
-    assert all(words in text and text.startswith(f"{node.label}") for text in problems if words)
+    assert len(problems) == (fragment is not None)
+    assert all(
+        fragment in text and text.startswith(f"{node.label}") for text in problems if fragment
+    )
 
 
 def test_settings_are_compared_without_their_values() -> None:

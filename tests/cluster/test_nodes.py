@@ -162,10 +162,10 @@ def pair(head: FakeHead) -> Iterator[tuple[Nodes, Guest]]:
     port = unused_port()
     trainer = {"master_port": port, "max_restarts": 1, "num_workers": 90, "node_timeout": 4}
     guest = Guest(config(1, **trainer))
-    whole = open_cluster(config(**trainer), {"NODE_ADDR": "127.0.0.2"}, lambda text: None)
+    run_nodes = open_cluster(config(**trainer), {"NODE_ADDR": "127.0.0.2"}, lambda text: None)
     wait_for(lambda: any("works for node 0" in note for note in guest.notes))
-    yield whole, guest
-    whole.close(0)
+    yield run_nodes, guest
+    run_nodes.close(0)
     guest.outcome()
 
 
@@ -173,56 +173,56 @@ def pair(head: FakeHead) -> Iterator[tuple[Nodes, Guest]]:
 def test_nodes_come_together_and_end_with_one_exit_code(
     pair: tuple[Nodes, Guest], head: FakeHead, code: int
 ) -> None:
-    whole, guest = pair
+    run_nodes, guest = pair
     first, second = head.rays
-    assert whole.lost() is None and whole.stop_asked() is None
+    assert run_nodes.lost() is None and run_nodes.stop_asked() is None
     assert second.options.head_address == f"127.0.0.1:{first.options.port}"
     assert [ray.options.node_address for ray in head.rays] == ["127.0.0.2", "127.0.0.3"]
     assert {ray.options.num_cpus for ray in head.rays} == {max(93, os.cpu_count() or 1)}
-    whole.close(code)
+    run_nodes.close(code)
     assert guest.outcome() == code
     assert not first.running and not second.running
     assert any("exit code 3" in note for note in guest.notes) == (code == 3)
 
 
 def test_a_lost_node_is_named_and_may_come_back(pair: tuple[Nodes, Guest], head: FakeHead) -> None:
-    whole, _guest = pair
+    run_nodes, _guest = pair
     host = socket.gethostname()
-    old, again = head.ray_of(1), FakeRay(head.ray_of(1).options, label="", environ={})
-    head.rays.remove(again)
+    old, replacement = head.ray_of(1), FakeRay(head.ray_of(1).options, label="", environ={})
+    head.rays.remove(replacement)
     old.failure = lambda: None  # type: ignore[method-assign]  # its whole node is dead
     old.running = False
-    assert whole.lost() == f"node 1 ({host}, 127.0.0.3) is gone: Ray does not run there."
+    assert run_nodes.lost() == f"node 1 ({host}, 127.0.0.3) is gone: Ray does not run there."
     with pytest.raises(WorkerLost, match="did not come back within 4 s"):
-        whole.wait_until_whole()
+        run_nodes.wait_until_whole()
     with pytest.raises(Interrupted, match="SIGINT"):
-        whole.wait_until_whole(stop_requested=lambda: "SIGINT")
-    head.rays.append(again)
-    whole.wait_until_whole()
+        run_nodes.wait_until_whole(stop_requested=lambda: "SIGINT")
+    head.rays.append(replacement)
+    run_nodes.wait_until_whole()
 
 
 def test_ray_that_dies_on_a_node_is_started_again_a_few_times(
     pair: tuple[Nodes, Guest], head: FakeHead
 ) -> None:
-    whole, guest = pair
+    run_nodes, guest = pair
     head.ray_of(1).running = False
-    wait_for(lambda: len(head.rays) == 3 and whole.lost() is None)
+    wait_for(lambda: len(head.rays) == 3 and run_nodes.lost() is None)
     head.ray_of(1).running = False
     assert "died too often" in str(guest.outcome())
-    assert "does not work: Ray on node 1" in str(whole.lost())
+    assert "does not work: Ray on node 1" in str(run_nodes.lost())
 
 
 def test_ray_that_dies_on_node_0_ends_the_wait(pair: tuple[Nodes, Guest], head: FakeHead) -> None:
-    whole, _ = pair
+    run_nodes, _ = pair
     head.ray_of(0).running = False
     with pytest.raises(WorkerLost, match="start the same line again on all nodes"):
-        whole.wait_until_whole()
+        run_nodes.wait_until_whole()
 
 
 def test_a_dead_node_0_is_named(
     pair: tuple[Nodes, Guest], head: FakeHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _whole, guest = pair
+    _nodes, guest = pair
     monkeypatch.setattr(nodes, "HEAD_GONE_S", 0.2)
     head.error = RpcError("no answer")
     outcome = guest.outcome()
@@ -281,20 +281,20 @@ def test_a_node_on_which_ray_does_not_start_is_named(head: FakeHead) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "fragment"),
     [
         (AuthenticationError("InvalidAuthToken"), "PPO_CLUSTER_SECRET, output_dir"),
         (RpcError("timed out"), "is not a Ray head"),
     ],
 )
-def test_a_head_that_is_not_ours(head: FakeHead, error: Exception, words: str) -> None:
+def test_a_head_that_is_not_ours(head: FakeHead, error: Exception, fragment: str) -> None:
     head.error = error
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        assert words in str(Guest(config(1, master_port=port)).outcome())
-        given = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
-        words = "needs its token" if isinstance(error, AuthenticationError) else words
-        assert words in str(refusal(config(), given))
+        assert fragment in str(Guest(config(1, master_port=port)).outcome())
+        variables = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
+        fragment = "needs its token" if isinstance(error, AuthenticationError) else fragment
+        assert fragment in str(refusal(config(), variables))
 
 
 def test_a_node_0_that_does_not_come_is_named() -> None:
@@ -304,7 +304,7 @@ def test_a_node_0_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "environ", "words"),
+    ("trainer", "environ", "fragment"),
     [
         ({"master_addr": "no-such-host.invalid"}, {}, "is not a name"),
         ({"master_addr": "198.51.100.7"}, {}, "not an address of this machine"),
@@ -316,9 +316,9 @@ def test_a_node_0_that_does_not_come_is_named() -> None:
     ],
 )
 def test_an_address_that_cannot_be(
-    trainer: dict[str, Any], environ: dict[str, str], words: str
+    trainer: dict[str, Any], environ: dict[str, str], fragment: str
 ) -> None:
-    assert words in str(refusal(config(**trainer), environ))
+    assert fragment in str(refusal(config(**trainer), environ))
 
 
 def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,10 +345,10 @@ def test_the_token_is_of_one_run_and_one_secret(monkeypatch: pytest.MonkeyPatch)
         for secret in ("  ", SECRET):
             for rank in (0, 1):
                 monkeypatch.setenv("RAY_AUTH_TOKEN", "")
-                one = settings.model_copy(
+                node_config = settings.model_copy(
                     update={"trainer": settings.trainer.model_copy(update={"node_rank": rank})}
                 )
-                set_token(one, {"PPO_CLUSTER_SECRET": secret})
+                set_token(node_config, {"PPO_CLUSTER_SECRET": secret})
                 tokens.add(os.environ["RAY_AUTH_TOKEN"])
                 assert SECRET not in os.environ["RAY_AUTH_TOKEN"]
     assert len(tokens) == 4
@@ -368,7 +368,7 @@ def test_a_node_offers_the_gpus_that_it_is_to_give(
     head: FakeHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "gpu_count", lambda environ: 8)
-    for given, offered in (({"n_gpus_per_node": 2}, 2), ({}, 1)):
-        refusal(config(master_port=unused_port(), node_timeout=1, **given))
+    for trainer, offered in (({"n_gpus_per_node": 2}, 2), ({}, 1)):
+        refusal(config(master_port=unused_port(), node_timeout=1, **trainer))
         options = head.rays[-1].options
         assert (options.num_gpus, options.num_cpus) == (offered, os.cpu_count())

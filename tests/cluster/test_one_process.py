@@ -17,9 +17,9 @@ from ppo_cli.cluster import driver as remote
 from ppo_cli.cluster import driver_process as service
 from ppo_cli.cluster import engine as cluster_engine
 from ppo_cli.cluster import worker_process, workers
-from ppo_cli.cluster.driver import Answer, ApartEngine
+from ppo_cli.cluster.driver import Answer, DriverEngine
 from ppo_cli.cluster.engine import ClusterEngine
-from ppo_cli.cluster.members import Call, Cluster, Member, reported
+from ppo_cli.cluster.members import Call, Cluster, WorkerHandle, unpack_failure
 from ppo_cli.cluster.worker_process import Outcome, Worker
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.placement import Placement
@@ -61,18 +61,18 @@ class Here:
         self.waits, self.timeout_s = self, settings["worker_timeout"]
         self.limits: list[float | None] = []
 
-    def start(self, seats: Sequence[Any]) -> list[Member]:
-        return [Member(seat.title, Path(), Worker(), "127.0.0.1") for seat in seats]
+    def start(self, seats: Sequence[Any]) -> list[WorkerHandle]:
+        return [WorkerHandle(seat.title, Path(), Worker(), "127.0.0.1") for seat in seats]
 
     def share(self, value: Any) -> Any:
         return value
 
-    def ask(self, member: Member, name: str, method: str = "call", *args: Any) -> Call:
-        words = (name, *args) if method in ("call", "stream") else args
-        return Call(member, name, getattr(member.handle, method)(*words))
+    def ask(self, member: WorkerHandle, name: str, method: str = "call", *args: Any) -> Call:
+        arguments = (name, *args) if method in ("call", "stream") else args
+        return Call(member, name, getattr(member.handle, method)(*arguments))
 
     def call(
-        self, members: Sequence[Member], name: str, *args: Any, seconds: float | None = None
+        self, members: Sequence[WorkerHandle], name: str, *args: Any, seconds: float | None = None
     ) -> list[Any]:
         return self.collect([self.ask(m, name, "call", *args) for m in members], seconds)
 
@@ -85,22 +85,22 @@ class Here:
             for outcome in call.ref:
                 yield self._open(call.member, outcome)
 
-    def close(self, polite: Sequence[Member] = ()) -> None:
+    def close(self, polite: Sequence[WorkerHandle] = ()) -> None:
         self.collect([self.ask(member, "close") for member in polite])
 
-    def _open(self, member: Member, outcome: Outcome) -> Any:
+    def _open(self, member: WorkerHandle, outcome: Outcome) -> Any:
         if outcome.failure is not None:
-            raise reported(member, outcome.failure)
+            raise unpack_failure(member, outcome.failure)
         return outcome.value
 
 
 @pytest.fixture
 def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """How the ranks were asked to join; there is only one, so that it need not."""
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     def join(rank: int, size: int, **settings: Any) -> Any:
-        asked.append({"rank": rank, "size": size} | settings)
+        requests.append({"rank": rank, "size": size} | settings)
         return ALONE
 
     monkeypatch.setattr(cluster_engine, "Cluster", Here)
@@ -108,10 +108,10 @@ def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, An
     monkeypatch.setattr("ppo_cli.cluster.serialise.send_tensors_as_arrays", lambda: None)
     monkeypatch.setattr(worker_process, "own_folder", lambda kind: tmp_path / kind)
     monkeypatch.setattr(cluster_engine, "POLL_S", 0.01)
-    monkeypatch.setattr("ppo_cli.engine.learner.set_threads", lambda wanted: None)
+    monkeypatch.setattr("ppo_cli.engine.learner.set_threads", lambda count: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    return asked
+    return requests
 
 
 def train(engine: Any, prompts: list[Prompt], pad: int) -> tuple[Any, ...]:
@@ -123,15 +123,15 @@ def train(engine: Any, prompts: list[Prompt], pad: int) -> tuple[Any, ...]:
     return rollouts, annotated, sums
 
 
-def assert_same(ours: tuple[Any, ...], theirs: tuple[Any, ...], version: int) -> None:
-    assert [r.token_ids for r in ours[0]] == [r.token_ids for r in theirs[0]]
-    assert {r.weight_version for r in ours[0]} == {version}
-    for mine, other in zip(ours[0], theirs[0], strict=True):
+def assert_same(actual: tuple[Any, ...], expected: tuple[Any, ...], version: int) -> None:
+    assert [r.token_ids for r in actual[0]] == [r.token_ids for r in expected[0]]
+    assert {r.weight_version for r in actual[0]} == {version}
+    for mine, other in zip(actual[0], expected[0], strict=True):
         assert mine.prompt is other.prompt
         assert mine.sampler_logprobs == pytest.approx(other.sampler_logprobs, abs=1e-5)
     for name in ("old_logprobs_BT", "ref_logprobs_BT", "entropy_BT", "values_BT"):
-        assert torch.equal(getattr(ours[1], name), getattr(theirs[1], name)), name
-    assert ours[2] == theirs[2] | {"perf/weights_by_memory": (1.0, 1.0)}
+        assert torch.equal(getattr(actual[1], name), getattr(expected[1], name)), name
+    assert actual[2] == expected[2] | {"perf/weights_by_memory": (1.0, 1.0)}
 
 
 def test_settings_weights_and_state_reach_every_worker(
@@ -143,10 +143,10 @@ def test_settings_weights_and_state_reach_every_worker(
         Prompt(f"p{i}", text, (), text, tuple(tokenizer(text).input_ids))
         for i, text in enumerate(texts)
     ]
-    told: list[str] = []
+    notes: list[str] = []
     engine = ClusterEngine(
         config, pickle.dumps(tokenizer), total_steps=3, placement=PLACEMENT,
-        logs=tmp_path / "logs", address="there", tell=told.append,
+        logs=tmp_path / "logs", address="there", tell=notes.append,
     )  # fmt: skip
     cluster: Any = engine.cluster
     del cluster.settings["tell"], cluster.settings["stop_requested"]
@@ -158,10 +158,12 @@ def test_settings_weights_and_state_reach_every_worker(
          "device": torch.device("cpu"), "tensor_size": 1, "timeout_s": 33.0 + 60.0}
     ]  # fmt: skip
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    assert told == ["Starting 1 learner rank and 2 samplers"]
-    roles = [member.handle._held for member in engine._samplers]
+    assert notes == ["Starting 1 learner rank and 2 samplers"]
+    roles = [member.handle._object for member in engine._samplers]
     assert [role._sampler.capacity.rows for role in roles] == [9, 9]
-    profilers = [one.handle._held._profiler for one in (*engine._learners, *engine._samplers)]
+    profilers = [
+        member.handle._object._profiler for member in (*engine._learners, *engine._samplers)
+    ]
     rollout = config.rollout.model_copy(update={"sleep": "offload"})  # chosen once for all
     settled = config.model_copy(update={"rollout": rollout})
     assert [(p._config, p._folder, p._process) for p in profilers] == [
@@ -175,22 +177,22 @@ def test_settings_weights_and_state_reach_every_worker(
 
     roles[1]._sampler.capacity.halve(8)
     list(engine.generate(prompts, Sampling(max_tokens=2)))
-    assert told[1].startswith("Sampler 1 ran out of memory: at most 4 responses")
+    assert notes[1].startswith("Sampler 1 ran out of memory: at most 4 responses")
     (tmp_path / "saved").mkdir()
     engine.save(tmp_path / "saved").result(60)
     state = json.loads((tmp_path / "saved" / "state" / "engine.json").read_text())
     assert state["weight_version"] == 2 and state["room"] == [None, 4]
-    wanted = train(alone, prompts, pad)
-    assert_same(train(engine, prompts, pad), wanted, 2)
+    expected = train(alone, prompts, pad)
+    assert_same(train(engine, prompts, pad), expected, 2)
 
     fresh = ClusterEngine(
         config, pickle.dumps(tokenizer), total_steps=3, placement=PLACEMENT,
         logs=tmp_path / "logs", address="there",
     )  # fmt: skip
     fresh.load(tmp_path / "saved")
-    again = [member.handle._held._sampler.capacity for member in fresh._samplers]
-    assert [room.rows for room in again] == [9, 4] and fresh._room == [None, 4]
-    assert_same(train(fresh, prompts, pad), wanted, 2)
+    capacities = [member.handle._object._sampler.capacity for member in fresh._samplers]
+    assert [room.rows for room in capacities] == [9, 4] and fresh._room == [None, 4]
+    assert_same(train(fresh, prompts, pad), expected, 2)
     fresh.close()
     engine.close()
 
@@ -200,19 +202,19 @@ class Told:
 
     def __init__(self, command: Sequence[str], environ: dict[str, str], log: Path) -> None:
         self.command, self.environ, self.log = [*command], environ, log
-        self.asked: list[tuple[Any, ...]] = []
+        self.requests: list[tuple[Any, ...]] = []
 
     def ask(self, verb: str, *args: Any) -> Answer:
-        self.asked.append((verb, *args))
+        self.requests.append((verb, *args))
         answer = Answer(1, verb)
         answer.parts.put(("done", pickle.dumps("gloo" if verb == "build" else None)))
         return answer
 
     def say(self, verb: str, value: Any = None, answer: Answer | None = None) -> None:
-        self.asked.append((verb, value))
+        self.requests.append((verb, value))
 
     def close(self, patience_s: float) -> None:
-        self.asked.append(("gone", patience_s))
+        self.requests.append(("gone", patience_s))
 
 
 class Own:
@@ -238,45 +240,45 @@ def test_all_that_builds_the_engine_crosses_to_the_other_process(
 ) -> None:
     monkeypatch.setattr(remote, "Client", Told)
     monkeypatch.setattr(remote, "OwnRay", Own)
-    config, tokenizer, told = make_config(), {"a": "tokenizer"}, []
+    config, tokenizer, notes = make_config(), {"a": "tokenizer"}, []
     placement = Placement(1, 4, (0, 1), ((2,), (3,)), ())
-    engine = ApartEngine(
+    engine = DriverEngine(
         config, tokenizer, total_steps=7, placement=placement, logs=tmp_path / "logs",
-        address=address, tell=told.append,
+        address=address, tell=notes.append,
     )  # fmt: skip
     client: Any = engine._client
     log = tmp_path / "logs" / "ray.log"
     assert client.command[-1] == str(client.log) == str(log)
     assert engine._patience_s == 2 * 44.0 + 8 * 33.0 and engine.weight_transfer == "gloo"
-    own: Any = engine._own
+    ray: Any = engine._ray_process
     if address is None:
-        assert own.settings == {"gpus": 4, "logs": tmp_path / "logs"} and own.waited == 44.0
-        assert remote.HERE_ONLY.items() <= client.environ.items() and told == ["Starting Ray"]
+        assert ray.settings == {"gpus": 4, "logs": tmp_path / "logs"} and ray.waited == 44.0
+        assert remote.HERE_ONLY.items() <= client.environ.items() and notes == ["Starting Ray"]
     else:
-        assert own is None and told == ["Joining the Ray cluster at there:6379"]
+        assert ray is None and notes == ["Joining the Ray cluster at there:6379"]
         assert not remote.HERE_ONLY.items() <= client.environ.items()
 
-    verb, options = client.asked[0]
+    verb, options = client.requests[0]
     assert verb == "build" and pickle.loads(options["tokenizer"]) == tokenizer
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     class Built:
         weight_transfer = "ipc"
 
         def __init__(self, **settings: Any) -> None:
-            given.update(settings)
+            arguments.update(settings)
 
     monkeypatch.setattr(service, "ClusterEngine", Built)
     serving, sent = service.Service(None), []  # type: ignore[arg-type]
     monkeypatch.setattr(serving, "_send", lambda *message: sent.append(message))
     assert serving.build(options, 12) == "ipc"
-    given.pop("tell")("a line")
+    arguments.pop("tell")("a line")
     assert sent == [(12, "tell", "a line")]
-    stop = given.pop("stop_requested")
+    stop = arguments.pop("stop_requested")
     assert stop() is None
     serving._stop = "Ctrl-C"
     assert stop() == "Ctrl-C"
-    assert given == {
+    assert arguments == {
         "config": config, "tokenizer": options["tokenizer"], "total_steps": 7,
         "placement": placement, "logs": tmp_path / "logs", "address": address or "here:1",
     }  # fmt: skip
@@ -288,10 +290,10 @@ def test_all_that_builds_the_engine_crosses_to_the_other_process(
     hosted.close()
     engine.close()
     engine.close()
-    assert client.asked[1:] == [
+    assert client.requests[1:] == [
         ("publish",), ("load", Path("saved").absolute()), ("host", dict, "reward", (3,)),
         ("call", None, "keys", 1), ("dismiss", None), ("stop", "closing"), ("close",),
         ("gone", remote.LEAVES_S),
     ]  # fmt: skip
-    assert own is None or own.settings["closed"]
+    assert ray is None or ray.settings["closed"]
     assert not hosted.alive

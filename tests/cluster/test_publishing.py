@@ -198,9 +198,13 @@ def test_no_room_on_waking_is_one_sentence(room: int, advice: str, shared: Any) 
     run = shared("memory", "discard", size=10**12)
     run.gpu.size = REST + room
     run.learner.bytes = run.engine._update = 0
-    with pytest.raises(UserError, match=r"found no room beside the learner on waking: .*") as told:
+    with pytest.raises(
+        UserError, match=r"found no room beside the learner on waking: .*"
+    ) as caught:
         sample(run)
-    assert advice in str(told.value) and str(told.value).endswith("GPUs of its own (--placement).")
+    assert advice in str(caught.value) and str(caught.value).endswith(
+        "GPUs of its own (--placement)."
+    )
 
 
 def test_no_room_for_a_transfer_is_one_sentence(shared: Any) -> None:
@@ -229,11 +233,11 @@ def test_a_sampler_refuses_what_a_gpu_would_crash_on(shared: Any) -> None:
     assert len(list(run.sampler.generate(PROMPTS, Sampling(), 1))) == 3
 
 
-def publisher(said: list[str], *sleepers: str, reads_in_place: bool = False) -> Publisher:
+def publisher(calls: list[str], *sleepers: str, reads_in_place: bool = False) -> Publisher:
     """One that writes down what it asks of whom."""
 
     def ask(member: str, name: str, *rest: Any) -> SimpleNamespace:
-        said.append(f"{member} {name}")
+        calls.append(f"{member} {name}")
         return SimpleNamespace(ref=None)
 
     def call(members: list[str], name: str, *rest: Any, **limit: Any) -> None:
@@ -251,12 +255,12 @@ def publisher(said: list[str], *sleepers: str, reads_in_place: bool = False) -> 
 
 @pytest.mark.parametrize("connected", [False, True])
 def test_the_learner_makes_room_before_each_part_wakes(connected: bool) -> None:
-    said: list[str] = []
-    weights = publisher(said, "sampler")
+    calls: list[str] = []
+    weights = publisher(calls, "sampler")
     if connected:
         weights.connect(SimpleNamespace())  # type: ignore[arg-type]
     weights.sleep()
-    said.clear()
+    calls.clear()
     weights.wake()
     weights_wake, cache_wakes = (
         ["learner spare_memory", f"sampler wake_{part}"] for part in ("weights", "cache")
@@ -266,45 +270,45 @@ def test_the_learner_makes_room_before_each_part_wakes(connected: bool) -> None:
         if connected
         else ["learner weights", *weights_wake, "sampler load_weights"]
     )
-    assert said == [*sent, *cache_wakes]
-    said.clear()
+    assert calls == [*sent, *cache_wakes]
+    calls.clear()
     weights.wake()
-    assert not said
+    assert not calls
 
 
 def test_samplers_with_devices_of_their_own_never_sleep() -> None:
-    said: list[str] = []
-    weights = publisher(said)
+    calls: list[str] = []
+    weights = publisher(calls)
     weights.sleep()
     weights.send()
     weights.wake()
-    assert said == ["learner weights", "sampler load_weights"]
+    assert calls == ["learner weights", "sampler load_weights"]
 
 
 def test_samplers_that_read_where_the_learner_writes_are_told_once() -> None:
-    said: list[str] = []
-    weights = publisher(said, reads_in_place=True)
+    calls: list[str] = []
+    weights = publisher(calls, reads_in_place=True)
     weights.send()
     weights.send()
-    assert said == ["learner weights", "sampler load_weights", "learner weights"]
+    assert calls == ["learner weights", "sampler load_weights", "learner weights"]
 
 
 def test_only_samplers_that_share_devices_sleep_and_all_get_the_weights() -> None:
-    said: list[str] = []
-    weights = publisher(said, "sharer")
+    calls: list[str] = []
+    weights = publisher(calls, "sharer")
     weights.sleep()
     weights.wake()
-    assert said == [
+    assert calls == [
         "sharer sleep", "learner weights", "learner spare_memory", "sharer wake_weights",
         "sampler load_weights", "sharer load_weights", "learner spare_memory", "sharer wake_cache",
     ]  # fmt: skip
 
 
 def test_samplers_whose_weights_alone_are_awake_are_sent_to_sleep_again() -> None:
-    said: list[str] = []
-    weights = publisher(said, "sampler")
+    calls: list[str] = []
+    weights = publisher(calls, "sampler")
     weights.sleep()
     weights.send()
-    said.clear()
+    calls.clear()
     weights.sleep()
-    assert said == ["sampler sleep"]
+    assert calls == ["sampler sleep"]

@@ -81,7 +81,7 @@ def lives(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("fails", "kind", "words"),
+    ("fails", "kind", "fragment"),
     [
         ("collective", WorkerLost, r"rank 1 ran out of memory inside of a collective"),
         (
@@ -92,7 +92,7 @@ def lives(pid: int) -> bool:
     ],
 )
 def test_all_ranks_end_within_a_minute(
-    address: str, tmp_path: Path, fails: str, kind: type[PpoError], words: str
+    address: str, tmp_path: Path, fails: str, kind: type[PpoError], fragment: str
 ) -> None:
     cluster = Cluster(
         Placement(1, 0, (0, 1), ((2,),), ()), tmp_path, address=address,
@@ -106,7 +106,7 @@ def test_all_ranks_end_within_a_minute(
         )
         pids = cluster.call(ranks, "pid")
         started = time.monotonic()
-        with pytest.raises(kind, match=words):
+        with pytest.raises(kind, match=fragment):
             cluster.waits.collect(
                 [
                     cluster.ask(ranks[0], "step", "call"),

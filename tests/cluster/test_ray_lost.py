@@ -77,13 +77,13 @@ def test_a_joined_cluster_is_waited_for_used_left_and_lost(
     foreign: MarkedRay, tmp_path: Path
 ) -> None:
     address = foreign.process.await_address(90)
-    told: list[str] = []
+    notes: list[str] = []
     with pytest.raises(WorkerLost, match="After 1 s still waiting for 2 nodes; the cluster has 1"):
         Cluster(TWO_NODES, tmp_path, worker_timeout=60, node_timeout=1, address=address)
     with pytest.raises(Interrupted, match="SIGINT"):
         Cluster(
             TWO_NODES, tmp_path, worker_timeout=60, node_timeout=60, address=address,
-            tell=told.append, stop_requested=lambda: "SIGINT",
+            tell=notes.append, stop_requested=lambda: "SIGINT",
         )  # fmt: skip
     first = Cluster(ONE_NODE, tmp_path, worker_timeout=60, node_timeout=60, address=address)
     worker = Hosted(first, Sleeper, role="thing 0").call("sleep", 0)
@@ -92,7 +92,7 @@ def test_a_joined_cluster_is_waited_for_used_left_and_lost(
         for i in range(2)
     ]
     os.kill(polite[0].member.pid, signal.SIGKILL)
-    first.close([one.member for one in polite])
+    first.close([host.member for host in polite])
     assert (tmp_path / "closed-1").exists()  # though the one before it was dead
     until = time.monotonic() + 5  # Ray tells of an end just before the process is gone
     while worker in foreign.running() and time.monotonic() < until:

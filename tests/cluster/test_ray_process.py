@@ -25,11 +25,11 @@ SOCKET_BYTES = 107
 HEAD = RayOptions(1, 0, node_address="127.0.0.1")
 
 
-@pytest.mark.parametrize("more", [0, 5, 12, 13, 20, 40])
+@pytest.mark.parametrize("extra_bytes", [0, 5, 12, 13, 20, 40])
 def test_sockets_fit_below_a_temporary_folder_of_any_length(
-    more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    extra_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = Path(tempfile.mkdtemp(dir="/tmp")) / ("x" * (more + 1))
+    root = Path(tempfile.mkdtemp(dir="/tmp")) / ("x" * (extra_bytes + 1))
     root.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(root))
     ray = RayProcess(HEAD, log=tmp_path / "log")
@@ -86,8 +86,8 @@ def stop_raylet(folder: Path) -> None:
     while time.monotonic() < until:
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                if words[0].endswith(b"/raylet") and os.fsencode(folder) in b" ".join(words):
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+                if command[0].endswith(b"/raylet") and os.fsencode(folder) in b" ".join(command):
                     os.kill(int(entry.name), signal.SIGSTOP)
                     return
         time.sleep(0.005)

@@ -43,18 +43,18 @@ def alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def start(folder: Path, parent: int, kept: Path) -> subprocess.Popen[bytes]:
+def start(folder: Path, parent: int, removed: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", TREE, str(folder), "SIG_IGN"]
-    words = [sys.executable, "-I", "-S", reaper.__file__, str(parent), str(kept), *command]
-    return subprocess.Popen(words, start_new_session=True)
+    line = [sys.executable, "-I", "-S", reaper.__file__, str(parent), str(removed), *command]
+    return subprocess.Popen(line, start_new_session=True)
 
 
 def pids_in(folder: Path) -> list[int]:
     deadline = time.monotonic() + 300
-    while len(found := [int(p.name) for p in folder.iterdir()]) < 2:
+    while len(pids := [int(p.name) for p in folder.iterdir()]) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    return found
+    return pids
 
 
 def test_told_to_end_it_ends_the_stubborn_and_the_orphans(tmp_path: Path) -> None:
@@ -67,17 +67,17 @@ def test_told_to_end_it_ends_the_stubborn_and_the_orphans(tmp_path: Path) -> Non
 
 def test_the_commands_exit_code_is_followed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit(7)"]
-    words = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), str(tmp_path), *command]
-    assert subprocess.run(words, timeout=300).returncode == 7
+    line = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), str(tmp_path), *command]
+    assert subprocess.run(line, timeout=300).returncode == 7
     assert tmp_path.exists()
 
 
 def test_a_parent_killed_hard_takes_everything_along(tmp_path: Path) -> None:
-    tree, kept = tmp_path / "tree", tmp_path / "kept"
+    tree, removed = tmp_path / "tree", tmp_path / "kept"
     tree.mkdir()
-    kept.mkdir()
+    removed.mkdir()
     command = [sys.executable, "-I", "-S", reaper.__file__]
-    rest = [str(kept), sys.executable, "-c", TREE, str(tree), "SIG_DFL"]
+    rest = [str(removed), sys.executable, "-c", TREE, str(tree), "SIG_DFL"]
     middle = (
         "import os,subprocess,time\n"
         f"command = {command!r} + [str(os.getpid())] + {rest!r}\n"
@@ -92,7 +92,7 @@ def test_a_parent_killed_hard_takes_everything_along(tmp_path: Path) -> None:
     parent.wait(10)
     parent.stdout.close()
     wait_until_gone(below)
-    assert not kept.exists()
+    assert not removed.exists()
 
 
 def test_a_keeper_killed_hard_takes_its_command_along(tmp_path: Path) -> None:

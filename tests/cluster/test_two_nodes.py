@@ -35,17 +35,17 @@ def start(pair: Pair, rank: int, *settings: str) -> Started:
 
 def find(pair: Pair, rank: int, name: str) -> int:
     """Return the process on a node whose command line holds a name."""
-    for pid in pair.left(rank):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if words[0].endswith(name.encode()):
+    for pid in pair.remaining(rank):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if command[0].endswith(name.encode()):
             return pid
     raise AssertionError(f"no {name} on node {rank}")
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with open_pair() as made:
-        yield made
+    with open_pair() as nodes:
+        yield nodes
 
 
 def test_nodes_join_are_lost_come_back_and_end_together(pair: Pair) -> None:
@@ -98,7 +98,7 @@ def test_node_0_killed_takes_all_along() -> None:
 def test_other_settings_end_both_nodes(pair: Pair) -> None:
     head, node = start(pair, 0), start(pair, 1, "actor.optim.lr=3e-5")
     assert (head.wait(START_S), node.wait(300)) == (2, 2)
-    for one in (head, node):
-        assert "was started with other settings: actor.optim.lr." in one.output()
+    for process in (head, node):
+        assert "was started with other settings: actor.optim.lr." in process.output()
     for rank in (0, 1):
         pair.wait_until_empty(rank, 15)

@@ -57,10 +57,10 @@ tensors["b"].fill_(7)
 
 
 def test_shared_tensors_are_the_same_memory_in_another_process() -> None:
-    given = {"a": torch.tensor([[1.5, 2.5]]), "b": torch.ones(3, dtype=torch.bfloat16)}
-    shared = SharedTensors.like(given)
+    tensors = {"a": torch.tensor([[1.5, 2.5]]), "b": torch.ones(3, dtype=torch.bfloat16)}
+    shared = SharedTensors.like(tensors)
     for name, tensor in shared.items():
-        tensor.copy_(given[name])
+        tensor.copy_(tensors[name])
     other = run_forked([pickle.dumps(shared).hex()], os.environ, 60, OTHER_PROCESS)
     seen = [("a", "torch.float32", [[1.5, 2.5]]), ("b", "torch.bfloat16", [1.0] * 3)]
     assert other.stdout.strip() == str(seen), other.stderr

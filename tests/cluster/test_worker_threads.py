@@ -41,15 +41,15 @@ def threads_of(cluster: Cluster, *devices: int) -> int:
     return int(threads)
 
 
-@pytest.mark.parametrize(("asked", "one"), [(None, max(1, count_cores() // GPUS)), (1, 1)])
+@pytest.mark.parametrize(("threads", "one_gpu"), [(None, max(1, count_cores() // GPUS)), (1, 1)])
 def test_gpus_bring_their_share_of_the_cores(
-    address: str, tmp_path: Path, asked: int | None, one: int
+    address: str, tmp_path: Path, threads: int | None, one_gpu: int
 ) -> None:
     start = partial(Cluster, PLACED, tmp_path, address=address, worker_timeout=60, node_timeout=90)
-    cluster = start(threads=asked)
+    cluster = start(threads=threads)
     try:
-        assert threads_of(cluster, 0) == one
-        assert threads_of(cluster, 0, 1) == (asked or count_cores())
-        assert threads_of(cluster) == (asked or 1)
+        assert threads_of(cluster, 0) == one_gpu
+        assert threads_of(cluster, 0, 1) == (threads or count_cores())
+        assert threads_of(cluster) == (threads or 1)
     finally:
         cluster.close()

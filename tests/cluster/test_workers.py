@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.cluster.engine import ClusterEngine
-from ppo_cli.cluster.members import Cluster, Member, WorkerFault, lost
+from ppo_cli.cluster.members import Cluster, WorkerFault, WorkerHandle, worker_lost
 from ppo_cli.cluster.worker_process import _failure
 from ppo_cli.config.placement import Placement
 from ppo_cli.errors import DISK_ERRNOS, FULL_DISK_ERRNOS, ConfigError, WorkerLost
@@ -156,9 +156,9 @@ def cluster(address: str, logs: Path) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(chance)
         patch.setattr(sys, "path", [path for path in sys.path if path])
-        made = Cluster(ONE_NODE, logs, address=address, worker_timeout=30, node_timeout=90)
-    yield made
-    made.close()
+        cluster = Cluster(ONE_NODE, logs, address=address, worker_timeout=30, node_timeout=90)
+    yield cluster
+    cluster.close()
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +192,10 @@ def test_a_users_mistake_comes_out_as_itself(things: list[Hosted]) -> None:
 
 
 def test_of_a_disk_only_that_it_is_full_comes_out_as_itself() -> None:
-    told = {n for n in DISK_ERRNOS if _failure(OSError(n, "x", "some/file")).pickled is not None}
-    assert told == FULL_DISK_ERRNOS == DISK_ERRNOS - {errno.EACCES, errno.EPERM}
+    travelling = {
+        n for n in DISK_ERRNOS if _failure(OSError(n, "x", "some/file")).pickled is not None
+    }
+    assert travelling == FULL_DISK_ERRNOS == DISK_ERRNOS - {errno.EACCES, errno.EPERM}
 
 
 def test_a_bug_shows_the_workers_traceback_once(things: list[Hosted]) -> None:
@@ -322,9 +324,11 @@ def test_a_crash_is_told_with_its_last_words(cluster: Cluster) -> None:
 
 
 def test_one_that_ended_by_itself_was_not_killed(tmp_path: Path) -> None:
-    words = "Worker exits unexpectedly. Worker exits with an exit code 5.\nTraceback"
-    told = str(lost(Member("sampler 0", tmp_path / "log", None), "start", words))
-    assert told.startswith("Sampler 0 ended by itself (exit code 5) during `start`.")
+    ray_message = "Worker exits unexpectedly. Worker exits with an exit code 5.\nTraceback"
+    message = str(
+        worker_lost(WorkerHandle("sampler 0", tmp_path / "log", None), "start", ray_message)
+    )
+    assert message.startswith("Sampler 0 ended by itself (exit code 5) during `start`.")
 
 
 def test_who_died_matters_more_than_who_complains(cluster: Cluster, things: list[Hosted]) -> None:

@@ -19,8 +19,8 @@ class Verbs(Service):
     def add(self, *numbers: int) -> int:
         return sum(numbers)
 
-    def count(self, most: int) -> Iterator[int]:
-        for number in range(most):
+    def count(self, limit: int) -> Iterator[int]:
+        for number in range(limit):
             yield number
             time.sleep(0.01)
 

@@ -255,7 +255,7 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr(remote, "ApartEngine", Apart)
+    monkeypatch.setattr(remote, "DriverEngine", Apart)
     seen = assembled("trainer.engine=ray", "trainer.num_workers=3", cluster=Cluster())
     engine: EngineFactory = seen.engines
     assert engine.get() is engine.get() is made[0].engine

@@ -51,18 +51,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    assert found
-    return found
+        tensors |= load_file(path)
+    assert tensors
+    return tensors
 
 
 def assert_same_weights(a: Path, b: Path, *, within: float = 1e-5) -> None:
     for model in ("actor", "critic"):
-        ours, theirs = (weights(out / "checkpoints" / "latest" / model) for out in (a, b))
-        assert ours.keys() == theirs.keys()
-        gap = max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+        weights_a, weights_b = (weights(out / "checkpoints" / "latest" / model) for out in (a, b))
+        assert weights_a.keys() == weights_b.keys()
+        gap = max((weights_a[name] - weights_b[name]).abs().max().item() for name in weights_a)
         assert gap <= within, f"{model}: {gap}"
 
 
@@ -76,21 +76,21 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_rewards(a: Path, b: Path) -> None:
-    ours, theirs = rows(a), rows(b)
-    assert len(ours) == 8 * 16
-    assert [row["response"] for row in ours] == [row["response"] for row in theirs]
-    assert [row["score"] for row in ours] == [row["score"] for row in theirs]
+    rows_a, rows_b = rows(a), rows(b)
+    assert len(rows_a) == 8 * 16
+    assert [row["response"] for row in rows_a] == [row["response"] for row in rows_b]
+    assert [row["score"] for row in rows_a] == [row["score"] for row in rows_b]
 
 
 def assert_same_numbers(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
     """Metrics equal to rounding; extremes of single tokens and machine facts left out."""
-    for ours, theirs in zip(a, b, strict=True):
+    for row_a, row_b in zip(a, b, strict=True):
         for name in (
             "step", "reward_mean", "policy_loss", "value_loss", "clip_fraction", "ppo_ratio",
             "entropy", "grad_norm", "critic_grad_norm", "kl_divergence", "explained_variance",
             "response_length_mean", "actor/lr", "critic/lr",
         ):  # fmt: skip
-            assert theirs[name] == pytest.approx(ours[name], rel=2e-4, abs=2e-6), name
+            assert row_b[name] == pytest.approx(row_a[name], rel=2e-4, abs=2e-6), name
 
 
 def test_two_ranks_train_as_one_process(alone: Path, pair: Path) -> None:
@@ -104,14 +104,16 @@ def test_two_ranks_train_as_one_process(alone: Path, pair: Path) -> None:
 
 def test_every_process_writes_its_own_profile(pair: Path) -> None:
     shown = pair.with_name("shown").read_text()
-    found = {path.name: path for path in (pair / "profile").iterdir()}
+    traces = {path.name: path for path in (pair / "profile").iterdir()}
     processes = ("rank_0", "rank_1", "sampler_0")
-    assert set(found) == {f"step_000002.{p}.{end}" for p in processes for end in ("json.gz", "txt")}
+    assert set(traces) == {
+        f"step_000002.{p}.{end}" for p in processes for end in ("json.gz", "txt")
+    }
     for rank in (0, 1):
-        assert phases(found[f"step_000002.rank_{rank}.json.gz"]) == set(PHASES[1:])
-    assert phases(found["step_000002.sampler_0.json.gz"]) == {"rollout"}
+        assert phases(traces[f"step_000002.rank_{rank}.json.gz"]) == set(PHASES[1:])
+    assert phases(traces["step_000002.sampler_0.json.gz"]) == {"rollout"}
     for process in ("rank_0", "sampler_0"):
-        assert found[f"step_000002.{process}.txt"].read_text().rstrip() in shown
+        assert traces[f"step_000002.{process}.txt"].read_text().rstrip() in shown
 
 
 @pytest.mark.parametrize(
@@ -122,15 +124,15 @@ def test_every_process_writes_its_own_profile(pair: Path) -> None:
 def test_two_ranks_in_other_ways(
     alone: Path, tmp_path: Path, model: tuple[str, ...], ranks: tuple[str, ...]
 ) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "run"
+    uninterrupted, out = tmp_path / "whole", tmp_path / "run"
     if model:
-        train(whole, *EIGHT, *model)
+        train(uninterrupted, *EIGHT, *model)
     else:
-        whole = alone
+        uninterrupted = alone
     train(out, *EIGHT, *TWO, *model, *ranks)
-    assert_same_weights(whole, out)
-    assert_same_rewards(whole, out)
-    assert_same_numbers(metrics(whole), metrics(out))
+    assert_same_weights(uninterrupted, out)
+    assert_same_rewards(uninterrupted, out)
+    assert_same_numbers(metrics(uninterrupted), metrics(out))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -142,8 +144,8 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_others(
     shutil.rmtree(out / "checkpoints" / "step_000008")
     (out / "checkpoints" / "latest").unlink()
     others = () if ranks == 1 else ("--engine", "ray", "--num_workers", str(ranks))
-    told = train(out, *EIGHT, *others).stdout
-    assert "Going on after step 4" in told
+    output = train(out, *EIGHT, *others).stdout
+    assert "Going on after step 4" in output
     assert_same_numbers(metrics(pair), metrics(out))
     assert_same_weights(pair, out)
     assert_same_rewards(pair, out)
@@ -166,17 +168,17 @@ def test_roles_that_share_some_devices_train_as_roles_that_share_all(
 def test_partial_rollouts_go_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     four = (*EIGHT, "--max_steps", "4", "--save_freq", "2")
     ahead = (*four, "--engine", "ray", "--async_steps", "2", "--partial_tokens", "1")
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    train(whole, *ahead)
-    shutil.copytree(whole, out, symlinks=True)
+    uninterrupted, out = tmp_path / "whole", tmp_path / "run"
+    train(uninterrupted, *ahead)
+    shutil.copytree(uninterrupted, out, symlinks=True)
     shutil.rmtree(out / "checkpoints" / "step_000004")
     (out / "checkpoints" / "latest").unlink()
     assert "Going on after step 2" in train(out, *ahead).stdout
-    assert_same_weights(whole, out, within=0)
-    assert rows(whole) == rows(out)
-    told, again = metrics(whole), metrics(out)
+    assert_same_weights(uninterrupted, out, within=0)
+    assert rows(uninterrupted) == rows(out)
+    expected, resumed = metrics(uninterrupted), metrics(out)
     for name in ("rollout/staleness_max", "rollout/carried_share", "rollout/logprob_diff_max"):
-        assert [line.get(name) for line in told] == [line.get(name) for line in again]
-    assert [line["rollout/staleness_max"] for line in told] == [0, 1, 2, 2]
-    carried = [line["rollout/carried_share"] for line in told]
+        assert [line.get(name) for line in expected] == [line.get(name) for line in resumed]
+    assert [line["rollout/staleness_max"] for line in expected] == [0, 1, 2, 2]
+    carried = [line["rollout/carried_share"] for line in expected]
     assert carried[0] == 0 and min(carried[1:]) > 0.5

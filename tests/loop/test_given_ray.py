@@ -32,15 +32,27 @@ LINE = (
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with open_pair() as made:
-        yield made
+    with open_pair() as nodes:
+        yield nodes
 
 
 def start_ray(pair: Pair, rank: int) -> Started:
-    head, own = f"{pair.addresses[0]}:{pair.port}", ("--node-ip-address", pair.addresses[rank])
+    head, node_options = (
+        f"{pair.addresses[0]}:{pair.port}",
+        ("--node-ip-address", pair.addresses[rank]),
+    )
     role = ("--head", "--port", str(pair.port), "--include-dashboard", "false")
     role = role if rank == 0 else ("--address", head)
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *role, *own, *QUIET, *SIZE]
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        *role,
+        *node_options,
+        *QUIET,
+        *SIZE,
+    ]
     # On loopback addresses Ray would join no nodes without being told to.
     variables = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     return pair.start(rank, command, variables)
@@ -53,11 +65,11 @@ def test_one_start_trains_on_two_nodes_that_ray_has(pair: Pair) -> None:
     driver = [sys.executable, "-m", "ppo_cli", *LINE, "--output_dir", str(out)]
     # A user who starts it once has none of the variables of a run of several starts.
     absent = dict.fromkeys(("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"), "")
-    given = {"RAY_ADDRESS": f"{pair.addresses[0]}:{pair.port}", "RAY_AUTH_MODE": "disabled"}
-    run = pair.start(0, driver, {**absent, **given})
+    variables = {"RAY_ADDRESS": f"{pair.addresses[0]}:{pair.port}", "RAY_AUTH_MODE": "disabled"}
+    run = pair.start(0, driver, {**absent, **variables})
     run.wait_for(" 1/3 ", 300)
     for rank in (0, 1):
-        lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pair.left(rank)]
+        lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pair.remaining(rank)]
         # A learner rank on each node; the sampler is on one of them.
         assert any(line.startswith(b"ray::Worker") for line in lines), rank
     assert run.wait(300) == 0, run.output()

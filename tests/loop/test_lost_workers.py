@@ -47,27 +47,27 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def processes() -> dict[int, tuple[int, str]]:
     """Pid -> (parent, command line) of all that run."""
-    found = {}
+    commands = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:  # it has ended meanwhile
                 continue
-            found[int(folder.name)] = (parent, words)
-    return found
+            commands[int(folder.name)] = (parent, command)
+    return commands
 
 
 def below(pid: int) -> set[int]:
     """All processes that a process has started, and those that they have."""
     everything = processes()
-    found = {pid}
+    pids = {pid}
     while True:
-        more = {child for child, (parent, _) in everything.items() if parent in found} | found
-        if more == found:
-            return found - {pid}
-        found = more
+        wider = {child for child, (parent, _) in everything.items() if parent in pids} | pids
+        if wider == pids:
+            return pids - {pid}
+        pids = wider
 
 
 def logs_into(pid: int, log: Path) -> bool:
@@ -80,9 +80,9 @@ def logs_into(pid: int, log: Path) -> bool:
 def find(kind: str, out: Path, family: set[int]) -> int | None:
     """The process of one kind among those of a run."""
     for pid in family:
-        words = processes().get(pid, (0, ""))[1]
+        command = processes().get(pid, (0, ""))[1]
         if kind in ("raylet", "gcs_server"):
-            if Path(words.split(" ")[0]).name == kind:
+            if Path(command.split(" ")[0]).name == kind:
                 return pid
         elif logs_into(pid, out / "logs" / f"{kind}.log"):
             return pid
@@ -120,10 +120,10 @@ class Orphan:
 
 
 def run_with_a_kill(
-    out: Path, kind: str, after: int, moment: float, *more: str, begin: Begin = start
+    out: Path, kind: str, after: int, moment: float, *flags: str, begin: Begin = start
 ) -> str:
     """Run, and kill one worker a moment after so many steps; returns what was told."""
-    process = begin(out, *EIGHT, *more)
+    process = begin(out, *EIGHT, *flags)
     family: set[int] = set()
     try:
         wait_for(out / "rollouts" / f"step_{after:06d}.jsonl", process)
@@ -132,13 +132,13 @@ def run_with_a_kill(
         victim = find(kind, out, family)
         assert victim is not None, f"there is no {kind}"
         os.kill(victim, signal.SIGKILL)
-        told = process.communicate(timeout=800)[0]
+        output = process.communicate(timeout=800)[0]
     except (AssertionError, subprocess.TimeoutExpired):
         process.kill()
         raise
-    assert process.returncode == 0 and "\nDone\n" in told, told
+    assert process.returncode == 0 and "\nDone\n" in output, output
     assert_nothing_is_left(out, family)
-    return told
+    return output
 
 
 def assert_nothing_is_left(out: Path, family: set[int]) -> None:
@@ -163,24 +163,24 @@ def test_a_worker_that_dies_while_it_starts_is_replaced(calm: Path, tmp_path: Pa
             assert time.monotonic() < until
             victim = find("learner-1", out, below(process.pid))
         os.kill(victim, signal.SIGKILL)
-        told = process.communicate(timeout=800)[0]
+        output = process.communicate(timeout=800)[0]
     finally:
         process.kill()
-    assert process.returncode == 0, told
-    assert "Starting again (1 of 3)" in told and "Traceback" not in told
+    assert process.returncode == 0, output
+    assert "Starting again (1 of 3)" in output and "Traceback" not in output
     assert_same_run(calm, out)
 
 
 @pytest.mark.parametrize(
-    ("kind", "begin", "said"),
+    ("kind", "begin", "fragment"),
     [("learner-0", start, "Learner rank 0 on node"), ("raylet", Orphan, "lost its raylet")],
 )
 def test_a_killed_worker_costs_some_time_and_nothing_else(
-    calm: Path, tmp_path: Path, kind: str, begin: Begin, said: str
+    calm: Path, tmp_path: Path, kind: str, begin: Begin, fragment: str
 ) -> None:
-    told = run_with_a_kill(tmp_path / "run", kind, after=3, moment=0.1, begin=begin)
-    assert "Starting again (1 of 3)" in told and "Traceback" not in told
-    assert said in told
+    output = run_with_a_kill(tmp_path / "run", kind, after=3, moment=0.1, begin=begin)
+    assert "Starting again (1 of 3)" in output and "Traceback" not in output
+    assert fragment in output
     assert_same_run(calm, tmp_path / "run")
 
 
@@ -188,8 +188,8 @@ def test_a_killed_worker_costs_some_time_and_nothing_else(
 def test_a_killed_reward_model_is_hosted_anew(reward_model: Path, tmp_path: Path) -> None:
     judged = ("--reward_model", str(reward_model), "--reward_model_self_test", "off")
     train(tmp_path / "calm", *EIGHT, *judged)
-    told = run_with_a_kill(tmp_path / "run", "reward-model", 3, 0.1, *judged)
-    assert "Traceback" not in told
+    output = run_with_a_kill(tmp_path / "run", "reward-model", 3, 0.1, *judged)
+    assert "Traceback" not in output
     assert_same_run(tmp_path / "calm", tmp_path / "run")
 
 

@@ -26,12 +26,12 @@ LONG_S = 600.0
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with open_pair() as made:
-        yield made
+    with open_pair() as nodes:
+        yield nodes
 
 
-def start(pair: Pair, rank: int, out: Path, *more: str) -> Started:
-    line = [sys.executable, "-m", "ppo_cli", "train", *RUN, *more, "--output_dir", str(out)]
+def start(pair: Pair, rank: int, out: Path, *flags: str) -> Started:
+    line = [sys.executable, "-m", "ppo_cli", "train", *RUN, *flags, "--output_dir", str(out)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     surroundings = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return pair.start(rank, line, surroundings)
@@ -46,11 +46,11 @@ def test_a_node_is_killed_comes_back_and_both_end_well(pair: Pair, tmp_path: Pat
     lost = head.wait_for("node 1", 300, after=len(head.output()))
     assert pair.names[1] == "" or "host-b" in lost
     pair.wait_until_empty(1, 120)
-    again = start(pair, 1, out, "--max_steps", "32")
+    returned = start(pair, 1, out, "--max_steps", "32")
     assert head.wait(LONG_S) == 0, head.output()
-    assert again.wait(300) == 0, again.output()
-    told = head.output()
-    assert "Starting again (1 of 3) from step" in told and "Traceback" not in told
+    assert returned.wait(300) == 0, returned.output()
+    output = head.output()
+    assert "Starting again (1 of 3) from step" in output and "Traceback" not in output
     assert [line["step"] for line in metrics(out)] == [*range(33)]
     for rank in (0, 1):
         pair.wait_until_empty(rank, 120)
@@ -65,8 +65,8 @@ def test_a_node_that_stays_away_ends_the_run_resumably(pair: Pair, tmp_path: Pat
     head.wait_for(" 3/200 ", LONG_S)
     node.kill()
     assert head.wait(LONG_S) == 3, head.output()
-    told = head.output()
-    assert "node 1" in told and "Go on with:" in told and "Traceback" not in told
+    output = head.output()
+    assert "node 1" in output and "Go on with:" in output and "Traceback" not in output
     assert (out / "checkpoints" / "latest" / "state" / "run.json").is_file()
     assert not list((out / "checkpoints").glob(".unfinished*"))
     pair.wait_until_empty(0, 120)

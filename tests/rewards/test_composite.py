@@ -33,7 +33,7 @@ class Source(Reward):
         self.rounds: list[tuple[str, int]] = []
         self.closed = 0
         self._score, self._when, self._stage = score, when, stage or name
-        self._held: list[tuple[Rollout, Future[Score]]] = []
+        self._object: list[tuple[Rollout, Future[Score]]] = []
         self._fresh = 0
 
     def submit(self, rollout: Rollout) -> Future[Score]:
@@ -41,7 +41,7 @@ class Source(Reward):
         self._fresh += 1
         future: Future[Score] = Future()
         if self._when == "settled":
-            self._held.append((rollout, future))
+            self._object.append((rollout, future))
         elif self._when == "later":
             delay = (len(self.asked) * 7 % 5) / 500  # out of order
             threading.Timer(delay, self._answer, (rollout, future)).start()
@@ -52,7 +52,7 @@ class Source(Reward):
     def end_round(self, kind: RoundKind = "train") -> None:
         self.rounds.append((kind, self._fresh))
         self._fresh = 0
-        held, self._held = self._held, []
+        held, self._object = self._object, []
         for rollout, future in held:
             self._answer(rollout, future)
 

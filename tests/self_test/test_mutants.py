@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ppo_cli.cluster.driver import ApartEngine
+from ppo_cli.cluster.driver import DriverEngine
 from ppo_cli.config.schema.reward import Code
 from ppo_cli.engine.cpu.row_products import RowSpan
 from ppo_cli.engine.learner import Learner
@@ -216,7 +216,7 @@ def test_garbage_on_one_rank_fails_collectives(tmp_path: Path, monkeypatch: Patc
 def test_weights_that_are_not_published_fail_the_ray_check(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(ApartEngine, "publish", lambda self: None)
+    monkeypatch.setattr(DriverEngine, "publish", lambda self: None)
     outcome = run("Ray ranks", tmp_path)
     assert outcome.state == "differs", outcome
     assert "sampler and trainer, step 2" in outcome.detail

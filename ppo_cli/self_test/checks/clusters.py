@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, build_batch
-from ppo_cli.cluster.driver import ApartEngine
+from ppo_cli.cluster.driver import DriverEngine
 from ppo_cli.config.memory.devices import GIB
 from ppo_cli.config.memory.publishing import publish_bytes
 from ppo_cli.config.models.bundled import model_folder
@@ -222,7 +222,7 @@ def _with_actor(device: str, parts: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _engine(config: Config, tokenizer: Any, folder: Path) -> Iterator[Engine]:
     """An engine under a Ray that this process starts."""
-    engine = ApartEngine(
+    engine = DriverEngine(
         config, tokenizer, total_steps=8, placement=placement_of(config), logs=folder / "logs"
     )
     try:
