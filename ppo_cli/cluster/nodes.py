@@ -160,7 +160,11 @@ class Nodes:
                 if facts is not None and facts.trouble:
                     return f"{facts.label} does not work: {facts.trouble}"
                 if rank not in working:
-                    return f"{self._label(rank)} is gone: Ray does not run there."
+                    # It may have come back with other versions or settings.
+                    problems = compare_facts(self._facts, facts) if facts and self._facts else []
+                    return " ".join(problems) or (
+                        f"{self._label(rank)} is gone: Ray does not run there."
+                    )
         except RpcError:
             return "Ray on node 0 does not answer."
         return None

@@ -197,6 +197,9 @@ def test_a_lost_node_is_named_and_may_come_back(pair: tuple[Nodes, Guest], head:
         run_nodes.wait_until_whole()
     with pytest.raises(Interrupted, match="SIGINT"):
         run_nodes.wait_until_whole(stop_requested=lambda: "SIGINT")
+    other = Guest(config(1, master_port=head.ray_of(0).options.port, actor={"ppo_epochs": 3}))
+    assert isinstance(other.outcome(), ConfigError)
+    assert "other settings: actor.ppo_epochs" in str(run_nodes.lost())
     head.rays.append(replacement)
     run_nodes.wait_until_whole()
 

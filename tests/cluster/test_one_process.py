@@ -20,6 +20,7 @@ from ppo_cli.cluster import worker_process, workers
 from ppo_cli.cluster.driver import Answer, DriverEngine
 from ppo_cli.cluster.engine import ClusterEngine
 from ppo_cli.cluster.members import Call, Cluster, WorkerHandle, unpack_failure
+from ppo_cli.cluster.ray_process import RayOptions
 from ppo_cli.cluster.worker_process import Outcome, Worker
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.placement import Placement
@@ -106,7 +107,7 @@ def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, An
     monkeypatch.setattr(cluster_engine, "Cluster", Here)
     monkeypatch.setattr(workers, "join_ranks", join)
     monkeypatch.setattr("ppo_cli.cluster.serialise.send_tensors_as_arrays", lambda: None)
-    monkeypatch.setattr(worker_process, "own_folder", lambda kind: tmp_path / kind)
+    monkeypatch.setattr(worker_process, "create_folder", lambda kind: tmp_path / kind)
     monkeypatch.setattr(cluster_engine, "POLL_S", 0.01)
     monkeypatch.setattr("ppo_cli.engine.learner.set_threads", lambda count: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
@@ -197,8 +198,8 @@ def test_settings_weights_and_state_reach_every_worker(
     engine.close()
 
 
-class Told:
-    """Takes what is asked of it, and answers at once."""
+class InstantClient:
+    """Records requests and answers them at once."""
 
     def __init__(self, command: Sequence[str], environ: dict[str, str], log: Path) -> None:
         self.command, self.environ, self.log = [*command], environ, log
@@ -217,17 +218,17 @@ class Told:
         self.requests.append(("gone", patience_s))
 
 
-class Own:
-    """A Ray that is there at once."""
+class InstantRay:
+    """A Ray that has started at once."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.settings, self.waited = settings, 0.0
+    def __init__(self, options: RayOptions, **settings: Any) -> None:
+        self.options, self.settings, self.waited = options, settings, 0.0
 
     def await_address(self, timeout_s: float, stop_requested: Any) -> str:
         self.waited = timeout_s
         return "here:1"
 
-    def trouble(self) -> None:
+    def failure(self) -> None:
         return None
 
     def close(self) -> None:
@@ -238,8 +239,8 @@ class Own:
 def test_all_that_builds_the_engine_crosses_to_the_other_process(
     address: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "Client", Told)
-    monkeypatch.setattr(remote, "OwnRay", Own)
+    monkeypatch.setattr(remote, "Client", InstantClient)
+    monkeypatch.setattr(remote, "RayProcess", InstantRay)
     config, tokenizer, notes = make_config(), {"a": "tokenizer"}, []
     placement = Placement(1, 4, (0, 1), ((2,), (3,)), ())
     engine = DriverEngine(
@@ -252,11 +253,12 @@ def test_all_that_builds_the_engine_crosses_to_the_other_process(
     assert engine._patience_s == 2 * 44.0 + 8 * 33.0 and engine.weight_transfer == "gloo"
     ray: Any = engine._ray_process
     if address is None:
-        assert ray.settings == {"gpus": 4, "logs": tmp_path / "logs"} and ray.waited == 44.0
-        assert remote.HERE_ONLY.items() <= client.environ.items() and notes == ["Starting Ray"]
+        assert (ray.options.num_gpus, ray.settings["log"], ray.waited) == (4, log, 44.0)
+        assert remote.LOCAL_ONLY.items() <= ray.settings["environ"].items()
+        assert remote.LOCAL_ONLY.items() <= client.environ.items() and notes == ["Starting Ray"]
     else:
         assert ray is None and notes == ["Joining the Ray cluster at there:6379"]
-        assert not remote.HERE_ONLY.items() <= client.environ.items()
+        assert not remote.LOCAL_ONLY.items() <= client.environ.items()
 
     verb, options = client.requests[0]
     assert verb == "build" and pickle.loads(options["tokenizer"]) == tokenizer
