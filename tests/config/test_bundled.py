@@ -16,8 +16,8 @@ ENV = {"CUDA_VISIBLE_DEVICES": ""}
 
 @pytest.mark.parametrize("name", [*bundled.preset_names(), *bundled.ALIASES])
 def test_a_preset_resolves_and_is_commented(name: str) -> None:
-    found = resolve(flags={}, preset=name, config_files=(), overrides=(), environ=ENV)
-    assert any(origin.startswith(f"preset {name} line") for origin in found.origins.values())
+    resolved = resolve(flags={}, preset=name, config_files=(), overrides=(), environ=ENV)
+    assert any(origin.startswith(f"preset {name} line") for origin in resolved.origins.values())
     text = bundled.preset_path(name).read_text(encoding="utf-8")
     assert text.startswith("# ")
     assert sum("#" in line for line in text.splitlines()) >= 3
@@ -38,8 +38,8 @@ def test_a_preset_resolves_and_is_commented(name: str) -> None:
 def test_a_preset_for_gpus_plans_and_says_that_it_is_not_measured(
     name: str, gpus: int, where: str, settings: dict[str, object]
 ) -> None:
-    found = resolve(flags={}, preset=name, config_files=(), overrides=(), environ=ENV)
-    plan = make_plan(found).as_dict()
+    resolved = resolve(flags={}, preset=name, config_files=(), overrides=(), environ=ENV)
+    plan = make_plan(resolved).as_dict()
     assert {key: plan["values"][key]["value"] for key in settings} == settings
     assert where in " ".join(plan["placement"]["sentences"])
     assert len(plan["placement"]["train"]) == gpus
@@ -48,7 +48,7 @@ def test_a_preset_for_gpus_plans_and_says_that_it_is_not_measured(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("gms8k", "Did you mean 'gsm8k'?"),
         ("xyz", "Known: "),
@@ -58,10 +58,10 @@ def test_a_preset_for_gpus_plans_and_says_that_it_is_not_measured(
         ("../embedded", "--config ../embedded"),
     ],
 )
-def test_an_unknown_preset_is_told(name: str, said: str) -> None:
+def test_an_unknown_preset_is_told(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match="there is no preset") as caught:
         bundled.preset_path(name)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_bundled_files_lie_inside_the_package_or_beside_it(

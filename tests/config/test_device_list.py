@@ -20,13 +20,15 @@ from ppo_cli.config.placement import Roles, format_devices, read_placement
     ],
 )
 def test_roles_and_their_devices_are_read(text: str, roles: dict[str, object]) -> None:
-    found = read_placement(text)
-    sizes = {role: d if isinstance(roles[role], tuple) else len(d) for role, d in found.items()}
+    roles_read = read_placement(text)
+    sizes = {
+        role: d if isinstance(roles[role], tuple) else len(d) for role, d in roles_read.items()
+    }
     assert sizes == roles
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("trian:0", "there is no role 'trian'. Did you mean 'train'?"),
         ("critic:0", "Roles are train, rollout, reward and judge."),
@@ -45,17 +47,17 @@ def test_roles_and_their_devices_are_read(text: str, roles: dict[str, object]) -
         ("train:a:0", "there is no role 'train:a'"),
     ],
 )
-def test_what_cannot_be_read_is_told(text: str, said: str) -> None:
+def test_what_cannot_be_read_is_told(text: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         read_placement(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @given(
     st.dictionaries(st.sampled_from(["train", "rollout", "reward"]), st.sets(st.integers(0, 64)))
 )
 def test_what_is_written_is_read_again(roles: dict[str, set[int]]) -> None:
-    wanted = {role: tuple(sorted(devices)) for role, devices in roles.items() if devices}
-    text = ",".join(f"{role}:{format_devices(devices)}" for role, devices in wanted.items())
-    found: Roles = read_placement(text)
-    assert found == wanted
+    expected = {role: tuple(sorted(devices)) for role, devices in roles.items() if devices}
+    text = ",".join(f"{role}:{format_devices(devices)}" for role, devices in expected.items())
+    roles_read: Roles = read_placement(text)
+    assert roles_read == expected

@@ -54,9 +54,9 @@ def test_a_comma_in_the_name_of_an_existing_file(
 
 
 def test_absolute_and_quoted_names(desk: Path) -> None:
-    whole = str(desk / "a,b.jsonl")
-    several = ((whole, "c.jsonl"), "flag")
-    assert train_files(desk, flags={"data.train_files": several}) == (whole, "c.jsonl")
+    name_with_comma = str(desk / "a,b.jsonl")
+    several = ((name_with_comma, "c.jsonl"), "flag")
+    assert train_files(desk, flags={"data.train_files": several}) == (name_with_comma, "c.jsonl")
     quoted = "data.train_files=['a,b.jsonl', c.jsonl, \"no,file\"]"
     assert train_files(desk, overrides=[quoted]) == ("a,b.jsonl", "c.jsonl", "no,file")
     (desk / "a").touch()  # quotes keep what is in them apart

@@ -28,7 +28,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("given", "mix", "expected"),
+    ("arguments", "mix", "expected"),
     [
         (JUDGE, (), {"reward.api.model": "mine", "reward.api.votes": 3}),
         ((), ("judge:0.5", "rule:0.5"), {"reward.api.model": "mine"}),
@@ -50,21 +50,21 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_file_here_is_read_when_its_scorer_is_asked_for(
-    given: tuple[str, ...], mix: tuple[str, ...], expected: dict[str, object]
+    arguments: tuple[str, ...], mix: tuple[str, ...], expected: dict[str, object]
 ) -> None:
-    found = settle(*given, mix=mix)
-    assert {key: value_of(found.config, key) for key in expected} == expected
-    used = {origin.partition(" ")[0] for origin in found.origins.values()}
+    settled = settle(*arguments, mix=mix)
+    assert {key: value_of(settled.config, key) for key in expected} == expected
+    used = {origin.partition(" ")[0] for origin in settled.origins.values()}
     for file in (JUDGE_FILE, MODEL_FILE):
-        told = [note for note in found.notes if f"read from {file}" in note]
-        assert len(told) == int(file in used)
+        notes = [note for note in settled.notes if f"read from {file}" in note]
+        assert len(notes) == int(file in used)
 
 
 def test_origins_name_the_line_and_a_settings_file_lies_above(desk: Path) -> None:
     (desk / "mine.yaml").write_text("reward:\n  api:\n    votes: 5\n")
-    found = settle(*JUDGE, files=[desk / "mine.yaml"], preset="judge")
-    assert found.origins["reward.api.model"] == f"{JUDGE_FILE} line 3"
-    assert found.config.reward.api.votes == 5
+    settled = settle(*JUDGE, files=[desk / "mine.yaml"], preset="judge")
+    assert settled.origins["reward.api.model"] == f"{JUDGE_FILE} line 3"
+    assert settled.config.reward.api.votes == 5
 
 
 def test_a_mistake_in_the_file_is_told_once(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,14 +82,14 @@ def test_the_shipped_examples_plan_as_they_are_and_with_all_that_is_commented_ou
     name: str, flags: list[str], desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (EXAMPLES / name).read_text(encoding="utf-8")
-    whole = re.sub(r"^  # (\w+: )", r"  \1", text, flags=re.M)
-    assert whole.count("\n  #") < text.count("\n  #")
-    for content in (text, whole):
+    uncommented = re.sub(r"^  # (\w+: )", r"  \1", text, flags=re.M)
+    assert uncommented.count("\n  #") < text.count("\n  #")
+    for content in (text, uncommented):
         (desk / name).write_text(content, encoding="utf-8")
         assert read_reward_file(Path(name), name)
         assert main(["plan", *flags]) == 0
-        said = capsys.readouterr()
-        assert f"{name} line" in said.out and f"read from {name} in this folder" in said.out
+        captured = capsys.readouterr()
+        assert f"{name} line" in captured.out and f"read from {name} in this folder" in captured.out
 
 
 def test_the_shipped_examples_are_not_read_from_the_root(
@@ -108,23 +108,26 @@ def test_a_data_folder_gives_training_and_validation_prompts(desk: Path) -> None
     data = settle(f"data.path={folder}").config.data
     assert (data.train_files, data.val_files) == (train, ())
     (folder / "test.jsonl").touch()
-    found = settle(f"data.path={folder}")
-    assert found.config.data.val_files == (str(folder / "test.jsonl"),)
-    assert found.origins["data.val_files"] == "override" and found.notes == ()
+    settled = settle(f"data.path={folder}")
+    assert settled.config.data.val_files == (str(folder / "test.jsonl"),)
+    assert settled.origins["data.val_files"] == "override" and settled.notes == ()
     by_flag = {"data.val_files": (("mine.jsonl",), "flag --val_files")}
-    found = settle(f"data.path={folder}", flags=by_flag)
-    assert (found.config.data.train_files, found.config.data.val_files) == (train, ("mine.jsonl",))
+    settled = settle(f"data.path={folder}", flags=by_flag)
+    assert (settled.config.data.train_files, settled.config.data.val_files) == (
+        train,
+        ("mine.jsonl",),
+    )
     preset = settle(f"data.path={folder}", preset="gsm8k").config.data
     assert preset.val_files == (str(folder / "test.jsonl"),)
-    own = desk / "own.yaml"
-    own.write_text(f"data: {{path: {folder}, val_files: [mine.jsonl]}}\n")
-    assert settle(files=[own]).config.data.val_files == ("mine.jsonl",)
+    own_file = desk / "own.yaml"
+    own_file.write_text(f"data: {{path: {folder}, val_files: [mine.jsonl]}}\n")
+    assert settle(files=[own_file]).config.data.val_files == ("mine.jsonl",)
     shutil.rmtree(folder)
     assert settle(f"data.path={folder}").config.data.train_files == (str(folder),)
 
 
 def test_a_critic_counts_as_a_model() -> None:
     """The bundled model and another critic never belong together."""
-    found = settle("critic.model.path=a/b", env={"MODEL_PATH": ""})
-    assert found.config.model.path == "Qwen/Qwen2.5-0.5B"
-    assert found.config.data.train_batch_size == 256
+    settled = settle("critic.model.path=a/b", env={"MODEL_PATH": ""})
+    assert settled.config.model.path == "Qwen/Qwen2.5-0.5B"
+    assert settled.config.data.train_batch_size == 256

@@ -113,9 +113,9 @@ def test_a_reference_in_host_memory_is_on_the_device_for_an_annotation_alone() -
         places = count_memory(settings(**sections), shapes, 80 * GB)
         return dict(places[0].phases)
 
-    here, away = phases(), phases(ref={"param_offload": True})
-    assert away["annotation"] == here["annotation"]
-    piece = here["update of the actor"] - away["update of the actor"]
+    resident, away = phases(), phases(ref={"param_offload": True})
+    assert away["annotation"] == resident["annotation"]
+    piece = resident["update of the actor"] - away["update of the actor"]
     assert piece > 1.9 * GB
     offload = {"fsdp_config": {"param_offload": True}, "ppo_mini_batch_size": 256}
     short = phases(actor=offload), phases(actor=offload, ref={"param_offload": True})

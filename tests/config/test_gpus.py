@@ -203,14 +203,14 @@ def test_a_plan_counts_the_memory_of_the_gpus_that_are_used(
         return device_memory(config), "; ".join(device_plan(config).sentences)
 
     machine.set(DRIVER, GT_1030, RTX_4090)
-    memory, said = planned()
-    assert memory == 24 * GIB and "1 GPU here: NVIDIA GeForce RTX 4090, 24 GiB" in said
-    memory, said = planned(2)
-    assert memory == 2 * GIB and "GPU 1 is NVIDIA GeForce GT 1030, 2 GiB (memory is" in said
+    memory, sentences = planned()
+    assert memory == 24 * GIB and "1 GPU here: NVIDIA GeForce RTX 4090, 24 GiB" in sentences
+    memory, sentences = planned(2)
+    assert memory == 2 * GIB and "GPU 1 is NVIDIA GeForce GT 1030, 2 GiB (memory is" in sentences
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1030b")
     assert planned()[0] == 2 * GIB
     machine.set(DRIVER, h100(0), h100(1), "split", a_slice(0))
     assert planned()[0] == 10 * GIB
     machine.set(DRIVER, *(h100(number) for number in range(8)))
-    memory, said = planned(8)
-    assert memory == 80 * GIB and "8 GPUs here: NVIDIA H100 80GB HBM3, 80 GiB" in said
+    memory, sentences = planned(8)
+    assert memory == 80 * GIB and "8 GPUs here: NVIDIA H100 80GB HBM3, 80 GiB" in sentences

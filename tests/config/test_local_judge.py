@@ -24,12 +24,12 @@ ON = "reward.api.enable=true reward.api.type=local reward.api.model="
 GPUS = "trainer.n_gpus_per_node=8 trainer.placement="
 
 
-def config(words: str) -> Config:
-    return settle(*words.split()).config
+def config(overrides: str) -> Config:
+    return settle(*overrides.split()).config
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         ("trainer.n_gpus_per_node=8", "has no GPU: name its own in --placement"),
         (f"trainer.nnodes=2 {GPUS}train:0-5,rollout:6,judge:8", "on another node"),
@@ -37,10 +37,10 @@ def config(words: str) -> Config:
         ("reward.api.monitor.model=a reward.api.monitor.type=local", "judge is not started"),
     ],
 )
-def test_where_a_judge_cannot_stand(words: str, said: str) -> None:
+def test_where_a_judge_cannot_stand(overrides: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config(f"{ON}embedded {words}")
-    assert said in str(caught.value)
+        config(f"{ON}embedded {overrides}")
+    assert message in str(caught.value)
 
 
 def test_a_placement_gives_the_judge_its_gpus() -> None:
@@ -51,10 +51,10 @@ def test_a_placement_gives_the_judge_its_gpus() -> None:
 
 
 def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"PPO_VLLM_PYTHON": "/py"}
-    assert missing_for_judge_server(config(f"{ON}embedded"), there) == []
-    assert missing_for_judge_server(config(f"{ON}Qwen/Qwen3-8B"), there) == []
-    (lost,) = missing_for_judge_server(config(f"{ON}{tmp_path}"), there)
+    environ = {"PPO_VLLM_PYTHON": "/py"}
+    assert missing_for_judge_server(config(f"{ON}embedded"), environ) == []
+    assert missing_for_judge_server(config(f"{ON}Qwen/Qwen3-8B"), environ) == []
+    (lost,) = missing_for_judge_server(config(f"{ON}{tmp_path}"), environ)
     assert "no model folder" in lost
     monkeypatch.setattr(judge_server, "has_package", lambda name: False)
     judge = tmp_path / "bin" / "python"
@@ -74,8 +74,8 @@ def test_its_memory_is_counted_and_one_that_does_not_fit_is_refused(
     assert place.needed > place.roles["judge"].parameters > 1_000_000
     assert count_judge_server(config(f"{ON}Qwen/Qwen3-8B")) is None, "its weights are not here"
     monkeypatch.setattr(devices, "device_memory", lambda config: 1 << 30)
-    (said,) = missing_for_judge_server(config(f"{ON}embedded"), {"PPO_VLLM_PYTHON": "/py"})
-    assert "needs about 3 GiB on each of its devices, which have 1 GiB" in said
+    (message,) = missing_for_judge_server(config(f"{ON}embedded"), {"PPO_VLLM_PYTHON": "/py"})
+    assert "needs about 3 GiB on each of its devices, which have 1 GiB" in message
 
 
 def test_a_judge_that_is_the_trained_model_is_warned_of() -> None:

@@ -68,19 +68,19 @@ GIB = 1 << 30
 
 def kept_by_autograd(model: Any, tokens: int) -> int:
     """Numbers that a forward pass of the backbone saves, each storage once, weights left out."""
-    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    kept: dict[int, tuple[int, torch.Tensor]] = {}
+    pointers = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    saved: dict[int, tuple[int, torch.Tensor]] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (storage.nbytes() // 4, tensor)
+        if storage.data_ptr() not in pointers:
+            saved[storage.data_ptr()] = (storage.nbytes() // 4, tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         out = model.base_model(torch.arange(tokens)[None], use_cache=False)
     assert out.last_hidden_state.requires_grad
-    return sum(count for count, _ in kept.values())
+    return sum(count for count, _ in saved.values())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -92,8 +92,8 @@ def test_activations_are_those_that_autograd_keeps(name: str) -> None:
     assert shape is not None
     plain = Device(half=False, gpu=False, shards=1, tensor=1, packed=False, keeps_freed=False)
     a_token = shape.layers * shape.layer_bytes(plain, 64) // 4 + 2 * shape.hidden
-    counted, kept = a_token * 64, kept_by_autograd(model, 64)
-    assert abs(counted - kept) <= allowed * kept, (counted, kept)
+    counted, saved = a_token * 64, kept_by_autograd(model, 64)
+    assert abs(counted - saved) <= allowed * saved, (counted, saved)
 
 
 # Names of sizes differ: each of these is counted from another set.
@@ -167,14 +167,16 @@ def test_no_shape_is_guessed() -> None:
 
 
 def config(**parts: dict[str, Any]) -> Config:
-    own: dict[str, dict[str, Any]] = {
+    pointers: dict[str, dict[str, Any]] = {
         "model": {"path": "embedded"},
         "data": {"max_prompt_length": 100, "max_response_length": 28, "train_batch_size": 8},
         "actor": {"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 300},
         "critic": {"ppo_max_token_len_per_gpu": 300},
         "trainer": {"engine": "local"},
     }
-    return Config.model_validate({k: own.get(k, {}) | parts.get(k, {}) for k in {**own, **parts}})
+    return Config.model_validate(
+        {k: pointers.get(k, {}) | parts.get(k, {}) for k in {**pointers, **parts}}
+    )
 
 
 SHAPE = Shape(hidden=10, inner=20, layers=2, heads=2, queries=10, keys=5, vocabulary=100, tied=True)
@@ -241,12 +243,12 @@ def test_a_critic_is_counted_by_its_adapter_and_moments_by_their_bits() -> None:
 
 def test_weights_in_4_bits_are_counted_as_bitsandbytes_holds_them() -> None:
     adapted = {"lora_rank": 4}
-    plain, held = counted(model=adapted), counted(model=adapted | {"quantization": "nf4"})
+    plain, quantised = counted(model=adapted), counted(model=adapted | {"quantization": "nf4"})
     layers = 2 * (2 * 10 * (10 + 5) + 3 * 10 * 20)
-    saved = plain.roles["actor"].parameters - held.roles["actor"].parameters
+    saved = plain.roles["actor"].parameters - quantised.roles["actor"].parameters
     # Half a byte a weight, a byte for each 64, and four bytes for each 256 of those.
     assert saved == pytest.approx(layers * (4 - (1 / 2 + 1 / 64 + 4 / 64 / 256)), abs=1)
-    assert held.roles["critic"] == plain.roles["critic"]
+    assert quantised.roles["critic"] == plain.roles["critic"]
 
 
 def test_frozen_weights_take_two_bytes_in_bfloat16_on_gpus() -> None:
@@ -298,8 +300,8 @@ def test_all_scores_of_a_row_are_held_where_attention_is_eager() -> None:
     """Gemma 2 in annotations and updates; models with sinks, whose config.json names no cap."""
     sizes = SIZES | {"num_key_value_heads": 6}
     gemma, sinks, llama = (
-        Shape.from_config(sizes | told)
-        for told in (
+        Shape.from_config(sizes | lines)
+        for lines in (
             {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
             {"model_type": "gpt_oss"},
             {"model_type": "llama"},
@@ -366,25 +368,25 @@ def test_offload_leaves_weights_and_moments_to_the_host() -> None:
     away = {"fsdp_config": {"param_offload": True}}
     parts = {name: WIDE[name] | away for name in ("actor", "critic")}
     offloaded = config(trainer=GPUS, **WIDE | parts, ref={"param_offload": True})
-    (place,), (there,) = (
-        count_memory(one, SHAPES, GIB) for one in (offloaded, config(trainer=GPUS, **WIDE))
+    (place,), (capacity,) = (
+        count_memory(lone, SHAPES, GIB) for lone in (offloaded, config(trainer=GPUS, **WIDE))
     )
-    assert place.phases["rollout"] < there.phases["rollout"]
+    assert place.phases["rollout"] < capacity.phases["rollout"]
     assert place.roles["actor"].moments == 0
     moments = {
         name: WIDE[name] | {"fsdp_config": {"optimizer_offload": True}}
         for name in ("actor", "critic")
     }
     (place,) = count_memory(config(trainer=GPUS, **WIDE | moments), SHAPES, GIB)
-    assert there.phases["annotation"] - place.phases["annotation"] == 2 * 2 * WEIGHTS // 8
+    assert capacity.phases["annotation"] - place.phases["annotation"] == 2 * 2 * WEIGHTS // 8
 
 
 def test_processes_of_a_machine_add_up() -> None:
     several = config(trainer={"engine": "ray", "num_workers": 4, "n_gpus_per_node": 0})
     alone = config(trainer={"engine": "ray", "num_workers": 1, "n_gpus_per_node": 0})
-    (many,), (one,) = (count_memory(c, SHAPES, GIB) for c in (several, alone))
+    (many,), (lone,) = (count_memory(c, SHAPES, GIB) for c in (several, alone))
     assert many.roles["actor"].parameters == WEIGHTS // 4
-    assert one.roles["actor"].parameters == WEIGHTS
+    assert lone.roles["actor"].parameters == WEIGHTS
     assert many.phases["annotation"] > 3 * WEIGHTS
 
 
@@ -401,23 +403,23 @@ def test_the_smallest_change_makes_it_fit() -> None:
     )
     seen = []
     for gib in (400, 140, 110, 60, 20, 5, 1):
-        there = gib * GIB
-        if estimate_memory(wide, shapes, there).fits:
+        capacity = gib * GIB
+        if estimate_memory(wide, shapes, capacity).fits:
             seen.append("fits")
             continue
-        found = find_smallest_change(wide, shapes, there)
-        if found is None:
+        changes = find_smallest_change(wide, shapes, capacity)
+        if changes is None:
             seen.append("none")
             continue
-        assert estimate_memory(with_settings(wide, found), shapes, there).fits
-        seen.append(min(key.rpartition(".")[2] for key in found))
-    budget, more = "ppo_max_token_len_per_gpu", "n_gpus_per_node"
-    assert seen == ["fits", "fits", budget, more, more, "none", "none"]
+        assert estimate_memory(with_settings(wide, changes), shapes, capacity).fits
+        seen.append(min(key.rpartition(".")[2] for key in changes))
+    budget, gpus = "ppo_max_token_len_per_gpu", "n_gpus_per_node"
+    assert seen == ["fits", "fits", budget, gpus, gpus, "none", "none"]
 
 
-def write_model(folder: Path, **told: Any) -> str:
+def write_model(folder: Path, **lines: Any) -> str:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(told))
+    (folder / "config.json").write_text(json.dumps(lines))
     return str(folder)
 
 
@@ -430,33 +432,33 @@ HUGE = {
 def test_activations_are_kept_where_memory_is_ample(tmp_path: Path) -> None:
     huge = write_model(tmp_path / "huge", **HUGE)
     odd = write_model(tmp_path / "odd", model_type="own")
-    for path, recomputed, words in (
+    for path, recomputed, fragment in (
         ("embedded", False, "gradient checkpointing: off (a step"),
         (huge, True, "gradient checkpointing: on (a step"),
         (odd, True, "gradient checkpointing: on (the memory of a step is unknown here)"),
         ("nobody/has-this-model", True, "unknown (no config.json"),
     ):
-        told: list[str] = []
-        settled = fill_memory_settings(config(model={"path": path}), told.append)
+        lines: list[str] = []
+        settled = fill_memory_settings(config(model={"path": path}), lines.append)
         assert settled.model.enable_gradient_checkpointing is recomputed, path
-        assert words in " ".join(memory_plan(config(model={"path": path})).sentences)
-        assert all(line in words or words in line for line in told), told
+        assert fragment in " ".join(memory_plan(config(model={"path": path})).sentences)
+        assert all(line in fragment or fragment in line for line in lines), lines
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_what_was_set_stays(asked: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", [True, False])
+def test_what_was_set_stays(setting: bool, tmp_path: Path) -> None:
     for path in ("embedded", write_model(tmp_path / "huge", **HUGE)):
-        given = config(model={"path": path, "enable_gradient_checkpointing": asked})
-        assert fill_memory_settings(given, pytest.fail) is given
-        said = memory_plan(given).sentences
-        assert f"gradient checkpointing: {'on' if asked else 'off'}, as set" in said
+        settings = config(model={"path": path, "enable_gradient_checkpointing": setting})
+        assert fill_memory_settings(settings, pytest.fail) is settings
+        fragment = memory_plan(settings).sentences
+        assert f"gradient checkpointing: {'on' if setting else 'off'}, as set" in fragment
 
 
 RANKS = {"engine": "ray", "n_gpus_per_node": 0, "num_workers": 2}
 
 
 @pytest.mark.parametrize(
-    ("path", "trainer", "asked", "actor", "critic", "said"),
+    ("path", "trainer", "setting", "actor", "critic", "fragment"),
     [
         ("embedded", RANKS, None, False, False, "gradients reduced once a step"),
         ("huge", RANKS, None, True, True, "gradients reduced in each micro-batch"),
@@ -468,24 +470,24 @@ RANKS = {"engine": "ray", "n_gpus_per_node": 0, "num_workers": 2}
 def test_ranks_keep_whole_weights_where_memory_is_ample(
     path: str,
     trainer: dict[str, Any],
-    asked: bool | None,
+    setting: bool | None,
     actor: bool | None,
     critic: bool | None,
-    said: str | None,
+    fragment: str | None,
     tmp_path: Path,
 ) -> None:
     path = path if path == "embedded" else write_model(tmp_path / path, **HUGE)
-    given = config(
+    settings = config(
         model={"path": path},
         trainer=trainer,
-        actor={"fsdp_config": {"reshard_after_forward": asked}},
+        actor={"fsdp_config": {"reshard_after_forward": setting}},
     )
-    told: list[str] = []
-    settled = fill_memory_settings(given, told.append)
-    for part, wanted in ((settled.actor, actor), (settled.critic, critic)):
-        assert part.fsdp_config.reshard_after_forward is wanted
-    lines = [line for line in (*told, *memory_plan(given).sentences) if "gather" in line]
-    assert len(lines) == 2 * bool(said) and all(said in line for line in lines if said)
+    notes: list[str] = []
+    settled = fill_memory_settings(settings, notes.append)
+    for part, expected in ((settled.actor, actor), (settled.critic, critic)):
+        assert part.fsdp_config.reshard_after_forward is expected
+    lines = [line for line in (*notes, *memory_plan(settings).sentences) if "gather" in line]
+    assert len(lines) == 2 * bool(fragment) and all(fragment in line for line in lines if fragment)
 
 
 def test_whole_weights_are_counted() -> None:
@@ -496,24 +498,24 @@ def test_whole_weights_are_counted() -> None:
         part = {
             "fsdp_config": {"reshard_after_forward": reshard}, "ppo_max_token_len_per_gpu": 128,
         }  # fmt: skip
-        given = config(trainer=RANKS, actor=part, critic=part)
-        (host,) = count_memory(given, ModelShapes(shape, shape, shape), None)
+        settings = config(trainer=RANKS, actor=part, critic=part)
+        (host,) = count_memory(settings, ModelShapes(shape, shape, shape), None)
         return host.phases
 
-    whole, freed = phases(False), phases(True)
+    gathered, freed = phases(False), phases(True)
     layers = 4 * 3 * shape.layer  # three more than two, in float32
     models = 4 * shape.parameters()  # actor, critic and reference at once, not one of them
-    assert whole["annotation"] - freed["annotation"] == 2 * (layers + 2 * models)
+    assert gathered["annotation"] - freed["annotation"] == 2 * (layers + 2 * models)
     others = models // 2  # gradients of the other rank's half
-    update = whole["update of the actor"] - freed["update of the actor"]
+    update = gathered["update of the actor"] - freed["update of the actor"]
     assert update == 2 * (layers + others)
 
 
 def test_a_control_group_may_leave_less_than_the_machine_has(tmp_path: Path) -> None:
-    whole = host_memory(tmp_path)
+    gathered = host_memory(tmp_path)
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     limit = tmp_path / "sys/fs/cgroup/memory.max"
     limit.write_text("max\n")
-    assert host_memory(tmp_path) == whole
+    assert host_memory(tmp_path) == gathered
     limit.write_text(f"{GIB}\n")
     assert host_memory(tmp_path) == GIB

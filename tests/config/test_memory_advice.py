@@ -56,10 +56,10 @@ def test_what_is_to_be_added_is_valid_and_new(cause: Cause, gpus: int) -> None:
     }
     followed = Config.model_validate(with_settings(config, changed).model_dump())
     assert followed != config or not offered
-    again = advise_memory(followed, cause)
+    second_advice = advise_memory(followed, cause)
     for key, value in offered:
         if not value.isdigit():  # a smaller number of rows can be made smaller still
-            assert key not in again
+            assert key not in second_advice
 
 
 def test_without_gpus_none_are_asked_for_and_nothing_is_offloaded() -> None:

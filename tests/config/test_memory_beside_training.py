@@ -46,8 +46,8 @@ def shapes(shape: Shape) -> ModelShapes:
     return ModelShapes(shape, shape, shape)
 
 
-def count_gpu(config: Config, shape: Shape, there: int = 80 * GB) -> DeviceNeeds:
-    (place,) = count_memory(config, shapes(shape), there)
+def count_gpu(config: Config, shape: Shape, capacity: int = 80 * GB) -> DeviceNeeds:
+    (place,) = count_memory(config, shapes(shape), capacity)
     return place
 
 
@@ -79,13 +79,13 @@ def test_a_model_that_fits_but_for_publishing_does_not_fit() -> None:
     )
     place = count_gpu(tight, QWEN_3B, 24 * GB)
     assert place.phase == "publishing"
-    there = int(place.needed / 0.9) - 1
+    capacity = int(place.needed / 0.9) - 1
     others = max(need for phase, need in place.phases.items() if phase != "publishing")
-    assert others < 0.9 * there
-    assert not estimate_memory(tight, shapes(QWEN_3B), there).fits
-    found = find_smallest_change(tight, shapes(QWEN_3B), there)
-    assert found == {"rollout.tensor_model_parallel_size": 2}
-    assert estimate_memory(with_settings(tight, found), shapes(QWEN_3B), there).fits
+    assert others < 0.9 * capacity
+    assert not estimate_memory(tight, shapes(QWEN_3B), capacity).fits
+    changes = find_smallest_change(tight, shapes(QWEN_3B), capacity)
+    assert changes == {"rollout.tensor_model_parallel_size": 2}
+    assert estimate_memory(with_settings(tight, changes), shapes(QWEN_3B), capacity).fits
 
 
 def test_devices_of_their_own_publish_with_the_cache_awake() -> None:
@@ -154,12 +154,12 @@ def test_memory_beside_gpus_that_are_elsewhere_is_not_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "rows", "most", "cached"),
+    ("gpus", "rows", "limit", "cached"),
     [(1, 2, 1024, 512), (4, 2, 1024, 128), (8, 8, 1024, 256), (8, 8, 64, 64)],
 )
-def test_samplers_share_the_rows(gpus: int, rows: int, most: int, cached: int) -> None:
+def test_samplers_share_the_rows(gpus: int, rows: int, limit: int, cached: int) -> None:
     """256 prompts are dealt to one sampler a GPU, each with all its rows."""
-    config = settings(gpus, rollout__name="hf", rollout__n=rows, rollout__max_num_seqs=most)
+    config = settings(gpus, rollout__name="hf", rollout__n=rows, rollout__max_num_seqs=limit)
     place = count_gpu(config, PHI_3)
     layer = 2 * 2 * 3072 * cached * 1024  # keys and values of rows of 512 + 512 in bfloat16
     assert place.roles["sampler"].kv_cache == layer * (32 + 1)
@@ -179,13 +179,13 @@ def test_vllm_starts_with_room_for_its_weights_and_a_row() -> None:
 def test_the_change_for_vllm_is_a_larger_share_or_more_gpus() -> None:
     frozen = ADAPTER | {"rollout__n": 8, "actor__ppo_max_token_len_per_gpu": 2048}
     frozen |= {"ref__log_prob_max_token_len_per_gpu": 2048}
-    for gpu, share, found in (
+    for gpu, share, changes in (
         (40, 0.35, {"rollout.gpu_memory_utilization": 0.4}),
         (24, 0.45, {"rollout.gpu_memory_utilization": 0.65}),
         (16, 0.5, {"rollout.tensor_model_parallel_size": 2}),
     ):
         config = settings(**frozen, rollout__gpu_memory_utilization=share)
-        assert find_smallest_change(config, shapes(QWEN_7B), gpu * GB) == found
+        assert find_smallest_change(config, shapes(QWEN_7B), gpu * GB) == changes
 
 
 ADAPTER = {"model__lora_rank": 16, "model__lora_merge": False, "algorithm__adv_estimator": "grpo"}

@@ -96,8 +96,8 @@ def test_scales_that_count_columns_end_rows_of_the_hf_sampler(
     text = {"model_type": "llama4_text", "floor_scale": 64, "attn_temperature_tuning": tuned}
     data = Data(max_prompt_length=16, max_response_length=response)
     problem = column_problem({"model_type": "llama4", "text_config": text}, "m", data)
-    words = "use --max_response_length 16, or rollout.name=vllm on a GPU."
-    assert problem == "" if fits else problem.endswith(words)
+    advice = "use --max_response_length 16, or rollout.name=vllm on a GPU."
+    assert problem == "" if fits else problem.endswith(advice)
 
 
 @pytest.mark.parametrize(

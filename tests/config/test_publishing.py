@@ -65,5 +65,5 @@ def test_experts_of_a_layer_wait_until_all_are_there() -> None:
 
 
 def test_an_adapter_takes_nothing_of_a_device() -> None:
-    taken = publish_bytes(settings("memory", lora_rank=8, lora_merge=False), QWEN_7B, ALONE)
-    assert taken == PublishBytes(0, 0, 4 * QWEN_7B.adapter(8))
+    published = publish_bytes(settings("memory", lora_rank=8, lora_merge=False), QWEN_7B, ALONE)
+    assert published == PublishBytes(0, 0, 4 * QWEN_7B.adapter(8))

@@ -162,9 +162,9 @@ def test_a_judge_s_environment_for_cpus_is_not_used_on_a_gpu(
     assert judge_fault({"PPO_VLLM_PYTHON": python}) is None
 
 
-def ppo(folder: Path, words: str, *lines: str, **variables: str) -> tuple[int, str]:
+def ppo(folder: Path, subcommand: str, *lines: str, **variables: str) -> tuple[int, str]:
     environ = {**os.environ, **environment(folder, *lines), **variables}
-    command = [sys.executable, "-m", "ppo_cli", *shlex.split(words)]
+    command = [sys.executable, "-m", "ppo_cli", *shlex.split(subcommand)]
     done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr
@@ -177,15 +177,15 @@ needs_cpu_build = pytest.mark.skipif(
 
 @needs_cpu_build
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
         "plan --preset embedded", "train --preset embedded --max_steps 1",
         "train --preset embedded --engine ray --n_gpus 1", "generate embedded 1+1",
         "eval embedded --data embedded",
     ],
 )  # fmt: skip
-def test_commands_refuse_a_gpu_that_torch_cannot_use(words: str, tmp_path: Path) -> None:
-    code, error = ppo(tmp_path, words, DRIVER, RTX_4090)
+def test_commands_refuse_a_gpu_that_torch_cannot_use(command: str, tmp_path: Path) -> None:
+    code, error = ppo(tmp_path, command, DRIVER, RTX_4090)
     assert code == 2
     assert NAMED in error
     assert "cannot be used: torch 2.13.0+cpu is built for CPUs. Run `" in error
@@ -199,12 +199,12 @@ def test_a_run_that_is_planned_for_the_cpu_starts(tmp_path: Path) -> None:
 
 
 def test_bfloat16_on_a_gpu_without_it_is_refused_by_vllm_and_remarked(tmp_path: Path) -> None:
-    words = "plan --preset embedded --n_gpus 1 --engine ray --rollout_name"
-    _, error = ppo(tmp_path, f"{words} vllm --dtype bfloat16", DRIVER, T4)
+    command = "plan --preset embedded --n_gpus 1 --engine ray --rollout_name"
+    _, error = ppo(tmp_path, f"{command} vllm --dtype bfloat16", DRIVER, T4)
     assert "vLLM does not compute in bfloat16 on a Tesla T4: leave --dtype out" in error
-    _, error = ppo(tmp_path, f"{words} vllm", DRIVER, T4)
+    _, error = ppo(tmp_path, f"{command} vllm", DRIVER, T4)
     assert "vLLM does not compute" not in error
-    _, error = ppo(tmp_path, f"{words} vllm --dtype bfloat16", DRIVER, RTX_4090)
+    _, error = ppo(tmp_path, f"{command} vllm --dtype bfloat16", DRIVER, RTX_4090)
     assert "vLLM does not compute" not in error
 
 

@@ -37,8 +37,8 @@ def problem(folder: Path, names: Iterable[str] | None, head: bool = True, **conf
     return folder_problem(folder, "--model", tokenizer=False, head=head)
 
 
-def without(*words: str) -> frozenset[str]:
-    return frozenset(name for name in NAMES if not any(word in name for word in words))
+def without(*fragments: str) -> frozenset[str]:
+    return frozenset(name for name in NAMES if not any(word in name for word in fragments))
 
 
 def renamed(change: Callable[[str], str]) -> frozenset[str]:
@@ -46,7 +46,7 @@ def renamed(change: Callable[[str], str]) -> frozenset[str]:
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("names", "fragments"),
     [
         (without("lm_head"), "missing tensors: those of the output layer, such as lm_head.weight"),
         (without("embed"), "missing tensors: those of the embedding, such as model.embed_tokens"),
@@ -65,10 +65,10 @@ def renamed(change: Callable[[str], str]) -> frozenset[str]:
     ],
 )
 def test_tensors_that_are_lost_or_named_otherwise(
-    names: frozenset[str], words: str, tmp_path: Path
+    names: frozenset[str], fragments: str, tmp_path: Path
 ) -> None:
     text = problem(tmp_path, names)
-    assert words in text
+    assert fragments in text
     assert text.startswith(f"The files in {tmp_path} do not fit its config.json (")
     assert text.endswith(AGAIN)
 

@@ -97,7 +97,7 @@ def test_json_names_every_bad_row(tokenizer: Any, tmp_path: Path) -> None:
     ("lengths", "median", "p99"), [([5], 5, 5), ([1, 2, 3], 2, 3), (list(range(1, 101)), 51, 100)]
 )
 def test_percentiles_are_lengths_that_occur(lengths: list[int], median: int, p99: int) -> None:
-    found = percentiles(lengths)
-    assert found is not None
-    assert (found["min"], found["p50"], found["p99"]) == (min(lengths), median, p99)
-    assert set(found.values()) <= set(lengths)
+    values = percentiles(lengths)
+    assert values is not None
+    assert (values["min"], values["p50"], values["p99"]) == (min(lengths), median, p99)
+    assert set(values.values()) <= set(lengths)

@@ -47,29 +47,29 @@ def refusal(path: Path | str) -> str:
 )
 def test_text_files_of_every_kind(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
-    found = read_file(str(tmp_path / name))
-    assert [record for _, record in found.records] == ROWS
-    assert found.problems == ()
-    assert found.label == "a"
+    records = read_file(str(tmp_path / name))
+    assert [record for _, record in records.records] == ROWS
+    assert records.problems == ()
+    assert records.label == "a"
 
 
 def test_lines_keep_their_numbers_over_blank_ones(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'\n{"prompt": "a"}\n   \n{"prompt": "b"}\n')
-    found = read_file(str(tmp_path / "a.jsonl"))
-    assert [str(place) for place, _ in found.records] == [
+    records = read_file(str(tmp_path / "a.jsonl"))
+    assert [str(place) for place, _ in records.records] == [
         f"{tmp_path}/a.jsonl line 2",
         f"{tmp_path}/a.jsonl line 4",
     ]
     (tmp_path / "a.json").write_text('[{"prompt": "a"}, "b"]')
-    found = read_file(str(tmp_path / "a.json"))
-    assert [str(place) for place, _ in found.records] == [f"{tmp_path}/a.json row 1"]
-    assert [str(p) for p in found.problems] == [
+    records = read_file(str(tmp_path / "a.json"))
+    assert [str(place) for place, _ in records.records] == [f"{tmp_path}/a.json row 1"]
+    assert [str(p) for p in records.problems] == [
         f'{tmp_path}/a.json row 2: the row is text, not an object such as {{"prompt": …}}'
     ]
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (b'{"prompt": "a"', "not JSON (Expecting ',' delimiter at character 15)"),
         (b"{'prompt': 'a'}", "not JSON"),
@@ -83,19 +83,19 @@ def test_lines_keep_their_numbers_over_blank_ones(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_line_is_named_and_the_others_are_read(
-    tmp_path: Path, line: bytes, said: str
+    tmp_path: Path, line: bytes, message: str
 ) -> None:
     good = b'{"prompt": "a"}\n'
     (tmp_path / "a.jsonl").write_bytes(good * 6 + line + b"\n" + good)
-    found = read_file(str(tmp_path / "a.jsonl"))
-    assert len(found.records) == 7
-    assert len(found.problems) == 1
-    assert str(found.problems[0]).startswith(f"{tmp_path}/a.jsonl line 7: ")
-    assert said in str(found.problems[0])
+    records = read_file(str(tmp_path / "a.jsonl"))
+    assert len(records.records) == 7
+    assert len(records.problems) == 1
+    assert str(records.problems[0]).startswith(f"{tmp_path}/a.jsonl line 7: ")
+    assert message in str(records.problems[0])
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "fragment"),
     [
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl", b" \n\n", "is empty"),
@@ -116,11 +116,11 @@ def test_a_bad_line_is_named_and_the_others_are_read(
         ("a", b"{}", "files of this kind (no suffix) are not read"),
     ],
 )
-def test_a_broken_file_is_told(tmp_path: Path, name: str, data: bytes, said: str) -> None:
+def test_a_broken_file_is_told(tmp_path: Path, name: str, data: bytes, fragment: str) -> None:
     (tmp_path / name).write_bytes(data)
     message = refusal(tmp_path / name)
     assert message.startswith(str(tmp_path / name))
-    assert said in message
+    assert fragment in message
 
 
 def test_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_parquet_with_structs_and_lists(tmp_path: Path) -> None:
         {"prompt": [{"role": "user", "content": "b", "name": "x"}], "scores": np.arange(3.0)},
     ]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    found = read_file(str(tmp_path / "a.parquet"))
-    assert [place.number for place, _ in found.records] == [1, 2]
-    assert found.records[1][1] == {
+    records = read_file(str(tmp_path / "a.parquet"))
+    assert [place.number for place, _ in records.records] == [1, 2]
+    assert records.records[1][1] == {
         "prompt": [{"role": "user", "content": "b", "name": "x"}],
         "scores": [0.0, 1.0, 2.0],
     }
@@ -160,12 +160,12 @@ def test_text_of_a_parquet_file_that_is_not_utf_8_costs_its_row_alone(tmp_path: 
         "why": pa.array([b"x", b"y", b"\xfe\xfe", b"z"], pa.binary()).view(pa.string()),
     })  # fmt: skip
     parquet.write_table(table, tmp_path / "a.parquet")
-    found = read_file(str(tmp_path / "a.parquet"))
-    assert [(place.number, row) for place, row in found.records] == [
+    records = read_file(str(tmp_path / "a.parquet"))
+    assert [(place.number, row) for place, row in records.records] == [
         (1, {"prompt": "a", "n": 1, "why": "x"}), (4, {"prompt": "d", "n": 4, "why": "z"}),
     ]  # fmt: skip
-    told = [(p.place.number, p.column, p.message) for p in found.problems]
-    assert sorted(told) == [
+    problems = [(p.place.number, p.column, p.message) for p in records.problems]
+    assert sorted(problems) == [
         (2, "prompt", "is not UTF-8 (byte 0xff)"), (3, "why", "is not UTF-8 (byte 0xfe)"),
     ]  # fmt: skip
 
@@ -183,11 +183,11 @@ def test_no_more_rows_are_read_than_are_wanted(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet", row_group_size=2)
     files = [str(tmp_path / name) for name in [*texts, "f.parquet"]]
     for name in files:
-        most = 5 if name.endswith("a.jsonl") else 3  # blank lines count as lines
-        assert len(read_source(name, most).records) == 3, name
+        count = 5 if name.endswith("a.jsonl") else 3  # blank lines count as lines
+        assert len(read_source(name, count).records) == 3, name
         assert len(read_source(name).records) == 7
-    kept = load_sets(files[1:4], at_most=8)
-    assert [len(found.rows) for found in kept] == [7, 1, 1]  # one row at least of each file
+    sets = load_sets(files[1:4], at_most=8)
+    assert [len(records.rows) for records in sets] == [7, 1, 1]  # one row at least of each file
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -201,8 +201,8 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
         parquet.write_table(table, tmp_path / f"{name}.parquet", store_schema=False)
         write_arrow(tmp_path / f"{name}.arrow", table)
         for suffix in (".parquet", ".arrow"):
-            said = refusal(tmp_path / f"{name}{suffix}")
-            assert "two columns are named 'prompt" in said and "rename or drop one" in said
+            message = refusal(tmp_path / f"{name}{suffix}")
+            assert "two columns are named 'prompt" in message and "rename or drop one" in message
     for name, text in {
         "a.jsonl": '{"x": 1, "x": 2}',
         "a.json": '[{"x": {"y": 1, "y": 2}}]',
@@ -222,8 +222,8 @@ def write_arrow(path: Path, table: pa.Table, *, stream: bool = True) -> None:
 def test_arrow_files_and_streams(tmp_path: Path, stream: bool) -> None:
     rows = [{"prompt": str(n)} for n in range(5)]
     write_arrow(tmp_path / "a.arrow", pa.Table.from_pylist(rows), stream=stream)
-    found = read_file(str(tmp_path / "a.arrow"))
-    assert [(place.number, row) for place, row in found.records] == list(enumerate(rows, start=1))
+    records = read_file(str(tmp_path / "a.arrow"))
+    assert [(place.number, row) for place, row in records.records] == list(enumerate(rows, start=1))
     assert len(read_file(str(tmp_path / "a.arrow"), 3).records) == 3
     assert count_rows(str(tmp_path / "a.arrow")) == 5
 
@@ -242,8 +242,8 @@ def test_what_arrow_cannot_read_is_the_files_fault(tmp_path: Path) -> None:
         )):  # fmt: skip
             path = tmp_path / f"{number}.{kind}"
             path.write_bytes(broken)
-            said = refusal(path)
-            assert said.startswith(str(path)) and "plain JSONL always works" in said
+            message = refusal(path)
+            assert message.startswith(str(path)) and "plain JSONL always works" in message
     late = pa.array([2**60], pa.int64()).cast(pa.timestamp("ms"))
     parquet.write_table(pa.table({"prompt": ["a"], "t": late}), tmp_path / "late.parquet")
     assert "plain JSONL always works" in refusal(tmp_path / "late.parquet")
@@ -260,6 +260,6 @@ def test_more_nested_text_than_arrow_returns_at_once(tmp_path: Path) -> None:
     table = pa.table({"prompt": [str(n) for n in range(130)], "ground_truth": tests})
     options = {"row_group_size": 130, "store_schema": False, "compression": "zstd"}
     parquet.write_table(table, tmp_path / "a.parquet", **options)
-    found = read_file(str(tmp_path / "a.parquet"), 3)
-    assert [row["prompt"] for _, row in found.records] == ["0", "1", "2"]
-    assert all(row["ground_truth"] == {"inputs": [text]} for _, row in found.records)
+    records = read_file(str(tmp_path / "a.parquet"), 3)
+    assert [row["prompt"] for _, row in records.records] == ["0", "1", "2"]
+    assert all(row["ground_truth"] == {"inputs": [text]} for _, row in records.records)

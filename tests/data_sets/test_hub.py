@@ -51,9 +51,9 @@ def test_a_hub_out_of_reach_is_one_sentence(
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     with pytest.raises(DataError) as caught:
         load_rows("nobody/no-such-set/main:test")
-    said = str(caught.value)
-    assert "hub set 'nobody/no-such-set', config 'main', split 'test' did not load (" in said
-    assert said.endswith("a local JSON, JSONL or parquet file works without the hub.")
+    message = str(caught.value)
+    assert "hub set 'nobody/no-such-set', config 'main', split 'test' did not load (" in message
+    assert message.endswith("a local JSON, JSONL or parquet file works without the hub.")
     with pytest.raises(DataError, match=r"Did you mean 'prompts\.jsonl'\?"):
         load_rows("prompts-jsonl")
 
@@ -61,19 +61,19 @@ def test_a_hub_out_of_reach_is_one_sentence(
 def test_a_set_of_the_hub_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    asked = []
+    requests = []
 
     def load(name: str, config: str | None, split: str) -> datasets.Dataset:
-        asked.append((name, config, split))
+        requests.append((name, config, split))
         rows = [{"prompt": [{"role": "user", "content": c}], "answer": c} for c in "ab"]
         return datasets.Dataset.from_list(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    found = load_rows("owner/sums/easy:test")
-    assert asked == [("owner/sums", "easy", "test")]
-    assert [str(row.place) for row in found.rows] == [
+    row_set = load_rows("owner/sums/easy:test")
+    assert requests == [("owner/sums", "easy", "test")]
+    assert [str(row.place) for row in row_set.rows] == [
         "owner/sums/easy:test row 1",
         "owner/sums/easy:test row 2",
     ]
-    assert [row.ground_truth for row in found.rows] == ["a", "b"]
-    assert found.label == "sums-easy-test"
+    assert [row.ground_truth for row in row_set.rows] == ["a", "b"]
+    assert row_set.label == "sums-easy-test"

@@ -58,10 +58,10 @@ def test_bad_rows_are_told_and_nothing_is_written(source: Path, tmp_path: Path) 
     write(source / "HumanEval.jsonl.gz", ROW, *bad)
     with pytest.raises(DataError) as caught:
         prepare("humaneval", source=str(source), out=str(tmp_path / "out"))
-    said = str(caught.value)
-    assert "3 bad rows" in said
-    assert "line 2, column test: has no function check(candidate)" in said
-    assert "line 3, column entry_point: is missing" in said
+    message = str(caught.value)
+    assert "3 bad rows" in message
+    assert "line 2, column test: has no function check(candidate)" in message
+    assert "line 3, column entry_point: is missing" in message
     assert not (tmp_path / "out").exists()
 
 

@@ -68,9 +68,9 @@ def test_files_come_one_after_the_other(tokenizer: Any, tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", *asks("1", "2"))
     b = tmp_path / "b.jsonl.gz"
     b.write_bytes(gzip.compress(b'{"prompt": "3"}\n'))
-    found = load(tokenizer, a, str(b))
-    assert [p.uid for p in found.prompts] == ["a:1", "a:2", "b:1"]
-    assert found.notes == ()
+    prompt_set = load(tokenizer, a, str(b))
+    assert [p.uid for p in prompt_set.prompts] == ["a:1", "a:2", "b:1"]
+    assert prompt_set.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -87,53 +87,59 @@ def test_uids_differ_over_files_of_one_name(
     tokenizer: Any, tmp_path: Path, files: tuple[str, ...], uids: list[str]
 ) -> None:
     paths = [write(tmp_path / name, *asks("q")) for name in files]
-    found = [p.uid for p in load(tokenizer, *paths).prompts]
-    assert len(set(found)) == len(found)
-    assert [uid.removeprefix(f"{tmp_path}/") for uid in found] == uids
+    prompt_set = [p.uid for p in load(tokenizer, *paths).prompts]
+    assert len(set(prompt_set)) == len(prompt_set)
+    assert [uid.removeprefix(f"{tmp_path}/") for uid in prompt_set] == uids
 
 
 def test_overlong_names_the_row_the_lengths_and_three_mends(tokenizer: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", *asks("a", "b" * 30, "c" * 40))
-    said = refusal(tokenizer, file, limit=40)
-    assert said.startswith(f"{file} line 2: the prompt has {FRAME + 30} tokens, the limit is 40 ")
-    assert f"(2 such rows, the longest has {FRAME + 40})" in said
+    message = refusal(tokenizer, file, limit=40)
+    assert message.startswith(
+        f"{file} line 2: the prompt has {FRAME + 30} tokens, the limit is 40 "
+    )
+    assert f"(2 such rows, the longest has {FRAME + 40})" in message
     mends = ("--max_prompt_length", "filter_overlong_prompts=true", "data.truncation=left")
-    assert all(mend in said for mend in mends)
-    one = write(tmp_path / "b.jsonl", *asks("b" * 30))
-    assert load(tokenizer, one, limit=FRAME + 30).notes == (), "just the limit fits"
-    assert "the limit is" in refusal(tokenizer, one, limit=FRAME + 29)
-    assert "(the longest has 50)" in refusal(tokenizer, one, limit=9, filter_overlong=True)
+    assert all(mend in message for mend in mends)
+    file_b = write(tmp_path / "b.jsonl", *asks("b" * 30))
+    assert load(tokenizer, file_b, limit=FRAME + 30).notes == (), "just the limit fits"
+    assert "the limit is" in refusal(tokenizer, file_b, limit=FRAME + 29)
+    assert "(the longest has 50)" in refusal(tokenizer, file_b, limit=9, filter_overlong=True)
 
 
 def test_filter_drops_and_counts(tokenizer: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", *asks("a", "b" * 30, "c"))
     none = write(tmp_path / "b.jsonl", *asks("b" * 99))
-    found = load(tokenizer, file, none, limit=40, filter_overlong=True, truncation="left")
-    assert [p.uid for p in found.prompts] == ["a:1", "a:3"]
-    assert found.notes == ("2 of 4 prompts are longer than 40 tokens and were dropped.",)
+    prompt_set = load(tokenizer, file, none, limit=40, filter_overlong=True, truncation="left")
+    assert [p.uid for p in prompt_set.prompts] == ["a:1", "a:3"]
+    assert prompt_set.notes == ("2 of 4 prompts are longer than 40 tokens and were dropped.",)
 
 
-@pytest.mark.parametrize(("side", "kept"), [("left", "end"), ("right", "start")])
-def test_truncation_keeps_one_side(tokenizer: Any, tmp_path: Path, side: str, kept: str) -> None:
+@pytest.mark.parametrize(("side", "expected"), [("left", "end"), ("right", "start")])
+def test_truncation_keeps_one_side(
+    tokenizer: Any, tmp_path: Path, side: str, expected: str
+) -> None:
     file = write(tmp_path / "a.jsonl", *asks("abcdefgh" * 5, "x"))
-    whole = load(tokenizer, file).prompts[0]
-    found = load(tokenizer, file, limit=30, truncation=side)
-    ids = whole.token_ids[-30:] if side == "left" else whole.token_ids[:30]
-    assert found.prompts[0].token_ids == ids
-    assert found.prompts[0].rendered == tokenizer.decode(ids)
-    assert found.prompts[0].text == whole.text
-    assert found.notes == (f"1 of 2 prompts were cut to 30 tokens; their {kept} was kept.",)
+    uncut = load(tokenizer, file).prompts[0]
+    prompt_set = load(tokenizer, file, limit=30, truncation=side)
+    ids = uncut.token_ids[-30:] if side == "left" else uncut.token_ids[:30]
+    assert prompt_set.prompts[0].token_ids == ids
+    assert prompt_set.prompts[0].rendered == tokenizer.decode(ids)
+    assert prompt_set.prompts[0].text == uncut.text
+    assert prompt_set.notes == (
+        f"1 of 2 prompts were cut to 30 tokens; their {expected} was kept.",
+    )
 
 
-@pytest.mark.parametrize(("most", "uids"), [
+@pytest.mark.parametrize(("limit", "uids"), [
     (-1, ["a:1", "a:2", "b:1", "b:2"]), (1, ["a:1"]), (2, ["a:1", "a:2"]),
     (3, ["a:1", "a:2", "b:1"]), (99, ["a:1", "a:2", "b:1", "b:2"]),
 ])  # fmt: skip
 def test_the_first_samples_over_all_files(
-    tokenizer: Any, tmp_path: Path, most: int, uids: list[str]
+    tokenizer: Any, tmp_path: Path, limit: int, uids: list[str]
 ) -> None:
     files = [write(tmp_path / f"{name}.jsonl", *asks("1", "2")) for name in "ab"]
-    assert [p.uid for p in load(tokenizer, *files, max_samples=most).prompts] == uids
+    assert [p.uid for p in load(tokenizer, *files, max_samples=limit).prompts] == uids
 
 
 def test_no_prompts_at_all_is_told(tokenizer: Any, tmp_path: Path) -> None:
@@ -188,18 +194,18 @@ def test_a_run_reads_both_of_its_sets_by_its_settings(
 ) -> None:
     rows = [{"q": "more " * 60 * (n % 2) + str(n), "kind": f"k{n}"} for n in range(8)]
     files = [write(tmp_path / name, *rows) for name in ("train.jsonl", "val.jsonl")]
-    own = {"train_files": files[:1], "val_files": files[1:], "prompt_key": "q"}
-    own |= {"reward_fn_key": "kind", "max_prompt_length": 50, "train_max_samples": 5}
-    config = Config.model_validate({"data": own | {"val_max_samples": 3} | data})
+    data_settings = {"train_files": files[:1], "val_files": files[1:], "prompt_key": "q"}
+    data_settings |= {"reward_fn_key": "kind", "max_prompt_length": 50, "train_max_samples": 5}
+    config = Config.model_validate({"data": data_settings | {"val_max_samples": 3} | data})
     screen = Screen()
-    found = load_prompt_sets(config, tokenizer, screen)
+    prompt_set = load_prompt_sets(config, tokenizer, screen)
     options |= {"limit": 50, "prompt_key": "q", "source_key": "kind"}
     expected = [
-        load(tokenizer, file, max_samples=most, **options)
-        for file, most in zip(files, (5, 3), strict=True)
+        load(tokenizer, file, max_samples=limit, **options)
+        for file, limit in zip(files, (5, 3), strict=True)
     ]
-    assert found == (expected[0].prompts, expected[1].prompts)
-    assert screen.notes == [note for one in expected for note in one.notes] != []
+    assert prompt_set == (expected[0].prompts, expected[1].prompts)
+    assert screen.notes == [note for file_b in expected for note in file_b.notes] != []
 
 
 def test_the_fingerprint_sees_what_matters(tokenizer: Any, tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
-    return found
+    rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+    return rows
 
 
 def test_dialogues_become_pairs_and_each_prompt_once(tmp_path: Path) -> None:
@@ -49,14 +49,14 @@ def test_dialogues_become_pairs_and_each_prompt_once(tmp_path: Path) -> None:
     assert [(f.split, f.rows, f.note) for f in files] == [
         ("train", 2, ""), ("pairs_train", 3, ""), ("test", 1, ""), ("pairs_test", 1, ""),
     ]  # fmt: skip
-    asked = {"role": "user", "content": "How do I boil an egg?"}
+    question = {"role": "user", "content": "How do I boil an egg?"}
     talk = [
-        asked, {"role": "assistant", "content": "Eight minutes."},
+        question, {"role": "assistant", "content": "Eight minutes."},
         {"role": "user", "content": "Thanks!"},
     ]  # fmt: skip
     assert rows_of(out / "pairs_test.parquet") == [PAIR]
     assert rows_of(out / "test.parquet")[0]["prompt"] == talk
-    assert rows_of(out / "train.parquet")[0]["prompt"] == [asked]
+    assert rows_of(out / "train.parquet")[0]["prompt"] == [question]
     assert rows_of(out / "train.parquet")[1]["extra_info"] == {"split": "train", "index": 1}
     # Both readers take them as they are.
     pairs = load_pairs([str(out / "pairs_train.parquet")])
@@ -105,8 +105,8 @@ def test_the_real_dialogues(tmp_path: Path) -> None:
         ("test", 2310, ""), ("pairs_test", 2312, ""),
     ]  # fmt: skip
     assert len(load_pairs([str(tmp_path / "pairs_test.parquet")]).pairs) == 2312
-    found = load_rows(str(tmp_path / "test.parquet"))
-    assert (len(found.rows), found.problems) == (2310, ())
+    rows = load_rows(str(tmp_path / "test.parquet"))
+    assert (len(rows.rows), rows.problems) == (2310, ())
 
 
 PROBLEM = {
@@ -132,8 +132,8 @@ def test_problems_of_every_layout_become_rows_that_the_rule_scores(
         write(tmp_path / "source" / name.format(split=split), [row])
     files = prepare("math", source=str(tmp_path / "source"), out=str(tmp_path / "out"))
     assert [(f.split, f.rows) for f in files] == [("train", 1), ("test", 1)]
-    (found,) = rows_of(tmp_path / "out" / "test.parquet")
-    assert found == {
+    (rows,) = rows_of(tmp_path / "out" / "test.parquet")
+    assert rows == {
         "data_source": "DigitalLearningGmbH/MATH-lighteval",
         "prompt": [{"role": "user", "content": f"What is half of $3$?\n\n{MATH_INSTRUCTION}"}],
         "ability": "math",
@@ -146,8 +146,8 @@ def test_problems_of_every_layout_become_rows_that_the_rule_scores(
     (loaded,) = load_rows(str(tmp_path / "out" / "test.parquet")).rows
     for reply, right in ((r"so \boxed{1.5}", 1.0), (r"so \boxed{2}", 0.0)):
         truth = loaded.ground_truth
-        found = score_math(reply, truth, {}) or compare_algebra(reply, truth, {})
-        assert found is not None and found["score"] == right
+        rows = score_math(reply, truth, {}) or compare_algebra(reply, truth, {})
+        assert rows is not None and rows["score"] == right
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_problems_without_an_answer_are_told_together(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", rows)
     with pytest.raises(DataError) as caught:
         prepare("math", source=str(tmp_path / "train.jsonl"), out=str(tmp_path / "out"))
-    said = str(caught.value)
-    assert "2 bad rows" in said
-    assert r"line 2, column solution: has no final answer in \boxed{…}" in said
-    assert "line 3, column problem: is missing or not text" in said
+    message = str(caught.value)
+    assert "2 bad rows" in message
+    assert r"line 2, column solution: has no final answer in \boxed{…}" in message
+    assert "line 3, column problem: is missing or not text" in message

@@ -52,9 +52,9 @@ def test_writes_verl_rows(source: Path, tmp_path: Path) -> None:
             "answer": "So it is 2.\n#### 2,000",
         },
     }
-    found = load_rows(str(out / "train.parquet"))
-    assert [row.ground_truth for row in found.rows] == ["1000", "2000"]
-    assert (found.problems, found.notes, found.columns.unused) == ((), (), ())
+    row_set = load_rows(str(out / "train.parquet"))
+    assert [row.ground_truth for row in row_set.rows] == ["1000", "2000"]
+    assert (row_set.problems, row_set.notes, row_set.columns.unused) == ((), (), ())
 
 
 def test_a_missing_folder_is_told_by_the_names_of_the_recipes() -> None:
@@ -109,12 +109,12 @@ def test_bad_rows_are_told_together_and_nothing_is_written(source: Path, tmp_pat
         file.write('{"question": "q \\ud800", "answer": "#### 1"}\n')
     with pytest.raises(DataError) as caught:
         prepare("gsm8k", source=str(source), out=str(tmp_path / "out"))
-    said = str(caught.value)
-    assert "4 bad rows" in said
-    assert "train.jsonl line 6, column question: holds \\ud800, half of a surrogate pair" in said
-    assert "train.jsonl line 3, column answer: has no final '#### NUMBER'" in said
-    assert "train.jsonl line 4, column question: is missing" in said
-    assert "train.jsonl line 5: not JSON" in said
+    message = str(caught.value)
+    assert "4 bad rows" in message
+    assert "train.jsonl line 6, column question: holds \\ud800, half of a surrogate pair" in message
+    assert "train.jsonl line 3, column answer: has no final '#### NUMBER'" in message
+    assert "train.jsonl line 4, column question: is missing" in message
+    assert "train.jsonl line 5: not JSON" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -153,6 +153,6 @@ def test_final_answer(answer: str, final: str) -> None:
 def test_the_real_set(tmp_path: Path) -> None:
     files = prepare("gsm8k", source=str(REAL), out=str(tmp_path))
     assert [f.rows for f in files] == [7473, 1319]
-    found = load_rows(str(tmp_path / "test.parquet"))
-    assert (len(found.rows), found.problems) == (1319, ())
-    assert all(row.ground_truth.lstrip("-").replace(".", "").isdigit() for row in found.rows)
+    row_set = load_rows(str(tmp_path / "test.parquet"))
+    assert (len(row_set.rows), row_set.problems) == (1319, ())
+    assert all(row.ground_truth.lstrip("-").replace(".", "").isdigit() for row in row_set.rows)

@@ -45,25 +45,25 @@ def test_no_prompt_comes_twice_in_an_epoch_and_none_is_left_out_twice(how: dict[
     for _ in range(4):
         batches = [order.take() for _ in range(order.steps_per_epoch)]
         assert {len(batch) for batch in batches} == {how["batch_size"]}, "every batch is full"
-        taken = [index for batch in batches for index in batch]
-        assert set(taken) <= everything
-        assert len(taken) == len(set(taken))
-        assert left_out <= set(taken)
-        left_out = everything - set(taken)
+        indices = [index for batch in batches for index in batch]
+        assert set(indices) <= everything
+        assert len(indices) == len(set(indices))
+        assert left_out <= set(indices)
+        left_out = everything - set(indices)
         assert len(left_out) == how["size"] % how["batch_size"]
 
 
 @given(orders(), st.integers(0, 60), st.integers(1, 60))
 @settings(UNHURRIED, max_examples=200)
 def test_resume_at_any_point_equals_no_stop(how: dict[str, Any], before: int, after: int) -> None:
-    whole = PromptOrder(**how)
+    uninterrupted = PromptOrder(**how)
     for _ in range(before):
-        whole.take()
+        uninterrupted.take()
     resumed = PromptOrder(**how)
     resumed.take()
-    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
-    assert [resumed.take() for _ in range(after)] == [whole.take() for _ in range(after)]
-    assert resumed.state_dict() == whole.state_dict()
+    resumed.load_state_dict(json.loads(json.dumps(uninterrupted.state_dict())))
+    assert [resumed.take() for _ in range(after)] == [uninterrupted.take() for _ in range(after)]
+    assert resumed.state_dict() == uninterrupted.state_dict()
 
 
 @given(orders(), st.integers(0, 60), st.integers(1, 20))
@@ -85,8 +85,8 @@ def test_peeking_tells_what_will_be_taken_and_moves_nothing(
 
 def test_the_order_is_the_same_on_every_machine() -> None:
     order = PromptOrder(8, 4, seed=42)
-    taken = [order.take() for _ in range(4)]
-    assert taken == [[4, 1, 3, 6], [0, 7, 2, 5], [1, 2, 5, 3], [6, 0, 4, 7]]
+    indices = [order.take() for _ in range(4)]
+    assert indices == [[4, 1, 3, 6], [0, 7, 2, 5], [1, 2, 5, 3], [6, 0, 4, 7]]
 
 
 def test_the_global_random_numbers_play_no_part() -> None:
@@ -127,14 +127,14 @@ def test_the_steps_of_an_epoch_are_full() -> None:
 def test_too_few_prompts_for_a_batch_is_told() -> None:
     with pytest.raises(DataError) as caught:
         PromptOrder(3, 8, seed=0)
-    said = str(caught.value)
-    assert said.startswith("3 prompts cannot fill a batch of 8. Lower --batch_size")
+    message = str(caught.value)
+    assert message.startswith("3 prompts cannot fill a batch of 8. Lower --batch_size")
     with pytest.raises(DataError, match="must be at least 1"):
         PromptOrder(3, 0, seed=0)
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"size": 11}, "it saw 10, now there are 11. Resume with the same data files"),
         ({"fingerprint": "b"}, "it saw 10, now there are 10, with other contents."),
@@ -142,14 +142,14 @@ def test_too_few_prompts_for_a_batch_is_told() -> None:
         ({"shuffle": False}, "made with shuffle True, this run asks for False"),
     ],
 )
-def test_other_prompts_or_another_seed_are_refused(changed: dict[str, Any], said: str) -> None:
+def test_other_prompts_or_another_seed_are_refused(changed: dict[str, Any], message: str) -> None:
     how = {"size": 10, "batch_size": 3, "seed": 1, "shuffle": True, "fingerprint": "a"}
     state = PromptOrder(**how).state_dict()
     other = PromptOrder(**{**how, **changed})
     before = other.state_dict()
     with pytest.raises(DataError) as caught:
         other.load_state_dict(state)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert other.state_dict() == before
 
 

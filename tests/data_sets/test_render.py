@@ -46,10 +46,10 @@ def test_text_becomes_one_user_message(tokenizer: Any) -> None:
 
 def test_ids_equal_the_tokenizers_own_template_ids(tokenizer: Any) -> None:
     item = render(Renderer(tokenizer), user("Grüße 🙂"))[0]
-    own = tokenizer.apply_chat_template(
+    expected = tokenizer.apply_chat_template(
         list(user("Grüße 🙂")), tokenize=True, add_generation_prompt=True, return_dict=False
     )
-    assert list(item.token_ids) == own
+    assert list(item.token_ids) == expected
 
 
 def test_bos_is_never_doubled(make_tokenizer: Callable[..., Any]) -> None:
@@ -96,8 +96,8 @@ def test_arguments_that_the_template_does_not_read_are_refused(
 
 def test_messages_need_a_template(tokenizer: Any, make_tokenizer: Callable[..., Any]) -> None:
     none = Renderer(make_tokenizer(template=None))
-    said = refusal(none, user("a"))
-    assert said.startswith("a.jsonl line 2, column prompt: is a message list, but the tokenizer")
+    message = refusal(none, user("a"))
+    assert message.startswith("a.jsonl line 2, column prompt: is a message list, but the tokenizer")
     off = Renderer(tokenizer, apply_chat_template=False)
     assert "but data.apply_chat_template is false" in refusal(off, user("a"))
     (item,) = render(off, "ab")
@@ -107,16 +107,16 @@ def test_messages_need_a_template(tokenizer: Any, make_tokenizer: Callable[..., 
 
 
 def test_system_prompt_comes_first_unless_there_is_one(tokenizer: Any) -> None:
-    own = ({"role": "system", "content": "own"}, *user("a"))
-    text, messages, kept = render(Renderer(tokenizer, "Be brief."), "a", user("a"), own)
+    expected = ({"role": "system", "content": "own"}, *user("a"))
+    text, messages, unchanged = render(Renderer(tokenizer, "Be brief."), "a", user("a"), expected)
     assert text.text.startswith("<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na")
     assert messages.text == text.text
-    assert kept.messages == own
+    assert unchanged.messages == expected
 
 
 def test_what_the_template_refuses_is_named(tokenizer: Any) -> None:
-    said = refusal(Renderer(tokenizer), (*user("a"), {"role": "tool", "content": "b"}))
-    assert said == "a.jsonl line 2, column prompt: the chat template refuses it: no tools here"
+    message = refusal(Renderer(tokenizer), (*user("a"), {"role": "tool", "content": "b"}))
+    assert message == "a.jsonl line 2, column prompt: the chat template refuses it: no tools here"
 
 
 def test_a_template_that_does_not_parse_is_named_and_no_row(
@@ -157,8 +157,8 @@ def test_a_system_prompt_that_the_template_refuses_is_named(
     tokenizer = make_tokenizer(template=template)
     with pytest.raises(DataError, match=r"^--system_prompt .*(No system|alternate).* leave --sys"):
         Renderer(tokenizer, "Be brief.").render([row("a"), row(user("b"), 2)])
-    said = refusal(Renderer(tokenizer), (SYSTEM, *user("a")))
-    assert "takes the row without its system message: move that text into the first user" in said
+    message = refusal(Renderer(tokenizer), (SYSTEM, *user("a")))
+    assert "takes the row without its system message: move that text into the first user" in message
 
 
 def test_what_the_template_refuses_without_the_system_message_too_is_not_its_fault(

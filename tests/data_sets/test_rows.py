@@ -30,10 +30,10 @@ def read(tmp_path: Path, *rows: dict[str, Any], **keys: str) -> RowSet:
 
 
 def only(tmp_path: Path, row: dict[str, Any]) -> Row:
-    found = read(tmp_path, row)
-    assert found.problems == ()
-    assert len(found.rows) == 1
-    return found.rows[0]
+    row_set = read(tmp_path, row)
+    assert row_set.problems == ()
+    assert len(row_set.rows) == 1
+    return row_set.rows[0]
 
 
 def test_flat_row(tmp_path: Path) -> None:
@@ -54,18 +54,18 @@ def test_where_the_ground_truth_is_read(tmp_path: Path) -> None:
     for model in ({"style": "rule"}, {"ground_truth": None}, {"ground_truth": "2"}):
         row = {"prompt": "a", "ground_truth": "2", "reward_model": model}
         assert only(tmp_path, row).ground_truth == "2"
-    found = read(tmp_path, {"prompt": "p", "ground_truth": None, "answer": "2"})
-    assert (found.rows[0].ground_truth, found.columns.unused) == (None, ("answer",))
+    row_set = read(tmp_path, {"prompt": "p", "ground_truth": None, "answer": "2"})
+    assert (row_set.rows[0].ground_truth, row_set.columns.unused) == (None, ("answer",))
 
 
 def test_the_tests_of_a_code_row_join_its_extra_info(tmp_path: Path) -> None:
     row = {"prompt": "a", "test_list": ["assert f(1)"], "test_setup_code": "", "other": 1}
-    found = read(tmp_path, row, {**row, "extra_info": {"test_list": ["assert f(2)"]}})
-    assert [one.extra_info for one in found.rows] == [
+    row_set = read(tmp_path, row, {**row, "extra_info": {"test_list": ["assert f(2)"]}})
+    assert [row.extra_info for row in row_set.rows] == [
         {"test_list": ["assert f(1)"]},
         {"test_list": ["assert f(2)"]},
     ]
-    assert found.columns.unused == ("other",)
+    assert row_set.columns.unused == ("other",)
 
 
 def test_verl_row(tmp_path: Path) -> None:
@@ -112,22 +112,22 @@ def test_verl_parquet_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["question", "messages", "problem", "instruction", "query"])
 def test_a_sole_other_prompt_column_is_taken_and_told(tmp_path: Path, name: str) -> None:
-    found = read(tmp_path, {name: "1+1?", "answer": "2"})
-    assert (found.rows[0].prompt, found.rows[0].ground_truth) == ("1+1?", "2")
-    assert found.notes == (
+    row_set = read(tmp_path, {name: "1+1?", "answer": "2"})
+    assert (row_set.rows[0].prompt, row_set.rows[0].ground_truth) == ("1+1?", "2")
+    assert row_set.notes == (
         f"a.jsonl: the prompt is read from column '{name}'.",
         "a.jsonl: the ground truth is read from column 'answer'.",
     )
 
 
 def test_the_named_prompt_column_wins(tmp_path: Path) -> None:
-    found = read(tmp_path, {"prompt": "p", "question": "q"}, prompt_key="question")
-    assert found.rows[0].prompt == "q"
-    assert found.columns.unused == ("prompt",)
+    row_set = read(tmp_path, {"prompt": "p", "question": "q"}, prompt_key="question")
+    assert row_set.rows[0].prompt == "q"
+    assert row_set.columns.unused == ("prompt",)
 
 
 @pytest.mark.parametrize(
-    ("row", "keys", "said"),
+    ("row", "keys", "message"),
     [
         (
             {"promt": "a", "x": 1},
@@ -147,16 +147,16 @@ def test_the_named_prompt_column_wins(tmp_path: Path) -> None:
     ],
 )
 def test_a_missing_column_names_those_that_are_there(
-    tmp_path: Path, row: dict[str, Any], keys: dict[str, str], said: str
+    tmp_path: Path, row: dict[str, Any], keys: dict[str, str], message: str
 ) -> None:
     with pytest.raises(DataError) as caught:
         read(tmp_path, row, **keys)
     assert f"{tmp_path}/a.jsonl: " in str(caught.value)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"x": 1}, "prompt: is missing or null"),
         ({"prompt": None}, "prompt: is missing or null"),
@@ -197,12 +197,12 @@ def test_a_missing_column_names_those_that_are_there(
     ],
 )
 def test_a_wrong_row_is_named_with_its_column(
-    tmp_path: Path, row: dict[str, Any], said: str
+    tmp_path: Path, row: dict[str, Any], message: str
 ) -> None:
-    found = read(tmp_path, {"prompt": "fine", "data_source": "s"}, row)
-    assert len(found.rows) == 1
-    assert str(found.problems[0]).startswith(f"{tmp_path}/a.jsonl line 2, column ")
-    assert said in str(found.problems[0])
+    row_set = read(tmp_path, {"prompt": "fine", "data_source": "s"}, row)
+    assert len(row_set.rows) == 1
+    assert str(row_set.problems[0]).startswith(f"{tmp_path}/a.jsonl line 2, column ")
+    assert message in str(row_set.problems[0])
 
 
 def test_text_that_only_looks_like_json_is_a_prompt_and_parts_are_joined(tmp_path: Path) -> None:
@@ -215,8 +215,8 @@ def test_text_that_only_looks_like_json_is_a_prompt_and_parts_are_joined(tmp_pat
 
 def test_problems_of_parsing_and_of_columns_come_in_the_order_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": 1}\nno\n{"prompt": "a"}\n{"prompt": ""}\n')
-    found = load_rows(str(tmp_path / "a.jsonl"))
-    assert [p.place.number for p in found.problems] == [1, 2, 4]
+    row_set = load_rows(str(tmp_path / "a.jsonl"))
+    assert [p.place.number for p in row_set.problems] == [1, 2, 4]
 
 
 def test_an_empty_name_is_told() -> None:
@@ -225,7 +225,7 @@ def test_an_empty_name_is_told() -> None:
 
 
 def test_values_of_any_kind_become_plain() -> None:
-    given = {
+    values = {
         1: np.float32(0.5), "array": np.array([[1, 2]]), "pair": (np.int64(3), None),
         "span": datetime.timedelta(minutes=2), "day": datetime.date(2026, 1, 2),
         "time": datetime.time(3, 4), "price": decimal.Decimal("1.50"), "bytes": b"a\xc3\xbc",
@@ -236,8 +236,8 @@ def test_values_of_any_kind_become_plain() -> None:
         "time": "03:04:00", "price": "1.50", "bytes": "aü", "flag": True,
     }  # fmt: skip
     for strict in (False, True):
-        assert as_plain(given, strict=strict) == plain
-        assert json.loads(json.dumps(as_plain(given, strict=strict))) == plain
+        assert as_plain(values, strict=strict) == plain
+        assert json.loads(json.dumps(as_plain(values, strict=strict))) == plain
     for inside in (lambda x: x, lambda x: [x], lambda x: {"a": (x,)}, lambda x: np.array([x])):
         with pytest.raises(NotUtf8Error, match=r"byte 0xff|\\ud800"):
             as_plain(inside(b"a\xff"), strict=True)
@@ -258,14 +258,14 @@ def test_the_first_bad_rows_are_named_and_the_others_counted() -> None:
         problems = [RowProblem(Place("a b.jsonl", n), f"x{n}", "is bad") for n in range(count)]
         with pytest.raises(DataError) as caught:
             raise_problems(problems)
-        said = str(caught.value).splitlines()
-        shown = sum("is bad" in line for line in said)
+        message = str(caught.value).splitlines()
+        shown = sum("is bad" in line for line in message)
         assert shown == min(count, SHOWN)
-        assert (f"{count} bad rows:" in said) == (count > 1)
-        assert [line for line in said if "more" in line] == (
+        assert (f"{count} bad rows:" in message) == (count > 1)
+        assert [line for line in message if "more" in line] == (
             [f"… and {count - SHOWN} more."] if count > SHOWN else []
         )
-        assert said[-1].count("'a b.jsonl'") == 1
+        assert message[-1].count("'a b.jsonl'") == 1
 
 
 @pytest.mark.parametrize(
@@ -302,10 +302,10 @@ def test_the_first_bad_rows_are_named_and_the_others_counted() -> None:
 def test_a_row_with_content_that_is_not_text_is_refused(
     tmp_path: Path, row: dict[str, Any], column: str
 ) -> None:
-    found = read(tmp_path, {"prompt": "fine"}, {"prompt": "a"} | row)
-    assert len(found.rows) == 1
-    assert str(found.problems[0]).startswith(f"{tmp_path}/a.jsonl line 2, column {column}")
-    assert "only text is read. Remove the row, or " in found.problems[0].message
+    row_set = read(tmp_path, {"prompt": "fine"}, {"prompt": "a"} | row)
+    assert len(row_set.rows) == 1
+    assert str(row_set.problems[0]).startswith(f"{tmp_path}/a.jsonl line 2, column {column}")
+    assert "only text is read. Remove the row, or " in row_set.problems[0].message
 
 
 def test_empty_media_columns_flags_and_markup_are_no_content(tmp_path: Path) -> None:

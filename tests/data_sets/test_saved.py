@@ -29,20 +29,22 @@ def splits(tmp_path: Path) -> str:
 def test_shards_are_one_source_numbered_through(tmp_path: Path) -> None:
     rows(7).save_to_disk(tmp_path / "saved", num_shards=3)
     source = str(tmp_path / "saved")
-    (found,) = load_sets([source])
-    assert [row.prompt for row in found.rows] == [f"{n}?" for n in range(7)]
-    assert [str(row.place) for row in found.rows][-1] == f"{source} row 7"
-    assert (found.label, found.notes, count_rows(source)) == ("saved", (), 7)
+    (row_set,) = load_sets([source])
+    assert [row.prompt for row in row_set.rows] == [f"{n}?" for n in range(7)]
+    assert [str(row.place) for row in row_set.rows][-1] == f"{source} row 7"
+    assert (row_set.label, row_set.notes, count_rows(source)) == ("saved", (), 7)
     assert [row.prompt for row in load_sets([source], at_most=4)[0].rows][-1] == "3?"
 
 
 def test_a_split_is_named_after_a_colon(splits: str) -> None:
-    (found,) = load_sets([f"{splits}:test"])
-    assert [row.prompt for row in found.rows] == ["10?", "11?"]
+    (row_set,) = load_sets([f"{splits}:test"])
+    assert [row.prompt for row in row_set.rows] == ["10?", "11?"]
     assert not is_hub_name(f"{splits}:test")
-    (found,) = load_sets([splits])
-    assert [row.ground_truth for row in found.rows] == ["0", "1", "2", "3"]
-    assert found.notes == (f"{splits}: split train of train, test; {splits}:SPLIT names another.",)
+    (row_set,) = load_sets([splits])
+    assert [row.ground_truth for row in row_set.rows] == ["0", "1", "2", "3"]
+    assert row_set.notes == (
+        f"{splits}: split train of train, test; {splits}:SPLIT names another.",
+    )
     assert split_sources(splits) == {"train": [f"{splits}:train"], "test": [f"{splits}:test"]}
 
 
@@ -57,11 +59,11 @@ def test_the_folder_of_the_data_gives_both_splits(splits: str) -> None:
 
 def test_a_folder_that_is_not_whole_is_told(splits: str, tmp_path: Path) -> None:
     rows(3).save_to_disk(tmp_path / "saved")
-    for source, said in {
+    for source, message in {
         f"{splits}:tset": "saved splits are train, test. Name one: .* Did you mean 'test'",
         f"{tmp_path}/saved:train": "was saved without splits. Name .*saved alone",
     }.items():
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             check_readable(source)
     (tmp_path / "saved" / "data-00000-of-00001.arrow").rename(tmp_path / "elsewhere.arrow")
     with pytest.raises(DataError, match=r"data-00000-of-00001.arrow: no such file, .*whole"):

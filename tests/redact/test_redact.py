@@ -251,8 +251,8 @@ def shape(value: Any) -> Any:
 def test_redacted_values_keep_their_structure_as_json(value: Any) -> None:
     clean = lambda text: redact(text, ENV)  # noqa: E731
     shown = json.dumps(plain({"value": value}, clean), allow_nan=False)
-    again = json.loads(shown)["value"]
-    assert shape(again) == shape(json.loads(json.dumps(plain(value, str))))
+    decoded = json.loads(shown)["value"]
+    assert shape(decoded) == shape(json.loads(json.dumps(plain(value, str))))
     for secret in (*KEYS, *KNOWN[:3]):
         assert secret not in shown
 

@@ -88,8 +88,8 @@ def test_line_files_hold_the_texts_without_the_keys(run: Path) -> None:
         assert line["ground_truth"] == {"answer": line["response"]}
         assert line[line["response"]] == [line["response"]]
     assert read_metrics(run)[0]["reward/***"] == 0.5
-    kept = (run / METRICS_FILE).read_text() + rollout_file(run, 1).read_text()
-    assert not [name for name, secret in SECRETS.items() if secret in kept]
+    files = (run / METRICS_FILE).read_text() + rollout_file(run, 1).read_text()
+    assert not [name for name, secret in SECRETS.items() if secret in files]
 
 
 def test_a_page_of_files_that_hold_keys_is_whole_without_them(run: Path, tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_a_page_of_files_that_hold_keys_is_whole_without_them(run: Path, tmp_pat
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
         def ask(path: str, body: Any = None, **query: str) -> Any:
-            words = urlencode({"token": server.token, **query})
-            address = f"http://127.0.0.1:{server.port}{path}?{words}"
+            parameters = urlencode({"token": server.token, **query})
+            address = f"http://127.0.0.1:{server.port}{path}?{parameters}"
             sent = None if body is None else json.dumps(body).encode()
             with urlopen(Request(address, sent), timeout=20) as reply:
                 return reply.read().decode()

@@ -138,7 +138,7 @@ def move_the_reference(patch: Patch) -> None:
 def leave_the_adapter_out(patch: Patch) -> None:
     from peft.tuners.lora.layer import Linear
 
-    patch.setattr(Linear, "forward", lambda self, x, *more, **named: self.base_layer(x))
+    patch.setattr(Linear, "forward", lambda self, x, *arguments, **named: self.base_layer(x))
 
 
 def ignore_seeds(patch: Patch) -> None:
@@ -154,10 +154,10 @@ def round_products(patch: Patch) -> None:
     """float32 is multiplied in bfloat16, as a careless setting would have it."""
     multiply = torch.Tensor.__matmul__
 
-    def rounded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        if left.dtype == torch.float32:
-            return multiply(left.bfloat16(), right.bfloat16()).float()
-        return multiply(left, right)
+    def rounded(first: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        if first.dtype == torch.float32:
+            return multiply(first.bfloat16(), right.bfloat16()).float()
+        return multiply(first, right)
 
     patch.setattr(torch.Tensor, "__matmul__", rounded)
 

@@ -108,14 +108,14 @@ def hang_here(check: Check, setup: Setup, pipe: Any) -> None:
 def test_checks_that_do_not_apply_are_listed_with_their_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[Progress] = []
+    progress: list[Progress] = []
     needy = replace(QUICK, name="needy", needs="no_such_package")
     on_gpus = replace(QUICK, name="GPUs", devices=("cuda",))
-    outcomes = list(run_checks(SETUP, [needy, on_gpus, QUICK], told.append))
+    outcomes = list(run_checks(SETUP, [needy, on_gpus, QUICK], progress.append))
     assert [o.state for o in outcomes] == ["skipped", "skipped", "ok"]
     assert outcomes[0].detail == "needs no_such_package, which is not installed"
     assert outcomes[1].detail == "needs a GPU"
-    assert told == [Progress(3, 3, "optimizer", QUICK.seconds)]
+    assert progress == [Progress(3, 3, "optimizer", QUICK.seconds)]
 
 
 def test_a_gap_that_is_not_a_number_differs() -> None:
@@ -144,7 +144,7 @@ def test_gathered_weights_are_proven_where_no_rank_differs(
     gap: float, proven: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "log").touch()
-    parts = [{collectives.KEPT: {"grad_norm": (found, 0.5)}} for found in (0.0, gap)]
+    parts = [{collectives.KEPT: {"grad_norm": (difference, 0.5)}} for difference in (0.0, gap)]
     reports = [{"parts": part, "figures": {}} for part in parts]
     monkeypatch.setattr(collectives, "run_ranks", lambda *_: reports)
     results = Results()
