@@ -116,25 +116,25 @@ def _size_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tokenizer_problem(folder: Path, config: Mapping[str, Any]) -> str:
-    told = read_json(folder / "tokenizer_config.json")
-    kind = str(told.get("tokenizer_class", ""))
+    settings = read_json(folder / "tokenizer_config.json")
+    kind = str(settings.get("tokenizer_class", ""))
     named = any(_VOCABULARY.match(file.name) for file in folder.iterdir())
-    if not named and not kind.startswith(_BYTE_LEVEL) and "auto_map" not in told:
+    if not named and not kind.startswith(_BYTE_LEVEL) and "auto_map" not in settings:
         return f"There is no tokenizer in {folder}: no tokenizer.json, and no other vocabulary"
     tokenizer = read_json(folder / "tokenizer.json")
     model = tokenizer.get("model")
-    words = model.get("vocab") if isinstance(model, Mapping) else None
-    room = text_config(config).get("vocab_size")
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    size = text_config(config).get("vocab_size")
     # Placeholders, of images for example, may be beyond: prompts are searched for them.
     added = {token["id"] for token in tokenizer.get("added_tokens") or ()}
-    if isinstance(words, Mapping):
-        ids = {i for i in words.values() if isinstance(i, int)}
+    if isinstance(vocabulary, Mapping):
+        ids = {i for i in vocabulary.values() if isinstance(i, int)}
     else:
-        ids = set(range(len(words))) if isinstance(words, list) else set()
+        ids = set(range(len(vocabulary))) if isinstance(vocabulary, list) else set()
     last = max(ids - added, default=-1)
-    if type(room) is int and last >= room:
+    if type(size) is int and last >= size:
         return (
-            f"config.json has vocab_size {room}, but the tokenizer of {folder} has {last + 1} words"
+            f"config.json has vocab_size {size}, but the tokenizer of {folder} has {last + 1} words"
         )
     return ""
 
