@@ -90,6 +90,7 @@ def connect_judge(api: ApiReward, environ: Mapping[str, str]) -> JudgeConnection
 def _describe_unreadable(error: JudgeError, api: ApiReward, answer_room: int | None) -> str:
     """Return the message for a judge of which no first reply can be read."""
     judge = judge_label(api)
+    # A context that is too small, a token limit that is too low, or a wrong format.
     if error.cause == "truncated" and answer_room is not None:
         return (
             f"The judge {judge} does not come to an end: its context leaves {answer_room} tokens "

@@ -116,36 +116,37 @@ class JudgingRound:
             if entry.future.done() and (stop := entry.future.exception()) is not None:
                 raise stop
 
-    def _open(self) -> list[PendingScore]:
+    def _open_entries(self) -> list[PendingScore]:
         return [entry for entry in self.entries if entry.open]
 
-    def _too_many(self) -> bool:
+    def _has_too_many_failures(self) -> bool:
         """Whether too many verdicts failed to end the round now; one or two never do."""
         max_rate = self._policy.max_failure_rate
-        return len(self._open()) > max(
+        return len(self._open_entries()) > max(
             TOLERATED_FAILURES if max_rate > 0 else 0, max_rate * len(self.entries)
         )
 
     async def _recover(self) -> None:
         """Ask again while too many verdicts are missing; Interrupted when that is hopeless."""
-        if not self._too_many():
+        if not self._has_too_many_failures():
             return
         # Unreadable replies are asked for once more: the judge answers, so no pause is needed.
-        unread = [e for e in self._open() if e.error and e.error.kind is Failure.UNPARSED]
+        unread = [e for e in self._open_entries() if e.error and e.error.kind is Failure.UNPARSED]
         await self._ask_again(unread)
         # In an outage one entry at a time tests the judge, with growing pauses.
         began, pause, turn = time.monotonic(), 1.0, 0
-        while self._too_many():
-            curable = [entry for entry in self._open() if entry.may_pass_later]
+        while self._has_too_many_failures():
+            curable = [entry for entry in self._open_entries() if entry.may_pass_later]
             remaining_s = self._policy.outage_wait - (time.monotonic() - began)
             if not curable or remaining_s <= 0:
-                raise Interrupted(self._gave_up(waited=bool(curable)))
+                raise Interrupted(self._describe_stop(waited=bool(curable)))
             pause = min(pause, MAX_PAUSE_S, remaining_s)
             self._policy.waiting_message = (
-                f"{self._lacking()} ({self._causes()}): calls stop, with a new attempt in "
-                f"{pause:.0f} s, for up to {remaining_s:.0f} s more."
+                f"{self._describe_missing()} ({self._describe_causes()}): calls stop, with a new "
+                f"attempt in {pause:.0f} s, for up to {remaining_s:.0f} s more."
             )
             await asyncio.sleep(pause)
+            # Another entry each time: one text may fail on its own.
             tried = curable[turn % len(curable)]
             await self._ask_again([tried], within=max(1.0, remaining_s - pause))
             turn, pause = turn + 1, 2 * pause
@@ -170,13 +171,18 @@ class JudgingRound:
 
     def _conclude(self) -> None:
         """Set the scores, and treat the failed entries by the policy."""
-        failed, policy = self._open(), self._policy
+        # Scores that waited for their group are published first.
+        failed, policy = self._open_entries(), self._policy
+        # Imputed scores are the mean of those that the judge gave.
         mean: float | None = None
         for entry in self.entries:
             if entry.score is not None and not entry.future.done():
                 entry.future.set_result(entry.score)
         if failed and policy.on_failure == "stop":
-            raise Interrupted(f"{self._lacking()} ({self._causes()}), and --rm_on_failure is stop.")
+            raise Interrupted(
+                f"{self._describe_missing()} ({self._describe_causes()}), and --rm_on_failure is "
+                "stop."
+            )
         if policy.on_failure == "batch_mean":
             scores = [entry.future.result() for entry in self.entries if not entry.open]
             values = [score.value for score in scores if score.value is not None]
@@ -190,22 +196,22 @@ class JudgingRound:
                 score = Score(mean, reason=reason, imputed=failure, reply=reply)
             entry.future.set_result(score)
 
-    def _lacking(self, where: str = "") -> str:
-        return f"{len(self._open())} of {len(self.entries)} responses{where} got no verdict"
+    def _describe_missing(self, where: str = "") -> str:
+        return f"{len(self._open_entries())} of {len(self.entries)} responses{where} got no verdict"
 
-    def _causes(self) -> str:
-        counts = Counter(entry.error.cause for entry in self._open() if entry.error)
+    def _describe_causes(self) -> str:
+        counts = Counter(entry.error.cause for entry in self._open_entries() if entry.error)
         return ", ".join(f"{cause} {n}" for cause, n in counts.most_common())
 
-    def _gave_up(self, *, waited: bool) -> str:
+    def _describe_stop(self, *, waited: bool) -> str:
         message = (
-            f"{self._lacking(' of this step')} ({self._causes()}), more than "
+            f"{self._describe_missing(' of this step')} ({self._describe_causes()}), more than "
             f"--rm_max_failure_rate {self._policy.max_failure_rate:g} allows"
         )
         if waited:
             message += (
                 f", and {self._policy.outage_wait:.0f} s of waiting (--rm_outage_wait) did not help"
             )
-        errors = [entry.error.summary for entry in self._open() if entry.error]
+        errors = [entry.error.summary for entry in self._open_entries() if entry.error]
         first = f" The first: {errors[0]}" if errors else ""
         return f"{message}. Look at the judge and its prompt, or raise that rate.{first}"
