@@ -135,7 +135,7 @@ def test_a_wrong_key_ends_it_after_one_call(
 ) -> None:
     server.keys = {"another"}
     code, _, err = run(capsys, server, rows)
-    assert (code, server.count) == (2, 1) and "cannot be used (http_401)" in err
+    assert (code, server.count) == (2, 1) and "cannot be used (http_401" in err
     assert not Path(f"{rows}.out").exists()
 
 
