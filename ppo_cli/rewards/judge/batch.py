@@ -161,6 +161,7 @@ class BatchJudge:
         while self._queue:
             while (remaining := self._last_question + QUIET_S - loop.time()) > 0:
                 await asyncio.sleep(remaining)
+            # Rows whose caller was cancelled while they waited are left out.
             rows, self._queue = [row for row in self._queue if not row.outcome.done()], []
             try:
                 for part in self._split(await self._resume(rows)):
@@ -174,6 +175,7 @@ class BatchJudge:
         waiting: dict[str, list[_Row]] = defaultdict(list)
         for row in rows:
             waiting[row.key].append(row)
+        # Each open job of an earlier command takes the rows that it already has.
         for path, job in self._stored_jobs():
             unread = [name for name in job.rows if (path, name) not in self._followed]
             names = [name for name in unread if waiting.get(_key(name))]
@@ -206,6 +208,7 @@ class BatchJudge:
                     ) from error
                 await asyncio.sleep(pause)
                 pause = min(2.0 * pause, LONGEST_POLL_S)
+        # Several jobs may look alike: skip those that other files already have.
         others = {other.id for _, other in self._stored_jobs()}
         job.id = next((name for name in ids if name not in others), None)
         if job.id is not None:
@@ -241,11 +244,13 @@ class BatchJudge:
     async def _submit(self, part: Sequence[_Row]) -> None:
         """Submit a job; retried only if the provider has certainly not accepted it."""
         provider, seen, rows = self._provider, Counter[str](), dict[str, _Row]()
+        # Equal questions in one job need different ids.
         for row in part:
             rows[f"{row.key}-{seen[row.key]}"] = row
             seen[row.key] += 1
         questions = {name: provider.fit_answer(row.question) for name, row in rows.items()}
         provider.check_answer_limit(provider.forms())
+        # The file is written before the job is submitted, so a kill in between loses nothing.
         job = _Job(self.identity, list(rows), dict(provider.dropped()))
         path = self._folder / f"{uuid.uuid4().hex}.json"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -260,6 +265,7 @@ class BatchJudge:
                     ),
                 )
             except JudgeError as error:
+                # No reply: the provider may have the job. Submitting again could pay twice.
                 if error.status is None and error.kind is not Failure.FATAL:
                     raise Interrupted(
                         f"It is not known whether the provider accepted the batch ({error.cause}: "
@@ -303,6 +309,7 @@ class BatchJudge:
             usage = worst_case(row.question)
             lost = JudgeError(Failure.REFUSED, "batch_failed", message, usage=usage)
             row.finish(outcomes.get(name, lost))
+        # Not awaited here: the verdicts reach the cache only after the rows are finished.
         self._clearing.add(self._spawn(self._clear(path, job, rows.keys() & outcomes)))
 
     async def _clear(self, path: Path, job: _Job, rows: Set[str]) -> None:
@@ -337,6 +344,7 @@ class BatchJudge:
                     f"Batch {name} of {len(job.rows)} requests: {progress.state}{done}."
                 )
             except JudgeError as error:
+                # The provider deleted it: forget the file, so that the next command asks again.
                 if error.status == 404:
                     path.unlink(missing_ok=True)
                     raise Interrupted(
@@ -357,6 +365,7 @@ class BatchJudge:
 
 def _results_by_row(job: _Job, state: str, lines: BatchResults) -> dict[str, Reply | JudgeError]:
     """Return the result of each row that has exactly one line; other lines are skipped."""
+    # A row that comes twice is not trusted.
     times = Counter(name for name, _ in lines)
     outcomes = {name: outcome for name, outcome in lines if times[name] == 1}
     if state in ("expired", "cancelled"):

@@ -232,15 +232,18 @@ def billed_usage(
     """
     if isinstance(outcome, JudgeError) and _was_not_billed(outcome):
         return Usage(), ""
+    # Input: trust the count only if it can be the count of this text.
     usage = (outcome.usage if outcome else None) or Usage()
     sent = len(question.system) + len(question.user)
     read = usage.input if usage.input >= sent // _CHARACTERS_PER_TOKEN else 0
     written, is_decision = usage.output, False
+    # Output: the same for what the judge wrote.
     if isinstance(outcome, Reply):
         is_decision = outcome.probabilities is not None  # these have no text
         written = written if written >= len(outcome.text) // _CHARACTERS_PER_TOKEN else 0
     if read and (written or is_decision):
         return usage, ""
+    # One number is missing or wrong: assume the worst for it.
     worst = worst_case(question)
     cached = usage.cached_input if read else 0
     read = read or math.ceil(input_ratio * worst.input)
@@ -254,12 +257,14 @@ def _was_not_billed(error: JudgeError) -> bool:
     if error.status is not None:
         rejected = 300 <= error.status < 500 and error.status not in _PROCESSED_STATUSES
         return rejected or error.status == 0 or error.cause == "http_429"
+    # A connection that was never made cost nothing, one that broke may have.
     never_sent = error.cause == "connection" and _NEVER_SENT.search(str(error))
     return error.cause in _NO_CALL or bool(never_sent)
 
 
 def _tokens_of_piece(piece: str) -> int:
     first = piece[0]
+    # Letters and white space in runs, everything else one token each.
     if first.isascii():
         if piece.isalpha():
             letters_per_token = 1.3 if piece.isupper() else 2 if len(piece) <= 12 else 1.5
@@ -327,8 +332,10 @@ def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
     scale = question.scale
     raw = fmean(v.value for v in verdicts)
     value = fmean(scale.scaled(v.value) for v in verdicts)
+    # The reason shown is the one of the vote closest to the mean.
     typical = min(verdicts, key=lambda v: abs(v.value - raw))
     usage = sum((v.usage for v in verdicts), Usage())
+    # Totals over the votes, for metrics and for the rollout's line.
     info: dict[str, Any] = {
         "cached": all(v.cached for v in verdicts),
         "judge_tokens": usage.total,

@@ -112,6 +112,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
             raise Interrupted(_CLOSED)
         if fresh:
             return await self._join(self._start(object(), question, None))
+        # The cache first, then a call for the same question that is in flight.
         key = cache_key(self._provider.identity, question)
         if (verdict := self._look_up(key)) is not None:
             return verdict
@@ -134,6 +135,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
     def pop_counters(self) -> Counters:
         """Return the counts since the last call, and start again at zero."""
         counts, self._counts = self._counts, Counters()
+        # The breaker counts over the whole run, the step wants the difference.
         open_seconds = self._breaker.open_seconds()
         counts.concurrency = self._admission.window.size
         counts.open_seconds = open_seconds - self._open_s_before
@@ -152,6 +154,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
         tasks = {*self._probe_tasks, *(item.task for item in pending)}
         for task in tasks - in_flight:
             task.cancel()
+        # Calls in flight are paid for: their verdicts are worth a wait.
         if in_flight and drain_s > 0:
             await asyncio.wait(in_flight, timeout=drain_s)
         for task in tasks:
@@ -215,6 +218,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
                 if self._cache is not None and key is not None and error.cause in FINAL_REFUSALS:
                     self._cache.put_refusal(key, error.cause, str(error))
             duration = self._clock() - (call.first_sent or self._clock())
+            # The message of the final error says how much was tried.
             calls = "1 call" if call.attempts == 1 else f"{call.attempts} calls"
             message = f"{error} ({calls} in {duration:.1f} s)"
             raise error.rewritten(message, usage=call.usage) from None
@@ -256,6 +260,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
         hedge_after = self._limits.hedge_after
         if hedge_after is None:
             return await super()._send(call)
+        # Both run in tasks: cancelling the loser must not cancel the caller.
         first = asyncio.create_task(self._send_in_slot(call, call.slot))
         tasks = {first}
         try:
@@ -264,6 +269,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
                 slot = QueueSlot(call.slot.tokens)
                 self._admission.admit(slot)
                 tasks.add(asyncio.create_task(self._send_in_slot(call, slot)))
+            # A failed attempt does not count while the other one may still succeed.
             pending = set(tasks)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -278,6 +284,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
 
     async def _attempt(self, call: _JudgeCall) -> Verdict:
         """Reserve the cost, ask, read the reply, book the cost; the usage is of this call alone."""
+        # The budget must cover the worst case before anything is sent.
         reservation = await self._ledger.reserve(call.question)
         call.attempts += 1
         call.in_flight += 1
@@ -301,11 +308,13 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
         finally:
             call.in_flight -= 1
             call.last_attempt_s = self._clock() - began
+            # Whatever happened, the call is booked; a cancelled one at its worst case.
             usage, note = billed_usage(outcome, call.question, reservation.input_ratio)
             call.tokens_used = usage.total
             call.usage += usage
             call.cost_usd += reservation.settle(usage, outcome_name, call.last_attempt_s, note)
         self._counts.latencies.append(call.last_attempt_s)
+        # A moving average is a better guess for the token cap than the limit.
         self._mean_output += 0.1 * (usage.output - self._mean_output)
         return Verdict(
             value, redact(reason), redact(reply.text), usage=usage, info=mask_secrets(info)

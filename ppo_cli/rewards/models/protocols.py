@@ -91,6 +91,7 @@ def as_list(value: Any, count: int, where: str) -> list[Any]:
 def sort_by_index(value: Any, count: int, where: str) -> list[dict[str, Any]]:
     """Return the items of a list sorted by their `index`: 0 to count-1, each exactly once."""
     items = as_list(value, count, where)
+    # Servers may answer out of order.
     placed: dict[int, dict[str, Any]] = {}
     for item in items:
         index = item.get("index") if isinstance(item, dict) else None
@@ -114,6 +115,7 @@ def read_outputs(values: Any, weights: Sequence[float]) -> Row:
     """Return the row of a head's outputs: one output, or the weighted sum of several."""
     if not isinstance(values, list) or not values:
         return Row(None, f"no number: the server's outputs are {shorten_repr(values)}")
+    # A wrong number of weights is a wrong setting: stop instead of failing samples.
     if len(values) != max(1, len(weights)):
         raise RewardError(
             f"The served reward model gives {len(values)} outputs, and reward.model.outputs has "
@@ -130,6 +132,7 @@ def read_outputs(values: Any, weights: Sequence[float]) -> Row:
 
 def finite_float(value: Any) -> float | None:
     """Return a JSON number as a float, None for anything else."""
+    # JSON true is an int in Python, and is not a score.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -200,6 +203,7 @@ class Writer:
     def write(self, prompt: Prompt, response: str) -> Sample:
         """Return one sample; raises UnfitError."""
         messages = select_messages(self._settings, get_messages(prompt))
+        # vLLM takes token ids: nothing has to be escaped.
         if self._format is not None and self._adapter == "vllm":
             try:
                 encoded = self._format.encode(messages, response)
@@ -300,6 +304,7 @@ class OpenRlhf:
         """Return the rewards; some servers wrap each number in a list."""
         if not isinstance(reply, dict):
             raise unreadable('the reply is not an object with "rewards"')
+        # OpenRLHF renamed the key.
         name = next((key for key in ("rewards", "scores") if reply.get(key) is not None), None)
         if name is None:
             raise unreadable(f'no "rewards" among {", ".join(map(str, reply)) or "nothing"}')

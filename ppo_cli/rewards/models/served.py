@@ -133,6 +133,7 @@ class ServedModelClient(RemoteClient[_ServedCall, list[Row]]):
             if len(samples) == 1:
                 return [Row(None, error.summary)]
             rejected = error.kind is Failure.REFUSED
+        # Which sample is at fault? Only smaller requests can tell.
         rows = await self._score_halves(samples)
         if rejected and all(row.value is not None for row in rows):
             # No sample is at fault, so the server does not take so many.
@@ -275,6 +276,7 @@ async def check_raw(
 
     A switch that the server knows makes a difference; its name depends on vLLM's version.
     """
+    # Try each name: a switch that changes the outputs is the right one.
     for switch in RAW_SWITCHES:
         protocol.switch = (switch, True)
         on = await score_each(client, samples)
@@ -283,6 +285,7 @@ async def check_raw(
         if _differ(off, on):
             return
     protocol.switch = (RAW_SWITCHES[0], False)
+    # No switch changes anything: either the scores are raw, or always activated.
     rows = [row.outputs for row in off]
     if not all(outputs and all(0.0 <= value <= 1.0 for value in outputs) for outputs in rows):
         return
@@ -325,6 +328,7 @@ async def check_scores(
         raise RewardError(_test_failure(f"gave no score for a harmless sample ({failed})"))
     scores = [row.value for row in first if row.value is not None]
     repeated = [row.value for row in second if row.value is not None]
+    # Servers in bfloat16 may differ a little; much less than samples differ.
     spread = max(scores) - min(scores)
     change = max(abs(a - b) for a, b in zip(scores, repeated, strict=True))
     if change > max(EQUAL, 0.1 * spread):
@@ -378,7 +382,9 @@ class ServedModelReward(Reward):
         """Ask for one small score, then check that scores are raw and good is above bad."""
         for remark in self._writer.list_remarks():
             tell(remark)
+        # The witness has the form of this run's prompts.
         self._client = self._new_client(prompts)
+        # One short answer to each kind of prompt must fit.
         for prompt in first_of_each_kind(prompts):
             self._write(prompt, NO_ANSWER)
         self._reach(patient=patient, tell=tell)
@@ -466,6 +472,7 @@ class ServedModelReward(Reward):
             with raise_if_strict(self._settings.self_test, tell):
                 scores = await check_scores(self._client, samples, tell)
                 check_direction(pairs, scores, "are the server's model and template right")
+        # The self-test does not count in the metrics.
         self._client.counters = Counters()
         self._writer.pop_counts()
 
@@ -495,6 +502,7 @@ class ServedModelReward(Reward):
         if len(self._waiting) >= self._rows:
             entries, self._waiting = self._waiting, []
             self._send(entries)
+        # Samples of a round that is never ended must not wait for ever.
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LINGER_S, self._flush)
 
@@ -542,6 +550,7 @@ class ServedModelReward(Reward):
 
     async def _close(self) -> None:
         self._flush()
+        # Requests in flight are cancelled; their futures get the reason.
         cut_short = dict(self._in_flight)
         for task in cut_short:
             task.cancel()

@@ -59,6 +59,7 @@ class Admission:
             self.breaker.restart_outage()
         if self.breaker.has_given_up():
             raise self.breaker.stop_error()
+        # Nobody waits and nothing holds calls back: no queueing.
         if not self._has_waiting() and not self.breaker.open and self._delay() <= 0.0:
             self.admit(slot)
             return
@@ -92,6 +93,7 @@ class Admission:
 
     def admit(self, slot: QueueSlot) -> None:
         """Let a call leave without queueing."""
+        # While the breaker is open, whatever leaves is a probe.
         slot.probing, slot.refused = self.breaker.open, False
         self._probes += slot.probing
         slot.times_sent += 1

@@ -186,6 +186,7 @@ class Breaker:
     def _confirm_fatal(self, error: RemoteError, *, probe: bool) -> None:
         if not self.open:
             self._open_now()
+        # Only probes count: other calls left before the first fatal answer.
         if self._fatal_probes is None:
             self._fatal_probes = 0
         elif probe:

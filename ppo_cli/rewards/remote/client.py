@@ -138,6 +138,7 @@ class RemoteClient(ABC, Generic[Call, Result]):
         try:
             result = await self._attempt(call)
         except RemoteError as error:
+            # Is this text at fault, or does the service reject every text?
             text_id = self._rejected_text(call, error)
             if text_id and self._bad_requests.is_outage(text_id):
                 error.kind = Failure.RETRYABLE
@@ -204,6 +205,7 @@ def reach(
                 raise
             if error.kind is Failure.UNPARSED:
                 continue
+            # A wrong address fails soon; an outage is waited out.
             waited = time.monotonic() - began
             wrong_address = error.cause in WRONG_ADDRESS and not patient
             if wrong_address and waited > UNREACHABLE_S:

@@ -34,6 +34,7 @@ class LoopThread:
 
     def call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine to its end from another thread; cancelled when the wait is given up."""
+        # The loop cannot run the coroutine while its thread waits for it.
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("call() would wait for its own thread")
@@ -46,11 +47,13 @@ class LoopThread:
     def close(self) -> None:
         """Cancel what still runs and end the thread. Safe to call twice."""
         with self._lock:
+            # Under the lock: no coroutine is submitted after the last look for tasks.
             first, self._closed = not self._closed, True
         if not first:
             self._thread.join(2 * _CANCEL_S)
             return
         atexit.unregister(self.close)
+        # A task that does not end in time is abandoned: the thread is a daemon.
         ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         try:
             ending.result(_CANCEL_S)

@@ -115,6 +115,7 @@ def _message_of_text(text: str, depth: int) -> str:
             return read_message(json.loads(text), depth + 1) or to_one_line(text)
         except (ValueError, RecursionError):
             pass
+    # Tags and scripts of an error page say nothing.
     if is_html(text):
         text = html.unescape(_TAG.sub(" ", _INVISIBLE.sub(" ", text)))
     return to_one_line(text)
@@ -142,6 +143,7 @@ def parse_seconds(text: str) -> float | None:
 
 def parse_retry_after(headers: Mapping[str, str], *, now: float | None = None) -> float | None:
     """Return the wait that a reply asks for: retry-after-ms, or Retry-After (seconds or date)."""
+    # OpenAI and Azure send milliseconds in a separate header.
     milliseconds = parse_seconds(headers.get("retry-after-ms", ""))
     if milliseconds is not None:
         return milliseconds / 1000.0

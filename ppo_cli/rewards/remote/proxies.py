@@ -17,6 +17,7 @@ _PORTS = {"http": 80, "https": 443}
 
 def proxy_for(url: str) -> str | None:
     """Return the proxy for an address, or None where there is none or NO_PROXY exempts it."""
+    # The proxy of the scheme wins over that of ALL_PROXY.
     proxies, parts = getproxies(), urlsplit(url)
     proxy = proxies.get(parts.scheme) or proxies.get("all")
     if not proxy or any(_exempts(entry, parts) for entry in proxies.get("no", "").split(",")):
@@ -49,6 +50,7 @@ def _exempts(entry: str, address: SplitResult) -> bool:
     if separator and scheme not in ("all", address.scheme):
         return False
     host = (address.hostname or "").lower()
+    # An address or a network, such as 10.0.0.0/8.
     if (network := _network(rest)) is not None:
         host_network = _network(host)
         return host_network is not None and _contains(network, host_network)
@@ -59,6 +61,7 @@ def _exempts(entry: str, address: SplitResult) -> bool:
         return False
     if port is not None and port != (address.port or _PORTS.get(address.scheme)):
         return False
+    # Names: a wildcard, a suffix, or the host and its subdomains.
     if name == "*":
         return True
     if name.startswith(("*.", ".")):

@@ -102,7 +102,7 @@ def test_nothing_is_left_of_a_server_whose_run_was_killed(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("code", "limit", "why"),
-    [("print('no such model'); raise SystemExit(3)", 30.0, "ended. Its last words:\nno such model"),
+    [("print('no such model'); raise SystemExit(3)", 30.0, "ended. Its last log lines:\nno"),
      ("print('here'); import time; time.sleep(60)", 2.0, "does not answer after 2 s")],
 )  # fmt: skip
 def test_a_server_that_does_not_come_up_is_told_with_its_last_words(

@@ -42,6 +42,7 @@ def build_provider(
     if lacking := missing_sdk_settings(kind, environ, base_url=api.base_url, key_env=api.key_env):
         raise RewardError("\n".join(lacking))
     base_url = resolve_base_url(provider, api, environ, flags)
+    # A private OpenAI-compatible server may do without a key.
     own_server = declaration.keyless and base_url != declaration.url
     key = read_api_key(kind, environ, key_env=api.key_env, optional=own_server)
     if not is_installed(provider.module):
@@ -69,6 +70,7 @@ def resolve_base_url(
     provider: type[SdkProvider], api: ApiReward, environ: Mapping[str, str], flags: str = "--rm"
 ) -> str:
     """Return the address from the settings, a variable or the provider, as the SDK takes it."""
+    # The setting wins over the variables of the SDK.
     places = {f"{flags}_base_url": api.base_url}
     for variable in () if api.base_url else JUDGES[provider.name].url_variables:
         places[variable] = environ.get(variable, "").strip()
@@ -87,6 +89,7 @@ def read_api_key(
     OpenAI-compatible server) a missing key becomes a placeholder.
     """
     variables = (key_env,) if key_env else JUDGES[kind].keys
+    # The first variable that is set wins.
     for variable in variables:
         value = environ.get(variable, "").strip()
         if value:

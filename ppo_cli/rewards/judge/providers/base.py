@@ -176,6 +176,7 @@ class SdkProvider(ABC):
     @property
     def identity(self) -> str:
         """Everything but the question that may change an answer; no key, no dropped options."""
+        # Another address may serve another model under the same name.
         where = urlsplit(self.base_url)
         parts: dict[str, Any] = {
             "provider": self.name,
@@ -206,6 +207,7 @@ class SdkProvider(ABC):
 
     def fit_answer(self, question: Question) -> Question:
         """Return the question with no more tokens for the answer than the context has room for."""
+        # Learned from an earlier refusal of the length.
         room = min(question.max_tokens, self._max_answer or question.max_tokens)
         return replace(question, max_tokens=room)
 
@@ -337,6 +339,7 @@ class SdkProvider(ABC):
                 "Set --rm_max_tokens %d, or serve it with a longer context. It said: %s",
                 self._context.label, self.api.max_tokens, room, room, message,
             )  # fmt: skip
+        # A smaller room comes from one long text, not from the judge.
         if room >= USUAL_ANSWER:
             self._max_answer = min(room, self._max_answer or room)
 

@@ -104,6 +104,7 @@ class Judge(SdkProvider):
         """Return the jobs of that time and size, the oldest first: jobs have no names here."""
         ids: list[str] = []
         async for job in client.messages.batches.list(limit=100):  # the newest first
+            # The list is sorted by time: older jobs cannot be the one.
             late_s = job.created_at.timestamp() - since
             if late_s < -CLOCK_SKEW_S:
                 break
@@ -137,6 +138,7 @@ class Judge(SdkProvider):
         if "thinking" in forms:
             arguments["thinking"] = {"type": "disabled"}
         if "output_config" in forms and question.output == "json":
+            # Structured output: the answer follows the schema.
             schema = verdict_schema(question)
             arguments["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
         return arguments
@@ -190,6 +192,7 @@ class Bedrock(Judge):
 
 def _outcome(line: Any) -> Reply | JudgeError:
     """Return what one line of a batch's results says."""
+    # A row succeeded, errored, was cancelled or expired.
     kind = str(get_nested(line, "result", "type"))
     if kind == "succeeded":
         return read_row(read_message, get_nested(line, "result", "message"))
@@ -209,5 +212,6 @@ def read_message(reply: Any) -> Reply:
     if stop_reason == "refusal":
         category = get_nested(reply, "stop_details", "category")
         raise refusal("refusal", f"The judge refused (category: {category or 'none'}).", usage)
+    # Thinking blocks and other types are skipped.
     texts = [get_nested(block, "text") for block in blocks if get_nested(block, "type") == "text"]
     return build_reply("".join(t for t in texts if t), usage, truncated=stop_reason in _CUT)

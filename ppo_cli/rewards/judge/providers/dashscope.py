@@ -53,6 +53,7 @@ class Judge(SdkProvider):
         """Return the address of the workspace or region."""
         workspace = environ.get("DASHSCOPE_WORKSPACE", "").strip()
         region = environ.get("DASHSCOPE_REGION", "").strip() or "cn-beijing"
+        # A workspace has a separate host, regions have shared ones.
         if workspace:
             return f"https://{workspace}.{region}.maas.aliyuncs.com/api/v1"
         if region == "cn-beijing":
@@ -76,6 +77,7 @@ class Judge(SdkProvider):
         from dashscope import AsyncClient
 
         silence_logger("dashscope.v2")  # it warns about every failed attempt
+        # The two protocols have different paths.
         compatible = "/compatible-mode" in self.base_url
         base = self.base_url
         if self.api.mode == "decision":  # only the compatible path has it
@@ -105,6 +107,7 @@ class Judge(SdkProvider):
 
     async def list_models(self, client: Any) -> list[str] | None:
         """Return the models that the native protocol lists, page by page."""
+        # The compatible protocol has no list of models.
         if "/compatible-mode" in self.base_url:
             return None
         names: list[str] = []
@@ -120,6 +123,7 @@ class Judge(SdkProvider):
         self, client: Any, question: Question, forms: Forms, timeout: float
     ) -> Reply:
         """One chat completion."""
+        # Only options that the model accepts are sent.
         arguments: dict[str, Any] = {
             "enable_thinking": False, "seed": question.vote, "temperature": self.temperature(),
             "max_tokens": question.max_tokens,

@@ -246,9 +246,9 @@ def _classify_without_status(report: ErrorReport, context: Context) -> JudgeErro
 
 def is_about_filter(message: str) -> bool:
     """Whether a message says that a filter withheld the text or the answer."""
-    words = message.lower()
+    lowered = message.lower()
     codes = [*_CODES[FILTERED].split(), *(m for m, s in _MESSAGES.items() if s == FILTERED)]
-    return any(code in words for code in codes)
+    return any(code in lowered for code in codes)
 
 
 def too_long_advice(message: str, limit: int | None) -> str:

@@ -43,6 +43,7 @@ def reply_from_probabilities(
     shares: Sequence[tuple[str, Any]], labels: Sequence[str], scale: Scale, usage: Usage | None
 ) -> Reply:
     """Return the reply with a probability per level; the labels must be those of the question."""
+    # A label that is missing, unknown or doubled makes the answer useless.
     names = [name for name, _ in shares]
     are_numbers = all(isinstance(p, int | float) and not isinstance(p, bool) for _, p in shares)
     if sorted(names) != sorted(labels) or not are_numbers:

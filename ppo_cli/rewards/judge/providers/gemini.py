@@ -105,6 +105,7 @@ class Judge(SdkProvider):
         silence_logger(
             "google_genai._api_client"
         )  # it names the wrong variable when both contain a key
+        # The SDK appends the version itself.
         base, version = self._address()
         if version is None and self.api.mode == "decision":
             version = "v1beta"  # where the decision endpoint is documented
@@ -164,6 +165,7 @@ class Judge(SdkProvider):
 
     async def submit_batch(self, client: Any, rows: BatchRows, forms: Forms, name: str) -> str:
         """Submit all requests in one call, each with its id as metadata."""
+        # Inline requests: no file has to be uploaded.
         requests = [
             {
                 "contents": _contents(question, forms),
@@ -200,11 +202,13 @@ class Judge(SdkProvider):
             "seed": question.vote, "temperature": self.temperature(),
             "max_output_tokens": question.max_tokens,
         }  # fmt: skip
+        # Plain options first, then those with forms.
         config: dict[str, Any] = {name: value for name, value in plain.items() if name in forms}
         config["automatic_function_calling"] = {"disable": True}
         if question.system and forms.get("system_instruction") == "apart":
             config["system_instruction"] = question.system
         if "thinking" in forms:
+            # Gemini 2.5 has a budget of tokens, Gemini 3 has levels.
             way, _, amount = forms["thinking"].partition(" ")
             config["thinking_config"] = (
                 {"thinking_budget": 0} if way == "budget" else {"thinking_level": amount}
@@ -219,6 +223,7 @@ class Judge(SdkProvider):
             config["response_mime_type"] = "application/json"
         if schema_form == "json_schema":
             schema = verdict_schema(question)
+            # Without an order Gemini sorts the keys: the score would come before the reason.
             order = list(schema["properties"])
             config["response_json_schema"] = {**schema, "propertyOrdering": order}
         return config
@@ -272,12 +277,14 @@ def read_content(reply: Any) -> Reply:
     blocked = get_nested(reply, "prompt_feedback", "block_reason")
     if blocked is not None:
         raise refusal("content_filter", f"The prompt was blocked: {_word(blocked)}", usage)
+    # No candidate and no block reason: not an answer of Gemini.
     candidate = get_nested(reply, "candidates", 0)
     if candidate is None:
         raise bad_body(describe(reply))
     finish_reason = _word(get_nested(candidate, "finish_reason"))
     if finish_reason in _BLOCKED:
         raise refusal("content_filter", f"The answer was blocked: {finish_reason}", usage)
+    # Thoughts are parts, too, and are not the answer.
     parts = get_nested(candidate, "content", "parts") or []
     texts = [get_nested(part, "text") for part in parts if not get_nested(part, "thought")]
     return build_reply(

@@ -1,7 +1,7 @@
-"""A judge of one's own: vLLM's server, started by the run, asked through OpenAI's protocol.
+"""A private judge: vLLM's server, started by the run and asked through OpenAI's protocol.
 
-The server stands below a reaper: it ends with the run, however that ends. When it dies it is
-started again on the same port, and calls that broke off are asked again like any other.
+The reaper process is the server's parent, so that it ends with the run, however that ends. A server
+that dies is started again on the same port, and its calls are repeated like any other.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from ppo_cli.rewards.judge.providers.base import Key
 from ppo_cli.rewards.judge.providers.options import Option
 
 Tell = Callable[[str], None]
-HERE = "127.0.0.1"
-TICK_S = 0.5
-TOLD_EVERY_S = 30.0
-MOST_STARTS = 3  # in a row of which none came to answer
-TAIL = 8  # lines of its log that an error shows
-# Blanks between the parts of the JSON are where a small model gets lost until it is cut off.
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.5
+ANNOUNCE_S = 30.0
+# Give up after so many starts in a row without an answer.
+MAX_STARTS = 3
+TAIL_LINES = 8  # of its log, in an error message
+# A small model may write blanks between the parts of the JSON until it is cut off.
 COMPACT = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 
 
@@ -59,37 +60,37 @@ class Judge(openai.Judge):
     batch_rows = 0
 
     def __init__(self, api: ApiReward, base_url: str, key: Key, flags: str = "--rm") -> None:
-        # Whoever else is on this machine shall not ask it.
-        own = key if key.variable else Key(secrets.token_hex(16), "")
-        super().__init__(api, base_url, own, flags)
+        # A random key, so that other users of this machine cannot use the server.
+        server_key = key if key.variable else Key(secrets.token_hex(16), "")
+        super().__init__(api, base_url, server_key, flags)
         self._server: Server | None = None
 
     @classmethod
     def default_url(cls, environ: Mapping[str, str]) -> str:
-        """A free port of this machine."""
+        """Return an address with a free port of this machine."""
         with socket.socket() as probe:
-            probe.bind((HERE, 0))
-            return f"http://{HERE}:{probe.getsockname()[1]}/v1"
+            probe.bind((LOOPBACK, 0))
+            return f"http://{LOOPBACK}:{probe.getsockname()[1]}/v1"
 
     @property
     def identity(self) -> str:
-        """As of any judge, but with the model's files for the address, whose port is chance."""
-        known = json.loads(super().identity)
+        """The identity with the model's files instead of the address, whose port is random."""
+        parts = json.loads(super().identity)
         folder = Path(model_folder(self.model)).expanduser()
         files: list[tuple[str, int, int]] = []
         with contextlib.suppress(ModelError, OSError):
             states = [(file.name, file.stat()) for file in weight_files(folder)]
             files = [(name, state.st_size, state.st_mtime_ns) for name, state in states]
-        own = {"endpoint": "", "model": str(folder.resolve()) if files else self.model}
-        return json.dumps(known | own | {"files": files}, sort_keys=True)
+        changes = {"endpoint": "", "model": str(folder.resolve()) if files else self.model}
+        return json.dumps(parts | changes | {"files": files}, sort_keys=True)
 
     def options(self) -> Sequence[Option]:
-        """Thinking is switched off by the templates' usual argument; others do not read it."""
-        found = [option for option in super().options() if option.name != "thinking"]
-        return [Option("thinking", ("chat_template_kwargs",), ("enable_thinking",)), *found]
+        """Thinking is switched off by the usual argument of chat templates."""
+        options = [option for option in super().options() if option.name != "thinking"]
+        return [Option("thinking", ("chat_template_kwargs",), ("enable_thinking",)), *options]
 
     def start_server(self, tell: Tell) -> None:
-        """Start the server and wait until it answers; RewardError says why it does not."""
+        """Start the server and wait until it answers; RewardError if it does not."""
         if self._server is None:
             self._server = Server(
                 self.command(os.environ), self.environment(os.environ), self.base_url
@@ -103,50 +104,57 @@ class Judge(openai.Judge):
             server.stop()
 
     def command(self, environ: Mapping[str, str]) -> list[str]:
-        """The command that serves the model."""
+        """Return the command that serves the model."""
         python = vllm_python(environ)
         if python is None:
             raise MissingPart("A judge that the run starts needs vLLM: run `scripts/setup vllm`.")
         local, model = self.api.local, str(Path(model_folder(self.model)).expanduser())
-        given: dict[str, object] = {
+        arguments: dict[str, object] = {
             "model": model,
             "served_model_name": self.model,
-            "host": HERE,
+            "host": LOOPBACK,
             "port": urlsplit(self.base_url).port,
             "structured_outputs_config": COMPACT,
             "max_model_len": local.max_model_len or longest_request(self.model),
         }
         if fault := judge_fault(environ):
             raise MissingPart(str(fault))
+        # On the CPU: no CUDA graphs, and float32 where the processor lacks bfloat16.
         if local.devices or list_gpus(environ):
-            given["gpu_memory_utilization"] = local.gpu_memory_utilization
-            given["tensor_parallel_size"] = max(1, len(local.devices))
+            arguments["gpu_memory_utilization"] = local.gpu_memory_utilization
+            arguments["tensor_parallel_size"] = max(1, len(local.devices))
         else:
-            given |= {"enforce_eager": True, "dtype": "auto" if has_bfloat16() else "float32"}
-        words = [python, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-        for name, value in (given | local.engine_kwargs).items():
+            arguments |= {"enforce_eager": True, "dtype": "auto" if has_bfloat16() else "float32"}
+        command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+        # Flags of vLLM: True has no value, False and None leave the flag out.
+        for name, value in (arguments | local.engine_kwargs).items():
             if value is None or value is False:
                 continue
-            words.append("--" + name.replace("_", "-"))
+            command.append("--" + name.replace("_", "-"))
             if value is not True:
-                words.append(json.dumps(value) if isinstance(value, dict | list) else str(value))
-        return [*words, "--disable-uvicorn-access-log"]
+                command.append(json.dumps(value) if isinstance(value, dict | list) else str(value))
+        return [*command, "--disable-uvicorn-access-log"]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The server's variables: no key of a provider, its own GPUs, and what vLLM needs."""
+        """Return the server's variables: GPUs and what vLLM needs, without keys of providers."""
         keys = {name for judge in JUDGES.values() for name in judge.keys}
-        found = {name: text for name, text in environ.items() if name not in keys}
-        found |= {"VLLM_API_KEY": self._key.value, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        found.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # a server has its engine apart
+        variables = {name: text for name, text in environ.items() if name not in keys}
+        variables |= {
+            "VLLM_API_KEY": self._key.value,
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+        }
+        # A server runs its engine in a separate process.
+        variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         if Path(model_folder(self.model)).expanduser().is_dir():
-            found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+            variables |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         if devices := self.api.local.devices:
             visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
             names = [visible[d] if d < len(visible) and visible[d] else str(d) for d in devices]
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         elif not list_gpus(environ):
-            found |= server_environment(environ)
-        return found
+            variables |= server_environment(environ)
+        return variables
 
 
 class Server:
@@ -163,7 +171,7 @@ class Server:
         self._watch: threading.Thread | None = None
 
     def start(self, tell: Tell, limit_s: float) -> None:
-        """Start it, wait until it answers, and watch it; RewardError where it does not come."""
+        """Start it, wait until it answers, and watch it; RewardError if it does not answer."""
         tell("The judge's server is starting; this takes a minute or more.")
         try:
             self._launch()
@@ -171,14 +179,15 @@ class Server:
         except BaseException:
             self.stop()
             raise
-        self._watch = threading.Thread(target=self._keep_up, args=(tell,), daemon=True)
+        self._watch = threading.Thread(target=self._keep_running, args=(tell,), daemon=True)
         self._watch.start()
 
     def stop(self) -> None:
-        """End it and all that it started."""
+        """Stop it and all its child processes."""
+        # First the watcher, or it would start the server again.
         self._stopped.set()
         if self._watch is not None:
-            self._watch.join(TICK_S * 4)
+            self._watch.join(POLL_S * 4)
         if self._process is not None:
             self._process.terminate()
             try:
@@ -189,6 +198,7 @@ class Server:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _launch(self) -> None:
+        # The reaper runs without site packages: it must start even if the environment is broken.
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), str(self._folder),
@@ -198,26 +208,26 @@ class Server:
             )  # fmt: skip
 
     def _wait(self, tell: Tell, limit_s: float) -> None:
-        began = told = time.monotonic()
+        began = announced = time.monotonic()
         while not self._answers():
             now = time.monotonic()
             if self._ended() or now - began > limit_s:
                 why = "ended" if self._ended() else f"does not answer after {limit_s:g} s"
-                raise RewardError(f"The judge's server {why}. Its last words:\n{self._tail()}")
-            if now - told > TOLD_EVERY_S:
-                told = now
+                raise RewardError(f"The judge's server {why}. Its last log lines:\n{self._tail()}")
+            if now - announced > ANNOUNCE_S:
+                announced = now
                 tell(f"The judge's server is loading its model ({now - began:.0f} s).")
-            time.sleep(TICK_S)
+            time.sleep(POLL_S)
         tell(f"The judge's server answers after {time.monotonic() - began:.0f} s.")
 
-    def _keep_up(self, tell: Tell) -> None:
-        """Start it again whenever it ends; give up after some starts of which none came up."""
+    def _keep_running(self, tell: Tell) -> None:
+        """Restart it whenever it ends; give up after some starts in a row without an answer."""
         starts = 0
-        while not self._stopped.wait(TICK_S):
+        while not self._stopped.wait(POLL_S):
             if not self._ended():
                 starts = 0 if starts and self._answers() else starts
                 continue
-            if starts == MOST_STARTS:
+            if starts == MAX_STARTS:
                 tell(f"The judge's server ended {starts} times as it started:\n{self._tail()}")
                 return
             starts += 1
@@ -237,5 +247,5 @@ class Server:
     def _tail(self) -> str:
         with contextlib.suppress(OSError):
             lines = [x for x in self._log.read_text(errors="replace").splitlines() if x.strip()]
-            return redact("\n".join(line[:300] for line in lines[-TAIL:]), self._environ)
+            return redact("\n".join(line[:300] for line in lines[-TAIL_LINES:]), self._environ)
         return "(none)"

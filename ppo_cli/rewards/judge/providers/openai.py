@@ -68,6 +68,7 @@ class Judge(SdkProvider):
         """Thinking is switched off only for Qwen models, which document how."""
         host = urlsplit(self.base_url).netloc
         is_official = host.endswith(_OFFICIAL_HOSTS)
+        # Reasoning models refuse `max_tokens`, older servers the other name.
         lengths = ("max_completion_tokens", "max_tokens")
         options = [
             Option("seed"),
@@ -153,6 +154,7 @@ class Judge(SdkProvider):
     async def fetch_results(self, client: Any, job: str) -> BatchResults:
         """Return the lines of both files of a batch: answers, and rows that failed or expired."""
         batch = await client.batches.retrieve(job)
+        # Answers are in one file, errors in another.
         outcomes: list[tuple[str, Reply | JudgeError]] = []
         for name in ("output_file_id", "error_file_id"):
             file = get_nested(batch, name)
@@ -163,6 +165,7 @@ class Judge(SdkProvider):
 
     def _request(self, question: Question, forms: Forms) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arguments that the SDK checks, and those that it sends unchanged."""
+        # Only options that the model accepts are sent.
         chosen: dict[str, Any] = {
             "model": self.model,
             "messages": chat_messages(question, apart=forms.get("system_message") == "apart"),
@@ -185,6 +188,7 @@ class Judge(SdkProvider):
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
         """One decision."""
+        # One label for each level, in order.
         labels = level_labels(question.scale)
         task = {
             "type": "score",
@@ -254,6 +258,7 @@ def read_completion(reply: Any, tokens: TokenFields = TOKENS) -> Reply:
         raise_body(reply)
     usage = read_usage(get_nested(reply, "usage"), tokens)
     finish_reason, content = get_nested(choice, "finish_reason"), get_nested(message, "content")
+    # A refusal has a field of its own; some gateways use the finish reason.
     refused_text = get_nested(message, "refusal")
     if refused_text or finish_reason == "refusal":
         raise refusal("refusal", str(refused_text or content), usage)

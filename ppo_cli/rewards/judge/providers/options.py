@@ -64,6 +64,7 @@ class OptionSet:
 
     def drop_named(self, forms: Forms, message: str, param: str | None) -> bool:
         """Drop the option that a refusal names; once these forms worked, only by `param`."""
+        # A refusal can only be about options that were sent.
         sent = [option for option in self.options if option.name in forms]
         by_param = [option for option in sent if param and option.find_in(param) is not None]
         if by_param or forms == self.accepted:
@@ -90,6 +91,7 @@ class OptionSet:
 
     def accept(self, forms: Forms, guesses: Sequence[str], message: str) -> None:
         """Note that a call with these forms succeeded, and drop the options guessed for it."""
+        # What had to be left out for the first success is not tried again.
         if self.accepted is None:
             for label in guesses:
                 self._drop(label, message)

@@ -48,6 +48,7 @@ def read_body(text: str) -> Any:
 
 def check_body(text: str) -> None:
     """Raise the bad body that an SDK would fail on, or would read as an empty answer."""
+    # An error next to an answer is a warning of a gateway, so the answer counts.
     body = read_body(text)
     if not isinstance(body, Mapping) or (body.get("error") and not body.keys() & _ANSWERS):
         raise_body(body)
@@ -81,6 +82,7 @@ def raise_body(body: Any) -> NoReturn:
     error = body.get("error") if isinstance(body, Mapping) else None
     if isinstance(error, Mapping):
         code, message = error.get("code"), read_message(error)
+        # OpenRouter and others send the status of the provider behind them in the body.
         if isinstance(code, int) and 400 <= code < 600:
             raise ErrorInBody(body, code)
         if is_about_length(400, message) or code == "context_length_exceeded":
@@ -134,6 +136,7 @@ def is_stream(text: str) -> bool:
 def _join_chunks(text: str) -> dict[str, Any]:
     """Return the completion that a stream of OpenAI's chunks makes, if it is complete."""
     content, finish_reason, usage, done = "", None, None, False
+    # Only `data` lines carry chunks; comments and event names are skipped.
     for line in text.splitlines():
         name, _, value = line.partition(":")
         if name != "data":
@@ -152,6 +155,7 @@ def _join_chunks(text: str) -> dict[str, Any]:
         for choice in chunk["choices"][:1]:
             content += (choice.get("delta") or {}).get("content") or ""
             finish_reason = choice.get("finish_reason") or finish_reason
+    # A stream without its end may have lost text.
     if not done and finish_reason is None:
         raise bad_body(f"an event stream that was cut: {STREAMS}")
     answer = {"role": "assistant", "content": content}
@@ -240,6 +244,7 @@ def read_usage(usage: Any, fields: TokenFields) -> Usage | None:
 
     Also None if one of the numbers cannot be a count of tokens: then no other is trusted.
     """
+    # All numbers by their dotted names, missing ones left out.
     names = {*fields.input, *fields.output, fields.cached, fields.total} - {""}
     reported = {name: get_nested(usage, *name.split(".")) for name in names}
     counts = {name: count for name, count in reported.items() if count is not None}
@@ -249,6 +254,7 @@ def read_usage(usage: Any, fields: TokenFields) -> Usage | None:
         sum(int(counts.get(name, 0)) for name in side) if side[0] in counts else 0
         for side in (fields.input, fields.output)
     )
+    # Thoughts are billed as output, but some providers count them only in the total.
     if read and fields.total in counts:
         written = max(written, int(counts[fields.total]) - read)
     if not (read or written):
