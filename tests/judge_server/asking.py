@@ -29,24 +29,28 @@ WIRES = {
 _NONCE = "0123456789abcdef"
 
 
-def make_question(response: str = "The answer is 42.", truth: str = "42", **more: Any) -> Question:
+def make_question(
+    response: str = "The answer is 42.", truth: str = "42", **changes: Any
+) -> Question:
     """A question in the form of the templates, the data fenced with a nonce."""
     blocks = {"response": response, "ground_truth": truth}
     user = "\n".join(f"<{k}-{_NONCE}>\n{v}\n</{k}-{_NONCE}>" for k, v in blocks.items())
-    return Question("You are a careful judge. Answer in JSON.", user, "id", Scale(1, 10), **more)
+    return Question("You are a careful judge. Answer in JSON.", user, "id", Scale(1, 10), **changes)
 
 
-def judge_at(server: JudgeServer, wire: str, **more: Any) -> SdkProvider:
+def judge_at(server: JudgeServer, wire: str, **changes: Any) -> SdkProvider:
     """A provider that asks the loopback server over one wire."""
-    made = {name: more.pop(name) for name in ("environ", "flags") if name in more}
-    model = more.pop("model", "judge-model")
-    api = judge_api(WIRES[wire], model, server.url(wire), **more)
-    return build_provider(api, **{"environ": KEYS} | made)
+    options = {name: changes.pop(name) for name in ("environ", "flags") if name in changes}
+    model = changes.pop("model", "judge-model")
+    api = judge_api(WIRES[wire], model, server.url(wire), **changes)
+    return build_provider(api, **{"environ": KEYS} | options)
 
 
-def judge_api(kind: str, model: str = "m", base_url: str | None = None, **more: Any) -> ApiReward:
+def judge_api(
+    kind: str, model: str = "m", base_url: str | None = None, **changes: Any
+) -> ApiReward:
     """Settings of a judge at one provider."""
-    return ApiReward.model_validate({"type": kind, "model": model, "base_url": base_url} | more)
+    return ApiReward.model_validate({"type": kind, "model": model, "base_url": base_url} | changes)
 
 
 def on_a_loop(provider: SdkProvider, work: Callable[[SdkProvider], Awaitable[T]]) -> T:

@@ -79,16 +79,16 @@ class Batches:
         dice = random.Random(0)
         for fault in self.faults:
             if fault.strikes(path, {}, dice) and isinstance(fault.kind, int):
-                told = WIRES[wire].error(fault.kind, "This is for tests.", None, None)
-                return web.json_response(told, status=fault.kind)
+                error = WIRES[wire].error(fault.kind, "This is for tests.", None, None)
+                return web.json_response(error, status=fault.kind)
         jobs = len(self.jobs)
         reply = await getattr(self, f"_{wire}")(request)
         if len(self.jobs) > jobs:
             await asyncio.sleep(self.reply_s)
             if self.lost:
                 self.lost -= 1
-                told = WIRES[wire].error(500, "This is for tests.", None, None)
-                return web.json_response(told, status=500)
+                error = WIRES[wire].error(500, "This is for tests.", None, None)
+                return web.json_response(error, status=500)
         return reply if isinstance(reply, web.Response) else web.json_response(reply)
 
     def _owner(self, path: str, request: web.Request) -> str:
@@ -116,11 +116,11 @@ class Batches:
 
     def _fate(self, row: Body) -> str:
         text = json.dumps(row, ensure_ascii=False)
-        return next((fate for words, fate in self.spoil.items() if words in text), "")
+        return next((fate for fragment, fate in self.spoil.items() if fragment in text), "")
 
     def _done(self, job: Job) -> list[tuple[str, str, tuple[int, Body]]]:
         """Id, fate and answer of every row that the results hold, in another order."""
-        found = []
+        lines = []
         for name, row in job.rows.items():
             fate = self._fate(row)
             if fate == "missing":
@@ -128,11 +128,11 @@ class Batches:
             fault = Fault(fate) if fate in KINDS else None
             answer = GARBLED if fate == "garbled" else self.judge(job.wire, False, row, fault)
             ends = fate if fate in (*NO_ANSWER, "cut") else ""
-            found.append((f"{name}x" if fate == "foreign" else name, ends, answer))
+            lines.append((f"{name}x" if fate == "foreign" else name, ends, answer))
             if fate == "doubled":
-                found.append((name, "", self.judge(job.wire, False, row, Fault("refusal"))))
-        random.Random(len(found)).shuffle(found)
-        return found
+                lines.append((name, "", self.judge(job.wire, False, row, Fault("refusal"))))
+        random.Random(len(lines)).shuffle(lines)
+        return lines
 
     # --- OpenAI: a file of requests, files of results -----------------------------------------
 
@@ -152,52 +152,52 @@ class Batches:
         if path.startswith("/files/"):
             return web.Response(text=self.files[path.split("/")[2]])
         if request.method == "POST":
-            asked = await request.json()
-            assert asked["completion_window"] == "24h"
-            lines = [json.loads(one) for one in self.files[asked["input_file_id"]].splitlines()]
+            body = await request.json()
+            assert body["completion_window"] == "24h"
+            lines = [json.loads(line) for line in self.files[body["input_file_id"]].splitlines()]
             rows = {line["custom_id"]: line["body"] for line in lines}
             good = len(rows) == len(lines) and all(
-                line["method"] == "POST" and line["url"] == asked["endpoint"] for line in lines
+                line["method"] == "POST" and line["url"] == body["endpoint"] for line in lines
             )
             why = self.refuse if good else "a line is not a request"
-            job = self._add("openai", rows, why, asked["metadata"]["ppo_cli"])
+            job = self._add("openai", rows, why, body["metadata"]["ppo_cli"])
             return self._openai_job(job, self.jobs[job], over=False)
         if path == "/batches":
-            found = [self._openai_job(*item, over=False) for item in self._newest("openai")]
-            return {"object": "list", "data": found, "has_more": False}
+            jobs = [self._openai_job(*item, over=False) for item in self._newest("openai")]
+            return {"object": "list", "data": jobs, "has_more": False}
         job = path.rsplit("/", 1)[-1]
         return self._openai_job(job, *self._look(job))
 
     def _openai_job(self, name: str, job: Job, over: bool) -> Body:
         status = "failed" if job.failed else "in_progress"
-        told: Body = {
+        reply: Body = {
             "id": name, "object": "batch", "endpoint": "/v1/chat/completions",
             "created_at": int(job.made), "metadata": {"ppo_cli": job.name},
             "completion_window": "24h", "input_file_id": "file-0", "status": status,
             "request_counts": {"total": len(job.rows), "completed": 0, "failed": 0},
         }  # fmt: skip
         if job.failed:
-            told["errors"] = {"object": "list", "data": [{"code": "bad", "message": job.failed}]}
+            reply["errors"] = {"object": "list", "data": [{"code": "bad", "message": job.failed}]}
         if not over or job.failed:
-            return told
+            return reply
         good, bad = [], []
         for row, fate, (status_code, body) in self._done(job):
             line: Body = {"id": f"r-{row}", "custom_id": row, "response": None, "error": None}
             if fate in ("expired", "cancelled"):
                 line["error"] = {"code": f"batch_{fate}", "message": "It was not done."}
             elif fate == "errored":
-                said = WIRES["openai"].error(500, "The server had an error.", None, None)
-                line["response"] = {"status_code": 500, "request_id": "r", "body": said}
+                error = WIRES["openai"].error(500, "The server had an error.", None, None)
+                line["response"] = {"status_code": 500, "request_id": "r", "body": error}
             else:
                 line["response"] = {"status_code": status_code, "request_id": "r", "body": body}
             (bad if fate in NO_ANSWER else good).append(_written(line, fate))
         for field_name, lines in (("output_file_id", good), ("error_file_id", bad)):
             if lines:
-                told[field_name] = f"{name}-{field_name}"
-                self.files[told[field_name]] = "\n".join(lines) + "\n"
-        told["status"] = "expired" if self.late else "completed"
-        told["request_counts"] |= {"completed": len(good), "failed": len(bad)}
-        return told
+                reply[field_name] = f"{name}-{field_name}"
+                self.files[reply[field_name]] = "\n".join(lines) + "\n"
+        reply["status"] = "expired" if self.late else "completed"
+        reply["request_counts"] |= {"completed": len(good), "failed": len(bad)}
+        return reply
 
     # --- Anthropic: requests in one call, results as lines ------------------------------------
 
@@ -205,17 +205,15 @@ class Batches:
         name = request.path.removeprefix("/v1/messages/batches").strip("/")
         if request.method == "POST":
             sent = (await request.json())["requests"]
-            rows = {one["custom_id"]: one["params"] for one in sent}
-            if len(rows) < len(sent) or not all(_NAME.fullmatch(one) for one in rows):
-                told = WIRES["claude"].error(400, "custom_id: not unique or wrong", None, None)
-                return web.json_response(told, status=400)
+            rows = {row["custom_id"]: row["params"] for row in sent}
+            if len(rows) < len(sent) or not all(_NAME.fullmatch(row_id) for row_id in rows):
+                error = WIRES["claude"].error(400, "custom_id: not unique or wrong", None, None)
+                return web.json_response(error, status=400)
             name = self._add("claude", rows)
             return self._claude_job(request, name, self.jobs[name], over=False)
         if not name:
-            found = [
-                self._claude_job(request, *item, over=False) for item in self._newest("claude")
-            ]
-            return {"data": found, "has_more": False, "first_id": None, "last_id": None}
+            jobs = [self._claude_job(request, *item, over=False) for item in self._newest("claude")]
+            return {"data": jobs, "has_more": False, "first_id": None, "last_id": None}
         if not name.endswith("/results"):
             return self._claude_job(request, name, *self._look(name))
         job = self.jobs[name.removesuffix("/results")]
@@ -225,20 +223,20 @@ class Batches:
             if fate in ("expired", "cancelled"):
                 result = {"type": fate.replace("ll", "l")}
             elif fate == "errored" or status != 200:
-                told = WIRES["claude"].error(500, "Internal server error", None, None)
-                result = {"type": "errored", "error": told if fate else body}
+                error = WIRES["claude"].error(500, "Internal server error", None, None)
+                result = {"type": "errored", "error": error if fate else body}
             lines.append(_written({"custom_id": row, "result": result}, fate))
         return web.Response(text="\n".join(lines) + "\n", content_type="application/x-jsonl")
 
     def _claude_job(self, request: web.Request, name: str, job: Job, over: bool) -> Body:
         counts = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
         counts["succeeded" if over else "processing"] = len(job.rows)
-        here = f"{request.scheme}://{request.host}/v1/messages/batches/{name}/results"
+        url = f"{request.scheme}://{request.host}/v1/messages/batches/{name}/results"
         return {
             "id": name, "type": "message_batch", "request_counts": counts,
             "created_at": datetime.fromtimestamp(job.made, UTC).isoformat(),
             "expires_at": _WHEN, "ended_at": _WHEN if over else None, "archived_at": None,
-            "cancel_initiated_at": None, "results_url": here if over else None,
+            "cancel_initiated_at": None, "results_url": url if over else None,
             "processing_status": "ended" if over else "in_progress",
         }  # fmt: skip
 
@@ -249,7 +247,7 @@ class Batches:
             batch = (await request.json())["batch"]
             assert batch["displayName"]
             sent = batch["inputConfig"]["requests"]["requests"]
-            rows = {one["metadata"]["key"]: one["request"] for one in sent}
+            rows = {row["metadata"]["key"]: row["request"] for row in sent}
             name = self._add("gemini", rows, named=batch["displayName"])
             return {"name": f"batches/{name}", "metadata": {"state": "BATCH_STATE_PENDING"}}
         name = request.path.rsplit("/", 1)[-1]
@@ -260,9 +258,9 @@ class Batches:
             ]
             return {"operations": jobs}
         job, over = self._look(name)
-        told: Body = {"name": f"batches/{name}", "metadata": {"state": "BATCH_STATE_RUNNING"}}
+        reply: Body = {"name": f"batches/{name}", "metadata": {"state": "BATCH_STATE_RUNNING"}}
         if not over:
-            return told
+            return reply
         lines = []
         for row, fate, (_, body) in self._done(job):
             line: Body = {"metadata": {"key": row}}
@@ -272,12 +270,12 @@ class Batches:
             elif fate != "cut":  # a job that was cut would be no JSON
                 line["response"] = body
             lines.append(line)
-        told["metadata"] |= {
+        reply["metadata"] |= {
             "state": "BATCH_STATE_EXPIRED" if self.late else "BATCH_STATE_SUCCEEDED",
             "createTime": _WHEN,
             "output": {"inlinedResponses": {"inlinedResponses": lines}},
         }
-        return told | {"done": True}
+        return reply | {"done": True}
 
 
 def _written(line: Body, fate: str) -> str:

@@ -28,9 +28,9 @@ class ManualClock:
         return self.now
 
 
-def ask_for(word: str, **more: Any) -> Question:
+def ask_for(word: str, **changes: Any) -> Question:
     text = f"Judge this answer: {word}."
-    return Question("You are strict.", text, text, Scale(1, 10), max_tokens=64, **more)
+    return Question("You are strict.", text, text, Scale(1, 10), max_tokens=64, **changes)
 
 
 def questions(count: int) -> list[Question]:
@@ -55,14 +55,14 @@ def run(
     provider = build_provider(api, environ={"OPENAI_API_KEY": "for-the-loopback"})
     client = JudgeClient(provider, limits=Limits(**limits), ledger=ledger or free(), cache=cache)
 
-    async def whole() -> T:
+    async def run_and_close() -> T:
         try:
             return await work(client)
         finally:
             await client.close()
 
-    return asyncio.run(whole())
+    return asyncio.run(run_and_close())
 
 
-async def ask_all(client: JudgeClient, asked: list[Question]) -> list[Any]:
-    return await asyncio.gather(*map(client.ask, asked), return_exceptions=True)
+async def ask_all(client: JudgeClient, questions: list[Question]) -> list[Any]:
+    return await asyncio.gather(*map(client.ask, questions), return_exceptions=True)

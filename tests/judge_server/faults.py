@@ -39,8 +39,8 @@ class Fault(Occasion):
     raw: str | None = None
 
     def __post_init__(self) -> None:
-        known = self.kind in STATUSES if isinstance(self.kind, int) else self.kind in KINDS
-        if not known:
+        is_known = self.kind in STATUSES if isinstance(self.kind, int) else self.kind in KINDS
+        if not is_known:
             raise ValueError(f"unknown fault {self.kind!r}: {sorted(STATUSES)}, {sorted(KINDS)}")
 
     def strikes(self, path: str, body: Any, dice: random.Random) -> bool:

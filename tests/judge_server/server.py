@@ -195,10 +195,10 @@ class JudgeServer(Loopback):
         self, request: web.Request, body: dict[str, Any], key: str | None
     ) -> web.StreamResponse:
         state, path = self.state, request.path
-        found = wire_of(path, body)
-        if found is None:
+        match = wire_of(path, body)
+        if match is None:
             return web.json_response({"error": {"message": f"no such path {path}"}}, status=404)
-        name, decision = found
+        name, decision = match
         limited = self._limit(name)
         if limited is not None:
             return limited
@@ -238,8 +238,10 @@ class JudgeServer(Loopback):
     ) -> tuple[int, dict[str, Any]]:
         read = decision_texts if decision else WIRES[name].read
         system, user = read(body)
-        said = self.score(system, user)
-        text = said if isinstance(said, str) else json.dumps({"reason": "As told.", "score": said})
+        score = self.score(system, user)
+        text = (
+            score if isinstance(score, str) else json.dumps({"reason": "As told.", "score": score})
+        )
         kind = fault.kind if fault else ""
         text = {
             "no_content": "",

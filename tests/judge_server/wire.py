@@ -17,15 +17,15 @@ FILTERED = "Output blocked by content filtering policy"
 
 def fenced(kind: str, user: str) -> str | None:
     """Return the data of one kind (`response`, `ground_truth`) in a request, or None."""
-    found = re.findall(_FENCE.format(kind), user, re.DOTALL)
-    return found[-1][1] if found else None
+    matches = re.findall(_FENCE.format(kind), user, re.DOTALL)
+    return matches[-1][1] if matches else None
 
 
 def default_score(system: str, user: str) -> int:
     """10 when the ground truth stands in the response as a whole number or word, else 1."""
     response, truth = fenced("response", user) or "", (fenced("ground_truth", user) or "").strip()
-    found = truth and re.search(rf"(?<![\w.]){re.escape(truth)}(?!\w|\.\d)", response)
-    return 10 if found else 1
+    match = truth and re.search(rf"(?<![\w.]){re.escape(truth)}(?!\w|\.\d)", response)
+    return 10 if match else 1
 
 
 def verdict_keys(user: str) -> dict[str, str]:
@@ -282,11 +282,11 @@ def _openai_decision(body: Body, answer: Answer, score: int) -> Body:
             {"label": label, "value": i, "probability": p}
             for i, (label, p) in enumerate(zip(labels, shares, strict=True))
         ]
-        found: Body = {
+        reply: Body = {
             "type": "score", "name": question.get("name"), "confidence": max(shares),
             "score": sum(i * p for i, p in enumerate(shares)), "probabilities": rows,
         }  # fmt: skip
-        answers.append(found if answer.end == "stop" else {"type": "refusal", "name": None})
+        answers.append(reply if answer.end == "stop" else {"type": "refusal", "name": None})
     usage = {
         "input_tokens": answer.tokens_in,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},

@@ -32,16 +32,16 @@ def test_a_key_that_the_judge_sends_back_is_not_passed_on(
     key = "for-the-loopback"  # of a variable that `redact` does not know by its name
     written = "".join(f"\\u{ord(char):04x}" for char in key)
     heard = []
-    for number, said in enumerate((key, written)):
-        server.score = lambda *_, said=said: f'{{"reason": "Bearer: {said}", "score": 7}}'
+    for number, secret in enumerate((key, written)):
+        server.score = lambda *_, secret=secret: f'{{"reason": "Bearer: {secret}", "score": 7}}'
         cache = VerdictCache(tmp_path / "judge.sqlite")
-        asked = ask_for(f"number {number}")
-        heard.append(run(server, lambda client: client.ask(asked), cache=cache))  # noqa: B023
+        question = ask_for(f"number {number}")
+        heard.append(run(server, lambda client: client.ask(question), cache=cache))  # noqa: B023
         cache.close()
     assert [verdict.value for verdict in heard] == [7, 7]
     assert key not in repr(heard)
-    kept = b"".join(file.read_bytes() for file in tmp_path.iterdir())
-    assert b"Bearer: ***" in kept and key.encode() not in kept
+    content = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert b"Bearer: ***" in content and key.encode() not in content
 
 
 def verdicts(answers: list[Any]) -> list[Verdict]:
@@ -74,24 +74,24 @@ def test_an_outage_costs_time_but_no_verdict(server: JudgeServer, concurrency: i
     server.state.latency = 0.3  # or all is over before the judge goes away
 
     async def work(client: JudgeClient) -> tuple[list[Any], str, Any, Any]:
-        asked = [asyncio.create_task(client.ask(q)) for q in questions(40)]
-        await asyncio.wait(asked[:1])
+        tasks = [asyncio.create_task(client.ask(q)) for q in questions(40)]
+        await asyncio.wait(tasks[:1])
         await asyncio.to_thread(server.pause)
-        down, told = time.monotonic(), ""
-        while time.monotonic() < down + (3.0 if told or concurrency == 1 else 12.0):
+        down, sentence = time.monotonic(), ""
+        while time.monotonic() < down + (3.0 if sentence or concurrency == 1 else 12.0):
             await asyncio.sleep(0.1)
-            told = client.waiting_for() or told
+            sentence = client.waiting_for() or sentence
         await asyncio.to_thread(server.resume)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        return answers, told, client.pop_counters(), client.pop_counters()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        return answers, sentence, client.pop_counters(), client.pop_counters()
 
-    answers, told, counters, nothing = run(
+    answers, sentence, counters, nothing = run(
         server, work, concurrency=concurrency, timeout=2, deadline=20
     )
     assert len(verdicts(answers)) == 40
     assert server.state.answered <= 40 + concurrency  # those cut off on their way back
     if concurrency > 1:  # one at a time, five failures may take longer than this outage
-        assert "The judge does not answer (connection" in told
+        assert "The judge does not answer (connection" in sentence
         assert counters.open_seconds > 0.3 and counters.concurrency >= 1
         assert nothing == Counters(concurrency=counters.concurrency)
 
@@ -129,8 +129,8 @@ def test_a_poisoned_text_ends_alone(server: JudgeServer) -> None:
     assert bad.usage.input > 0
     assert [v.value for v in verdicts(good)] == [7.0] * 20
     assert (counters.unread, counters.verdicts) == ({"form": 3}, 20)
-    again = [t for t in asked_texts(server) if POISON in t]
-    assert len(again) == 2 and any("ONE JSON object" in text for text in again)
+    repeated = [t for t in asked_texts(server) if POISON in t]
+    assert len(repeated) == 2 and any("ONE JSON object" in text for text in repeated)
 
 
 def test_a_cut_answer_gets_more_room(server: JudgeServer) -> None:
@@ -211,12 +211,12 @@ def test_a_deadline_ends_a_verdict_only_while_the_judge_answers_others(
     assert run(server, lambda client: client.ask(ask_for("alone")), deadline=0.001).calls == 5
 
     async def beside_another(client: JudgeClient) -> list[Any]:
-        one = asyncio.create_task(client.ask(ask_for("one")))
+        call = asyncio.create_task(client.ask(ask_for("one")))
         while not server.count:
             await asyncio.sleep(0.005)
         other = await client.ask(ask_for("other"))
         server.fail(500)
-        return [other, *await asyncio.gather(one, return_exceptions=True)]
+        return [other, *await asyncio.gather(call, return_exceptions=True)]
 
     server.reset()
     server.fail(500, times=1)
@@ -234,10 +234,10 @@ def test_a_long_pause_uses_up_a_quarter_of_a_verdicts_time(
     server.fail(500, said="stubborn")
 
     async def beside_others(client: JudgeClient) -> BaseException | None:
-        one = asyncio.create_task(client.ask(ask_for("stubborn")))
-        while not (await asyncio.wait([one], timeout=0.05))[0]:
+        call = asyncio.create_task(client.ask(ask_for("stubborn")))
+        while not (await asyncio.wait([call], timeout=0.05))[0]:
             await client.ask(ask_for(f"at {time.monotonic()}"))
-        return one.exception()
+        return call.exception()
 
     error = run(server, beside_others, deadline=1.2)
     assert isinstance(error, JudgeError) and error.cause == "http_500"
@@ -272,18 +272,18 @@ def test_equal_questions_share_one_call(server: JudgeServer, tmp_path: Path) -> 
 
     async def work(client: JudgeClient) -> tuple[list[Any], Verdict, Verdict, Any]:
         many = await ask_all(client, [ask_for("same")] * 50)
-        kept = await client.ask(ask_for("same"))
+        stored = await client.ask(ask_for("same"))
         vote = await client.ask(ask_for("same", vote=1))
-        return many, kept, vote, client.pop_counters()
+        return many, stored, vote, client.pop_counters()
 
     paid = Ledger(Price(1.0, 2.0, None, "test"), budget_usd=None, budget_tokens=None)
-    many, kept, vote, counters = run(server, work, cache=cache, ledger=paid)
+    many, stored, vote, counters = run(server, work, cache=cache, ledger=paid)
     cache.close()
     assert sorted(v.cached for v in verdicts(many)) == [False] + [True] * 49
     assert sum(v.usage.input for v in many) == vote.usage.input
     assert sum(v.calls for v in many) == 1 and sum("shared" in v.info for v in many) == 49
     assert sum(v.cost_usd for v in many) == pytest.approx(vote.cost_usd) != 0.0
-    assert kept.cached and not vote.cached
+    assert stored.cached and not vote.cached
     assert (counters.calls, counters.shared, counters.cached) == (2, 49, 1)
     assert server.count == 2
 
@@ -383,10 +383,10 @@ def test_closing_waits_for_what_is_paid(server: JudgeServer, tmp_path: Path) -> 
     cache = VerdictCache(tmp_path / "judge.sqlite")
 
     async def work(client: JudgeClient) -> list[Any]:
-        asked = [asyncio.create_task(client.ask(q)) for q in questions(20)]
+        tasks = [asyncio.create_task(client.ask(q)) for q in questions(20)]
         await asyncio.sleep(0.2)
         await client.close(5.0)
-        return await asyncio.gather(*asked, return_exceptions=True)
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
     answers = run(server, work, cache=cache, concurrency=3)
     cache.close()

@@ -33,9 +33,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         look = selector.select
 
         def select(timeout: float | None = None) -> Any:
-            found = look(0)
-            self.now += timeout or 0.0 if not found else 0.0
-            return found
+            events = look(0)
+            self.now += timeout or 0.0 if not events else 0.0
+            return events
 
         selector.select = select
 

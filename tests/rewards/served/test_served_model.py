@@ -54,23 +54,23 @@ def test_vllm_is_asked_for_raw_scores_in_the_chat_form(bench: Bench) -> None:
 
 
 def test_the_model_name_is_asked_for(bench: Bench) -> None:
-    told: list[str] = []
-    bench.make().start([bench.prompt()], tell=told.append)
-    assert {body["model"] for body in bench.server.sent("/classify")} == {"tiny-rm"} and told == []
+    notes: list[str] = []
+    bench.make().start([bench.prompt()], tell=notes.append)
+    assert {body["model"] for body in bench.server.sent("/classify")} == {"tiny-rm"} and notes == []
     bench.server.models = ("first-rm", "second-rm")
-    bench.make().start([bench.prompt()], tell=told.append)
-    assert bench.server.sent("/classify")[-1]["model"] == "first-rm" and "second-rm" in told[0]
+    bench.make().start([bench.prompt()], tell=notes.append)
+    assert bench.server.sent("/classify")[-1]["model"] == "first-rm" and "second-rm" in notes[0]
     bench.server.models = ()
     with pytest.raises(RewardError, match=r"reward\.model\.model_name"):
         bench.make().start([bench.prompt()])
 
 
 def test_openrlhf_gets_queries_prompts_and_labels(bench: Bench) -> None:
-    one = bench.rollout(1)
-    bench.score_all(bench.make("openrlhf"), [one, bench.rollout(2, ground_truth={3})])
+    rollout = bench.rollout(1)
+    bench.score_all(bench.make("openrlhf"), [rollout, bench.rollout(2, ground_truth={3})])
     (body,) = bench.server.sent("/get_reward")
-    assert body["query"][0] == one.prompt.rendered + "It is 2."
-    assert body["prompts"][0] == one.prompt.rendered
+    assert body["query"][0] == rollout.prompt.rendered + "It is 2."
+    assert body["prompts"][0] == rollout.prompt.rendered
     assert body["labels"] == ["2", "{3}"]
 
 
@@ -110,9 +110,9 @@ def test_connections_have_no_limit_beside_that_of_requests(
     limits: list[int | None] = []
 
     class Recording(httpx.AsyncClient):
-        def __init__(self, **given: Any) -> None:
-            limits.append(given["limits"].max_connections)
-            super().__init__(**given)
+        def __init__(self, **settings: Any) -> None:
+            limits.append(settings["limits"].max_connections)
+            super().__init__(**settings)
 
     monkeypatch.setattr(httpx, "AsyncClient", Recording)
     bench.score_all(bench.make("openrlhf", concurrency=500), [bench.rollout(1)])
@@ -183,8 +183,8 @@ def test_long_prompts_lose_their_beginning_and_are_counted(
     bench: Bench, tokenizer: Any, tokenizer_folder: str
 ) -> None:
     reward = bench.make(tokenizer=tokenizer_folder, max_length=300)
-    asked = ({"role": "user", "content": "word " * 100 + "the end?"},)
-    (score,) = bench.score_all(reward, [bench.rollout(1, messages=asked)])
+    messages = ({"role": "user", "content": "word " * 100 + "the end?"},)
+    (score,) = bench.score_all(reward, [bench.rollout(1, messages=messages)])
     (ids,) = bench.server.sent("/classify")[0]["input"]
     assert score.value is not None and len(ids) <= 300
     assert "the end?" in tokenizer.decode(ids) and "It is 2." in tokenizer.decode(ids)
@@ -225,11 +225,11 @@ def test_system_messages_and_turns_are_chosen(bench: Bench) -> None:
 
 def test_several_outputs_are_weighed(bench: Bench) -> None:
     bench.server.score = lambda text: [score_of_text(text), 3.0]
-    one = bench.rollout(1)
+    rollout = bench.rollout(1)
     reward = bench.make(outputs=(1.0, -2.0))
     reward.start([bench.prompt()])
-    (score,) = bench.score_all(reward, [one])
-    first = score_of_text(wire_text("vllm", one))
+    (score,) = bench.score_all(reward, [rollout])
+    first = score_of_text(wire_text("vllm", rollout))
     assert score.value == pytest.approx(first - 6.0) and score.info["outputs"] == [first, 3.0]
     for outputs in ((), (1.0,), (1.0, 2.0, 3.0)):
         with pytest.raises(RewardError, match=r"reward\.model\.outputs"):

@@ -52,12 +52,12 @@ BODIES = {
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_body_that_is_no_answer_is_named(server: JudgeServer, wire: str) -> None:
     unlike = []
-    for (content_type, body), words in BODIES.items():
+    for (content_type, body), fragment in BODIES.items():
         server.reset()
         server.fail("body", raw=body, headers={"Content-Type": content_type})
         error = ask_once(judge_at(server, wire))
         right = isinstance(error, JudgeError) and error.kind is Failure.RETRYABLE
-        if not (right and error.cause == "bad_body" and words in str(error)):
+        if not (right and error.cause == "bad_body" and fragment in str(error)):
             unlike.append((body, str(error)))
     assert not unlike
 

@@ -36,8 +36,8 @@ def test_installed_looks_without_importing() -> None:
 
 def test_identity_holds_what_matters_and_no_key() -> None:
     def identity(**changes: Any) -> str:
-        told = {"kind": "openai", "base_url": "http://h:1/v1", **changes}
-        return build_provider(judge_api(**told), environ=KEYS).identity
+        settings = {"kind": "openai", "base_url": "http://h:1/v1", **changes}
+        return build_provider(judge_api(**settings), environ=KEYS).identity
 
     base = identity()
     assert base == identity()
@@ -52,12 +52,12 @@ def test_identity_holds_what_matters_and_no_key() -> None:
 
 
 def test_a_monitor_of_the_same_type_is_asked_at_the_same_gateway() -> None:
-    told = {"base_url": "http://gateway/v1", "key_env": "GATEWAY_KEY", "temperature": 0.5}
-    told |= {"votes": 3, "mode": "decision", "price_input": 1.0, "price_output": 2.0}
+    settings = {"base_url": "http://gateway/v1", "key_env": "GATEWAY_KEY", "temperature": 0.5}
+    settings |= {"votes": 3, "mode": "decision", "price_input": 1.0, "price_output": 2.0}
 
-    def where(**more: Any) -> tuple[str | None, str | None]:
-        monitor = {"type": "openai", "model": "n", **more}
-        judge = monitor_settings(judge_api("openai", **told, monitor=monitor))
+    def where(**changes: Any) -> tuple[str | None, str | None]:
+        monitor = {"type": "openai", "model": "n", **changes}
+        judge = monitor_settings(judge_api("openai", **settings, monitor=monitor))
         alone = judge_api(monitor["type"], "n", judge.base_url, key_env=judge.key_env)
         assert judge == alone.model_copy(update={"monitor": judge.monitor})
         return judge.base_url, judge.key_env
@@ -69,10 +69,10 @@ def test_a_monitor_of_the_same_type_is_asked_at_the_same_gateway() -> None:
 
 
 def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
-    for kind, known in JUDGES.items():
-        for variable in known.url_variables:
-            needs = {name: "x" for names in known.needs for name in names.split()}
-            keys = KEYS | dict.fromkeys(known.keys, "k") | needs
+    for kind, declaration in JUDGES.items():
+        for variable in declaration.url_variables:
+            needs = {name: "x" for names in declaration.needs for name in names.split()}
+            keys = KEYS | dict.fromkeys(declaration.keys, "k") | needs
             near = {**keys, variable: " http://gateway/v7 "}
             address = build_provider(judge_api(kind, "m"), environ=near).base_url
             assert address == "http://gateway/v7", variable
@@ -80,8 +80,8 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
                 build_provider(judge_api(kind, "m"), environ={**keys, variable: "gateway"})
     environ = {**KEYS, "OPENAI_BASE_URL": "http://gateway/v1/"}
     assert build_provider(judge_api("openai", "m"), environ=environ).base_url == "http://gateway/v1"
-    given = judge_api("openai", "m", "http://mine/v1")
-    assert build_provider(given, environ=environ).base_url == "http://mine/v1"
+    api = judge_api("openai", "m", "http://mine/v1")
+    assert build_provider(api, environ=environ).base_url == "http://mine/v1"
     work = {**KEYS, "DASHSCOPE_WORKSPACE": "ws", "DASHSCOPE_REGION": "ap-southeast-1"}
     assert build_provider(judge_api("dashscope", "m"), environ=work).base_url == (
         "https://ws.ap-southeast-1.maas.aliyuncs.com/api/v1"
@@ -97,7 +97,7 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "typed", "taken"),
+    ("kind", "typed", "expected"),
     [
         ("openai", "http://localhost:8000", "http://localhost:8000/v1"),
         ("openai", " http://localhost:8000/ ", "http://localhost:8000/v1"),
@@ -123,13 +123,13 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
         ),
     ],
 )
-def test_addresses_are_forgiven(kind: str, typed: str, taken: str) -> None:
-    for url in (typed, taken):
-        assert resolve_base_url(provider_class(kind), judge_api(kind, "m", url), {}) == taken
+def test_addresses_are_forgiven(kind: str, typed: str, expected: str) -> None:
+    for url in (typed, expected):
+        assert resolve_base_url(provider_class(kind), judge_api(kind, "m", url), {}) == expected
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "fragment"),
     [
         ("localhost:8000/v1", "'localhost:8000/v1' is not an address"),
         ("user:hunter2@host/v1", "'host/v1' is not an address"),
@@ -140,12 +140,12 @@ def test_addresses_are_forgiven(kind: str, typed: str, taken: str) -> None:
         ("http://host:port/v1", "is not an address"),
     ],
 )
-def test_addresses_that_cannot_be(typed: str, told: str) -> None:
-    with pytest.raises(RewardError, match=told) as caught:
+def test_addresses_that_cannot_be(typed: str, fragment: str) -> None:
+    with pytest.raises(RewardError, match=fragment) as caught:
         build_provider(judge_api("openai", "m"), environ=KEYS | {"OPENAI_BASE_URL": typed})
     assert "hunter2" not in str(caught.value)
     assert "OPENAI_BASE_URL" in str(caught.value)
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=fragment) as caught:
         settle(f"reward.api.base_url={typed}")
     assert "hunter2" not in str(caught.value)
     assert "reward.api.base_url" in str(caught.value)

@@ -37,15 +37,17 @@ SHAPES = [
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_words_are_found_in_any_body(server: JudgeServer, ask: Ask, wire: str) -> None:
-    said = "It is odd here, dear"
+    sentence = "It is odd here, dear"
     unlike = []
-    for raw, words in SHAPES:
+    for raw, message in SHAPES:
         server.reset()
-        server.fail(400, raw=raw.replace("WORDS", said))
+        server.fail(400, raw=raw.replace("WORDS", sentence))
         error = ask(wire)
         assert isinstance(error, JudgeError)
-        told = f"{wire.split('-')[0]} (judge-model) answered 400: {words.replace('WORDS', said)}"
-        if (str(error), error.kind, error.cause) != (told, REFUSED, "bad_request"):
+        expected = (
+            f"{wire.split('-')[0]} (judge-model) answered 400: {message.replace('WORDS', sentence)}"
+        )
+        if (str(error), error.kind, error.cause) != (expected, REFUSED, "bad_request"):
             unlike.append((raw, str(error), error.kind))
     assert not unlike
 
@@ -56,29 +58,29 @@ def test_a_parameter_is_known_by_the_words_of_any_body(server: JudgeServer, wire
     server.fail(422, times=1, raw=json.dumps({"detail": [{"loc": ["body", name], "msg": "no"}]}))
     judge = judge_at(server, wire)
     assert isinstance(ask_once(judge), Reply)
-    assert [told.split("=")[0] for told in judge.dropped()] == [name]
+    assert [label.split("=")[0] for label in judge.dropped()] == [name]
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_page_is_cut_short(server: JudgeServer, ask: Ask, wire: str) -> None:
     for raw in (f"<html><body>{'far ' * 500}{SECRET}</body></html>", "far " * 500, SECRET * 20):
         server.fail(500, times=1, raw=raw)
-        told = str(ask(wire))
-        assert len(told) < 300
-        assert SECRET[:12] not in told
+        message = str(ask(wire))
+        assert len(message) < 300
+        assert SECRET[:12] not in message
     server.fail(404, message="x" * 5000)
-    told = str(ask(wire))
-    assert len(told) < 1200 and "--rm_model" in told
+    message = str(ask(wire))
+    assert len(message) < 1200 and "--rm_model" in message
 
 
 def test_a_message_is_one_line_with_one_hint(server: JudgeServer) -> None:
     for status in (400, 401, 402, 403, 404):
         server.fail(status, times=100, message="One.\n\n  Two")
-        told = str(ask_once(judge_at(server, "dashscope")))
+        message = str(ask_once(judge_at(server, "dashscope")))
         server.heal()
-        assert "\n" not in told
-        assert f"answered {status}: One. Two. " in told
-        assert told.count("heck ") == 1
+        assert "\n" not in message
+        assert f"answered {status}: One. Two. " in message
+        assert message.count("heck ") == 1
 
 
 def test_a_body_without_words() -> None:

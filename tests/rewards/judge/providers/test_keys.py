@@ -15,9 +15,9 @@ from tests.judge_server.asking import judge_api
     [(kind, variable) for kind, api in JUDGES.items() for variable in api.keys],
 )
 def test_every_variable_is_read(kind: str, variable: str) -> None:
-    found = read_api_key(kind, {variable: "secret-key"})
-    assert (found.value, found.variable) == ("secret-key", variable)
-    assert "secret-key" not in repr(found)
+    key = read_api_key(kind, {variable: "secret-key"})
+    assert (key.value, key.variable) == ("secret-key", variable)
+    assert "secret-key" not in repr(key)
 
 
 @pytest.mark.parametrize("kind", ["gemini", "claude"])
@@ -55,8 +55,8 @@ def test_a_mangled_key_is_told_without_showing_it(mangled: str) -> None:
 
 
 def test_a_server_of_ones_own_needs_no_key() -> None:
-    own = build_provider(judge_api("openai", "m", "http://localhost:8000"), environ={})
-    assert own._key.value == NO_KEY
+    provider = build_provider(judge_api("openai", "m", "http://localhost:8000"), environ={})
+    assert provider._key.value == NO_KEY
     with pytest.raises(RewardError, match="OPENAI_API_KEY"):
         build_provider(judge_api("openai", "m"), environ={})
     with pytest.raises(RewardError, match="ANTHROPIC_API_KEY or CLAUDE_API_KEY"):

@@ -84,19 +84,19 @@ OTHERS = (
 )
 
 
-@pytest.mark.parametrize(("words", "room"), WORDS.items())
-def test_a_refusal_for_length_says_how_much_fits(words: str, room: int) -> None:
-    assert is_about_length(400, words)
-    assert fit_answer_tokens(QUESTION, words) == room
+@pytest.mark.parametrize(("message", "room"), WORDS.items())
+def test_a_refusal_for_length_says_how_much_fits(message: str, room: int) -> None:
+    assert is_about_length(400, message)
+    assert fit_answer_tokens(QUESTION, message) == room
 
 
-@pytest.mark.parametrize("words", OTHERS)
-def test_other_refusals_are_not_about_length(words: str) -> None:
-    assert not is_about_length(400, words)
+@pytest.mark.parametrize("message", OTHERS)
+def test_other_refusals_are_not_about_length(message: str) -> None:
+    assert not is_about_length(400, message)
 
 
 @pytest.mark.parametrize(
-    ("words", "never_fits"),
+    ("message", "never_fits"),
     [
         ("Request too large for m on tokens per min (TPM): Limit 30,000, Requested 41,024.", True),
         (
@@ -106,8 +106,8 @@ def test_other_refusals_are_not_about_length(words: str) -> None:
         ("Rate limit reached for m on requests per minute (RPM): Limit 3, Requested 4.", False),
     ],
 )
-def test_a_request_above_the_whole_rate_is_too_long(words: str, never_fits: bool) -> None:
-    assert is_about_length(429, words) is never_fits
+def test_a_request_above_the_whole_rate_is_too_long(message: str, never_fits: bool) -> None:
+    assert is_about_length(429, message) is never_fits
 
 
 def limit_of(wire: str, body: dict[str, Any]) -> int:
@@ -126,12 +126,12 @@ class SmallContext:
         self.fault.strikes = self.strikes  # type: ignore[method-assign]
 
     def strikes(self, path: str, body: Any, dice: Any) -> bool:
-        limit, most = limit_of(self.wire, body), self.context
+        limit, context = limit_of(self.wire, body), self.context
         self.fault.message = (
-            f"'max_tokens' is too large: {limit}. This model's maximum context length is {most} "
+            f"'max_tokens' is too large: {limit}. This model's maximum context length is {context} "
             f"tokens and your request has {self.prompt} input tokens."
         )
-        return self.prompt + limit > most
+        return self.prompt + limit > context
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -142,8 +142,8 @@ def test_a_judge_with_a_small_context_is_asked_for_fewer_tokens(
     judge = judge_at(server, wire, max_tokens=1024)
 
     async def ask_twice(provider: Any) -> list[Reply]:
-        asked = make_question(max_tokens=1024)
-        return [await provider.ask(asked, timeout=10.0) for _ in range(2)]
+        question = make_question(max_tokens=1024)
+        return [await provider.ask(question, timeout=10.0) for _ in range(2)]
 
     with caplog.at_level(logging.WARNING):
         replies = on_a_loop(judge, ask_twice)
@@ -185,8 +185,8 @@ def test_a_refusal_without_numbers_halves_the_answer(server: JudgeServer) -> Non
 def test_an_error_object_with_status_200_counts_as_the_error_that_it_is(
     server: JudgeServer, code: int | str
 ) -> None:
-    words = "This model's maximum context length is 50 tokens; your prompt is too long."
-    body = json.dumps({"error": {"message": words, "code": code}})
+    message = "This model's maximum context length is 50 tokens; your prompt is too long."
+    body = json.dumps({"error": {"message": message, "code": code}})
     server.fail("body", raw=body, headers={"Content-Type": "application/json"})
     error = ask_once(judge_at(server, "openai"))
     assert isinstance(error, JudgeError)
@@ -221,12 +221,12 @@ def test_a_count_that_may_be_right_is_not_found(text: str, read: int) -> None:
 @pytest.mark.parametrize("most", [2048, 4096])
 def test_one_count_for_all_long_requests_is_found(most: int) -> None:
     check = TruncationCheck()
-    found = [
+    problems = [
         check.find(question_of(PROSE[:50] * count), min(most, 11 * count))
         for count in range(most // 11 - 90, most // 11 + 90, 10)
     ]
-    assert found[:9] == [None] * 9
-    assert f"counted {most} tokens, and never more" in str(found[-1])
+    assert problems[:9] == [None] * 9
+    assert f"counted {most} tokens, and never more" in str(problems[-1])
 
 
 def test_the_same_request_again_and_again_is_no_ceiling() -> None:

@@ -84,19 +84,19 @@ def test_a_refused_parameter_is_dropped_for_good(
         with caplog.at_level(logging.INFO, logger="ppo_cli"):
             replies = on_a_loop(judge, ask_twice)
         refused = [call for call in server.calls if holds_key(call.body, name)]
-        told = judge.dropped()
+        labels = judge.dropped()
         seen = {
             "replies": len(replies),
             "calls": server.count - len(refused),
             "one line for each form": caplog.text.count("does not take") == len(refused),
-            "forms": len(told) == len(refused),
-            "only this one": {key.partition("=")[0] for key in told},
-            "words": name in told.get(dropped, "") or "not supported" in told.get(dropped, ""),
+            "forms": len(labels) == len(refused),
+            "only this one": {key.partition("=")[0] for key in labels},
+            "words": name in labels.get(dropped, "") or "not supported" in labels.get(dropped, ""),
         }
-        wanted = {"replies": 2, "calls": 2, "one line for each form": True, "forms": True,
+        expected = {"replies": 2, "calls": 2, "one line for each form": True, "forms": True,
                   "only this one": {dropped.partition("=")[0]}, "words": True}  # fmt: skip
-        if seen != wanted:
-            problems.append((name, told, seen))
+        if seen != expected:
+            problems.append((name, labels, seen))
     assert not problems
 
 
@@ -214,9 +214,9 @@ def test_an_sdk_that_does_not_know_an_argument(
     assert server.count == 1
 
 
-def rename_seed(asked: dict[str, Any], extra: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+def rename_seed(body: dict[str, Any], extra: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Hand the seed over under a name that create() does not have."""
-    return {("sampling_seed" if k == "seed" else k): v for k, v in asked.items()}, extra
+    return {("sampling_seed" if k == "seed" else k): v for k, v in body.items()}, extra
 
 
 def test_a_weird_first_reply_costs_no_option(server: JudgeServer) -> None:

@@ -40,8 +40,13 @@ PATHS = {
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No credentials but those of a test: no home, no variables, no metadata server."""
-    for known in JUDGES.values():
-        for names in (*known.keys, *known.url_variables, *known.needs, *known.replaces.values()):
+    for declaration in JUDGES.values():
+        for names in (
+            *declaration.keys,
+            *declaration.url_variables,
+            *declaration.needs,
+            *declaration.replaces.values(),
+        ):
             for name in names.split():
                 monkeypatch.delenv(name, raising=False)
     for name in (*AWS, "AWS_SESSION_TOKEN", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS"):
@@ -54,10 +59,10 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def private_key() -> str:
-    made = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     form = serialization.PrivateFormat.PKCS8
     no_password = serialization.NoEncryption()
-    return made.private_bytes(serialization.Encoding.PEM, form, no_password).decode()
+    return key.private_bytes(serialization.Encoding.PEM, form, no_password).decode()
 
 
 @pytest.fixture
@@ -75,9 +80,11 @@ def google(
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
 
 
-def asked(kind: str, server: JudgeServer, monkeypatch: pytest.MonkeyPatch, **more: str) -> object:
+def ask_with_settings(
+    kind: str, server: JudgeServer, monkeypatch: pytest.MonkeyPatch, **variables: str
+) -> object:
     """Ask a judge whose address is the SDK's own variable, as all of its settings are."""
-    environ = SETTINGS[kind] | more
+    environ = SETTINGS[kind] | variables
     (address, *_) = JUDGES[kind].url_variables
     environ |= {address: f"http://127.0.0.1:{server.port}"}
     for name, value in environ.items():
@@ -89,7 +96,7 @@ def asked(kind: str, server: JudgeServer, monkeypatch: pytest.MonkeyPatch, **mor
 def test_the_sdk_asks_at_its_own_path_with_its_own_credentials(
     kind: str, server: JudgeServer, google: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reply = asked(kind, server, monkeypatch)
+    reply = ask_with_settings(kind, server, monkeypatch)
     assert isinstance(reply, Reply), reply
     assert json.loads(reply.text)["score"] == 10
     (call,) = server.calls
@@ -104,8 +111,8 @@ def test_the_sdk_asks_at_its_own_path_with_its_own_credentials(
 def test_azure_takes_a_token_of_entra_id(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = {"AZURE_OPENAI_API_KEY": "", "AZURE_OPENAI_AD_TOKEN": SECRET}
-    assert isinstance(asked("azure", server, monkeypatch, **more), Reply)
+    changes = {"AZURE_OPENAI_API_KEY": "", "AZURE_OPENAI_AD_TOKEN": SECRET}
+    assert isinstance(ask_with_settings("azure", server, monkeypatch, **changes), Reply)
     assert (server.calls[0].key_header, server.calls[0].key_digest) == (
         "Authorization", digest(SECRET),
     )  # fmt: skip
@@ -115,7 +122,7 @@ def test_bedrock_signs_with_the_credentials_of_aws(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("boto3")
-    reply = asked("bedrock", server, monkeypatch, AWS_BEARER_TOKEN_BEDROCK="", **AWS)
+    reply = ask_with_settings("bedrock", server, monkeypatch, AWS_BEARER_TOKEN_BEDROCK="", **AWS)
     assert isinstance(reply, Reply), reply
     assert server.calls[0].key_header == "Authorization"
     assert {"X-Amz-Date"} <= set(server.calls[0].headers)
@@ -129,7 +136,7 @@ def test_no_credentials_end_the_run_at_once(
         pytest.importorskip("boto3")
     # The SDK keeps what it has found for a region.
     blank = {"AWS_BEARER_TOKEN_BEDROCK": "", "AWS_REGION": "eu-west-1"} if kind == "bedrock" else {}
-    error = asked(kind, server, monkeypatch, **blank)
+    error = ask_with_settings(kind, server, monkeypatch, **blank)
     assert isinstance(error, JudgeError)
     assert (error.kind, error.cause) == (Failure.FATAL, "credentials"), error
     assert "no credentials that work" in str(error)
@@ -177,7 +184,7 @@ def test_the_variable_of_google_s_sdk_means_vertex(
 
 def test_credentials_are_in_no_text(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.fail(401, message=f"wrong key {SECRET}")
-    error = asked("bedrock", server, monkeypatch)
+    error = ask_with_settings("bedrock", server, monkeypatch)
     assert isinstance(error, JudgeError) and SECRET not in str(error)
     for name in (*JUDGES["azure"].keys, *JUDGES["bedrock"].keys, *AWS, "AWS_SESSION_TOKEN"):
         if name != "AWS_ACCESS_KEY_ID":  # names the account, and opens nothing

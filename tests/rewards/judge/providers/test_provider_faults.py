@@ -147,13 +147,15 @@ def test_gemini_tells_the_wait_in_its_body(server: JudgeServer, ask: Ask) -> Non
 
 def test_a_hint_names_the_flags_of_the_monitor(server: JudgeServer) -> None:
     server.fail(404)
-    told = str(ask_once(judge_at(server, "openai", flags="--rm_monitor")))
-    assert "--rm_monitor_model (now 'judge-model')" in told and "--rm_monitor_base_url" in told
+    message = str(ask_once(judge_at(server, "openai", flags="--rm_monitor")))
+    assert (
+        "--rm_monitor_model (now 'judge-model')" in message and "--rm_monitor_base_url" in message
+    )
 
 
 def test_seconds_are_never_nonsense() -> None:
-    for told in ("-3", "nan", "inf", "", "tomorrow"):
-        assert parse_retry_after({"retry-after": told}) is None
+    for value in ("-3", "nan", "inf", "", "tomorrow"):
+        assert parse_retry_after({"retry-after": value}) is None
     past = email.utils.formatdate(1_000_000_000, usegmt=True)
     assert parse_retry_after({"retry-after": past}) == 0.0
 
@@ -203,9 +205,9 @@ def test_error_codes_of_providers(
 @pytest.mark.parametrize("wire", WIRES)
 def test_hints_tell_what_to_look_at(server: JudgeServer, ask: Ask, wire: str) -> None:
     server.fail(404, message="No such model.", times=1)
-    told = str(ask(wire))
-    assert "retired or misspelt: check --rm_model (now 'judge-model')" in told
-    assert "No such model." in told
+    message = str(ask(wire))
+    assert "retired or misspelt: check --rm_model (now 'judge-model')" in message
+    assert "No such model." in message
     server.fail(401, times=1)
     variable = next(name for name in KEYS if name.startswith(provider_word(wire)))
     assert f"Check the key in {variable}" in str(ask(wire))

@@ -92,14 +92,14 @@ def parameters(call: Call) -> dict[str, Any]:
 
 
 def schema_of(call: Call) -> dict[str, Any]:
-    told = parameters(call)
-    if "response_format" in told:
-        assert told["response_format"]["json_schema"]["strict"] is True
-        return dict(told["response_format"]["json_schema"]["schema"])
-    if "output_config" in told:
-        return dict(told["output_config"]["format"]["schema"])
-    assert told["responseJsonSchema"]["propertyOrdering"] == ["reason", "score_1_to_10"]
-    return dict(told["responseJsonSchema"])
+    sent = parameters(call)
+    if "response_format" in sent:
+        assert sent["response_format"]["json_schema"]["strict"] is True
+        return dict(sent["response_format"]["json_schema"]["schema"])
+    if "output_config" in sent:
+        return dict(sent["output_config"]["format"]["schema"])
+    assert sent["responseJsonSchema"]["propertyOrdering"] == ["reason", "score_1_to_10"]
+    return dict(sent["responseJsonSchema"])
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -143,10 +143,10 @@ def test_sampling_parameters(server: JudgeServer, wire: str) -> None:
     ask_once(judge_at(server, wire), make_question(max_tokens=77))
     ask_once(judge_at(server, wire, votes=3), make_question(vote=2))
     ask_once(judge_at(server, wire, temperature=0.3))
-    told = [parameters(call) for call in server.calls]
-    assert [t["temperature"] for t in told] == [0.0, 0.7, 0.3]
-    assert [t["seed"] for t in told] == [0, 2, 0]
-    assert told[0]["maxOutputTokens" if wire == "gemini" else "max_tokens"] == 77
+    sent = [parameters(call) for call in server.calls]
+    assert [t["temperature"] for t in sent] == [0.0, 0.7, 0.3]
+    assert [t["seed"] for t in sent] == [0, 2, 0]
+    assert sent[0]["maxOutputTokens" if wire == "gemini" else "max_tokens"] == 77
 
 
 def test_claude_is_asked_without_temperature_unless_told(server: JudgeServer) -> None:
@@ -173,11 +173,12 @@ def test_thinking_is_off_and_filters_are_off(server: JudgeServer) -> None:
 
 
 def test_openai_itself_gets_the_new_name_of_the_limit() -> None:
-    own = build_provider(judge_api("openai", "m"), environ=KEYS)
+    provider = build_provider(judge_api("openai", "m"), environ=KEYS)
     other = build_provider(judge_api("openai", "m", "http://localhost:8000"), environ=KEYS)
     azure = build_provider(judge_api("openai", "m", "https://x.openai.azure.com/v1"), environ=KEYS)
     limits = [
-        next(o for o in p.options() if o.name == "max_tokens").forms for p in (own, other, azure)
+        next(o for o in p.options() if o.name == "max_tokens").forms
+        for p in (provider, other, azure)
     ]
     assert limits[0] == limits[2] == ("max_completion_tokens", "max_tokens")
     assert limits[1] == ("max_tokens", "max_completion_tokens")
@@ -194,8 +195,8 @@ def test_qwen_is_told_not_to_think_in_the_words_of_its_host() -> None:
         "dashscope.aliyuncs.com": {"enable_thinking": False},
         "localhost:8000": {"chat_template_kwargs": {"enable_thinking": False}},
     }
-    own = build_provider(judge_api("openai", "qwen-like"), environ=KEYS)
-    assert "thinking" not in own.forms()
+    provider = build_provider(judge_api("openai", "qwen-like"), environ=KEYS)
+    assert "thinking" not in provider.forms()
 
 
 def test_gemini_thinks_as_little_as_the_model_can(server: JudgeServer) -> None:
@@ -215,8 +216,8 @@ def test_many_calls_share_one_client(server: JudgeServer, wire: str) -> None:
     clients = []
 
     async def many(judge: SdkProvider) -> list[Reply]:
-        asked = [judge.ask(make_question(), timeout=10) for _ in range(20)]
-        replies = await asyncio.gather(*asked)
+        calls = [judge.ask(make_question(), timeout=10) for _ in range(20)]
+        replies = await asyncio.gather(*calls)
         clients.append(judge._client)
         await judge.ask(make_question(), timeout=10)
         clients.append(judge._client)
@@ -253,8 +254,8 @@ def test_tokens_that_are_not_told_are_not_zero(server: JudgeServer, wire: str) -
 def test_half_a_count_is_a_count() -> None:
     assert read_usage({"prompt_tokens": 5}, openai.TOKENS) == Usage(5, 0)
     assert read_usage({"prompt_tokens": 0, "completion_tokens": 0}, openai.TOKENS) is None
-    told = {"prompt_token_count": 5, "total_token_count": 12}
-    assert read_usage(told, gemini.TOKENS) == Usage(5, 7)
+    usage = {"prompt_token_count": 5, "total_token_count": 12}
+    assert read_usage(usage, gemini.TOKENS) == Usage(5, 7)
     assert read_usage({"prompt_tokens": None, "total_tokens": 7}, openai.TOKENS) is None
     assert read_usage({"output_tokens": 5}, claude.TOKENS) == Usage(0, 5)
     assert read_usage({}, claude.TOKENS) is None
@@ -271,12 +272,12 @@ def test_a_usage_with_a_number_that_is_no_count_is_not_believed(count: object) -
 
 
 def test_parts_of_a_count_are_added() -> None:
-    told = {"input_tokens": 1, "cache_creation_input_tokens": 10, "cache_read_input_tokens": 100}
-    assert read_usage(told, claude.TOKENS) == Usage(111, 0, 100)
-    told = {"candidates_token_count": 1, "thoughts_token_count": 10}
-    assert read_usage(told, gemini.TOKENS) == Usage(0, 11)
-    told = {"total_input_tokens": 9, "total_output_tokens": 3, "total_cached_tokens": 5}
-    assert read_usage(told, gemini.DECISION_TOKENS) == Usage(9, 3, 5)
+    usage = {"input_tokens": 1, "cache_creation_input_tokens": 10, "cache_read_input_tokens": 100}
+    assert read_usage(usage, claude.TOKENS) == Usage(111, 0, 100)
+    usage = {"candidates_token_count": 1, "thoughts_token_count": 10}
+    assert read_usage(usage, gemini.TOKENS) == Usage(0, 11)
+    usage = {"total_input_tokens": 9, "total_output_tokens": 3, "total_cached_tokens": 5}
+    assert read_usage(usage, gemini.DECISION_TOKENS) == Usage(9, 3, 5)
     nested = {"input_tokens": 9, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 5}}
     assert read_usage(nested, openai.DECISION_TOKENS) == Usage(9, 3, 5)
 
@@ -326,9 +327,9 @@ FAIR = {str(index): 0.2 for index in range(5)}
 )
 def test_a_decision_names_exactly_the_levels_asked_for(probabilities: dict[str, Any]) -> None:
     reply = {"answers": {"verdict": {"probabilities": probabilities}}}
-    with pytest.raises(JudgeError) as found:
+    with pytest.raises(JudgeError) as caught:
         read_decision(reply, FIVE, None)
-    assert (found.value.kind, found.value.cause) == (Failure.UNPARSED, "unparsed")
+    assert (caught.value.kind, caught.value.cause) == (Failure.UNPARSED, "unparsed")
     assert read_decision({"answers": {"verdict": {"probabilities": FAIR}}}, FIVE, None).text == ""
 
 
