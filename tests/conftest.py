@@ -71,15 +71,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say which sandboxes the tests of code rewards ran in."""
-    reports = [report for found in terminalreporter.stats.values() for report in found]
-    told = {
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    skipped = {
         text
         for report in reports
         for key, text in getattr(report, "user_properties", ())
         if key == "sandbox"
     }
-    if told:
-        terminalreporter.write_line(f"Sandboxes of code rewards: {'; '.join(sorted(told))}")
+    if skipped:
+        terminalreporter.write_line(f"Sandboxes of code rewards: {'; '.join(sorted(skipped))}")
 
 
 @pytest.fixture(scope="session")
@@ -90,13 +90,13 @@ def make_tokenizer() -> Callable[..., Any]:
     def make(template: str | None = TEMPLATE, frame: str = "<s> $A") -> Any:
         """`frame` is what the tokenizer puts around a text that it encodes by itself."""
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        words = ["<s>", "<|im_start|>", "<|im_end|>", "<pad>"]
-        vocab = {word: index for index, word in enumerate([*alphabet, *words])}
+        special_tokens = ["<s>", "<|im_start|>", "<|im_end|>", "<pad>"]
+        vocab = {word: index for index, word in enumerate([*alphabet, *special_tokens])}
         raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
         raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         raw.decoder = decoders.ByteLevel()
         raw.post_processor = processors.TemplateProcessing(
-            single=frame, special_tokens=[(word, vocab[word]) for word in words[:3]]
+            single=frame, special_tokens=[(word, vocab[word]) for word in special_tokens[:3]]
         )
         return PreTrainedTokenizerFast(
             tokenizer_object=raw,

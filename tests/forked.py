@@ -74,20 +74,20 @@ exec(asked["program"], {"__name__": "__main__"})
 @cache
 def server() -> socket.socket:
     """Start the process to fork from, once a test process; its end of the line is returned."""
-    ours, theirs = socket.socketpair()
+    parent_end, child_end = socket.socketpair()
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", SERVER, str(theirs.fileno())],
-        pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=ROOT,
+        [sys.executable, "-u", "-c", SERVER, str(child_end.fileno())],
+        pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    theirs.close()
+    child_end.close()
 
     def end() -> None:
-        ours.close()
+        parent_end.close()
         process.wait(60)
 
     atexit.register(end)
-    return ours
+    return parent_end
 
 
 def unnamed_file() -> int:
@@ -117,14 +117,14 @@ class Forked:
         self._err = self._out if merged else unnamed_file()
         self._report, writing = os.pipe()
         argv = [str(ROOT / "ppo_cli" / "__main__.py"), *args]
-        asked = {
+        request = {
             "program": program,
             "argv": argv,
             "env": dict(env),
             "folder": str(folder or Path.cwd()),
         }
         wish = unnamed_file()
-        os.pwrite(wish, json.dumps(asked).encode(), 0)
+        os.pwrite(wish, json.dumps(request).encode(), 0)
         socket.send_fds(server(), [b"x"], [wish, writing, self._out, self._err])
         os.close(writing)
         os.close(wish)
@@ -189,8 +189,8 @@ def run_ranks(script: Path, size: int, *args: str) -> None:
         for rank in range(size)
     ]
     try:
-        said = [rank.communicate(timeout=800)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=800)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(said)
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(outputs)

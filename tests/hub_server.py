@@ -62,26 +62,26 @@ class HubServer(Loopback):
             return self._create(json.loads(body))
         if path == "/api/validate-yaml":
             return self._validate(json.loads(body)["content"])
-        words = path.removeprefix("/api/models").strip("/").split("/")
-        name, what = "/".join(words[:2]).removesuffix(".git"), "/".join(words[2:])
-        if (found := self.repositories.get(name)) is None:
+        segments = path.removeprefix("/api/models").strip("/").split("/")
+        name, what = "/".join(segments[:2]).removesuffix(".git"), "/".join(segments[2:])
+        if (repository := self.repositories.get(name)) is None:
             return web.json_response({"error": "Repository not found"}, status=404)
         if request.method == "GET" and not what:
-            return web.json_response({"id": name, "private": found.private})
+            return web.json_response({"id": name, "private": repository.private})
         if what == "preupload/main":
             return self._modes(json.loads(body)["files"])
         if what == "info/lfs/objects/batch":
             return self._batch(json.loads(body)["objects"])
         if what == "commit/main":
-            return self._commit(name, found, [json.loads(line) for line in body.splitlines()])
+            return self._commit(name, repository, [json.loads(line) for line in body.splitlines()])
         return web.json_response({"error": f"{request.method} {path}"}, status=404)
 
-    def _create(self, asked: dict[str, Any]) -> web.Response:
-        name = f"{asked['organization'] or 'someone'}/{asked['name']}"
+    def _create(self, request: dict[str, Any]) -> web.Response:
+        name = f"{request['organization'] or 'someone'}/{request['name']}"
         answer = {"url": f"{self.url}/{name}", "name": name}
         if name in self.repositories:
             return web.json_response({"error": "exists already", **answer}, status=409)
-        self.repositories[name] = Repository(private=asked.get("visibility") == "private")
+        self.repositories[name] = Repository(private=request.get("visibility") == "private")
         return web.json_response(answer)
 
     def _validate(self, card: str) -> web.Response:
@@ -91,18 +91,18 @@ class HubServer(Loopback):
 
     def _modes(self, files: list[dict[str, Any]]) -> web.Response:
         modes = {file["path"]: "lfs" if file["size"] >= self.large else "regular" for file in files}
-        told = [
+        entries = [
             {"path": path, "uploadMode": mode, "shouldIgnore": False}
             for path, mode in modes.items()
         ]
-        return web.json_response({"files": told})
+        return web.json_response({"files": entries})
 
     def _batch(self, objects: list[dict[str, Any]]) -> web.Response:
-        told = [
-            one | {"actions": {"upload": {"href": f"{self.url}/lfs/{one['oid']}"}}}
-            for one in objects
+        entries = [
+            entry | {"actions": {"upload": {"href": f"{self.url}/lfs/{entry['oid']}"}}}
+            for entry in objects
         ]
-        return web.json_response({"transfer": "basic", "objects": told})
+        return web.json_response({"transfer": "basic", "objects": entries})
 
     def _put(self, oid: str, content: bytes) -> web.Response:
         if hashlib.sha256(content).hexdigest() != oid:
@@ -110,12 +110,14 @@ class HubServer(Loopback):
         self.objects[oid] = content
         return web.Response()
 
-    def _commit(self, name: str, found: Repository, lines: list[dict[str, Any]]) -> web.Response:
+    def _commit(
+        self, name: str, repository: Repository, lines: list[dict[str, Any]]
+    ) -> web.Response:
         header, *operations = ((line["key"], line["value"]) for line in lines)
-        found.commits.append(header[1]["summary"])
+        repository.commits.append(header[1]["summary"])
         for key, value in operations:
             stored = self.objects[value["oid"]] if key == "lfsFile" else None
-            found.files[value["path"]] = stored or base64.b64decode(value["content"])
-        oid = f"{len(found.commits):040x}"
+            repository.files[value["path"]] = stored or base64.b64decode(value["content"])
+        oid = f"{len(repository.commits):040x}"
         url = f"{self.url}/{name}/commit/{oid}"
         return web.json_response({"commitUrl": url, "commitOid": oid, "pullRequestUrl": None})

@@ -20,16 +20,16 @@ def allowed(terms: int, dtype: torch.dtype = torch.float32) -> float:
     return SAFETY * torch.finfo(dtype).eps * float(terms) ** 0.5
 
 
-def gap(found: Tensor, exact: Tensor) -> float:
+def gap(actual: Tensor, exact: Tensor) -> float:
     """The largest difference, as a share of the largest magnitude; infinite when one is broken."""
-    assert found.shape == exact.shape, (found.shape, exact.shape)
-    found, exact = found.detach().double(), exact.detach().double()
-    share = float((found - exact).abs().max() / exact.abs().max().clamp_min(1e-12))
+    assert actual.shape == exact.shape, (actual.shape, exact.shape)
+    actual, exact = actual.detach().double(), exact.detach().double()
+    share = float((actual - exact).abs().max() / exact.abs().max().clamp_min(1e-12))
     return share if share == share else float("inf")
 
 
 def assert_near(
-    found: Tensor, exact: Tensor, *, terms: int, dtype: torch.dtype = torch.float32
+    actual: Tensor, exact: Tensor, *, terms: int, dtype: torch.dtype = torch.float32
 ) -> None:
     """Fail when two ways to compute the same numbers differ by more than rounding."""
-    assert gap(found, exact) <= allowed(terms, dtype), (gap(found, exact), allowed(terms, dtype))
+    assert gap(actual, exact) <= allowed(terms, dtype), (gap(actual, exact), allowed(terms, dtype))

@@ -89,8 +89,8 @@ def test_gae_carries_across_a_hole() -> None:
         gamma=0.9,
         lam=0.5,
     )
-    for whole, split in zip(solid, holed, strict=True):
-        assert split[0, [0, 2]].tolist() == whole[0].tolist()
+    for solid_values, split in zip(solid, holed, strict=True):
+        assert split[0, [0, 2]].tolist() == solid_values[0].tolist()
         assert split[0, 1] == 0
 
 
@@ -98,18 +98,18 @@ def test_gae_whitens_over_the_batch() -> None:
     inputs = draw(0)
     raw, raw_returns = estimate("gae", inputs, whiten=False)
     white, returns = estimate("gae", inputs)
-    kept = raw[inputs["mask_BT"]]
-    expected = (kept - kept.mean()) / kept.std()
+    accepted = raw[inputs["mask_BT"]]
+    expected = (accepted - accepted.mean()) / accepted.std()
     torch.testing.assert_close(white[inputs["mask_BT"]], expected)
     torch.testing.assert_close(returns, raw_returns)
 
 
 def test_grpo_by_hand() -> None:
     # Group 7: scores 1, 3, 5, mean 3, std 2. Group 4: one alone has mean 0 and std 1.
-    found = of_scores("grpo", 1, 3, 5, 2, group=[7, 7, 7, 4])
-    assert found == pytest.approx([-1, 0, 1, 2], abs=1e-5)
-    found = of_scores("grpo", 1, 3, 5, 2, group=[7, 7, 7, 4], norm_by_std=False)
-    assert found == pytest.approx([-2, 0, 2, 2])
+    advantages = of_scores("grpo", 1, 3, 5, 2, group=[7, 7, 7, 4])
+    assert advantages == pytest.approx([-1, 0, 1, 2], abs=1e-5)
+    advantages = of_scores("grpo", 1, 3, 5, 2, group=[7, 7, 7, 4], norm_by_std=False)
+    assert advantages == pytest.approx([-2, 0, 2, 2])
 
 
 def test_rloo_by_hand() -> None:
@@ -121,8 +121,8 @@ def test_rloo_by_hand() -> None:
 
 def test_reinforce_plus_plus_baseline_by_hand() -> None:
     # Centred -1, 1, 0, two tokens each: mean 0, variance 4 / 5.
-    found = of_scores("reinforce_plus_plus_baseline", 1, 3, 0, group=[0, 0, 1])
-    assert found == pytest.approx([-(1.25**0.5), 1.25**0.5, 0], abs=1e-6)
+    advantages = of_scores("reinforce_plus_plus_baseline", 1, 3, 0, group=[0, 0, 1])
+    assert advantages == pytest.approx([-(1.25**0.5), 1.25**0.5, 0], abs=1e-6)
 
 
 def test_reinforce_plus_plus_by_hand() -> None:
@@ -153,8 +153,8 @@ def test_opo_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 def test_equal_scores_have_no_advantage_at_all(name: str) -> None:
-    found = of_scores(name, *[0.1] * 7, group=[0] * 7)
-    assert found == [0.0] * 7
+    advantages = of_scores(name, *[0.1] * 7, group=[0] * 7)
+    assert advantages == [0.0] * 7
 
 
 def slow(name: str, inputs: Inputs, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
@@ -189,10 +189,10 @@ def slow(name: str, inputs: Inputs, gamma: float, lam: float) -> tuple[np.ndarra
             elif name == "gdpo":
                 a = 0.0
                 for k, weight in enumerate(WEIGHTS):
-                    own = x["parts_BK"][[*others, b], k].astype(float)
-                    spread = np.std(own, ddof=1) if others else 1.0
-                    centre = own.mean() if others else 0.0
-                    a += weight * (own[-1] - centre) / (spread + 1e-6)
+                    own_parts = x["parts_BK"][[*others, b], k].astype(float)
+                    spread = np.std(own_parts, ddof=1) if others else 1.0
+                    centre = own_parts.mean() if others else 0.0
+                    a += weight * (own_parts[-1] - centre) / (spread + 1e-6)
                 g = a
             elif name == "gpg":
                 scored = len(member) / max(1, sum(s != 0 for s in score.values()))
@@ -203,8 +203,8 @@ def slow(name: str, inputs: Inputs, gamma: float, lam: float) -> tuple[np.ndarra
                     a = g = a / (np.std(peers, ddof=1) + 1e-6)
             advantages[b, at[i]], returns[b, at[i]] = a, g
     if name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"):
-        kept = advantages[mask]
-        advantages[mask] = (kept - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
+        accepted = advantages[mask]
+        advantages[mask] = (accepted - accepted.mean()) / np.sqrt(accepted.var(ddof=1) + 1e-8)
     return advantages, advantages if name in ("reinforce_plus_plus_baseline", "gdpo") else returns
 
 
@@ -212,9 +212,9 @@ def slow(name: str, inputs: Inputs, gamma: float, lam: float) -> tuple[np.ndarra
 @pytest.mark.parametrize("seed", [0, 1])
 def test_against_slow_numpy(name: str, seed: int) -> None:
     inputs = draw(seed, empty_rows=seed % 2 == 0)
-    for found, expected in zip(estimate(name, inputs), slow(name, inputs, 0.97, 0.9), strict=True):
-        assert found.dtype == torch.float32
-        np.testing.assert_allclose(found.numpy(), expected, rtol=2e-4, atol=2e-5)
+    for actual, expected in zip(estimate(name, inputs), slow(name, inputs, 0.97, 0.9), strict=True):
+        assert actual.dtype == torch.float32
+        np.testing.assert_allclose(actual.numpy(), expected, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -227,9 +227,9 @@ def test_rows_without_a_score_change_nothing(name: str) -> None:
     for key in ("token_rewards_BT", "values_BT", "baseline_B", "parts_BK"):
         ill[key] = inputs[key].clone()
         ill[key][~present] = NAN
-    for whole, part in zip(estimate(name, ill), estimate(name, fewer), strict=True):
-        torch.testing.assert_close(whole[present], part, rtol=1e-6, atol=1e-6)
-        assert whole[~present].abs().max() == 0
+    for full_values, part in zip(estimate(name, ill), estimate(name, fewer), strict=True):
+        torch.testing.assert_close(full_values[present], part, rtol=1e-6, atol=1e-6)
+        assert full_values[~present].abs().max() == 0
     for nothing in estimate(name, inputs | {"mask_BT": torch.zeros_like(inputs["mask_BT"])}):
         assert nothing.shape == inputs["mask_BT"].shape and nothing.abs().max() == 0
 

@@ -18,8 +18,8 @@ def rollout(uid: str, *ids: int) -> Rollout:
 
 def test_entropies_are_there_where_every_rollout_has_them() -> None:
     both = (rollout("a", 3, 4), rollout("b", 5))
-    found = build_batch(both, pad_token_id=0).sampler_entropy_BT
-    assert found is not None and found.tolist() == [[0.5, 0.5], [0.5, 0.0]]
+    entropies = build_batch(both, pad_token_id=0).sampler_entropy_BT
+    assert entropies is not None and entropies.tolist() == [[0.5, 0.5], [0.5, 0.0]]
     for number in (0, 1):
-        some = [replace(r, entropies=None) if i == number else r for i, r in enumerate(both)]
-        assert build_batch(some, pad_token_id=0).sampler_entropy_BT is None
+        incomplete = [replace(r, entropies=None) if i == number else r for i, r in enumerate(both)]
+        assert build_batch(incomplete, pad_token_id=0).sampler_entropy_BT is None

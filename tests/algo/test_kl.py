@@ -36,9 +36,9 @@ def test_value_and_gradient_by_hand(kind: str) -> None:
     base = kind.removesuffix("+")
     base = PLAIN.get(base, base)
     logprobs = (REF + X).requires_grad_()
-    found = kl.token_kl(logprobs, REF, kind)
-    assert found[0].tolist() == pytest.approx(VALUES[base], abs=1e-6)
-    found.sum().backward()
+    kl_values = kl.token_kl(logprobs, REF, kind)
+    assert kl_values[0].tolist() == pytest.approx(VALUES[base], abs=1e-6)
+    kl_values.sum().backward()
     assert logprobs.grad is not None
     gradient = GRADIENTS["k2"] if kind.endswith("+") else GRADIENTS[base]
     assert logprobs.grad[0].tolist() == pytest.approx(gradient, abs=1e-6)
@@ -46,8 +46,8 @@ def test_value_and_gradient_by_hand(kind: str) -> None:
 
 def test_k3_is_held_within_bounds() -> None:
     far = torch.tensor([[-500.0, 500.0]])
-    found = kl.token_kl(far, torch.zeros(1, 2), "k3")
-    assert found.tolist() == [[10.0, 10.0]]
+    kl_values = kl.token_kl(far, torch.zeros(1, 2), "k3")
+    assert kl_values.tolist() == [[10.0, 10.0]]
     below = kl.token_kl(torch.tensor([[30.0]]), torch.zeros(1, 1), "k3")
     assert below.tolist() == [[10.0]]
 
@@ -129,8 +129,8 @@ def weights(level: str, threshold: float, normalize: bool = False) -> Tensor:
     )
 
 
-def close(found: Tensor, expected: list[list[float]]) -> None:
-    torch.testing.assert_close(found, torch.tensor(expected))
+def close(actual: Tensor, expected: list[list[float]]) -> None:
+    torch.testing.assert_close(actual, torch.tensor(expected))
 
 
 def test_token_weights_by_hand() -> None:
@@ -153,29 +153,29 @@ def test_normalised_weights_by_hand() -> None:
 def test_the_row_mean_does_not_depend_on_lengths() -> None:
     mask = torch.tensor([[True, True, True], [True, False, False]])
     old = torch.tensor([[math.log(3.0), 0.0, 0.0], [0.0, 0.0, 0.0]])
-    found = kl.importance_weights(
+    weights = kl.importance_weights(
         old, torch.zeros(2, 3), mask, level="sequence", threshold=9, normalize=True
     )
-    close(found, [[1.5, 1.5, 1.5], [0.5, 0, 0]])
+    close(weights, [[1.5, 1.5, 1.5], [0.5, 0, 0]])
 
 
 @pytest.mark.parametrize("level", kl.LEVELS)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_nothing_counts_gives_zeros(level: str, normalize: bool) -> None:
-    found = kl.importance_weights(
+    weights = kl.importance_weights(
         OLD, SAMPLER, MASK & False, level=level, threshold=2.0, normalize=normalize
     )
-    assert found.tolist() == [[0.0] * 3] * 3
+    assert weights.tolist() == [[0.0] * 3] * 3
 
 
 @pytest.mark.parametrize("level", kl.LEVELS)
 def test_huge_log_ratios_stay_finite(level: str) -> None:
     mask = torch.ones(1, 2, dtype=torch.bool)
     for gap in (900.0, -900.0):
-        found = kl.importance_weights(
+        weights = kl.importance_weights(
             torch.full((1, 2), gap), torch.zeros(1, 2), mask, level=level, threshold=1e12
         )
-        assert found.tolist() == [pytest.approx([math.exp(math.copysign(20, gap))] * 2)]
+        assert weights.tolist() == [pytest.approx([math.exp(math.copysign(20, gap))] * 2)]
 
 
 @pytest.mark.parametrize("level", kl.LEVELS)
@@ -199,21 +199,21 @@ def test_padding_row_order_and_gradient(level: str, seed: int, normalize: bool) 
 
 
 def test_mismatch_by_hand() -> None:
-    found = kl.compute_mismatch(OLD, SAMPLER, MASK)
+    mismatch = kl.compute_mismatch(OLD, SAMPLER, MASK)
     two = math.log(2)
-    assert int(found.token_count) == 4
-    assert float(found.abs_diff_sum) == pytest.approx(4 * two)
+    assert int(mismatch.token_count) == 4
+    assert float(mismatch.abs_diff_sum) == pytest.approx(4 * two)
     k3 = (2 - two - 1) + (4 - 2 * two - 1) + (0.5 + two - 1)
-    assert float(found.k3_kl_sum) == pytest.approx(k3)
-    assert float(found.abs_diff_max) == pytest.approx(2 * two)
+    assert float(mismatch.k3_kl_sum) == pytest.approx(k3)
+    assert float(mismatch.abs_diff_max) == pytest.approx(2 * two)
 
 
 def test_mismatch_of_nothing_is_zero() -> None:
     for old, sampler, mask in ((OLD, SAMPLER, MASK & False), (OLD[:0], SAMPLER[:0], MASK[:0])):
-        found = kl.compute_mismatch(old, sampler, mask)
-        sums = (found.abs_diff_sum, found.k3_kl_sum, found.abs_diff_max)
+        mismatch = kl.compute_mismatch(old, sampler, mask)
+        sums = (mismatch.abs_diff_sum, mismatch.k3_kl_sum, mismatch.abs_diff_max)
         assert [float(s) for s in sums] == [0, 0, 0]
-        assert int(found.token_count) == 0
+        assert int(mismatch.token_count) == 0
 
 
 def test_bad_arguments_of_weights_are_named() -> None:
@@ -229,23 +229,31 @@ def test_bad_arguments_of_weights_are_named() -> None:
 
 def test_what_is_too_far_from_the_sampler_is_rejected_by_token_or_by_row() -> None:
     # Trainer over sampler: row 0 has 2 and 4, row 1 has 1/2 and 1; exp(k1) is the inverse.
-    def kept(*limits: tuple[str, float | None, float]) -> list[list[bool]]:
-        found: list[list[bool]] = kl.accepted_tokens(OLD, SAMPLER, MASK, limits).tolist()
-        return found
+    def accepted_tokens(*limits: tuple[str, float | None, float]) -> list[list[bool]]:
+        accepted: list[list[bool]] = kl.accepted_tokens(OLD, SAMPLER, MASK, limits).tolist()
+        return accepted
 
-    none, whole = [False, False, False], MASK.tolist()
-    assert kept() == whole
+    none, full_mask = [False, False, False], MASK.tolist()
+    assert accepted_tokens() == full_mask
     # exp(k1): 0.5 and 0.25; 2 and 1.
-    assert kept(("token_k1", 0.4, 1.5)) == [[True, False, False], [False, True, False], none]
-    assert kept(("seq_sum_k1", 0.2, 3.0)) == [none, whole[1], none]  # 0.125; 2
-    assert kept(("seq_mean_k1", 0.3, 3.0)) == whole  # 0.354; 1.414
+    assert accepted_tokens(("token_k1", 0.4, 1.5)) == [
+        [True, False, False],
+        [False, True, False],
+        none,
+    ]
+    assert accepted_tokens(("seq_sum_k1", 0.2, 3.0)) == [none, full_mask[1], none]  # 0.125; 2
+    assert accepted_tokens(("seq_mean_k1", 0.3, 3.0)) == full_mask  # 0.354; 1.414
     # k2: 0.240 and 0.961; 0.240 and 0. k3: 0.307 and 1.614; 0.193 and 0.
-    assert kept(("token_k2", None, 0.3)) == [[True, False, False], whole[1], none]
-    assert kept(("seq_max_k3", None, 1.6)) == [none, whole[1], none]
-    assert kept(("seq_mean_k3", None, 0.97)) == whole
-    assert kept(("token_k2", None, 0.3), ("token_k1", 0.6, 3.0)) == [none, whole[1], none]
+    assert accepted_tokens(("token_k2", None, 0.3)) == [[True, False, False], full_mask[1], none]
+    assert accepted_tokens(("seq_max_k3", None, 1.6)) == [none, full_mask[1], none]
+    assert accepted_tokens(("seq_mean_k3", None, 0.97)) == full_mask
+    assert accepted_tokens(("token_k2", None, 0.3), ("token_k1", 0.6, 3.0)) == [
+        none,
+        full_mask[1],
+        none,
+    ]
 
 
 def test_weights_outside_of_a_window_are_0() -> None:
-    found = kl.importance_weights(OLD, SAMPLER, MASK, level="token", threshold=3.0, lower=0.7)
-    close(found, [[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    weights = kl.importance_weights(OLD, SAMPLER, MASK, level="token", threshold=3.0, lower=0.7)
+    close(weights, [[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])

@@ -59,12 +59,12 @@ def policy(x: dict[str, Tensor], mode: str, counts: tuple[int, int]) -> losses.P
 
 def test_without_a_dual_clip_a_bad_token_that_grew_likely_costs_in_full() -> None:
     def loss(dual_clip: float | None) -> tuple[float, float]:
-        found = losses.policy_loss(
+        loss = losses.policy_loss(
             torch.tensor([[2.0]]), torch.zeros(1, 1), torch.tensor([[-1.0]]),
             torch.ones(1, 1, dtype=torch.bool), clip_low=0.2, clip_high=0.2, dual_clip=dual_clip,
             global_tokens=1, global_sequences=1,
         )  # fmt: skip
-        return float(found.loss), float(found.clip_lower_sum)
+        return float(loss.loss), float(loss.clip_lower_sum)
 
     assert loss(3.0) == (3.0, 1.0)
     assert loss(None) == (pytest.approx(math.exp(2)), 0.0)
@@ -114,12 +114,12 @@ def single(ratio: float, advantage: float, weight: float | None = None) -> losse
 def test_policy_loss_by_hand(
     ratio: float, advantage: float, loss: float, clipped: int, lower: int
 ) -> None:
-    found = single(ratio, advantage)
-    assert float(found.loss) == pytest.approx(loss)
-    assert (int(found.clip_sum), int(found.clip_lower_sum)) == (clipped, lower)
-    assert float(found.ratio_sum) == pytest.approx(ratio)
-    assert float(found.approx_kl_sum) == pytest.approx(-math.log(ratio), abs=1e-6)
-    assert int(found.token_count) == 1
+    actual = single(ratio, advantage)
+    assert float(actual.loss) == pytest.approx(loss)
+    assert (int(actual.clip_sum), int(actual.clip_lower_sum)) == (clipped, lower)
+    assert float(actual.ratio_sum) == pytest.approx(ratio)
+    assert float(actual.approx_kl_sum) == pytest.approx(-math.log(ratio), abs=1e-6)
+    assert int(actual.token_count) == 1
 
 
 def test_sampler_weights_multiply_the_loss() -> None:
@@ -130,10 +130,10 @@ def test_first_update_has_ratio_1_and_nothing_clipped() -> None:
     x = draw(0)
     x["new"] = x["old"].clone().requires_grad_()
     n = int(x["mask"].sum())
-    found = policy(x, "token-mean", (n, 7))
-    assert found.ratio_sum == found.token_count == n
-    assert found.clip_sum == found.clip_lower_sum == found.approx_kl_sum == 0
-    found.loss.backward()
+    loss = policy(x, "token-mean", (n, 7))
+    assert loss.ratio_sum == loss.token_count == n
+    assert loss.clip_sum == loss.clip_lower_sum == loss.approx_kl_sum == 0
+    loss.loss.backward()
     expected = torch.where(x["mask"], -x["advantages"] * x["weights"] / n, 0.0)
     torch.testing.assert_close(x["new"].grad, expected)
 
@@ -169,10 +169,10 @@ def test_aggregation_by_hand(mode: str, expected: float) -> None:
     loss = torch.tensor([[1.0, NAN, 3.0], [NAN, 8.0, NAN], [NAN, NAN, NAN]])
     mask = torch.tensor([[True, False, True], [False, True, False], [False, False, False]])
     assert losses.count_mask(mask) == (3, 2)
-    found = losses.aggregate(
+    actual = losses.aggregate(
         loss, mask, mode, global_tokens=3, global_sequences=2, scale_factor=4.0
     )
-    assert float(found) == pytest.approx(expected)
+    assert float(actual) == pytest.approx(expected)
 
 
 def with_gradients(x: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -187,8 +187,8 @@ def total(x: dict[str, Tensor], mode: str, counts: tuple[int, int]) -> Tensor:
 @pytest.mark.parametrize("seed", [0, 3])
 def test_value_and_gradient_are_those_of_the_plain_formula(mode: str, seed: int) -> None:
     x = with_gradients(draw(seed))
-    found = total(x, mode, (31, 11))
-    found.backward()
+    loss = total(x, mode, (31, 11))
+    loss.backward()
     assert x["weights"].grad is None
 
     A, mask = x["advantages"], x["mask"]
@@ -196,8 +196,8 @@ def test_value_and_gradient_are_those_of_the_plain_formula(mode: str, seed: int)
     ratio = torch.exp(new - x["old"])
     surrogate = torch.minimum(A * ratio, A * ratio.clamp(0.8, 1.3))
     surrogate = torch.where(A < 0, torch.maximum(surrogate, 2.0 * A), surrogate)
-    held = x["old_values"] + (values - x["old_values"]).clamp(-0.4, 0.4)
-    error = torch.maximum((values - x["returns"]) ** 2, (held - x["returns"]) ** 2)
+    clamped = x["old_values"] + (values - x["old_values"]).clamp(-0.4, 0.4)
+    error = torch.maximum((values - x["returns"]) ** 2, (clamped - x["returns"]) ** 2)
     plain = -surrogate * x["weights"].detach() + 0.5 * error
     weight = {
         "token-mean": mask / 31,
@@ -208,7 +208,7 @@ def test_value_and_gradient_are_those_of_the_plain_formula(mode: str, seed: int)
     }[mode]
     expected = (plain * weight).sum()
     expected.backward()
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(x["new"].grad, new.grad, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(x["values"].grad, values.grad, rtol=1e-5, atol=1e-6)
 
@@ -219,24 +219,24 @@ def test_value_and_gradient_are_those_of_the_plain_formula(mode: str, seed: int)
 def test_micro_batches_add_up_to_the_whole(mode: str, seed: int, cuts: set[int]) -> None:
     x = draw(seed)
     counts = losses.count_mask(x["mask"])
-    whole, parts = with_gradients(x), with_gradients(x)
-    expected = policy(whole, mode, counts)
-    (expected.loss + value(whole, mode, counts).loss).backward()
+    full_batch, parts = with_gradients(x), with_gradients(x)
+    expected = policy(full_batch, mode, counts)
+    (expected.loss + value(full_batch, mode, counts).loss).backward()
     bounds = [0, *sorted(cuts), 8]
     sums: dict[str, Tensor] = {}
     for low, high in pairwise(bounds):
         micro = {k: v[low:high] for k, v in parts.items()}
-        found = policy(micro, mode, counts)
-        (found.loss + value(micro, mode, counts).loss).backward()
-        for f in fields(found):
-            sums[f.name] = sums.get(f.name, torch.zeros(())) + getattr(found, f.name).detach()
+        loss = policy(micro, mode, counts)
+        (loss.loss + value(micro, mode, counts).loss).backward()
+        for f in fields(loss):
+            sums[f.name] = sums.get(f.name, torch.zeros(())) + getattr(loss, f.name).detach()
     for f in fields(expected):
         total_of_parts = sums[f.name].double()
         torch.testing.assert_close(
             total_of_parts, getattr(expected, f.name).detach().double(), rtol=1e-5, atol=1e-5
         )
     for key in ("new", "values"):
-        torch.testing.assert_close(parts[key].grad, whole[key].grad, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(parts[key].grad, full_batch[key].grad, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -263,9 +263,9 @@ def test_padding_and_row_order_change_nothing(mode: str, seed: int, extra: int) 
 def test_nothing_counts_gives_zero_loss_and_zero_gradient(mode: str) -> None:
     x = {k: torch.full_like(v, NAN) if k != "mask" else v & False for k, v in draw(4).items()}
     x = with_gradients(x)
-    found = total(x, mode, (0, 0))
-    assert found == 0
-    found.backward()
+    loss = total(x, mode, (0, 0))
+    assert loss == 0
+    loss.backward()
     assert x["new"].grad.abs().max() == x["values"].grad.abs().max() == 0
     assert policy(x, mode, (0, 0)).token_count == policy(x, mode, (0, 0)).ratio_sum == 0
 
@@ -287,11 +287,11 @@ def test_what_lies_outside_the_mask_touches_nothing() -> None:
 def test_huge_log_ratios_stay_finite() -> None:
     x = draw(5)
     x["new"] = (x["old"] + 500.0).requires_grad_()
-    found = policy(x, "token-mean", (10, 5))
-    found.loss.backward()
-    assert found.loss.isfinite()
+    loss = policy(x, "token-mean", (10, 5))
+    loss.loss.backward()
+    assert loss.loss.isfinite()
     assert x["new"].grad.isfinite().all()
-    assert float(found.approx_kl_sum / found.token_count) == pytest.approx(-20)
+    assert float(loss.approx_kl_sum / loss.token_count) == pytest.approx(-20)
 
 
 def test_the_schema_offers_the_same_modes() -> None:

@@ -95,13 +95,15 @@ def cases(least_rows: int) -> Iterator[Case]:
         yield Case(g, mask_BT, torch.randint(0, max(B // 3, 1), (B,), generator=g), seed)
 
 
-def largest_difference(ours: Any, theirs: Any) -> float:
-    ours, theirs = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (ours, theirs))
-    assert ours.shape == theirs.shape
-    assert ours.isfinite().all() and theirs.isfinite().all()
-    if ours.numel() == 0:
+def largest_difference(our_values: Any, verl_values: Any) -> float:
+    our_values, verl_values = (
+        torch.as_tensor(x, dtype=torch.float64).detach() for x in (our_values, verl_values)
+    )
+    assert our_values.shape == verl_values.shape
+    assert our_values.isfinite().all() and verl_values.isfinite().all()
+    if our_values.numel() == 0:
         return 0.0
-    return float(((ours - theirs).abs() / theirs.abs().clamp_min(1)).max())
+    return float(((our_values - verl_values).abs() / verl_values.abs().clamp_min(1)).max())
 
 
 def hold(
@@ -158,16 +160,16 @@ def test_advantages(name: str, core: Any, record_property: Any) -> None:
             "parts_BK": torch.randn(B, 2, generator=case.generator),
             "weights": [1.0, case.uniform(0.1, 2.0)],
         }
-        ours = advantages.compute_advantages(
+        our_values = advantages.compute_advantages(
             name, mask_BT=case.mask_BT, group_B=case.group_B, **args
         )
         grouped = ESTIMATORS[name].grouped
         rows = case.mask_BT.any(1).nonzero().squeeze(1) if grouped else torch.arange(B)
-        theirs = verl_advantages(core, name, case, rows, args)
+        verl_values = verl_advantages(core, name, case, rows, args)
         keep_BT = case.mask_BT[rows]
         return max(
             largest_difference(mine[rows][keep_BT], other[keep_BT])
-            for mine, other in zip(ours, theirs, strict=True)
+            for mine, other in zip(our_values, verl_values, strict=True)
         )
 
     # One row alone is whitened to 0 (see above): all of its tokens have the same number.
@@ -265,7 +267,7 @@ def test_other_policy_losses_and_their_gradients(
     kind: str, core: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both draw the first of the tokens that clip_cov may draw from, and not by chance."""
-    monkeypatch.setattr(torch, "randperm", lambda n, **given: torch.arange(n))
+    monkeypatch.setattr(torch, "randperm", lambda n, **options: torch.arange(n))
     verl_config = imported("verl.workers.config")
 
     def compare(case: Case) -> float:
@@ -397,7 +399,7 @@ def test_masked_statistics(torch_functional: Any, record_property: Any) -> None:
             (tokens.masked_var(x_BT, mask_BT), other.masked_var(x_BT, float_mask_BT)),
             (white_BT, other_white_BT),
         ]
-        return max(largest_difference(mine, theirs) for mine, theirs in pairs)
+        return max(largest_difference(mine, verl_values) for mine, verl_values in pairs)
 
     hold("masked sum, mean, var, whiten", compare, record_property)
 

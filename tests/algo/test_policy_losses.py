@@ -47,7 +47,7 @@ def chosen(kind: str, x: dict[str, Tensor]) -> Tensor | None:
     )  # fmt: skip
 
 
-def paper(kind: str, x: dict[str, Tensor], held: Tensor | None, mode: str) -> Tensor:
+def paper(kind: str, x: dict[str, Tensor], selection: Tensor | None, mode: str) -> Tensor:
     """Summed over rows: 1/tokens of all for token-mean, 1/(its tokens x rows) for the other."""
     total, rows = torch.zeros((), dtype=torch.float64), int(x["mask"].any(1).sum())
     for b in range(len(x["mask"])):
@@ -71,24 +71,24 @@ def paper(kind: str, x: dict[str, Tensor], held: Tensor | None, mode: str) -> Te
         elif kind == "gpg":
             token = -new * A
         elif kind == "kl_cov":
-            token = torch.where(held[b][at], -r * A + KL * (new - old).abs(), -r * A)
+            token = torch.where(selection[b][at], -r * A + KL * (new - old).abs(), -r * A)
         else:
             token = -torch.minimum(r * A, r.clamp(1 - LOW, 1 + HIGH) * A)
             if kind == "vanilla":
                 token = torch.where(A < 0, torch.minimum(token, -3.0 * A), token)
             else:
-                token = torch.where(held[b][at], 0.0, token)
+                token = torch.where(selection[b][at], 0.0, token)
         each = 1 / x["mask"].sum() if mode == "token-mean" else 1 / len(r) / rows
         total = total + (token * w).sum() * each
     return total
 
 
-def found(kind: str, x: dict[str, Tensor], mode: str, rows: slice = slice(None)) -> Tensor:
-    counts, held = losses.count_mask(x["mask"]), chosen(kind, x)
+def our_loss(kind: str, x: dict[str, Tensor], mode: str, rows: slice = slice(None)) -> Tensor:
+    counts, selection = losses.count_mask(x["mask"]), chosen(kind, x)
     return losses.policy_loss(
         x["new"][rows], x["old"][rows], x["advantages"][rows], x["mask"][rows], kind=kind,
-        clip_low=LOW, clip_high=HIGH, chosen_BT=None if held is None else held[rows], kl_coef=KL,
-        mode=mode, global_tokens=counts[0], global_sequences=counts[1],
+        clip_low=LOW, clip_high=HIGH, chosen_BT=None if selection is None else selection[rows],
+        kl_coef=KL, mode=mode, global_tokens=counts[0], global_sequences=counts[1],
         is_weight_BT=x["weights"][rows],
     ).loss  # fmt: skip
 
@@ -99,15 +99,20 @@ def test_value_and_gradient_are_the_papers_also_in_micro_batches(kind: str) -> N
     for number, case in enumerate(cases()):
         mode = ("token-mean", "seq-mean-token-mean")[number % 3 == 0]
         mine, plain, cut = ({**case, "new": case["new"].clone().requires_grad_()} for _ in range(3))
-        ours, theirs = found(kind, mine, mode), paper(kind, plain, chosen(kind, case), mode)
+        our_values, paper_values = (
+            our_loss(kind, mine, mode),
+            paper(kind, plain, chosen(kind, case), mode),
+        )
         half = len(case["mask"]) // 2
-        parts = found(kind, cut, mode, slice(half)) + found(kind, cut, mode, slice(half, None))
-        for loss in (ours, theirs, parts):
+        parts = our_loss(kind, cut, mode, slice(half)) + our_loss(
+            kind, cut, mode, slice(half, None)
+        )
+        for loss in (our_values, paper_values, parts):
             loss.backward()
         grads = [torch.where(case["mask"], x["new"].grad, 0.0) for x in (mine, plain, cut)]
         largest = max(
             largest,
-            *(abs((x - theirs).item()) for x in (ours, parts)),
+            *(abs((x - paper_values).item()) for x in (our_values, parts)),
             *(float((g - grads[1]).abs().max()) for g in (grads[0], grads[2])),
         )
         assert mine["new"].grad is not None and not mine["new"].grad[~case["mask"]].any()
@@ -125,16 +130,16 @@ def test_tokens_are_chosen_by_their_covariance_over_the_whole_batch() -> None:
         largest = chosen("kl_cov", x)
         assert largest is not None and largest.sum() == count
         assert cov[largest].min() >= cov[at & ~largest].max() if count < len(new) else True
-        held = chosen("clip_cov", x)
+        selection = chosen("clip_cov", x)
         ratio = torch.exp(x["new"] - x["old"])
         free = -x["advantages"] * ratio >= -x["advantages"] * ratio.clamp(1 - LOW, 1 + HIGH)
         fit = at & free & (cov > 0.1) & (cov < 3.0)
-        assert held is not None and not (held & ~fit).any()
-        assert held.sum() == min(count, int(fit.sum()))
-        again = chosen("clip_cov", x)
-        assert again is not None and torch.equal(held, again)
+        assert selection is not None and not (selection & ~fit).any()
+        assert selection.sum() == min(count, int(fit.sum()))
+        selection_again = chosen("clip_cov", x)
+        assert selection_again is not None and torch.equal(selection, selection_again)
         if fit.sum() > 1:
-            drawn.add(int(held.flatten().nonzero()[0]) == int(fit.flatten().nonzero()[0]))
+            drawn.add(int(selection.flatten().nonzero()[0]) == int(fit.flatten().nonzero()[0]))
     assert drawn == {True, False}  # by chance, not always the first
 
 

@@ -95,7 +95,7 @@ def test_chunks_change_neither_values_nor_gradients(chunk: int, keep: bool) -> N
     )
     coefficients = torch.linspace(-1, 2, 9)
     (logprob * coefficients + entropy * coefficients.flip(0)).sum().backward()
-    found = hidden.grad.clone(), weight.grad.clone()
+    gradients = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
 
     plain = torch.distributions.Categorical(logits=hidden @ weight.T / 0.7)
@@ -108,7 +108,7 @@ def test_chunks_change_neither_values_nor_gradients(chunk: int, keep: bool) -> N
     torch.testing.assert_close(entropy, plain.entropy())
     expected = plain.log_prob(targets) * coefficients + plain.entropy() * coefficients.flip(0)
     expected.sum().backward()
-    torch.testing.assert_close(found, (hidden.grad, weight.grad), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients, (hidden.grad, weight.grad), rtol=1e-4, atol=1e-5)
 
 
 def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
@@ -133,14 +133,14 @@ def test_the_vocabulary_is_never_materialised_for_all_tokens() -> None:
     hidden, weight = random_head(2)
     weight.requires_grad_()
     seen: list[int] = []
-    kept: list[int] = []
+    chunk_sizes: list[int] = []
 
     def head(h: Tensor) -> Tensor:
         seen.append(len(h))
         return h @ weight.T
 
     def pack(x: Tensor) -> Tensor:
-        kept.append(x.numel())
+        chunk_sizes.append(x.numel())
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
@@ -148,7 +148,7 @@ def test_the_vocabulary_is_never_materialised_for_all_tokens() -> None:
             hidden, head, torch.zeros(9, dtype=torch.int64), temperature=1.0, chunk=2
         )
     assert seen == [2, 2, 2, 2, 1]
-    assert max(kept, default=0) < 2 * weight.shape[0]
+    assert max(chunk_sizes, default=0) < 2 * weight.shape[0]
     logprob.sum().backward()
     assert len(seen) == 10  # each chunk once more for the backward pass
 
@@ -202,12 +202,12 @@ def test_full_kl_and_its_gradient(chunk: int) -> None:
         kl.sum(), (ref_hidden, ref_weight), allow_unused=True, retain_graph=True
     )
     assert of_reference == (None, None)
-    found = torch.autograd.grad(kl.sum(), (hidden, weight))
+    gradients = torch.autograd.grad(kl.sum(), (hidden, weight))
     torch.testing.assert_close(
-        found, torch.autograd.grad(plain.sum(), (hidden, weight)), rtol=1e-4, atol=1e-5
+        gradients, torch.autograd.grad(plain.sum(), (hidden, weight)), rtol=1e-4, atol=1e-5
     )
-    again = tokens.full_kl(hidden, torch.clone, hidden, torch.clone, temperature=1.0, chunk=4)
-    assert again.abs().max() == 0
+    chunked_kl = tokens.full_kl(hidden, torch.clone, hidden, torch.clone, temperature=1.0, chunk=4)
+    assert chunked_kl.abs().max() == 0
 
 
 def test_bad_arguments_are_named() -> None:

@@ -52,8 +52,8 @@ def load_task() -> ModuleType:
 
 
 def numbers(row: dict[str, Any]) -> tuple[int, int]:
-    words = row["prompt"].replace("?", " ").replace(".", " ").split()
-    a, b = (int(word) for word in words if word.isdigit())
+    tokens = row["prompt"].replace("?", " ").replace(".", " ").split()
+    a, b = (int(word) for word in tokens if word.isdigit())
     return a, b
 
 

@@ -38,8 +38,8 @@ def test_attention_of_packed_rows_is_that_of_each_row(gpu: torch.device) -> None
         out, _ = attend_by_rows(module, *states, ends, scaling=0.1)
         out.float().square().sum().backward()
         sides.append([out, *(s.grad for s in states)])
-    for ours, exact in zip(*sides, strict=True):
-        assert (ours.cpu().float() - exact).norm() < 0.02 * exact.norm()
+    for actual, exact in zip(*sides, strict=True):
+        assert (actual.cpu().float() - exact).norm() < 0.02 * exact.norm()
 
 
 @pytest.mark.parametrize("name", scenarios.RUNS)

@@ -59,13 +59,13 @@ def test_a_run_is_that_of_the_cpu(
 def test_a_resumed_run_goes_on_as_one_that_was_not_stopped(
     on_gpu: bool, variables: dict[str, str], tmp_path: Path
 ) -> None:
-    whole = train(tmp_path / "whole", variables, *SMALL, "--max_steps", "4")
+    unbroken = train(tmp_path / "whole", variables, *SMALL, "--max_steps", "4")
     train(tmp_path / "parts", variables, *SMALL, "--max_steps", "2")
     parts = train(tmp_path / "parts", variables, *SMALL, "--max_steps", "4")
     assert [line["step"] for line in parts] == [0, 1, 2, 3, 4]
     rounding = {"rel": 1e-2, "abs": 1e-4} if on_gpu else {"rel": 0.0, "abs": 0.0}
     for name in COMPARED:
-        assert parts[3][name] == pytest.approx(whole[3][name], **rounding), name
+        assert parts[3][name] == pytest.approx(unbroken[3][name], **rounding), name
 
 
 def test_lora_in_half_precision(on_gpu: bool, variables: dict[str, str], tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs 
 
 def choose_runs() -> list[Any]:
     """Each way to send weights where it works: (on the GPU, its name)."""
-    more = {"nccl": [two_gpus]}
-    on_gpu = [(True, way, [pytest.mark.gpu, *more.get(way, [])]) for way in ON_GPU]
+    marks = {"nccl": [two_gpus]}
+    on_gpu = [(True, way, [pytest.mark.gpu, *marks.get(way, [])]) for way in ON_GPU]
     on_cpu = [(False, way, [pytest.mark.slow]) for way in ON_CPU]
     return [
         pytest.param(gpu, way, marks=marks, id=f"{'cuda' if gpu else 'cpu'}-{way}")

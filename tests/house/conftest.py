@@ -31,10 +31,10 @@ def root() -> Path:
 def files() -> list[Path]:
     """Source files, relative to the root; from a zip or an sdist there is no git to ask."""
     if (ROOT / ".git").exists():
-        found = list_tracked()
+        paths = list_tracked()
     else:
-        found = [path for p in ROOT.rglob("*") if is_source(path := p.relative_to(ROOT))]
-    present = sorted(path for path in found if (ROOT / path).is_file())
+        paths = [path for p in ROOT.rglob("*") if is_source(path := p.relative_to(ROOT))]
+    present = sorted(path for path in paths if (ROOT / path).is_file())
     assert present
     return present
 
@@ -42,16 +42,16 @@ def files() -> list[Path]:
 @pytest.fixture(scope="session")
 def python_sources(files: list[Path]) -> dict[str, str]:
     """The text of each Python file, by its path."""
-    found = [path for path in files if path.suffix == ".py"]
-    return {path.as_posix(): (ROOT / path).read_text(encoding="utf-8") for path in found}
+    python_files = [path for path in files if path.suffix == ".py"]
+    return {path.as_posix(): (ROOT / path).read_text(encoding="utf-8") for path in python_files}
 
 
 @pytest.fixture(scope="session")
 def modules(python_sources: dict[str, str]) -> dict[str, str]:
     """The text of each module of the package, by its name: `engine.base`, `loop`, `engine`."""
-    found = {}
+    sources = {}
     for path, source in python_sources.items():
         room, *parts = Path(path).with_suffix("").parts
         if room == "ppo_cli":
-            found[".".join(parts).removesuffix(".__init__")] = source
-    return found
+            sources[".".join(parts).removesuffix(".__init__")] = source
+    return sources

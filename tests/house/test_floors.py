@@ -152,21 +152,21 @@ def breaches(module: str, source: str) -> list[str]:
     room = max((r for r in MAY if lies_in(module, (r,))), key=len, default="")
     if not room:
         return [f"{module}: give its room a line in tests/house/test_floors.py"]
-    found = []
+    violations = []
     for name, line, at_top in imports_of(source):
         where = f"{module} line {line}: {name}"
         if name.startswith("ppo_cli."):
-            ours = name.removeprefix("ppo_cli.")
-            if not lies_in(ours, MAY[room] | {room, "__version__"}):
-                found.append(f"{where} is not below")
-            if room == "cli" and at_top and lies_in(ours, UPPER):
-                found.append(f"{where} belongs inside the command")
+            inner_name = name.removeprefix("ppo_cli.")
+            if not lies_in(inner_name, MAY[room] | {room, "__version__"}):
+                violations.append(f"{where} is not below")
+            if room == "cli" and at_top and lies_in(inner_name, UPPER):
+                violations.append(f"{where} belongs inside the command")
         for library, places in ONLY_IN.items():
             if lies_in(name, (library,)) and not lies_in(module, places):
-                found.append(f"{where} may be imported only in {', '.join(places)}")
+                violations.append(f"{where} may be imported only in {', '.join(places)}")
         if at_top and name.split(".")[0] in HEAVY and not lies_in(module, HEAVY_AT_TOP):
-            found.append(f"{where} is heavy: import it where it is used")
-    return found
+            violations.append(f"{where} is heavy: import it where it is used")
+    return violations
 
 
 def test_every_import_goes_down(modules: dict[str, str]) -> None:
@@ -188,10 +188,10 @@ def rings(below: dict[str, set[str]]) -> dict[str, set[str]]:
     """What is left when modules that import nothing, or that nothing imports, are taken away."""
     while True:
         imported = set().union(*below.values())
-        kept = {m: needs & below.keys() for m, needs in below.items() if m in imported and needs}
-        if kept == below:
+        allowed = {m: needs & below.keys() for m, needs in below.items() if m in imported and needs}
+        if allowed == below:
             return below
-        below = kept
+        below = allowed
 
 
 def test_no_ring_of_imports(modules: dict[str, str]) -> None:

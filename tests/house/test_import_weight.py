@@ -17,12 +17,12 @@ HEAVY = {
 PROGRAM = [sys.executable, "-X", "importtime", "-m", "ppo_cli"]
 
 
-def modules_of(root: Path, cwd: Path, *words: str, exit_code: int) -> list[str]:
+def modules_of(root: Path, cwd: Path, *args: str, exit_code: int) -> list[str]:
     """All modules that a fresh process imports."""
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        [*PROGRAM, *words], capture_output=True, text=True, timeout=120, cwd=cwd, env=env
+        [*PROGRAM, *args], capture_output=True, text=True, timeout=120, cwd=cwd, env=env
     )
     assert done.returncode == exit_code, done.stderr[-2000:]
     assert done.stdout.strip() or exit_code
@@ -32,7 +32,7 @@ def modules_of(root: Path, cwd: Path, *words: str, exit_code: int) -> list[str]:
 
 # How many modules come in is the same on every machine; benchmarks/startup.py has the times.
 @pytest.mark.parametrize(
-    ("words", "most", "exit_code"),
+    ("args", "max_modules", "exit_code"),
     [
         ("--help", 250, 0),
         ("train --help", 650, 0),
@@ -47,18 +47,20 @@ def modules_of(root: Path, cwd: Path, *words: str, exit_code: int) -> list[str]:
         ("prompts render embedded --response 4", 650, 0),
     ],
 )
-def test_no_heavy_import(root: Path, tmp_path: Path, words: str, most: int, exit_code: int) -> None:
-    modules = modules_of(root, tmp_path, *words.split(), exit_code=exit_code)
+def test_no_heavy_import(
+    root: Path, tmp_path: Path, args: str, max_modules: int, exit_code: int
+) -> None:
+    modules = modules_of(root, tmp_path, *args.split(), exit_code=exit_code)
     assert "ppo_cli" in modules
-    settings = {"pydantic", "yaml", "rich"} if words == "--help" else set()
-    allowed = {"numpy"} if "render" in words else set()
+    settings = {"pydantic", "yaml", "rich"} if args == "--help" else set()
+    allowed = {"numpy"} if "render" in args else set()
     assert {name.split(".")[0] for name in modules} & (HEAVY | settings) <= allowed
-    assert len(modules) < most
+    assert len(modules) < max_modules
 
 
 def test_a_plan_loads_the_rewards_that_it_names(root: Path, tmp_path: Path) -> None:
-    ours = modules_of(root, tmp_path, "plan", "--preset", "embedded", exit_code=0)
+    modules = modules_of(root, tmp_path, "plan", "--preset", "embedded", exit_code=0)
     for absent in ("rewards.judge", "rewards.code.check", "rewards.pool", "cli.bridge"):
-        assert not [name for name in ours if name.startswith(f"ppo_cli.{absent}")]
+        assert not [name for name in modules if name.startswith(f"ppo_cli.{absent}")]
     judged = ["plan", "--preset", "judge", "--model", "embedded", "--train_files", "embedded"]
     assert "ppo_cli.rewards.judge.prompt" in modules_of(root, tmp_path, *judged, exit_code=0)

@@ -74,24 +74,24 @@ class House:
         (self.programs / name).chmod(0o755)
 
     def env(self, extra: Mapping[str, str]) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("PPO_")}
-        kept["PATH"] = f"{self.programs}:{kept['PATH']}"
-        return {**kept, "CALLS": str(self.calls), "PPO_PYTHON": str(self.python), **extra}
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("PPO_")}
+        variables["PATH"] = f"{self.programs}:{variables['PATH']}"
+        return {**variables, "CALLS": str(self.calls), "PPO_PYTHON": str(self.python), **extra}
 
     def call(
-        self, program: Path | str, *words: str, **extra: str
+        self, program: Path | str, *args: str, **extra: str
     ) -> subprocess.CompletedProcess[str]:
         self.calls.write_text("")
         return subprocess.run(
-            [str(program), *words],
+            [str(program), *args],
             cwd=self.cwd, env=self.env(extra), capture_output=True, text=True, timeout=60,
         )  # fmt: skip
 
-    def start(self, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-        return self.call(self.root / "train.sh", *words, **extra)
+    def start(self, *args: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        return self.call(self.root / "train.sh", *args, **extra)
 
-    def set_up(self, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-        return self.call(self.root / "scripts" / "setup", *words, **extra)
+    def set_up(self, *args: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        return self.call(self.root / "scripts" / "setup", *args, **extra)
 
     def begin(self, **extra: str) -> subprocess.Popen[str]:
         command = [str(self.root / "scripts" / "setup")]
@@ -282,7 +282,7 @@ def test_half_finished_set_up_starts_afresh(house: House) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "words"),
+    ("extra", "fragment"),
     [
         ({"VERSION": "3.9"}, "not a Python between 3.11 and 3.14"),
         ({"PPO_PYTHON": "no-such-python"}, "no-such-python is not a Python"),
@@ -292,10 +292,10 @@ def test_half_finished_set_up_starts_afresh(house: House) -> None:
         ({"PIP_SAYS": "anything"}, "pip's last words are above"),
     ],
 )
-def test_failures_say_what_to_do(house: House, extra: dict[str, str], words: str) -> None:
+def test_failures_say_what_to_do(house: House, extra: dict[str, str], fragment: str) -> None:
     done = house.start(**extra)
     assert done.returncode == 2
-    assert words in done.stderr.splitlines()[-1]
+    assert fragment in done.stderr.splitlines()[-1]
     assert done.stdout == ""
 
 
@@ -319,8 +319,8 @@ def test_two_starts_at_once_install_once(house: House) -> None:
     house.calls.write_text("")
     pair = [house.begin(PIP_SLEEPS="1") for _ in range(2)]
     for process in pair:
-        _, words = process.communicate(timeout=60)
-        assert process.returncode == 0, words
+        _, output = process.communicate(timeout=60)
+        assert process.returncode == 0, output
     assert sum("[tensorboard]" in call for call in house.pip_calls()) == 1
 
 
@@ -332,9 +332,9 @@ def test_interrupted_set_up_ends_pip(house: House) -> None:
         time.sleep(0.02)
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    _, words = process.communicate(timeout=300)
+    _, output = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert "stopped" in words
+    assert "stopped" in output
     assert house.start().returncode == 0  # waits for pip, were it still there
     assert time.monotonic() - begin < 30
 

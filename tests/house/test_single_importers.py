@@ -52,13 +52,15 @@ def single_importers(sources: Mapping[str, str]) -> dict[str, str]:
 
 def test_a_file_with_one_importer_beside_it_joins_it(modules: dict[str, str]) -> None:
     single = single_importers(modules)
-    said = [
+    problems = [
         f"{module} is imported by {by} alone: fold it into that, or say in STANDS why it stands"
         for module, by in single.items()
         if module not in STANDS
     ]
-    said += [f"{module}: take it off the list" for module in sorted(STANDS.keys() - single.keys())]
-    assert not said, "\n".join(said)
+    problems += [
+        f"{module}: take it off the list" for module in sorted(STANDS.keys() - single.keys())
+    ]
+    assert not problems, "\n".join(problems)
     assert len(STANDS) <= MOST
 
 

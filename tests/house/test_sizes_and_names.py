@@ -14,13 +14,13 @@ SAY_NOTHING = {"utils", "util", "common", "helpers", "helper", "manager", "misc"
 
 def long_functions(name: str, source: str) -> list[str]:
     """Functions over their cap, as `file: function (lines)`."""
-    found = []
+    long_ones = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > LONGER.get((name, node.name), FUNCTION_LINES):
-                found.append(f"{name}: {node.name} ({lines} lines)")
-    return found
+                long_ones.append(f"{name}: {node.name} ({lines} lines)")
+    return long_ones
 
 
 def test_files_are_short(root: Path, files: list[Path]) -> None:

@@ -49,15 +49,15 @@ def test_tree_is_read() -> None:
 
 
 def test_no_path_of_a_machine(root: Path, files: list[Path]) -> None:
-    found = []
+    problems = []
     for path in files:
         data = (root / path).read_bytes()
         if b"\0" in data or path.suffix in {".safetensors", ".parquet"}:
             continue
         for number, line in enumerate(data.decode("utf-8").splitlines(), start=1):
             if MACHINE_PATHS.search(line):
-                found.append(f"{path}:{number}: {line.strip()[:80]}")
-    assert found == []
+                problems.append(f"{path}:{number}: {line.strip()[:80]}")
+    assert problems == []
 
 
 def test_paths_of_machines_are_seen() -> None:

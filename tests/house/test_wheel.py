@@ -36,13 +36,13 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_what_ships(wheel: Path, files: list[Path]) -> None:
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    ours = {path.as_posix() for path in files if path.parts[0] == "ppo_cli"}
+    wheel_files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    source_files = {path.as_posix() for path in files if path.parts[0] == "ppo_cli"}
     shipped = [path for path in files if path.parts[0] in {"presets", "reward_prompts"}]
     beside = {f"ppo_cli/{path.as_posix()}" for path in shipped}
     assert beside
-    assert ours | beside <= held
-    assert {name for name in held if not name.startswith("ppo_cli/")} == set()
+    assert source_files | beside <= wheel_files
+    assert {name for name in wheel_files if not name.startswith("ppo_cli/")} == set()
 
 
 def test_installed_wheel_finds_its_files(wheel: Path, tmp_path: Path) -> None:
@@ -52,5 +52,5 @@ def test_installed_wheel_finds_its_files(wheel: Path, tmp_path: Path) -> None:
     where = [sys.executable, "-P", "-c", "import ppo_cli; print(ppo_cli.__file__)"]
     assert Path(call(where, cwd=tmp_path, env=env).strip()).is_relative_to(place)
     plan = [sys.executable, "-P", "-m", "ppo_cli", "plan", "--preset", "embedded"]
-    words = call(plan, cwd=tmp_path, env=env)
-    assert "training rows" in words, "the bundled prompts were not found"
+    output = call(plan, cwd=tmp_path, env=env)
+    assert "training rows" in output, "the bundled prompts were not found"

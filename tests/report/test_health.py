@@ -102,20 +102,20 @@ FIRING: dict[str, tuple[int, Change, str]] = {
 
 def test_trouble_is_named_with_what_to_change_in_the_words_of_the_step_line() -> None:
     assert set(FIRING) == set(health._CHECKS), "every kind of trouble is tried here"
-    said = []
+    warnings = []
     for kind, (count, change, flag) in FIRING.items():
-        found = find_trouble(history(count, change), Limits())
-        assert set(found) == {kind}
-        assert flag in found[kind]
-        said.append(found[kind])
+        findings = find_trouble(history(count, change), Limits())
+        assert set(findings) == {kind}
+        assert flag in findings[kind]
+        warnings.append(findings[kind])
     names = [name for name in COLUMNS if name != COLUMNS[name]]
-    assert [name for name in names if name in " ".join(said)] == []
+    assert [name for name in names if name in " ".join(warnings)] == []
 
 
 def test_drift_is_what_a_judge_rises_beyond_what_watches_it() -> None:
     def drift(change: Change, count: int = 30) -> float | None:
-        found = judge_drift(history(count, change), ("judge", "rule"))
-        return found and found.amount
+        drift = judge_drift(history(count, change), ("judge", "rule"))
+        return drift and drift.amount
 
     assert drift(lambda s: watched(0.3 + 0.02 * s, 0.5)) == pytest.approx(0.4)
     assert drift(lambda s: watched(0.3 + 0.02 * s, 0.5), count=19) is None, "too early to say"
@@ -142,17 +142,17 @@ def people(late: float, noise: float = 0.0, last: int = 100) -> tuple[Opinion, .
 
 
 def test_labels_of_people_come_before_a_second_judge() -> None:
-    def drift(given: Sequence[Opinion], steps: int = 100) -> float | None:
-        found = judge_drift(history(steps, lambda s: watched(0.5, 0.5)), None, given)
-        return found and found.amount
+    def drift(opinions: Sequence[Opinion], steps: int = 100) -> float | None:
+        drift = judge_drift(history(steps, lambda s: watched(0.5, 0.5)), None, opinions)
+        return drift and drift.amount
 
     assert drift(people(0.3)) == pytest.approx(0.3)
     assert drift(people(0.3)[1:]) == pytest.approx(0.0), "too few: the second judge counts"
     assert drift(people(0.3), steps=50) == pytest.approx(0.0), "steps that are still to come"
     assert judge_drift(history(100), None, [Opinion(7, 0.9, 0.5)] * 40) is None, "all of one step"
-    for given, alarm in ((people(0.3), True), (people(0.05), False), (people(0.3, 0.4), False)):
-        found = find_trouble(history(100), Limits(people=given))
-        assert ("judge_drift" in found) is alarm
+    for opinions, alarm in ((people(0.3), True), (people(0.05), False), (people(0.3, 0.4), False)):
+        findings = find_trouble(history(100), Limits(people=opinions))
+        assert ("judge_drift" in findings) is alarm
     assert (
         "more than the labels that people gave"
         in find_trouble(history(100), Limits(people=people(0.3)))["judge_drift"]
@@ -166,7 +166,7 @@ def falls(step: int, **then: float) -> Change:
 
 def test_a_collapse_is_told_apart_from_a_hard_task() -> None:
     far, silent = {"kl_divergence": 5.3}, {"entropy": 1e-5}
-    for change, told in (
+    for change, fragment in (
         (falls(2, **far), {"collapsed"}),
         (falls(2, **silent), {"collapsed"}),
         (falls(2, **far, **silent, ppo_ratio=3.0, grad_norm=99.0), {"collapsed"}),
@@ -174,15 +174,15 @@ def test_a_collapse_is_told_apart_from_a_hard_task() -> None:
         (lambda s: {"reward_mean": 0.0, "kl_divergence": 5.3}, {"kl_high"}),  # never had any
         (lambda s: {"reward_mean": 0.45 + 0.1 * s, **(far if s > 1 else {})}, {"kl_high"}),
     ):
-        assert kinds(2, change) == told
+        assert kinds(2, change) == fragment
     steps = history(5, falls(5, **far))
-    for saved, words in (
+    for saved, fragment in (
         ((), "start afresh with --resume never"),
         ((5,), "start afresh"),
         ((2, 4, 5), "resume from step 4 with --resume outputs/checkpoints/step_000004"),
     ):
         (line,) = HealthWatch(Limits(lr=0.03)).check(steps, saved)
-        assert "reward fell from 0.450 to 0.000, kl is 5.3" in line and words in line
+        assert "reward fell from 0.450 to 0.000, kl is 5.3" in line and fragment in line
         assert "Lower --lr (now 0.03)" in line
 
 
@@ -216,8 +216,10 @@ def test_commands_in_advice_name_the_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_part_without_a_scale_is_named_be_it_loud_or_quiet() -> None:
-    told = find_trouble(history(1, mixed(0.05, std=0.05, scaled=1.0)), Limits())["part_dominated"]
-    assert "'rule' is dominated: it makes 5%" in told and "scaling of 'rule'" in told
+    finding = find_trouble(history(1, mixed(0.05, std=0.05, scaled=1.0)), Limits())[
+        "part_dominated"
+    ]
+    assert "'rule' is dominated: it makes 5%" in finding and "scaling of 'rule'" in finding
 
 
 SILENT: dict[str, tuple[int, Change]] = {
@@ -260,14 +262,14 @@ SILENT: dict[str, tuple[int, Change]] = {
 
 
 def test_silence() -> None:
-    told = {case: kinds(*given) for case, given in SILENT.items()}
-    assert {case: found for case, found in told.items() if found} == {}
+    kinds_by_case = {case: kinds(*case_args) for case, case_args in SILENT.items()}
+    assert {case: case_kinds for case, case_kinds in kinds_by_case.items() if case_kinds} == {}
     assert find_trouble([{"step": 0, "val/accuracy": 0.1}, {"step": 1}], Limits()) == {}
 
 
 def test_limits_on_both_sides_of_the_ratio() -> None:
-    for ratio, told in ((0.79, True), (0.81, False), (1.19, False), (1.21, True)):
-        assert ("ratio" in kinds(1, always(ppo_ratio=ratio))) == told
+    for ratio, warns in ((0.79, True), (0.81, False), (1.19, False), (1.21, True)):
+        assert ("ratio" in kinds(1, always(ppo_ratio=ratio))) == warns
 
 
 @pytest.mark.parametrize(
@@ -298,17 +300,19 @@ def test_advice_follows_the_settings() -> None:
         }
     )
     limits = limits_of(config)
-    found = find_trouble(history(6, always(kl_divergence=2.0)), limits)
-    assert "actor.kl_loss_coef" in found["kl_high"]
-    found = find_trouble(history(3, always(response_length__clip_ratio=0.9)), limits)
-    assert "77 tokens" in found["too_long"]
+    findings = find_trouble(history(6, always(kl_divergence=2.0)), limits)
+    assert "actor.kl_loss_coef" in findings["kl_high"]
+    findings = find_trouble(history(3, always(response_length__clip_ratio=0.9)), limits)
+    assert "77 tokens" in findings["too_long"]
     # One update a step can clip nothing; no update in the warm-up moves nothing.
     assert kinds(60, always(clip_fraction=0.0, **FLAT), limits) == set()
     twice = {"actor": {"ppo_mini_batch_size": 256, "ppo_epochs": 2}}
-    more = limits_of(Config.model_validate(twice))
-    assert kinds(60, always(clip_fraction=0.0, **FLAT), more) == {"clip_low"}
-    still = always(kl_divergence=0.0, **FLAT)
-    assert kinds(30, still, limits) == set() and kinds(40, still, limits) == {"kl_low"}
+    limits_of_two = limits_of(Config.model_validate(twice))
+    assert kinds(60, always(clip_fraction=0.0, **FLAT), limits_of_two) == {"clip_low"}
+    flat_history = always(kl_divergence=0.0, **FLAT)
+    assert kinds(30, flat_history, limits) == set() and kinds(40, flat_history, limits) == {
+        "kl_low"
+    }
     # What is clipped anyway is no spike.
     assert kinds(12, lambda s: {"grad_norm": 8 if s == 12 else 0.5}, limits) == set()
 

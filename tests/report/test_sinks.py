@@ -41,11 +41,11 @@ def test_tensorboard_shows_no_point_twice_after_a_resume(tmp_path: Path) -> None
         first.step(step, {"reward_mean": step, "nan": float("nan")})
     first.close()
     first.close()
-    again = make(tmp_path, "tensorboard")
-    again.resume_at(2)
+    second = make(tmp_path, "tensorboard")
+    second.resume_at(2)
     for step in (3, 4, 5):
-        again.step(step, {"reward_mean": 10 * step})
-    again.close()
+        second.step(step, {"reward_mean": 10 * step})
+    second.close()
     expected = [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0), (5, 50.0)]
     assert points(tmp_path / "tensorboard", "reward_mean") == expected
 
@@ -135,8 +135,8 @@ def test_trackio_has_each_point_once_and_one_run(tmp_path: Path, offline: None) 
     with closing(sqlite3.connect(file)) as store:
         rows = store.execute("select run_name, step, metrics from metrics").fetchall()
     assert {name for name, _, _ in rows} == {(tmp_path / "trackio" / "run_id").read_text()}
-    found = [(step, json.loads(text)["reward_mean"]) for _, step, text in rows]
-    assert sorted(found) == [(s, s / 7) for s in (1, 2, 3, 4)]
+    logged = [(step, json.loads(text)["reward_mean"]) for _, step, text in rows]
+    assert sorted(logged) == [(s, s / 7) for s in (1, 2, 3, 4)]
 
 
 @pytest.mark.filterwarnings("default")
@@ -160,17 +160,17 @@ def test_wandb_is_given_the_run_its_name_and_each_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With something in the place of the package, which need not be installed."""
-    asked: list[tuple[str, Any]] = []
+    calls: list[tuple[str, Any]] = []
 
     class Run:
         def log(self, metrics: dict[str, float], step: int) -> None:
-            asked.append(("log", (step, metrics)))
+            calls.append(("log", (step, metrics)))
 
         def finish(self) -> None:
-            asked.append(("finish", None))
+            calls.append(("finish", None))
 
     def init(**options: Any) -> Run:
-        asked.append(("init", options))
+        calls.append(("init", options))
         return Run()
 
     class Refused(Exception): ...
@@ -188,18 +188,18 @@ def test_wandb_is_given_the_run_its_name_and_each_step(
     config = Config.model_validate({"trainer": trainer, "reward": reward})
 
     def ran(*steps: int) -> dict[str, Any]:
-        asked.clear()
+        calls.clear()
         tracker = Tracker(tmp_path, Screen(), ("wandb",), total_steps=9, config=config)
         for step in steps:
             tracker.step(step, {"x": float(step), "nan": float("nan")})
         tracker.close()
         tracker.close()
-        assert asked[1:] == [*(("log", (s, {"x": float(s)})) for s in steps), ("finish", None)]
-        options: dict[str, Any] = asked[0][1]
+        assert calls[1:] == [*(("log", (s, {"x": float(s)})) for s in steps), ("finish", None)]
+        options: dict[str, Any] = calls[0][1]
         return options
 
-    first, again = ran(1, 2), ran(3)
-    assert first == again
+    first, resumed = ran(1, 2), ran(3)
+    assert first == resumed
     assert (first["project"], first["name"], first["resume"]) == ("sums", "third", "allow")
     assert first["dir"] == str(tmp_path) and len(first["id"]) >= 8
     assert first["config"]["reward"]["function_kwargs"] == {"api_key": "***", "k": 2}
@@ -207,15 +207,15 @@ def test_wandb_is_given_the_run_its_name_and_each_step(
     tracker = Tracker(tmp_path, Screen(), ("wandb",), total_steps=9, config=config)
     tracker.rollouts(4, [scored("x" * 9999), *[scored()] * 60])
     tracker.rollouts(4, [scored("a validation")], split="val")
-    asked.clear()
+    calls.clear()
     tracker.step(4, {"x": 4.0})
     tracker.step(5, {"x": 5.0})
     tracker.close()
-    told = [metrics for kind, (_, metrics) in (one for one in asked if one[0] == "log")]
-    rows = told[0]["rollouts"].rows
+    logged = [metrics for kind, (_, metrics) in (call for call in calls if call[0] == "log")]
+    rows = logged[0]["rollouts"].rows
     assert len(rows) == TABLE_ROWS and rows[0]["response"] == "x" * TABLE_CHARS
     assert (rows[1]["prompt"], rows[1]["score"], rows[1]["step"]) == ("2+2?", 1.0, 4)
-    assert told[1] == {"x": 5.0}
+    assert logged[1] == {"x": 5.0}
     (tmp_path / "metrics.jsonl").unlink()  # a new run in the same folder
     assert ran(1)["id"] != first["id"]
 

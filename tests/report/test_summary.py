@@ -23,33 +23,33 @@ from ppo_cli.report.tracker import Summary
 HERE = Path("my run")
 
 
-def told(*lines: dict[str, Any], session: tuple[int, float] = (9, 5.0)) -> Summary:
+def summary_of(*lines: dict[str, Any], session: tuple[int, float] = (9, 5.0)) -> Summary:
     return summarise(lines, HERE, Config(), session=session, resume_command="ppo train --lr 1")
 
 
 def test_what_was_measured_once_is_one_number() -> None:
-    end = told(
+    end = summary_of(
         {"step": 1, "reward_mean": 0.4},
         {"step": 2, "reward_mean": 0.5, "val/accuracy": 0.617, "val/reward_mean": 0.617},
     )
     assert end.measures == [("reward", 0.4, 0.5), ("validation accuracy", None, 0.617)]
-    alone = told({"step": 1, "reward_mean": 0.4})
+    alone = summary_of({"step": 1, "reward_mean": 0.4})
     assert alone.measures == [("reward", None, 0.4)]
 
 
 def test_the_time_is_of_all_sessions() -> None:
     lines = [{"step": n, "reward_mean": 0.1, "time/run_s": 30.0 * n} for n in range(1, 11)]
-    end = told(*lines, session=(4, 100.0))
+    end = summary_of(*lines, session=(4, 100.0))
     assert end.wall_seconds == 300.0 and end.session == (4, 100.0)
-    assert told(*lines, session=(10, 301.0)).session is None
+    assert summary_of(*lines, session=(10, 301.0)).session is None
 
 
 def test_a_tenth_of_the_steps_is_compared_at_each_end() -> None:
     rows = [{"step": n, **mixture(n, 0.1 * n, float(n))} for n in range(1, 31)]
-    end = told(*rows, session=(30, 1.0))
-    found = {name: ends for name, *ends in end.measures}
-    assert found["reward"] == pytest.approx([0.2, 2.9])
-    assert found["reward judge"] == [2.0, 29.0] and found["validation judge"] == [1.0, 30.0]
+    end = summary_of(*rows, session=(30, 1.0))
+    measures = {name: ends for name, *ends in end.measures}
+    assert measures["reward"] == pytest.approx([0.2, 2.9])
+    assert measures["reward judge"] == [2.0, 29.0] and measures["validation judge"] == [1.0, 30.0]
     assert end.steps == 30 and len(end.rewards) == 30 and end.model_dir is None
 
 
@@ -82,15 +82,15 @@ def test_calls_are_counted_over_judges_sessions_and_validations(tmp_path: Path) 
 
 
 def mixture(step: int, total: float, judge: float) -> dict[str, Any]:
-    found = {"reward_mean": total, "reward/judge": judge, "reward/judge/weight": 1.0}
-    return {"step": step} | found | {f"val/{name}": value for name, value in found.items()}
+    metrics = {"reward_mean": total, "reward/judge": judge, "reward/judge/weight": 1.0}
+    return {"step": step} | metrics | {f"val/{name}": value for name, value in metrics.items()}
 
 
 def test_a_mixture_whose_mean_is_0_by_itself_is_told_by_its_parts() -> None:
-    end = told(mixture(1, 1e-17, 4.0), mixture(2, -1e-17, 6.0))
+    end = summary_of(mixture(1, 1e-17, 4.0), mixture(2, -1e-17, 6.0))
     assert end.rewards == ()
     assert end.measures == [("reward judge", 4.0, 6.0), ("validation judge", 4.0, 6.0)]
-    plain = told(mixture(1, 0.4, 4.0), mixture(2, 0.6, 6.0))
+    plain = summary_of(mixture(1, 0.4, 4.0), mixture(2, 0.6, 6.0))
     assert plain.measures[0] == ("reward", 0.4, 0.6)
     assert ("validation reward_mean", 0.4, 0.6) in plain.measures
 
@@ -109,27 +109,27 @@ def test_a_run_without_any_score_is_not_done() -> None:
 
 def test_what_comes_next_works_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PPO_COMMAND", r"/a\ b/ppo")
-    steps = told({"step": 3, "reward_mean": 0.1}).next_steps
+    steps = summary_of({"step": 3, "reward_mean": 0.1}).next_steps
     assert steps[0].startswith(r"/a\ b/ppo view 'my run' ")
     assert steps[1].startswith(r"/a\ b/ppo show 'my run' --worst 5 ")
     assert steps[2].startswith("ppo train --lr 1 --max_steps 6 ")
     embedded = Config.model_validate({"model": {"path": "embedded"}})
-    found = summarise([], HERE, embedded, session=(0, 1.0), resume_command="").next_steps
-    assert len(found) == 4 and all(line.startswith(r"/a\ b/ppo ") for line in found)
+    next_steps = summarise([], HERE, embedded, session=(0, 1.0), resume_command="").next_steps
+    assert len(next_steps) == 4 and all(line.startswith(r"/a\ b/ppo ") for line in next_steps)
 
 
 def test_advice_to_train_longer_says_what_the_learning_rate_does() -> None:
     optim = {"lr": 1e-3, "lr_scheduler_type": "cosine"}
     cosine = Config.model_validate({"actor": {"optim": optim}})
     last = {"step": 3, "reward_mean": 0.1, "actor/lr": 2.5e-4}
-    for config, words in (
+    for config, fragment in (
         (cosine, "rises from 0.00025 at step 3 to 0.0005 at step 4"),
         (Config(), ""),
     ):
-        line = last | {"actor/lr": last["actor/lr"] if words else config.actor.optim.lr}
+        line = last | {"actor/lr": last["actor/lr"] if fragment else config.actor.optim.lr}
         steps = summarise([line], HERE, config, session=(3, 1.0), resume_command="ppo train")
-        assert ("learning rate" in steps.next_steps[-1]) is bool(words)
-        assert words in steps.next_steps[-1] and "--max_steps 6 " in steps.next_steps[-1]
+        assert ("learning rate" in steps.next_steps[-1]) is bool(fragment)
+        assert fragment in steps.next_steps[-1] and "--max_steps 6 " in steps.next_steps[-1]
 
 
 def test_a_learning_rate_is_compared_with_that_of_the_checkpoints_step(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
     assert plain == "ppo train"
 
 
-def steps(*rewards: float, **more: float) -> list[dict[str, Any]]:
-    return [{"step": n, "reward_mean": r, **more} for n, r in enumerate(rewards, start=1)]
+def steps(*rewards: float, **metrics: float) -> list[dict[str, Any]]:
+    return [{"step": n, "reward_mean": r, **metrics} for n, r in enumerate(rewards, start=1)]
 
 
 def test_noise_is_no_decline() -> None:
@@ -229,7 +229,7 @@ def test_noise_is_no_decline() -> None:
         ([0.5] * 8, False), (noisy[::-1], False), ([*noisy, 0.02], True),
         ([0.45, 0.47, 0.46, 0.44, 0.45, 0.46, 0.0], True), ([0.5] * 7 + [0.4], True),
     ):  # fmt: skip
-        assert ("reward" in told(*steps(*rewards)).declined) is fell, rewards
+        assert ("reward" in summary_of(*steps(*rewards)).declined) is fell, rewards
 
 
 def test_a_validation_declines_beyond_the_noise_of_its_responses() -> None:
@@ -255,8 +255,8 @@ def test_a_validation_declines_beyond_the_noise_of_its_responses() -> None:
 def test_a_collapse_is_said_at_the_end_too() -> None:
     good = steps(0.4, 0.5, 0.45, kl_divergence=0.01, entropy=1.0, **{"score/min": 0.0})
     gone = {"step": 4, "reward_mean": 0.0, "kl_divergence": 5.3, "entropy": 1e-5, "score/min": 0.0}
-    assert told(*good).warning == ""
-    assert told(*good, gone).warning.startswith("The policy has collapsed")
+    assert summary_of(*good).warning == ""
+    assert summary_of(*good, gone).warning.startswith("The policy has collapsed")
 
 
 def test_small_amounts_are_not_nothing() -> None:

@@ -76,7 +76,7 @@ JUDGED = {"enable": True, "model": "m"}
 
 
 @pytest.mark.parametrize(
-    ("reward", "good", "kept"),
+    ("reward", "good", "expected"),
     [
         ({"api": JUDGED}, 1, {}),
         ({"api": JUDGED}, 10, {}),  # labels on the judge's own scale, 1-10
@@ -85,15 +85,15 @@ JUDGED = {"enable": True, "model": "m"}
     ],
 )
 def test_labels_given_while_a_run_goes_on_count_at_its_next_step(
-    tmp_path: Path, reward: dict[str, Any], good: int, kept: dict[str, Any]
+    tmp_path: Path, reward: dict[str, Any], good: int, expected: dict[str, Any]
 ) -> None:
     screen = Heard()
     config = Config.model_validate({"reward": reward})
     tracker = Tracker(tmp_path, screen, ("console",), total_steps=99, config=config)
 
-    def label(step: int, judge: float, given: float | None) -> dict[str, Any]:
-        said = {"id": f"train:{step}:{judge}", "step": step, "score": judge, "label": given}
-        return said | {"parts": {"judge": {"raw": judge, "scaled": 2.0}}} | kept
+    def label(step: int, judge: float, person_label: float | None) -> dict[str, Any]:
+        line = {"id": f"train:{step}:{judge}", "step": step, "score": judge, "label": person_label}
+        return line | {"parts": {"judge": {"raw": judge, "scaled": 2.0}}} | expected
 
     tracker.step(80, {})
     bad = 1 if good == 10 else 0
@@ -116,8 +116,8 @@ def test_labels_that_cannot_be_read_for_certain_say_nothing(tmp_path: Path) -> N
         config = Config.model_validate({"reward": {"api": JUDGED | api}})
         return len(people_of(tmp_path, config))
 
-    own = {"scoring_prompt": "Rate {response} from 1 to 5."}
-    assert (people(), people(**own), people(**own, scale="1-5")) == (29, 0, 29)
+    api = {"scoring_prompt": "Rate {response} from 1 to 5."}
+    assert (people(), people(**api), people(**api, scale="1-5")) == (29, 0, 29)
     (tmp_path / "labels.jsonl").unlink()
     (tmp_path / "labels.jsonl").mkdir()
     assert people() == 0
@@ -147,12 +147,12 @@ def test_time_left_is_of_the_whole_run_and_time_spent_of_all_sessions(tmp_path: 
     assert tracker.session[0] == 2
     tracker.close()
     replace_lines(tmp_path / "metrics.jsonl", [*first[:2], first[2] | {"time/run_s": 500.0}])
-    again = make(tmp_path)
-    again.resume_at(2)
-    again.step(3, {"time/step_s": 1.0})
+    resumed = make(tmp_path)
+    resumed.resume_at(2)
+    resumed.step(3, {"time/step_s": 1.0})
     last = lines(tmp_path / "metrics.jsonl")[-1]
     assert 500.0 < last["time/run_s"] < 560.0 and last["time/left_s"] == 6.0
-    assert again.session[0] == 1
+    assert resumed.session[0] == 1
 
 
 def test_the_newest_steps_and_all_that_comes_between_tell_the_time_left(tmp_path: Path) -> None:
@@ -161,9 +161,9 @@ def test_the_newest_steps_and_all_that_comes_between_tell_the_time_left(tmp_path
         tracker.step(step, {"time/step_s": 100.0 if step <= 2 else 7.0})
     between = {"time/validate_s": 6.0, "time/validate_reward_s": 12.0, "time/save_s": 21.0}
     tracker.step(13, {"time/step_s": 7.0, **between, "time/rollout_s": 99.0})
-    found = [line["time/left_s"] for line in lines(tmp_path / "metrics.jsonl")]
-    assert found[10] == pytest.approx(9 * (100 + 9 * 7) / 10)  # ten steps, one of them slow
-    assert found[11:] == pytest.approx([8 * 7, 7 * (7 + 39 / 13)])
+    seconds_left = [line["time/left_s"] for line in lines(tmp_path / "metrics.jsonl")]
+    assert seconds_left[10] == pytest.approx(9 * (100 + 9 * 7) / 10)  # ten steps, one of them slow
+    assert seconds_left[11:] == pytest.approx([8 * 7, 7 * (7 + 39 / 13)])
 
 
 def test_the_time_of_the_first_validation_is_in_its_own_line(tmp_path: Path) -> None:
@@ -208,30 +208,30 @@ def test_resume_drops_later_steps_and_a_torn_line(tmp_path: Path, torn: str) -> 
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(torn)
     (tmp_path / "rollouts" / ".unfinished-step_000005.jsonl").write_text("{")
-    again = make(tmp_path)
-    again.resume_at(2)
+    resumed = make(tmp_path)
+    resumed.resume_at(2)
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     names = sorted(p.name for p in (tmp_path / "rollouts").iterdir())
     assert names == [f"{kind}_00000{n}.jsonl" for kind in ("step", "val") for n in range(3)]
-    again.step(3, {"x": 0.1 * 3})
+    resumed.step(3, {"x": 0.1 * 3})
     assert lines(tmp_path / "metrics.jsonl")[-1] == {"step": 3, "x": 0.1 * 3}
-    assert [line["step"] for line in again.history] == [0, 1, 2, 3]
+    assert [line["step"] for line in resumed.history] == [0, 1, 2, 3]
 
 
 def test_a_resumed_file_is_the_same_bytes_as_an_unbroken_one(tmp_path: Path) -> None:
     metrics = {s: {"x": s / 7, "nan": float("nan"), "a/long_name": 1e-17 * s} for s in range(1, 7)}
-    whole, broken = make(tmp_path / "a"), make(tmp_path / "b")
+    intact, broken = make(tmp_path / "a"), make(tmp_path / "b")
     for step, values in metrics.items():
-        whole.step(step, values)
+        intact.step(step, values)
     for step in range(1, 6):
         broken.step(step, metrics[step])
-    again = make(tmp_path / "b")
-    again.resume_at(3)
+    resumed = make(tmp_path / "b")
+    resumed.resume_at(3)
     for step in range(4, 7):
-        again.step(step, metrics[step])
+        resumed.step(step, metrics[step])
     files = [(tmp_path / n / "metrics.jsonl").read_bytes() for n in ("a", "b")]
     assert files[0] == files[1]
-    assert json.dumps(whole.history) == json.dumps(again.history)
+    assert json.dumps(intact.history) == json.dumps(resumed.history)
 
 
 def test_a_step_written_again_replaces_its_line(tmp_path: Path) -> None:
@@ -267,8 +267,8 @@ def test_any_text_comes_back_as_it_was_but_for_secrets(
     make(tmp_path).rollouts(1, [*map(scored, texts), secret, unknown])
     raw = (tmp_path / "rollouts" / "step_000001.jsonl").read_bytes()
     assert raw.count(b"\n") == len(texts) + 2 and b"very-secret" not in raw
-    *found, _, last = (json.loads(line) for line in raw.split(b"\n")[:-1])
-    assert [line["response"] for line in found] == texts
+    *earlier, _, last = (json.loads(line) for line in raw.split(b"\n")[:-1])
+    assert [line["response"] for line in earlier] == texts
     assert (last["a"], last["b"], last["c"]) == ("x", {"1": [2]}, [0, 1])
 
 

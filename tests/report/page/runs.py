@@ -43,20 +43,20 @@ def scored(row: int, step: int, text: str, value: float | None) -> Scored:
     info: dict[str, Any] = {"cost_usd": 0.001, "cached": False}
     if (row, step) == (5, 3):  # what another judge says of it
         info |= {"monitor": 0.0, "monitor_gap": 0.9}
-    told: Any = {"reason": f"because of {text[:90]}", "parts": parts, "info": info}
-    told["reply"] = '{"score": 7}'
-    return Scored(rollout, Score(value, **told))
+    line: Any = {"reason": f"because of {text[:90]}", "parts": parts, "info": info}
+    line["reply"] = '{"score": 7}'
+    return Scored(rollout, Score(value, **line))
 
 
 def make_run(folder: Path, steps: int = 40, hostile: bool = False) -> Path:
     """A run whose reward rises from 0.4875 by 0.01 a step, and whose KL is high from step 16 on."""
     folder.mkdir(parents=True)
     flags = {"reward.api.enable": (True, "--use_api_reward")}
-    found = resolve(flags=flags, preset="embedded", config_files=[],
+    resolved = resolve(flags=flags, preset="embedded", config_files=[],
                     overrides=[f"trainer.total_training_steps={steps}"],
                     environ={"DASHSCOPE_API_KEY": "sk-secretsecretsecret"})  # fmt: skip
-    (folder / "config.yaml").write_text("# Written by ppo-cli 9\n" + config_yaml(found))
-    tracker = Tracker(folder, Screen(), (), total_steps=steps, config=found.config)
+    (folder / "config.yaml").write_text("# Written by ppo-cli 9\n" + config_yaml(resolved))
+    tracker = Tracker(folder, Screen(), (), total_steps=steps, config=resolved.config)
     for step in range(1, steps + 1):
         count = len(HOSTILE) if hostile and step == steps else 8
         rows = [

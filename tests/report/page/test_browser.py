@@ -49,10 +49,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("browser") / "run", hostile=True)
 
 
-def until(found: Callable[[], Any]) -> Any:
+def until(condition: Callable[[], Any]) -> Any:
     """What a page shows in the end; it draws and asks in its own time."""
     end = time.monotonic() + 20
-    while not (value := found()) and time.monotonic() < end:
+    while not (value := condition()) and time.monotonic() < end:
         time.sleep(0.05)
     assert value
     return value
@@ -64,8 +64,8 @@ def errors_of(browser: Any) -> list[str]:
 
 def texts(browser: Any, selector: str) -> list[str]:
     script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
-    found: list[str] = browser.execute_script(script, selector)
-    return found
+    texts: list[str] = browser.execute_script(script, selector)
+    return texts
 
 
 def fill(browser: Any, name: str, value: str) -> None:
@@ -133,8 +133,8 @@ def test_a_report_is_read_without_a_server(browser: Any, run: Path, tmp_path: Pa
     assert "hidden <b>thought</b>" in texts(browser, "#pane")[0] + shown
     assert "the first 20,000 of 5,000,000 characters" in shown
     assert browser.execute_script("return window.ran === undefined")
-    made = "main img, main iframe, main script, main a[href], main object"
-    assert texts(browser, made) == []
+    forbidden = "main img, main iframe, main script, main a[href], main object"
+    assert texts(browser, forbidden) == []
     assert errors_of(browser) == []
 
 

@@ -28,13 +28,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data_of(text: str) -> dict[str, Any]:
     block = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert block
-    found: dict[str, Any] = json.loads(block[1])
-    return found
+    data: dict[str, Any] = json.loads(block[1])
+    return data
 
 
 def test_one_sentence_says_how_it_went(run: Path) -> None:
-    said = RunData(run, "run").read()["sentence"]
-    assert said == (
+    sentence = RunData(run, "run").read()["sentence"]
+    assert sentence == (
         "reward 0.50 to 0.86, validation reward_mean 0.50 to 0.50 in 40 steps; KL 0.14, above its "
         "range since step 16: lower --lr or raise --kl_coef; judge $0.70, 1 response without a "
         "score"
@@ -45,10 +45,10 @@ def test_a_high_kl_that_pays_asks_for_no_change(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     file = tmp_path / "run" / "config.yaml"
     file.write_text("# Written by ppo-cli 9\nreward: {rule: exact}\n")  # no judge any more
-    found = RunData(tmp_path / "run", "run").read()
-    assert "KL" not in found["sentence"]
-    assert [span["kind"] for span in found["findings"]] == ["failed"]
-    (kl,) = (tile for tile in found["tiles"] if tile["key"] == "kl_divergence")
+    run_data = RunData(tmp_path / "run", "run").read()
+    assert "KL" not in run_data["sentence"]
+    assert [span["kind"] for span in run_data["findings"]] == ["failed"]
+    (kl,) = (tile for tile in run_data["tiles"] if tile["key"] == "kl_divergence")
     assert kl["side"] == "above" and kl["change"] == PAYS
 
 
@@ -83,8 +83,8 @@ def test_settings_come_with_their_origins(run: Path) -> None:
 
 
 def test_findings_are_those_that_the_run_showed(run: Path) -> None:
-    found = RunData(run, "run").read()["findings"]
-    spans = {span["kind"]: (span["from"], span["to"], span["now"]) for span in found}
+    findings = RunData(run, "run").read()["findings"]
+    spans = {span["kind"]: (span["from"], span["to"], span["now"]) for span in findings}
     assert spans["failed"] == (2, 2, False)
     assert spans["kl_high"] == (17, 40, True)
 
@@ -103,20 +103,20 @@ def test_what_has_changed_is_read_again(tmp_path: Path) -> None:
 
 def test_the_newest_steps_are_read_first_and_the_rest_by_and_by(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=4)
-    rollouts, whole = Rollouts(folder), Rollouts(folder)
+    rollouts, all_rollouts = Rollouts(folder), Rollouts(folder)
     assert {row.step for row in rollouts.rows(0.0)} == {4}
     assert rollouts.unread == 3
     assert rollouts.row_of_id("train:1:0").step == 1  # an older one that is asked for is read
-    assert rollouts.rows() == whole.rows()
+    assert rollouts.rows() == all_rollouts.rows()
     assert [rollouts.changed(row) for row in rollouts.rows()] == [
-        whole.changed(row) for row in whole.rows()
+        all_rollouts.changed(row) for row in all_rollouts.rows()
     ]
-    row = whole.rows()[0]
-    assert whole.changed(row) == pytest.approx(3 / 12, abs=1e-6)
+    row = all_rollouts.rows()[0]
+    assert all_rollouts.changed(row) == pytest.approx(3 / 12, abs=1e-6)
     file = folder / "rollouts" / "step_000004.jsonl"
     file.write_text(file.read_text().replace(f'"score": {4 / 12}', '"score": 0.0'))
-    assert whole.rows(0.0)[-8].score == 0.0  # a step written anew is read anew
-    assert whole.changed(row) == pytest.approx(1 / 12, abs=1e-6)
+    assert all_rollouts.rows(0.0)[-8].score == 0.0  # a step written anew is read anew
+    assert all_rollouts.changed(row) == pytest.approx(1 / 12, abs=1e-6)
 
 
 def test_thoughts_are_told_where_they_are(tmp_path: Path) -> None:
@@ -128,8 +128,8 @@ def test_thoughts_are_told_where_they_are(tmp_path: Path) -> None:
     lines[1] |= {"response": "<think>6*7"}
     replace_lines(file, lines)
     rollouts = Rollouts(folder)
-    told = [line["thoughts"] for line in rollouts.read(rollouts.rows(), None)]
-    assert told[:3] == [[(0, 11)], [(0, 10)], []]
+    thoughts = [line["thoughts"] for line in rollouts.read(rollouts.rows(), None)]
+    assert thoughts[:3] == [[(0, 11)], [(0, 10)], []]
 
 
 def test_a_report_of_a_long_run_is_a_sample_that_says_so(run: Path) -> None:

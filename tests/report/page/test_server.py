@@ -39,14 +39,14 @@ def call(
     sent = None if body is None else json.dumps(body)
     connection.request("GET" if body is None else "POST", path, sent, headers)
     reply = connection.getresponse()
-    found = reply.status, reply.read().decode(), dict(reply.getheaders())
+    response = reply.status, reply.read().decode(), dict(reply.getheaders())
     connection.close()
-    return found
+    return response
 
 
 def ask(server: PageServer, path: str, body: Any = None, **query: Any) -> Any:
-    words = urlencode({"token": server.token, **query})
-    status, text, _ = call(server, f"{path}?{words}", body=body)
+    query_text = urlencode({"token": server.token, **query})
+    status, text, _ = call(server, f"{path}?{query_text}", body=body)
     assert status == 200, text
     return json.loads(text)
 
@@ -65,9 +65,9 @@ def test_only_the_token_opens_it(server: PageServer) -> None:
     assert "connect-src 'self'" in headers["Content-Security-Policy"]
     wrong = server.token[:-1] + ("A" if server.token[-1] != "A" else "B")
     for path in ("/", "/api/runs", "/api/rows", "/api/row?id=train:1:0", "/api/prompt", "/other"):
-        for given in ("", f"token={wrong}", "token=", "token=%ff"):
-            status, text, _ = call(server, path + ("&" if "?" in path else "?") + given)
-            assert (status, "answer" in text) == (403, False), (path, given)
+        for sent_cookie in ("", f"token={wrong}", "token=", "token=%ff"):
+            status, text, _ = call(server, path + ("&" if "?" in path else "?") + sent_cookie)
+            assert (status, "answer" in text) == (403, False), (path, sent_cookie)
     assert call(server, "/api/runs", Cookie=f"ppo_view_{server.port}={wrong}")[0] == 403
     assert call(server, "/api/label", body={"id": "train:1:0"})[0] == 403
 
@@ -108,8 +108,8 @@ def test_paths_lead_nowhere_else(server: PageServer, tmp_path: Path) -> None:
 
 
 def test_rows_come_by_query(server: PageServer) -> None:
-    found = ask(server, "/api/rows")
-    assert (found["total"], found["all"], found["sources"]) == (48, 48, ["add", "sub"])
+    response = ask(server, "/api/rows")
+    assert (response["total"], response["all"], response["sources"]) == (48, 48, ["add", "sub"])
     cases: list[tuple[dict[str, Any], int]] = [
         ({"from_step": 2, "to_step": 3}, 16), ({"source": "add"}, 24), ({"split": "val"}, 0),
         ({"failed": "yes"}, 1), ({"failed": "no"}, 47), ({"why": "TIMEOUT"}, 1), ({"why": "x"}, 0),
@@ -129,8 +129,8 @@ def test_rows_come_by_query(server: PageServer) -> None:
     assert disputed[0]["disputed"] == 0.9, "between two judges"
     assert disputed[1]["disputed"] == pytest.approx(max(6.5 - 0, 0) / 14, abs=0.08)
     for query in ({"pattern": "("}, {"min": "x"}, {"sort": "y"}, {"pattern": "(a|a)*$" * 9}):
-        words = urlencode({"token": server.token, **query})
-        status, text, _ = call(server, f"/api/rows?{words}")
+        query_text = urlencode({"token": server.token, **query})
+        status, text, _ = call(server, f"/api/rows?{query_text}")
         assert status in {200, 400}, text
 
 
@@ -146,8 +146,8 @@ def test_one_response_and_its_prompt_through_time(server: PageServer) -> None:
 def test_a_label_lands_in_the_run_folder_as_calibrate_reads_it(server: PageServer) -> None:
     folder = server.runs[0].folder
     for place, label in enumerate((1, 0, 1, 0.0)):
-        given = {"id": f"train:5:{place}", "label": label, "comment": f"no. {place} <b>"}
-        assert ask(server, "/api/label", body=given)["label"] == label
+        label_request = {"id": f"train:5:{place}", "label": label, "comment": f"no. {place} <b>"}
+        assert ask(server, "/api/label", body=label_request)["label"] == label
     ask(server, "/api/label", body={"id": "train:5:4", "label": None, "comment": "look again"})
     ask(server, "/api/label", body={"id": "train:5:1", "label": 1, "comment": ""})
     ask(server, "/api/label", body={"id": "train:5:0", "label": None, "comment": ""})
