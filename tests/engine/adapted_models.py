@@ -77,11 +77,11 @@ def trained(model: Any) -> Any:
     return model
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone()
 
 
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
-    found: Tensor = model(input_ids=IDS, use_cache=False).logits
-    return found
+    logits: Tensor = model(input_ids=IDS, use_cache=False).logits
+    return logits

@@ -60,9 +60,9 @@ class SmallEngine:
         assert self._sampling.acquire(blocking=False), "two rounds at a time"
         try:
             self.calls.append(f"generate {sampling.seed}")
-            for one in (*start_rollouts(prompts, sampling), *begun):
+            for rollout in (*start_rollouts(prompts, sampling), *begun):
                 self.pause()
-                yield self._draw(one, sampling)
+                yield self._draw(rollout, sampling)
             self.rounds_drawn += 1
         finally:
             self._sampling.release()
@@ -82,7 +82,7 @@ class SmallEngine:
             stopped=stopped,
             sampling=sampling,
             weight_version=self.version,
-            detokenize=lambda whole, context: f"“{whole}”\ud83d",
+            detokenize=lambda text, context: f"“{text}”\ud83d",
         )
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:

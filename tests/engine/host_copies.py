@@ -32,14 +32,14 @@ class Copies(TorchDispatchMode):
         self.count: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
             source = args[1] if func is torch.ops.aten.copy_.default else args[0]
-            on_host = [not isinstance(tensor, SecondTensor) for tensor in (source, found)]
+            on_host = [not isinstance(tensor, SecondTensor) for tensor in (source, output)]
             self.count[{(0, 1): "home", (1, 0): "out"}.get(tuple(map(int, on_host)), "within")] += 1
-        elif func is torch.ops.aten.clone.default and not isinstance(found, SecondTensor):
+        elif func is torch.ops.aten.clone.default and not isinstance(output, SecondTensor):
             self.count["within"] += 1
-        return found
+        return output
 
 
 def make_model() -> nn.Module:
@@ -62,9 +62,9 @@ def step_offloaded(device: torch.device) -> dict[str, Any]:
         with Copies() as seen:
             optimizer.apply()
         copies.append(dict(seen.count))
-        held = optimizer.moments()
-        places.append([t.data_ptr() for n, t in held.items() if not n.endswith(".step")])
-        moments = [gather_copy(tensor).sum().item() for tensor in held.values()]
+        saved_moments = optimizer.moments()
+        places.append([t.data_ptr() for n, t in saved_moments.items() if not n.endswith(".step")])
+        moments = [gather_copy(tensor).sum().item() for tensor in saved_moments.values()]
     return {"copies": copies, "places": places, "moments": moments}
 
 
@@ -91,11 +91,11 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     on_cpu = step_offloaded(torch.device("cpu"))["moments"]
     torch.manual_seed(0)
-    found = {"optimizer": step_offloaded(device), "on_cpu": on_cpu, "hosted": wake_hosted(device)}
+    report = {"optimizer": step_offloaded(device), "on_cpu": on_cpu, "hosted": wake_hosted(device)}
     with Copies() as seen:
         gather_copy(torch.ones(5, device=device))
-    found["full_tensor"] = dict(seen.count)
-    (folder / "found.json").write_text(json.dumps(found))
+    report["full_tensor"] = dict(seen.count)
+    (folder / "found.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def train(path: str, ranks: Ranks = ALONE, **model: Any) -> Seen:
 
 def main() -> None:
     rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for tensor_size in (1, size):
         ranks = join_ranks(
             rank, size, init_method=f"file://{folder}/meet-{tensor_size}",
@@ -50,9 +50,9 @@ def main() -> None:
                 spread = train(path, ranks, packing=None, **adapter)
                 if rank == 0:
                     name = f"{kind}-{tensor_size}-{len(adapter)}"
-                    found[name] = gaps(spread, train(path, **adapter))
+                    results[name] = gaps(spread, train(path, **adapter))
         torch.distributed.destroy_process_group()
-    (folder / f"gaps-{rank}.json").write_text(json.dumps(found))
+    (folder / f"gaps-{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

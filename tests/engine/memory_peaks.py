@@ -93,7 +93,7 @@ CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
 def settings(path: str, tokens: int, others: dict[str, Any]) -> Config:
     alone = others.get("algorithm.adv_estimator") == "rloo"
     prompts = ROWS // (2 if alone else 1)
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         # oneDNN, the default from Zen 5 on, keeps 0.6 MB for each shape that it multiplies, of up
         # to 1,024; these lie between freed blocks, which are then of no use to larger tensors.
         "model": {
@@ -116,8 +116,8 @@ def settings(path: str, tokens: int, others: dict[str, Any]) -> Config:
     }  # fmt: skip
     for key, value in others.items():
         section, name = key.split(".")
-        told[section][name] = value
-    return Config.model_validate(told)
+        report[section][name] = value
+    return Config.model_validate(report)
 
 
 def batch() -> TrainBatch:
@@ -208,9 +208,9 @@ def apart(work: Callable[[], object]) -> None:
 
 
 def show(folder: Path, model: str, tokens: int, others: dict[str, Any]) -> None:
-    found = measure(settings(str(folder / model), tokens, others))
-    told = {"case": f"{model}, {tokens} tokens, {others}", **found}
-    print(json.dumps(told), flush=True)
+    results = measure(settings(str(folder / model), tokens, others))
+    report = {"case": f"{model}, {tokens} tokens, {others}", **results}
+    print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

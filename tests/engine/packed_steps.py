@@ -38,7 +38,7 @@ class Seen:
 def settings(tokens: int = SPLIT, **parts: dict[str, Any]) -> Config:
     """A run with every model; groups of settings are merged over these."""
     optim = {"lr": RATE, "eps": 1e-5}
-    own: dict[str, dict[str, Any]] = {
+    own_values: dict[str, dict[str, Any]] = {
         "model": {"path": "embedded", "packing": False},
         "algorithm": {"kl_penalty": "full"},
         "actor": {
@@ -49,7 +49,9 @@ def settings(tokens: int = SPLIT, **parts: dict[str, Any]) -> Config:
         "ref": {"log_prob_max_token_len_per_gpu": tokens},
         "data": {"max_prompt_length": 24, "max_response_length": 12},
     }  # fmt: skip
-    return Config.model_validate({k: own.get(k, {}) | parts.get(k, {}) for k in {**own, **parts}})
+    return Config.model_validate(
+        {k: own_values.get(k, {}) | parts.get(k, {}) for k in {**own_values, **parts}}
+    )
 
 
 def make_batch(rows: Rows, seed: int, *, one_prompt: bool = False) -> Any:
@@ -112,7 +114,7 @@ def take_steps(
     return seen
 
 
-def gaps(one: Seen, other: Seen) -> dict[str, float]:
+def gaps(first: Seen, other: Seen) -> dict[str, float]:
     """The largest difference of each kind: annotations and means as shares of what they are of.
 
     A mean is one of log-probs, of values or of their ratios: its scale is theirs. Of weights it is
@@ -121,7 +123,7 @@ def gaps(one: Seen, other: Seen) -> dict[str, float]:
     """
     annotated = [
         (a[name] - b[name], b[name].abs().max().clamp_min(1.0))
-        for a, b in zip(one.annotated, other.annotated, strict=True)
+        for a, b in zip(first.annotated, other.annotated, strict=True)
         for name in ANNOTATED
     ]
     largest = max(scale.item() for _, scale in annotated)
@@ -129,15 +131,16 @@ def gaps(one: Seen, other: Seen) -> dict[str, float]:
         "annotated": max((gap.abs().max() / scale).item() for gap, scale in annotated),
         "counts": max(
             abs(a[key][1] - b[key][1])
-            for a, b in zip(one.sums, other.sums, strict=True)
+            for a, b in zip(first.sums, other.sums, strict=True)
             for key in a.keys() | b.keys()
         ),
         "means": max(
             abs(a[key][0] - b[key][0]) / b[key][1] / max(largest, abs(b[key][0]) / b[key][1])
-            for a, b in zip(one.sums, other.sums, strict=True)
+            for a, b in zip(first.sums, other.sums, strict=True)
             for key in b
         ),
         "weights": max(
-            (one.weights[n] - other.weights[n]).square().mean().sqrt().item() for n in one.weights
+            (first.weights[n] - other.weights[n]).square().mean().sqrt().item()
+            for n in first.weights
         ),
     }

@@ -43,11 +43,11 @@ def published(ranks: Ranks, path: str, lora_rank: int) -> list[int]:
     for name, tensor in learner.policy.model.named_parameters():
         if "lora_" in name:  # half of them are zero at first
             tensor.data.add_(0.01)
-    with Traffic() as whole:
+    with Traffic() as traffic:
         after = {name: t.to(torch.bfloat16) for name, t in learner.published(gather_tensor)}
     with Traffic() as cast:
         pieces = learner.published(partial(gather_tensor, dtype=torch.bfloat16), gather_tensor)
         before = {name: t.to(torch.bfloat16) for name, t in pieces}
     assert list(before) == list(after)
     assert all(torch.equal(before[name], after[name]) for name in after)
-    return [whole.sent, cast.sent]
+    return [traffic.sent, cast.sent]

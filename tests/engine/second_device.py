@@ -58,25 +58,25 @@ CAST = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "scaled_dot_product
 class SecondTensor(Tensor):
     """A tensor of the device; `held` is where it really lies."""
 
-    held: Tensor
+    inner: Tensor
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> SecondTensor:
+    def __new__(cls, inner: Tensor) -> SecondTensor:
         with torch.inference_mode(False):  # views of weights must be tensors as the weights are
-            made = Tensor._make_wrapper_subclass(
-                cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
-                dtype=held.dtype, device=DEVICE,
+            tensor = Tensor._make_wrapper_subclass(
+                cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
+                dtype=inner.dtype, device=DEVICE,
             )  # fmt: skip
-        made.held = held
-        return made  # type: ignore[no-any-return]
+        tensor.inner = inner
+        return tensor  # type: ignore[no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"second({self.held})"
+        return f"second({self.inner})"
 
     def tolist(self) -> Any:
         """torch refuses it for tensors like these; a GPU's have it."""
         note_crossing("tolist")
-        return self.held.tolist()
+        return self.inner.tolist()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """Lets `Module.to` exchange weights in place, so that tied ones stay tied."""
@@ -119,9 +119,9 @@ def note_crossing(what: Any) -> None:
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on what the tensors hold, and wrap what it gives."""
     if torch.is_inference_mode_enabled():  # operations made of others come here whole then
-        found = func.decompose(*args, **kwargs)
-        if found is not NotImplemented:
-            return found
+        decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
     flat, spec = pytree.tree_flatten((args, kwargs))
     target = kwargs.get("device")
     leaves_device = func is aten._to_copy.default and target is not None and _is_cpu(target)
@@ -137,25 +137,27 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if isinstance(value, torch.Generator) and value.device.type == "cpu":
                 raise RuntimeError(f"{func}: a generator of the CPU draws for {NAME}")
     inner = [
-        value.held if isinstance(value, SecondTensor)
+        value.inner if isinstance(value, SecondTensor)
         else torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME
         else value
         for value in flat
     ]  # fmt: skip
     inner_args, inner_kwargs = pytree.tree_unflatten(inner, spec)
     inner_kwargs.pop("pin_memory", None)
-    found = func(*inner_args, **inner_kwargs)
+    decomposed = func(*inner_args, **inner_kwargs)
     name = func._schema.name.partition("::")[2]
-    if found is None or (name.startswith(("_foreach_", "_fused_")) and name.endswith("_")):
+    if decomposed is None or (name.startswith(("_foreach_", "_fused_")) and name.endswith("_")):
         return None
-    if func._schema.is_mutable and args and found is inner_args[0]:
+    if func._schema.is_mutable and args and decomposed is inner_args[0]:
         return args[0]
     if leaves_device:
-        return args[0] if func is aten.copy_.default else found
+        return args[0] if func is aten.copy_.default else decomposed
     out = kwargs.get("out")
     if out is not None:
         return out
-    return pytree.tree_map_only(Tensor, lambda t: SecondTensor(t) if t.dim() >= 0 else t, found)
+    return pytree.tree_map_only(
+        Tensor, lambda t: SecondTensor(t) if t.dim() >= 0 else t, decomposed
+    )
 
 
 def looks_at_values(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -259,8 +261,8 @@ def _casting(op: Callable[..., Any]) -> Callable[..., Any]:
         dtype = torch.get_autocast_dtype(NAME)
 
         def lower(value: Any) -> Any:
-            known = isinstance(value, Tensor) and value.is_floating_point()
-            return value.to(dtype) if known and value.dtype != torch.float64 else value
+            is_float = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(dtype) if is_float and value.dtype != torch.float64 else value
 
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
         with torch._C._ExcludeDispatchKeyGuard(keys):

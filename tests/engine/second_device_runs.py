@@ -124,7 +124,7 @@ REWARDS: dict[str, Callable[[Path], Path]] = {
 
 def config_of(change: dict[str, Any]) -> Config:
     """A small run of the bundled model."""
-    given: dict[str, Any] = {
+    sections: dict[str, Any] = {
         "model": {"path": "embedded", "dtype": "float32", "packing": False},
         "data": {"max_prompt_length": 32, "max_response_length": 8},
         "actor": {"optim": {"lr": 1e-3}, "clip_grad_value": 0.5, "ppo_micro_batch_size_per_gpu": 5},
@@ -132,8 +132,8 @@ def config_of(change: dict[str, Any]) -> Config:
         "trainer": {"engine": "local"},
     }
     for name, values in change.items():
-        given[name] = given.get(name, {}) | values
-    return Config.model_validate(given)
+        sections[name] = sections.get(name, {}) | values
+    return Config.model_validate(sections)
 
 
 def prompts_of(tokenizer: Any) -> list[Prompt]:
@@ -143,13 +143,13 @@ def prompts_of(tokenizer: Any) -> list[Prompt]:
 
 def rollouts_of(prompts: list[Prompt]) -> list[Rollout]:
     """Responses of several lengths, the same on both devices."""
-    made = []
+    rollouts = []
     for i, prompt in enumerate(prompts):
         for sample in range(2):
             ids = tuple(range(5 + i, 8 + 2 * i + sample))[:8]
             logprobs = np.full(len(ids), -2.0, np.float32)
-            made.append(Rollout(prompt, sample, ids, logprobs, "", "stop"))
-    return made
+            rollouts.append(Rollout(prompt, sample, ids, logprobs, "", "stop"))
+    return rollouts
 
 
 def scored(annotated: AnnotatedBatch) -> TrainBatch:
@@ -172,44 +172,48 @@ def train(config: Config, folder: Path, watch: Watching) -> Numbers:
     prompts = prompts_of(tokenizer)
     engine = LocalEngine(config, tokenizer, total_steps=4)
     with watch():
-        found = work(engine, prompts, tokenizer.pad_token_id, folder)
+        results = work(engine, prompts, tokenizer.pad_token_id, folder)
         weights = engine._learner.weights()
     assert weights is not None and all(t.device == CPU for t in weights.tensors.values())
     sampler = build_sampler(config, tokenizer)
     with watch():
         sampler.load_weights(weights)
         drawn = sorted(sampler.generate(prompts, SAMPLINGS[2], 2), key=lambda r: r.prompt.uid)
-        own = sorted(engine.generate(prompts, SAMPLINGS[2]), key=lambda r: r.prompt.uid)
-    assert [r.token_ids for r in drawn] == [r.token_ids for r in own], "other weights were sent"
+        own_rollouts = sorted(engine.generate(prompts, SAMPLINGS[2]), key=lambda r: r.prompt.uid)
+    assert [r.token_ids for r in drawn] == [r.token_ids for r in own_rollouts], (
+        "other weights were sent"
+    )
     engine.close()
-    return found
+    return results
 
 
 def work(engine: LocalEngine, prompts: list[Prompt], pad_token_id: int, folder: Path) -> Numbers:
     """The verbs of an engine, one after the other."""
-    found: Numbers = {}
+    results: Numbers = {}
     for i, sampling in enumerate(SAMPLINGS):
         rollouts = sorted(engine.generate(prompts, sampling), key=lambda r: r.key)
-        found[f"sampled {i}"] = [float(t) for r in rollouts for t in r.token_ids]
-        found[f"sampler's log-probs {i}"] = [float(p) for r in rollouts for p in r.sampler_logprobs]
+        results[f"sampled {i}"] = [float(t) for r in rollouts for t in r.token_ids]
+        results[f"sampler's log-probs {i}"] = [
+            float(p) for r in rollouts for p in r.sampler_logprobs
+        ]
     batch = build_batch(rollouts_of(prompts), pad_token_id)
     for turn in range(2):
         annotated = engine.annotate(batch)
         for name in ("old_logprobs_BT", "entropy_BT", "ref_logprobs_BT", "values_BT", "full_kl_BT"):
             if (value := getattr(annotated, name)) is not None:
                 assert value.device == CPU, name
-                found[f"{name} {turn}"] = value[batch.response_mask_BT].tolist()
+                results[f"{name} {turn}"] = value[batch.response_mask_BT].tolist()
         sums = engine.step(MiniBatch(scored(annotated), actor=True, critic=True))
-        found |= {f"{name} {turn}": list(both) for name, both in sums.items()}
+        results |= {f"{name} {turn}": list(both) for name, both in sums.items()}
         engine.publish()
         if turn == 0:
             (folder / "saved").mkdir(parents=True)
             engine.save(folder / "saved").result()
     engine.load(folder / "saved")
-    again = engine.annotate(batch)
-    found["after loading"] = again.old_logprobs_BT[batch.response_mask_BT].tolist()
-    assert found["after loading"] == found["old_logprobs_BT 1"], "load gave other weights"
-    return found
+    annotated_again = engine.annotate(batch)
+    results["after loading"] = annotated_again.old_logprobs_BT[batch.response_mask_BT].tolist()
+    assert results["after loading"] == results["old_logprobs_BT 1"], "load gave other weights"
+    return results
 
 
 def score(path: Path, watch: Watching) -> Numbers:
@@ -222,7 +226,7 @@ def score(path: Path, watch: Watching) -> Numbers:
     settings = ModelReward(path=str(path), self_test="off", offload=True, dtype="float32")
     scorer = ModelScorer(settings)
     scorer.load([])
-    found: Numbers = {}
+    results: Numbers = {}
     for turn in range(2):
         with watch():
             begun = scorer.begin(samples, 64)
@@ -230,30 +234,30 @@ def score(path: Path, watch: Watching) -> Numbers:
             while (scored := scorer.next_batch()) is not None:
                 batch, _ = scored
                 for index, row in zip(batch.indices, batch.rows, strict=True):
-                    found[f"{index} {turn}"] = [row.score, *row.objectives.values()]
+                    results[f"{index} {turn}"] = [row.score, *row.objectives.values()]
     scorer.close()
-    return found
+    return results
 
 
 def not_refused(second: torch.device) -> list[str]:
     """What a GPU would refuse and the second device takes."""
-    there, here = torch.ones(3, 4, device=second), torch.ones(3, 4)
+    device_tensor, cpu_tensor = torch.ones(3, 4, device=second), torch.ones(3, 4)
     mistakes: dict[str, Callable[[], Any]] = {
-        "CPU operand": lambda: there + here,
-        "CPU index": lambda: there[torch.tensor([0, 1])],
-        "CPU mask": lambda: here[there > 0],
+        "CPU operand": lambda: device_tensor + cpu_tensor,
+        "CPU index": lambda: device_tensor[torch.tensor([0, 1])],
+        "CPU mask": lambda: cpu_tensor[device_tensor > 0],
         "CPU generator": lambda: torch.randn(3, device=second, generator=torch.Generator()),
-        "numpy": lambda: there.numpy(),
-        "in-place from the CPU": lambda: here.add_(there),
+        "numpy": lambda: device_tensor.numpy(),
+        "in-place from the CPU": lambda: cpu_tensor.add_(device_tensor),
     }
-    taken = []
+    copies = []
     for name, mistake in mistakes.items():
         try:
             mistake()
-            taken.append(name)
+            copies.append(name)
         except (RuntimeError, TypeError):
             pass
-    return taken
+    return copies
 
 
 Trials = dict[str, Callable[[Tensor, Tensor, Tensor], Any]]  # of numbers, a mask and indices
@@ -357,13 +361,13 @@ def main(folder: Path, chosen: list[str]) -> dict[str, Any]:
     both = ((CPU, nullcontext), (second, Watch))
 
     def compare(name: str, run: Callable[[Path, Watching], Numbers]) -> None:
-        found = []
+        problems = []
         report[name] = {"wrong": "", "gaps": {}}
         try:
             for device, watch in both:
                 present["device"] = device
-                found.append(run(folder / f"{name} {device.type}", watch))
-            report[name]["gaps"] = gaps(*found)
+                problems.append(run(folder / f"{name} {device.type}", watch))
+            report[name]["gaps"] = gaps(*problems)
         except Exception:
             report[name]["wrong"] = traceback.format_exc()
 

@@ -70,8 +70,8 @@ def gradients_noted(simulators: list[Simulator], noted: list[int]) -> Iterator[N
 
     def note(optimizer: Optimizer) -> Any:
         gc.collect()
-        made = simulators[-1].device_memory.by_maker
-        noted.append(made["backward pass"] + made["reduce-scatter buffers"])
+        bytes_by_maker = simulators[-1].device_memory.by_maker
+        noted.append(bytes_by_maker["backward pass"] + bytes_by_maker["reduce-scatter buffers"])
         return apply(optimizer)
 
     with patch.object(Optimizer, "apply", note):
@@ -159,7 +159,7 @@ def one_layer() -> dict[str, int]:
 
 def cast_weights() -> dict[str, int]:
     """The copies that autocast keeps of a weight, trained and frozen, used twice in a block."""
-    found = {}
+    counts = {}
     for name, trained in (("trained", True), ("frozen", False)):
         simulator = Simulator()
         with simulator:
@@ -169,9 +169,9 @@ def cast_weights() -> dict[str, int]:
                 with torch.autocast(NAME, dtype=torch.bfloat16):
                     for _ in range(2):
                         torch.nn.functional.linear(rows, weight)
-                    found[f"{name}, inside"] = simulator.device_memory.total_bytes
-                found[f"{name}, after"] = simulator.device_memory.total_bytes
-    return found
+                    counts[f"{name}, inside"] = simulator.device_memory.total_bytes
+                counts[f"{name}, after"] = simulator.device_memory.total_bytes
+    return counts
 
 
 def gated_unit() -> int:

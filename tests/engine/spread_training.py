@@ -69,13 +69,13 @@ def train(
     vocabulary = min(200, model.model.config.vocab_size)
     losses, norms = [], []
     for step in range(STEPS):
-        own = rows(step, vocabulary)[ranks.data_rank :: ranks.data_size]
+        own_rows = rows(step, vocabulary)[ranks.data_rank :: ranks.data_size]
         total = 0.0
         with model.awake():
-            for part, last in ((own[:2], False), (own[2:], True)):
+            for part, last in ((own_rows[:2], False), (own_rows[2:], True)):
                 model.sync_gradients(last)
                 with compute.autocast():
-                    loss = loss_of(model, part) if len(part) else loss_of(model, own[:1]) * 0
+                    loss = loss_of(model, part) if len(part) else loss_of(model, own_rows[:1]) * 0
                 if spoilt and ranks.rank == ranks.size - 1:
                     loss = loss * torch.nan
                 loss.backward()
@@ -89,10 +89,10 @@ def train(
     return TrainedModel(losses, norms, parameters, moments, optimizer, model)
 
 
-def gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert list(one) == list(other), (list(one)[:5], list(other)[:5])
-    assert all(one[n].shape == other[n].shape and one[n].isfinite().all() for n in one)
-    return max((one[n] - other[n]).abs().max().item() for n in one)
+def gap(first: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert list(first) == list(other), (list(first)[:5], list(other)[:5])
+    assert all(first[n].shape == other[n].shape and first[n].isfinite().all() for n in first)
+    return max((first[n] - other[n]).abs().max().item() for n in first)
 
 
 def compare(spread: TrainedModel, alone: TrainedModel | None) -> Found:

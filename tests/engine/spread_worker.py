@@ -86,7 +86,7 @@ def mix(model: Any) -> Any:
 MIX = partial(adapted, adapt=mix)
 
 
-def held(spread: TrainedModel) -> float:
+def stored_bytes(spread: TrainedModel) -> float:
     """The share of the parameters' memory that this rank holds."""
     parameters = list(spread.model.model.parameters())
     local = sum(p.to_local().numel() for p in parameters if isinstance(p, DTensor))
@@ -123,17 +123,17 @@ def tied_case(ranks: Ranks, models: dict[str, str]) -> Found:
     spread, alone = both(ranks, models["tied"])
     model = spread.model.model
     tied = model.lm_head.weight is model.model.embed_tokens.weight
-    again = put_back(spread, ranks)
+    restored = put_back(spread, ranks)
     stop = model.generation_config.eos_token_id
     return compare(spread, alone) | {
-        "tied": tied, "held": held(spread), "put_back": again, "stop": stop,
+        "tied": tied, "held": stored_bytes(spread), "put_back": restored, "stop": stop,
         "drift": drift(spread, ranks),
     }  # fmt: skip
 
 
 def checkpointed_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """Gradients with and without gradient checkpointing, and how often a block was computed."""
-    found: Found = {"gaps": [], "passes": []}
+    results: Found = {"gaps": [], "passes": []}
     for sharding in (Sharding(), WHOLE):
         gradients = []
         for checkpointing in (False, True):
@@ -148,9 +148,9 @@ def checkpointed_case(ranks: Ranks, models: dict[str, str]) -> Found:
                 policy.sync_gradients(True)
                 policy_loss(policy, rows(0, 60)[ranks.data_rank :: ranks.data_size]).backward()
             gradients.append({n: gather_copy(p.grad) for n, p in policy.model.named_parameters()})
-            found["passes"].append(len(passes))
-        found["gaps"].append(gap(*gradients))
-    return found
+            results["passes"].append(len(passes))
+        results["gaps"].append(gap(*gradients))
+    return results
 
 
 def frozen_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -166,12 +166,12 @@ def frozen_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 def whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """Weights are gathered and gradients reduced once a step; `told` is how often in all steps."""
-    told = {"gathers": 0, "reductions": 0}
+    counts = {"gathers": 0, "reductions": 0}
 
     def counting(name: str, collective: Any) -> Callable[..., Any]:
-        def called(*given: Any, **named: Any) -> Any:
-            told[name] += 1
-            return collective(*given, **named)
+        def called(*args: Any, **named: Any) -> Any:
+            counts[name] += 1
+            return collective(*args, **named)
 
         return called
 
@@ -186,7 +186,7 @@ def whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
     pieces = all(isinstance(p, DTensor) for p in model.parameters())
     return {
         "policy": compare(*policy), "value": compare(*value), "lora": compare(*lora),
-        "bfloat16": compare(*mixed), "told": told, "pieces": pieces,
+        "bfloat16": compare(*mixed), "told": counts, "pieces": pieces,
         "parts": model.config.num_hidden_layers + 1,
     }  # fmt: skip
 
@@ -234,8 +234,8 @@ def gathered_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 def untied_case(ranks: Ranks, models: dict[str, str]) -> Found:
     spread, alone = both(ranks, models["untied"])
-    again = put_back(spread, ranks)
-    return compare(spread, alone) | {"put_back": again}
+    restored = put_back(spread, ranks)
+    return compare(spread, alone) | {"put_back": restored}
 
 
 def parted_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -253,7 +253,7 @@ ADAPT_VALUE = partial(adapted, adapt=adapt(CriticModel(lora_rank=4), 42))
 def lora_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """Adapters of the first rank on all; the reference is asked inside of the policy's work."""
     spread, alone = both(ranks, models["tied"], prepare=ADAPT)
-    found = compare(spread, alone) | {"adapters": sum("lora_" in n for n in spread.parameters)}
+    results = compare(spread, alone) | {"adapters": sum("lora_" in n for n in spread.parameters)}
     kls = []
     for trained, of in ((spread, ranks), (alone, ALONE)):
         if trained is None:
@@ -262,7 +262,7 @@ def lora_case(ranks: Ranks, models: dict[str, str]) -> Found:
         assert isinstance(policy, Policy)
         kls.append(divergence(policy, reference_of(policy), of))
     value = compare(*both(ranks, models["untied"], value=True, prepare=ADAPT_VALUE))
-    return found | {"kls": kls, "value": value}
+    return results | {"kls": kls, "value": value}
 
 
 def experts_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -277,15 +277,15 @@ def experts_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 def nested_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """A reference of its own, asked inside of the policy's work."""
-    found = []
+    results = []
     for of in (ranks, ALONE):
         policy, reference = (
             load_sharded(load_policy, models[name], of, Sharding(), FLOAT32)
             for name in ("untied", "other")
         )
         reference.model.requires_grad_(False)
-        found.append(divergence(policy, reference, of))
-    return {"kls": found}
+        results.append(divergence(policy, reference, of))
+    return {"kls": results}
 
 
 def divergence(policy: Policy, reference: Policy, ranks: Ranks) -> list[float]:
@@ -296,8 +296,8 @@ def divergence(policy: Policy, reference: Policy, ranks: Ranks) -> list[float]:
 
         def ask(ids_BL: Tensor) -> tuple[Tensor, ...]:
             with torch.no_grad():
-                asked = reference.hidden_BLH(ids_BL).flatten(0, 1)
-            return (full_kl(hidden, policy.head, asked, reference.head, 1.0, 8),)
+                expected_hidden = reference.hidden_BLH(ids_BL).flatten(0, 1)
+            return (full_kl(hidden, policy.head, expected_hidden, reference.head, 1.0, 8),)
 
         return reference.run(ask, ids_BL)
 
@@ -334,9 +334,9 @@ def broken_off_case(ranks: Ranks, models: dict[str, str]) -> Found:
     except MemoryError:
         failed += 1
         policy.reset()
-    again = policy_loss(policy, ids).item()
+    repeated_loss = policy_loss(policy, ids).item()
     alone = load_sharded(load_policy, models["untied"], ALONE, Sharding(), FLOAT32)
-    return {"failed": failed, "gap": abs(again - policy_loss(alone, ids).item())}
+    return {"failed": failed, "gap": abs(repeated_loss - policy_loss(alone, ids).item())}
 
 
 def together_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -350,14 +350,14 @@ def together_case(ranks: Ranks, models: dict[str, str]) -> Found:
             raise error
         return ranks.rank
 
-    told = []
+    failures = []
     for error in (ConfigError(["one", "two"]), Local("three")):
         try:
             run_on_all_ranks(ranks, partial(work, error))
         except Exception as caught:
-            told.append([type(caught).__name__, str(caught)])
+            failures.append([type(caught).__name__, str(caught)])
     return {
-        "told": told,
+        "told": failures,
         "fine": run_on_all_ranks(ranks, lambda: ranks.rank),
         "sums": [sum_over_ranks(ranks, 2.0**-40 + ranks.rank), sum_over_ranks(ranks, float("nan"))],
         "objects": gather_objects(ranks, {"rank": ranks.rank}),
@@ -373,25 +373,25 @@ def spoilt_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 def refused_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """What each rank is told of models that do not load; nobody may hang."""
-    found = {}
+    results = {}
     for name in ("damaged", "absent"):
         try:
             load_sharded(load_policy, models[name], ranks, Sharding(), FLOAT32)
-            found[name] = ""
+            results[name] = ""
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
 
 
 def unsplit_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    found = {}
+    results = {}
     for name in ("one_kv_head", "no_plan"):
         try:
             load_sharded(load_policy, models[name], ranks, Sharding(), FLOAT32)
-            found[name] = ""
+            results[name] = ""
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
 
 
 def stay_whole(config: Config) -> Config:
@@ -406,12 +406,12 @@ def packed_case(
     lora_rank: int = 0,
     rows: Rows = MIXED,
     *,
-    whole: bool = False,
+    keep_gathered: bool = False,
 ) -> Found:
     """Packed rows on all ranks against padded ones on the first alone."""
     model = {"path": models["tied"], "lora_rank": lora_rank}
     config = settings(model={**model, "packing": True})
-    if whole:
+    if keep_gathered:
         config = stay_whole(config)
     spread = take_steps(config, ranks, rows, steps=2)
     if ranks.rank > 0:
@@ -427,7 +427,7 @@ def padded_alone(path: str, lora_rank: int, rows: Rows) -> Seen:
 
 def packed_whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """The same with weights that stay whole, in micro-batches of a row or two."""
-    return packed_case(ranks, models, whole=True)
+    return packed_case(ranks, models, keep_gathered=True)
 
 
 def idle_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -442,7 +442,7 @@ def routers_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 def memory_whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """The same with weights that stay whole."""
-    return memory_case(ranks, models, ("forward", "backward"), whole=True)
+    return memory_case(ranks, models, ("forward", "backward"), keep_gathered=True)
 
 
 def memory_copies_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -456,22 +456,31 @@ PLACES = ("forward", "backward", "gather", "reduction", "logits")
 
 
 def memory_case(
-    ranks: Ranks, models: dict[str, str], places: tuple[str, ...] = PLACES, *, whole: bool = False
+    ranks: Ranks,
+    models: dict[str, str],
+    places: tuple[str, ...] = PLACES,
+    *,
+    keep_gathered: bool = False,
 ) -> Found:
     """Memory runs out on the second rank alone, in different places of a pass."""
     config = settings(tokens=400, model={"path": models["tied"]})
-    if whole:
+    if keep_gathered:
         config = stay_whole(config)
-    most = 2 if ranks.size == 2 else 1
-    found: Found = {}
+    max_rows = 2 if ranks.size == 2 else 1
+    results: Found = {}
     for where in places:
-        with out_of_memory(where, above=most if ranks.rank == 1 else 99) as refused:
+        with out_of_memory(where, above=max_rows if ranks.rank == 1 else 99) as refused:
             spread = take_steps(config, ranks, MIXED, steps=2)
-        held = [sums.pop(n) for sums in spread.sums for n in [*sums] if "micro_batch" in n]
-        found[where] = {"refused": len(refused), "held": sorted({most for most, _ in held})}
+        micro_batch_sums = [
+            sums.pop(n) for sums in spread.sums for n in [*sums] if "micro_batch" in n
+        ]
+        results[where] = {
+            "refused": len(refused),
+            "held": sorted({rows for rows, _ in micro_batch_sums}),
+        }
         if ranks.rank == 0:
-            found[where] |= gaps(spread, roomy_alone(models["tied"]))
-    return found
+            results[where] |= gaps(spread, roomy_alone(models["tied"]))
+    return results
 
 
 @cache
@@ -571,7 +580,7 @@ CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
 def main() -> None:
     rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     models = json.loads((folder / "models.json").read_text())
-    found: dict[str, Found] = {}
+    results: dict[str, Found] = {}
     for (tensor_size, shard_size), cases in CASES[size].items():
         ranks = join_ranks(
             rank, size, init_method=f"file://{folder}/meet-{tensor_size}-{shard_size}",
@@ -582,13 +591,13 @@ def main() -> None:
             name = f"{case.__name__}-{tensor_size}-{shard_size}"
             started = time.monotonic()
             try:
-                found[name] = case(ranks, models)
+                results[name] = case(ranks, models)
                 print(name, f"{time.monotonic() - started:.1f} s", flush=True)
             except Exception:
-                found[name] = {"error": traceback.format_exc()}
+                results[name] = {"error": traceback.format_exc()}
                 break
         torch.distributed.destroy_process_group()
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    (folder / f"found-{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

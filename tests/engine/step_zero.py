@@ -60,17 +60,17 @@ def settings(path: str, changes: dict[str, Any]) -> Config:
 def annotate(config: Config, ranks: Ranks) -> dict[str, Any]:
     learner = Learner(config, load_tokenizer(model_folder("embedded")), ranks, total_steps=1)
     batch = make_batch(ROWS, seed=0)
-    found = merge_annotations(batch, gather_objects(ranks, learner.annotate(batch)))
+    annotated = merge_annotations(batch, gather_objects(ranks, learner.annotate(batch)))
     mask = batch.response_mask_BT
-    assert found.ref_logprobs_BT is not None and found.full_kl_BT is not None
+    assert annotated.ref_logprobs_BT is not None and annotated.full_kl_BT is not None
     reference = learner._reference
     assert reference is not None
     frozen = {n: p for n, p in reference.model.named_parameters() if not p.requires_grad}
     return {
-        "gap": (found.old_logprobs_BT - found.ref_logprobs_BT)[mask].abs().max().item(),
-        "kl": found.full_kl_BT[mask].abs().max().item(),
+        "gap": (annotated.old_logprobs_BT - annotated.ref_logprobs_BT)[mask].abs().max().item(),
+        "kl": annotated.full_kl_BT[mask].abs().max().item(),
         "float32": [name for name, p in frozen.items() if p.dtype == torch.float32],
-        "logprobs": found.old_logprobs_BT[mask].tolist(),
+        "logprobs": annotated.old_logprobs_BT[mask].tolist(),
     }
 
 
@@ -90,11 +90,11 @@ def main(rank: int, size: int, folder: Path, device: str = "cpu") -> None:
             rank, size, init_method=f"file://{folder}/meet", device=torch.device("cpu"),
             timeout_s=60,
         )  # fmt: skip
-    found = {
+    report = {
         case: annotate(settings(str(folder / case / kind), changes), ranks)
         for case, (kind, _, _, changes) in CASES.items()
     }
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    (folder / f"found-{rank}.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def test_a_response_gets_so_many_tokens_between_two_publishes(
         present = trained.step - 1  # the publishes before it
         oldest = present - trained.staleness
         for _, ids, logprobs, _, _, before in trained.rollouts:
-            drawn_under = [version_of(one) for one in np.frombuffer(logprobs, np.float32)]
+            drawn_under = [version_of(logprob) for logprob in np.frombuffer(logprobs, np.float32)]
             # As many tokens under each version as it may get, the rest under the present one.
             under = [min(oldest + i // partial, present) for i in range(len(ids))]
             assert drawn_under == under
@@ -73,8 +73,11 @@ def test_publish_does_not_wait_for_the_long_ones(start: Start) -> None:
     batch = run.begin_step()
     run.end_step(batch)
     rounds = run.engine._rounds  # type: ignore[attr-defined]
-    left = [[len(r.token_ids) for r in known.unfinished] for known in rounds]
-    assert [set(one) for one in left] == [{6}, {3}]  # of the next step, and of the one after it
+    lengths = [[len(r.token_ids) for r in round_.unfinished] for round_ in rounds]
+    assert [set(lengths_of_round) for lengths_of_round in lengths] == [
+        {6},
+        {3},
+    ]  # of the next step, and of the one after it
     run.inner.calls.clear()
     run.begin_step()
     # What is left of the round is sampled at once, then the others go on together.
@@ -97,8 +100,8 @@ def test_what_was_carried_over_outlasts_an_error(start: Start) -> None:
     run.inner.pause = lambda: None
     run.end_step(batch)
     run.train(1)
-    again = {key: ids for key, ids, *_ in run.trained[-1].rollouts}
-    assert all(again[key][: len(ids)] == ids for key, ids in before.items())
+    trained_ids = {key: ids for key, ids, *_ in run.trained[-1].rollouts}
+    assert all(trained_ids[key][: len(ids)] == ids for key, ids in before.items())
 
 
 def test_a_run_that_does_not_sample_ahead_has_fresh_rollouts(start: Start) -> None:
@@ -170,15 +173,15 @@ def test_what_is_sampled_in_the_middle_of_a_step_waits_for_the_round(start: Star
 
 
 def test_rows_of_the_same_words_are_not_taken_for_each_other() -> None:
-    kept = Round(PROMPTS[:2], Sampling(seed=1), begun_at=0)
-    assert kept.matches(list(PROMPTS[:2]), Sampling(seed=1))
-    assert not kept.matches(PROMPTS[:2], Sampling(seed=2))
-    assert not kept.matches(PROMPTS[1::-1], Sampling(seed=1))
-    assert not kept.matches(PROMPTS[:1], Sampling(seed=1))
+    round_ = Round(PROMPTS[:2], Sampling(seed=1), begun_at=0)
+    assert round_.matches(list(PROMPTS[:2]), Sampling(seed=1))
+    assert not round_.matches(PROMPTS[:2], Sampling(seed=2))
+    assert not round_.matches(PROMPTS[1::-1], Sampling(seed=1))
+    assert not round_.matches(PROMPTS[:1], Sampling(seed=1))
     twin = replace(PROMPTS[1], uid="row:77")
-    assert not kept.matches([PROMPTS[0], twin], Sampling(seed=1))
+    assert not round_.matches([PROMPTS[0], twin], Sampling(seed=1))
     other_words = replace(PROMPTS[1], token_ids=(1, 99))
-    assert not kept.matches([PROMPTS[0], other_words], Sampling(seed=1))
+    assert not round_.matches([PROMPTS[0], other_words], Sampling(seed=1))
 
 
 @pytest.mark.parametrize(

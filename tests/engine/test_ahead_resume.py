@@ -32,29 +32,35 @@ Way = tuple[int, int | None]
 def test_a_run_with_a_stop_is_the_same_run(
     start: Start, tmp_path: Path, way: Way, stop: int
 ) -> None:
-    whole = start(*way).train(8)
+    unbroken = start(*way).train(8)
     folder = start(*way).train(stop).save(tmp_path / "saved")
     resumed = start(*way).load(folder).train(8 - stop)
     assert len(resumed.trained) == 8 - stop
-    same_end(resumed, whole)
+    same_end(resumed, unbroken)
 
 
 @pytest.mark.parametrize("way", [(2, None), (2, 3), (3, 1)])
 def test_a_stop_at_every_step(start: Start, tmp_path: Path, way: Way) -> None:
-    whole = start(*way).train(8)
+    unbroken = start(*way).train(8)
     run = start(*way)
     for step in range(8):
         folder = run.train(1).save(tmp_path / f"step_{step}")
         run = start(*way).load(folder)
-    assert (run.inner.weights, run.inner.version) == (whole.inner.weights, whole.inner.version)
+    assert (run.inner.weights, run.inner.version) == (
+        unbroken.inner.weights,
+        unbroken.inner.version,
+    )
 
 
 def test_the_same_engine_may_go_back_to_a_checkpoint(start: Start, tmp_path: Path) -> None:
-    whole, run = start(2).train(8), start(2).train(3)
+    unbroken, run = start(2).train(8), start(2).train(3)
     folder = run.save(tmp_path / "saved")
     run.train(2).load(folder).train(5)
-    assert run.trained[-5:] == whole.trained[-5:]
-    assert (run.inner.weights, run.inner.version) == (whole.inner.weights, whole.inner.version)
+    assert run.trained[-5:] == unbroken.trained[-5:]
+    assert (run.inner.weights, run.inner.version) == (
+        unbroken.inner.weights,
+        unbroken.inner.version,
+    )
 
 
 def test_what_was_sampled_is_not_sampled_again(start: Start, tmp_path: Path) -> None:
@@ -66,7 +72,7 @@ def test_what_was_sampled_is_not_sampled_again(start: Start, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("way", [(1, None), (2, None), (2, 3)])
 def test_an_undone_step_is_taken_again_with_the_same_rollouts(start: Start, way: Way) -> None:
-    whole, run = start(*way).train(8), start(*way).train(3)
+    unbroken, run = start(*way).train(8), start(*way).train(3)
     order = run.order.state_dict()
     drawn = run.inner.rounds_drawn
     for _ in range(3):
@@ -74,22 +80,22 @@ def test_an_undone_step_is_taken_again_with_the_same_rollouts(start: Start, way:
         run.undo_step(order)
     run.train(1)
     assert run.inner.rounds_drawn == drawn + 1 + (way[1] is not None)  # and the ends of its own
-    same_end(run.train(4), whole)
+    same_end(run.train(4), unbroken)
 
 
 def test_the_first_step_may_be_undone(start: Start) -> None:
-    whole, run = start(1).train(8), start(1)
+    unbroken, run = start(1).train(8), start(1)
     order = run.order.state_dict()
     run.begin_step()
     run.undo_step(order)
-    same_end(run.train(8), whole)
+    same_end(run.train(8), unbroken)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("done", [0, 1, 4])
 def test_saved_while_a_step_is_undone(start: Start, tmp_path: Path, way: Way, done: int) -> None:
     """The round under way is not waited for: it is sampled again, the same."""
-    whole, run = start(*way).train(8), start(*way).train(done)
+    unbroken, run = start(*way).train(8), start(*way).train(done)
     order, never = run.order.state_dict(), threading.Event()
     begun = threading.Event()
 
@@ -106,8 +112,8 @@ def test_saved_while_a_step_is_undone(start: Start, tmp_path: Path, way: Way, do
     assert run.inner.is_sampling
     run.inner.closed.set()
     resumed = start(*way).load(folder).train(8 - done)
-    same_end(resumed, whole)
-    assert resumed.inner.rounds_drawn <= whole.inner.rounds_drawn - done
+    same_end(resumed, unbroken)
+    assert resumed.inner.rounds_drawn <= unbroken.inner.rounds_drawn - done
 
 
 @pytest.mark.parametrize("pauses", [0, 1, 3])
@@ -115,11 +121,11 @@ def test_saved_when_a_step_is_undone_among_its_own_rollouts(
     start: Start, tmp_path: Path, pauses: int
 ) -> None:
     """What was drawn by then of the ends of carried responses is drawn again, the same."""
-    whole, run = start(2, 2).train(8), start(2, 2).train(3)
-    order, left = run.order.state_dict(), iter(range(pauses))
+    unbroken, run = start(2, 2).train(8), start(2, 2).train(3)
+    order, pauses_left = run.order.state_dict(), iter(range(pauses))
 
     def fail() -> None:
-        if next(left, None) is None:
+        if next(pauses_left, None) is None:
             raise WorkerLost("sampler 0")
 
     run.inner.pause = fail
@@ -128,11 +134,11 @@ def test_saved_when_a_step_is_undone_among_its_own_rollouts(
     run.step, run.inner.pause = 3, lambda: None
     run.order.load_state_dict(order)
     folder = run.save(tmp_path / "saved")
-    same_end(start(2, 2).load(folder).train(5), whole)
+    same_end(start(2, 2).load(folder).train(5), unbroken)
 
 
 def test_a_checkpoint_is_written_though_the_sampler_is_lost(start: Start, tmp_path: Path) -> None:
-    whole, run = start(1).train(8), start(1).train(3)
+    unbroken, run = start(1).train(8), start(1).train(3)
     order = run.order.state_dict()
 
     def fail() -> None:
@@ -145,7 +151,7 @@ def test_a_checkpoint_is_written_though_the_sampler_is_lost(start: Start, tmp_pa
     folder = run.save(tmp_path / "saved")
     with pytest.raises(WorkerLost):
         run.engine.publish()
-    same_end(start(1).load(folder).train(5), whole)
+    same_end(start(1).load(folder).train(5), unbroken)
 
 
 @pytest.mark.parametrize("partial", [(None, None), (2, None), (None, 2), (2, 5)])
@@ -182,15 +188,15 @@ def test_logprobs_come_back_exactly(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_from_before_partial_rollouts_is_read(start: Start, tmp_path: Path) -> None:
-    whole, folder = start(2).train(8), start(2).train(3).save(tmp_path / "saved")
-    words = folder / "state" / "ahead.json"
-    told = json.loads(words.read_text())
-    for saved in told["rounds"]:
+    unbroken, folder = start(2).train(8), start(2).train(3).save(tmp_path / "saved")
+    state_file = folder / "state" / "ahead.json"
+    state = json.loads(state_file.read_text())
+    for saved in state["rounds"]:
         del saved["moved_ago"], saved["sampling"]["new_tokens"]
         for rollout in saved["rollouts"]:
             del rollout["seed"], rollout["carried"]
-    words.write_text(json.dumps(told))
-    same_end(start(2).load(folder).train(5), whole)
+    state_file.write_text(json.dumps(state))
+    same_end(start(2).load(folder).train(5), unbroken)
 
 
 def test_the_last_checkpoint_keeps_nothing(start: Start, tmp_path: Path) -> None:
@@ -212,9 +218,9 @@ def no_words(state: Path) -> None:
 
 
 def fewer_rollouts(state: Path) -> None:
-    told = json.loads((state / "ahead.json").read_text())
-    told["rounds"][0]["rollouts"].pop()
-    (state / "ahead.json").write_text(json.dumps(told))
+    saved_state = json.loads((state / "ahead.json").read_text())
+    saved_state["rounds"][0]["rollouts"].pop()
+    (state / "ahead.json").write_text(json.dumps(saved_state))
 
 
 @pytest.mark.parametrize("damage", [cut_numbers, no_numbers, no_words, fewer_rollouts])

@@ -21,13 +21,13 @@ ROWS = ((3, 4), (2, 6))
 @pytest.fixture(scope="module")
 def learner() -> Learner:
     tokenizer = load_tokenizer(str(model_folder("embedded")))
-    made = Learner(settings(algorithm={"kl_penalty": "kl"}), tokenizer, total_steps=1)
-    made.publish()
-    return made
+    learner_of_kl = Learner(settings(algorithm={"kl_penalty": "kl"}), tokenizer, total_steps=1)
+    learner_of_kl.publish()
+    return learner_of_kl
 
 
 @pytest.mark.parametrize(
-    ("versions", "entropies", "again"),
+    ("versions", "entropies", "annotate_again"),
     [
         ([1, 1], True, False),
         ([1, 0], True, True),  # a row of older weights
@@ -37,7 +37,7 @@ def learner() -> Learner:
     ],
 )
 def test_the_actor_is_asked_unless_all_rows_are_of_its_present_weights(
-    learner: Learner, versions: list[int], entropies: bool, again: bool
+    learner: Learner, versions: list[int], entropies: bool, annotate_again: bool
 ) -> None:
     batch: Any = make_batch(ROWS, seed=0)
     batch = replace(
@@ -47,7 +47,7 @@ def test_the_actor_is_asked_unless_all_rows_are_of_its_present_weights(
     )
     names = learner.annotate(batch).tensors.keys()
     assert {"ref_logprobs_BT", "values_BT"} <= names
-    assert ({"old_logprobs_BT", "entropy_BT"} <= names) is again
+    assert ({"old_logprobs_BT", "entropy_BT"} <= names) is annotate_again
 
 
 def test_an_adapters_reference_is_the_model_that_ref_path_names(tmp_path: Path) -> None:
@@ -61,9 +61,9 @@ def test_an_adapters_reference_is_the_model_that_ref_path_names(tmp_path: Path) 
         critic={"model": {"path": "embedded"}},
         ref={"path": str(tmp_path)},
     )
-    found = Learner(config, tokenizer, total_steps=1).annotate(make_batch(ROWS, seed=0)).tensors
+    tensors = Learner(config, tokenizer, total_steps=1).annotate(make_batch(ROWS, seed=0)).tensors
     # With a head of zeros every token is as likely.
     likely = -math.log(other.config.vocab_size)
-    mask_BT = found["ref_logprobs_BT"] != 0
-    torch.testing.assert_close(found["ref_logprobs_BT"], likely * mask_BT)
+    mask_BT = tensors["ref_logprobs_BT"] != 0
+    torch.testing.assert_close(tensors["ref_logprobs_BT"], likely * mask_BT)
     assert mask_BT.sum() == sum(response for _, response in ROWS)

@@ -35,14 +35,14 @@ def make_model(*, tied: bool = False, stored: torch.dtype = HALF) -> Any:
 
 
 def with_biases(model: Any) -> Any:
-    for name, held in model.named_parameters():
+    for name, parameter in model.named_parameters():
         if name.endswith("bias"):  # they are drawn as zeros
-            nn.init.normal_(held)
+            nn.init.normal_(parameter)
     return model
 
 
-def noise(most: int = HALF_GAP - 1) -> torch.Tensor:
-    return torch.tensor([most, -most, 1, -1], dtype=torch.int32)
+def noise(limit: int = HALF_GAP - 1) -> torch.Tensor:
+    return torch.tensor([limit, -limit, 1, -1], dtype=torch.int32)
 
 
 def test_the_farthest_places_still_round_to_the_same_number() -> None:
@@ -68,11 +68,11 @@ def test_what_bfloat16_cannot_hold_stays() -> None:
 def test_products_are_given_the_same_and_all_else_stays(tied: bool) -> None:
     model, before = make_model(tied=tied), make_model(tied=tied)
     make_master_weights(model, HALF, seed=3)
-    for (name, held), old in zip(model.named_parameters(), before.parameters(), strict=True):
-        torch.testing.assert_close(held.to(HALF), old.to(HALF), rtol=0, atol=0)
-        kept = name.endswith(("norm.weight", "bias"))
-        kept |= name.endswith("embed_tokens.weight") and not tied
-        assert torch.equal(held, old) is kept, name
+    for (name, parameter), old in zip(model.named_parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(parameter.to(HALF), old.to(HALF), rtol=0, atol=0)
+        kept_values = name.endswith(("norm.weight", "bias"))
+        kept_values |= name.endswith("embed_tokens.weight") and not tied
+        assert torch.equal(parameter, old) is kept_values, name
     round_embeddings(model, HALF, untied=False)
     ids = torch.arange(64)[None]
     with torch.no_grad(), torch.autocast("cpu", HALF):
@@ -99,9 +99,9 @@ def test_a_scaled_lookup_is_what_ranks_compute_that_share_it() -> None:
     """They hold table and scale in bfloat16."""
     exact = make_model_of("gemma2").model.embed_tokens
     ids = torch.tensor([[3, 4, 279]])
-    wanted = copy.deepcopy(exact).to(HALF)(ids)
+    expected = copy.deepcopy(exact).to(HALF)(ids)
     round_embeddings(model := nn.Sequential(exact), HALF, untied=True)
-    assert torch.equal(model(ids), wanted.float())
+    assert torch.equal(model(ids), expected.float())
 
 
 def test_tables_that_are_more_than_looked_up_stay_exact() -> None:
@@ -118,13 +118,13 @@ def test_tables_that_are_more_than_looked_up_stay_exact() -> None:
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
-    found = []
+    results = []
     for seed in (1, 1, 2):
         model = make_model()
         make_master_weights(model, HALF, seed)
-        found.append(model.lm_head.weight.clone())
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+        results.append(model.lm_head.weight.clone())
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize(
@@ -138,16 +138,16 @@ def test_other_models_stay_as_they_are(
     model, before = make_model(stored=stored), make_model(stored=stored)
     at = model.lm_head.weight.data_ptr()
     make_master_weights(model.requires_grad_(trained), compute, seed=3)
-    for held, old in zip(model.parameters(), before.parameters(), strict=True):
-        assert torch.equal(held, old)
+    for parameter, old in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(parameter, old)
     assert (model.lm_head.weight.data_ptr() != at) is trained  # not the file's pages
 
 
 def test_spreading_can_be_left_out() -> None:
     model, before = make_model(), make_model()
     make_master_weights(model, HALF, 3, False)
-    for held, old in zip(model.parameters(), before.parameters(), strict=True):
-        assert torch.equal(held, old)
+    for parameter, old in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(parameter, old)
 
 
 def test_small_updates_move_rounded_weights_from_the_first_step_on() -> None:
@@ -171,10 +171,10 @@ def test_a_frozen_model_is_held_as_products_take_it(tied: bool) -> None:
     model = make_model(tied=tied, stored=torch.float32).requires_grad_(False)
     ids = torch.arange(64)[None]
     with torch.no_grad(), torch.autocast("cpu", HALF):
-        wanted = model(ids).logits
+        expected = model(ids).logits
         cast_frozen_layers(model, HALF)
-        found = model(ids).logits
-    assert torch.equal(found, wanted)
+        results = model(ids).logits
+    assert torch.equal(results, expected)
     full = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
     assert all("norm" in name or "embed" in name for name in full)
     up, before = model.model.layers[0].mlp.up_proj, make_model(stored=torch.float32)
@@ -201,21 +201,21 @@ def test_cast_layers_compute_as_autocast_and_are_taken_out_again(
     make: Callable[[], Any],
 ) -> None:
     model, ids = make(), torch.arange(64)[None]
-    own = dict(model.named_parameters())
+    own_values = dict(model.named_parameters())
     with torch.no_grad():
         exact = model(ids).logits
         layers = cast_layers(model, HALF)
         with torch.autocast("cpu", HALF):
-            wanted = model(ids).logits
+            expected = model(ids).logits
             for layer in layers:
                 layer.install()
-            found = model(ids).logits
+            results = model(ids).logits
         for layer in layers:
             layer.uninstall()
         assert torch.equal(model(ids).logits, exact)
-    assert torch.equal(found, wanted)
+    assert torch.equal(results, expected)
     assert {name: id(p) for name, p in model.named_parameters()} == {
-        name: id(p) for name, p in own.items()
+        name: id(p) for name, p in own_values.items()
     }
     linear = [m for m in model.modules() if type(m) in (nn.Linear, Conv1D)]
     assert [layer.module for layer in layers] == linear

@@ -85,8 +85,10 @@ def write(folder: Path, *parts: TrainedModel, ranks: int = 1) -> None:
         take_snapshot(parts, {"weight_version": 3}, Ranks(rank, ranks)).write(folder)
 
 
-def equal(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    return list(ours) == list(theirs) and all(torch.equal(ours[n], theirs[n]) for n in ours)
+def equal(actual: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return list(actual) == list(expected) and all(
+        torch.equal(actual[n], expected[n]) for n in actual
+    )
 
 
 def copied(tensors: Any) -> dict[str, torch.Tensor]:
@@ -100,8 +102,8 @@ def test_the_folder_is_what_hugging_face_itself_writes(tmp_path: Path, family: s
     write(tmp_path / "ours", part)
     model.save_pretrained(tmp_path / "theirs")
     AutoTokenizer.from_pretrained(TIED).save_pretrained(tmp_path / "theirs")
-    theirs = {p.name: p.read_bytes() for p in (tmp_path / "theirs").iterdir()}
-    assert {p.name: p.read_bytes() for p in (tmp_path / "ours/actor").iterdir()} == theirs
+    expected_files = {p.name: p.read_bytes() for p in (tmp_path / "theirs").iterdir()}
+    assert {p.name: p.read_bytes() for p in (tmp_path / "ours/actor").iterdir()} == expected_files
     assert not list(tmp_path.rglob(".unfinished*"))
 
 
@@ -146,9 +148,9 @@ def test_a_tokenizer_that_cannot_be_saved_is_copied_or_refused(tmp_path: Path) -
 
 def test_dropout_and_a_pad_token_are_saved_as_the_base_has_them(tmp_path: Path) -> None:
     path = copy_model(tmp_path / "model", "config.json", attention_dropout=0.25)
-    words = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    tokenizer_config = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
     (tmp_path / "model" / "tokenizer_config.json").write_text(
-        json.dumps(words | {"pad_token": None})
+        json.dumps(tokenizer_config | {"pad_token": None})
     )
     tokenizer = load_tokenizer(path)
     assert pad_token_id(tokenizer) == tokenizer.eos_token_id == 281
@@ -172,9 +174,9 @@ def test_two_writers_make_a_folder_that_hugging_face_loads(tmp_path: Path, famil
     assert equal(loaded.state_dict(), model.state_dict())
     # The same numbers as Hugging Face gives to files of its own.
     model.save_pretrained(tmp_path / "theirs", max_shard_size="2KB")
-    theirs = json.loads((tmp_path / "theirs/model.safetensors.index.json").read_text())
-    assert index["metadata"] == theirs["metadata"]
-    assert index["weight_map"].keys() == theirs["weight_map"].keys()
+    expected_index = json.loads((tmp_path / "theirs/model.safetensors.index.json").read_text())
+    assert index["metadata"] == expected_index["metadata"]
+    assert index["weight_map"].keys() == expected_index["weight_map"].keys()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -183,10 +185,10 @@ def test_all_comes_back_exactly(tmp_path: Path, family: str, ranks: int) -> None
     model = make(family)
     optimizer = train(model)
     write(tmp_path, trained(model, optimizer), ranks=ranks)
-    again = make(family, seed=1)
-    fresh = train(again, steps=1)
-    assert restore(tmp_path, [trained(again, fresh)], ALONE) == {"weight_version": 3}
-    assert equal(again.state_dict(), model.state_dict())
+    restored = make(family, seed=1)
+    fresh = train(restored, steps=1)
+    assert restore(tmp_path, [trained(restored, fresh)], ALONE) == {"weight_version": 3}
+    assert equal(restored.state_dict(), model.state_dict())
     assert equal(fresh.moments(), optimizer.moments())
 
 
@@ -212,8 +214,8 @@ def test_what_is_trained_after_the_snapshot_does_not_leak_into_the_files(tmp_pat
     optimizer.apply()
     written.result(timeout=60)
     assert equal(load_file(tmp_path / "actor/model.safetensors"), dict(sorted(weights.items())))
-    found = load_file(tmp_path / "state/actor_optimizer.safetensors")
-    assert equal(found, dict(sorted(moments.items())))
+    saved_moments = load_file(tmp_path / "state/actor_optimizer.safetensors")
+    assert equal(saved_moments, dict(sorted(moments.items())))
 
 
 def test_the_last_checkpoint_is_written_from_the_live_tensors(tmp_path: Path) -> None:
@@ -222,15 +224,15 @@ def test_the_last_checkpoint_is_written_from_the_live_tensors(tmp_path: Path) ->
     live = {tensor.data_ptr() for tensor in stored_tensors(model).values()}
     live |= {tensor.data_ptr() for tensor in optimizer.moments().values()}
 
-    def held(*, last: bool) -> set[int]:
+    def saved_steps(*, last: bool) -> set[int]:
         shares = take_snapshot([trained(model, optimizer)], {}, ALONE, last=last).shares
         return {tensor.data_ptr() for share in shares for tensor in share.tensors.values()}
 
-    assert held(last=True) == live
-    assert not held(last=False) & live
+    assert saved_steps(last=True) == live
+    assert not saved_steps(last=False) & live
     take_snapshot([trained(model, optimizer)], {}, ALONE, last=True).write(tmp_path)
-    found = load_file(tmp_path / "actor/model.safetensors")
-    assert equal(found, dict(sorted(stored_tensors(model).items())))
+    weights = load_file(tmp_path / "actor/model.safetensors")
+    assert equal(weights, dict(sorted(stored_tensors(model).items())))
 
 
 def test_what_the_disk_refuses_is_in_the_future(tmp_path: Path) -> None:
@@ -290,12 +292,12 @@ def test_an_adapter_is_one_file_whoever_writes(tmp_path: Path) -> None:
     write(tmp_path, part, ranks=2)
     files = sorted(path.name for path in (tmp_path / "actor").iterdir())
     assert files == ["adapter_config.json", "adapter_model.safetensors"]
-    kept = copied(names)
+    copied_names = copied(names)
     with torch.no_grad():
         for tensor in names.values():
             tensor.zero_()
     restore(tmp_path, [part], ALONE)
-    assert equal(copied(names), kept)
+    assert equal(copied(names), copied_names)
 
 
 def test_shares_are_whole_disjoint_and_balanced() -> None:
@@ -352,9 +354,9 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     model = make("untied")
     part = trained(model, train(model))
     write(tmp_path, part)
-    stem, spoil, told = DAMAGE[damage]
+    stem, spoil, message = DAMAGE[damage]
     spoil(tmp_path / f"{stem}.safetensors")
-    with pytest.raises(ModelError, match=told) as caught:
+    with pytest.raises(ModelError, match=message) as caught:
         restore(tmp_path, [part], ALONE)
     assert "--resume never" in str(caught.value)
     assert str(caught.value).count("\n") == 0

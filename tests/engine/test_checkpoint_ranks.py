@@ -25,18 +25,18 @@ PARTS = ("actor", "critic")
 
 def read_all(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint by model and name, from as many files as there are."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for part in PARTS:
         for path in (folder / part).glob("*.safetensors"):
-            found |= {f"{part}.{n}": t for n, t in load_file(path).items()}
+            tensors |= {f"{part}.{n}": t for n, t in load_file(path).items()}
         for path in (folder / "state").glob(f"{part}_optimizer*.safetensors"):
-            found |= {f"{part}.{n}": t for n, t in load_file(path).items()}
-    return found
+            tensors |= {f"{part}.{n}": t for n, t in load_file(path).items()}
+    return tensors
 
 
-def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    different = [name for name in actual if not torch.equal(actual[name], expected[name])]
     assert not different, different
 
 
@@ -54,8 +54,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def truth(desk: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = torch.load(desk / "truth.pt")
-    return found
+    tensors: dict[str, Tensor] = torch.load(desk / "truth.pt")
+    return tensors
 
 
 def test_two_ranks_write_one_folder(desk: Path) -> None:
@@ -76,9 +76,9 @@ def test_hugging_face_loads_what_ranks_wrote(desk: Path) -> None:
     (folder / "config.json").write_bytes((desk / "model/config.json").read_bytes())
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values())
-    held = truth(desk)
+    expected = truth(desk)
     for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, held[f"actor.{name}"]), name
+        assert torch.equal(tensor, expected[f"actor.{name}"]), name
 
 
 def test_tensor_parallel_ranks_read_it(desk: Path) -> None:
@@ -95,11 +95,11 @@ def test_three_ranks_read_it_and_two_of_them_write(desk: Path) -> None:
 def test_one_process_reads_it(desk: Path) -> None:
     models = {"actor": load_policy(str(desk / "model")).model}
     models["critic"] = load_value_model(str(desk / "model")).model
-    found: dict[str, Tensor] = {}
+    saved: dict[str, Tensor] = {}
     for name, model in models.items():
         optimizer = Optimizer(model, Optim(), total_steps=9, grad_clip=1.0, clip_grad_value=None)
         part = describe_full_model(name, model, optimizer, {})
         restore(desk / "written", [part], ALONE)
         for tensors in (part.weights, optimizer.moments()):
-            found |= {f"{name}.{n}": t.detach() for n, t in tensors.items()}
-    assert_equal(found, truth(desk))
+            saved |= {f"{name}.{n}": t.detach() for n, t in tensors.items()}
+    assert_equal(saved, truth(desk))

@@ -90,7 +90,7 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-def take_step(ranks: Ranks, whole: bool, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def take_step(ranks: Ranks, keep_gathered: bool, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Take an optimizer step of three micro-batches."""
     collectives = Collectives()
     monkeypatch.setattr(
@@ -100,7 +100,7 @@ def take_step(ranks: Ranks, whole: bool, monkeypatch: pytest.MonkeyPatch) -> Cou
     )
     compute = Compute(torch.device("cpu"), torch.float32)
     policy = load_sharded(
-        load, "made up", ranks, Sharding(reshard_after_forward=not whole), compute,
+        load, "made up", ranks, Sharding(reshard_after_forward=not keep_gathered), compute,
         gradient_checkpointing=True,
     )  # fmt: skip
     optimizer = Optimizer(
@@ -120,15 +120,15 @@ def take_step(ranks: Ranks, whole: bool, monkeypatch: pytest.MonkeyPatch) -> Cou
 
 @pytest.mark.usefixtures("fake_ranks")
 @pytest.mark.parametrize(("shards", "copies"), [(8, 1), (4, 2)])
-@pytest.mark.parametrize(("whole", "passes"), [(False, MICRO_BATCHES), (True, 1)])
+@pytest.mark.parametrize(("keep_gathered", "passes"), [(False, MICRO_BATCHES), (True, 1)])
 def test_ranks_agree_once_a_micro_batch(
-    shards: int, copies: int, whole: bool, passes: int, monkeypatch: pytest.MonkeyPatch
+    shards: int, copies: int, keep_gathered: bool, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer and the root are gathered for each pass, and reduced after the backward one."""
-    counts = take_step(lay_out(shards), whole, monkeypatch)
+    counts = take_step(lay_out(shards), keep_gathered, monkeypatch)
     groups = LAYERS + 1
     assert counts["exchange_failures"] == MICRO_BATCHES
-    assert counts["_allgather_base_"] == passes * groups * (1 if whole else 2)
+    assert counts["_allgather_base_"] == passes * groups * (1 if keep_gathered else 2)
     assert counts["_reduce_scatter_base_"] == passes * groups
     assert counts["allreduce_"] == passes * groups * (copies - 1) + 1  # the gradient's norm
 
@@ -156,7 +156,7 @@ MEMORY = "Failed to CUDA calloc 10485760 bytes: Cuda failure 2 'out of memory'"
 
 @pytest.mark.usefixtures("meeting")
 @pytest.mark.parametrize(
-    ("cause", "words"),
+    ("cause", "fragment"),
     [
         (MEMORY, "rank 0 ran out of memory .*calloc.*nvidia-smi.*NCCL_DEBUG=INFO"),
         ("Failed to CUDA calloc async 608 bytes", "rank 0 ran out of memory .*calloc async 608"),
@@ -164,13 +164,13 @@ MEMORY = "Failed to CUDA calloc 10485760 bytes: Cuda failure 2 'out of memory'"
     ],
 )
 def test_nccl_that_fails_when_ranks_meet_ends_the_rank(
-    cause: str, words: str, monkeypatch: pytest.MonkeyPatch
+    cause: str, fragment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise dist.DistBackendError(f"NCCL error in: x, unhandled cuda error\nLast error:\n{cause}")
 
     monkeypatch.setattr(dist, "all_gather_single", fail)
-    with pytest.raises(WorkerLost, match=words):
+    with pytest.raises(WorkerLost, match=fragment):
         join_ranks(0, SIZE, init_method="", device=torch.device("cpu"))
 
 

@@ -34,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def still(batch: Any, learner: Learner) -> TrainBatch:
+def without_advantages(batch: Any, learner: Learner) -> TrainBatch:
     """Without advantages, so that losses of routers alone have a gradient."""
     annotated = merge_annotations(batch, [learner.annotate(batch)])
     shape = batch.response_mask_BT.shape
@@ -65,11 +65,11 @@ def step(path: str, tokens: int, **model: Any) -> tuple[dict[str, Tensor], Sums]
         return apply()
 
     optimizer.apply = keep_gradients  # type: ignore[method-assign]
-    batch = still(make_batch(ROWS, 0, one_prompt=True), learner)
+    batch = without_advantages(make_batch(ROWS, 0, one_prompt=True), learner)
     return gradients, merge_sums([learner.step(MiniBatch(batch, actor=True, critic=False))])
 
 
-def theirs(path: str) -> tuple[dict[str, Tensor], float, list[Tensor], Tensor]:
+def reference_step(path: str) -> tuple[dict[str, Tensor], float, list[Tensor], Tensor]:
     """What transformers computes of padded rows: gradients, loss, logits of routers, mask."""
     from transformers import AutoModelForCausalLM
 
@@ -89,28 +89,28 @@ def test_the_loss_of_routers_is_that_of_transformers(
     kind: str, layout: str, tmp_path: Path
 ) -> None:
     path = save_model(tmp_path, kind, **ASKS)
-    gradients, loss, _, _ = theirs(path)
-    ours, sums = step(path, 32, **LAYOUTS[layout])
+    gradients, loss, _, _ = reference_step(path)
+    actual, sums = step(path, 32, **LAYOUTS[layout])
     assert sums["actor/router_aux_loss"][0] == pytest.approx(loss, rel=1e-5)
     assert sums["actor_loss"][0] == pytest.approx(COEF * loss, rel=1e-5)
     assert loss > 1.0
     for name, gradient in gradients.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("kind", sorted({*KINDS} - {"mixtral", "granitemoe"}))
 def test_every_family_has_its_loss(kind: str, tmp_path: Path) -> None:
     path = save_model(tmp_path, kind, **ASKS)
-    gradients, loss, _, _ = theirs(path)
-    ours, sums = step(path, 32, packing=False)
+    gradients, loss, _, _ = reference_step(path)
+    actual, sums = step(path, 32, packing=False)
     assert sums["actor/router_aux_loss"][0] == pytest.approx(loss, rel=1e-5)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_a_z_loss_is_added_where_the_config_has_it(tmp_path: Path) -> None:
     path = save_model(tmp_path, "mixtral", **ASKS, router_z_loss_coef=0.7)
-    _, loss, router_logits, mask_N = theirs(path)
+    _, loss, router_logits, mask_N = reference_step(path)
     squares = [logits_NE.logsumexp(-1).square()[mask_N] for logits_NE in router_logits]
     z_loss = torch.cat(squares).mean().item()
     _, sums = step(path, 32, packing=True)
@@ -128,7 +128,7 @@ def test_a_config_that_does_not_ask_has_no_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_balance_counts_each_token_of_each_row_once(layout: str, tmp_path: Path) -> None:
     path = save_model(tmp_path, "mixtral", **ASKS)
-    _, _, router_logits, mask_N = theirs(path)
+    _, _, router_logits, mask_N = reference_step(path)
     top_k, experts = FAMILIES["mixtral"]["num_experts_per_tok"], router_logits[0].shape[-1]
     loads_RE = torch.stack(
         [

@@ -50,17 +50,21 @@ def llama(**changes: Any) -> Any:
 
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
-    found: Tensor = model(input_ids=IDS).logits
-    return found
+    logits: Tensor = model(input_ids=IDS).logits
+    return logits
 
 
-def assert_same_model(found: Any, expected: Any) -> None:
+def assert_same_model(actual: Any, expected: Any) -> None:
     """Every bit of the weights; what they compute may be rounded by where they lie in memory."""
-    ours, theirs = found.state_dict(), expected.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    actual_weights, expected_weights = actual.state_dict(), expected.state_dict()
+    assert actual_weights.keys() == expected_weights.keys()
+    assert [
+        name
+        for name in actual_weights
+        if not torch.equal(actual_weights[name], expected_weights[name])
+    ] == []
     dtype = next(expected.parameters()).dtype
-    assert_near(logits(found), logits(expected.eval()), terms=TERMS, dtype=dtype)
+    assert_near(logits(actual), logits(expected.eval()), terms=TERMS, dtype=dtype)
 
 
 def save_in_pieces(model: Any, folder: Path, ranks: int) -> None:
@@ -123,9 +127,9 @@ def test_pieces_of_ranks_become_one_file(
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json", "chat_template.jinja",
     }  # fmt: skip
-    again = AutoTokenizer.from_pretrained(out)
-    assert again.chat_template == tokenizer.chat_template
-    assert again("hello").input_ids == tokenizer("hello").input_ids
+    tokenizer_again = AutoTokenizer.from_pretrained(out)
+    assert tokenizer_again.chat_template == tokenizer.chat_template
+    assert tokenizer_again("hello").input_ids == tokenizer("hello").input_ids
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [5, 7]
 
 
@@ -177,14 +181,14 @@ def test_an_adapter_is_merged(dtype: str | None, tmp_path: Path, out: Path, toke
     assert written.dtype == (dtype or "float32")
     assert written.base == str(base)
     assert written.parameters == sum(p.numel() for p in llama().parameters())
-    found = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
-    assert {p.dtype for p in found.parameters()} == {getattr(torch, dtype or "float32")}
-    weights = dict(found.named_parameters())
+    exported = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert {p.dtype for p in exported.parameters()} == {getattr(torch, dtype or "float32")}
+    weights = dict(exported.named_parameters())
     for name, tensor in merged_tensors(model, lambda t: t.detach().clone()):
         expected = tensor.to(weights[name].dtype)
         torch.testing.assert_close(weights[name], expected, atol=1e-6, rtol=1e-2 if dtype else 1e-6)
     atol = 0.1 if dtype else allowed(TERMS) * float(logits(model).abs().max())
-    torch.testing.assert_close(logits(found).float(), logits(model), atol=atol, rtol=0)
+    torch.testing.assert_close(logits(exported).float(), logits(model), atol=atol, rtol=0)
     assert not torch.allclose(logits(llama()), logits(model), atol=0.2)
     assert "adapter_config.json" not in names_in(out)
     assert {"generation_config.json", "chat_template.jinja", "tokenizer.json"} <= names_in(out)
@@ -200,8 +204,8 @@ def test_an_adapter_of_chosen_modules_and_scale(tmp_path: Path, out: Path) -> No
         write_model(tmp_path / "actor", out)
     (tmp_path / "actor" / "tokenizer_config.json").write_text("{}")
     write_model(tmp_path / "actor", out)
-    found = AutoModelForCausalLM.from_pretrained(out)
-    assert_near(logits(found), logits(model), terms=TERMS)
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    assert_near(logits(exported), logits(model), terms=TERMS)
 
 
 def test_the_tokenizer_of_the_base_fills_in(tmp_path: Path, out: Path, tokenizer: Any) -> None:
@@ -243,7 +247,7 @@ def test_damage_is_named(harm: str, tmp_path: Path, out: Path) -> None:
     else:
         second.unlink()
         (source / "model-00001-of-00002.safetensors").unlink()
-    told = "model.safetensors is missing" if harm == "nothing" else second.name
-    with pytest.raises(ModelError, match=told):
+    fragment = "model.safetensors is missing" if harm == "nothing" else second.name
+    with pytest.raises(ModelError, match=fragment):
         write_model(source, out)
     shutil.rmtree(source)

@@ -28,16 +28,16 @@ SENT = [
 
 def meet(size: int, timeout_s: float = WAIT_S) -> list[GlooGroup]:
     """Make a group of so many ranks, each in a thread of this process."""
-    here = open_store("127.0.0.1", WAIT_S)
-    found: dict[int, GlooGroup] = {}
+    local_store = open_store("127.0.0.1", WAIT_S)
+    groups: dict[int, GlooGroup] = {}
 
     def join(rank: int) -> None:
-        store = here if rank == 0 else join_store(here.host, here.port, WAIT_S)
-        found[rank] = GlooGroup(store, rank, size, timeout_s)
+        store = local_store if rank == 0 else join_store(local_store.host, local_store.port, WAIT_S)
+        groups[rank] = GlooGroup(store, rank, size, timeout_s)
 
     in_threads([partial(join, rank) for rank in range(size)])
     assert not torch.distributed.is_initialized()
-    return [found[rank] for rank in range(size)]
+    return [groups[rank] for rank in range(size)]
 
 
 def in_threads(works: list[Callable[[], Any]]) -> None:
@@ -75,17 +75,17 @@ def test_a_rank_that_is_gone_is_missed() -> None:
 
 def test_a_rank_that_takes_nothing_is_waited_for_as_long_as_was_set() -> None:
     first, _ = meet(2, timeout_s=1.0)
-    said: list[str] = []
+    messages: list[str] = []
 
     def send() -> None:
         with pytest.raises(RuntimeError) as missed:
             first.send(torch.ones(1 << 22))  # more than the connection buffers
-        said.append(str(missed.value))
+        messages.append(str(missed.value))
 
     sending = threading.Thread(target=send, daemon=True)
     sending.start()
     sending.join(WAIT_S)
-    assert said and "imed out" in said[0]
+    assert messages and "imed out" in messages[0]
 
 
 def test_a_store_listens_at_its_address_alone() -> None:
@@ -106,6 +106,6 @@ def test_shapes_are_known_without_gathering(lora: dict[str, Any]) -> None:
     def outline(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    told = [(name, t.shape, t.dtype) for name, t in learner.published(outline)]
-    assert told == [(name, t.shape, t.dtype) for name, t in learner.published()]
-    assert len(told) > 10 and not any("lora" in name for name, _, _ in told)
+    published = [(name, t.shape, t.dtype) for name, t in learner.published(outline)]
+    assert published == [(name, t.shape, t.dtype) for name, t in learner.published()]
+    assert len(published) > 10 and not any("lora" in name for name, _, _ in published)

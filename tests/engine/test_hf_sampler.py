@@ -90,13 +90,13 @@ def sample(
 ) -> dict[tuple[str, int], Rollout]:
     sampler = make_sampler(model, max_num_seqs)
     rollouts = list(sampler.generate(prompts, Sampling(**({"max_tokens": 12} | sampling)), 5))
-    found = {rollout.key: rollout for rollout in rollouts}
-    assert len(found) == len(rollouts)
-    return found
+    rollouts_by_key = {rollout.key: rollout for rollout in rollouts}
+    assert len(rollouts_by_key) == len(rollouts)
+    return rollouts_by_key
 
 
-def tokens_of(found: dict[tuple[str, int], Rollout]) -> dict[tuple[str, int], tuple[int, ...]]:
-    return {key: rollout.token_ids for key, rollout in found.items()}
+def tokens_of(rollouts: dict[tuple[str, int], Rollout]) -> dict[tuple[str, int], tuple[int, ...]]:
+    return {key: rollout.token_ids for key, rollout in rollouts.items()}
 
 
 @torch.no_grad()
@@ -116,15 +116,15 @@ def forward_logprobs(model: Any, rollout: Rollout, temperature: float) -> np.nda
 )  # fmt: skip
 def test_greedy_equals_transformers_generate(family: str, attention: str) -> None:
     model = build_model(family, attention)
-    theirs = build_model(family, "sdpa") if attention == BY_ROWS else model
+    reference = build_model(family, "sdpa") if attention == BY_ROWS else model
     prompts = make_prompts()
-    found = sample(model, prompts, temperature=0.0, max_tokens=20)
+    rollouts = sample(model, prompts, temperature=0.0, max_tokens=20)
     for prompt in prompts:
         ids = torch.tensor([prompt.token_ids])
-        expected = theirs.generate(
+        expected = reference.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20
         )
-        assert found[prompt.uid, 0].token_ids == tuple(expected[0, ids.shape[1] :].tolist())
+        assert rollouts[prompt.uid, 0].token_ids == tuple(expected[0, ids.shape[1] :].tolist())
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_greedy_equals_transformers_generate(family: str, attention: str) -> Non
 def test_logprobs_equal_a_full_forward(family: str, temperature: float) -> None:
     model = build_model(family, initializer_range=0.2)
     cut = {"top_p": 0.8, "top_k": 20}  # the log-probs are those before truncation
-    found = sample(model, make_prompts(), 3, temperature=temperature, n=2, max_tokens=20, **cut)
-    for rollout in found.values():
+    rollouts = sample(model, make_prompts(), 3, temperature=temperature, n=2, max_tokens=20, **cut)
+    for rollout in rollouts.values():
         expected = forward_logprobs(model, rollout, temperature or 1.0)
         assert rollout.sampler_logprobs.dtype == np.float32
         np.testing.assert_allclose(rollout.sampler_logprobs, expected, atol=1e-5)
@@ -186,11 +186,11 @@ def test_sharp_sampling_equals_greedy(cut: dict[str, float]) -> None:
 
 
 def test_finish_reasons_text_and_version() -> None:
-    found = sample(build_model(), make_prompts(), n=16, max_tokens=24)
-    reasons = Counter(rollout.finish_reason for rollout in found.values())
+    rollouts = sample(build_model(), make_prompts(), n=16, max_tokens=24)
+    reasons = Counter(rollout.finish_reason for rollout in rollouts.values())
     assert reasons["stop"] > 5
     assert reasons["length"] > 5
-    for rollout in found.values():
+    for rollout in rollouts.values():
         assert (rollout.token_ids[-1] == EOS) == (rollout.finish_reason == "stop")
         assert EOS not in rollout.token_ids[:-1]
         assert len(rollout.token_ids) == 24 or rollout.finish_reason == "stop"
@@ -201,26 +201,26 @@ def test_finish_reasons_text_and_version() -> None:
 
 def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
     model, prompts = build_model(), make_prompts()
-    found = sample(model, prompts, n=4)
-    taken = [r.token_ids for r in found.values() if len(r.token_ids) > 6]
+    rollouts = sample(model, prompts, n=4)
+    drawn = [r.token_ids for r in rollouts.values() if len(r.token_ids) > 6]
     # One lies in a single token, one spans three of them.
-    stop = (f" {taken[0][4]} ", " ".join(map(str, taken[1][1:4])) + " ")
+    stop = (f" {drawn[0][4]} ", " ".join(map(str, drawn[1][1:4])) + " ")
     cut = sample(model, prompts, n=4, stop=stop)
     ended = 0
-    for key, whole in found.items():
+    for key, full in rollouts.items():
         texts = [
-            "".join(f"{i} " for i in whole.token_ids[:n]) for n in range(len(whole.token_ids) + 1)
+            "".join(f"{i} " for i in full.token_ids[:n]) for n in range(len(full.token_ids) + 1)
         ]
-        first = [n for n, text in enumerate(texts) if any(one in text for one in stop)]
-        end = min(first, default=len(whole.token_ids))
-        assert cut[key].token_ids == whole.token_ids[:end]
+        first = [n for n, text in enumerate(texts) if any(first in text for first in stop)]
+        end = min(first, default=len(full.token_ids))
+        assert cut[key].token_ids == full.token_ids[:end]
         # Rows that end early leave smaller passes, which add up in another order.
         np.testing.assert_allclose(
-            cut[key].sampler_logprobs, whole.sampler_logprobs[:end], rtol=1e-5
+            cut[key].sampler_logprobs, full.sampler_logprobs[:end], rtol=1e-5
         )
-        assert cut[key].finish_reason == ("stop" if first else whole.finish_reason)
-        ended += bool(first) and end < len(whole.token_ids)
-    assert 2 <= ended < len(found)
+        assert cut[key].finish_reason == ("stop" if first else full.finish_reason)
+        ended += bool(first) and end < len(full.token_ids)
+    assert 2 <= ended < len(rollouts)
     assert tokens_of(sample(model, prompts, 3, n=4, stop=stop)) == tokens_of(cut)
 
 
@@ -231,35 +231,35 @@ def test_a_response_goes_on_as_if_it_had_not_paused(family: str, new_tokens: int
     sampling = Sampling(n=3, max_tokens=12, seed=4, top_p=0.9)
     in_one = {r.key: r for r in make_sampler(model).generate(prompts, sampling, 2)}
     sampler, windows = make_sampler(model, 5), replace(sampling, new_tokens=new_tokens)
-    found = list(sampler.generate(prompts, windows, 2))
-    assert {len(r.token_ids) for r in found if r.finish_reason == "unfinished"} == {new_tokens}
+    rollouts = list(sampler.generate(prompts, windows, 2))
+    assert {len(r.token_ids) for r in rollouts if r.finish_reason == "unfinished"} == {new_tokens}
     for version in range(3, 15):
-        begun = [r for r in found if r.finish_reason == "unfinished"]
-        more = list(sampler.generate((), windows, version, begun))
-        assert {r.key for r in more} == {r.key for r in begun}
-        assert all(r.carried == new_tokens * (version - 2) for r in more)
-        found = [r for r in found if r.finish_reason != "unfinished"] + more
-    assert len(found) == len(in_one) and {r.weight_version for r in found} == {2}
-    for r in found:
-        whole = in_one[r.key]
+        begun = [r for r in rollouts if r.finish_reason == "unfinished"]
+        extra = list(sampler.generate((), windows, version, begun))
+        assert {r.key for r in extra} == {r.key for r in begun}
+        assert all(r.carried == new_tokens * (version - 2) for r in extra)
+        rollouts = [r for r in rollouts if r.finish_reason != "unfinished"] + extra
+    assert len(rollouts) == len(in_one) and {r.weight_version for r in rollouts} == {2}
+    for r in rollouts:
+        full = in_one[r.key]
         assert (r.token_ids, r.text, r.finish_reason) == (
-            whole.token_ids, whole.text, whole.finish_reason,
+            full.token_ids, full.text, full.finish_reason,
         )  # fmt: skip
-        np.testing.assert_allclose(r.sampler_logprobs, whole.sampler_logprobs, atol=2e-5)
-    assert {r.finish_reason for r in found} == {"stop", "length"}
+        np.testing.assert_allclose(r.sampler_logprobs, full.sampler_logprobs, atol=2e-5)
+    assert {r.finish_reason for r in rollouts} == {"stop", "length"}
 
 
 def test_tokens_keep_the_logprobs_of_the_weights_they_were_drawn_with() -> None:
     old, new, prompts = build_model(), build_model(initializer_range=0.6), make_prompts()
     sampling = Sampling(max_tokens=12, new_tokens=4)
     begun = [
-        one
-        for one in make_sampler(old).generate(prompts, sampling, 0)
-        if one.finish_reason == "unfinished"
+        first
+        for first in make_sampler(old).generate(prompts, sampling, 0)
+        if first.finish_reason == "unfinished"
     ]
-    whole = list(make_sampler(new).generate((), replace(sampling, new_tokens=None), 1, begun))
-    assert len(whole) == len(begun) > 3
-    for r in whole:
+    full = list(make_sampler(new).generate((), replace(sampling, new_tokens=None), 1, begun))
+    assert len(full) == len(begun) > 3
+    for r in full:
         under = [forward_logprobs(model, r, 1.0) for model in (old, new)]
         np.testing.assert_allclose(r.sampler_logprobs[:4], under[0][:4], atol=1e-4)
         np.testing.assert_allclose(r.sampler_logprobs[4:], under[1][4:], atol=1e-4)
@@ -268,15 +268,15 @@ def test_tokens_keep_the_logprobs_of_the_weights_they_were_drawn_with() -> None:
 
 
 def test_a_stop_text_and_a_thought_over_a_pause_are_seen() -> None:
-    words = {5: "<think>", 6: "</th", 7: "ink>", 8: "yes"}
+    args = {5: "<think>", 6: "</th", 7: "ink>", 8: "yes"}
     sampler = make_sampler(
-        build_model(), detokenize=lambda ids, context: "".join(words.get(i, ".") for i in ids)
+        build_model(), detokenize=lambda ids, context: "".join(args.get(i, ".") for i in ids)
     )
     (prompt,) = make_prompts((4,))
     begun = Rollout(prompt, 0, (5, 9, 6), np.zeros(3, np.float32), "", "unfinished", seed=1)
     (cut,) = sampler.generate((), Sampling(max_tokens=4, temperature=0.0), 0, [begun])
     assert (len(cut.token_ids), cut.finish_reason) == (4, "length")
-    stop = words.get(cut.token_ids[-1], ".")
+    stop = args.get(cut.token_ids[-1], ".")
     sampling = Sampling(max_tokens=9, temperature=0.0, stop=(f"</th{stop}",))
     (stopped,) = sampler.generate((), sampling, 0, [begun])
     assert (stopped.token_ids, stopped.finish_reason) == (cut.token_ids, "stop")
@@ -288,9 +288,9 @@ def test_a_stop_text_and_a_thought_over_a_pause_are_seen() -> None:
 
 def test_one_token_and_no_prompt() -> None:
     model = build_model()
-    found = sample(model, make_prompts(), 2, n=2, max_tokens=1)
-    assert {len(rollout.token_ids) for rollout in found.values()} == {1}
-    assert len(found) == 14
+    rollouts = sample(model, make_prompts(), 2, n=2, max_tokens=1)
+    assert {len(rollout.token_ids) for rollout in rollouts.values()} == {1}
+    assert len(rollouts) == 14
     assert sample(model, []) == {}
 
 
@@ -378,25 +378,25 @@ def test_low_precision_casts_a_weight_once_for_all_tokens(
         model: Any = GPT2LMHeadModel(GPT2Config(**shape, n_positions=64)).eval()
     else:
         model = build_model(family)
-    own = dict(model.named_parameters(remove_duplicate=False))
+    own_values = dict(model.named_parameters(remove_duplicate=False))
     sampler = make_sampler(model, compute=Compute(torch.device("cpu"), torch.bfloat16))
 
     def drawn() -> tuple[Counter[int], dict[tuple[str, int], Rollout]]:
-        found = {}
+        rollouts = {}
         with CastWeights(model) as cast:
             for rollout in sampler.generate(make_prompts(), Sampling(max_tokens=12), 0):
-                found[rollout.key] = rollout
+                rollouts[rollout.key] = rollout
                 now = dict(model.named_parameters(remove_duplicate=False))
-                assert all(now[name] is weight for name, weight in own.items())
-        return cast.counts, found
+                assert all(now[name] is weight for name, weight in own_values.items())
+        return cast.counts, rollouts
 
-    counts, found = drawn()
+    counts, rollouts = drawn()
     assert set(counts.values()) == {1}
     monkeypatch.setattr(hf_sampler, "cast_layers", lambda model, dtype: [])
     by_autocast, same = drawn()
     assert by_autocast.keys() == counts.keys()
     assert min(by_autocast.values()) > 1
-    for key, rollout in found.items():
+    for key, rollout in rollouts.items():
         assert rollout.token_ids == same[key].token_ids
         np.testing.assert_array_equal(rollout.sampler_logprobs, same[key].sampler_logprobs)
 
@@ -422,7 +422,7 @@ def test_one_stream_is_uniform_over_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "kept"),
+    ("cut", "kept_values"),
     [
         ({"top_k": 2}, {1, 3}),
         ({"top_p": 0.5}, {3}),
@@ -433,11 +433,11 @@ def test_one_stream_is_uniform_over_positions() -> None:
         ({"top_k": 99}, {0, 1, 2, 3}),
     ],
 )
-def test_truncation_keeps_the_most_likely(cut: dict[str, Any], kept: set[int]) -> None:
+def test_truncation_keeps_the_most_likely(cut: dict[str, Any], kept_values: set[int]) -> None:
     logits = torch.tensor([0.04, 0.25, 0.16, 0.55]).log().expand(4000, -1)
     uniforms = np.linspace(0, 1, 4000, endpoint=False, dtype=np.float32)
     tokens, logprobs, _ = draw_tokens(logits, Sampling(**cut), uniforms)
-    assert set(tokens.tolist()) == kept
+    assert set(tokens.tolist()) == kept_values
     torch.testing.assert_close(logprobs, logits[0].log_softmax(-1)[tokens])
 
 
@@ -472,21 +472,21 @@ class SmallMemory:
         self.caches: list[weakref.ref[Any]] = []
         self.refused: list[int] = []
 
-    def __call__(self, **given: Any) -> Any:
-        cache = given["past_key_values"]
-        if not any(known() is cache for known in self.caches):
+    def __call__(self, **kwargs: Any) -> Any:
+        cache = kwargs["past_key_values"]
+        if not any(references() is cache for references in self.caches):
             self.caches.append(weakref.ref(cache))
-        rows, columns = given["input_ids"].shape
+        rows, columns = kwargs["input_ids"].shape
         # What is held anywhere counts, also a cache that nobody samples from any more.
-        held = sum(
+        stored = sum(
             layer.keys.shape[0] * layer.get_seq_length()
-            for known in self.caches if (there := known()) is not None
-            for layer in there.layers[:1] if layer.is_initialized
+            for references in self.caches if (device_tensor := references()) is not None
+            for layer in device_tensor.layers[:1] if layer.is_initialized
         )  # fmt: skip
-        if held + rows * columns > self.room:
+        if stored + rows * columns > self.room:
             self.refused.append(rows)
             raise self.error
-        return self.forward(**given)
+        return self.forward(**kwargs)
 
 
 OUT_OF_MEMORY = (
@@ -501,21 +501,21 @@ def test_out_of_memory_halves_what_is_sampled_at_once_and_changes_no_row(
     room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompts = build_model(), make_prompts()
-    for wanted in ({"n": 3}, {"n": 2, "temperature": 0.0}, {"n": 1, "top_p": 0.7, "seed": 4}):
-        whole = tokens_of(sample(model, prompts, **wanted))
-        for error in OUT_OF_MEMORY if wanted == {"n": 3} else OUT_OF_MEMORY[:1]:
-            memory, told = SmallMemory(model, room, error), []
+    for expected in ({"n": 3}, {"n": 2, "temperature": 0.0}, {"n": 1, "top_p": 0.7, "seed": 4}):
+        full = tokens_of(sample(model, prompts, **expected))
+        for error in OUT_OF_MEMORY if expected == {"n": 3} else OUT_OF_MEMORY[:1]:
+            memory, report = SmallMemory(model, room, error), []
             sampler = make_sampler(model)
-            sampler.capacity.on_halving = told.append
+            sampler.capacity.on_halving = report.append
             with monkeypatch.context() as patch:
                 patch.setattr(model, "forward", memory)
-                sampling = Sampling(**({"max_tokens": 12} | wanted))
-                found = list(sampler.generate(prompts, sampling, 5))
-            assert len(found) == len(whole)
-            assert {rollout.key: rollout.token_ids for rollout in found} == whole
-            assert bool(memory.refused) is bool(told), "each halving is told"
-            assert told == sorted(told, reverse=True) and sampler.capacity.halved_rows() in (
-                *told[-1:],
+                sampling = Sampling(**({"max_tokens": 12} | expected))
+                rollouts = list(sampler.generate(prompts, sampling, 5))
+            assert len(rollouts) == len(full)
+            assert {rollout.key: rollout.token_ids for rollout in rollouts} == full
+            assert bool(memory.refused) is bool(report), "each halving is told"
+            assert report == sorted(report, reverse=True) and sampler.capacity.halved_rows() in (
+                *report[-1:],
                 None,
             )
 
@@ -527,16 +527,16 @@ def test_what_memory_allows_is_remembered_and_a_smaller_setting_stands(
     sampler, memory = make_sampler(model), SmallMemory(model, 100, OUT_OF_MEMORY[0])
     monkeypatch.setattr(model, "forward", memory)
     assert len(list(sampler.generate(prompts, Sampling(max_tokens=12, n=3), 0))) == 21
-    left, memory.refused = sampler.capacity.halved_rows(), []
-    assert left is not None and left < 21
+    remaining, memory.refused = sampler.capacity.halved_rows(), []
+    assert remaining is not None and remaining < 21
     assert len(list(sampler.generate(prompts, Sampling(max_tokens=12, n=3), 0))) == 21
     assert not memory.refused
-    for setting, wanted in ((64, left), (left, None), (1, None)):
+    for setting, expected in ((64, remaining), (remaining, None), (1, None)):
         resumed = make_sampler(model, setting)
-        resumed.capacity.restore(left)
+        resumed.capacity.restore(remaining)
         assert (resumed.capacity.rows, resumed.capacity.halved_rows()) == (
-            min(setting, left),
-            wanted,
+            min(setting, remaining),
+            expected,
         )
 
 

@@ -25,9 +25,9 @@ from tests.engine.packed_steps import scored
 SAMPLING = Sampling(n=3, max_tokens=16)
 
 
-def read_config(*words: str) -> Config:
-    given = ["rollout.name=hf", "model.path=embedded", *words]
-    return resolve(flags={}, preset=None, config_files=[], overrides=given, environ={}).config
+def read_config(*args: str) -> Config:
+    settings = ["rollout.name=hf", "model.path=embedded", *args]
+    return resolve(flags={}, preset=None, config_files=[], overrides=settings, environ={}).config
 
 
 def make_prompt(tokenizer: Any) -> Prompt:
@@ -42,8 +42,8 @@ def gap(model: Any, rollouts: list[Rollout]) -> float:
         ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids]])
         logits = model(ids).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
         chosen = torch.tensor(rollout.token_ids)[:, None]
-        ours = logits.log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
-        gaps.append(np.abs(ours - rollout.sampler_logprobs).max())
+        logprobs = logits.log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
+        gaps.append(np.abs(logprobs - rollout.sampler_logprobs).max())
     return float(max(gaps))
 
 
@@ -66,13 +66,13 @@ def shake_adapter(model: Any) -> Weights:
 
 
 @pytest.mark.parametrize(
-    ("words", "shake"),
+    ("args", "shake"),
     [((), shake_all), ((), shake_in_place), (("model.lora_rank=4",), shake_adapter)],
 )
 def test_new_weights_are_the_ones_that_sample(
-    words: tuple[str, ...], shake: Callable[[Any], Weights]
+    args: tuple[str, ...], shake: Callable[[Any], Weights]
 ) -> None:
-    config = read_config(*words)
+    config = read_config(*args)
     if config.model.lora_rank:
         pytest.importorskip("peft")
     tokenizer = load_tokenizer(model_folder("embedded"))
@@ -87,11 +87,11 @@ def test_new_weights_are_the_ones_that_sample(
     sampler.sleep()
     sampler.wake_weights()
     sampler.wake_cache()
-    given = shake(model)
-    assert sampler.load_weights(given) is given.persistent
-    if given.persistent:
+    weights = shake(model)
+    assert sampler.load_weights(weights) is weights.persistent
+    if weights.persistent:
         for name, weight in model.named_parameters():
-            given.tensors[name].copy_(weight.detach())
+            weights.tensors[name].copy_(weight.detach())
     after = list(sampler.generate(prompts, SAMPLING, 1))
     assert gap(model, after) < 1e-4 < 1e-2 < gap(model, before)
     assert {rollout.weight_version for rollout in after} == {1}
@@ -101,7 +101,7 @@ def test_new_weights_are_the_ones_that_sample(
 
 def test_old_logprobs_of_the_sampler_are_those_of_the_actor() -> None:
     tokenizer = load_tokenizer(model_folder("embedded"))
-    found = {}
+    results = {}
     for mode in ("null", "false"):
         config = read_config(
             f"algorithm.rollout_correction.bypass_mode={mode}", "rollout.temperature=0.8"
@@ -110,18 +110,18 @@ def test_old_logprobs_of_the_sampler_are_those_of_the_actor() -> None:
         sampling = replace(SAMPLING, temperature=0.8, top_k=40)
         drawn = sorted(engine.generate([make_prompt(tokenizer)], sampling), key=lambda r: r.sample)
         batch = build_batch(drawn, tokenizer.pad_token_id)
-        found[mode] = engine.annotate(batch)
-        scores = scored(found[mode], seed=3)
+        results[mode] = engine.annotate(batch)
+        scores = scored(results[mode], seed=3)
         sums = engine.step(MiniBatch(scores, actor=True, critic=True))
         total, count = sums["ppo_ratio"]
         assert total / count == pytest.approx(1, abs=1e-5) and sums["clip_fraction"][0] == 0
         engine.publish()
         assert engine.annotate(batch).measures_sampler  # the weights are no longer those
-    taken, computed = found.values()
-    assert computed.measures_sampler and not taken.measures_sampler
+    reused, computed = results.values()
+    assert computed.measures_sampler and not reused.measures_sampler
     for name in ("old_logprobs_BT", "entropy_BT", "ref_logprobs_BT", "values_BT"):
         torch.testing.assert_close(
-            getattr(taken, name), getattr(computed, name), atol=1e-5, rtol=1e-5, msg=name
+            getattr(reused, name), getattr(computed, name), atol=1e-5, rtol=1e-5, msg=name
         )
 
 

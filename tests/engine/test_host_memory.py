@@ -19,33 +19,33 @@ WORKER = Path(__file__).with_name("host_copies.py")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("found")
     run_ranks(WORKER, 1, str(folder))
-    told: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return told
+    report: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return report
 
 
-def test_moments_keep_their_places_and_are_copied_once_each_way(found: dict[str, Any]) -> None:
+def test_moments_keep_their_places_and_are_copied_once_each_way(report: dict[str, Any]) -> None:
     """Two of each of two trained parameters; the norm of the gradients sends a tensor, too."""
-    optimizer = found["optimizer"]
+    optimizer = report["optimizer"]
     for copies in optimizer["copies"]:
         assert (copies["out"], copies["home"]) == (4 + 1, 4)
     assert optimizer["places"][0] == optimizer["places"][1] == optimizer["places"][2]
-    assert optimizer["moments"] == pytest.approx(found["on_cpu"])
+    assert optimizer["moments"] == pytest.approx(report["on_cpu"])
 
 
 def test_weights_keep_their_places_and_only_trained_ones_are_copied_back(
-    found: dict[str, Any],
+    report: dict[str, Any],
 ) -> None:
-    hosted = found["hosted"]
+    hosted = report["hosted"]
     for copies in hosted["copies"]:
         assert (copies["out"], copies["home"]) == (4, 2)
     assert hosted["places"][0] == hosted["places"][1] == hosted["places"][2]
 
 
-def test_a_whole_tensor_is_copied_once(found: dict[str, Any]) -> None:
-    assert found["full_tensor"] == {"home": 1}
+def test_a_whole_tensor_is_copied_once(report: dict[str, Any]) -> None:
+    assert report["full_tensor"] == {"home": 1}
     live = torch.ones(3)
     assert gather_copy(live).data_ptr() != live.data_ptr()
 
@@ -53,16 +53,16 @@ def test_a_whole_tensor_is_copied_once(found: dict[str, Any]) -> None:
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """The sizes of what is allocated, and whether it is pinned; there is no GPU to pin for."""
-    asked: list[tuple[int, bool]] = []
+    allocations: list[tuple[int, bool]] = []
     empty = torch.empty
 
     def note(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        made = empty(*size, **options)
-        asked.append((made.numel(), pin_memory))
-        return made
+        tensor = empty(*size, **options)
+        allocations.append((tensor.numel(), pin_memory))
+        return tensor
 
     monkeypatch.setattr(torch, "empty", note)
-    return asked
+    return allocations
 
 
 def test_pinned_tensors_share_slabs(
@@ -91,7 +91,9 @@ def test_the_host_waits_once_for_all_copies_from_a_gpu(
         requests.clear()
         copies = HostCopies()
         first = copies.store(tensors)
-        again = copies.store(tensors)
+        copies_again = copies.store(tensors)
     assert requests == [(3 * 64, True)]
     assert len(waits) == 2
-    assert all(first[name] is again[name] and first[name].device.type == "cpu" for name in tensors)
+    assert all(
+        first[name] is copies_again[name] and first[name].device.type == "cpu" for name in tensors
+    )

@@ -21,10 +21,10 @@ TERMS = sum(prompt + response for prompt, response in ROWS) * SIZE["hidden_size"
 WORKER = Path(__file__).with_name("layouts.py")
 
 
-def assert_alike(found: dict[str, float]) -> None:
+def assert_alike(results: dict[str, float]) -> None:
     """To rounding: annotations, losses, gradient norms; of weights a share of AdamW's step."""
-    assert found["counts"] == 0 and found["weights"] < 2e-3 * RATE, found
-    assert max(found["annotated"], found["means"]) < allowed(TERMS), found
+    assert results["counts"] == 0 and results["weights"] < 2e-3 * RATE, results
+    assert max(results["annotated"], results["means"]) < allowed(TERMS), results
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, f
     for kind in FAMILIES:
         save_model(folder, kind)
     run_ranks(WORKER, 2, str(folder))
-    found: dict[str, dict[str, float]] = json.loads((folder / "gaps-0.json").read_text())
-    return found
+    results: dict[str, dict[str, float]] = json.loads((folder / "gaps-0.json").read_text())
+    return results
 
 
 @pytest.mark.slow

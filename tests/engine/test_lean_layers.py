@@ -59,16 +59,16 @@ def make_model(kind: str) -> Any:
     """A random model whose norms have weights of their own."""
     torch.manual_seed(0)
     model = MODELS[kind]().eval()
-    for name, held in model.named_parameters():
-        if "norm" in name and held.ndim == 1:
-            held.data.uniform_(0.5, 1.5)
+    for name, stored in model.named_parameters():
+        if "norm" in name and stored.ndim == 1:
+            stored.data.uniform_(0.5, 1.5)
     return model
 
 
 def states(model: Any, half: bool = False) -> Tensor:
     with torch.autocast("cpu", HALF, enabled=half):
-        found: Tensor = model.base_model(torch.arange(40)[None] % 64).last_hidden_state
-    return found
+        results: Tensor = model.base_model(torch.arange(40)[None] % 64).last_hidden_state
+    return results
 
 
 def exchanged(model: Any) -> dict[str, nn.Module]:
@@ -87,12 +87,12 @@ def test_a_norm_has_the_gradient_of_its_formula() -> None:
 
     torch.autograd.gradcheck(in_float64, (x, weight))
     weighing = torch.randn(2, 3, 5)
-    wanted = torch.autograd.grad((in_float64(x, weight) * weighing).sum(), (x, weight))
+    expected = torch.autograd.grad((in_float64(x, weight) * weighing).sum(), (x, weight))
     single = [t.detach().float().requires_grad_() for t in (x, weight)]
     out = RootMeanSquare.apply(*single, 0.3, torch.float32)  # type: ignore[no-untyped-call]
-    found = torch.autograd.grad((out * weighing).sum(), single)
-    for mine, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-6)
+    results = torch.autograd.grad((out * weighing).sum(), single)
+    for mine, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(mine.double(), reference, rtol=1e-5, atol=1e-6)
 
 
 def test_a_frozen_weight_gets_no_gradient() -> None:
@@ -105,14 +105,14 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_unit_has_the_bits_of_autograd(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    given = [torch.randn(7, 33, dtype=dtype, requires_grad=True) for _ in range(2)]
+    kwargs = [torch.randn(7, 33, dtype=dtype, requires_grad=True) for _ in range(2)]
     weighing = torch.randn(7, 33, dtype=dtype)
     results = []
     for unit in (GatedUnit.apply, lambda gate, up: nn.functional.silu(gate) * up):
-        out = unit(*given)  # type: ignore[no-untyped-call]
-        results.append([out, *torch.autograd.grad(out, given, weighing)])
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
+        out = unit(*kwargs)  # type: ignore[no-untyped-call]
+        results.append([out, *torch.autograd.grad(out, kwargs, weighing)])
+    for mine, reference in zip(*results, strict=True):
+        assert torch.equal(mine, reference)
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -123,24 +123,24 @@ def test_a_model_gives_the_same_states_and_gradients(kind: str, half: bool) -> N
     if half:
         with torch.no_grad():
             round_norms(model, lambda: states(model, half))
-    found, wanted = states(model, half), states(plain, half)
-    assert torch.equal(found, wanted)
+    results, expected = states(model, half), states(plain, half)
+    assert torch.equal(results, expected)
     with torch.no_grad():
         assert torch.equal(states(model, half), states(plain, half))
-    weighing = torch.randn(found.shape)
-    for out in (found, wanted):
+    weighing = torch.randn(results.shape)
+    for out in (results, expected):
         (out * weighing).sum().backward()
     pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
     grads = {
         name: (mine.grad, other.grad) for (name, mine), other in pairs if other.grad is not None
     }
-    whole = sum(float(theirs.norm()) ** 2 for _, theirs in grads.values()) ** 0.5
+    full = sum(float(reference.norm()) ** 2 for _, reference in grads.values()) ** 0.5
     # Products in bfloat16 round what a gradient's last place in float32 moves across a border; the
     # sums that cancel, as those of a key's bias do, are the worse for it.
     limit = 1e-2 if half else 1e-5
-    for name, (mine, theirs) in grads.items():
-        gap = float((mine - theirs).norm())
-        assert gap <= limit * max(float(theirs.norm()), 1e-2 * whole), name
+    for name, (mine, reference) in grads.items():
+        gap = float((mine - reference).norm())
+        assert gap <= limit * max(float(reference.norm()), 1e-2 * full), name
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -160,41 +160,41 @@ def test_norms_round_where_only_products_take_what_they_give(kind: str) -> None:
     model = make_model(kind)
     use_lean_layers(model)
     round_norms(model, lambda: states(model, half=True))
-    given: dict[str, torch.dtype] = {}
+    kwargs: dict[str, torch.dtype] = {}
     for name, module in exchanged(model).items():
         if "norm" in name:
             module.register_forward_hook(
-                lambda m, a, out, name=name: given.update({name: out.dtype})
+                lambda m, a, out, name=name: kwargs.update({name: out.dtype})
             )
     states(model, half=True)
-    halves = {name.rpartition(".")[2] for name, dtype in given.items() if dtype == HALF}
+    halves = {name.rpartition(".")[2] for name, dtype in kwargs.items() if dtype == HALF}
     assert halves == ROUNDED[kind]
     states(model)
-    assert set(given.values()) <= {torch.float32}
+    assert set(kwargs.values()) <= {torch.float32}
 
 
-@pytest.mark.parametrize(("half", "most"), [(False, 0.9), (True, 0.75)])
-def test_less_is_kept(half: bool, most: float) -> None:
+@pytest.mark.parametrize(("half", "limit"), [(False, 0.9), (True, 0.75)])
+def test_less_is_kept(half: bool, limit: float) -> None:
     """Bytes that autograd holds of a forward pass, but for the weights."""
 
-    def kept(model: Any) -> int:
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        held: dict[int, Tensor] = {}
+    def kept_values(model: Any) -> int:
+        own_values = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        stored: dict[int, Tensor] = {}
 
         def hold(tensor: Tensor) -> Tensor:
-            held[tensor.untyped_storage().data_ptr()] = tensor
+            stored[tensor.untyped_storage().data_ptr()] = tensor
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
             out = states(model, half)
         assert out.requires_grad
-        return sum(t.untyped_storage().nbytes() for at, t in held.items() if at not in own)
+        return sum(t.untyped_storage().nbytes() for at, t in stored.items() if at not in own_values)
 
     model = make_model("llama")
-    before = kept(model)
+    before = kept_values(model)
     use_lean_layers(model)
     round_norms(model, lambda: states(model, half=True))
-    assert kept(model) <= most * before
+    assert kept_values(model) <= limit * before
 
 
 def test_a_module_that_fails_on_other_sizes_stays_as_it_is() -> None:
@@ -202,8 +202,8 @@ def test_a_module_that_fails_on_other_sizes_stays_as_it_is() -> None:
         def forward(self, hidden_states: Tensor) -> Tensor:
             if hidden_states.shape[-1] != 32:
                 raise ValueError("32 only")
-            found: Tensor = super().forward(hidden_states)
-            return found
+            results: Tensor = super().forward(hidden_states)
+            return results
 
     odd = nn.Sequential(Odd(32))
     use_lean_layers(odd)
@@ -214,9 +214,9 @@ def test_a_module_that_fails_on_other_sizes_stays_as_it_is() -> None:
 def test_norms_that_take_a_gate_stay_as_they_are(kind: str) -> None:
     model, plain = make_family(kind), make_family(kind)
     use_lean_layers(model)
-    found, wanted = states(model), states(plain)
-    assert torch.equal(found, wanted)
-    for out in (found, wanted):
+    results, expected = states(model), states(plain)
+    assert torch.equal(results, expected)
+    for out in (results, expected):
         out.square().sum().backward()
     norms = {
         name: module

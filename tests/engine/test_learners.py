@@ -121,19 +121,19 @@ class Recorder(Optimizer):
         self.gradient = torch.empty(0)
 
     def apply(self) -> tuple[float, bool]:
-        found = [p.grad.flatten() for p in self.module.parameters() if p.grad is not None]
-        self.gradient = torch.cat(found).clone()
+        results = [p.grad.flatten() for p in self.module.parameters() if p.grad is not None]
+        self.gradient = torch.cat(results).clone()
         return super().apply()
 
 
 @pytest.mark.parametrize("gradients", [gradients_of_actor, gradients_of_critic])
 def test_gradients_do_not_depend_on_padding_or_order(gradients, model_dir) -> None:
     batch = make_batch()
-    whole = gradients(model_dir, batch)
+    full = gradients(model_dir, batch)
     wider = pad_wider(batch, 13)
     shuffled = batch.rows(torch.randperm(len(batch)))
     for other in (wider, shuffled):
-        assert_near(gradients(model_dir, other), whole, terms=TERMS)
+        assert_near(gradients(model_dir, other), full, terms=TERMS)
 
 
 def test_many_logits_are_computed_again_and_few_are_kept(
@@ -141,19 +141,19 @@ def test_many_logits_are_computed_again_and_few_are_kept(
 ) -> None:
     batch = make_batch()
     logits = int(batch.response_len_B.sum()) * VOCAB
-    found = []
-    for most in (logits, logits - 1):
-        monkeypatch.setattr(actor_critic, "KEPT_LOGITS", most)
+    results = []
+    for limit in (logits, logits - 1):
+        monkeypatch.setattr(actor_critic, "KEPT_LOGITS", limit)
         passes: list[object] = []
         monkeypatch.setattr(
             actor_critic, "gather_logprobs_entropy",
-            lambda *given, passes=passes, **named: (
-                passes.append(named["keep"]) or gather_logprobs_entropy(*given, **named)
+            lambda *kwargs, passes=passes, **named: (
+                passes.append(named["keep"]) or gather_logprobs_entropy(*kwargs, **named)
             ),
         )  # fmt: skip
-        found.append(gradients_of_actor(model_dir, batch))
-        assert passes == [most == logits]
-    assert_near(found[0], found[1], terms=TERMS)
+        results.append(gradients_of_actor(model_dir, batch))
+        assert passes == [limit == logits]
+    assert_near(results[0], results[1], terms=TERMS)
 
 
 @pytest.mark.parametrize("kind", [k for k, loss in POLICY_LOSSES.items() if loss.chooses])
@@ -163,11 +163,11 @@ def test_chosen_tokens_are_those_of_the_whole_mini_batch(kind: str, model_dir: s
     )
     batch = make_batch()
     settings = {"policy_loss": loss, "clip_ratio": 0.9}
-    whole = gradients_of_actor(model_dir, batch, **settings)
+    full = gradients_of_actor(model_dir, batch, **settings)
     cut = gradients_of_actor(model_dir, batch, ppo_micro_batch_size_per_gpu=2, **settings)
-    assert_near(cut, whole, terms=TERMS)
+    assert_near(cut, full, terms=TERMS)
     plain = gradients_of_actor(model_dir, batch, clip_ratio=0.9)
-    assert (plain - whole).abs().max() > 1e-3 * whole.abs().max()
+    assert (plain - full).abs().max() > 1e-3 * full.abs().max()
 
 
 def pad_wider(batch: TrainBatch, extra: int) -> TrainBatch:
@@ -195,8 +195,8 @@ def test_value_head_starts_at_zero_and_a_trained_one_is_kept(model_dir, tmp_path
     assert not value_model.head.weight.any() and not value_model.head.bias.any()
     torch.nn.init.normal_(value_model.head.weight)
     value_model.model.save_pretrained(tmp_path)
-    again = load_value_model(str(tmp_path))
-    assert torch.equal(again.head.weight, value_model.head.weight)
+    repeated = load_value_model(str(tmp_path))
+    assert torch.equal(repeated.head.weight, value_model.head.weight)
 
 
 def test_a_minibatch_without_any_score_changes_nothing(model_dir) -> None:
@@ -228,10 +228,10 @@ def test_non_finite_gradients_skip_the_step(model_dir) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"), [((300, 400, 500), [300, 400, 500]), ((None,) * 3, [2048] * 3)], ids=str
+    ("kwargs", "results"), [((300, 400, 500), [300, 400, 500]), ((None,) * 3, [2048] * 3)], ids=str
 )
-def test_budgets_of_tokens_are_as_set_or_small_on_the_cpu(given, found) -> None:
-    actor, critic, reference = given
+def test_budgets_of_tokens_are_as_set_or_small_on_the_cpu(kwargs, results) -> None:
+    actor, critic, reference = kwargs
     config = Config.model_validate({
         "model": {"path": "embedded", "packing": False},
         "actor": {"ppo_max_token_len_per_gpu": actor},
@@ -240,7 +240,7 @@ def test_budgets_of_tokens_are_as_set_or_small_on_the_cpu(given, found) -> None:
     })  # fmt: skip
     learner = Learner(config, load_tokenizer(model_folder("embedded")), total_steps=1)
     budgets = learner._budgets()
-    assert [budgets[name].tokens for name in ("actor", "critic", "annotate")] == found
+    assert [budgets[name].tokens for name in ("actor", "critic", "annotate")] == results
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -281,17 +281,17 @@ def test_each_model_cuts_micro_batches_by_its_own_settings(model_dir) -> None:
             value, Critic(**cut), tokens, Recorder(value.model, CriticOptim()), COMPUTE, LONGEST
         )
         for model, learner in ((policy, actor), (value, critic)):
-            found = shapes(model, lambda learner=learner: learner.step(batch))
-            assert sum(B for B, _ in found) == len(batch) and len(found) >= fewest
-            assert max(B for B, _ in found) <= (rows or len(batch))
-            assert max(B * L for B, L in found) <= tokens
-            assert tokens < 16384 or len(found) == fewest
+            results = shapes(model, lambda learner=learner: learner.step(batch))
+            assert sum(B for B, _ in results) == len(batch) and len(results) >= fewest
+            assert max(B for B, _ in results) <= (rows or len(batch))
+            assert max(B * L for B, L in results) <= tokens
+            assert tokens < 16384 or len(results) == fewest
 
 
 def test_a_micro_batch_that_runs_out_of_memory_is_halved(model_dir, monkeypatch) -> None:
     """Memory runs out above three rows: the gradient stays right and the size is remembered."""
     batch = make_batch(rows=16)
-    whole = gradients_of_actor_plain(model_dir, batch)
+    full = gradients_of_actor_plain(model_dir, batch)
     policy = load_policy(model_dir)
     forward, sizes = policy.backbone.forward, []
 
@@ -306,7 +306,7 @@ def test_a_micro_batch_that_runs_out_of_memory_is_halved(model_dir, monkeypatch)
     optimizer = Recorder(policy.model, ActorOptim())
     learner = ActorLearner(policy, None, Actor(), TOKENS, optimizer, COMPUTE, 0.7, LONGEST)
     learner.step(batch)
-    assert_near(optimizer.gradient, whole, terms=TERMS)
+    assert_near(optimizer.gradient, full, terms=TERMS)
     assert learner.budget.rows == 2 and learner.budget.halvings == 3
     sizes.clear()
     learner.step(batch)
@@ -332,9 +332,9 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(
             "critic": {"optim": optim | {"lr_warmup_steps": 6}},
         })  # fmt: skip
         tokenizer = load_tokenizer(model_folder("embedded"))
-        return LocalEngine(config, tokenizer, total_steps=8, tell=told.append)
+        return LocalEngine(config, tokenizer, total_steps=8, tell=report.append)
 
-    told: list[str] = []
+    report: list[str] = []
     engine, other = build(), build()
     for _ in range(3):
         engine.publish()
@@ -345,20 +345,22 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(
         setattr(budget, unit, 10 * number)
         budget.halvings = number
     engine._sampler.capacity.halve(6)
-    assert told == [
+    assert report == [
         "Sampling ran out of memory: at most 3 responses are sampled at once now. Set "
         "rollout.max_num_seqs=3 to start there next time."
     ]
     engine.save(tmp_path).result(60)
     other.load(tmp_path)
-    again = other._learner
+    repeated = other._learner
     assert (
-        again.weight_version == 3
+        repeated.weight_version == 3
         and other._sampler.capacity.rows == other._sampler.capacity.halved_rows() == 3
     )
-    assert again._budgets() == budgets
-    assert again._actor.optimizer.lr == pytest.approx(0.25 * (1 + math.cos(math.pi * 3 / 8)))
-    assert again._critic is not None and again._critic.optimizer.lr == pytest.approx(0.5 * 4 / 7)
+    assert repeated._budgets() == budgets
+    assert repeated._actor.optimizer.lr == pytest.approx(0.25 * (1 + math.cos(math.pi * 3 / 8)))
+    assert repeated._critic is not None and repeated._critic.optimizer.lr == pytest.approx(
+        0.5 * 4 / 7
+    )
     # What is told of a step from then on, by the first rank alone.
     batch = replace(make_batch(), valid_B=torch.zeros(17, dtype=torch.bool))
     sums = other.step(MiniBatch(batch, actor=True, critic=True))
@@ -391,8 +393,8 @@ def test_one_process_computes_in_bfloat16_and_spreads_weights_where_that_is_fast
     exact = stored.get_parameter(name)
     assert learner._reference is not None
     trained = learner.policy.model.get_parameter(name)
-    kept = learner._reference.model.get_parameter(name)
-    assert kept.dtype == (torch.bfloat16 if fast else torch.float32)
-    assert kept.is_meta or torch.equal(kept.float(), exact.float())
+    kept_values = learner._reference.model.get_parameter(name)
+    assert kept_values.dtype == (torch.bfloat16 if fast else torch.float32)
+    assert kept_values.is_meta or torch.equal(kept_values.float(), exact.float())
     assert torch.equal(trained, exact.float()) is not fast
     assert torch.equal(trained.bfloat16(), exact)

@@ -48,26 +48,26 @@ def neighbour(shared: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
 def test_a_folder_is_private_and_goes_when_its_owner_is_gone(
     shared: Path, neighbour: tuple[subprocess.Popen[str], Path]
 ) -> None:
-    other, theirs = neighbour
-    ours, unclaimed, elsewhere, far = kept = [
+    other, reference = neighbour
+    actual, unclaimed, elsewhere, far = kept_values = [
         leftovers.create_folder("sampler"),
         *(shared / f"ppo-{name}" for name in "abc"),
     ]
-    assert ours.parent == shared and ours.stat().st_mode & 0o077 == 0
-    boot, namespace, pid = (ours / leftovers.OWNER).read_text().split()
+    assert actual.parent == shared and actual.stat().st_mode & 0o077 == 0
+    boot, namespace, pid = (actual / leftovers.OWNER).read_text().split()
     assert int(pid) == os.getpid()
     for folder in (unclaimed, elsewhere, far):
         folder.mkdir()
     # Containers count their processes each for itself, and so do machines.
     (elsewhere / leftovers.OWNER).write_text(f"{boot} 1 {2**30}")
     (far / leftovers.OWNER).write_text(f"another {namespace} {2**30}")
-    (theirs / "session").mkdir()
+    (reference / "session").mkdir()
     leftovers.remove_stale_folders()
-    assert theirs.exists()  # its owner lives
+    assert reference.exists()  # its owner lives
 
     other.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, but nobody has looked yet
     fresh = leftovers.create_folder("ranks")  # sweeps first
-    assert sorted(shared.iterdir()) == sorted([*kept, fresh])
+    assert sorted(shared.iterdir()) == sorted([*kept_values, fresh])
     leftovers.remove(fresh, [])
     assert not fresh.exists()

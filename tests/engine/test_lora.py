@@ -42,8 +42,8 @@ def policy_of(model: Any) -> Policy:
 
 def token_logprobs(policy: Policy) -> Tensor:
     hidden_NH = policy.hidden_BLH(IDS)[0, :-1]
-    found, _ = gather_logprobs_entropy(hidden_NH, policy.head, IDS[0, 1:], 0.7, 4, False)
-    return found
+    results, _ = gather_logprobs_entropy(hidden_NH, policy.head, IDS[0, 1:], 0.7, 4, False)
+    return results
 
 
 def test_without_a_rank_there_is_no_adapter() -> None:
@@ -85,9 +85,9 @@ def test_a_comes_from_the_seed_alone() -> None:
     assert inject is not None
     model = llama()
     torch.set_rng_state(before)
-    again = dict(adapter_tensors(inject(model)))
+    repeated = dict(adapter_tensors(inject(model)))
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(first[name], t) for name, t in again.items())
+    assert all(torch.equal(first[name], t) for name, t in repeated.items())
     other = dict(adapter_tensors(adapted(llama, seed=43)))
     assert not any(torch.equal(first[n], t) for n, t in other.items() if "lora_A" in n)
 
@@ -104,15 +104,15 @@ def test_it_is_put_into_a_model_without_storage() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_step_is_that_of_plain_peft(checkpointing: bool) -> None:
-    ours, base = adapted(llama), llama()
+    actual, base = adapted(llama), llama()
     torch.manual_seed(42)
-    theirs: Any = get_peft_model(
+    reference: Any = get_peft_model(
         base,
         LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     if checkpointing:
-        checkpoint_blocks(ours)
-    for model in (ours, theirs):
+        checkpoint_blocks(actual)
+    for model in (actual, reference):
         model.train()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         for _ in range(2):  # in the first, B being zero, A has no gradient
@@ -121,13 +121,13 @@ def test_a_step_is_that_of_plain_peft(checkpointing: bool) -> None:
             optimizer.zero_grad()
     expected = {
         name.replace(".default.", "."): p
-        for name, p in theirs.named_parameters()
+        for name, p in reference.named_parameters()
         if "lora_" in name
     }
-    found = dict(adapter_tensors(ours))
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], p) for name, p in expected.items())
-    assert not torch.equal(logits(ours), logits(llama()))
+    results = dict(adapter_tensors(actual))
+    assert list(results) == list(expected)
+    assert all(torch.equal(results[name], p) for name, p in expected.items())
+    assert not torch.equal(logits(actual), logits(llama()))
 
 
 @pytest.mark.parametrize("make", FAMILIES)
@@ -160,8 +160,8 @@ def test_a_reference_pass_amid_checkpointed_steps_changes_no_gradient() -> None:
         if with_reference:
             reference_of(policy).hidden_BLH(IDS)
         loss.backward()
-        found = [t.grad for _, t in adapter_tensors(model)]
-        return [grad for grad in found if grad is not None]
+        results = [t.grad for _, t in adapter_tensors(model)]
+        return [grad for grad in results if grad is not None]
 
     plain = gradients(False)
     assert len(plain) == 28
@@ -196,8 +196,8 @@ def sharded(model: Any, mesh: Any, **options: Any) -> Any:
 
 def gradients_of(model: Any) -> list[Tensor]:
     model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
-    found = [tensor.grad for _, tensor in adapter_tensors(model)]
-    return [getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in found]
+    results = [tensor.grad for _, tensor in adapter_tensors(model)]
+    return [getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in results]
 
 
 def test_a_sharded_model_is_the_same(one_rank: Any) -> None:
@@ -205,8 +205,8 @@ def test_a_sharded_model_is_the_same(one_rank: Any) -> None:
     with without_adapter(model):
         assert torch.equal(logits(model), logits(llama()))
     assert torch.equal(logits(model), logits(plain))
-    for ours, theirs in zip(gradients_of(model), gradients_of(plain), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for actual, reference in zip(gradients_of(model), gradients_of(plain), strict=True):
+        torch.testing.assert_close(actual, reference)
     merged = dict(merged_tensors(model, lambda tensor: tensor.full_tensor().detach()))
     for name, tensor in merged_tensors(plain, whole):
         assert torch.equal(merged[name], tensor), name
@@ -216,12 +216,12 @@ def test_a_reference_pass_comes_first_and_gradients_keep_their_dtype(one_rank: A
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    found = []
+    results = []
     for reference_first in (False, True):
         model = sharded(trained(adapted(llama)), one_rank, mp_policy=precision)
         if reference_first:
             with without_adapter(model):
                 logits(model)
-        found.append(gradients_of(model))
-    assert {grad.dtype for grad in found[1]} == {torch.float32}
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append(gradients_of(model))
+    assert {grad.dtype for grad in results[1]} == {torch.float32}
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -79,9 +79,9 @@ def train(engine: LocalEngine, batch: AnnotatedBatch) -> dict[str, tuple[float, 
         is_weight_BT=torch.ones(shape),
     )
     for _ in range(2):  # B starts at zero, so that A is moved from the second step on
-        found = engine.step(MiniBatch(ready, actor=True, critic=True))
+        results = engine.step(MiniBatch(ready, actor=True, critic=True))
     engine.publish()
-    return found
+    return results
 
 
 def test_the_reference_stays_and_the_policy_moves(tokenizer: Any) -> None:
@@ -96,11 +96,11 @@ def test_the_reference_stays_and_the_policy_moves(tokenizer: Any) -> None:
     assert torch.equal(after.ref_logprobs_BT, before.ref_logprobs_BT)
     assert (after.old_logprobs_BT - before.old_logprobs_BT).abs().max() > 0.05
     fresh = sampled(engine, tokenizer)
-    again = annotated(engine, fresh)
+    repeated = annotated(engine, fresh)
     for row, rollout in enumerate(fresh.values()):
         count = len(rollout.token_ids)
         torch.testing.assert_close(
-            again.old_logprobs_BT[row, :count],
+            repeated.old_logprobs_BT[row, :count],
             torch.from_numpy(rollout.sampler_logprobs),
             atol=1e-4,
             rtol=0,
@@ -176,9 +176,9 @@ def test_weights_in_4_bits_are_trained_over_and_come_back(tokenizer: Any, tmp_pa
     assert not any(path.name.startswith("model") for path in (tmp_path / "actor").iterdir())
     other = engine_of(tokenizer, quantization="nf4")
     other.load(tmp_path)
-    again = annotated(other, rollouts)
-    assert torch.equal(after.old_logprobs_BT, again.old_logprobs_BT)
-    assert train(engine, after) == train(other, again)
+    repeated = annotated(other, rollouts)
+    assert torch.equal(after.old_logprobs_BT, repeated.old_logprobs_BT)
+    assert train(engine, after) == train(other, repeated)
 
     (tmp_path / "whole").mkdir()
     write_model(tmp_path / "actor", tmp_path / "whole")
@@ -200,31 +200,31 @@ def test_a_critic_step_trains_its_adapter_and_its_head_alone(tokenizer: Any) -> 
     model = critic.value_model.model
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     batch = annotated(engine, sampled(engine, tokenizer))
-    found = [train(engine, batch)["value_loss"][0] for _ in range(2)]
+    results = [train(engine, batch)["value_loss"][0] for _ in range(2)]
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     names = {name.removeprefix(PREFIX) for name, _ in adapter_tensors(model)}
     assert {name.replace(".default.", ".") for name in moved} == names
     assert {"score.weight", "score.bias"} < names and len(names) == 2 + 2 * 7 * 2
-    assert 0 < found[1] < found[0]
+    assert 0 < results[1] < results[0]
 
 
 def test_the_gradients_of_a_critic_are_those_of_its_merged_weights() -> None:
     """For W + s B A: dA = s B' dW, dB = s dW A'; the head's are its own."""
     inject = adapt(CriticModel(lora_rank=3, lora_alpha=6), seed=1)
-    ours = trained(adapted(load_value_model(MODEL), inject).model)
-    torch.nn.init.normal_(ours.score.weight)
+    actual = trained(adapted(load_value_model(MODEL), inject).model)
+    torch.nn.init.normal_(actual.score.weight)
     plain = load_value_model(MODEL).model
-    plain.load_state_dict(dict(merged_tensors(ours, whole)))
+    plain.load_state_dict(dict(merged_tensors(actual, whole)))
     ids = torch.arange(4, 30)[None]
-    for model in (ours, plain):
+    for model in (actual, plain):
         (model(input_ids=ids, use_cache=False).logits.tanh() - 0.5).square().mean().backward()
-    torch.testing.assert_close(ours.score.weight.grad, plain.score.weight.grad)
-    layers = {n: m for n, m in ours.named_modules() if hasattr(m, "lora_A")}
+    torch.testing.assert_close(actual.score.weight.grad, plain.score.weight.grad)
+    layers = {n: m for n, m in actual.named_modules() if hasattr(m, "lora_A")}
     for name, layer in layers.items():
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         whole_grad = plain.get_submodule(name).weight.grad
-        for found, expected in ((a.grad, 2 * b.T @ whole_grad), (b.grad, 2 * whole_grad @ a.T)):
-            assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
+        for results, expected in ((a.grad, 2 * b.T @ whole_grad), (b.grad, 2 * whole_grad @ a.T)):
+            assert (results - expected).abs().max() <= 1e-3 * expected.abs().max()
     assert len(layers) == 2 * 7
 
 
@@ -234,13 +234,14 @@ def test_targets_of_a_critic_are_named_by_its_own_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shared", "own", "critic"), [(True, None, True), (True, False, False), (False, True, True)]
+    ("shared", "own_values", "critic"),
+    [(True, None, True), (True, False, False), (False, True, True)],
 )
 def test_the_critic_recomputes_activations_as_set_for_it(
-    shared: bool, own: bool | None, critic: bool, tokenizer: Any
+    shared: bool, own_values: bool | None, critic: bool, tokenizer: Any
 ) -> None:
     settings = config(enable_gradient_checkpointing=shared).model_dump()
-    settings["critic"]["model"]["enable_gradient_checkpointing"] = own
+    settings["critic"]["model"]["enable_gradient_checkpointing"] = own_values
     learner = Learner(Config.model_validate(settings), tokenizer, total_steps=1)
     assert learner._critic is not None
     assert forward_passes(learner.policy) == 1 + shared

@@ -59,8 +59,8 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 40, 41, 200]])
 
 
-def adapted(kind: str, wanted: Any, changes: dict[str, Any]) -> Any:
-    inject = adapt(Model(lora_rank=2, lora_alpha=6, target_modules=wanted), 42)
+def adapted(kind: str, expected: Any, changes: dict[str, Any]) -> Any:
+    inject = adapt(Model(lora_rank=2, lora_alpha=6, target_modules=expected), 42)
     assert inject is not None
     model = make_model(kind, **changes)
     with warnings.catch_warnings():
@@ -70,8 +70,8 @@ def adapted(kind: str, wanted: Any, changes: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
-    found: Tensor = model(input_ids=IDS, use_cache=False).logits
-    return found
+    results: Tensor = model(input_ids=IDS, use_cache=False).logits
+    return results
 
 
 def names_adapted(model: Any) -> set[str]:
@@ -80,8 +80,8 @@ def names_adapted(model: Any) -> set[str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_merged_weights_have_the_names_of_the_model_and_its_logits(case: str) -> None:
-    kind, wanted, changes = CASES[case]
-    model, base = trained(adapted(kind, wanted, changes)), make_model(kind, **changes)
+    kind, expected, changes = CASES[case]
+    model, base = trained(adapted(kind, expected, changes)), make_model(kind, **changes)
     tensors = dict(merged_tensors(model, whole))
     assert list(tensors) == [name for name, _ in base.named_parameters()]
     plain = logits(base)
@@ -92,16 +92,16 @@ def test_merged_weights_have_the_names_of_the_model_and_its_logits(case: str) ->
 
 @pytest.mark.parametrize("case", CASES)
 def test_peft_reads_the_adapter(case: str, tmp_path: Path) -> None:
-    kind, wanted, changes = CASES[case]
-    model = trained(adapted(kind, wanted, changes))
+    kind, expected, changes = CASES[case]
+    model = trained(adapted(kind, expected, changes))
     tensors = {name: tensor.detach().clone() for name, tensor in adapter_tensors(model)}
     save_file(tensors, tmp_path / ADAPTER_WEIGHTS)
     write_adapter_config(tmp_path, model, save_model(tmp_path, kind, **changes))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*_pattern keys did not match")
         warnings.filterwarnings("error", ".*adapter keys")
-        theirs = PeftModel.from_pretrained(make_model(kind, **changes), str(tmp_path))
-    assert torch.equal(logits(theirs), logits(model))
+        reference = PeftModel.from_pretrained(make_model(kind, **changes), str(tmp_path))
+    assert torch.equal(logits(reference), logits(model))
     merged = load_merged(make_model(kind, **changes), tmp_path)
     torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-4)
 
@@ -167,8 +167,8 @@ def test_memory_is_counted_for_an_adapter_of_this_size(kind: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_vllm_gets_an_adapter_of_the_weights_in_the_files(case: str) -> None:
     """Added to each weight by its name, it gives the file of the merged one."""
-    kind, wanted, changes = CASES[case]
-    model, base = trained(adapted(kind, wanted, changes)), make_model(kind, **changes)
+    kind, expected, changes = CASES[case]
+    model, base = trained(adapted(kind, expected, changes)), make_model(kind, **changes)
     before = revert_weight_conversion(base, dict(base.named_parameters()))
     after = revert_weight_conversion(base, dict(merged_tensors(model, whole)))
     with torch.device("meta"):
@@ -210,6 +210,6 @@ def test_an_export_has_the_tensors_of_its_bases_files(tmp_path: Path) -> None:
 def test_vllm_gets_stacked_experts_where_the_files_have_them() -> None:
     model = trained(adapted("gpt_oss", EXPERTS, {}))
     tensors = dict(adapter_tensors(model))
-    found = name_as_files(make_model("gpt_oss"), tensors)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    results = name_as_files(make_model("gpt_oss"), tensors)
+    assert results.keys() == tensors.keys()
+    assert all(torch.equal(results[name], tensor) for name, tensor in tensors.items())

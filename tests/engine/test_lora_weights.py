@@ -61,7 +61,7 @@ def test_merged_weights_give_the_same_logits(make: Callable[[], Any]) -> None:
 
 
 def test_merging_asks_for_whole_tensors_in_one_order() -> None:
-    def asked(model: Any) -> list[torch.Size]:
+    def requests(model: Any) -> list[torch.Size]:
         seen: list[torch.Size] = []
 
         def full(tensor: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ def test_merging_asks_for_whole_tensors_in_one_order() -> None:
         return seen
 
     model = adapted(llama)
-    assert asked(model) == asked(trained(adapted(llama)))
-    assert len(asked(model)) == len(list(model.parameters()))
+    assert requests(model) == requests(trained(adapted(llama)))
+    assert len(requests(model)) == len(list(model.parameters()))
 
 
 def test_a_sampler_takes_the_adapter_alone() -> None:
@@ -108,17 +108,17 @@ def sampler_view(model: Any, ids: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "report"),
     [
         ({"lora_rank": 4}, "is (4, "),
         ({"target_modules": ("q_proj",)}, "model.target_modules must be"),
     ],
 )
-def test_an_adapter_of_another_shape_is_refused(other: dict[str, Any], told: str) -> None:
+def test_an_adapter_of_another_shape_is_refused(other: dict[str, Any], report: str) -> None:
     tensors = dict(adapter_tensors(adapted(llama, **other)))
     with pytest.raises(ModelError) as error:
         load_adapter(adapted(llama), tensors)
-    assert told in str(error.value)
+    assert report in str(error.value)
 
 
 @pytest.mark.parametrize("make", [llama, qwen, gpt2])
@@ -129,13 +129,13 @@ def test_peft_reads_what_is_saved(make: Callable[[], Any], tmp_path: Path) -> No
     folder.mkdir()
     write_adapter_config(folder, model, str(base_dir))
     save_file({n: whole(t) for n, t in adapter_tensors(model)}, folder / ADAPTER_WEIGHTS)
-    told = json.loads((folder / "adapter_config.json").read_text())
-    assert told["base_model_name_or_path"] == str(base_dir)
-    assert told["target_modules"] == sorted(told["target_modules"])
-    assert (told["r"], told["lora_alpha"], told["lora_dropout"]) == (3, 6, 0.0)
+    report = json.loads((folder / "adapter_config.json").read_text())
+    assert report["base_model_name_or_path"] == str(base_dir)
+    assert report["target_modules"] == sorted(report["target_modules"])
+    assert (report["r"], report["lora_alpha"], report["lora_dropout"]) == (3, 6, 0.0)
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
-    theirs = PeftModel.from_pretrained(base, folder)
-    assert_near(logits(theirs), logits(model), terms=TERMS)
+    reference = PeftModel.from_pretrained(base, folder)
+    assert_near(logits(reference), logits(model), terms=TERMS)
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     assert_near(logits(load_merged(base, folder)), logits(model), terms=TERMS)
 
@@ -151,7 +151,7 @@ def test_a_loaded_policy_keeps_its_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "leaves"),
+    ("expected", "leaves"),
     [
         (("q_proj", "v_proj"), {"q_proj", "v_proj"}),
         ("q_proj", {"q_proj"}),
@@ -161,14 +161,14 @@ def test_a_loaded_policy_keeps_its_split(tmp_path: Path) -> None:
         (("self_attn.o_proj",), {"o_proj"}),
     ],
 )  # fmt: skip
-def test_target_modules(wanted: Any, leaves: set[str]) -> None:
-    names = [name for name, _ in adapter_tensors(adapted(llama, target_modules=wanted))]
+def test_target_modules(expected: Any, leaves: set[str]) -> None:
+    names = [name for name, _ in adapter_tensors(adapted(llama, target_modules=expected))]
     assert {name.split(".")[-3] for name in names} == leaves
     assert len(names) == 2 * 2 * len(leaves)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "told"),
+    ("expected", "report"),
     [
         ("q_porj", "no module 'q_porj'. Did you mean 'q_proj'?"),
         (("q_proj", "v_prj"), "no module 'v_prj'. Did you mean 'v_proj'?"),
@@ -181,8 +181,8 @@ def test_target_modules(wanted: Any, leaves: set[str]) -> None:
         ((), "model.target_modules is empty"),
     ],
 )
-def test_target_modules_that_fit_nothing(wanted: Any, told: str) -> None:
+def test_target_modules_that_fit_nothing(expected: Any, report: str) -> None:
     with pytest.raises(ModelError) as error:
-        adapted(llama, target_modules=wanted)
-    assert told in str(error.value)
+        adapted(llama, target_modules=expected)
+    assert report in str(error.value)
     assert "model.target_modules" in str(error.value)

@@ -54,7 +54,7 @@ def test_onednn_is_for_amd_processors_with_wide_vectors(
 
 
 @pytest.mark.parametrize(
-    ("flags", "environ", "found"),
+    ("flags", "environ", "results"),
     [
         ("avx2 amx_tile amx_bf16 amx_int8", {}, True),
         ("avx2 amx_tile amx_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, False),
@@ -66,32 +66,32 @@ def test_onednn_is_for_amd_processors_with_wide_vectors(
     ],
 )
 def test_fast_bfloat16_is_found_where_onednn_may_use_it(
-    tmp_path: Path, flags: str, environ: dict[str, str], found: bool
+    tmp_path: Path, flags: str, environ: dict[str, str], results: bool
 ) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\nbugs\t\t:\n")
-    assert has_fast_bfloat16(environ, tmp_path) is found
+    assert has_fast_bfloat16(environ, tmp_path) is results
     assert not has_fast_bfloat16(environ, tmp_path / "nothing")
 
 
 def test_products_stay_in_float32_whoever_computes_them() -> None:
     """Where oneDNN would round (with AMX), BLAS is left in charge, and says so."""
     torch.manual_seed(0)
-    one, other = torch.randn(2, 200, 300)
-    exact = one.double() @ other.double().T
+    first, other = torch.randn(2, 200, 300)
+    exact = first.double() @ other.double().T
     assert set_matmul_library("onednn") == using_onednn()
-    assert_near((one @ other.T).double(), exact, terms=300)
+    assert_near((first @ other.T).double(), exact, terms=300)
     with use_blas():
         assert not using_onednn()
     assert set_matmul_library("blas") and not using_onednn()
-    assert_near((one @ other.T).double(), exact, terms=300)
+    assert_near((first @ other.T).double(), exact, terms=300)
 
 
 def test_rounded_products_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     multiply = torch.Tensor.__matmul__
 
-    def rounding(one: Tensor, other: Tensor) -> Tensor:
-        return multiply(one.bfloat16(), other.bfloat16()).float()
+    def rounding(first: Tensor, other: Tensor) -> Tensor:
+        return multiply(first.bfloat16(), other.bfloat16()).float()
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", rounding)
     assert not set_matmul_library("onednn") and not using_onednn()
@@ -106,18 +106,18 @@ def attend_alone(
 ) -> Tensor:
     """Each row by SDPA in float64, behind what it shares: the tokens of all rows, (L, h, d)."""
     starts = [sum(lengths[:at]) for at in range(len(lengths))]
-    found = []
+    results = []
     for at, length in enumerate(lengths):
-        lead, own = starts[leads[at]], slice(starts[at], starts[at] + length)
+        lead, own_values = starts[leads[at]], slice(starts[at], starts[at] + length)
         query, key, value = (
-            torch.cat((s[:, :, lead : lead + shared[at]], s[:, :, own]), dim=2).double()
+            torch.cat((s[:, :, lead : lead + shared[at]], s[:, :, own_values]), dim=2).double()
             for s in states
         )
-        whole = scaled_dot_product_attention(
+        full = scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True, scale=scaling
         )
-        found.append(whole[0, :, shared[at] :].transpose(0, 1))
-    return torch.cat(found)
+        results.append(full[0, :, shared[at] :].transpose(0, 1))
+    return torch.cat(results)
 
 
 @pytest.mark.parametrize("keys", [HEADS, 2])
@@ -139,17 +139,17 @@ def test_rows_by_products_are_those_of_sdpa(keys: int, leads: list[int], shared:
         RowSpan.from_ends(ends, at, *row) for at, row in enumerate(zip(leads, shared, strict=True))
     ]
     query, key, value = (s[0] for s in states)
-    found = RowAttention.apply(query * SIZE**-0.5, key, value, spans)
-    wanted = attend_alone(states, lengths, leads, shared)
-    assert_near(found.double(), wanted, terms=128)
-    weight = torch.randn(found.shape)
+    results = RowAttention.apply(query * SIZE**-0.5, key, value, spans)
+    expected = attend_alone(states, lengths, leads, shared)
+    assert_near(results.double(), expected, terms=128)
+    weight = torch.randn(results.shape)
     pairs = zip(
-        torch.autograd.grad((found * weight).sum(), states),
-        torch.autograd.grad((wanted * weight).sum(), states),
+        torch.autograd.grad((results * weight).sum(), states),
+        torch.autograd.grad((expected * weight).sum(), states),
         strict=True,
     )
-    for ours, theirs in pairs:
-        assert_near(ours, theirs, terms=4 * 128)
+    for actual, reference in pairs:
+        assert_near(actual, reference, terms=4 * 128)
 
 
 @pytest.mark.parametrize("scaling", [None, 0.07, 1.0])
@@ -166,9 +166,9 @@ def test_attention_by_rows_has_the_scaling_of_the_model(
     states = [torch.randn(1, count, sum(lengths), SIZE) for count in (HEADS, 2, 2)]
     rows = PackedRows.from_lengths(lengths, torch.device("cpu"), leads, shared).rows_113B
     set_matmul_library(library)
-    found, _ = attend_by_rows(module, *states, rows, scaling=scaling)
-    wanted = attend_alone(states, lengths, leads, shared, scaling)
-    assert_near(found[0].double(), wanted, terms=2 * longest)
+    results, _ = attend_by_rows(module, *states, rows, scaling=scaling)
+    expected = attend_alone(states, lengths, leads, shared, scaling)
+    assert_near(results[0].double(), expected, terms=2 * longest)
 
 
 @pytest.mark.parametrize("scaling", [None, 0.07])
@@ -177,13 +177,13 @@ def test_a_token_that_looks_back_has_the_scaling_and_the_mask(scaling: float | N
     query, key, value = (torch.randn(2, count, 9, SIZE) for count in (HEADS, 2, 2))
     query, mask = query[:, :, :1], torch.ones(2, 1, 1, 9, dtype=torch.bool)
     mask[1, :, :, :4] = False
-    found, _ = attend_by_rows(nn.Module(), query, key, value, mask, scaling=scaling)
-    wanted = scaled_dot_product_attention(
+    results, _ = attend_by_rows(nn.Module(), query, key, value, mask, scaling=scaling)
+    expected = scaled_dot_product_attention(
         query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), mask, scale=scaling
     )
-    assert_near(found, wanted.transpose(1, 2), terms=9)
+    assert_near(results, expected.transpose(1, 2), terms=9)
     dropped, _ = attend_by_rows(nn.Module(), query, key, value, mask, scaling=scaling, dropout=0.5)
-    assert not torch.equal(dropped, found)
+    assert not torch.equal(dropped, results)
 
 
 @pytest.mark.parametrize("longest", [LONGEST, LONGEST + 1])
@@ -194,11 +194,11 @@ def test_attention_by_rows_is_the_same_with_both_libraries(longest: int) -> None
     lengths = (longest, 20)
     states = [torch.randn(1, count, sum(lengths), SIZE) for count in (HEADS, 2, 2)]
     rows = PackedRows.from_lengths(lengths, torch.device("cpu")).rows_113B
-    found = []
+    results = []
     for library in ("blas", "onednn"):
         set_matmul_library(library)
-        found.append(attend_by_rows(module, *states, rows)[0])
-    assert_near(found[0], found[1], terms=longest)
+        results.append(attend_by_rows(module, *states, rows)[0])
+    assert_near(results[0], results[1], terms=longest)
 
 
 def test_a_token_that_looks_back_leaves_its_products_to_blas(
@@ -231,17 +231,17 @@ def test_short_rows_are_attended_to_in_float32(longest: int, dtype: torch.dtype)
     ]
     rows = PackedRows.from_lengths(lengths, torch.device("cpu")).rows_113B
     weight = torch.randn(1, sum(lengths), HEADS, SIZE)
-    found = []
+    results = []
     for rounded in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=rounded):
             out = attend_by_rows(module, *states, rows)[0]
         assert out.dtype == (dtype if rounded else torch.float32)
-        found.append((out, *torch.autograd.grad((out.float() * weight).sum(), states)))
-    for ours, exact in zip(*found[::-1], strict=True):
+        results.append((out, *torch.autograd.grad((out.float() * weight).sum(), states)))
+    for actual, exact in zip(*results[::-1], strict=True):
         if dtype == torch.float32:
-            torch.testing.assert_close(ours, exact, rtol=0, atol=0)
+            torch.testing.assert_close(actual, exact, rtol=0, atol=0)
         else:
-            assert float(((ours.float() - exact).norm() / exact.norm()).detach()) < 0.02
+            assert float(((actual.float() - exact).norm() / exact.norm()).detach()) < 0.02
 
 
 def test_the_longest_row_counts_what_it_shares() -> None:

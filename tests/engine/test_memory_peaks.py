@@ -23,9 +23,9 @@ def measure(folder: Path, cases: list[int]) -> dict[int, tuple[int, int]]:
         cwd=ROOT, capture_output=True, text=True, timeout=600,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == len(cases), done.stderr
-    pairs = ((one["counted"], one["measured"]) for one in found)
+    measured_cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(measured_cases) == len(cases), done.stderr
+    pairs = ((case["counted"], case["measured"]) for case in measured_cases)
     return dict(zip(cases, pairs, strict=True))
 
 

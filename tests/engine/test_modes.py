@@ -63,20 +63,22 @@ def test_blocks_that_are_computed_again_change_no_gradient(kind: str) -> None:
         model = make_model(kind)
         if checkpointing:
             checkpoint_blocks(model)
-        held: dict[int, int] = {}
+        modes_by_tensor: dict[int, int] = {}
 
-        def hold(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
-            held[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        def hold(
+            tensor: torch.Tensor, modes_by_tensor: dict[int, int] = modes_by_tensor
+        ) -> torch.Tensor:
+            modes_by_tensor[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
             logits = model(input_ids=ids, use_cache=False).logits
         logits.square().mean().backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-        bytes_kept.append(sum(held.values()))
-    plain, again = gradients
-    assert plain.keys() == again.keys()
-    assert all(torch.equal(plain[name], again[name]) for name in plain)
+        bytes_kept.append(sum(modes_by_tensor.values()))
+    plain, checkpointed = gradients
+    assert plain.keys() == checkpointed.keys()
+    assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
     assert bytes_kept[1] < 0.8 * bytes_kept[0]
 
 

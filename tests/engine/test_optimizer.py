@@ -41,10 +41,10 @@ SCHEDULES: list[tuple[dict[str, Any], int, dict[int, float]]] = [
 
 
 def test_schedules_by_hand() -> None:
-    for given, total, expected in SCHEDULES:
-        optim = Optim.model_validate(given)
-        found = {step: lr_factor(step, total, optim) for step in expected}
-        assert found == pytest.approx(expected), given
+    for settings, total, expected in SCHEDULES:
+        optim = Optim.model_validate(settings)
+        factors = {step: lr_factor(step, total, optim) for step in expected}
+        assert factors == pytest.approx(expected), settings
 
 
 def build(module: nn.Module, **options: object) -> Optimizer:
@@ -82,9 +82,9 @@ def stepped(module: nn.Module) -> Optimizer:
 
 def test_moments_have_the_names_of_the_parameters_and_go_back() -> None:
     torch.manual_seed(0)
-    one, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    first, other = nn.Linear(3, 2), nn.Linear(3, 2)
     assert build(nn.Linear(3, 2)).moments() == {}
-    saved = {name: t.clone() for name, t in stepped(one).moments().items()}
+    saved = {name: t.clone() for name, t in stepped(first).moments().items()}
     assert set(saved) == {
         f"{p}.{what}" for p in ("weight", "bias") for what in ("step", "exp_avg", "exp_avg_sq")
     }
@@ -102,8 +102,8 @@ def test_the_first_step_takes_no_memory_for_moments() -> None:
         p.grad = torch.ones_like(p)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         optimizer.apply()
-    taken = sum(max(0, one.self_cpu_memory_usage) for one in seen.events())
-    assert taken < module.weight.nbytes / 8
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
+    assert allocated < module.weight.nbytes / 8
 
 
 def test_moments_of_other_parameters_are_refused() -> None:
@@ -132,9 +132,9 @@ def test_moments_in_host_memory_are_filled_where_they_lie(one_rank: Ranks) -> No
     saved = {f"weight.{what}": torch.full((2, 3), 0.5) for what in ("exp_avg", "exp_avg_sq")}
     saved["weight.step"] = torch.tensor(7.0)
     optimizer.load_moments(saved, saved.__getitem__)
-    held = optimizer.moments()
-    assert held.keys() == saved.keys()
-    for name, tensor in held.items():
+    moments = optimizer.moments()
+    assert moments.keys() == saved.keys()
+    for name, tensor in moments.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         assert torch.equal(local, saved[name])
 
@@ -158,43 +158,43 @@ def eight_bit(module: nn.Module) -> Optimizer:
 
 def test_moments_in_8_bits_step_nearly_as_float32_ones() -> None:
     torch.manual_seed(0)
-    one = nn.Linear(97, 301)
-    other, before = copy.deepcopy(one), one.weight.detach().clone()
+    layer = nn.Linear(97, 301)
+    other, before = copy.deepcopy(layer), layer.weight.detach().clone()
     plain = Optimizer(other, Optim(lr=0.01), total_steps=1, grad_clip=0.0, clip_grad_value=None)
-    held = eight_bit(one)
-    steps(one, held, range(20))
+    quantised = eight_bit(layer)
+    steps(layer, quantised, range(20))
     steps(other, plain, range(20))
     moved = (other.weight - before).abs().mean()
-    assert (one.weight - other.weight).abs().mean() < 0.15 * moved
-    assert (one.bias - other.bias).abs().max() < 1e-6
-    states = [v for state in held._adamw.state.values() for v in state.values()]
+    assert (layer.weight - other.weight).abs().mean() < 0.15 * moved
+    assert (layer.bias - other.bias).abs().max() < 1e-6
+    states = [v for state in quantised._adamw.state.values() for v in state.values()]
     codes = [v for v in states if isinstance(v, torch.Tensor) and v.dtype == torch.uint8]
     assert [c.shape for c in codes] == [(301, 97)] * 2
 
 
 def test_moments_in_8_bits_come_back_to_the_bit() -> None:
     torch.manual_seed(0)
-    one = nn.Linear(97, 301)
-    optimizer = eight_bit(one)
-    steps(one, optimizer, range(20))
-    other, saved = copy.deepcopy(one), optimizer.moments()
+    layer = nn.Linear(97, 301)
+    optimizer = eight_bit(layer)
+    steps(layer, optimizer, range(20))
+    other, saved = copy.deepcopy(layer), optimizer.moments()
     assert {t.dtype for t in saved.values()} == {torch.float32}
     resumed = eight_bit(other)
     resumed.load_moments(list(saved), saved.get)
-    steps(one, optimizer, range(20, 40))
+    steps(layer, optimizer, range(20, 40))
     steps(other, resumed, range(20, 40))
-    assert torch.equal(one.weight, other.weight) and torch.equal(one.bias, other.bias)
+    assert torch.equal(layer.weight, other.weight) and torch.equal(layer.bias, other.bias)
 
 
 def test_moments_go_from_one_precision_to_the_other() -> None:
     torch.manual_seed(0)
-    one = nn.Linear(97, 301)
-    plain = Optimizer(one, Optim(lr=0.01), total_steps=1, grad_clip=0.0, clip_grad_value=None)
-    steps(one, plain, range(3))
+    layer = nn.Linear(97, 301)
+    plain = Optimizer(layer, Optim(lr=0.01), total_steps=1, grad_clip=0.0, clip_grad_value=None)
+    steps(layer, plain, range(3))
     saved = plain.moments()
-    held = eight_bit(one)
-    held.load_moments(list(saved), saved.get)
-    for name, tensor in held.moments().items():
+    quantised = eight_bit(layer)
+    quantised.load_moments(list(saved), saved.get)
+    for name, tensor in quantised.moments().items():
         assert (tensor - saved[name]).abs().max() <= 0.02 * saved[name].abs().max(), name
 
 
@@ -212,8 +212,10 @@ def test_steps_are_those_of_adamw_by_hand() -> None:
     optim = Optim(lr=0.1, weight_decay=0.2, betas=(0.7, 0.8), eps=1e-2, lr_warmup_steps=1)
     module = nn.Linear(3, 2)
     optimizer = Optimizer(module, optim, total_steps=4, grad_clip=0.0, clip_grad_value=None)
-    wanted = {n: p.detach().clone() for n, p in module.named_parameters()}
-    first, second = ({n: torch.zeros_like(p) for n, p in wanted.items()} for _ in range(2))
+    expected_weights = {n: p.detach().clone() for n, p in module.named_parameters()}
+    first, second = (
+        {n: torch.zeros_like(p) for n, p in expected_weights.items()} for _ in range(2)
+    )
     for step, rate in enumerate((0.05, 0.1, 0.1), 1):
         optimizer.set_progress(step - 1)
         assert optimizer.lr == pytest.approx(rate)
@@ -222,12 +224,14 @@ def test_steps_are_those_of_adamw_by_hand() -> None:
             first[name] = 0.7 * first[name] + 0.3 * p.grad
             second[name] = 0.8 * second[name] + 0.2 * p.grad**2
             spread = (second[name] / (1 - 0.8**step)).sqrt() + 1e-2
-            kept = 1 - rate * (0.2 if p.ndim == 2 else 0.0)
-            wanted[name] = kept * wanted[name] - rate * first[name] / (1 - 0.7**step) / spread
+            decay = 1 - rate * (0.2 if p.ndim == 2 else 0.0)
+            expected_weights[name] = (
+                decay * expected_weights[name] - rate * first[name] / (1 - 0.7**step) / spread
+            )
         norm = math.sqrt(sum(float((p.grad**2).sum()) for p in module.parameters()))
         assert optimizer.apply() == (pytest.approx(norm), True)
         for name, p in module.named_parameters():
-            torch.testing.assert_close(p, wanted[name])
+            torch.testing.assert_close(p, expected_weights[name])
     moments = optimizer.moments()
     assert moments["bias.step"] == 3
     torch.testing.assert_close(moments["weight.exp_avg"], first["weight"])
@@ -235,7 +239,7 @@ def test_steps_are_those_of_adamw_by_hand() -> None:
 
 
 def test_clipping_bounds_values_both_ways_and_norms_from_above() -> None:
-    for clip, value, grad, wanted in (
+    for clip, value, grad, expected in (
         (0.0, None, [3.0, -4.0], [3.0, -4.0]),  # 0: no bound
         (2.5, None, [3.0, -4.0], [1.5, -2.0]),
         (5.0, None, [3.0, -4.0], [3.0, -4.0]),
@@ -248,7 +252,7 @@ def test_clipping_bounds_values_both_ways_and_norms_from_above() -> None:
         norm, _ = optimizer.apply()
         assert norm == pytest.approx(math.hypot(*grad))
         moment = optimizer.moments()["weight.exp_avg"]
-        torch.testing.assert_close(moment, 0.1 * torch.tensor([wanted]))
+        torch.testing.assert_close(moment, 0.1 * torch.tensor([expected]))
 
 
 @pytest.fixture
@@ -284,11 +288,11 @@ def test_codes_and_sizes_of_blocks_by_hand() -> None:
         codes = torch.arange(300) % 4
         sizes = torch.tensor([3.0, 0.5])
         values = code[codes] * sizes.repeat_interleave(256)[:300]
-        found, blocks = _quantise(values.view(3, 100), code)
-        assert (found.dtype, found.shape) == (torch.uint8, (3, 100))
-        assert torch.equal(found.flatten().long(), codes) and torch.equal(blocks, sizes)
+        actual_codes, blocks = _quantise(values.view(3, 100), code)
+        assert (actual_codes.dtype, actual_codes.shape) == (torch.uint8, (3, 100))
+        assert torch.equal(actual_codes.flatten().long(), codes) and torch.equal(blocks, sizes)
         state = {
-            "step": 7, "state1": found, "absmax1": blocks, "qmap1": code,
+            "step": 7, "state1": actual_codes, "absmax1": blocks, "qmap1": code,
             "state2": values,  # too few to be held in 8 bits
         }  # fmt: skip
         moments = _from_8_bits(state)

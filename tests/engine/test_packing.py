@@ -85,7 +85,7 @@ MADE = {
 }
 
 
-def made(name: str, attention: str = "sdpa") -> Policy:
+def policy_of(name: str, attention: str = "sdpa") -> Policy:
     torch.manual_seed(0)
     model = MADE[name]().eval()
     for parameter in model.parameters():  # fresh weights hardly attend to anything
@@ -108,26 +108,26 @@ def hidden_of(policy: Policy, rows: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("name", MADE)
 def test_rows_end_to_end_are_what_each_is_alone(name: str, training: bool) -> None:
     """Hidden states and gradients; with gradient checkpointing in training."""
-    policy, rows = made(name), token_rows()
+    policy, rows = policy_of(name), token_rows()
     if training:
         checkpoint_blocks(policy.model)
     alone = torch.cat([policy.hidden_BLH(row)[0] for row in rows])
     packed = hidden_of(policy, rows)
     assert_near(packed, alone, terms=TERMS)
     weight = torch.randn(packed.shape, generator=torch.Generator().manual_seed(1))
-    found = []
+    outputs = []
     for hidden in (alone, packed):
         policy.model.zero_grad()
         (hidden * weight).sum().backward()
         grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
-        found.append(torch.cat(grads))
-    assert_near(found[1], found[0], terms=TERMS)
+        outputs.append(torch.cat(grads))
+    assert_near(outputs[1], outputs[0], terms=TERMS)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "gemma2, sliding window"])
 def test_no_token_sees_another_row(name: str, attention: str) -> None:
-    policy, rows = made(name, attention), token_rows()
+    policy, rows = policy_of(name, attention), token_rows()
     assert policy.packing is (Packing.BY_ROWS if (name, attention) == ("llama", "sdpa") else
                               Packing.MASKED)  # fmt: skip
     before = hidden_of(policy, rows).split(LENGTHS)
@@ -143,14 +143,14 @@ def test_a_kernel_with_other_gradients_is_found_out(monkeypatch: pytest.MonkeyPa
     assert compare_gradients(4, 2, 8, FLOAT32) == ""
     assert compare_gradients(4, 4, 8, Compute(CPU, torch.bfloat16)) == ""
 
-    def without_values(*given: Any, **told: Any) -> Any:
-        module, query, key, value, ends = given
-        return attend_by_rows(module, query, key, value.detach() + 0 * value, ends, **told)
+    def without_values(*args: Any, **kwargs: Any) -> Any:
+        module, query, key, value, ends = args
+        return attend_by_rows(module, query, key, value.detach() + 0 * value, ends, **kwargs)
 
     monkeypatch.setattr("ppo_cli.engine.batches.packing.attend_by_rows", without_values)
     assert "other gradients" in compare_gradients(4, 2, 8, FLOAT32)
 
-    def broken(*given: Any, **told: Any) -> Any:
+    def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no kernel image is available")
 
     monkeypatch.setattr("ppo_cli.engine.batches.packing.attend_by_rows", broken)
@@ -175,15 +175,15 @@ def padded() -> Any:
     return take_steps(settings())
 
 
-def assert_alike(found: dict[str, float]) -> None:
+def assert_alike(gap_by_name: dict[str, float]) -> None:
     """To rounding; AdamW moves a weight by about its rate, and so its error is a share of that.
 
     Where gradients are near AdamW's eps, as the first ones of an adapter, rounding counts more.
     """
-    assert found["counts"] == 0 and max(found["annotated"], found["means"]) < allowed(STEP_TERMS), (
-        found
-    )
-    assert found["weights"] < 2e-3 * RATE, found
+    assert gap_by_name["counts"] == 0 and max(
+        gap_by_name["annotated"], gap_by_name["means"]
+    ) < allowed(STEP_TERMS), gap_by_name
+    assert gap_by_name["weights"] < 2e-3 * RATE, gap_by_name
 
 
 @pytest.mark.parametrize(
@@ -202,20 +202,20 @@ def test_steps_are_the_same_packed_and_padded(
 ) -> None:
     """Log-probs, full KL, entropy, values, losses, gradient norms and weights after AdamW."""
     config = settings(tokens, model={"path": "embedded", "packing": True, **model}, **parts)
-    found = gaps(take_steps(config), padded)
+    gap_by_name = gaps(take_steps(config), padded)
     assert min(sums["grad_norm"][0] for sums in padded.sums) > 0.1
-    assert_alike(found)
+    assert_alike(gap_by_name)
 
 
 @pytest.mark.parametrize("rows", [MIXED[1:2], ((3, 5),) * 4], ids=["one row", "one length"])
 def test_odd_batches_are_the_same_with_an_adapter(rows: Any) -> None:
     model = {"path": "embedded", "lora_rank": 4}
-    one, other = (
+    first, other = (
         take_steps(settings(model={**model, "packing": on}), rows=rows, steps=2)
         for on in (True, False)
     )
-    found = gaps(one, other)
-    assert_alike(found)
+    gap_by_name = gaps(first, other)
+    assert_alike(gap_by_name)
 
 
 @pytest.mark.parametrize("tokens", [60, 10_000], ids=["several micro-batches", "one micro-batch"])
@@ -272,11 +272,11 @@ def test_rows_of_a_prompt_stay_together_where_they_fit(
 
 def test_bfloat16_is_as_near_as_it_gets(padded: Any) -> None:
     model = {"path": "embedded", "dtype": "bfloat16"}
-    one, other = (
+    first, other = (
         take_steps(settings(model={**model, "packing": on}), steps=1) for on in (True, False)
     )
     for key in ("old_logprobs_BT", "entropy_BT"):
-        exact, a, b = (seen.annotated[0][key] for seen in (padded, one, other))
+        exact, a, b = (seen.annotated[0][key] for seen in (padded, first, other))
         assert (a - b).norm() < 0.01 * b.norm() and not torch.equal(a, exact)
 
 
@@ -293,7 +293,7 @@ def test_a_slice_lies_end_to_end_and_reads_before_each_token() -> None:
 
 
 def test_masked_models_take_short_micro_batches() -> None:
-    by_rows, masked = made("llama"), made("gemma2, sliding window")
+    by_rows, masked = policy_of("llama"), policy_of("gemma2, sliding window")
     assert build_budget(16384, None, by_rows) == Budget(16384, packed=True, shared=True)
     assert build_budget(16384, 8, by_rows, masked) == Budget(MASKED_TOKENS, 8, packed=True)
     plain = replace(by_rows, packing=None)
@@ -312,12 +312,12 @@ def test_masked_models_take_short_micro_batches() -> None:
 def test_the_sampler_shares_a_packed_policy() -> None:
     tokenizer = load_tokenizer(str(model_folder("embedded")))
     prompts = [Prompt(t, t, (), t, tuple(tokenizer(t).input_ids)) for t in ("1+2=", "13+45=")]
-    greedy, found = Sampling(temperature=0.0, max_tokens=5), []
+    greedy, outputs = Sampling(temperature=0.0, max_tokens=5), []
     for packing in (False, True):
         config = settings(model={"path": "embedded", "packing": packing})
         rollouts = LocalEngine(config, tokenizer, total_steps=1).generate(prompts, greedy)
-        found.append({r.prompt.uid: (r.token_ids, r.sampler_logprobs.tolist()) for r in rollouts})
-    assert found[0] == found[1]
+        outputs.append({r.prompt.uid: (r.token_ids, r.sampler_logprobs.tolist()) for r in rollouts})
+    assert outputs[0] == outputs[1]
 
 
 def test_the_kernel_of_gpus_is_called_as_its_documentation_says(
@@ -344,10 +344,10 @@ def test_the_kernel_of_gpus_is_called_as_its_documentation_says(
             rows.append((scores.softmax(-1) @ v).transpose(0, 1))
         return torch.cat(rows)
 
-    policy, rows = made("llama"), token_rows()
+    policy, rows = policy_of("llama"), token_rows()
     plain = hidden_of(policy, rows)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr("ppo_cli.engine.models.attention._has_kernel", lambda *_: True)
-    found = hidden_of(policy, rows)
+    hidden = hidden_of(policy, rows)
     assert calls == [[0, 7, 8, 20, 27, 29]] * 2  # once a layer
-    assert_near(found, plain, terms=TERMS)
+    assert_near(hidden, plain, terms=TERMS)

@@ -37,14 +37,14 @@ def test_the_piece_of_each_rank(
     rows: list[list[int]],
     columns: list[list[int]],
 ) -> None:
-    whole = torch.arange(3.0 * size).view(size, 3)
+    full = torch.arange(3.0 * size).view(size, 3)
     for rank in range(4):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-        wanted = whole[list(rows[rank])][:, list(columns[rank])]
+        expected = full[list(rows[rank])][:, list(columns[rank])]
         target = DTensor.from_local(
-            wanted, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            expected, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
         )
-        found = _own_piece(whole, target)
+        piece = _own_piece(full, target)
         dist.destroy_process_group()
-        assert torch.equal(found, wanted), rank
+        assert torch.equal(piece, expected), rank

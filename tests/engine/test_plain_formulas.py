@@ -51,7 +51,7 @@ CRITIC_LR: Rates = (7e-3, 7e-3 * (0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / TOTA
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An actor, a reference not far from it, and a critic of its own whose head is trained."""
-    found, other = {}, torch.Generator().manual_seed(2)
+    tensors, other = {}, torch.Generator().manual_seed(2)
     for seed, name in ((0, "actor"), (0, "reference"), (1, "critic")):
         torch.manual_seed(seed)
         kind = Qwen2ForTokenClassification if name == "critic" else Qwen2ForCausalLM
@@ -63,12 +63,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
                     p.add_(0.05 * torch.randn(p.shape, generator=other))
         folder: Path = tmp_path_factory.mktemp(name)
         model.save_pretrained(folder)
-        found[name] = str(folder)
-    return found
+        tensors[name] = str(folder)
+    return tensors
 
 
 def settings(folders: dict[str, str], **parts: dict[str, Any]) -> Config:
-    own: dict[str, dict[str, Any]] = {
+    own_values: dict[str, dict[str, Any]] = {
         "model": {"path": folders["actor"]},
         "ref": {"path": folders["reference"], "log_prob_max_token_len_per_gpu": 50},
         "rollout": {"temperature": TEMPERATURE},
@@ -76,7 +76,9 @@ def settings(folders: dict[str, str], **parts: dict[str, Any]) -> Config:
         "actor": {"optim": ACTOR_OPTIM},
         "critic": {"optim": CRITIC_OPTIM, "model": {"path": folders["critic"]}},
     }
-    return Config.model_validate({k: own.get(k, {}) | parts.get(k, {}) for k in {**own, **parts}})
+    return Config.model_validate(
+        {k: own_values.get(k, {}) | parts.get(k, {}) for k in {**own_values, **parts}}
+    )
 
 
 @dataclass
@@ -134,8 +136,8 @@ def plain_logp(model: Any, batch: Any, b: int) -> tuple[Tensor, Tensor]:
     """Log-prob of each response token, and those of the whole vocabulary there."""
     ids, p, t = row(batch, b)
     logits = model(input_ids=ids, use_cache=False).logits[0, p - 1 : p + t - 1].double()
-    whole = torch.log_softmax(logits / TEMPERATURE, -1)
-    return whole.gather(1, ids[0, p:, None])[:, 0], whole
+    logprobs = torch.log_softmax(logits / TEMPERATURE, -1)
+    return logprobs.gather(1, ids[0, p:, None])[:, 0], logprobs
 
 
 def plain_values(model: Any, batch: Any, b: int) -> Tensor:
@@ -181,10 +183,13 @@ def aggregated(rows: list[Tensor], mode: str, factor: float) -> Tensor:
     return torch.stack(per_row).mean() / (factor if mode.endswith("-norm") else 1.0)
 
 
-def plain_kl(kind: str, new: Tensor, ref: Tensor, whole: Tensor, ref_whole: Tensor) -> Tensor:
+def plain_kl(
+    kind: str, new: Tensor, ref: Tensor, full_logprobs: Tensor, ref_whole: Tensor
+) -> Tensor:
     x = new - ref  # k3 is held within 10
     return {
-        "full": (whole.exp() * (whole - ref_whole)).sum(-1), "mse": x * x / 2, "abs": x.abs(),
+        "full": (full_logprobs.exp() * (full_logprobs - ref_whole)).sum(-1),
+        "mse": x * x / 2, "abs": x.abs(),
         "low_var_kl": (torch.exp(-x) - 1 + x).clamp(max=10),
     }[kind]  # fmt: skip
 
@@ -196,7 +201,7 @@ class ActorCase:
     actor: dict[str, Any]
     low: float = 0.2
     high: float = 0.2
-    most: float = 3.0
+    ratio_bound: float = 3.0
     factor: float = float(LONGEST)
     packing: bool = False
 
@@ -212,59 +217,65 @@ def plain_actor_loss(
     for b in range(len(batch)):
         if not batch.valid_B[b]:
             continue
-        new, whole = plain_logp(model, batch, b)
+        new, full_logprobs = plain_logp(model, batch, b)
         with torch.no_grad():
             ref, ref_whole = plain_logp(reference, batch, b)
         t = len(new)
         ratio = torch.exp(new - batch.old_logprobs_BT[b, :t])
         a, w = batch.advantages_BT[b, :t], batch.is_weight_BT[b, :t]
-        bounds = torch.tensor([1 - case.low, 1 + case.high, case.most])
+        bounds = torch.tensor([1 - case.low, 1 + case.high, case.ratio_bound])
         assert (ratio[:, None] - bounds).abs().min() > 1e-4  # on no edge: rounding decides nothing
-        free, held = -a * ratio, -a * ratio.clamp(1 - case.low, 1 + case.high)
-        worse = torch.where(free > held, free, held)
-        bound = torch.where(a < 0, -a * case.most, torch.inf)
+        free, clipped = -a * ratio, -a * ratio.clamp(1 - case.low, 1 + case.high)
+        worse = torch.where(free > clipped, free, clipped)
+        bound = torch.where(a < 0, -a * case.ratio_bound, torch.inf)
         surrogate.append(w * torch.where(worse > bound, bound, worse))
-        entropy.append(-(whole.exp() * whole).sum(-1))
+        entropy.append(-(full_logprobs.exp() * full_logprobs).sum(-1))
         kind = case.of("kl_loss_type", "low_var_kl")
-        kl.append(plain_kl(kind, new, ref, whole, ref_whole))
+        kl.append(plain_kl(kind, new, ref, full_logprobs, ref_whole))
         ratios.append(ratio.detach())
-        clips.append(held > free)
+        clips.append(clipped > free)
         lowers.append(worse > bound)
     mode = case.of("loss_agg_mode", "token-mean")
     policy, spread, apart = (aggregated(r, mode, case.factor) for r in (surrogate, entropy, kl))
-    told = {
+    sums = {
         "policy_loss": policy.item(),
         "ppo_ratio": torch.cat(ratios).mean().item(),
         "clip_fraction": torch.cat(clips).double().mean().item(),
         "actor/clip_lower": torch.cat(lowers).double().mean().item(),
         "actor/approx_kl": -torch.cat(ratios).log().mean().item(),
     }
-    assert told["clip_fraction"] > 0.2 and told["actor/clip_lower"] > 0
+    assert sums["clip_fraction"] > 0.2 and sums["actor/clip_lower"] > 0
     loss = policy
     if case.of("entropy_coeff", 0.0):
         loss = loss - case.of("entropy_coeff", 0.0) * spread
-        told["actor/entropy_loss"] = spread.item()
+        sums["actor/entropy_loss"] = spread.item()
     if case.of("use_kl_loss", False):
         loss = loss + case.of("kl_loss_coef", 0.001) * apart
-        told["actor/kl_loss"] = apart.item()
-    told["actor_loss"] = loss.item()
-    return loss, told
+        sums["actor/kl_loss"] = apart.item()
+    sums["actor_loss"] = loss.item()
+    return loss, sums
 
 
 def assert_step(
-    learner: Learner, name: str, batch: TrainBatch, by_hand: PlainAdamW, told: dict[str, float]
+    learner: Learner,
+    name: str,
+    batch: TrainBatch,
+    by_hand: PlainAdamW,
+    expected_sums: dict[str, float],
 ) -> None:
     """One step of the learner against a plain one that is taken already."""
-    whole = MiniBatch(batch, actor=name == "actor", critic=name == "critic")
-    sums = merge_sums([learner.step(whole)])
+    minibatch = MiniBatch(batch, actor=name == "actor", critic=name == "critic")
+    sums = merge_sums([learner.step(minibatch)])
     means = {key: total / count for key, (total, count) in sums.items()}
-    assert means == pytest.approx(told | {f"{name}/skipped_steps": 0.0}, rel=allowed(TERMS))
+    assert means == pytest.approx(
+        expected_sums | {f"{name}/skipped_steps": 0.0}, rel=allowed(TERMS)
+    )
     trained = learner._learners()[name]
     moments = trained.optimizer.moments()
     for what, exact in (("exp_avg", by_hand.first), ("exp_avg_sq", by_hand.second)):
         assert {n.removesuffix(f".{what}") for n in moments if n.endswith(f".{what}")} == set(exact)
-        found = torch.cat([moments[f"{n}.{what}"].flatten() for n in exact])
-        assert_near(found, torch.cat([e.flatten() for e in exact.values()]), terms=TERMS)
+        moments_of_name = torch.cat([moments[f"{n}.{what}"].flatten() for n in exact])
+        assert_near(moments_of_name, torch.cat([e.flatten() for e in exact.values()]), terms=TERMS)
     model = learner.policy.model if name == "actor" else trained.value_model.model
     exact = dict(by_hand.model.named_parameters())
     for n, p in model.named_parameters():
@@ -282,30 +293,30 @@ EVERYTHING = {
 }  # fmt: skip
 ACTORS = {
     "everything on": ActorCase(
-        EVERYTHING | {"ppo_micro_batch_size_per_gpu": 3}, low=0.15, high=0.4, most=1.6
+        EVERYTHING | {"ppo_micro_batch_size_per_gpu": 3}, low=0.15, high=0.4, ratio_bound=1.6
     ),
     "packed, KL over the vocabulary": ActorCase(
         EVERYTHING | {
             "kl_loss_type": "full", "loss_agg_mode": "seq-mean-token-sum-norm",
             "loss_scale_factor": 7.0, "ppo_max_token_len_per_gpu": 40, "grad_clip": 0.0,
             "clip_grad_value": 0.1,
-        }, low=0.15, high=0.4, most=1.6, factor=7.0, packing=True,
+        }, low=0.15, high=0.4, ratio_bound=1.6, factor=7.0, packing=True,
     ),
     "one clip range": ActorCase(
         {"clip_ratio": 0.3, "clip_ratio_c": 2.0, "loss_agg_mode": "seq-mean-token-sum-norm",
          "use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": "mse", "grad_clip": 1e6},
-        low=0.3, high=0.3, most=2.0,
+        low=0.3, high=0.3, ratio_bound=2.0,
     ),
     "bounds beside clip_ratio": ActorCase(
         {"clip_ratio": 0.3, "clip_ratio_high": 0.5, "clip_ratio_c": 2.0, "grad_clip": 0.0,
          "loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.1},
-        low=0.3, high=0.5, most=2.0,
+        low=0.3, high=0.5, ratio_bound=2.0,
     ),
     "sums of rows": ActorCase(
         {"clip_ratio_low": 0.1, "clip_ratio_c": 1.5, "loss_agg_mode": "seq-mean-token-sum",
          "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "abs", "grad_clip": 2.0,
          "clip_grad_value": 0.5},
-        low=0.1, most=1.5, packing=True,
+        low=0.1, ratio_bound=1.5, packing=True,
     ),
 }  # fmt: skip
 
@@ -324,11 +335,11 @@ def test_two_steps_of_the_actor(name: str, folders: dict[str, str], tokenizer: A
     )
     for step, lr in enumerate(ACTOR_LR):
         batch = to_train(learner, folders, seed=step)
-        loss, told = plain_actor_loss(case, policy, reference, batch)
+        loss, sums = plain_actor_loss(case, policy, reference, batch)
         loss.backward()
         norm = by_hand.step(lr)
         assert norm > 0.5  # so that clipping to less is seen, and no clipping too
-        assert_step(learner, "actor", batch, by_hand, told | {"grad_norm": norm, "actor/lr": lr})
+        assert_step(learner, "actor", batch, by_hand, sums | {"grad_norm": norm, "actor/lr": lr})
         learner.publish()
 
 
@@ -382,23 +393,23 @@ def test_two_steps_of_the_critic(name: str, folders: dict[str, str], tokenizer: 
             new = plain_values(value_model, batch, b)
             old, returns = batch.values_BT[b, : len(new)], batch.returns_BT[b, : len(new)]
             assert ((new - old).abs() - reach).abs().min() > 1e-4
-            held = torch.maximum(torch.minimum(new, old + reach), old - reach)
-            free, kept = (new - returns) ** 2, (held - returns) ** 2
-            losses.append(torch.where(free > kept, free, kept) / 2)
-            clips.append(kept > free)
+            clipped = torch.maximum(torch.minimum(new, old + reach), old - reach)
+            free, clipped_error = (new - returns) ** 2, (clipped - returns) ** 2
+            losses.append(torch.where(free > clipped_error, free, clipped_error) / 2)
+            clips.append(clipped_error > free)
         mode = critic.get("loss_agg_mode", "token-mean")
         loss = aggregated(losses, mode, case.factor)
         clip_fraction = torch.cat(clips).double().mean().item()
         assert 0.1 < clip_fraction < 0.9
         (critic["value_loss_coef"] * loss).backward()
         norm = by_hand.step(lr)
-        told = {
+        sums = {
             "value_loss": loss.item(), "critic_loss": critic["value_loss_coef"] * loss.item(),
             "critic/clip_fraction": clip_fraction,
             "critic_grad_norm": norm, "critic/lr": lr,
         }  # fmt: skip
         assert norm > 0.1
-        assert_step(learner, "critic", batch, by_hand, told)
+        assert_step(learner, "critic", batch, by_hand, sums)
         learner.publish()
 
 
@@ -409,26 +420,26 @@ def test_annotations(packing: bool, folders: dict[str, str], tokenizer: Any) -> 
     config = settings(folders, model=model, algorithm={"kl_penalty": "full"})
     learner = Learner(config, tokenizer, total_steps=TOTAL_STEPS)
     batch = make_batch(MIXED, 0)
-    found = merge_annotations(batch, [learner.annotate(batch)])
+    annotated = merge_annotations(batch, [learner.annotate(batch)])
     policy, reference = plain(folders["actor"]), plain(folders["reference"])
     value_model = plain(folders["critic"], AutoModelForTokenClassification)
     exact: dict[str, list[Tensor]] = {}
     with torch.no_grad():
         for b in range(len(batch)):
-            new, whole = plain_logp(policy, batch, b)
+            new, full_logprobs = plain_logp(policy, batch, b)
             ref, ref_whole = plain_logp(reference, batch, b)
             for key, values in (
                 ("old_logprobs_BT", new),
                 ("ref_logprobs_BT", ref),
-                ("entropy_BT", -(whole.exp() * whole).sum(-1)),
-                ("full_kl_BT", plain_kl("full", new, ref, whole, ref_whole)),
+                ("entropy_BT", -(full_logprobs.exp() * full_logprobs).sum(-1)),
+                ("full_kl_BT", plain_kl("full", new, ref, full_logprobs, ref_whole)),
                 ("values_BT", plain_values(value_model, batch, b)),
             ):
                 exact.setdefault(key, []).append(values)
     width = batch.response_mask_BT.shape[1]
     for key, rows in exact.items():
-        assert_near(getattr(found, key), joined(rows, width), terms=TERMS)
-    shifted = replace(found, old_logprobs_BT=found.ref_logprobs_BT)
+        assert_near(getattr(annotated, key), joined(rows, width), terms=TERMS)
+    shifted = replace(annotated, old_logprobs_BT=annotated.ref_logprobs_BT)
     with pytest.raises(AssertionError):  # the models do differ
         assert_near(shifted.old_logprobs_BT, joined(exact["old_logprobs_BT"], width), terms=TERMS)
 
@@ -437,8 +448,12 @@ def test_what_is_not_asked_for_is_not_computed(folders: dict[str, str], tokenize
     algorithm = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_penalty": "full"}
     learner = Learner(settings(folders, algorithm=algorithm), tokenizer, total_steps=1)
     batch = make_batch(MIXED, 0)
-    found = merge_annotations(batch, [learner.annotate(batch)])
-    assert (found.ref_logprobs_BT, found.full_kl_BT, found.values_BT) == (None, None, None)
+    annotated = merge_annotations(batch, [learner.annotate(batch)])
+    assert (annotated.ref_logprobs_BT, annotated.full_kl_BT, annotated.values_BT) == (
+        None,
+        None,
+        None,
+    )
     sampled = settings(folders, algorithm={"kl_penalty": "kl"})
     seen = Learner(sampled, tokenizer, total_steps=1).annotate(batch).tensors
     assert "full_kl_BT" not in seen and {"ref_logprobs_BT", "values_BT"} <= seen.keys()

@@ -134,13 +134,13 @@ def test_what_will_come_is_declared_and_one_layer_is_in_memory(
     gathered: list[str] = []
     names = {id(t): n for n, t in learner.policy.model.named_parameters()}
 
-    def whole(tensor: Tensor) -> Tensor:
+    def gather(tensor: Tensor) -> Tensor:
         gathered.append(names.get(id(tensor), ""))
         return tensor.detach().clone()
 
     declared = [(n, t.shape) for n, t in learner.published(_shape_of)]
     sent = []
-    for name, tensor in learner.published(whole):
+    for name, tensor in learner.published(gather):
         sent.append((name, tensor.shape))
         if name.startswith("model.layers.0."):
             # The tensor behind a layer tells that it has ended.

@@ -246,9 +246,11 @@ class TestRowsOfStates:
             begun = [r for r in begun if r.finish_reason == "unfinished"]
             begun = list(make_sampler(model).generate((), windows, 1, begun))
         rollouts.sort(key=lambda rollout: rollout.key)
-        for rollout, whole in zip(rollouts, expected, strict=True):
-            assert rollout.token_ids == whole.token_ids
-            np.testing.assert_allclose(rollout.sampler_logprobs, whole.sampler_logprobs, atol=2e-5)
+        for rollout, expected_rollout in zip(rollouts, expected, strict=True):
+            assert rollout.token_ids == expected_rollout.token_ids
+            np.testing.assert_allclose(
+                rollout.sampler_logprobs, expected_rollout.sampler_logprobs, atol=2e-5
+            )
 
     def test_rows_start_again_when_memory_runs_out(
         self, family: str, monkeypatch: pytest.MonkeyPatch
@@ -292,8 +294,8 @@ def test_padding_behind_rows_changes_neither_logprobs_nor_gradients(family: str)
     beside_LV, beside = differentiate(torch.stack([padded_L, other_L]))
     torch.testing.assert_close(beside_LV, alone_LV, atol=1e-5, rtol=0)
     scale = max(float(gradient.norm()) for gradient in alone)
-    for one, two in zip(alone, beside, strict=True):
-        assert float((one - two).norm()) <= 3e-5 * scale
+    for first, two in zip(alone, beside, strict=True):
+        assert float((first - two).norm()) <= 3e-5 * scale
 
 
 def test_prompts_of_plain_attention_are_prefilled_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         capture_output=True, text=True, timeout=580, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
 
 
 def test_the_device_refuses_what_a_gpu_refuses(report: dict[str, Any]) -> None:
@@ -48,12 +48,12 @@ def test_each_kind_of_wait_is_counted_and_nothing_else(report: dict[str, Any]) -
 
 @pytest.mark.parametrize("name", [*RUNS, *REWARDS])
 def test_it_runs_there_and_gives_the_cpus_numbers(report: dict[str, Any], name: str) -> None:
-    found = report[name]
-    assert found["wrong"] == ""
+    gaps = report[name]
+    assert gaps["wrong"] == ""
     # Half precision rounds products at other places than the CPU's does.
     limit = 0.2 if name.startswith("half") else 1e-4
-    far = {number: gap for number, gap in found["gaps"].items() if not gap <= limit}
-    assert found["gaps"] and not far
+    far = {number: gap for number, gap in gaps["gaps"].items() if not gap <= limit}
+    assert gaps["gaps"] and not far
 
 
 def test_values_leave_the_device_only_where_they_must(report: dict[str, Any]) -> None:

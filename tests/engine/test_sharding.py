@@ -42,7 +42,7 @@ WORKER = Path(__file__).with_name("spread_worker.py")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
-    made = {
+    commands = {
         "untied": LlamaForCausalLM(LlamaConfig(**TINY, attention_bias=True, mlp_bias=True)),
         "other": LlamaForCausalLM(LlamaConfig(**TINY)),
         "damaged": LlamaForCausalLM(LlamaConfig(**TINY)),
@@ -51,15 +51,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "one_kv_head": LlamaForCausalLM(LlamaConfig(**TINY | {"num_key_value_heads": 1})),
         "no_plan": GPT2LMHeadModel(GPT2Config(**SMALL)),
     }
-    torch.nn.init.constant_(made["damaged"].lm_head.weight, float("nan"))
-    for bias in (n for m in made.values() for name, n in m.named_parameters() if "bias" in name):
+    torch.nn.init.constant_(commands["damaged"].lm_head.weight, float("nan"))
+    for bias in (
+        n for m in commands.values() for name, n in m.named_parameters() if "bias" in name
+    ):
         torch.nn.init.normal_(bias, std=0.1)
-    for name, model in made.items():
+    for name, model in commands.items():
         model.save_pretrained(folder / name)
     shutil.copytree(folder / "other", folder / "parted")
     config = json.loads((folder / "parted/config.json").read_text())
     (folder / "parted/config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    return {name: str(folder / name) for name in (*made, "parted")} | {
+    return {name: str(folder / name) for name in (*commands, "parted")} | {
         "experts": save_model(folder, "qwen3_moe"),
         "routers": save_model(
             folder, "mixtral", output_router_logits=True, router_aux_loss_coef=0.3
@@ -88,18 +90,20 @@ def four(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> li
 
 def of_case(ranks: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
     """What each rank found in a case; its traceback if it failed there."""
-    found = [rank.get(case) for rank in ranks]
-    for one in found:
-        assert one is not None and "error" not in one, (one or {}).get("error", "not reached")
-    return found  # type: ignore[return-value]
+    reports = [rank.get(case) for rank in ranks]
+    for rank_report in reports:
+        assert rank_report is not None and "error" not in rank_report, (rank_report or {}).get(
+            "error", "not reached"
+        )
+    return reports  # type: ignore[return-value]
 
 
 def check_alike(ranks: list[dict[str, Any]], case: str, model: str | None = None) -> dict[str, Any]:
     """The spread training ended where the lone one did, and all ranks saw the same norms."""
-    found = of_case(ranks, case)
-    found = [one[model] for one in found] if model else found
-    first = found[0]
-    assert all(other["norms"] == first["norms"] for other in found)
+    reports = of_case(ranks, case)
+    reports = [rank_report[model] for rank_report in reports] if model else reports
+    first = reports[0]
+    assert all(other["norms"] == first["norms"] for other in reports)
     assert abs(first["learned"]) > 1e-3
     for what, limit in {"loss": 3e-6, "norm": 2e-6, "parameters": 5e-6, "moments": 1e-7}.items():
         assert first[what] <= limit, (case, what, first[what])
@@ -125,10 +129,10 @@ def test_two_ranks_train_as_one(two: list[dict[str, Any]], case: str) -> None:
 def test_tied_weights_stay_tied_and_every_rank_holds_its_share(
     two: list[dict[str, Any]], case: str
 ) -> None:
-    found = check_alike(two, case)
-    assert found["tied"] and found["held"] <= 0.55
-    assert found["drift"] == 0.0
-    assert found["stop"] == 281  # generation settings come with the weights
+    reports = check_alike(two, case)
+    assert reports["tied"] and reports["held"] <= 0.55
+    assert reports["drift"] == 0.0
+    assert reports["stop"] == 281  # generation settings come with the weights
     assert of_case(two, case)[1]["stop"] == 281
 
 
@@ -137,28 +141,28 @@ def test_files_that_untie_what_the_config_ties_are_followed_by_every_rank(
     two: list[dict[str, Any]], case: str
 ) -> None:
     assert not check_alike(two, case)["tied"]  # what is saved says so
-    assert [found["saved"] for found in of_case(two, case)] == [True, True]
+    assert [reports["saved"] for reports in of_case(two, case)] == [True, True]
 
 
 @pytest.mark.parametrize("case", ["tied_case-1-2", "tied_case-2-1"])
 def test_whole_weights_and_moments_go_back_into_pieces(
     two: list[dict[str, Any]], case: str
 ) -> None:
-    for found in of_case(two, case):
-        back = found["put_back"]
+    for reports in of_case(two, case):
+        back = reports["put_back"]
         assert back["parameters"] == back["moments"] == 0.0
         assert "no whole tensor of shape (282, 128)" in back["refused"]
 
 
 def test_gradient_checkpointing_changes_no_gradient(two: list[dict[str, Any]]) -> None:
-    for found in of_case(two, "checkpointed_case-1-2"):
-        assert found == {"gaps": [0.0, 0.0], "passes": [1, 2, 1, 2]}
+    for reports in of_case(two, "checkpointed_case-1-2"):
+        assert reports == {"gaps": [0.0, 0.0], "passes": [1, 2, 1, 2]}
 
 
 def test_frozen_and_trained_weights_mix_in_a_layer(two: list[dict[str, Any]]) -> None:
-    found = check_alike(two, "frozen_case-1-2")
-    assert found["trained"] == 9  # down projections with biases, two norms a layer, the last one
-    assert found["pieces"]  # outside of `awake`, a pass without gradients frees what it gathered
+    reports = check_alike(two, "frozen_case-1-2")
+    assert reports["trained"] == 9  # down projections with biases, two norms a layer, the last one
+    assert reports["pieces"]  # outside of `awake`, a pass without gradients frees what it gathered
 
 
 def test_weights_that_stay_whole_are_gathered_and_reduced_once_a_step(
@@ -166,9 +170,9 @@ def test_weights_that_stay_whole_are_gathered_and_reduced_once_a_step(
 ) -> None:
     for model in ("policy", "value", "lora"):
         check_alike(two, "whole_case-1-2", model)
-    for found in of_case(two, "whole_case-1-2"):
-        assert found["told"] == dict.fromkeys(("gathers", "reductions"), STEPS * found["parts"])
-        assert found["pieces"]
+    for reports in of_case(two, "whole_case-1-2"):
+        assert reports["told"] == dict.fromkeys(("gathers", "reductions"), STEPS * reports["parts"])
+        assert reports["pieces"]
     mixed = of_case(two, "whole_case-1-2")[0]["bfloat16"]
     assert 0 < mixed["loss"] < 2e-3 and mixed["norm"] < 1e-2
 
@@ -177,9 +181,9 @@ def test_weights_that_stay_whole_are_gathered_and_reduced_once_a_step(
 def test_adapters_train_alike_and_the_reference_is_asked_inside(
     two: list[dict[str, Any]], case: str
 ) -> None:
-    found = check_alike(two, case)
-    assert found["adapters"] == 2 * 7 * 2
-    spread, alone = found["kls"]
+    reports = check_alike(two, case)
+    assert reports["adapters"] == 2 * 7 * 2
+    spread, alone = reports["kls"]
     assert spread == pytest.approx(alone, rel=1e-5) and alone[0] > 0
     check_alike(two, case, "value")
 
@@ -194,9 +198,9 @@ def test_a_reference_of_its_own_is_asked_inside(two: list[dict[str, Any]]) -> No
 
 
 def test_bfloat16_computes_in_it_and_keeps_float32_weights(two: list[dict[str, Any]]) -> None:
-    found = of_case(two, "bfloat16_case-1-2")[0]
-    assert found["dtypes"] == ["torch.float32"]
-    for model in (found["policy"], found["value"]):
+    reports = of_case(two, "bfloat16_case-1-2")[0]
+    assert reports["dtypes"] == ["torch.float32"]
+    for model in (reports["policy"], reports["value"]):
         assert 0 < model["loss"] < 2e-3 and model["norm"] < 1e-2
 
 
@@ -204,8 +208,8 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights(two: list[dict[str, A
 def test_a_gradient_broken_on_one_rank_stops_the_step_on_all(
     two: list[dict[str, Any]], case: str
 ) -> None:
-    for found in of_case(two, case):
-        assert found == {"moved": 0.0, "moments": 0}
+    for reports in of_case(two, case):
+        assert reports == {"moved": 0.0, "moments": 0}
 
 
 def test_a_model_that_does_not_load_is_told_on_all_ranks(two: list[dict[str, Any]]) -> None:
@@ -216,8 +220,8 @@ def test_a_model_that_does_not_load_is_told_on_all_ranks(two: list[dict[str, Any
 
 
 def test_a_pass_that_broke_off_leaves_a_model_that_works(two: list[dict[str, Any]]) -> None:
-    for found in of_case(two, "broken_off_case-1-2"):
-        assert found["failed"] == 2 and found["gap"] < 1e-6
+    for reports in of_case(two, "broken_off_case-1-2"):
+        assert reports["failed"] == 2 and reports["gap"] < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -231,9 +235,9 @@ def test_a_pass_that_broke_off_leaves_a_model_that_works(two: list[dict[str, Any
 def test_two_ranks_with_packed_rows_train_as_one_with_padded_ones(
     two: list[dict[str, Any]], case: str
 ) -> None:
-    found = of_case(two, case)[0]
-    assert found["counts"] == 0 and max(found["annotated"], found["means"]) < 2e-5, found
-    assert found["weights"] < 2e-6, found
+    reports = of_case(two, case)[0]
+    assert reports["counts"] == 0 and max(reports["annotated"], reports["means"]) < 2e-5, reports
+    assert reports["weights"] < 2e-6, reports
 
 
 @pytest.mark.parametrize(
@@ -273,9 +277,9 @@ def test_weights_cast_before_they_travel_are_the_same_in_half_the_bytes(
 def test_a_reference_in_host_memory_comes_once_for_all_micro_batches(
     two: list[dict[str, Any]],
 ) -> None:
-    found = of_case(two, "reference_case-1-2")[0]
-    assert found.pop("moves") == 1 + 2 * (2 + 2)  # home; to annotations and updates, and back
-    assert found["counts"] == 0 and max(found["annotated"], found["means"]) < 2e-5, found
+    reports = of_case(two, "reference_case-1-2")[0]
+    assert reports.pop("moves") == 1 + 2 * (2 + 2)  # home; to annotations and updates, and back
+    assert reports["counts"] == 0 and max(reports["annotated"], reports["means"]) < 2e-5, reports
 
 
 def test_four_ranks_train_as_one(four: list[dict[str, Any]]) -> None:
@@ -287,5 +291,5 @@ def test_four_ranks_train_as_one(four: list[dict[str, Any]]) -> None:
 def test_whole_tensors_go_back_where_two_axes_cut_the_same(
     four: list[dict[str, Any]], case: str
 ) -> None:
-    for found in of_case(four, case):
-        assert found["put_back"]["parameters"] == found["put_back"]["moments"] == 0.0
+    for reports in of_case(four, case):
+        assert reports["put_back"]["parameters"] == reports["put_back"]["moments"] == 0.0

@@ -34,12 +34,14 @@ def shares(
 def test_every_row_is_computed_once_and_all_ranks_take_as_many_turns(
     lengths: list[int], tokens: int, rows: int | None, ranks: int, packed: bool
 ) -> None:
-    found = shares(lengths, Budget(tokens, rows, packed=packed), ranks)
-    assert sorted(i for mine in found for group in mine for i in group) == list(range(len(lengths)))
-    assert len({len(mine) for mine in found}) == 1
-    for group in (group for mine in found for group in mine if len(group) > 1):
-        taken = [lengths[i] for i in group]
-        assert (sum(taken) if packed else len(group) * max(taken)) <= tokens
+    groups = shares(lengths, Budget(tokens, rows, packed=packed), ranks)
+    assert sorted(i for mine in groups for group in mine for i in group) == list(
+        range(len(lengths))
+    )
+    assert len({len(mine) for mine in groups}) == 1
+    for group in (group for mine in groups for group in mine if len(group) > 1):
+        row_lengths = [lengths[i] for i in group]
+        assert (sum(row_lengths) if packed else len(group) * max(row_lengths)) <= tokens
         assert rows is None or len(group) <= rows
 
 
@@ -48,23 +50,23 @@ def test_fewer_rows_than_ranks_leave_some_ranks_idle() -> None:
 
 
 def test_one_micro_batch_is_split_so_that_all_ranks_work() -> None:
-    found = shares([10] * 8, Budget(1000), 2)
-    assert [[len(group) for group in mine] for mine in found] == [[4], [4]]
+    groups = shares([10] * 8, Budget(1000), 2)
+    assert [[len(group) for group in mine] for mine in groups] == [[4], [4]]
 
 
 def test_tensor_parallel_neighbours_compute_the_same_rows() -> None:
-    found = shares(list(range(1, 9)), Budget(40), 4, tensor=2)
-    assert found[0] == found[1]
-    assert found[2] == found[3]
-    assert found[0] != found[2]
+    groups = shares(list(range(1, 9)), Budget(40), 4, tensor=2)
+    assert groups[0] == groups[1]
+    assert groups[2] == groups[3]
+    assert groups[0] != groups[2]
 
 
 @given(lengths=st.lists(st.integers(1, 512), min_size=64, max_size=128), ranks=st.integers(2, 4))
 def test_the_work_is_about_even(lengths: list[int], ranks: int) -> None:
-    found = shares(lengths, Budget(2048), ranks)
+    groups = shares(lengths, Budget(2048), ranks)
     work = [
         sum(len(group) * max(lengths[i] for i in group) for group in mine if group)
-        for mine in found
+        for mine in groups
     ]
     assert max(work) - min(work) <= 2048
 
@@ -92,11 +94,11 @@ class Flags(Ranks):
     """A rank whose others fail in some of the rounds; what it says is kept."""
 
     fail: tuple[int, ...]
-    said: list[bool]
+    failures: list[bool]
 
     def exchange_failures(self, *, failed: bool = False) -> None:
-        round_ = len(self.said)
-        self.said.append(failed)
+        round_ = len(self.rounds)
+        self.rounds.append(failed)
         if round_ in self.fail and not failed:
             raise OutOfMemoryElsewhere
 
@@ -104,7 +106,7 @@ class Flags(Ranks):
 def second_of_two(*fail: int) -> Flags:
     ranks = Flags(1, 2, mesh=object())  # type: ignore[arg-type]
     object.__setattr__(ranks, "fail", fail)
-    object.__setattr__(ranks, "said", [])
+    object.__setattr__(ranks, "rounds", [])
     return ranks
 
 
@@ -112,20 +114,20 @@ class Model:
     """Notes what it is told."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def begin_micro_batch(self) -> None:
-        self.told.append("begin")
+        self.calls.append("begin")
 
     def begin_replay(self) -> None:
-        self.told.append("stand in")
+        self.calls.append("stand in")
 
     def reset(self) -> None:
-        self.told.append("forget")
+        self.calls.append("forget")
 
 
 @pytest.mark.parametrize(
-    ("fail", "fits", "said", "tried", "rows"),
+    ("fail", "fits", "failures", "tried", "rows"),
     [
         ((), 9, [False], [8], None),
         ((0,), 9, [False] * 4, [8, 3, 3, 2], 4),  # the other fails
@@ -135,7 +137,7 @@ class Model:
     ],
 )
 def test_ranks_turn_back_together_and_halve_alike(
-    fail: tuple[int, ...], fits: int, said: list[bool], tried: list[int], rows: int | None
+    fail: tuple[int, ...], fits: int, failures: list[bool], tried: list[int], rows: int | None
 ) -> None:
     ranks, model = second_of_two(*fail), Model()
     budget, seen, restarts = Budget(10_000), [], []
@@ -147,9 +149,9 @@ def test_ranks_turn_back_together_and_halve_alike(
 
     # 17 rows: one rank has 9 at first, the other 8; both count what all have.
     run_within_memory([7] * 17, budget, work, lambda: restarts.append(1), ranks, models=[model])
-    assert (ranks.said, seen, budget.rows) == (said, tried, rows)
-    assert len(restarts) == model.told.count("forget") == budget.halvings + said.count(True)
-    assert model.told.count("begin") == len(tried) - said.count(True)
+    assert (ranks.rounds, seen, budget.rows) == (failures, tried, rows)
+    assert len(restarts) == model.calls.count("forget") == budget.halvings + failures.count(True)
+    assert model.calls.count("begin") == len(tried) - failures.count(True)
 
 
 def test_a_rank_that_cannot_even_stand_in_says_what_helps() -> None:
@@ -169,7 +171,7 @@ def test_memory_that_runs_out_inside_a_collective_ends_the_rank() -> None:
 
     with pytest.raises(WorkerLost, match=r"rank 1 ran out of memory inside of a collective.*10485"):
         run_within_memory([7] * 4, Budget(100), work, lambda: None, ranks)
-    assert ranks.said == []
+    assert ranks.rounds == []
 
 
 def test_what_nccl_cannot_do_is_told_in_its_words() -> None:
@@ -178,8 +180,8 @@ def test_what_nccl_cannot_do_is_told_in_its_words() -> None:
     def work(rows: Sequence[int], last: bool) -> None:
         raise DistBackendError(text)
 
-    words = (
+    fragments = (
         r"Learner rank 1 failed .*unhandled cuda error; Cuda failure 'invalid'\. NCCL_DEBUG=INFO"
     )
-    with pytest.raises(WorkerLost, match=words):
+    with pytest.raises(WorkerLost, match=fragments):
         run_within_memory([7] * 4, Budget(100), work, lambda: None, second_of_two())

@@ -101,9 +101,9 @@ def test_an_adapter_trains_alone_and_its_moments_are_in_host_memory(
     inputs = 6 * HIDDEN + INNER
     outputs = 3 * HIDDEN + 2 * KEY_WIDTH + 2 * INNER
     # Of the 4 rows of A that 8 ranks share, rank 0 has one, and an eighth of the rows of B.
-    own = LAYERS * (inputs + RANK * outputs // 8)
-    assert measured["gradients"] == [4 * own]
-    assert measured["host_rest_bytes"] == 8 * own
+    adapter_size = LAYERS * (inputs + RANK * outputs // 8)
+    assert measured["gradients"] == [4 * adapter_size]
+    assert measured["host_rest_bytes"] == 8 * adapter_size
     assert measured["rest_by_maker"]["moments"] == 4 * LAYERS * 7 * 2  # counts of steps
 
 

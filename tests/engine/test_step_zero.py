@@ -23,7 +23,7 @@ PLACES = {"cpu": (1, "cpu"), "second": (1, "second"), "ranks": (2, "cpu")}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What was found in each place."""
     folder = tmp_path_factory.mktemp("models")
     for case, (kind, tied, stored, _) in CASES.items():
@@ -38,32 +38,34 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CASES)
 def test_the_actor_is_its_reference(
-    found: dict[str, dict[str, Any]], place: str, case: str
+    report: dict[str, dict[str, Any]], place: str, case: str
 ) -> None:
-    assert (found[place][case]["gap"], found[place][case]["kl"]) == (0.0, 0.0)
+    assert (report[place][case]["gap"], report[place][case]["kl"]) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_spread_weights_give_the_log_probs_of_the_checkpoint(
-    found: dict[str, dict[str, Any]], place: str
+    report: dict[str, dict[str, Any]], place: str
 ) -> None:
-    spread, plain = found[place]["tied"], found[place]["tied, not spread"]
+    spread, plain = report[place]["tied"], report[place]["tied, not spread"]
     assert spread["logprobs"] == plain["logprobs"]
 
 
-def test_frozen_weights_are_held_in_bfloat16(found: dict[str, dict[str, Any]]) -> None:
+def test_frozen_weights_are_held_in_bfloat16(report: dict[str, dict[str, Any]]) -> None:
     """But norms, and experts that are compared with an actor's, which are in float32."""
     for case in CASES:
-        assert found["ranks"][case]["float32"] == []
-        kept = [n for n in found["second"][case]["float32"] if not NORMS.search(n)]
+        assert report["ranks"][case]["float32"] == []
+        float32_weights = [n for n in report["second"][case]["float32"] if not NORMS.search(n)]
         if case == "positions from a mask":
-            assert kept == ["model.decoder.embed_positions.weight"]
+            assert float32_weights == ["model.decoder.embed_positions.weight"]
         else:
-            assert all(EXPERTS.search(name) for name in kept) and (not kept or "experts" in case)
+            assert all(EXPERTS.search(name) for name in float32_weights) and (
+                not float32_weights or "experts" in case
+            )
 
 
-def test_one_rank_computes_what_two_do(found: dict[str, dict[str, Any]]) -> None:
+def test_one_rank_computes_what_two_do(report: dict[str, dict[str, Any]]) -> None:
     """But for rounding: the states between layers are float32 on one, bfloat16 on two."""
     for case in CASES:
-        alone, two = (torch.tensor(found[p][case]["logprobs"]) for p in ("cpu", "ranks"))
+        alone, two = (torch.tensor(report[p][case]["logprobs"]) for p in ("cpu", "ranks"))
         assert (alone - two).abs().mean() < 0.05, case

@@ -33,8 +33,8 @@ def plan(config: Any, size: int) -> dict[str, str]:
 
 
 def test_attention_and_mlp_are_split_and_the_rest_is_whole() -> None:
-    found = plan(Qwen2Config(**TINY, tie_word_embeddings=True), 2)
-    assert found.keys() == {
+    styles = plan(Qwen2Config(**TINY, tie_word_embeddings=True), 2)
+    assert styles.keys() == {
         f"layers.{layer}.{part}"
         for layer in (0, 1)
         for part in (
@@ -42,7 +42,7 @@ def test_attention_and_mlp_are_split_and_the_rest_is_whole() -> None:
             "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
         )
     }  # fmt: skip
-    assert found["layers.1.self_attn.o_proj"] == "rowwise"
+    assert styles["layers.1.self_attn.o_proj"] == "rowwise"
 
 
 def test_norms_over_one_head_are_known() -> None:
@@ -64,7 +64,7 @@ def test_fused_projections_and_norms_over_all_heads_are_gathered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "size", "words"),
+    ("config", "size", "fragment"),
     [
         (LlamaConfig(**TINY), 3, "3 does not divide the 4 attention heads of this llama model"),
         (LlamaConfig(**TINY), 4, "4 does not divide the 2 key-value heads .* divisor of 2"),
@@ -76,8 +76,10 @@ def test_fused_projections_and_norms_over_all_heads_are_gathered() -> None:
         (MixtralConfig(**TINY, num_local_experts=2), 2, "in a way that is not known here"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_split_is_refused_in_a_sentence(config: Any, size: int, words: str) -> None:
-    with pytest.raises(ModelError, match=words) as caught:
+def test_what_cannot_be_split_is_refused_in_a_sentence(
+    config: Any, size: int, fragment: str
+) -> None:
+    with pytest.raises(ModelError, match=fragment) as caught:
         plan(config, size)
     assert f"--tensor_parallel_size {size}" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -43,13 +43,13 @@ def read(tokenizer: Any, ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(prompt=TEXTS, response=TEXTS, place=st.integers(0, 99), whole=st.booleans())
+@given(prompt=TEXTS, response=TEXTS, place=st.integers(0, 99), complete=st.booleans())
 def test_text_of_prompt_and_response_is_that_of_both_together(
-    kind: str, prompt: str, response: str, place: int, whole: bool
+    kind: str, prompt: str, response: str, place: int, complete: bool
 ) -> None:
     tokenizer = KINDS[kind]()
     prompt_ids, ids = encode(tokenizer, f"<|user|>{prompt}"), encode(tokenizer, response)
-    if whole:  # the border is anywhere, in a character too
+    if complete:  # the border is anywhere, in a character too
         both = [*prompt_ids, *ids]
         place = 1 + place % len(both)
         prompt_ids, ids = both[:place], both[place:]
@@ -156,8 +156,8 @@ def test_a_sampler_reads_responses_behind_their_prompts() -> None:
 def special_tokenizer() -> Any:
     """The bundled tokenizer with special tokens in the middle of what a policy writes."""
     tokenizer = load_tokenizer(model_folder("embedded"))
-    words = ["1", "<think>", "<tool_call>", "<|eot|>"]
-    tokenizer.add_tokens([AddedToken(word, special=True) for word in words], special_tokens=True)
+    tokens = ["1", "<think>", "<tool_call>", "<|eot|>"]
+    tokenizer.add_tokens([AddedToken(word, special=True) for word in tokens], special_tokens=True)
     tokenizer.bos_token = "<|im_start|>"
     return tokenizer
 
@@ -166,8 +166,8 @@ def test_a_text_is_what_the_policy_wrote(special_tokenizer: Any) -> None:
     for text in ("145", "<think>1</think>", "<tool_call>f(1)", "<|im_start|>1", "1<|eot|>2 "):
         ids = special_tokenizer(text)["input_ids"]
         for end in ("", "<|im_end|>", "<|endoftext|>", "<|im_end|><|endoftext|><|endoftext|>"):
-            whole = [*ids, *special_tokenizer(end)["input_ids"]]
-            assert decode_text(special_tokenizer, whole, (1,)) == text
+            full_ids = [*ids, *special_tokenizer(end)["input_ids"]]
+            assert decode_text(special_tokenizer, full_ids, (1,)) == text
 
 
 def test_ends_of_the_run_and_of_the_template_are_no_text(special_tokenizer: Any) -> None:

@@ -73,12 +73,12 @@ def test_the_cpu_quota_is_the_smallest(
 
 
 def probe(**variables: str) -> tuple[str | None, float]:
-    kept = {
+    environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))
     }
     done = subprocess.run(
         [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120,
-        cwd=Path(__file__).parents[2], env=kept | variables, check=True,
+        cwd=Path(__file__).parents[2], env=environment | variables, check=True,
     )  # fmt: skip
     rounds, seconds = json.loads(done.stdout.splitlines()[-1])
     return rounds, seconds

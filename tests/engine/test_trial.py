@@ -101,11 +101,11 @@ def test_a_state_that_is_not_attention_keeps_a_critic_from_packing() -> None:
 
 
 def shift_positions(sampler: HFSampler, running: Any, sampling: Any) -> Any:
-    held, running.starts_R = running.starts_R, running.starts_R - 1
+    starts, running.starts_R = running.starts_R, running.starts_R - 1
     try:
         return DECODE(sampler, running, sampling)
     finally:
-        running.starts_R = held
+        running.starts_R = starts
 
 
 DECODE = HFSampler._decode

@@ -88,9 +88,11 @@ def build(folder: Path, family: str, **changes: Any) -> Path:
     kind, sizes = FAMILIES[family]
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](**sizes | changes)
-    whole = kind == "qwen3_5"  # AutoModelForCausalLM would build the text part alone
+    multimodal = kind == "qwen3_5"  # AutoModelForCausalLM would build the text part alone
     builder = (
-        Qwen3_5ForConditionalGeneration._from_config if whole else AutoModelForCausalLM.from_config
+        Qwen3_5ForConditionalGeneration._from_config
+        if multimodal
+        else AutoModelForCausalLM.from_config
     )
     model = builder(config, dtype=torch.float32)
     with torch.no_grad():
@@ -123,7 +125,9 @@ def head_input(folder: Path) -> Tensor:
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     seen: list[Tensor] = []
-    model.get_output_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0])
+    )
     model(input_ids=IDS, use_cache=False)
     return seen[0]
 
@@ -169,12 +173,12 @@ def test_a_critic_comes_back_exactly(tmp_path: Path, family: str) -> None:
     if type(AutoConfig.from_pretrained(tmp_path / "critic")) in (
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
     ):
-        theirs, info = AutoModelForTokenClassification.from_pretrained(
+        reference, info = AutoModelForTokenClassification.from_pretrained(
             tmp_path / "critic", output_loading_info=True, attn_implementation="eager"
         )
         assert not any(info.values()), info
         with torch.no_grad():
-            logits = theirs.eval()(input_ids=IDS).logits
+            logits = reference.eval()(input_ids=IDS).logits
         torch.testing.assert_close(logits.squeeze(-1), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -241,8 +245,8 @@ def test_an_adapted_critic_is_exported_with_its_adapter_merged(tmp_path: Path, f
     write_model(source, out)
     merged = load(out)
     expected = dict(merged_tensors(value_model.model, lambda tensor: tensor.detach()))
-    found = stored_tensors(merged.model)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    actual_tensors = stored_tensors(merged.model)
+    assert actual_tensors.keys() == expected.keys()
+    for name, tensor in actual_tensors.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
     torch.testing.assert_close(values(merged), values(value_model), rtol=1e-5, atol=1e-5)

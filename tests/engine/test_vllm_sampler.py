@@ -44,26 +44,26 @@ real = [
 def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the probe found, and what it left behind."""
     folder = tmp_path_factory.mktemp("probe")
-    ours = tmp_path_factory.mktemp("tmp")
+    temporary = tmp_path_factory.mktemp("tmp")
     shared = Path("/dev/shm")
     before = set(shared.iterdir()) if shared.is_dir() else set()
-    found: dict[str, Any] = {"stdout lines": 0}
+    rollouts: dict[str, Any] = {"stdout lines": 0}
     for part in ("layers", "files"):
         done = subprocess.run(
             [sys.executable, str(Path(__file__).with_name("vllm_probe.py")), str(folder), part],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(ours)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
             capture_output=True, text=True, timeout=580,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         lines = done.stdout.strip().splitlines()
-        found |= json.loads(lines[-1])
-        found["stdout lines"] = max(found["stdout lines"], len(lines))
-    left = [*ours.glob("vllm*"), *ours.glob("ppo*")]
+        rollouts |= json.loads(lines[-1])
+        rollouts["stdout lines"] = max(rollouts["stdout lines"], len(lines))
+    remaining = [*temporary.glob("vllm*"), *temporary.glob("ppo*")]
     if shared.is_dir():
         new = set(shared.glob("ppo-*")) - before
-        left += [path for path in new if owner_of(path) == found["pid"]]
-    found["left"] = [path.name for path in left]
-    return found
+        remaining += [path for path in new if owner_of(path) == rollouts["pid"]]
+    rollouts["left"] = [path.name for path in remaining]
+    return rollouts
 
 
 def owner_of(folder: Path) -> int | None:
@@ -113,11 +113,11 @@ class TestReal:
 
     @pytest.mark.parametrize("model", ["bundled", "untied", "lora"])
     def test_new_weights_are_the_ones_that_sample(self, probe: dict[str, Any], model: str) -> None:
-        found = probe[model]
-        found = found.get("publishing", found)
-        assert len(found["new"]) == len(found["old"]) == 3
-        assert max(found["new"]) < TOLERANCE, found
-        assert min(found["old"]) > 100 * TOLERANCE, found
+        report = probe[model]
+        report = report.get("publishing", report)
+        assert len(report["new"]) == len(report["old"]) == 3
+        assert max(report["new"]) < TOLERANCE, report
+        assert min(report["old"]) > 100 * TOLERANCE, report
 
     @pytest.mark.parametrize(
         "model",
@@ -130,15 +130,17 @@ class TestReal:
         self, probe: dict[str, Any], model: str
     ) -> None:
         """Experts one by one; an output layer that config.json ties and the files hold."""
-        found = probe[model]
-        assert len(found["new"]) == len(found["old"]) == 3
-        assert max(found["base"], *found["new"]) < TOLERANCE, found
-        assert min(found["old"]) > 100 * TOLERANCE, found
+        report = probe[model]
+        assert len(report["new"]) == len(report["old"]) == 3
+        assert max(report["base"], *report["new"]) < TOLERANCE, report
+        assert min(report["old"]) > 100 * TOLERANCE, report
 
     def test_experts_that_stay_as_they_were_are_refused(self, probe: dict[str, Any]) -> None:
-        said = probe["unloadable"]
-        assert said.startswith("ModelError: vLLM cannot put new weights into the experts"), said
-        assert "--rollout_name hf" in said and "model.lora_merge=false" in said
+        message = probe["unloadable"]
+        assert message.startswith("ModelError: vLLM cannot put new weights into the experts"), (
+            message
+        )
+        assert "--rollout_name hf" in message and "model.lora_merge=false" in message
 
     def test_versions_are_kept_and_stamped(self, probe: dict[str, Any]) -> None:
         assert probe["bundled"]["publishing"]["versions"] == [5, 6, 7]
@@ -170,10 +172,10 @@ class TestReal:
     def test_weights_that_come_by_gloo_are_the_ones_that_sample(
         self, probe: dict[str, Any]
     ) -> None:
-        found = probe["gloo"]
-        assert len(found["new"]) == 3 and max(found["new"]) < TOLERANCE, found
-        assert len(found["old"]) == 3 and min(found["old"]) > 100 * TOLERANCE, found
-        assert found["version"] == 3
+        report = probe["gloo"]
+        assert len(report["new"]) == 3 and max(report["new"]) < TOLERANCE, report
+        assert len(report["old"]) == 3 and min(report["old"]) > 100 * TOLERANCE, report
+        assert report["version"] == 3
 
     @pytest.mark.parametrize("mode", ["keep", "offload", "discard"])
     def test_it_samples_the_same_after_it_has_slept(self, probe: dict[str, Any], mode: str) -> None:
@@ -183,7 +185,7 @@ class TestReal:
         assert probe["sleep"][mode] == {"states": [*once, *once, [[], False]], "same": True}
 
     @pytest.mark.parametrize(
-        ("mistake", "words"),
+        ("mistake", "fragment"),
         [
             ("too long", "(1000000) is greater than"),
             ("architecture", "['NoSuchModelForCausalLM'] are not supported"),
@@ -192,11 +194,13 @@ class TestReal:
         ],
     )
     def test_what_vllm_does_not_take_is_one_sentence(
-        self, probe: dict[str, Any], mistake: str, words: str
+        self, probe: dict[str, Any], mistake: str, fragment: str
     ) -> None:
-        said = probe["mistakes"][mistake]
-        assert said.startswith("ModelError: vLLM cannot sample from ")
-        assert words in said and said.endswith("(--rollout_name hf).") and "\n" not in said
+        message = probe["mistakes"][mistake]
+        assert message.startswith("ModelError: vLLM cannot sample from ")
+        assert (
+            fragment in message and message.endswith("(--rollout_name hf).") and "\n" not in message
+        )
 
     def test_mistakes_while_sampling_are_told(self, probe: dict[str, Any]) -> None:
         assert "The prompt p0 has 21 tokens; with 128" in probe["bundled"]["too long"]
@@ -218,19 +222,19 @@ class FakeEngine:
 
     def __init__(self, holds: int = 100) -> None:
         self.holds = holds
-        self.said: list[str] = []
+        self.calls: list[str] = []
         self.requests: list[str] = []
-        self.most = 0
+        self.max_requests = 0
 
     def collective_rpc(self, method: str, **_: Any) -> list[Any]:
-        self.said.append(method)
+        self.calls.append(method)
         return []
 
     def set_weight_version(self, version: str) -> None:
-        self.said.append(f"version {version}")
+        self.calls.append(f"version {version}")
 
     def reset_prefix_cache(self) -> bool:
-        self.said.append("reset_prefix_cache")
+        self.calls.append("reset_prefix_cache")
         return not self.requests
 
     def abort_request(self, names: list[str], internal: bool) -> None:
@@ -239,7 +243,7 @@ class FakeEngine:
     def step(self) -> list[SimpleNamespace]:
         if len(self.requests) > self.holds:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        self.most = max(self.most, len(self.requests))
+        self.max_requests = max(self.max_requests, len(self.requests))
         output = SimpleNamespace(token_ids=[1], logprobs=SimpleNamespace(logprobs=[-0.5]))
         done = self.requests.pop(0)
         return [SimpleNamespace(finished=True, request_id=done, outputs=[output])]
@@ -258,16 +262,16 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VLLMSampler,
             return engine.requests[-1]
 
         monkeypatch.setattr(VLLMSampler, "_start", lambda self, *_: None)
-        made = VLLMSampler(
+        sampler = VLLMSampler(
             "m",
             eos_token_ids=frozenset({1}),
             detokenize=lambda ids, context: str(ids),
             max_model_len=1024,
             **options,
         )
-        made._engine = engine
-        monkeypatch.setattr(made, "_submit", submit)
-        return made, engine
+        sampler._engine = engine
+        monkeypatch.setattr(sampler, "_submit", submit)
+        return sampler, engine
 
     return make
 
@@ -277,64 +281,64 @@ PROMPTS = [Prompt(f"p{i}", "", (), "", (3, 4)) for i in range(5)]
 
 
 def test_new_weights_drop_what_was_cached_under_the_old_ones(sampler: Make) -> None:
-    made, engine = sampler()
-    made.load_weights(Weights({}, 7))
-    assert engine.said == [
+    vllm_sampler, engine = sampler()
+    vllm_sampler.load_weights(Weights({}, 7))
+    assert engine.calls == [
         "start_weight_update", "update_weights", "finish_weight_update", "version 7",
         "reset_prefix_cache",
     ]  # fmt: skip
     engine.requests.append("under way")
     with pytest.raises(RuntimeError, match="weights came while responses were under way"):
-        made.load_weights(Weights({}, 8))
+        vllm_sampler.load_weights(Weights({}, 8))
 
 
 def test_out_of_memory_halves_the_requests_and_keeps_what_is_finished(sampler: Make) -> None:
-    made, engine = sampler(holds=3, max_num_seqs=8)
-    told: list[int] = []
-    made.capacity.on_halving = told.append
-    keys = [r.key for r in made.generate(PROMPTS, Sampling(n=3), 0)]
+    vllm_sampler, engine = sampler(holds=3, max_num_seqs=8)
+    notes: list[int] = []
+    vllm_sampler.capacity.on_halving = notes.append
+    keys = [r.key for r in vllm_sampler.generate(PROMPTS, Sampling(n=3), 0)]
     assert keys == [(f"p{i}", sample) for i in range(5) for sample in range(3)]
-    assert told == [4, 2] and made.capacity.halved_rows() == 2 and engine.most <= 3
-    assert len(list(made.generate(PROMPTS, Sampling(n=3), 0))) == 15 and told == [4, 2]
+    assert notes == [4, 2] and vllm_sampler.capacity.halved_rows() == 2 and engine.max_requests <= 3
+    assert len(list(vllm_sampler.generate(PROMPTS, Sampling(n=3), 0))) == 15 and notes == [4, 2]
     engine.holds = 0
     with pytest.raises(UserError, match="ran out of memory, even with one response at a time"):
-        list(made.generate(PROMPTS, Sampling(), 0))
+        list(vllm_sampler.generate(PROMPTS, Sampling(), 0))
 
 
 def test_a_response_is_cut_where_a_stop_text_ends(sampler: Make) -> None:
     """The engine tells all tokens so far at each step, sometimes several more than before."""
-    made, engine = sampler()
+    vllm_sampler, engine = sampler()
     tokens = {"p0": [10, 11, 12, 13, 1], "p1": [20, 21, 22, 23, 24], "p2": [30, 31, 32, 10, 1]}
-    told = dict.fromkeys(tokens, 0)
+    counts = dict.fromkeys(tokens, 0)
 
     def step() -> list[SimpleNamespace]:
-        found = []
+        rollouts = []
         for request in engine.requests:
             ids = tokens[request.split()[0]]
-            told[request.split()[0]] = seen = min(told[request.split()[0]] + 2, len(ids))
+            counts[request.split()[0]] = seen = min(counts[request.split()[0]] + 2, len(ids))
             drawn = SimpleNamespace(logprobs=[-0.1 * n for n in range(seen)])
             output = SimpleNamespace(token_ids=ids[:seen], logprobs=drawn)
             done = seen == len(ids)
-            found.append(SimpleNamespace(finished=done, request_id=request, outputs=[output]))
-        engine.requests = [one.request_id for one in found if not one.finished]
-        return found
+            rollouts.append(SimpleNamespace(finished=done, request_id=request, outputs=[output]))
+        engine.requests = [rollout.request_id for rollout in rollouts if not rollout.finished]
+        return rollouts
 
     engine.step = step  # type: ignore[method-assign]
     sampling = Sampling(max_tokens=5, stop=("11, 12", "24]"))
-    found = {r.prompt.uid: r for r in made.generate(PROMPTS[:3], sampling, 0)}
-    assert {name: (r.token_ids, r.finish_reason) for name, r in found.items()} == {
+    rollouts = {r.prompt.uid: r for r in vllm_sampler.generate(PROMPTS[:3], sampling, 0)}
+    assert {name: (r.token_ids, r.finish_reason) for name, r in rollouts.items()} == {
         "p0": ((10, 11, 12), "stop"),
         "p1": ((20, 21, 22, 23, 24), "stop"),
         "p2": ((30, 31, 32, 10, 1), "stop"),
     }
-    assert [len(r.sampler_logprobs) for r in found.values()] == [3, 5, 5]
-    assert told["p0"] == 4 and engine.requests == []  # its request was aborted
+    assert [len(r.sampler_logprobs) for r in rollouts.values()] == [3, 5, 5]
+    assert counts["p0"] == 4 and engine.requests == []  # its request was aborted
 
 
 def test_workers_that_vllm_has_of_its_own_are_not_asked_again(sampler: Make) -> None:
-    made, _ = sampler(holds=3, tensor_parallel_size=2)
+    vllm_sampler, _ = sampler(holds=3, tensor_parallel_size=2)
     with pytest.raises(torch.OutOfMemoryError):
-        list(made.generate(PROMPTS, Sampling(), 0))
+        list(vllm_sampler.generate(PROMPTS, Sampling(), 0))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -351,29 +355,29 @@ def started(
     monkeypatch: pytest.MonkeyPatch, transfer: Any = "memory", **rollout: Any
 ) -> tuple[VLLMSampler, dict[str, Any]]:
     """A sampler as a run builds it, and what vLLM is asked for."""
-    asked: dict[str, Any] = {}
+    requests: dict[str, Any] = {}
 
     def note(self: VLLMSampler, options: dict[str, Any], way: str) -> None:
-        asked.update(options, transfer=way)
+        requests.update(options, transfer=way)
 
     monkeypatch.setattr(VLLMSampler, "_start", note)
     monkeypatch.setattr(vllm_sampler, "check_vllm", lambda: None)
     monkeypatch.setattr(vllm_sampler, "set_environment", lambda: None)
     lora = {"lora_rank": 3, "lora_alpha": 6.0} if rollout.pop("lora", False) else {}
-    given = SETTINGS | {
+    expected = SETTINGS | {
         "model": SETTINGS["model"] | lora, "rollout": SETTINGS["rollout"] | rollout
     }  # fmt: skip
     tokenizer = load_tokenizer(model_folder("embedded"))
-    sampler = build_sampler(Config.model_validate(given), tokenizer, transfer=transfer)
+    sampler = build_sampler(Config.model_validate(expected), tokenizer, transfer=transfer)
     assert isinstance(sampler, VLLMSampler)
-    return sampler, asked
+    return sampler, requests
 
 
 def test_every_setting_of_a_run_reaches_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    sampler, asked = started(monkeypatch, "gloo")
-    memory = asked.pop("kv_cache_memory_bytes")
-    assert asked == {
+    sampler, requests = started(monkeypatch, "gloo")
+    memory = requests.pop("kv_cache_memory_bytes")
+    assert requests == {
         "model": model_folder("embedded"), "trust_remote_code": True, "skip_tokenizer_init": True,
         "generation_config": "vllm", "dtype": "bfloat16", "max_model_len": 64,
         "tensor_parallel_size": 1, "distributed_executor_backend": "uni",
@@ -397,12 +401,14 @@ def test_every_setting_of_a_run_reaches_vllm(monkeypatch: pytest.MonkeyPatch) ->
     several = started(monkeypatch, tensor_model_parallel_size=2)[1]
     assert several["tensor_parallel_size"] == 2 and several["distributed_executor_backend"] == "mp"
     assert several["transfer"] == "memory"
-    more = {"vllm": {"block_size": 64, "compilation_config": {"mode": 0}, "swap_space": None}}
-    given = started(monkeypatch, engine_kwargs=more)[1]
-    assert (given["block_size"], given["compilation_config"]) == (64, {"mode": 0})
-    assert "swap_space" not in given
-    adapted, asked = started(monkeypatch, lora=True)
-    assert {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}.items() <= asked.items()
+    extra_kwargs = {
+        "vllm": {"block_size": 64, "compilation_config": {"mode": 0}, "swap_space": None}
+    }
+    engine_kwargs = started(monkeypatch, engine_kwargs=extra_kwargs)[1]
+    assert (engine_kwargs["block_size"], engine_kwargs["compilation_config"]) == (64, {"mode": 0})
+    assert "swap_space" not in engine_kwargs
+    adapted, requests = started(monkeypatch, lora=True)
+    assert {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}.items() <= requests.items()
     assert adapted._lora == LoRA(3, 6.0)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     assert "kv_cache_memory_bytes" not in started(monkeypatch)[1]
@@ -416,10 +422,10 @@ def test_every_setting_of_a_request_reaches_vllm(monkeypatch: pytest.MonkeyPatch
     )  # fmt: skip
     for module in ("vllm", "vllm.inputs", "vllm.sampling_params"):
         monkeypatch.setitem(sys.modules, module, named)  # type: ignore[arg-type]
-    asked: list[tuple[Any, ...]] = []
+    requests: list[tuple[Any, ...]] = []
 
-    def add_request(*given: Any, lora_request: Any) -> None:
-        asked.append((*given, lora_request))
+    def add_request(*args: Any, lora_request: Any) -> None:
+        requests.append((*args, lora_request))
 
     sampler._engine = SimpleNamespace(add_request=add_request)
     sampler._adapter = "adapter"
@@ -430,27 +436,27 @@ def test_every_setting_of_a_request_reaches_vllm(monkeypatch: pytest.MonkeyPatch
         "detokenize": False, "skip_reading_prefix_cache": False, "output_kind": 2,
     }  # fmt: skip
     greedy = usual | {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
-    for wanted, given in (
+    for setting, temperature in (
         (usual, sampling),
         (usual | {"top_k": 0}, replace(sampling, top_k=-1)),
         (greedy, replace(sampling, temperature=0.0)),
         (usual | {"output_kind": 0}, replace(sampling, stop=("END",))),
     ):
-        name = sampler._submit(start_rollouts(PROMPTS, given)[6], given)
+        name = sampler._submit(start_rollouts(PROMPTS, temperature)[6], temperature)
         seed = stream_key(3, "p1", 2) >> 1
-        expected = (name, {"prompt_token_ids": [3, 4]}, wanted | {"seed": seed}, "adapter")
-        assert asked[-1] == expected and seed < 2**63
-    assert len({request[0] for request in asked}) == 4
+        expected = (name, {"prompt_token_ids": [3, 4]}, setting | {"seed": seed}, "adapter")
+        assert requests[-1] == expected and seed < 2**63
+    assert len({request[0] for request in requests}) == 4
     begun = replace(start_rollouts(PROMPTS, sampling)[6], token_ids=(7, 8))
-    for new_tokens, most in ((3, 3), (9, 4), (None, 4)):  # of at most 6
+    for new_tokens, max_tokens in ((3, 3), (9, 4), (None, 4)):  # of at most 6
         sampler._submit(begun, replace(sampling, new_tokens=new_tokens, seed=99))
         seed = stream_key(3, "p1 from 2", 2) >> 1  # of the round that it began in
-        assert asked[-1][1] == {"prompt_token_ids": [3, 4, 7, 8]}
-        assert asked[-1][2] == usual | {"seed": seed, "max_tokens": most}
+        assert requests[-1][1] == {"prompt_token_ids": [3, 4, 7, 8]}
+        assert requests[-1][2] == usual | {"seed": seed, "max_tokens": max_tokens}
 
 
 def test_a_stop_text_that_spans_a_pause_is_seen(sampler: Make) -> None:
-    made, engine = sampler()
+    vllm_sampler, engine = sampler()
     begun = replace(start_rollouts(PROMPTS[:1], Sampling())[0], token_ids=(10, 11))
     begun = replace(begun, sampler_logprobs=np.full(2, -1, np.float32), weight_version=3)
     drawn = SimpleNamespace(token_ids=[12, 13], logprobs=SimpleNamespace(logprobs=[-0.5, -0.6]))
@@ -460,35 +466,35 @@ def test_a_stop_text_that_spans_a_pause_is_seen(sampler: Make) -> None:
 
     engine.step = step  # type: ignore[method-assign]
     stop = Sampling(max_tokens=9, stop=("11, 12",))
-    (found,) = made.generate((), stop, 5, [begun])
-    assert (found.token_ids, found.finish_reason, found.carried) == ((10, 11, 12), "stop", 2)
-    assert found.sampler_logprobs.tolist() == [-1, -1, -0.5] and found.weight_version == 3
-    (found,) = made.generate((), Sampling(max_tokens=9), 5, [begun])
-    assert (found.token_ids, found.finish_reason) == ((10, 11, 12, 13), "unfinished")
+    (rollout,) = vllm_sampler.generate((), stop, 5, [begun])
+    assert (rollout.token_ids, rollout.finish_reason, rollout.carried) == ((10, 11, 12), "stop", 2)
+    assert rollout.sampler_logprobs.tolist() == [-1, -1, -0.5] and rollout.weight_version == 3
+    (rollout,) = vllm_sampler.generate((), Sampling(max_tokens=9), 5, [begun])
+    assert (rollout.token_ids, rollout.finish_reason) == ((10, 11, 12, 13), "unfinished")
 
 
 def test_the_temperature_is_told_to_the_workers_before_each_draw(sampler: Make) -> None:
-    made, engine = sampler()
-    told: list[float] = []
-    engine.collective_rpc = lambda method, kwargs: told.append(kwargs["temperature"]) or []  # type: ignore
+    vllm_sampler, engine = sampler()
+    temperatures: list[float] = []
+    engine.collective_rpc = lambda method, kwargs: temperatures.append(kwargs["temperature"]) or []  # type: ignore
     for temperature in (1.0, 0.5, 0.5, 0.0, 2.0):
-        found = list(made.generate(PROMPTS[:1], Sampling(temperature=temperature), 6))
-        assert [rollout.weight_version for rollout in found] == [6]
-    assert told == [0.5, 1.0, 2.0]
+        rollouts = list(vllm_sampler.generate(PROMPTS[:1], Sampling(temperature=temperature), 6))
+        assert [rollout.weight_version for rollout in rollouts] == [6]
+    assert temperatures == [0.5, 1.0, 2.0]
 
 
 def test_what_does_not_fit_and_a_second_caller_are_refused(sampler: Make) -> None:
-    made, engine = sampler()
-    assert len(list(made.generate(PROMPTS, Sampling(max_tokens=1022), 0))) == 5
+    vllm_sampler, engine = sampler()
+    assert len(list(vllm_sampler.generate(PROMPTS, Sampling(max_tokens=1022), 0))) == 5
     with pytest.raises(DataError, match="p0 has 2 tokens; with 1023 for the response"):
-        made.generate(PROMPTS, Sampling(max_tokens=1023), 0)
-    begun = made.generate(PROMPTS, Sampling(), 0)
+        vllm_sampler.generate(PROMPTS, Sampling(max_tokens=1023), 0)
+    begun = vllm_sampler.generate(PROMPTS, Sampling(), 0)
     next(begun)
     with pytest.raises(RuntimeError, match="neither used up nor closed"):
-        next(made.generate(PROMPTS, Sampling(), 0))
+        next(vllm_sampler.generate(PROMPTS, Sampling(), 0))
     begun.close()  # type: ignore[attr-defined]
     assert engine.requests == []
-    assert len(list(made.generate(PROMPTS, Sampling(), 0))) == 5
+    assert len(list(vllm_sampler.generate(PROMPTS, Sampling(), 0))) == 5
 
 
 IMPORTS = """
@@ -522,6 +528,6 @@ def test_a_vllm_that_does_not_load_is_one_sentence(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     lines = done.stdout.splitlines()
-    for line, said in zip(lines, mistakes.values(), strict=True):
-        assert line.startswith("vLLM is installed but does not load here ") and said in line
+    for line, fragment in zip(lines, mistakes.values(), strict=True):
+        assert line.startswith("vLLM is installed but does not load here ") and fragment in line
         assert line.endswith("or sample without it (--rollout_name hf).")

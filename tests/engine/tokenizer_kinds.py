@@ -36,8 +36,13 @@ SPACE = "\u2581"
 
 
 def _fast(raw: Tokenizer, **settings: Any) -> Any:
-    words = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **words, **settings)
+    special_tokens = {
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "</s>",
+    }
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **special_tokens, **settings)
     special = [AddedToken(word, special=True, normalized=False) for word in SPECIAL]
     tokenizer.add_tokens(special, special_tokens=True)
     return tokenizer
@@ -131,7 +136,7 @@ def suffixes() -> Any:
     return _fast(raw)
 
 
-def words() -> Any:
+def word_tokenizer() -> Any:
     """Words alone: without a decoder the spaces between tokens are all there are."""
     raw = Tokenizer(models.WordLevel(unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -168,7 +173,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "word piece": cache(word_piece),
     "word piece with clean-up": cache(lambda: word_piece(clean_up_tokenization_spaces=True)),
     "suffixes": cache(suffixes),
-    "words": cache(words),
+    "words": cache(word_tokenizer),
     "slow pieces": cache(slow_pieces),
     "slow bytes": cache(slow_bytes),
 }

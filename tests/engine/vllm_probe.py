@@ -48,13 +48,13 @@ SAMPLINGS = {
 
 
 def make_prompts(tokenizer: Any) -> list[Prompt]:
-    found = []
+    results = []
     for i in range(8):
-        asked = [{"role": "user", "content": f"{7 * i}+{3 * i}="}]
-        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        messages = [{"role": "user", "content": f"{7 * i}+{3 * i}="}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = tuple(tokenizer(text)["input_ids"])
-        found.append(Prompt(f"p{i}", text, (), text, ids))
-    return found
+        results.append(Prompt(f"p{i}", text, (), text, ids))
+    return results
 
 
 @torch.no_grad()
@@ -65,8 +65,8 @@ def gap(model: Any, rollouts: Sequence[Rollout], temperature: float) -> float:
         ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids]])
         logits = model(ids).logits[0, len(rollout.prompt.token_ids) - 1 : -1].float()
         logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
-        ours = logprobs.gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0].numpy()
-        gaps.append(np.abs(ours - rollout.sampler_logprobs).max())
+        own_logprobs = logprobs.gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0].numpy()
+        gaps.append(np.abs(own_logprobs - rollout.sampler_logprobs).max())
     return float(max(gaps))
 
 
@@ -82,9 +82,10 @@ def snapshot(model: Any) -> dict[str, torch.Tensor]:
 
 def same(first: Sequence[Rollout], second: Sequence[Rollout]) -> bool:
     """Whether the rollouts that both hold are equal."""
-    known = {rollout.key: rollout for rollout in first}
+    rollouts_by_key = {rollout.key: rollout for rollout in first}
     return all(
-        known[r.key].token_ids == r.token_ids and known[r.key].text == r.text for r in second
+        rollouts_by_key[r.key].token_ids == r.token_ids and rollouts_by_key[r.key].text == r.text
+        for r in second
     )
 
 
@@ -99,26 +100,26 @@ def sentence(call: Any) -> str:
 def probe_publishing(sampler: VLLMSampler, model: Any, prompts: list[Prompt]) -> dict[str, Any]:
     """Gaps to the new and to the old weights over several updates."""
     plain = SAMPLINGS["plain"]
-    found: dict[str, Any] = {"new": [], "old": [], "versions": []}
+    results: dict[str, Any] = {"new": [], "old": [], "versions": []}
     before = snapshot(model)
     for version in (5, 6, 7):
         shake(model)
         sampler.load_weights(Weights(snapshot(model), version))
-        found["versions"].append(sampler.weight_version)
+        results["versions"].append(sampler.weight_version)
         rollouts = list(sampler.generate(prompts, plain, version))
-        found["new"].append(gap(model, rollouts, 1.0))
+        results["new"].append(gap(model, rollouts, 1.0))
         after = snapshot(model)
         model.load_state_dict(before, strict=False)
-        found["old"].append(gap(model, rollouts, 1.0))
+        results["old"].append(gap(model, rollouts, 1.0))
         model.load_state_dict(after, strict=False)
         before = after
-    found["stamps"] = sorted({rollout.weight_version for rollout in rollouts})
-    return found
+    results["stamps"] = sorted({rollout.weight_version for rollout in rollouts})
+    return results
 
 
 def probe_bundled(config: Config, tokenizer: Any) -> dict[str, Any]:
     """The bundled model, whose output head is tied to its embedding."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     prompts = make_prompts(tokenizer)
     model = load_policy(model_folder("embedded")).model
     sampler = build_sampler(config, tokenizer)
@@ -131,51 +132,63 @@ def probe_bundled(config: Config, tokenizer: Any) -> dict[str, Any]:
         detokenize=partial(decode_text, tokenizer),
     )
     greedy = SAMPLINGS["greedy"]
-    ours = list(sampler.generate(prompts, greedy, 2))
-    theirs = list(hf.generate(prompts, greedy, 2))
-    found["greedy"] = same(ours, theirs) and len(ours) == len(theirs) == 16
-    found["finish"] = sorted({rollout.finish_reason for rollout in ours})
+    vllm_rollouts = list(sampler.generate(prompts, greedy, 2))
+    hf_rollouts = list(hf.generate(prompts, greedy, 2))
+    results["greedy"] = (
+        same(vllm_rollouts, hf_rollouts) and len(vllm_rollouts) == len(hf_rollouts) == 16
+    )
+    results["finish"] = sorted({rollout.finish_reason for rollout in vllm_rollouts})
     eos = stop_token_ids(model, tokenizer)
-    found["ends"] = all((r.token_ids[-1] in eos) == (r.finish_reason == "stop") for r in ours)
+    results["ends"] = all(
+        (r.token_ids[-1] in eos) == (r.finish_reason == "stop") for r in vllm_rollouts
+    )
     cut = list(sampler.generate(prompts, Sampling(n=1, temperature=0.0, max_tokens=1), 2))
-    found["cut"] = {(r.finish_reason, len(r.token_ids)) for r in cut} == {("length", 1)}
+    results["cut"] = {(r.finish_reason, len(r.token_ids)) for r in cut} == {("length", 1)}
     stops = Sampling(n=2, temperature=0.0, max_tokens=24, stop=("1", "20"))
-    ours, theirs = (list(one.generate(prompts, stops, 2)) for one in (sampler, hf))
-    found["stops"] = same(ours, theirs) and any("1" in r.text for r in ours)
-    found["stopped"] = [r.text for r in ours]
-    found["gaps"], found["alike"], found["spread"] = {}, {}, {}
+    vllm_rollouts, hf_rollouts = (
+        list(sampler_of_kind.generate(prompts, stops, 2)) for sampler_of_kind in (sampler, hf)
+    )
+    results["stops"] = same(vllm_rollouts, hf_rollouts) and any(
+        "1" in r.text for r in vllm_rollouts
+    )
+    results["stopped"] = [r.text for r in vllm_rollouts]
+    results["gaps"], results["alike"], results["spread"] = {}, {}, {}
     for name, sampling in SAMPLINGS.items():
         rollouts = list(sampler.generate(prompts, sampling, 2))
-        found["gaps"][name] = gap(model, rollouts, sampling.temperature)
-        again = list(sampler.generate([prompts[6], prompts[1]], sampling, 2))
-        found["alike"][name] = same(rollouts, again) and len(again) == 2 * sampling.n
-        found["spread"][name] = len({r.token_ids for r in rollouts})
+        results["gaps"][name] = gap(model, rollouts, sampling.temperature)
+        repeated = list(sampler.generate([prompts[6], prompts[1]], sampling, 2))
+        results["alike"][name] = same(rollouts, repeated) and len(repeated) == 2 * sampling.n
+        results["spread"][name] = len({r.token_ids for r in rollouts})
     windows = Sampling(n=4, max_tokens=24, new_tokens=3)
     begun = list(sampler.generate(prompts, windows, 2))
-    found["paused"] = sorted({(r.finish_reason, len(r.token_ids) == 3) for r in begun})
+    results["paused"] = sorted({(r.finish_reason, len(r.token_ids) == 3) for r in begun})
     begun = [r for r in begun if r.finish_reason == "unfinished"]
-    whole = list(sampler.generate((), Sampling(max_tokens=24), 3, begun))
-    known = {r.key: r.token_ids for r in begun}
-    found["went on"] = len(whole) == len(begun) > 0 and all(
-        r.token_ids[:3] == known[r.key] and len(r.token_ids) > 3 == r.carried for r in whole
+    complete = list(sampler.generate((), Sampling(max_tokens=24), 3, begun))
+    begun_ids = {r.key: r.token_ids for r in begun}
+    results["went on"] = len(complete) == len(begun) > 0 and all(
+        r.token_ids[:3] == begun_ids[r.key] and len(r.token_ids) > 3 == r.carried for r in complete
     )
-    found["gaps"]["went on"] = gap(model, whole, 1.0)
-    again = list(sampler.generate((), Sampling(max_tokens=24), 3, begun[::-2]))
-    found["alike"]["went on"] = same(whole, again) and len(again) == (len(begun) + 1) // 2
+    results["gaps"]["went on"] = gap(model, complete, 1.0)
+    repeated = list(sampler.generate((), Sampling(max_tokens=24), 3, begun[::-2]))
+    results["alike"]["went on"] = (
+        same(complete, repeated) and len(repeated) == (len(begun) + 1) // 2
+    )
     # A caller that walks away leaves nothing behind.
     stream = sampler.generate(prompts, SAMPLINGS["plain"], 2)
     next(stream)
     stream.close()
-    found["after a break"] = len(list(sampler.generate(prompts, SAMPLINGS["plain"], 2)))
-    found["too long"] = sentence(lambda: sampler.generate(prompts, Sampling(max_tokens=LONGEST), 2))
-    found["publishing"] = probe_publishing(sampler, model, prompts)
+    results["after a break"] = len(list(sampler.generate(prompts, SAMPLINGS["plain"], 2)))
+    results["too long"] = sentence(
+        lambda: sampler.generate(prompts, Sampling(max_tokens=LONGEST), 2)
+    )
+    results["publishing"] = probe_publishing(sampler, model, prompts)
     weights = snapshot(model)
     weights["model.norm.weight"].fill_(float("nan"))
     sampler.load_weights(Weights(weights, 8))
-    found["nan"] = sentence(lambda: list(sampler.generate(prompts, SAMPLINGS["plain"], 8)))
+    results["nan"] = sentence(lambda: list(sampler.generate(prompts, SAMPLINGS["plain"], 8)))
     sampler.close()
     sampler.close()
-    return found
+    return results
 
 
 def probe_untied(folder: Path, tokenizer: Any) -> dict[str, Any]:
@@ -196,9 +209,9 @@ def probe_untied(folder: Path, tokenizer: Any) -> dict[str, Any]:
         max_num_seqs=16,
         gpu_memory_utilization=0.5,
     )
-    found = probe_publishing(sampler, model, make_prompts(tokenizer))
+    results = probe_publishing(sampler, model, make_prompts(tokenizer))
     sampler.close()
-    return found
+    return results
 
 
 def probe_lora(config: Config, tokenizer: Any) -> dict[str, Any]:
@@ -208,20 +221,20 @@ def probe_lora(config: Config, tokenizer: Any) -> dict[str, Any]:
     prompts, plain = make_prompts(tokenizer), SAMPLINGS["plain"]
     model = load_policy(model_folder("embedded")).model
     sampler = build_sampler(config, tokenizer)
-    found: dict[str, Any] = {"new": [], "old": []}
+    results: dict[str, Any] = {"new": [], "old": []}
     rollouts = list(sampler.generate(prompts, plain, 0))
-    found["base"] = gap(model, rollouts, 1.0)
+    results["base"] = gap(model, rollouts, 1.0)
     inject(model)
     for version in (1, 2, 3):
         for _, tensor in adapter_tensors(model):
             tensor.data.normal_(std=0.2)
         tensors = {name: t.detach().clone() for name, t in adapter_tensors(model)}
-        found["old"].append(gap(model, rollouts, 1.0))
+        results["old"].append(gap(model, rollouts, 1.0))
         sampler.load_weights(Weights(tensors, version, adapter=True))
         rollouts = list(sampler.generate(prompts, plain, version))
-        found["new"].append(gap(model, rollouts, 1.0))
+        results["new"].append(gap(model, rollouts, 1.0))
     sampler.close()
-    return found
+    return results
 
 
 def probe_client() -> dict[str, Any]:
@@ -242,7 +255,7 @@ def probe_client() -> dict[str, Any]:
             """Hold nothing."""
 
     source = TensorSource([("w", torch.float32, (2,))], lambda: iter([("w", torch.ones(2))]))
-    client = SamplerClient(lambda *asked: calls.append(asked), num_samplers=2, gpus_each=2)
+    client = SamplerClient(lambda *call: calls.append(call), num_samplers=2, gpus_each=2)
     client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 1 + client.num_gpus})
     sender = Sender(Backend(), client)
     sender.send(9)
@@ -265,8 +278,8 @@ def connect_gloo(learner: Learner, sampler: Any) -> Any:
     """A sender of the learner's weights to the sampler, through a group of their own."""
     from ppo_cli.engine.samplers.weight_transfer import SamplerClient, TensorSource, connect
 
-    def ask_all(method: str, words: list[tuple[Any, ...]]) -> None:
-        getattr(sampler, method)(*words[0])
+    def ask_all(method: str, arguments: list[tuple[Any, ...]]) -> None:
+        getattr(sampler, method)(*arguments[0])
 
     shapes = [(name, t.dtype, tuple(t.shape)) for name, t in learner.published()]
     source = TensorSource(shapes, learner.published)
@@ -281,19 +294,19 @@ def probe_gloo(config: Config, tokenizer: Any) -> dict[str, Any]:
     model = learner.policy.model
     sampler = build_sampler(config, tokenizer, transfer="gloo")
     sender = connect_gloo(learner, sampler)
-    found: dict[str, Any] = {"new": [], "old": []}
+    results: dict[str, Any] = {"new": [], "old": []}
     rollouts = list(sampler.generate(prompts, plain, 0))
     for version in (1, 2, 3):
         for _, tensor in adapter_tensors(model):
             tensor.data.normal_(std=0.2)
-        found["old"].append(gap(model, rollouts, 1.0))
+        results["old"].append(gap(model, rollouts, 1.0))
         sender.send(version)
         rollouts = list(sampler.generate(prompts, plain, version))
-        found["new"].append(gap(model, rollouts, 1.0))
-    found["version"] = sampler.weight_version
+        results["new"].append(gap(model, rollouts, 1.0))
+    results["version"] = sampler.weight_version
     sender.close()
     sampler.close()
-    return found
+    return results
 
 
 def probe_experts(path: str, tokenizer: Any, transfer: Transfer) -> dict[str, Any]:
@@ -303,12 +316,12 @@ def probe_experts(path: str, tokenizer: Any, transfer: Transfer) -> dict[str, An
     learner = Learner(config, tokenizer, total_steps=1)
     sampler = build_sampler(config, tokenizer, transfer=transfer)
     sender = connect_gloo(learner, sampler) if transfer == "gloo" else None
-    found: dict[str, Any] = {"new": [], "old": []}
+    results: dict[str, Any] = {"new": [], "old": []}
     rollouts = list(sampler.generate(prompts, plain, 0))
-    found["base"] = gap(learner.policy.model, rollouts, 1.0)
+    results["base"] = gap(learner.policy.model, rollouts, 1.0)
     for version in (1, 2, 3):
         shake(learner.policy.model)
-        found["old"].append(gap(learner.policy.model, rollouts, 1.0))
+        results["old"].append(gap(learner.policy.model, rollouts, 1.0))
         if sender is None:
             weights = learner.weights()
             assert weights is not None
@@ -316,9 +329,9 @@ def probe_experts(path: str, tokenizer: Any, transfer: Transfer) -> dict[str, An
         else:
             sender.send(version)
         rollouts = list(sampler.generate(prompts, plain, version))
-        found["new"].append(gap(learner.policy.model, rollouts, 1.0))
+        results["new"].append(gap(learner.policy.model, rollouts, 1.0))
     sampler.close()
-    return found
+    return results
 
 
 def probe_unloadable(path: str, tokenizer: Any) -> str:
@@ -327,9 +340,9 @@ def probe_unloadable(path: str, tokenizer: Any) -> str:
     weights = Learner(config, tokenizer, total_steps=1).weights()
     assert weights is not None
     sampler = build_sampler(config, tokenizer)
-    said = sentence(lambda: sampler.load_weights(weights))
+    message = sentence(lambda: sampler.load_weights(weights))
     sampler.close()
-    return said
+    return message
 
 
 def save_head(folder: Path, noise: float) -> str:
@@ -353,7 +366,7 @@ def probe_sleep(config: Config, tokenizer: Any) -> dict[str, Any]:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     CPUWorker.discard = lambda self, tags: None
-    engine, found = sampler._engine, {}
+    engine, results = sampler._engine, {}
     executor = engine.engine_core.engine_core.model_executor
 
     def state() -> list[Any]:
@@ -372,9 +385,9 @@ def probe_sleep(config: Config, tokenizer: Any) -> dict[str, Any]:
         sampler.wake_cache()
         states.append(state())
         after = list(sampler.generate(prompts, SAMPLINGS["plain"], 1))
-        found[mode] = {"states": states, "same": same(before, after) and len(after) == 32}
+        results[mode] = {"states": states, "same": same(before, after) and len(after) == 32}
     sampler.close()
-    return found
+    return results
 
 
 def probe_mistakes(folder: Path, tokenizer: Any) -> dict[str, str]:
@@ -402,10 +415,10 @@ def probe_mistakes(folder: Path, tokenizer: Any) -> dict[str, str]:
     }
 
 
-def read_config(*words: str) -> Config:
-    given = ["rollout.name=vllm", "data.max_prompt_length=64", "data.max_response_length=64",
-             "rollout.max_num_seqs=32", "model.path=embedded", *words]  # fmt: skip
-    return resolve(flags={}, preset=None, config_files=[], overrides=given, environ={}).config
+def read_config(*args: str) -> Config:
+    settings = ["rollout.name=vllm", "data.max_prompt_length=64", "data.max_response_length=64",
+             "rollout.max_num_seqs=32", "model.path=embedded", *args]  # fmt: skip
+    return resolve(flags={}, preset=None, config_files=[], overrides=settings, environ={}).config
 
 
 def probe_layers(folder: Path, tokenizer: Any) -> dict[str, Any]:
@@ -435,10 +448,10 @@ def probe_files(folder: Path, tokenizer: Any) -> dict[str, Any]:
         ("untied files", save_head(folder / "head", 0.3), "memory"),
         ("files with a copy", save_head(folder / "copy", 0.0), "memory"),
     )
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         f"{kind} by {way}": probe_experts(path, tokenizer, way) for kind, path, way in cases
     }
-    return found | {
+    return results | {
         "unloadable": probe_unloadable(save_model(folder, "gpt_oss", **WIDE), tokenizer)
     }
 
