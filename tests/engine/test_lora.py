@@ -29,10 +29,10 @@ from tests.engine.adapted_models import (
     TINY,
     adapted,
     config,
+    gathered,
     llama,
     logits,
     trained,
-    whole,
 )
 
 
@@ -208,7 +208,7 @@ def test_a_sharded_model_is_the_same(one_rank: Any) -> None:
     for actual, reference in zip(gradients_of(model), gradients_of(plain), strict=True):
         torch.testing.assert_close(actual, reference)
     merged = dict(merged_tensors(model, lambda tensor: tensor.full_tensor().detach()))
-    for name, tensor in merged_tensors(plain, whole):
+    for name, tensor in merged_tensors(plain, gathered):
         assert torch.equal(merged[name], tensor), name
 
 

@@ -23,7 +23,7 @@ from ppo_cli.engine.models.policy import adapted
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt
-from tests.engine.adapted_models import trained, whole
+from tests.engine.adapted_models import gathered, trained
 
 MODEL = str(bundled_path("embedded", "model"))
 GREEDY = Sampling(temperature=0.0, max_tokens=6)
@@ -214,7 +214,7 @@ def test_the_gradients_of_a_critic_are_those_of_its_merged_weights() -> None:
     actual = trained(adapted(load_value_model(MODEL), inject).model)
     torch.nn.init.normal_(actual.score.weight)
     plain = load_value_model(MODEL).model
-    plain.load_state_dict(dict(merged_tensors(actual, whole)))
+    plain.load_state_dict(dict(merged_tensors(actual, gathered)))
     ids = torch.arange(4, 30)[None]
     for model in (actual, plain):
         (model(input_ids=ids, use_cache=False).logits.tanh() - 0.5).square().mean().backward()

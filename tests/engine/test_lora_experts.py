@@ -29,7 +29,7 @@ from ppo_cli.engine.models.lora import (
     write_adapter_config,
 )
 from ppo_cli.errors import ModelError
-from tests.engine.adapted_models import trained, whole
+from tests.engine.adapted_models import gathered, trained
 from tests.engine.tiny_families import make_model, save_model
 
 ALL = "all-linear"
@@ -82,7 +82,7 @@ def names_adapted(model: Any) -> set[str]:
 def test_merged_weights_have_the_names_of_the_model_and_its_logits(case: str) -> None:
     kind, expected, changes = CASES[case]
     model, base = trained(adapted(kind, expected, changes)), make_model(kind, **changes)
-    tensors = dict(merged_tensors(model, whole))
+    tensors = dict(merged_tensors(model, gathered))
     assert list(tensors) == [name for name, _ in base.named_parameters()]
     plain = logits(base)
     base.load_state_dict(tensors, strict=False)
@@ -170,7 +170,7 @@ def test_vllm_gets_an_adapter_of_the_weights_in_the_files(case: str) -> None:
     kind, expected, changes = CASES[case]
     model, base = trained(adapted(kind, expected, changes)), make_model(kind, **changes)
     before = revert_weight_conversion(base, dict(base.named_parameters()))
-    after = revert_weight_conversion(base, dict(merged_tensors(model, whole)))
+    after = revert_weight_conversion(base, dict(merged_tensors(model, gathered)))
     with torch.device("meta"):
         skeleton = type(base)(base.config)
     tensors = name_as_files(skeleton, dict(adapter_tensors(model)))

@@ -34,13 +34,13 @@ from tests.engine.adapted_models import (
     IDS,
     adapted,
     config,
+    gathered,
     gemma,
     gpt2,
     llama,
     logits,
     qwen,
     trained,
-    whole,
 )
 from tests.rounding import assert_near
 
@@ -51,7 +51,7 @@ TERMS = 7 * 32 * 2  # tokens, width, layers
 def test_merged_weights_give_the_same_logits(make: Callable[[], Any]) -> None:
     model = trained(adapted(make))
     before = copy.deepcopy(model.state_dict())
-    tensors = dict(merged_tensors(model, whole))
+    tensors = dict(merged_tensors(model, gathered))
     base = make()
     assert list(tensors) == [name for name, _ in base.named_parameters()]
     base.load_state_dict(tensors, strict=False)
@@ -66,7 +66,7 @@ def test_merging_asks_for_whole_tensors_in_one_order() -> None:
 
         def full(tensor: Tensor) -> Tensor:
             seen.append(tensor.shape)
-            return whole(tensor)
+            return gathered(tensor)
 
         list(merged_tensors(model, full))
         return seen
@@ -79,7 +79,7 @@ def test_merging_asks_for_whole_tensors_in_one_order() -> None:
 def test_a_sampler_takes_the_adapter_alone() -> None:
     source, target = trained(adapted(llama)), adapted(llama, seed=5)
     assert not torch.equal(logits(target), logits(source))
-    load_adapter(target, {name: whole(t) for name, t in adapter_tensors(source)})
+    load_adapter(target, {name: gathered(t) for name, t in adapter_tensors(source)})
     assert torch.equal(logits(target), logits(source))
     prompt = Prompt("p", "p", (), "", (5, 6, 7), data_source="", ground_truth="")
 
@@ -128,7 +128,7 @@ def test_peft_reads_what_is_saved(make: Callable[[], Any], tmp_path: Path) -> No
     model = trained(adapted(make))
     folder.mkdir()
     write_adapter_config(folder, model, str(base_dir))
-    save_file({n: whole(t) for n, t in adapter_tensors(model)}, folder / ADAPTER_WEIGHTS)
+    save_file({n: gathered(t) for n, t in adapter_tensors(model)}, folder / ADAPTER_WEIGHTS)
     report = json.loads((folder / "adapter_config.json").read_text())
     assert report["base_model_name_or_path"] == str(base_dir)
     assert report["target_modules"] == sorted(report["target_modules"])
