@@ -256,3 +256,12 @@ def test_the_wanted_model_gives_the_sizes_of_layers(tmp_path: Path) -> None:
     assert (shape.heads, shape.kv_heads, shape.head_size) == (14, 2, 64)
     assert shape.vocabulary == 151_936
     assert doctor._wanted_shape(Config()).model == "Qwen2.5-7B"
+
+
+def test_what_a_failure_prevents_is_told_as_skipped() -> None:
+    results = Results()
+    with results.part("new weights"):
+        raise RuntimeError("no memory")
+    results.skip("sleep: skipped")
+    outcome = results.outcome("sampler", "cpu")
+    assert outcome.state == "failed" and outcome.detail.endswith("no memory; sleep: skipped")
