@@ -15,3 +15,10 @@ def table(test_file: str, section: str) -> list[Any]:
     rows = [tuple(cells) for name, *cells in lines if name == section]
     assert rows, f"{path} has no section {section}"
     return [row if len(row) > 1 else row[0] for row in rows]
+
+
+def read_blocks(name: str) -> dict[str, str]:
+    """Return the blocks of NAME.txt here, each after a line `=== heading`, by their headings."""
+    text = (Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8")
+    blocks = (block.partition("\n") for block in text.split("=== ")[1:])
+    return {heading.strip(): content for heading, _, content in blocks}

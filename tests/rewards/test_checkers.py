@@ -54,8 +54,8 @@ def test_nothing_raises_on_any_text(text: str) -> None:
 
 
 def test_contains_answer() -> None:
-    for text, answer, found in table(__file__, "contains"):
-        assert values.contains_answer(text, answer) is found, text
+    for text, answer, present in table(__file__, "contains"):
+        assert values.contains_answer(text, answer) is present, text
 
 
 def test_repetition_is_the_share_of_repeated_ngrams() -> None:
@@ -69,11 +69,11 @@ QUANTITIES = table(__file__, "quantities")
 
 def test_quantities_are_equal_by_value_and_unit() -> None:
     wrong = []
-    for one, other, equal in QUANTITIES:
-        pair = values.read_quantity(one), values.read_quantity(other)
-        assert pair[0] is not None and pair[1] is not None, (one, other)
+    for first, other, equal in QUANTITIES:
+        pair = values.read_quantity(first), values.read_quantity(other)
+        assert pair[0] is not None and pair[1] is not None, (first, other)
         if values.same_quantity(pair[0], pair[1]) is not equal:
-            wrong.append((one, other))
+            wrong.append((first, other))
     assert wrong == []
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ppo_cli.records import Part, Rollout, Score, Scored
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
@@ -18,7 +20,7 @@ def judge(reward: Reward, *rollouts: Rollout) -> str | None:
     return explain_no_reward([Scored(r, reward.submit(r).result(60)) for r in rollouts])
 
 
-def said(reward: Reward, *rollouts: Rollout) -> str:
+def explain(reward: Reward, *rollouts: Rollout) -> str:
     text = judge(reward, *rollouts)
     assert text is not None
     assert "\n" not in text
@@ -30,52 +32,42 @@ def test_silent_when_something_scored(build: Build, rollout: MakeRollout) -> Non
     assert explain_no_reward([]) is None
 
 
-def test_extraction_that_found_nothing(build: Build, rollout: MakeRollout) -> None:
-    text = said(build(), rollout("It is 72."), rollout("72"), rollout("#### 71"))
-    assert "extraction found nothing in 2 of 3 responses" in text
-    assert "the rule gsm8k looks for `#### NUMBER`" in text
-    assert "Ask for that form in the prompts" in text
-    assert "response 'It is 72.', ground_truth '72', extracted nothing." in text
-    assert "prompt 'How many clips did Natalia sell?'" in text
+WORD = "word " * 40
+CAUSES: dict[str, tuple[list[tuple[Any, ...]], list[str]]] = {
+    "nothing extracted": (
+        [("It is 72.",), ("72",), ("#### 71",)],
+        ["extraction found nothing in 2 of 3 responses", "the rule gsm8k looks for `#### NUMBER`",
+         "Ask for that form in the prompts", "prompt 'How many clips did Natalia sell?'",
+         "response 'It is 72.', ground_truth '72', extracted nothing."],
+    ),
+    "truth of another kind": (
+        [("#### 72", "seventy-two")] * 2,
+        ["All 2 responses failed: ground_truth 'seventy-two' is not a number", "ppo data check"],
+    ),
+    "truth is a text": (
+        [("Paris", WORD, "exact")], ["likely because of the ground_truth", "a text rather than"]
+    ),
+    "no truth": ([("#### 1", None)], ["the row has no ground_truth"]),
+    "no rule": ([("1", "1", "mine")], ["no rule for data_source 'mine'", "--reward_function"]),
+    "empty": ([("",), ("\n",)], ["2 of 2 responses are empty"]),
+    "wrong": (
+        [("#### 71",), ("#### 73",)],
+        ["an answer was found in 2 of 2 responses: all are wrong", "extracted '71'"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_cause_is_named(cause: str, build: Build, rollout: MakeRollout) -> None:
+    rows, fragments = CAUSES[cause]
+    text = explain(build(), *[rollout(*row) for row in rows])
+    assert [fragment for fragment in fragments if fragment not in text] == []
 
 
 def test_responses_that_were_cut_off(build: Build, rollout: MakeRollout) -> None:
-    text = said(build(), *[rollout("thinking " * 200, finish_reason="length")] * 3)
+    text = explain(build(), *[rollout("thinking " * 200, finish_reason="length")] * 3)
     assert "3 of them were cut off at --max_response_length" in text
     assert len(text) < 1000
-
-
-def test_a_ground_truth_of_another_kind(build: Build, rollout: MakeRollout) -> None:
-    text = said(build(), *[rollout("#### 72", "seventy-two")] * 2)
-    assert "All 2 responses failed: ground_truth" in text
-    assert "ground_truth 'seventy-two' is not a number" in text
-    assert "ppo data check" in text
-
-
-def test_a_ground_truth_that_is_a_whole_text(build: Build, rollout: MakeRollout) -> None:
-    text = said(build(), rollout("Paris", "word " * 40, "exact"))
-    assert "likely because of the ground_truth" in text
-    assert "a text rather than an answer" in text
-
-
-def test_no_ground_truth_at_all(build: Build, rollout: MakeRollout) -> None:
-    assert "the row has no ground_truth" in said(build(), rollout("#### 1", None))
-
-
-def test_a_source_without_a_rule(build: Build, rollout: MakeRollout) -> None:
-    text = said(build(), rollout("1", "1", "mine"))
-    assert "no rule for data_source 'mine'" in text
-    assert "--reward_function" in text
-
-
-def test_empty_responses(build: Build, rollout: MakeRollout) -> None:
-    assert "2 of 2 responses are empty" in said(build(), rollout(""), rollout("\n"))
-
-
-def test_plainly_wrong_answers(build: Build, rollout: MakeRollout) -> None:
-    text = said(build(), rollout("#### 71"), rollout("#### 73"))
-    assert "an answer was found in 2 of 2 responses: all are wrong" in text
-    assert "extracted '71'" in text
 
 
 def test_a_function_that_gives_zero_or_fails(rollout: MakeRollout) -> None:
@@ -92,10 +84,10 @@ def test_failures_are_counted_by_their_cause(rollout: MakeRollout) -> None:
     reasons = ["raised KeyError: 'x'"] * 2 + ["timeout: took longer than 10 s"]
     scored = [Scored(rollout("a"), Score.failed(reason)) for reason in reasons]
     look = commands(Path("my run"), ["a b.jsonl"])
-    told = explain_no_reward([*scored, Scored(rollout("b"), Score(0.0))], look)
-    assert told is not None
-    assert "3 of 4 responses failed, 2 of them with KeyError: 'x'." in told
-    assert "`ppo show 'my run' --worst 20` names the failure" in told
+    text = explain_no_reward([*scored, Scored(rollout("b"), Score(0.0))], look)
+    assert text is not None
+    assert "3 of 4 responses failed, 2 of them with KeyError: 'x'." in text
+    assert "`ppo show 'my run' --worst 20` names the failure" in text
 
 
 def test_a_mixture_that_comes_to_nothing_names_the_parts_that_never_vary(
@@ -106,7 +98,7 @@ def test_a_mixture_that_comes_to_nothing_names_the_parts_that_never_vary(
                                     mixture={"rule": Score(raw)}))
         for text, raw in (("7", 0.0), ("8", 1.0))
     ]  # fmt: skip
-    told = explain_no_reward(scored)
-    assert told is not None
-    assert "The mixture is 0 for all 2 responses. Parts with one value for all of them: " in told
-    assert "model (3.5)." in told
+    text = explain_no_reward(scored)
+    assert text is not None
+    assert "The mixture is 0 for all 2 responses. Parts with one value for all of them: " in text
+    assert "model (3.5)." in text

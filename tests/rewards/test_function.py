@@ -18,7 +18,7 @@ from ppo_cli.records import Part, PlacedReward, Rollout, Score
 from ppo_cli.rewards.base import Call, Reward
 from ppo_cli.rewards.function import check_source, load_function
 from ppo_cli.rewards.pool import Task, WorkerPool
-from tests.rewards.tables import table
+from tests.rewards.tables import read_blocks, table
 
 MakeRollout = Callable[..., Rollout]
 Build = Callable[..., Reward]
@@ -27,24 +27,8 @@ Scores = Callable[..., list[Score]]
 PATIENCE = 60
 ROOT = Path(__file__).parents[2]
 
-MOODS = """
-    import os, sys, time
-
-    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        print("scoring", solution_str)
-        if solution_str == "hang":
-            time.sleep(1000)
-        if solution_str == "spin":
-            while True:
-                pass
-        if solution_str == "raise":
-            raise ValueError("no such mood")
-        if solution_str == "exit":
-            sys.exit(3)
-        if solution_str == "die":
-            os._exit(3)
-        return {"nan": float("nan"), "none": None, "text": "1"}.get(solution_str, len(solution_str))
-"""
+FILES = read_blocks("reward_functions")
+MOODS = FILES["moods"]
 
 
 @pytest.fixture
@@ -58,123 +42,78 @@ def scores(build: Build, rollout: MakeRollout, reward_file: Write) -> Scores:
     return run
 
 
-def test_a_plain_function(scores: Scores) -> None:
-    [score] = scores(MOODS, "four")
-    assert (score.value, score.failure) == (4.0, "")
-    assert score.info["output"] == "scoring four\n"
-    assert score.info["latency_s"] >= 0
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+ASYNC_HEAD = f"async {HEAD}"
 
 
-def test_its_arguments_arrive(build: Build, rollout: MakeRollout, reward_file: Write) -> None:
-    code = """
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            seen = f"{data_source} {solution_str} {ground_truth!r} {extra_info!r}"
-            return {"score": 1, "seen": seen}
+def test_arguments_result_output_and_parts_of_a_call(
+    build: Build, rollout: MakeRollout, reward_file: Write
+) -> None:
+    code = f"""{HEAD}
+    print("scoring", solution_str)
+    seen = f"{{data_source}} {{solution_str}} {{ground_truth!r}} {{extra_info!r}}"
+    return {{"score": 0.5, "style": 0.25, "reason": "terse", "seen": seen, "imputed": "y"}}
     """
     reward = build(function=reward_file(code))
     score = reward.submit(rollout("reply", ["a", 1], "here", tier=2)).result(PATIENCE)
-    assert score.info["seen"] == "here reply ['a', 1] {'tier': 2}"
+    assert (score.value, score.failure, score.reason, score.judged) == (0.5, "", "terse", True)
+    assert score.parts == {"style": Part(raw=0.25, scaled=None)}
+    assert score.info.pop("latency_s") >= 0
+    seen = "here reply ['a', 1] {'tier': 2}"
+    assert score.info == {"output": "scoring reply\n", "seen": seen, "imputed": "y"}
 
 
 def test_bad_answers_fail_alone(scores: Scores) -> None:
     failures = {
         "hang": "timeout: took longer than 1.5 s",
         "spin": "timeout: took longer than 1.5 s",
-        "raise": "raised ValueError: no such mood (my_reward.py, line 12)",
-        "exit": "raised SystemExit: 3 (my_reward.py, line 14)",
+        "raise": "raised ValueError: no such mood (my_reward.py, line 11)",
+        "exit": "raised SystemExit: 3 (my_reward.py, line 13)",
         "die": "the worker process ended with exit code 3",
         "nan": "returned nan",
         "none": "returned None; is a `return` missing?",
         "text": "returned text '1', not a number",
     }
     replies = [word for mood in failures for word in (mood, "three")]
-    found = scores(MOODS, *replies, timeout=1.5, num_workers=1)
-    assert {m: (s.value, s.failure) for m, s in zip(failures, found[::2], strict=True)} == {
+    results = scores(MOODS, *replies, timeout=1.5, num_workers=1)
+    assert {m: (s.value, s.failure) for m, s in zip(failures, results[::2], strict=True)} == {
         mood: (None, failure) for mood, failure in failures.items()
     }
-    assert [score.value for score in found[1::2]] == [5.0] * len(failures)
+    assert [score.value for score in results[1::2]] == [5.0] * len(failures)
 
 
 def test_a_segmentation_fault_fails_alone_and_at_once(scores: Scores, tmp_path: Path) -> None:
-    code = """
-        import ctypes
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            if solution_str != "crash":
-                return 1
-            with open(__file__ + ".log", "a") as log:
-                log.write("x")
-            ctypes.string_at(0)
-    """
+    code = FILES["a segmentation fault fails alone and at once"]
     bad, good = scores(code, "crash", "fine")
     assert "signal SIGSEGV" in bad.failure
     assert good.value == 1.0
     assert (tmp_path / "my_reward.py.log").read_text() == "x"
 
 
-def test_a_dict_brings_parts_reason_and_info(scores: Scores) -> None:
-    code = """
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            return {"score": 0.5, "style": 0.25, "reason": "terse", "note": "x", "imputed": "y"}
-    """
-    [score] = scores(code, "a")
-    assert score.value == 0.5
-    assert score.parts == {"style": Part(raw=0.25, scaled=None)}
-    assert score.reason == "terse"
-    assert (score.info["note"], score.info["imputed"]) == ("x", "y")
-    assert score.judged
-
-
 def test_coroutines_run_side_by_side(scores: Scores) -> None:
-    code = """
-        import asyncio
-        under_way, all_there = 0, asyncio.Event()
-        async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            global under_way
-            under_way += 1
-            print(solution_str)
-            if under_way == 40:
-                all_there.set()
-            await all_there.wait()
-            return {"score": 1, "said": solution_str}
-    """
-    found = scores(code, *map(str, range(40)), num_workers=1)
-    assert [s.failure for s in found] == [""] * 40
-    assert [s.info["said"] for s in found] == [s.info["output"].strip() for s in found]
+    code = FILES["coroutines run side by side"]
+    results = scores(code, *map(str, range(40)), num_workers=1)
+    assert [s.failure for s in results] == [""] * 40
+    assert [s.info["said"] for s in results] == [s.info["output"].strip() for s in results]
 
 
 def test_coroutines_have_deadlines(scores: Scores) -> None:
-    code = """
-        import asyncio
-        async def judge(data_source, solution_str, ground_truth, extra_info=None):
-            if solution_str == "hang":
-                await asyncio.sleep(1000)
-            if solution_str == "late":
-                raise TimeoutError("the server slept")
-            return 1
-    """
+    code = FILES["coroutines have deadlines"]
     bad, late, good = scores(code, "hang", "late", "fine", name=":judge", timeout=1.5)
     assert bad.failure == "timeout: took longer than 1.5 s"
-    assert late.failure == "raised TimeoutError: the server slept (my_reward.py, line 7)"
+    assert late.failure == "raised TimeoutError: the server slept (my_reward.py, line 6)"
     assert good.value == 1.0
 
 
 def test_a_blocked_event_loop_is_killed_and_its_neighbours_tried_again(
     build: Build, rollout: MakeRollout, reward_file: Write, tmp_path: Path
 ) -> None:
-    code = """
-        import time
-        async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            if solution_str == "block":
-                with open(__file__ + ".log", "a") as log:
-                    log.write("x")
-                time.sleep(1000)
-            return 1
-    """
+    code = FILES["a blocked event loop is killed and its neighbours tried again"]
     reward = build(function=reward_file(code), timeout=1.0, num_workers=1)
     blocked = [reward.submit(rollout("block")) for _ in range(2)]
     time.sleep(0.7)
     beside = reward.submit(rollout("fine"))
-    assert all("it blocked the event loop" in one.result(PATIENCE).failure for one in blocked)
+    assert all("it blocked the event loop" in future.result(PATIENCE).failure for future in blocked)
     assert beside.result(PATIENCE).value == 1.0
     assert (tmp_path / "my_reward.py.log").read_text() == "x"  # the other is late, too
 
@@ -195,97 +134,50 @@ def test_calls_that_kill_their_worker_are_tried_twice(scores: Scores, tmp_path: 
                 return 1
             os._exit(3)
     """
-    found = scores(code, "a", "b", num_workers=1)
-    assert {score.failure for score in found} == {"the worker process ended with exit code 3"}
+    results = scores(code, "a", "b", num_workers=1)
+    assert {score.failure for score in results} == {"the worker process ended with exit code 3"}
     assert (tmp_path / "log").read_text() == "xxxx"
-
-
-def test_keyword_arguments_from_the_settings(scores: Scores) -> None:
-    code = """
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, bonus):
-            return bonus
-    """
-    [score] = scores(code, "a", function_kwargs={"bonus": 0.5})
-    assert score.value == 0.5
 
 
 def test_callable_objects_lambdas_and_neighbouring_files_work(
     scores: Scores, tmp_path: Path
 ) -> None:
     (tmp_path / "neighbour.py").write_text("bonus = 7\n")
-    code = """
-        import dataclasses
-        from neighbour import bonus
-
-        @dataclasses.dataclass
-        class Judge:
-            weight: float
-            async def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
-                return self.weight * bonus
-
-        judge = Judge(2.0)
-        short = lambda **row: len(row["solution_str"])
-    """
+    code = FILES["callable objects lambdas and neighbouring files work"]
     assert scores(code, "a", name=":judge")[0].value == 14.0
     assert scores(code, "abc", name=":short")[0].value == 3.0
+    assert scores(code, "a", name=":extra", function_kwargs={"bonus": 0.5})[0].value == 0.5
 
 
 def test_output_of_any_kind_harms_nothing(
     scores: Scores, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code = """
-        import logging, os, sys
-        logging.basicConfig(level=logging.INFO)
-        print("at import")
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            os.write(1, b"raw bytes \\xff" * 10000)
-            print("x" * 100_000)
-            print("oops", file=sys.stderr)
-            logging.info("logged")
-            return 1
-    """
-    found = scores(code, *"abcdef")
-    assert [s.value for s in found] == [1.0] * 6
-    assert all(len(s.info["output"]) <= 2000 for s in found)
+    code = FILES["output of any kind harms nothing"]
+    results = scores(code, *"abcdef")
+    assert [s.value for s in results] == [1.0] * 6
+    assert all(len(s.info["output"]) <= 2000 for s in results)
     assert capfd.readouterr() == ("", "")
 
 
 def test_workers_use_one_thread_and_are_clean(scores: Scores) -> None:
-    code = """
-        import os, sys
-        heavy = sorted({"torch", "transformers", "numpy", "sympy"} & set(sys.modules))
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            names = [f"{name}_NUM_THREADS" for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")]
-            fixed = [os.environ[name] for name in (*names, "PYTHONHASHSEED")]
-            pids = os.getpid(), os.getsid(0)
-            return {"score": 1, "heavy": heavy, "fixed": fixed, "pids": list(map(str, pids))}
-    """
-    found = [score.info for score in scores(code, *"abc", num_workers=3)]
-    assert [info["heavy"] for info in found] == [[]] * 3
-    assert [info["fixed"] for info in found] == [["1", "1", "1", "1", "0"]] * 3
+    code = FILES["workers use one thread and are clean"]
+    infos = [score.info for score in scores(code, *"abc", num_workers=3)]
+    assert [info["heavy"] for info in infos] == [[]] * 3
+    assert [info["fixed"] for info in infos] == [["1", "1", "1", "1", "0"]] * 3
     # Each leads a session of its own, which is killed as one.
-    assert all(own == session for own, session in (info["pids"] for info in found))
-    assert len({own for info in found for own in info["pids"]}) == 3
+    assert all(pid == session for pid, session in (info["pids"] for info in infos))
+    assert len({pid for info in infos for pid in info["pids"]}) == 3
 
 
 def test_children_of_a_killed_worker_die_with_it(scores: Scores, tmp_path: Path) -> None:
-    code = """
-        import subprocess, time, pathlib
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            child = subprocess.Popen(["sleep", "1000"])
-            pathlib.Path(__file__).with_name("pid").write_text(str(child.pid))
-            time.sleep(1000)
-    """
+    code = FILES["children of a killed worker die with it"]
     [score] = scores(code, "a", timeout=1.5)
     assert score.failure.startswith("timeout")
     _wait_until_gone(tmp_path / "pid")
 
 
 def test_a_worker_has_the_memory_of_its_task_and_no_more(reward_file: Write) -> None:
-    code = """
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            return float(len(bytes(int(solution_str))) > 0)
-    """
+    code = FILES["a worker has the memory of its task and no more"]
     load = partial(load_function, reward_file(code), "compute_score", {})
     pool = WorkerPool(Task("sized", load, memory_limit=1 << 30), size=1, timeout=PATIENCE)
     sizes = (2 << 30, 5)
@@ -297,20 +189,13 @@ def test_a_worker_has_the_memory_of_its_task_and_no_more(reward_file: Write) -> 
 
 
 def test_workers_end_when_the_trainer_is_killed(reward_file: Write, tmp_path: Path) -> None:
-    code = """
-        import os, pathlib
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            pathlib.Path(__file__).with_name("pid").write_text(str(os.getpid()))
-            while True:
-                pass
-    """
+    code = FILES["workers end when the trainer is killed"]
     trainer = f"""
 import os, pathlib, signal, time
 from functools import partial
-from ppo_cli.rewards.function import load_function
-from ppo_cli.rewards.pool import WorkerPool
 from ppo_cli.rewards.base import Call
-from ppo_cli.rewards.pool import Task
+from ppo_cli.rewards.function import load_function
+from ppo_cli.rewards.pool import Task, WorkerPool
 load = partial(load_function, {reward_file(code)!r}, "compute_score", {{}})
 pool = WorkerPool(Task("endless", load), size=1, timeout=1000)
 pool.submit(Call("", "", None, {{}}), print)
@@ -324,18 +209,17 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wait_until_gone(pid_file: Path) -> None:
+    def is_running() -> bool:
+        try:
+            stat = Path(f"/proc/{pid_file.read_text()}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return stat.rpartition(")")[2].split()[0] != "Z"
+
     until = time.monotonic() + PATIENCE
-    while _is_running(pid_file):
+    while is_running():
         assert time.monotonic() < until
         time.sleep(0.05)
-
-
-def _is_running(pid_file: Path) -> bool:
-    try:
-        stat = Path(f"/proc/{pid_file.read_text()}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_reward_is_closed_twice_and_keeps_no_state(
@@ -353,16 +237,16 @@ def test_a_reward_is_closed_twice_and_keeps_no_state(
 LATER = "def compute_score(**row): ...\n"
 
 
-@pytest.mark.parametrize(("code", "name", "words"), table(__file__, "refused"))
+@pytest.mark.parametrize(("code", "name", "fragments"), table(__file__, "refused"))
 def test_a_file_that_cannot_work_is_refused_before_anything_runs(
-    code: str, name: str, words: list[str], build: Build, reward_file: Write
+    code: str, name: str, fragments: list[str], build: Build, reward_file: Write
 ) -> None:
     file = reward_file(code)
     with pytest.raises(RewardError) as caught:
         build(function=file + name)
     text = str(caught.value)
     assert "\n" not in text
-    assert all(word in text for word in [*words, "my_reward.py"]), text
+    assert all(word in text for word in [*fragments, "my_reward.py"]), text
 
 
 def test_keyword_arguments_that_it_does_not_take_are_refused(
@@ -372,39 +256,31 @@ def test_keyword_arguments_that_it_does_not_take_are_refused(
         build(function=reward_file(MOODS), function_kwargs={"bonus": 1})
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("my_rewards.py", r"no file .* Did you mean 'my_reward.py'"), (".", "is a folder"),
+     ("none/my_reward.py", "does not exist either")],
+)  # fmt: skip
 def test_a_missing_file_is_told_with_its_nearest(
-    build: Build, reward_file: Write, tmp_path: Path
+    path: str, message: str, build: Build, reward_file: Write, tmp_path: Path
 ) -> None:
     reward_file(MOODS)
-    with pytest.raises(RewardError, match=r"no file .* Did you mean 'my_reward.py'"):
-        build(function=str(tmp_path / "my_rewards.py"))
-    with pytest.raises(RewardError, match="does not exist either"):
-        build(function=str(tmp_path / "none" / "my_reward.py"))
-    with pytest.raises(RewardError, match="is a folder"):
-        build(function=str(tmp_path))
+    with pytest.raises(RewardError, match=message):
+        build(function=str(tmp_path / path))
 
 
 def test_rewards_within_the_response_are_kept_where_they_fit(
     build: Build, reward_file: Write, rollout: MakeRollout
 ) -> None:
-    file = reward_file(
-        """
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            return eval(solution_str)
-        """
-    )
-    reward = build(function=file)
+    reward = build(function=reward_file(f"{HEAD}    return eval(solution_str)\n"))
 
-    def score(text: str, tokens: int = 3, finish: str = "stop") -> Score:
-        made = rollout(text, finish_reason=finish)
-        longer = replace(made, token_ids=tuple(range(tokens)))
+    def score(text: str, finish: str = "stop") -> Score:
+        longer = replace(rollout(text, finish_reason=finish), token_ids=(0, 1, 2))
         return reward.submit(longer).result(PATIENCE)
 
     assert score("[1.0, 2.0, 3.0]").steps[2] == PlacedReward(3, 3.0, "token")
     assert score("[1.0, 2.0]").value == 3.0  # without the end token
-    assert score("[1.0, 2.0]", finish="length").failure == (
-        "returned 2 token_rewards for a response of 3 tokens"
-    )
+    assert "2 token_rewards for a response of 3" in score("[1.0, 2.0]", "length").failure
     assert score("[(3, 0.5), (8, 1)]").steps == (PlacedReward(3, 0.5), PlacedReward(8, 1.0))
     assert "offset 99, outside the response's 1 to 9 characters" in score("[(99, 1)]").failure
     assert "offset 0, outside" in score("[(0, 1)]").failure
@@ -417,9 +293,8 @@ def test_a_file_that_may_work_passes_the_check_of_its_text(tmp_path: Path, text:
 
 
 def test_the_text_is_checked_with_the_keyword_arguments_of_the_settings(tmp_path: Path) -> None:
-    (tmp_path / "r.py").write_text(
-        "def f(data_source, solution_str, ground_truth, extra_info, bonus): ...\n"
-    )
+    head = "def f(data_source, solution_str, ground_truth, extra_info, bonus): ...\n"
+    (tmp_path / "r.py").write_text(head)
     check_source(tmp_path / "r.py", "f", {"bonus": 1})
     for kwargs in ({}, {"bonus": 1, "malus": 2}):
         with pytest.raises(RewardError, match=r"r.py, line 1 cannot be called with data_source"):

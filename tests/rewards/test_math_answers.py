@@ -19,13 +19,13 @@ EMPTY_WORDS = table(__file__, "no value")
 
 def test_right_answers_score_one_and_wrong_ones_zero() -> None:
     empty = [(rf"\boxed{{{answer}}}", "72") for answer in HEDGES + EMPTY_WORDS]
-    wanted = [(case, 1.0) for case in RIGHT] + [(case, 0.0) for case in WRONG + empty]
+    cases = [(case, 1.0) for case in RIGHT] + [(case, 0.0) for case in WRONG + empty]
     wrong = []
-    for (reply, gold), score in wanted:
-        found = score_math(reply, gold, {}) or compare_algebra(reply, gold, {})
-        assert found is not None
-        if found["score"] != score:
-            wrong.append((reply, gold, found))
+    for (reply, gold), score in cases:
+        result = score_math(reply, gold, {}) or compare_algebra(reply, gold, {})
+        assert result is not None
+        if result["score"] != score:
+            wrong.append((reply, gold, result))
     assert wrong == []
 
 
@@ -37,10 +37,10 @@ def test_the_last_mark_gives_its_whole_content(reply: str, answer: str | None) -
 
 
 def test_what_math_verify_would_guess_at_is_unreadable() -> None:
-    for answer, words in table(__file__, "unreadable"):
+    for answer, fragment in table(__file__, "unreadable"):
         returned = compare_algebra(rf"\boxed{{{answer}}}", "x+1", {})
         assert (returned["score"], returned["extracted"]) == (0.0, answer)
-        assert returned["reason"].startswith("unreadable: ") and words in returned["reason"]
+        assert returned["reason"].startswith("unreadable: ") and fragment in returned["reason"]
 
 
 def test_text_settles_what_it_can_and_leaves_algebra() -> None:

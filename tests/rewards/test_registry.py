@@ -31,9 +31,9 @@ def test_unknown_sources_stop_rules_but_not_one_rule_for_all(build: Build) -> No
 
 
 def test_a_model_is_on_this_machine_or_behind_an_address(build: Build) -> None:
-    here = build(model=ModelReward(path="some/model"))
-    there = build(model=ModelReward(path="http://localhost:1/classify"))
-    assert [type(r).__name__ for r in (here, there)] == ["LocalModelReward", "ServedModelReward"]
+    local = build(model=ModelReward(path="some/model"))
+    served = build(model=ModelReward(path="http://localhost:1/classify"))
+    assert [type(r).__name__ for r in (local, served)] == ["LocalModelReward", "ServedModelReward"]
 
 
 def test_parts_are_built_from_their_own_settings(
@@ -72,10 +72,10 @@ def test_settings_of_a_rule(build: Build) -> None:
 
 def test_models_are_hosted_where_they_are_told_to() -> None:
     """Also those in a mixture; a judge, a rule and a served model need no place."""
-    asked: dict[str, Any] = {}
+    scorers: dict[str, Any] = {}
 
     def host(factory: Factory, name: str) -> Host:
-        asked[name] = pickle.loads(pickle.dumps(factory))()
+        scorers[name] = pickle.loads(pickle.dumps(factory))()
         raise WorkerLost("no place")
 
     mixture = RewardSettings(
@@ -94,7 +94,7 @@ def test_models_are_hosted_where_they_are_told_to() -> None:
                         part.start([])
         finally:
             reward.close()
-        assert all(isinstance(made, ModelScorer) for made in asked.values())
-        paths = {name: made._settings.path for name, made in asked.items()}
+        assert all(isinstance(scorer, ModelScorer) for scorer in scorers.values())
+        paths = {name: scorer._settings.path for name, scorer in scorers.items()}
         expected = {"model": "some/model", "safe": "some/other"}
         assert paths == (expected if settings is mixture else expected | {"model": "a/third"})

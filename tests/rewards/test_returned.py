@@ -17,22 +17,12 @@ from ppo_cli.rewards.base import as_plain, describe_error, read_returned
 @pytest.mark.parametrize(
     ("value", "score"),
     [
-        (1, 1.0),
-        (0.25, 0.25),
-        (True, 1.0),
-        (False, 0.0),
-        (-3, -3.0),
-        (np.float32(0.5), 0.5),
-        (np.int64(2), 2.0),
-        (np.bool_(True), 1.0),
-        (np.array(0.5), 0.5),
-        (np.array([0.5]), 0.5),
-        (Fraction(1, 2), 0.5),
-        (Decimal("0.5"), 0.5),
-        ({"score": 1}, 1.0),
+        (1, 1.0), (0.25, 0.25), (True, 1.0), (False, 0.0), (-3, -3.0), (np.float32(0.5), 0.5),
+        (np.int64(2), 2.0), (np.bool_(True), 1.0), (np.array(0.5), 0.5), (np.array([0.5]), 0.5),
+        (Fraction(1, 2), 0.5), (Decimal("0.5"), 0.5), ({"score": 1}, 1.0),
         ({"score": np.float64(0.5), "acc": 1}, 0.5),
     ],
-)
+)  # fmt: skip
 def test_numbers_become_scores(value: Any, score: float) -> None:
     returned = read_returned(value)
     assert (returned.value, returned.failure) == (score, "")
@@ -40,46 +30,29 @@ def test_numbers_become_scores(value: Any, score: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "fragment"),
     [
-        (None, "returned None; is a `return` missing?"),
-        (float("nan"), "returned nan"),
-        (float("inf"), "returned inf"),
-        (-np.inf, "returned -inf"),
-        ("0.5", "returned text '0.5', not a number"),
-        (b"1", "returned text b'1'"),
-        ((1, 2), "returned tuple, not a number"),
-        ([], "returned list"),
-        (np.zeros(3), "returned ndarray"),
-        (1j, "returned complex"),
-        (10**400, "too large"),
-        (1e200, "returned 1e+200, too large"),
-        (object, "returned type"),
-        ({}, "without 'score' (it has nothing)"),
-        ({"reward": 1, "acc": 0}, "without 'score' (it has 'reward', 'acc')"),
-        ({"score": None}, "returned score None"),
-        ({"score": "high"}, "returned score text 'high'"),
-        ({"score": float("nan")}, "returned score nan"),
+        (None, "None; is a `return` missing?"), (float("nan"), "nan"), (float("inf"), "inf"),
+        (-np.inf, "-inf"), ("0.5", "text '0.5', not a number"), (b"1", "text b'1'"),
+        ((1, 2), "tuple, not a number"), ([], "list"), (np.zeros(3), "ndarray"), (1j, "complex"),
+        (10**400, "a number too large"), (1e200, "1e+200, too large"), (object, "type"),
+        ({}, "a dict without 'score' (it has nothing)"),
+        ({"reward": 1, "acc": 0}, "a dict without 'score' (it has 'reward', 'acc')"),
+        ({"score": None}, "score None"), ({"score": "high"}, "score text 'high'"),
+        ({"score": float("nan")}, "score nan"),
     ],
-)
-def test_everything_else_is_a_failure_with_its_reason(value: Any, words: str) -> None:
+)  # fmt: skip
+def test_everything_else_is_a_failure_with_its_reason(value: Any, fragment: str) -> None:
     returned = read_returned(value)
     assert returned.value is None
-    assert words in returned.failure
+    assert f"returned {fragment}" in returned.failure
 
 
 def test_a_dict_gives_parts_info_and_reason() -> None:
     value = {
-        "score": 0.5,
-        "acc": True,
-        "length": np.int32(7),
-        "bad": float("nan"),
-        "reason": "half right",
-        "answer": "72",
-        "found": None,
-        "steps": [1, (2, 3), {"a": {4}}],
-        5: 1.5,
-    }
+        "score": 0.5, "acc": True, "length": np.int32(7), "bad": float("nan"), 5: 1.5,
+        "reason": "half right", "answer": "72", "found": None, "steps": [1, (2, 3), {"a": {4}}],
+    }  # fmt: skip
     returned = read_returned(value)
     assert {name: part.raw for name, part in returned.parts.items()} == {
         "acc": 1.0, "length": 7.0, "bad": None, "5": 1.5
@@ -123,7 +96,7 @@ def test_rewards_within_a_response_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "fragment"),
     [
         ([1, None], "returned token_rewards[1] is None"),
         ([1e308] * 10, "not a finite number of a usable size"),
@@ -135,7 +108,7 @@ def test_rewards_within_a_response_are_read() -> None:
         ({"token_rewards": ["1"]}, "token_rewards[0] is '1'"),
     ],
 )
-def test_strange_placed_rewards_are_failures(value: Any, words: str) -> None:
+def test_strange_placed_rewards_are_failures(value: Any, fragment: str) -> None:
     returned = read_returned(value)
     assert returned.value is None and returned.steps == ()
-    assert words in returned.failure
+    assert fragment in returned.failure

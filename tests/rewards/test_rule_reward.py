@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.schema.reward import Code
-from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, Rollout
 from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.function import RuleReward
 from ppo_cli.rewards.rules import RULES
 
@@ -64,7 +61,7 @@ def test_algebra_is_done_in_workers(maths: Reward, rollout: MakeRollout) -> None
 def test_expressions_that_never_end_fail_alone(rollout: MakeRollout) -> None:
     hostile = ["9^{9^{9^{9}}}", "(10^9)!", "(" * 140 + "x" + ")" * 140]
     reward = RuleReward(num_workers=2, cpu_seconds=0.7)
-    killers = [reward.submit(rollout(rf"\boxed{{{one}}}", "1.5", "math")) for one in hostile]
+    killers = [reward.submit(rollout(rf"\boxed{{{text}}}", "1.5", "math")) for text in hostile]
     after = reward.submit(rollout(r"\boxed{\frac{3}{2}}", "1.5", "math"))
     for killer in killers:
         score = killer.result(PATIENCE)
@@ -109,7 +106,7 @@ def test_closing_leaves_no_process_and_no_open_answer(rollout: MakeRollout) -> N
     before = set(_children())  # of other tests
     reward = RuleReward(num_workers=2)
     hang = [rollout(r"\boxed{(10^9)!}", "1.5", "math") for _ in range(4)]
-    futures = [reward.submit(one) for one in hang]
+    futures = [reward.submit(rollout_) for rollout_ in hang]
     time.sleep(0.3)
     reward.close()
     reward.close()
@@ -121,7 +118,7 @@ def test_closing_leaves_no_process_and_no_open_answer(rollout: MakeRollout) -> N
 
 def _children() -> list[str]:
     lists = Path("/proc/self/task").glob("*/children")
-    return [pid for one in lists for pid in one.read_text().split()]
+    return [pid for path in lists for pid in path.read_text().split()]
 
 
 def _limits(pid: str) -> str:
@@ -141,24 +138,13 @@ def test_the_limits_of_the_settings_reach_the_workers(build: Build, rollout: Mak
     reward = build({"format"}, num_workers=3, timeout=0.3)
     hang = rollout("a" * 60 + "!", None, "format", format="(a+)+")
     scores = [reward.submit(hang) for _ in range(3)]
-    until, most, memory = time.monotonic() + PATIENCE, 0, set[str]()
+    until, most_workers, memory = time.monotonic() + PATIENCE, 0, set[str]()
     while not all(score.done() for score in scores) and time.monotonic() < until:
         workers = set(_children()) - before
-        most = max(most, len(workers))
+        most_workers = max(most_workers, len(workers))
         for worker in workers:
             with suppress(OSError):
                 memory |= set(re.findall(r"address space +(\S+)", _limits(worker)))
         time.sleep(0.01)
-    assert (most, memory - {"unlimited"}) == (3, {str(4 << 30)})
+    assert (most_workers, memory - {"unlimited"}) == (3, {str(4 << 30)})
     assert {s.result().failure for s in scores} == {"timeout: took longer than 0.3 s"}
-
-
-def test_the_settings_of_code_reach_its_sandbox(
-    build: Build, rollout: MakeRollout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sandboxes, "find_fault", lambda sandbox: "not here")
-    prompt, told = rollout("", ["assert f(1)"], "mbpp").prompt, list[str]()
-    with pytest.raises(RewardError, match="not here"):
-        build({"mbpp"}).start([prompt])
-    build({"mbpp"}, code=Code(allow_unsandboxed=True)).start([prompt], tell=told.append)
-    assert "WITHOUT a sandbox" in told[0]

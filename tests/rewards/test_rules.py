@@ -13,12 +13,12 @@ from tests.rewards.tables import table
 
 
 def score(rule: str, reply: str, gold: Any = None, extra: Any = None, **settings: Any) -> float:
-    found = RULES[rule].score(reply, gold, extra or {}, **settings)
+    result = RULES[rule].score(reply, gold, extra or {}, **settings)
     slow = RULES[rule].slow
-    if found is None and slow is not None:
-        found = slow(reply, gold, extra or {}, **settings)
-    assert found is not None
-    return float(found["score"])
+    if result is None and slow is not None:
+        result = slow(reply, gold, extra or {}, **settings)
+    assert result is not None
+    return float(result["score"])
 
 
 LENGTHS = [
@@ -45,8 +45,8 @@ def test_the_length_limits_come_from_the_row_or_the_setting() -> None:
 
 
 def test_rows_that_cannot_be_scored_say_why() -> None:
-    for rule, gold, words in table(__file__, "cannot score"):
-        with pytest.raises(CannotScore, match=words):
+    for rule, gold, fragment in table(__file__, "cannot score"):
+        with pytest.raises(CannotScore, match=fragment):
             score(rule, "#### 72", gold)
 
 
@@ -80,15 +80,15 @@ OWN_TESTS = ("format", "length", "code")
 
 @pytest.mark.parametrize("rule", [r for r in RULES.values() if r.name not in OWN_TESTS])
 def test_every_rule_says_what_it_extracted(rule: Any) -> None:
-    found = rule.score("#### 1", ["1", "A"][rule.name == "choice"], {})
-    assert found is not None
-    assert "extracted" in found
+    result = rule.score("#### 1", ["1", "A"][rule.name == "choice"], {})
+    assert result is not None
+    assert "extracted" in result
 
 
 def test_routes() -> None:
     for source, rule in table(__file__, "routes"):
-        found = find_rule(source)
-        assert (found and found.name) == rule, source
+        match = find_rule(source)
+        assert (match and match.name) == rule, source
 
 
 def test_known_sources_pass() -> None:

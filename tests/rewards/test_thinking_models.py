@@ -42,16 +42,16 @@ def tokenizer_of(thinker: Thinker) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("thinker", THINKERS, ids=lambda one: one.name)
+@pytest.mark.parametrize("thinker", THINKERS, ids=lambda family: family.name)
 def test_prompt_text_and_lengths_of_a_family(thinker: Thinker, tmp_path: Path) -> None:
     tokenizer, file = tokenizer_of(thinker), tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "Is <think> a tag? 6 * 7 = ?"}))
     end_ids = frozenset({tokenizer.convert_tokens_to_ids(thinker.end)})
     decode = partial(decode_text, tokenizer, end_ids=end_ids)
     for arguments, opened in thinker.opened:
-        found = load_prompts([str(file)], tokenizer, max_prompt_length=500,
+        loaded = load_prompts([str(file)], tokenizer, max_prompt_length=500,
                              template_arguments=arguments)  # fmt: skip
-        assert (arguments, found.prompts[0].opened) == (arguments, opened)
+        assert (arguments, loaded.prompts[0].opened) == (arguments, opened)
     thought = f"{'' if thinker.opened[0][1] else thinker.opening}I think 41.{thinker.closing}"
     parts = [tokenizer(text)["input_ids"] for text in (thought, f"It is 42.{thinker.end}")]
     ids, opened = [*parts[0], *parts[1]], thinker.opened[0][1]
@@ -126,12 +126,12 @@ def test_the_format_is_one_closed_thought_and_an_answer_in_its_tags() -> None:
 def test_lengths_and_open_thoughts_are_metrics() -> None:
     def scored(text: str, tokens: int, thought: int) -> Scored:
         prompt = Prompt("0", "", (), "", (1,), opened="<think>\n")
-        made = Rollout(prompt, 0, tuple(range(tokens)), np.zeros(tokens, np.float32), text, "stop",
-                       thought_tokens=thought)  # fmt: skip
-        return Scored(made, RuleReward(RULES["repetition"]).submit(made).result(5))
+        ids, logprobs = tuple(range(tokens)), np.zeros(tokens, np.float32)
+        sample = Rollout(prompt, 0, ids, logprobs, text, "stop", thought_tokens=thought)
+        return Scored(sample, RuleReward(RULES["repetition"]).submit(sample).result(5))
 
-    found = score_metrics([scored("a</think>4", 9, 6), scored("a a", 12, 12)], "val/")
-    assert {k: v for k, v in found.items() if "thought" in k or "answer_length" in k} == {
+    metrics = score_metrics([scored("a</think>4", 9, 6), scored("a a", 12, 12)], "val/")
+    assert {k: v for k, v in metrics.items() if "thought" in k or "answer_length" in k} == {
         "val/thought/length_mean": 9.0, "val/thought/length_max": 12.0, "val/thought/share": 1.0,
         "val/thought/unclosed_share": 0.5, "val/answer_length/mean": 3.0,
     }  # fmt: skip

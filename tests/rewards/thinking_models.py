@@ -64,29 +64,29 @@ def replies(of: Thinker) -> Iterator[Reply]:
     """Replies of a family, where the prompt opens the thought without its opening mark."""
     opened = of.opened[0][1]
     opening, closing = of.opening, of.closing
-    said = of.framed.format(f"The answer is {RIGHT}\n#### {RIGHT}")
+    answered = of.framed.format(f"The answer is {RIGHT}\n#### {RIGHT}")
 
-    def reply(shape: str, text: str, answer: str = said, *, cut: bool = False) -> Reply:
+    def reply(shape: str, text: str, answer: str = answered, *, cut: bool = False) -> Reply:
         """Written by the model after its own opening mark."""
         return Reply(of, shape, text if opened else opening + text, answer, cut, opened)
 
-    thought, begun = f"{MUSED}{of.aside}", said.partition("\n####")[0]
-    yield reply("closed", f"{thought}{closing}{said}")
-    yield reply("closed, in two parts", f"{thought}\n\n{AGAIN}{closing}{said}")
-    yield reply("closed, nothing thought", f"{closing}{said}")
+    thought, begun = f"{MUSED}{of.aside}", answered.partition("\n####")[0]
+    yield reply("closed", f"{thought}{closing}{answered}")
+    yield reply("closed, in two parts", f"{thought}\n\n{AGAIN}{closing}{answered}")
+    yield reply("closed, nothing thought", f"{closing}{answered}")
     yield reply("closed, no answer", f"{thought}{closing}", "")
     yield reply("closed, the answer cut", f"{thought}{closing}{begun}", begun, cut=True)
     yield reply("open", thought, "")
     yield reply("cut", thought[: len(thought) * 3 // 4], "", cut=True)
     yield reply("cut, nothing thought", "", "", cut=True)
-    yield reply("opened twice", f"{opening}{thought}{closing}{said}")
-    yield reply("names its opening", f"I open with {opening} and go on. {MUSED}{closing}{said}")
+    yield reply("opened twice", f"{opening}{thought}{closing}{answered}")
+    yield reply("names its opening", f"I open with {opening} and go on. {MUSED}{closing}{answered}")
     if "final" not in closing:  # a channel begins where it is named
         yield reply("nested, cut", f"A {opening}{AGAIN}{closing} within. {MUSED}", "", cut=True)
-    yield reply("closed twice", f"{thought}{closing}{AGAIN}{closing}{said}")
-    yield reply("thinks again", f"{thought}{closing}{said}\n{opening}{AGAIN}{closing}")
-    yield reply("thinks again, cut", f"{thought}{closing}{said}\n{opening}{AGAIN}", cut=True)
-    mention = f"{said} (I thought between `{opening.strip()}` marks.)"
+    yield reply("closed twice", f"{thought}{closing}{AGAIN}{closing}{answered}")
+    yield reply("thinks again", f"{thought}{closing}{answered}\n{opening}{AGAIN}{closing}")
+    yield reply("thinks again, cut", f"{thought}{closing}{answered}\n{opening}{AGAIN}", cut=True)
+    mention = f"{answered} (I thought between `{opening.strip()}` marks.)"
     yield reply("the answer names it", f"{thought}{closing}{mention}", mention)
     plain = f"The answer is {RIGHT}"
     yield Reply(of, "no mark at all", plain, "" if opened else plain, opened=opened)

@@ -30,15 +30,15 @@ LIMITS = {"timeout": 8.0, "cpu_seconds": 6, "memory_mb": 256}
 def make_sandbox(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Sandbox]]:
     """Make a sandbox by its name; the test is skipped where it does not start."""
 
-    made: list[Sandbox] = []
+    sandboxes_: list[Sandbox] = []
 
     def make(name: str) -> Sandbox:
         sandbox = KINDS[name]()
-        made.append(sandbox)
+        sandboxes_.append(sandbox)
         fault = "" if name == "none" else find_fault(sandbox)
-        told = f"{name}: not tested, {fault}" if fault else f"{name}: tested"
+        status = f"{name}: not tested, {fault}" if fault else f"{name}: tested"
         # What the end of the session shows.
-        request.node.user_properties.append(("sandbox", told))
+        request.node.user_properties.append(("sandbox", status))
         if "its trial failed" in fault:
             pytest.fail(f"{name}: {fault}")
         if fault:
@@ -46,7 +46,7 @@ def make_sandbox(request: pytest.FixtureRequest) -> Iterator[Callable[[str], San
         return sandbox
 
     yield make
-    for sandbox in made:
+    for sandbox in sandboxes_:
         sandbox.close()
 
 
@@ -72,12 +72,12 @@ def no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def find_marked(token: str) -> list[str]:
     """Return the processes whose environment holds the token."""
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
             if entry.name.isdigit() and token.encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_bytes()[-80:].decode())
-    return found
+                processes.append((entry / "cmdline").read_bytes()[-80:].decode())
+    return processes
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import pytest
 
@@ -44,10 +45,12 @@ OUTSIDE, ENDLESS, TRICKS, FILES = map(read_attacks, ("outside", "endless", "tric
 def _attack_all(attacks: dict[str, tuple[str, str]], run: Callable[[str], Score]) -> list[str]:
     """Return the attacks that were not a 0 for the reason that was due, with what they were."""
     with ThreadPoolExecutor(2) as pool:
-        found = dict(zip(attacks, pool.map(lambda one: run(one[0]), attacks.values()), strict=True))
+        scores = dict(
+            zip(attacks, pool.map(lambda attack: run(attack[0]), attacks.values()), strict=True)
+        )
     return [
         f"{name}: {returned}"
-        for name, returned in found.items()
+        for name, returned in scores.items()
         if (returned.value, returned.failure) != (0.0, "")
         or not re.search(attacks[name][1] or ".", returned.reason)
     ]
@@ -57,7 +60,7 @@ def _attack_all(attacks: dict[str, tuple[str, str]], run: Callable[[str], Score]
 class Outside:
     """The world that must stay as it is, and who listens there."""
 
-    words: dict[str, str]
+    targets: dict[str, str]
     folder: Path
     listeners: list[socket.socket]
 
@@ -76,17 +79,17 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside
     buffer = ctypes.create_string_buffer(b"secrets!")
     with ExitStack() as stack:
         port, name, listeners = listen(stack, str(folder / "socket"))
-        words = {
+        targets = {
             "FOLDER": folder, "HOME": Path.home(),
             "FILES": len(os.listdir(Path.home())), "PID": os.getpid(), "PORT": port,
             "SOCKET": folder / "socket", "ABSTRACT": name, "HARNESS": channel.__file__,
             "ADDRESS": ctypes.addressof(buffer),
         }  # fmt: skip
-        yield Outside({key: str(word) for key, word in words.items()}, folder, listeners)
+        yield Outside({key: str(word) for key, word in targets.items()}, folder, listeners)
 
 
 def _fill(text: str, outside: Outside) -> str:
-    return Template(text).substitute(outside.words)
+    return Template(text).substitute(outside.targets)
 
 
 @pytest.mark.parametrize("name", ["bwrap", "sandlock", "none"])
@@ -94,9 +97,9 @@ def _fill(text: str, outside: Outside) -> str:
 def test_an_honest_answer_gets_its_score(
     name: str, run_code: RunCode, make_sandbox: MakeSandbox
 ) -> None:
-    found = run_code(RIGHT, TESTS, make_sandbox(name))
-    assert (found.value, found.failure, found.reason) == (1.0, "", "")
-    assert (found.info["passed"], found.info["total"], found.info["sandbox"]) == (4, 4, name)
+    score = run_code(RIGHT, TESTS, make_sandbox(name))
+    assert (score.value, score.failure, score.reason) == (1.0, "", "")
+    assert (score.info["passed"], score.info["total"], score.info["sandbox"]) == (4, 4, name)
 
 
 @pytest.mark.parametrize("name", WALLS)
@@ -111,19 +114,17 @@ def test_nothing_gets_out(
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("attacks", "limits"),
+    [(ENDLESS, {"timeout": 1.5, "cpu_seconds": 1}), (TRICKS, {"score": "share", "cpu_seconds": 2})],
+    ids=["endless", "tricks"],
+)
 @pytest.mark.usefixtures("no_trace")
-def test_nothing_goes_on_for_ever(name: str, run_code: RunCode, make_sandbox: MakeSandbox) -> None:
+def test_nothing_goes_on_for_ever_and_no_trick_fools_the_judge(
+    name: str, attacks: Any, limits: Any, run_code: RunCode, make_sandbox: MakeSandbox
+) -> None:
     sandbox = make_sandbox(name)
-    limits = {"timeout": 1.5, "cpu_seconds": 1}
-    assert _attack_all(ENDLESS, lambda code: run_code(code, TESTS, sandbox, **limits)) == []
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.usefixtures("no_trace")
-def test_no_trick_fools_the_judge(name: str, run_code: RunCode, make_sandbox: MakeSandbox) -> None:
-    sandbox = make_sandbox(name)
-    limits = {"score": "share", "cpu_seconds": 2}
-    assert _attack_all(TRICKS, lambda code: run_code(code, TESTS, sandbox, **limits)) == []
+    assert _attack_all(attacks, lambda code: run_code(code, TESTS, sandbox, **limits)) == []
 
 
 @pytest.mark.parametrize("name", WALLS)
@@ -135,25 +136,25 @@ def test_files_break_nothing_and_harm_no_neighbour(
     neighbours: list[Score] = []
 
     def run(code: str) -> Score:
-        found = run_code(code, TESTS, sandbox, timeout=4.0)
+        score = run_code(code, TESTS, sandbox, timeout=4.0)
         neighbours.append(run_code(RIGHT, TESTS, sandbox))
-        return found
+        return score
 
     assert _attack_all(FILES, run) == []
-    assert [one for one in neighbours if one.value != 1.0] == []
+    assert [score for score in neighbours if score.value != 1.0] == []
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="Linux only; a disk takes minutes")
 def test_files_are_counted_where_no_file_system_can_be_made() -> None:
     """A machine that allows no namespaces, as most containers do."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        told = subprocess.run(
+        ended = subprocess.run(
             [sys.executable, str(HERE / "without_namespaces.py")],
             env={**os.environ, "TMPDIR": folder, "PYTHONPATH": str(HERE.parents[2])},
             capture_output=True,
             text=True,
         )
-        assert (told.stdout, told.stderr) == ("", "")
+        assert (ended.stdout, ended.stderr) == ("", "")
         assert os.listdir(folder) == []
 
 

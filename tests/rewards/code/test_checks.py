@@ -70,11 +70,11 @@ def test_what_is_told_is_short() -> None:
 
 
 def test_the_names_that_tests_want_of_a_response() -> None:
-    wanted = dict(table(__file__, "free names"))
-    assert {text: free_names([ast.parse(text)]) for text in wanted} == wanted
+    expected = dict(table(__file__, "free names"))
+    assert {text: free_names([ast.parse(text)]) for text in expected} == expected
     assert free_names([ast.parse("x = f(1)"), ast.parse("assert x == g(2)")]) == ["f", "g"]
 
 
 def test_standard_modules_that_tests_use_without_importing_them() -> None:
-    wanted = dict(table(__file__, "modules"))
-    assert {text: used_modules([ast.parse(text)]) for text in wanted} == wanted
+    expected = dict(table(__file__, "modules"))
+    assert {text: used_modules([ast.parse(text)]) for text in expected} == expected

@@ -25,7 +25,7 @@ def test_the_code_of_a_response(text: str, code: str) -> None:
 def test_long_lines_take_time_in_proportion_to_their_length() -> None:
     slow = []
     for unit in table(__file__, "units"):
-        taken = []
+        times = []
         for length in (20_000, 320_000):
             text = unit * (length // len(unit))
             turns = []
@@ -33,10 +33,10 @@ def test_long_lines_take_time_in_proportion_to_their_length() -> None:
                 start = time.process_time()
                 find_code(text)
                 turns.append(time.process_time() - start)
-            taken.append(min(turns))
+            times.append(min(turns))
         # 16 times as long; were it by the square, 256.
-        if taken[1] > 150 * max(taken[0], 0.001):
-            slow.append((unit, taken))
+        if times[1] > 150 * max(times[0], 0.001):
+            slow.append((unit, times))
     assert slow == []
 
 

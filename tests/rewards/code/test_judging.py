@@ -29,10 +29,10 @@ def counts_of(score: Score) -> tuple[int, int]:
 
 @pytest.mark.usefixtures("no_trace")
 def test_right_answers(run_code: RunCode) -> None:
-    found = run_all(run_code, [(code, truth) for _, code, truth, _ in RIGHT])
+    scores = run_all(run_code, [(code, truth) for _, code, truth, _ in RIGHT])
     wrong = [
         (name, score)
-        for (name, _, _, total), score in zip(RIGHT, found, strict=True)
+        for (name, _, _, total), score in zip(RIGHT, scores, strict=True)
         if (score.value, score.failure, score.reason) != (1.0, "", "")
         or counts_of(score) != (total, total)
     ]
@@ -43,29 +43,29 @@ WRONG = table(__file__, "wrong")
 
 
 def test_wrong_answers(run_code: RunCode) -> None:
-    found = run_all(run_code, [(code, truth) for _, code, truth, *_ in WRONG], score="share")
+    scores = run_all(run_code, [(code, truth) for _, code, truth, *_ in WRONG], score="share")
     wrong = [
         (name, score)
-        for (name, _, _, counts, words), score in zip(WRONG, found, strict=True)
+        for (name, _, _, counts, reason), score in zip(WRONG, scores, strict=True)
         if (score.value, score.failure) != (counts[0] / max(counts[1], 1), "")
         or counts_of(score) != tuple(counts)
-        or words not in score.reason
+        or reason not in score.reason
     ]
     assert wrong == []
     _, code, truth, counts, _ = WRONG[0]
-    whole = run_code(code, truth)
-    assert (whole.value, whole.failure, counts_of(whole)) == (0.0, "", tuple(counts))
+    strict = run_code(code, truth)
+    assert (strict.value, strict.failure, counts_of(strict)) == (0.0, "", tuple(counts))
 
 
 FAULTS = table(__file__, "faults")
 
 
 def test_faults_of_the_row_are_failures(run_code: RunCode) -> None:
-    found = run_all(run_code, [("def f(n): return n", truth) for truth, _ in FAULTS])
+    scores = run_all(run_code, [("def f(n): return n", truth) for truth, _ in FAULTS])
     wrong = [
-        (words, score)
-        for (_, words), score in zip(FAULTS, found, strict=True)
-        if score.value is not None or words not in score.failure
+        (reason, score)
+        for (_, reason), score in zip(FAULTS, scores, strict=True)
+        if score.value is not None or reason not in score.failure
     ]
     assert wrong == []
 
@@ -77,20 +77,9 @@ def test_a_response_computes_nothing_for_the_tests(run_code: RunCode) -> None:
         assert run_code(fake, [test]).value == 0.0
 
 
-def test_a_completion_goes_on_where_the_prompt_stops(run_code: RunCode) -> None:
-    row = {
-        "prompt": "from math import sqrt\ndef root(n):\n    '''Return the root.'''\n",
-        "test": "def check(candidate):\n    assert candidate(9) == 3\n",
-        "entry_point": "root",
-    }
-    for answer in (
-        "    return sqrt(n)\n",
-        "```python\nreturn sqrt(n)\n```",
-        "def root(n): return sqrt(n)",
-        "So:\n```python\nfrom math import sqrt\ndef root(n):\n    return sqrt(n)\n```\nDone.",
-        "    return sqrt(n)\n\ndef other():\nis not needed",
-    ):
-        assert run_code(answer, row).value == 1.0, answer
+@pytest.mark.parametrize(("answer", "row"), table(__file__, "completions"))
+def test_a_completion_continues_the_prompt(answer: str, row: Any, run_code: RunCode) -> None:
+    assert run_code(answer, row).value == 1.0
 
 
 def test_prompts_helpers_serve_tests_and_answers_alike(run_code: RunCode) -> None:
@@ -107,11 +96,11 @@ def test_prompts_helpers_serve_tests_and_answers_alike(run_code: RunCode) -> Non
 
 def test_chance_is_the_same_every_time(run_code: RunCode) -> None:
     code = "import random\ndef f(): return random.random(), list({'a', 'b', 'c', 'd'})"
-    told = {run_code(code, ["assert f() == 1, str(f())"]).reason for _ in range(3)}
+    reasons = {run_code(code, ["assert f() == 1, str(f())"]).reason for _ in range(3)}
     values = {
         run_code(f"{code}\ndef g(): raise ValueError(f())", ["assert g()"]).reason for _ in "ab"
     }
-    assert len(told) == len(values) == 1
+    assert len(reasons) == len(values) == 1
     program = "import random\nprint(random.random())"
     same = {"inputs": ["", ""], "outputs": [str(random.Random(0).random())] * 2}
     assert run_code(program, same).value == 1.0
@@ -127,5 +116,5 @@ def test_some_threads_are_fine(
         "    for one in threads: one.start()\n    for one in threads: one.join()\n    return n"
     )
     assert run_code(code, ["assert f(4) == 4"], make_sandbox(name), processes=4).value == 1.0
-    found = run_code(code, ["assert f(7) == 7"], make_sandbox(name), processes=4)
-    assert (found.value, found.reason) == (0.0, "killed: more than 4 processes and threads")
+    score = run_code(code, ["assert f(7) == 7"], make_sandbox(name), processes=4)
+    assert (score.value, score.reason) == (0.0, "killed: more than 4 processes and threads")

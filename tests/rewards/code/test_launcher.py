@@ -18,21 +18,11 @@ from ppo_cli.records import Score
 from ppo_cli.rewards.code.check import Check
 from ppo_cli.rewards.code.processes import end_process
 from ppo_cli.rewards.code.sandboxes import ENVIRONMENT, ForkedProcess, Sandbox, interpreter
+from tests.rewards.tables import read_blocks
 
 ROOT = Path(__file__).resolve().parents[3]
 SLEEP = "import time; time.sleep(60)"
-TRAINER = """
-import sys, time
-from ppo_cli.config.schema.reward import Code
-from ppo_cli.rewards.code import sandboxes
-from ppo_cli.rewards.code.check import CodePool
-from ppo_cli.rewards.base import Call
-sandboxes.ENVIRONMENT["PPO_TEST_TOKEN"] = sys.argv[1]
-pool = CodePool(Code(sandbox="sandlock", timeout=60), size=2)
-call = Call("code", "import time\\ndef f(n): time.sleep(50)", ["assert f(1)"], {})
-futures = [pool.submit(call, lambda returned: returned) for _ in range(2)]
-time.sleep(90)
-"""
+TRAINER = read_blocks("code/programs")["trainer"]
 
 Start = Callable[[str], ForkedProcess]
 
@@ -45,7 +35,7 @@ def sandlock(make_sandbox: Callable[[str], Sandbox]) -> Sandbox:
 @pytest.fixture
 def start(sandlock: Sandbox, tmp_path: Path) -> Iterator[Start]:
     """Start Python with a text in the sandbox."""
-    made: list[ForkedProcess] = []
+    started: list[ForkedProcess] = []
 
     def run(text: str) -> ForkedProcess:
         folder = tempfile.mkdtemp(dir=tmp_path)
@@ -56,11 +46,11 @@ def start(sandlock: Sandbox, tmp_path: Path) -> Iterator[Start]:
                 folder=folder,
             )
         assert isinstance(process, ForkedProcess)
-        made.append(process)
+        started.append(process)
         return process
 
     yield run
-    for process in made:
+    for process in started:
         process.release()
 
 
@@ -69,7 +59,7 @@ def launcher_of(process: ForkedProcess) -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def await_that(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -106,16 +96,16 @@ def test_how_a_command_ends(text: str, code: int, start: Start) -> None:
 
 
 def test_one_launcher_forks_all_and_hands_them_nothing(start: Start) -> None:
-    one, other = start(SLEEP), start(SLEEP)
-    assert launcher_of(one) == launcher_of(other)
-    assert await_that(lambda: os.getsid(one.pid) == one.pid)
-    assert await_that(lambda: len(children_of(one.pid)) == 1)
-    (command,) = children_of(one.pid)
-    for pid in (one.pid, command):
+    first, other = start(SLEEP), start(SLEEP)
+    assert launcher_of(first) == launcher_of(other)
+    assert await_that(lambda: os.getsid(first.pid) == first.pid)
+    assert await_that(lambda: len(children_of(first.pid)) == 1)
+    (command,) = children_of(first.pid)
+    for pid in (first.pid, command):
         assert await_that(lambda pid=pid: streams_of(pid) == [os.devnull] * 3)
     assert await_that(lambda: os.listdir(f"/proc/{command}/fd") == ["0", "1", "2"])
     with pytest.raises(subprocess.TimeoutExpired):
-        one.wait(0.05)
+        first.wait(0.05)
 
 
 def test_the_number_is_kept_until_the_release(start: Start) -> None:
@@ -187,8 +177,8 @@ def test_who_loses_the_launcher_is_run_again_with_its_own(
     read = Check._read
     monkeypatch.setattr(Check, "_read", kill_launcher)
     code = "import time\ndef f(n):\n    time.sleep(3)\n    return n"
-    found = run_code(code, ["assert f(1)"], sandlock)
-    assert (found.value, found.failure, found.reason) == (score, "", reason)
+    result = run_code(code, ["assert f(1)"], sandlock)
+    assert (result.value, result.failure, result.reason) == (score, "", reason)
     assert len(robbed) == deaths
     assert run_code("def f(n): return n", ["assert f(1)"], sandlock).value == 1.0
 

@@ -18,16 +18,10 @@ import pytest
 
 from ppo_cli.rewards.code.sandboxes import Sandbox
 from tests.rewards.code.attacks import listen, was_called
+from tests.rewards.tables import read_blocks
 
 CORPUS = Path(__file__).parent / "attacks_more.jsonl"
-VICTIM = """
-import signal, time
-for number in range(1, 65):
-    try: signal.signal(number, lambda number, frame: print("signal", number, flush=True))
-    except (OSError, ValueError): pass
-print("ready", flush=True)
-while True: time.sleep(60)
-"""
+VICTIM = read_blocks("code/programs")["victim"]
 ORPHANS_COME_HERE = 36  # PR_SET_CHILD_SUBREAPER
 
 
@@ -62,26 +56,22 @@ class World:
     def list_changes(self) -> list[str]:
         """Return what an attack has reached."""
         assert self.victim.stdout is not None
-        now = self._look()
-        before = self._before
-        changed = [
-            f"{key}: {before[key]}, now {now[key]}" for key in now if now[key] != before[key]
-        ]
-        if heard := self.victim.stdout.read():
-            changed.append(f"the victim got {heard!r}")
-        return changed + [f"{one} was called" for one in self.listeners if was_called(one)]
+        before, now = self._before, self._look()
+        changes = [f"{k}: {before[k]}, now {now[k]}" for k in now if now[k] != before[k]]
+        if signals := self.victim.stdout.read():
+            changes.append(f"the victim got {signals!r}")
+        return changes + [f"{listener} was called" for listener in self.listeners
+                          if was_called(listener)]  # fmt: skip
 
     def _look(self) -> dict[str, Any]:
         process = Path(f"/proc/{self.victim.pid}")
-        told = process.joinpath("stat").read_text().rsplit(")", 1)[1].split()
+        stat = process.joinpath("stat").read_text().rsplit(")", 1)[1].split()
         files = ("limits", "oom_score_adj", "comm", "coredump_filter")
         return {
             **{name: (process / name).read_text() for name in files},
-            "group": told[2],
-            "nice": told[16],
-            "policy": told[38],
+            "group, nice, policy": (stat[2], stat[16], stat[38]),
             "processors": os.sched_getaffinity(self.victim.pid),
-            "folder": sorted((one.name, one.stat()) for one in self.folder.iterdir()),
+            "folder": sorted((path.name, path.stat()) for path in self.folder.iterdir()),
         }
 
 
@@ -97,18 +87,16 @@ def orphans() -> Iterator[Callable[[], list[str]]]:
         # What has been killed may take a moment to end.
         until = time.monotonic() + 30
         while True:
-            left = []
-            for pid in set(children.read_text().split()) - before:
-                if os.waitpid(int(pid), os.WNOHANG)[0] == 0:
-                    left.append(pid)
-            if not left or time.monotonic() > until:
+            started = set(children.read_text().split()) - before
+            orphans_ = [pid for pid in started if os.waitpid(int(pid), os.WNOHANG)[0] == 0]
+            if not orphans_ or time.monotonic() > until:
                 break
             time.sleep(0.1)
-        told = [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
-        for pid in left:
+        commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in orphans_]
+        for pid in orphans_:
             os.kill(int(pid), signal.SIGKILL)
             os.waitpid(int(pid), 0)
-        return told
+        return commands
 
     yield find
     libc.prctl(ORPHANS_COME_HERE, 0, 0, 0, 0)
@@ -144,20 +132,13 @@ def test_no_attack_of_the_corpus_gets_through(
         world = World(tmp_path / "world", stack)
         rows = list(_list_rows(world))
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        command = [
-            sys.executable,
-            "-m",
-            "ppo_cli",
-            "reward",
-            "score",
-            str(source),
-            "--rule",
-            "code",
-        ]
-        command += ["--code_sandbox", name, "--out", str(scored), "reward.code.timeout=3"]
+        options = f"--rule code --code_sandbox {name} --out {scored} reward.code.timeout=3".split()
+        command = [sys.executable, "-m", "ppo_cli", "reward", "score", str(source), *options]
         environment = {**os.environ, "TMPDIR": str(temporary), "ATTACK_SECRET": "ATTACK_SECRET"}
-        told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
-        assert told.returncode == 0, told.stdout + told.stderr
+        ended = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=800
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
         changes = world.list_changes()
     got = [json.loads(line) for line in scored.read_text().splitlines()]
 
@@ -165,10 +146,6 @@ def test_no_attack_of_the_corpus_gets_through(
         right = row["score"] == 1.0
         return right if row["name"] == "honest" else row["score"] == 0 and bool(row["reason"])
 
-    wrong = [
-        f"{row['name']}: {row['score']} {row['failure']} {row['reason']}"
-        for row in got
-        if not as_due(row)
-    ]
+    wrong = [row for row in got if not as_due(row)]
     assert len(got) == len(rows)
     assert (wrong, changes, orphans(), os.listdir(temporary)) == ([], [], [], [])

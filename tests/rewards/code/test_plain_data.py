@@ -77,15 +77,15 @@ def test_subclasses_come_back_as_their_base() -> None:
 
 
 def test_objects_travel_as_numbers() -> None:
-    held: list[Any] = []
+    objects: list[Any] = []
 
     def number_of(value: Any) -> int:
-        held.append(value)
-        return len(held) - 1
+        objects.append(value)
+        return len(objects) - 1
 
     thing = object()
     data = encode([1, thing], number_of)
-    assert decode(data, lambda number: held[number]) == [1, thing]
+    assert decode(data, lambda number: objects[number]) == [1, thing]
     with pytest.raises(Malformed):
         decode(data, refuse_number)
 
@@ -94,8 +94,8 @@ def test_what_is_too_large_or_too_deep_is_refused() -> None:
     deep: list[Any] = []
     for _ in range(200):
         deep = [deep]
-    for value, words in ((deep, "deep"), ("x" * (9 << 20), "MB"), ([0] * 10**7, "MB")):
-        with pytest.raises(NotTransferable, match=words):
+    for value, fragment in ((deep, "deep"), ("x" * (9 << 20), "MB"), ([0] * 10**7, "MB")):
+        with pytest.raises(NotTransferable, match=fragment):
             encode(value, refuse_object)
     with pytest.raises(Malformed, match="deep"):
         decode(b"l\x01\0\0\0" * 1000 + b"N", refuse_number)

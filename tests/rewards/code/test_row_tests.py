@@ -31,9 +31,9 @@ def test_the_keys_of_the_first_argument_are_numbers_again() -> None:
     assert tests == RowTests("calls", "f", "def f(a, b):\n", pairs=(([{1: 2}, 3], [4]),))
 
 
-@pytest.mark.parametrize(("truth", "words"), table(__file__, "no tests"))
-def test_rows_without_tests_are_told(truth: Any, words: str) -> None:
-    with pytest.raises(CannotScore, match=words):
+@pytest.mark.parametrize(("truth", "fragment"), table(__file__, "no tests"))
+def test_rows_without_tests_are_told(truth: Any, fragment: str) -> None:
+    with pytest.raises(CannotScore, match=fragment):
         read_tests(truth, None)
 
 

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.schema.reward import Code
+from ppo_cli.config.schema.reward import Reward as Settings
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, Rollout
 from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.code.sandboxes import Sandbox
 from ppo_cli.rewards.function import RuleReward
+from ppo_cli.rewards.registry import build_reward
 from ppo_cli.rewards.rules import RULES
 
 MakeRollout = Callable[..., Rollout]
@@ -27,15 +29,15 @@ PATIENCE = 90
 
 @pytest.fixture
 def make_reward(any_sandbox: Sandbox) -> Iterator[MakeReward]:
-    made: list[RuleReward] = []
+    rewards: list[RuleReward] = []
 
     def make(**settings: Any) -> RuleReward:
         code = Code(allow_unsandboxed=any_sandbox.name == "none", **settings)
-        made.append(RuleReward(RULES["code"], code=code))
-        return made[-1]
+        rewards.append(RuleReward(RULES["code"], code=code))
+        return rewards[-1]
 
     yield make
-    for reward in made:
+    for reward in rewards:
         reward.close()
 
 
@@ -43,15 +45,15 @@ def test_scores_with_its_parts_and_facts(
     make_reward: MakeReward, rollout: MakeRollout, any_sandbox: Sandbox
 ) -> None:
     reward = make_reward()
-    one = rollout("def f(n): return n + 1", TESTS, "mbpp")
-    reward.start([one.prompt])
-    score = reward.submit(one).result(PATIENCE)
+    right = rollout("def f(n): return n + 1", TESTS, "mbpp")
+    reward.start([right.prompt])
+    score = reward.submit(right).result(PATIENCE)
     assert (score.value, score.reason, score.parts) == (1.0, "", {"code": Part(1.0, 1.0)})
     assert score.info == {
         "rule": "code", "extracted": "def f(n): return n + 1", "code_chars": 22,
         "sandbox": any_sandbox.name, "passed": 2, "total": 2,
     }  # fmt: skip
-    assert reward.submit(one).result(PATIENCE) == score
+    assert reward.submit(right).result(PATIENCE) == score
     json.dumps(asdict(score))
 
 
@@ -87,18 +89,22 @@ def test_without_a_sandbox_the_start_is_refused(
     monkeypatch: pytest.MonkeyPatch, rollout: MakeRollout
 ) -> None:
     monkeypatch.setattr(sandboxes, "find_fault", lambda sandbox: "it is not there")
-    prompt = rollout("", TESTS).prompt
-    reward = RuleReward(RULES["code"])
+    prompt = rollout("", TESTS, "mbpp").prompt
     with pytest.raises(RewardError) as caught:
-        reward.start([prompt])
-    for words in ("bwrap: it is not there", "sandlock: it", "apt-get install", "allow_unsandboxed"):
-        assert words in str(caught.value)
+        RuleReward().start([prompt])
+    for fragment in (
+        "bwrap: it is not there",
+        "sandlock: it",
+        "apt-get install",
+        "allow_unsandboxed",
+    ):
+        assert fragment in str(caught.value)
     RuleReward().start([rollout("", "72").prompt])
-    told: list[str] = []
-    allowed = RuleReward(RULES["code"], code=Code(allow_unsandboxed=True))
-    allowed.start([prompt], tell=told.append)
-    assert "WITHOUT a sandbox" in told[0]
-    score = allowed.submit(rollout("def f(n): return n + 1", TESTS)).result(PATIENCE)
+    lines: list[str] = []
+    allowed = build_reward(Settings(code=Code(allow_unsandboxed=True)), sources={"mbpp"})
+    allowed.start([prompt], tell=lines.append)
+    assert "WITHOUT a sandbox" in lines[0]
+    score = allowed.submit(rollout("def f(n): return n + 1", TESTS, "mbpp")).result(PATIENCE)
     assert (score.value, score.info["sandbox"]) == (1.0, "none")
     allowed.close()
 
@@ -123,17 +129,19 @@ def test_limits_are_those_that_were_set(make_reward: MakeReward, rollout: MakeRo
     right = "    return n + 1"
     asleep = f"import time\ndef f(n):\n    time.sleep(8)\n{right}"
     flood = f"import os\ndef f(n):\n    os.write(1, bytes(2**19))\n{right}"
-    reward = make_reward(timeout=2, cpu_seconds=60, output_kb=100)
-    slow, loud = (reward.submit(rollout(reply, TESTS[:1])) for reply in (asleep, flood))
-    assert (slow.result(PATIENCE).value, slow.result().reason) == (0.0, "timed out after 2 s")
-    assert (loud.result(PATIENCE).value, loud.result().reason) == (
-        0.0, "wrote more than 100 KB of output",
-    )  # fmt: skip
-    patient = make_reward(timeout=60, cpu_seconds=2, output_kb=600)
     busy = f"def f(n):\n    while True: pass\n{right}"
-    found = [patient.submit(rollout(reply, TESTS[:1])) for reply in (asleep, flood, busy)]
-    assert [one.result(PATIENCE).value for one in found] == [1.0, 1.0, 0.0]
-    assert found[2].result().reason == "killed: computed for more than 2 s"
+    strict = make_reward(timeout=2, cpu_seconds=60, output_kb=100)
+    patient = make_reward(timeout=60, cpu_seconds=2, output_kb=600)
+    futures = {
+        (reply, reward): reward.submit(rollout(reply, TESTS[:1]))
+        for reply, reward in ((asleep, strict), (flood, strict), (asleep, patient),
+                              (flood, patient), (busy, patient))
+    }  # fmt: skip
+    scores = [future.result(PATIENCE) for future in futures.values()]
+    assert [(score.value, score.reason) for score in scores] == [
+        (0.0, "timed out after 2 s"), (0.0, "wrote more than 100 KB of output"), (1.0, ""),
+        (1.0, ""), (0.0, "killed: computed for more than 2 s"),
+    ]  # fmt: skip
 
 
 def test_a_response_may_not_take_more_than_the_address_space(

@@ -51,14 +51,16 @@ def main() -> None:
             return pool.submit(call, lambda returned: returned)  # type: ignore
 
         attacks = read_attacks("files")
-        found = {
-            name: (submit(Call("code", code, TESTS, {})), submit(RIGHT), words)
-            for name, (code, words) in attacks.items()
+        futures = {
+            name: (submit(Call("code", code, TESTS, {})), submit(RIGHT), reason)
+            for name, (code, reason) in attacks.items()
         }
-        for name, (attack, honest, words) in found.items():
-            one, other = attack.result(), honest.result()
-            if (one.value, one.failure) != (0.0, "") or not re.search(words, one.reason):
-                print(f"{name}: {one}")
+        for name, (attack, honest, reason) in futures.items():
+            attacked, other = attack.result(), honest.result()
+            if (attacked.value, attacked.failure) != (0.0, "") or not re.search(
+                reason, attacked.reason
+            ):
+                print(f"{name}: {attacked}")
             if other.value != 1.0:
                 print(f"beside {name}: {other}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.rewards.models.base import LoadedModel, Scores
+from tests.rewards.tables import read_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -31,183 +33,131 @@ def _products_as_in_a_process_of_its_own() -> None:
     set_matmul_library("blas")
 
 
-CORPUS = [
-    "What is the capital of France? The capital of France is Paris. How can I boil an egg?",
-    "Is 17 a prime number? Yes: nothing but 1 and 17 divides it. user assistant system Human",
-    "a b c d e f g h i j k l m n o p q r s t u v w x y z 0 1 2 3 4 5 6 7 8 9 + - = . , : ; ! ? ' (",
-    'A B C D E F G H I J K L M N O P Q R S T U V W X Y Z < > | / [ ] { } _ " ) * # @ ~ & % $ ^ \\',
-] * 3
+CORPUS = read_blocks("models/templates")["corpus"].splitlines() * 3
 
-LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}"
-    "<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+LLAMA3, CHATML, LLAMA2 = (
+    json.loads(read_blocks("models/templates")[name]) for name in ("llama3", "chatml", "llama2")
 )
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' %}<think>\n\n</think>\n\n"
-    "{{ m['content'].split('</think>')[-1].lstrip('\n') }}"
-    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
-)
-LLAMA2 = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
-    "[INST] {{ m['content'].strip() }} [/INST]{% else %} {{ m['content'].strip() }}</s>{% endif %}"
-    "{% endfor %}"
-)
+
+
+def trained(
+    model: Any, before: Any, decoder: Any, trainer: Any, normaliser: Any = None, texts: Any = CORPUS
+) -> Tokenizer:
+    built = Tokenizer(model)
+    built.pre_tokenizer, built.decoder = before, decoder
+    if normaliser is not None:
+        built.normalizer = normaliser
+    built.train_from_iterator(texts, trainer)
+    return built
 
 
 def byte_level(specials: list[str], template: str | None, **names: Any) -> Any:
     """A byte-level BPE, as Llama 3 and Qwen have."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    )
-    made.add_special_tokens(specials)
-    return wrapped(made, template, **names)
+    before, alphabet = pre_tokenizers.ByteLevel(False), pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    built = trained(models.BPE(), before, decoders.ByteLevel(), trainer)
+    built.add_special_tokens(specials)
+    return wrapped(built, template, **names)
 
 
 def llama3() -> Any:
     specials = ["<|begin|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|pad|>"]
-    made = byte_level(
+    built = byte_level(
         specials, LLAMA3, bos_token="<|begin|>", eos_token="<|eot_id|>", pad_token="<|pad|>"
     )
-    bos = ("<|begin|>", made.convert_tokens_to_ids("<|begin|>"))
-    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+    bos = ("<|begin|>", built.convert_tokens_to_ids("<|begin|>"))
+    built.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", pair="<|begin|> $A <|begin|> $B", special_tokens=[bos]
     )
-    return made
+    return built
 
 
 def chatml() -> Any:
     """Turn marks that are added but not declared special, and reasoning marks."""
-    made = byte_level(["<|end|>"], CHATML, eos_token="<|end|>", pad_token="<|end|>")
-    plain = [
-        AddedToken(word, special=False, normalized=False)
-        for word in ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
-    ]
-    made.add_tokens(plain)
-    return made
+    built = byte_level(["<|end|>"], CHATML, eos_token="<|end|>", pad_token="<|end|>")
+    texts = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+    built.add_tokens([AddedToken(word, special=False, normalized=False) for word in texts])
+    return built
 
 
 def eating() -> Any:
-    """Control words that swallow the white space behind them, as Phi 3 has."""
-    made = byte_level(["<s>"], None, bos_token="<s>", eos_token="<s>", pad_token="<s>")
-    words = ("<|user|>", "<|assistant|>", "<|end|>")
-    made.add_special_tokens(
-        {
-            "additional_special_tokens": [
-                AddedToken(word, rstrip=True, special=True, normalized=False) for word in words
-            ]
-        }
-    )
-    made.chat_template = (
-        "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
-    )
-    return made
+    """Control words that include the white space behind them, as Phi 3 has."""
+    template = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    built = byte_level(["<s>"], template, bos_token="<s>", eos_token="<s>", pad_token="<s>")
+    texts = ("<|user|>", "<|assistant|>", "<|end|>")
+    tokens = [AddedToken(word, rstrip=True, special=True, normalized=False) for word in texts]
+    built.add_special_tokens({"additional_special_tokens": tokens})
+    return built
 
 
 def metaspace(scheme: str) -> Any:
     """A sentence-piece BPE with bytes, as Llama 2 has; "always" is its older way with spaces."""
-    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    specials = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    made.train_from_iterator(
-        [word for line in CORPUS for word in line.split()],
-        trainers.BpeTrainer(vocab_size=600, special_tokens=specials[:3], show_progress=False),
+    specials = ["<unk>", "<s>", "</s>"]
+    built = trained(
+        models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True),
+        pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False),
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+        trainers.BpeTrainer(vocab_size=600, special_tokens=specials, show_progress=False),
+        texts=[word for line in CORPUS for word in line.split()],
     )
     # Bytes are pieces of the model, not control words.
-    told = json.loads(made.to_str())
-    vocab = told["model"]["vocab"]
-    for word in specials[3:]:
-        vocab.setdefault(word, len(vocab))
-    made = Tokenizer.from_str(json.dumps(told))
-    made.post_processor = processors.TemplateProcessing(
+    state = json.loads(built.to_str())
+    vocab = state["model"]["vocab"]
+    for i in range(256):
+        vocab.setdefault(f"<0x{i:02X}>", len(vocab))
+    built = Tokenizer.from_str(json.dumps(state))
+    built.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", vocab["<s>"])]
     )
-    return wrapped(
-        made, LLAMA2, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<unk>"
-    )
+    names = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<unk>"}
+    return wrapped(built, LLAMA2, **{f"{name}_token": word for name, word in names.items()})
+
+
+PAIR_TOKENS: Any = {"special_tokens": ["[PAD]", "[CLS]", "[SEP]", "[UNK]"], "show_progress": False}
 
 
 def unigram() -> Any:
     """A normalising unigram model that reads pairs, as DeBERTa v3 has."""
-    made = Tokenizer(models.Unigram())
-    made.normalizer = normalizers.NFKC()
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
-    specials = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
-    made.train_from_iterator(
-        CORPUS,
-        trainers.UnigramTrainer(
-            vocab_size=200, special_tokens=specials, unk_token="[UNK]", show_progress=False
-        ),
-    )
-    return wrapped(made, None, pair=True)
+    trainer = trainers.UnigramTrainer(vocab_size=200, unk_token="[UNK]", **PAIR_TOKENS)
+    before, decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    built = trained(models.Unigram(), before, decoder, trainer, normalizers.NFKC())
+    return wrapped(built, None, pair=True)
 
 
 def word_piece() -> Any:
     """A lower-casing word-piece model that reads pairs, as BERT has."""
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer(lowercase=True)
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece()
-    made.train_from_iterator(
-        CORPUS,
-        trainers.WordPieceTrainer(
-            vocab_size=300, special_tokens=["[PAD]", "[CLS]", "[SEP]", "[UNK]"], show_progress=False
-        ),
+    trainer = trainers.WordPieceTrainer(vocab_size=300, **PAIR_TOKENS)
+    before, normaliser = pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()
+    model = models.WordPiece(unk_token="[UNK]")
+    return wrapped(
+        trained(model, before, decoders.WordPiece(), trainer, normaliser), None, pair=True
     )
-    return wrapped(made, None, pair=True)
 
 
-def wrapped(made: Tokenizer, template: str | None, *, pair: bool = False, **names: Any) -> Any:
+def wrapped(built: Tokenizer, template: str | None, *, pair: bool = False, **names: Any) -> Any:
     if pair:
-        marks = [(word, made.token_to_id(word)) for word in ("[CLS]", "[SEP]")]
-        made.post_processor = processors.TemplateProcessing(
+        marks = [(word, built.token_to_id(word)) for word in ("[CLS]", "[SEP]")]
+        built.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=marks
         )
         names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "unk")}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"]
-        if pair
-        else ["input_ids", "attention_mask"],
-        **names,
+    inputs = ["input_ids", *["token_type_ids"] * pair, "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=built, model_input_names=inputs, chat_template=template, **names
     )
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 MAKERS: dict[str, Callable[[], Any]] = {
-    "llama3": llama3,
-    "chatml": chatml,
-    "eating": eating,
-    "llama2": lambda: metaspace("first"),
-    "llama2_legacy": lambda: metaspace("always"),
-    "unigram": unigram,
+    "llama3": llama3, "chatml": chatml, "eating": eating, "unigram": unigram,
+    "llama2": lambda: metaspace("first"), "llama2_legacy": lambda: metaspace("always"),
     "word_piece": word_piece,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Callable[[str], Any]:
     """Build each tokenizer once."""
-    built: dict[str, Any] = {}
-
-    def get(kind: str) -> Any:
-        if kind not in built:
-            built[kind] = MAKERS[kind]()
-        return built[kind]
-
-    return get
+    return cache(lambda kind: MAKERS[kind]())
 
 
 class Transformer(nn.Module):
@@ -243,9 +193,9 @@ def loaded(tokenizer: Callable[[str], Any]) -> Callable[..., LoadedModel]:
     def make(
         kind: str = "llama3", adapter: str = "seqcls", network: Any = None, max_length: int = 512
     ) -> LoadedModel:
-        words = tokenizer(kind)
-        net = network or Pooled(Transformer(len(words)))
-        pad = words.pad_token_id
-        return LoadedModel(adapter, "made for a test", net, words, max_length, pad)
+        reader = tokenizer(kind)
+        net = network or Pooled(Transformer(len(reader)))
+        pad = reader.pad_token_id
+        return LoadedModel(adapter, "made for a test", net, reader, max_length, pad)
 
     return make

@@ -16,14 +16,14 @@ SECONDS = 120.0
 
 def serve(link: Connection, factory: bytes) -> None:
     """Make the object and answer calls until there are no more."""
-    made = pickle.loads(factory)()
-    while (asked := link.recv()) is not None:
-        method, args = asked
+    target = pickle.loads(factory)()
+    while (request := link.recv()) is not None:
+        method, args = request
         try:
-            link.send((getattr(made, method)(*args), None))
+            link.send((getattr(target, method)(*args), None))
         except PpoError as error:
             link.send((None, error))
-    made.close()
+    target.close()
 
 
 class Spawned:
@@ -31,12 +31,12 @@ class Spawned:
 
     def __init__(self, factory: Callable[[], Any], name: str = "") -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._link, theirs = spawn.Pipe()
+        self._link, worker_end = spawn.Pipe()
         self.process = spawn.Process(
-            target=serve, args=(theirs, pickle.dumps(factory)), name=name, daemon=True
+            target=serve, args=(worker_end, pickle.dumps(factory)), name=name, daemon=True
         )
         self.process.start()
-        theirs.close()
+        worker_end.close()
         self.seems_alive = False  # until its next call: a cluster does not notice at once
         self._closed = False
 

@@ -74,20 +74,20 @@ def test_padding_is_right_and_typed() -> None:
 def test_out_of_memory_halves_the_batch_and_goes_on(error: type[Exception]) -> None:
     network, budget = Small(20, error), Budget(64)
     samples = samples_of(8, 8, 8, 8, 4, 4, 4, 4, 4)
-    found = list(score_batches(loaded_with(network), samples, budget))
-    assert [i for batch in found for i in batch.indices] == list(range(9))
-    scores = [row.score for batch in found for row in batch.rows]
+    batches = list(score_batches(loaded_with(network), samples, budget))
+    assert [i for batch in batches for i in batch.indices] == list(range(9))
+    scores = [row.score for batch in batches for row in batch.rows]
     assert scores == [36.0] * 4 + [10.0] * 5
     assert budget.tokens == 16
     assert network.shapes == [(2, 8), (2, 8), (4, 4), (1, 4)]
-    assert [(batch.tokens, batch.padded) for batch in found] == [(16, 16)] * 3 + [(4, 4)]
+    assert [(batch.tokens, batch.padded) for batch in batches] == [(16, 16)] * 3 + [(4, 4)]
 
 
 def test_a_later_batch_that_does_not_fit_is_halved_in_its_place() -> None:
     network, budget = Small(10), Budget(12)
-    found = list(score_batches(loaded_with(network), samples_of(10, 4, 4, 4), budget))
-    assert [i for batch in found for i in batch.indices] == [0, 1, 2, 3]
-    assert [row.score for batch in found for row in batch.rows] == [55.0, 10.0, 10.0, 10.0]
+    batches = list(score_batches(loaded_with(network), samples_of(10, 4, 4, 4), budget))
+    assert [i for batch in batches for i in batch.indices] == [0, 1, 2, 3]
+    assert [row.score for batch in batches for row in batch.rows] == [55.0, 10.0, 10.0, 10.0]
     assert network.shapes == [(1, 10), (1, 4), (1, 4), (1, 4)]
 
 

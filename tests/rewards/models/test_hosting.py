@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,11 +17,12 @@ from torch import Tensor
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import ModelError, RewardError, WorkerLost
-from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import Factory, Host, InProcess
 from ppo_cli.rewards.mixture import CompositeReward
 from ppo_cli.rewards.models.base import LoadedModel, Scores
 from ppo_cli.rewards.models.local import LocalModelReward
+from tests.rewards.models.rounds import Answering, rollouts_of, wait_until
 from tests.rewards.models.spawned import Spawned
 from tests.rewards.models.twins import armorm_twin
 from tests.rewards.scoring import score_all
@@ -32,27 +31,8 @@ Make = Callable[..., LoadedModel]
 RewardOf = Callable[..., LocalModelReward]
 
 
-def rollouts_of(count: int, seed: int = 3) -> list[Rollout]:
-    words, made = random.Random(seed), []
-    for i in range(count):
-        question = "Why is the sky blue? " * (i % 3 + 1)
-        messages = ({"role": "user", "content": question},)
-        prompt = Prompt(f"row-{i // 2}", question, messages, question, (1,), ground_truth=str(i))
-        text = "".join(words.choices("abc def. ", k=words.randrange(1, 60)))
-        made.append(Rollout(prompt, i % 2, (1,), np.zeros(1, np.float32), text, "stop"))
-    return made
-
-
 def submit_all(reward: LocalModelReward, rollouts: Sequence[Rollout]) -> list[Future[Score]]:
     return [reward.submit(rollout) for rollout in rollouts]
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if reached():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it did not happen")
 
 
 class Posted(InProcess):
@@ -76,7 +56,7 @@ def _post(thing: Any) -> Any:
 class Frail(InProcess):
     """A host that can be lost: in a call that was named, or with the cluster under it."""
 
-    made: ClassVar[list[Frail]] = []
+    hosts: ClassVar[list[Frail]] = []
 
     def __init__(self, factory: Factory) -> None:
         super().__init__(factory)
@@ -96,26 +76,25 @@ class Frail(InProcess):
 
 
 def frail(factory: Factory, name: str) -> Frail:
-    Frail.made.append(Frail(factory))
-    return Frail.made[-1]
+    Frail.hosts.append(Frail(factory))
+    return Frail.hosts[-1]
 
 
 @pytest.fixture
 def reward_of(loaded: Make) -> Iterator[RewardOf]:
     """Build rewards around a small model; all of them are closed in the end, and their hosts."""
-    built: list[LocalModelReward] = []
-    Frail.made.clear()
+    with ExitStack() as stack:
+        Frail.hosts.clear()
 
-    def make(host: Any = InProcess, network: Any = None, **settings: Any) -> LocalModelReward:
-        model = loaded(network=network)
-        asked = ModelReward(path="made/model", **{"self_test": "off", **settings})
-        built.append(LocalModelReward(asked, load=lambda _: model, host=host))
-        return built[-1]
+        def make(host: Any = InProcess, answer: Any = None, **settings: Any) -> LocalModelReward:
+            model = loaded(network=answer and Answering(answer))
+            fields = ModelReward(path="made/model", **{"self_test": "off", **settings})
+            reward = LocalModelReward(fields, load=lambda _: model, host=host)
+            stack.callback(reward.close)
+            return reward
 
-    yield make
-    for reward in built:
-        reward.close()
-    assert not any(host.alive for host in Frail.made)
+        yield make
+    assert not any(host.alive for host in Frail.hosts)
 
 
 def test_the_same_scores_in_a_process_of_its_own_and_after_it_was_lost(tmp_path: Path) -> None:
@@ -132,36 +111,36 @@ def test_the_same_scores_in_a_process_of_its_own_and_after_it_was_lost(tmp_path:
         hosts.append(InProcess(factory) if hosts else Spawned(factory, f"reward {name}"))
         return hosts[-1]
 
-    here, there = LocalModelReward(settings), LocalModelReward(settings, host=host)
+    local, remote = LocalModelReward(settings), LocalModelReward(settings, host=host)
     try:
-        told: tuple[list[str], list[str]] = ([], [])
-        here.start([r.prompt for r in rollouts], tell=told[0].append)
-        there.start([r.prompt for r in rollouts], tell=told[1].append)
-        assert told[0] == told[1]
-        assert len(told[0]) == 2
+        lines: tuple[list[str], list[str]] = ([], [])
+        local.start([r.prompt for r in rollouts], tell=lines[0].append)
+        remote.start([r.prompt for r in rollouts], tell=lines[1].append)
+        assert lines[0] == lines[1]
+        assert len(lines[0]) == 2
         for _ in range(2):
-            expected, found = score_all(here, rollouts), score_all(there, rollouts)
-            assert found == expected
-            assert found[-1].value is None
-            assert len({score.value for score in found}) > 8
-            assert _steady(there) == _steady(here)
+            expected, scores = score_all(local, rollouts), score_all(remote, rollouts)
+            assert scores == expected
+            assert scores[-1].value is None
+            assert len({score.value for score in scores}) > 8
+            assert _steady(remote) == _steady(local)
         # Told that there is no batch left, the round lets go of its host.
-        wait_until(lambda: not there._rounds)
-        futures = submit_all(there, rollouts)
+        wait_until(lambda: not remote._rounds)
+        futures = submit_all(remote, rollouts)
         spawned = hosts[0]
         assert isinstance(spawned, Spawned)
         spawned.seems_alive = True
         spawned.process.kill()
         spawned.process.join(10)
-        there.end_round()
+        remote.end_round()
         for future in futures:
             with pytest.raises(WorkerLost, match="reward model died in begin"):
                 future.result(timeout=60)
-        assert score_all(there, rollouts) == expected
+        assert score_all(remote, rollouts) == expected
         assert len(hosts) == 2
     finally:
-        here.close()
-        there.close()
+        local.close()
+        remote.close()
     assert not any(host.alive for host in hosts)
 
 
@@ -180,25 +159,18 @@ def test_what_goes_wrong_there_comes_out_here_as_itself() -> None:
     )
     with pytest.raises(ModelError, match="no such model"):
         reward.start([])
-    future = reward.submit(rollouts_of(1)[0])
-    reward.end_round()
     with pytest.raises(ModelError, match="no such model"):
-        future.result(timeout=300)
+        score_all(reward, rollouts_of(1))
     reward.close()
 
 
 def test_a_network_that_breaks_there_is_named_here(reward_of: RewardOf) -> None:
-    class Broken:
-        module = torch.nn.Linear(1, 1)
+    def break_(ids: Tensor, mask: Tensor) -> Scores:
+        raise IndexError("index 7 is out of range")
 
-        def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids: Any = None) -> Scores:
-            raise IndexError("index 7 is out of range")
-
-    reward = reward_of(lambda factory, _: Posted(factory), Broken())
-    future = reward.submit(rollouts_of(1)[0])
-    reward.end_round()
+    reward = reward_of(lambda factory, _: Posted(factory), break_)
     with pytest.raises(RewardError, match=r"made/model failed while scoring: IndexError: index 7"):
-        future.result(timeout=300)
+        score_all(reward, rollouts_of(1))
 
 
 @pytest.mark.parametrize("method", ["begin", "next_batch"])
@@ -209,48 +181,45 @@ def test_a_lost_host_stops_its_round_and_the_next_round_has_a_new_one(
     expected = score_all(reward_of(), rollouts)
     reward = reward_of(frail)
     assert score_all(reward, rollouts) == expected
-    Frail.made[0].dies_in = method
+    Frail.hosts[0].dies_in = method
     futures = submit_all(reward, rollouts)
     reward.end_round()
     for future in futures:
         with pytest.raises(WorkerLost, match=f"died in {method}"):
             future.result(timeout=300)
     assert score_all(reward, rollouts) == expected
-    assert len(Frail.made) == 2
-    assert not Frail.made[0].alive
+    assert len(Frail.hosts) == 2
+    assert not Frail.hosts[0].alive
 
 
 def test_a_host_that_went_with_its_cluster_is_no_second_loss(reward_of: RewardOf) -> None:
     rollouts = rollouts_of(8)
     reward = reward_of(frail)
     expected = score_all(reward, rollouts)
-    Frail.made[0].cluster_is_there = False
+    Frail.hosts[0].cluster_is_there = False
     assert score_all(reward, rollouts) == expected
-    assert len(Frail.made) == 2
-    assert Frail.made[0].methods[-1] == "next_batch"
+    assert len(Frail.hosts) == 2
+    assert Frail.hosts[0].methods[-1] == "next_batch"
 
 
 def test_a_new_host_has_the_batches_of_the_lost_one(reward_of: RewardOf) -> None:
     """A budget that running out of memory has lowered holds there too."""
+    sizes: list[int] = []
 
-    class Small:
-        module = torch.nn.Linear(1, 1)
-        sizes: ClassVar[list[int]] = []
+    def answer(ids: Tensor, mask: Tensor) -> Scores:
+        sizes.append(len(ids))
+        if len(ids) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Scores(mask.sum(1).float())
 
-        def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids: Any = None) -> Scores:
-            self.sizes.append(len(ids_BL))
-            if len(ids_BL) > 3:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return Scores(mask_BL.sum(1).float())
-
-    reward = reward_of(frail, Small())
+    reward = reward_of(frail, answer)
     score_all(reward, rollouts_of(12))
     state = reward.state_dict()
-    assert max(Small.sizes) > 3
-    Frail.made[0].cluster_is_there = False
-    Small.sizes.clear()
+    assert max(sizes) > 3
+    Frail.hosts[0].cluster_is_there = False
+    sizes.clear()
     score_all(reward, rollouts_of(12))
-    assert max(Small.sizes) <= 3
+    assert max(sizes) <= 3
     assert reward.state_dict() == state
 
 
@@ -268,24 +237,21 @@ def test_a_step_that_is_taken_again_stands_in_batches_of_its_own(reward_of: Rewa
             future.result(timeout=1)
 
 
-def test_a_round_that_was_given_up_is_not_scored_to_its_end(reward_of: RewardOf) -> None:
-    begun, extend_rollout, sizes = Event(), Event(), []
+def test_a_cancelled_round_is_not_scored_to_its_end(reward_of: RewardOf) -> None:
+    started, proceed, sizes = Event(), Event(), []
 
-    class Slow:
-        module = torch.nn.Linear(1, 1)
+    def answer(ids: Tensor, mask: Tensor) -> Scores:
+        sizes.append(len(ids))
+        started.set()
+        assert proceed.wait(10)
+        return Scores(mask.sum(1).float())
 
-        def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids: Any = None) -> Scores:
-            sizes.append(len(ids_BL))
-            begun.set()
-            assert extend_rollout.wait(10)
-            return Scores(mask_BL.sum(1).float())
-
-    reward = reward_of(network=Slow(), batch_tokens=16)
+    reward = reward_of(answer=answer, batch_tokens=16)
     futures = submit_all(reward, rollouts_of(6))
     reward.end_round()
-    assert begun.wait(10)
+    assert started.wait(10)
     reward.load_state_dict({})
-    extend_rollout.set()
+    proceed.set()
     assert all(future.cancelled() for future in futures)
     assert len(score_all(reward, rollouts_of(3))) == 3
     assert len(sizes) == 1 + 3
@@ -298,9 +264,7 @@ def test_a_mixture_that_takes_a_step_again_forgets_the_first_time(reward_of: Rew
         return CompositeReward([(p, reward_of(batch_tokens=200)) for p in parts])
 
     def values(reward: CompositeReward) -> list[float | None]:
-        futures = [reward.submit(rollout) for rollout in rollouts_of(10)]
-        reward.end_round()
-        return [future.result(timeout=300).value for future in futures]
+        return [score.value for score in score_all(reward, rollouts_of(10))]
 
     calm, stopped = mixture(), mixture()
     expected = [values(calm) for _ in range(2)]

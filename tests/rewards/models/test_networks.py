@@ -5,17 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    BertForSequenceClassification,
-    GPT2ForSequenceClassification,
-    RobertaForSequenceClassification,
-)
 
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.rewards.models.base import LoadedModel
@@ -23,7 +19,7 @@ from ppo_cli.rewards.models.heads import load_reward_model
 from tests.rewards.models import straight as plain
 from tests.rewards.models import twins
 from tests.rewards.models.twin_tokenizers import llama3_tokenizer
-from tests.rewards.models.twins import DebertaV2ForSequenceClassification
+from tests.rewards.tables import table
 
 HEADER = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 HEADER_IDS: list[int] = llama3_tokenizer()(HEADER, add_special_tokens=False)["input_ids"]
@@ -39,52 +35,21 @@ class Case:
     options: dict[str, Any]
 
 
-def linear(prefix: str, head: str) -> Callable[[Path], plain.Straight]:
-    return lambda folder: plain.last_linear(folder, prefix, head)
+def reference(kind: list[Any], folder: Path) -> plain.Straight:
+    """The straight computation that a row of the table names."""
+    what, *arguments = kind
+    if what == "armorm":
+        return plain.armorm(folder, HEADER_IDS)
+    if what == "linear":
+        return plain.last_linear(folder, *arguments)
+    name, types = arguments
+    return plain.own_class(folder, getattr(twins, name), types=types)
 
 
-def own(kind: Any, *, types: bool = False) -> Callable[[Path], plain.Straight]:
-    return lambda folder: plain.own_class(folder, kind, types=types)
-
-
-def gated(folder: Path) -> plain.Straight:
-    return plain.armorm(folder, HEADER_IDS)
-
-
-SCORE, STARLING = linear("model.", "score"), linear("transformer.", "v_head")
 CASES = {
-    "armorm": Case("armorm", twins.armorm_twin, gated, {}),
-    "armorm-5": Case("armorm", twins.armorm_twin, gated, {"objectives": 5}),
-    "armorm-pad-is-eot": Case("armorm", twins.armorm_twin, gated, {"pad": "<|eot_id|>"}),
-    "armorm-no-pad": Case("armorm", twins.armorm_twin, gated, {"pad": None, "form": "bin"}),
-    "starling-bin": Case("starling", twins.starling_twin, STARLING, {}),
-    "starling-pt": Case("starling", twins.starling_twin, STARLING, {"form": "pt"}),
-    "starling-safetensors": Case(
-        "starling", twins.starling_twin, STARLING, {"form": "safetensors", "shards": 2}
-    ),
-    "starling-one-copy": Case("starling", twins.starling_twin, STARLING, {"both_copies": False}),
-    "deberta": Case("pair", twins.deberta_twin, own(DebertaV2ForSequenceClassification), {}),
-    "deberta-types": Case(
-        "pair", twins.deberta_twin, own(DebertaV2ForSequenceClassification, types=True),
-        {"types": 2, "form": "bin"},
-    ),
-    "bert-pair": Case(
-        "pair", twins.bert_pair_twin, own(BertForSequenceClassification, types=True), {}
-    ),
-    "roberta-pair": Case("pair", twins.roberta_twin, own(RobertaForSequenceClassification), {}),
-    "roberta-chat": Case(
-        "seqcls", twins.roberta_twin, own(RobertaForSequenceClassification), {"chat": True}
-    ),
-    "skywork-llama": Case("seqcls", twins.skywork_llama_twin, SCORE, {}),
-    "skywork-pad-is-eos": Case("seqcls", twins.skywork_llama_twin, SCORE, {"pad": "<|eot_id|>"}),
-    "skywork-no-pad": Case("seqcls", twins.skywork_llama_twin, SCORE, {"pad": None}),
-    "skywork-qwen3": Case("seqcls", twins.skywork_qwen3_twin, SCORE, {"shards": 3}),
-    "skywork-qwen3-bin": Case(
-        "seqcls", twins.skywork_qwen3_twin, SCORE, {"form": "bin", "shards": 2}
-    ),
-    "gpt2": Case("seqcls", twins.gpt2_twin, own(GPT2ForSequenceClassification), {}),
-    "openrlhf-score": Case("seqcls", twins.openrlhf_twin, SCORE, {"head": "score"}),
-}  # fmt: skip
+    name: Case(adapter, getattr(twins, twin), partial(reference, kind), options)
+    for name, adapter, twin, kind, options in table(__file__, "cases")
+}
 
 
 @dataclass(frozen=True)
@@ -108,7 +73,7 @@ def samples(ready: Ready, seed: int = 1) -> list[tuple[list[int], list[int]]]:
     """Token ids and types of five samples, two of which hold the pad token as text."""
     draw = random.Random(seed)
     pad = ready.loaded.pad_token_id
-    made = []
+    rows = []
     for length in (3, 17, 9, 26, 14):
         ids = [draw.randrange(2, 256) for _ in range(length)]
         if ready.case.adapter == "armorm":
@@ -116,8 +81,8 @@ def samples(ready: Ready, seed: int = 1) -> list[tuple[list[int], list[int]]]:
         elif "roberta" not in ready.case.build.__name__ and length > 10:
             ids[4] = ids[-1] = pad
         half = len(ids) // 2
-        made.append((ids, [0] * half + [1] * (len(ids) - half)))
-    return made
+        rows.append((ids, [0] * half + [1] * (len(ids) - half)))
+    return rows
 
 
 def padded(rows: Sequence[Sequence[int]], fill: int, side: str) -> tuple[Tensor, Tensor]:
@@ -137,8 +102,8 @@ def all_outputs(ready: Ready, ids: Tensor, mask: Tensor, types: Tensor) -> Tenso
     return torch.stack([scores.score_B, *scores.objectives.values()], dim=1).double()
 
 
-def expected(ready: Ready, made: list[tuple[list[int], list[int]]]) -> Tensor:
-    return torch.stack([ready.straight(ids, types) for ids, types in made])
+def expected(ready: Ready, rows: list[tuple[list[int], list[int]]]) -> Tensor:
+    return torch.stack([ready.straight(ids, types) for ids, types in rows])
 
 
 def test_the_adapter_is_found(ready: Ready) -> None:
@@ -148,34 +113,34 @@ def test_the_adapter_is_found(ready: Ready) -> None:
 
 
 def test_alone_and_unpadded(ready: Ready) -> None:
-    made = samples(ready)
+    rows = samples(ready)
     alone = [
         all_outputs(ready, torch.tensor([ids]), torch.ones(1, len(ids)), torch.tensor([types]))
-        for ids, types in made
+        for ids, types in rows
     ]
-    wanted = expected(ready, made)
-    assert wanted[:, 0].std() > 0.01
-    torch.testing.assert_close(torch.cat(alone), wanted, atol=1e-5, rtol=0)
+    reference = expected(ready, rows)
+    assert reference[:, 0].std() > 0.01
+    torch.testing.assert_close(torch.cat(alone), reference, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("filler", ["pad", "last token", "something"])
 def test_padded_in_a_batch(ready: Ready, side: str, filler: str) -> None:
-    made = samples(ready)
-    fill = {"pad": ready.loaded.pad_token_id, "last token": made[1][0][-1], "something": 7}[filler]
-    ids, mask = padded([ids for ids, _ in made], fill, side)
-    types, _ = padded([types for _, types in made], 0, side)
-    ours = all_outputs(ready, ids, mask, types)
-    torch.testing.assert_close(ours, expected(ready, made), atol=1e-5, rtol=0)
+    rows = samples(ready)
+    fill = {"pad": ready.loaded.pad_token_id, "last token": rows[1][0][-1], "something": 7}[filler]
+    ids, mask = padded([ids for ids, _ in rows], fill, side)
+    types, _ = padded([types for _, types in rows], 0, side)
+    actual = all_outputs(ready, ids, mask, types)
+    torch.testing.assert_close(actual, expected(ready, rows), atol=1e-5, rtol=0)
 
 
 def test_padded_alone_and_with_a_boolean_mask(ready: Ready) -> None:
-    (ids, types), _ = made = samples(ready)[2:4]
+    (ids, types), _ = both = samples(ready)[2:4]
     for side in ("left", "right"):
         rows, mask = padded([ids, [7] * (len(ids) + 6)], ready.loaded.pad_token_id, side)
         type_rows, _ = padded([types, [0] * (len(ids) + 6)], 0, side)
-        ours = all_outputs(ready, rows[:1], mask[:1].bool(), type_rows[:1])
-        torch.testing.assert_close(ours, expected(ready, made)[:1], atol=1e-5, rtol=0)
+        actual = all_outputs(ready, rows[:1], mask[:1].bool(), type_rows[:1])
+        torch.testing.assert_close(actual, expected(ready, both)[:1], atol=1e-5, rtol=0)
 
 
 def test_a_row_of_padding_alone_is_no_sample(ready: Ready) -> None:
@@ -198,11 +163,11 @@ def test_the_body_may_be_bfloat16_and_the_head_is_not(tmp_path: Path) -> None:
         saved = twins.read_weights(folder).values()
         for parameter in head.values():  # not rounded on the way
             assert any(p.shape == parameter.shape and torch.equal(p, parameter) for p in saved)
-        made = samples(ready)
-        ids, mask = padded([ids for ids, _ in made], 7, "right")
-        types, _ = padded([types for _, types in made], 0, "right")
-        ours, wanted = all_outputs(ready, ids, mask, types), expected(ready, made)
-        assert 1e-5 < (ours - wanted).abs().max() < 0.25
+        rows = samples(ready)
+        ids, mask = padded([ids for ids, _ in rows], 7, "right")
+        types, _ = padded([types for _, types in rows], 0, "right")
+        actual, reference = all_outputs(ready, ids, mask, types), expected(ready, rows)
+        assert 1e-5 < (actual - reference).abs().max() < 0.25
 
 
 def test_a_bfloat16_checkpoint_is_scored_in_float32(tmp_path: Path) -> None:
@@ -211,7 +176,7 @@ def test_a_bfloat16_checkpoint_is_scored_in_float32(tmp_path: Path) -> None:
     ready = Ready(
         case, load_reward_model(ModelReward(path=str(folder), device="cpu")), case.straight(folder)
     )
-    made = samples(ready)
-    ids, mask = padded([ids for ids, _ in made], 7, "left")
-    ours = all_outputs(ready, ids, mask, torch.zeros_like(ids))
-    torch.testing.assert_close(ours, expected(ready, made), atol=1e-5, rtol=0)
+    rows = samples(ready)
+    ids, mask = padded([ids for ids, _ in rows], 7, "left")
+    actual = all_outputs(ready, ids, mask, torch.zeros_like(ids))
+    torch.testing.assert_close(actual, expected(ready, rows), atol=1e-5, rtol=0)

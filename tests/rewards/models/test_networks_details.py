@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ppo_cli.rewards.models.checkpoint import pack_left
 from ppo_cli.rewards.models.heads import OBJECTIVES, find_last, load_reward_model
 from tests.rewards.models import twins
 from tests.rewards.models.straight import armorm
+from tests.rewards.tables import table
 
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4."}]
 
@@ -37,8 +37,8 @@ def test_a_row_without_a_header_has_no_gate_and_harms_no_other(tmp_path: Path) -
     header = loaded.tokenizer(
         "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", add_special_tokens=False
     )["input_ids"]
-    wanted = armorm(folder, header)(ids, [])
-    assert scores.score_B[0].item() == pytest.approx(wanted[0].item(), abs=1e-5)
+    expected = armorm(folder, header)(ids, [])
+    assert scores.score_B[0].item() == pytest.approx(expected[0].item(), abs=1e-5)
     assert tuple(scores.objectives) == OBJECTIVES
 
 
@@ -62,23 +62,12 @@ def test_rows_are_packed_to_the_left_and_cut_to_the_longest() -> None:
     assert types.tolist()[0] == [11, 12, 13]
 
 
-LENGTHS: list[tuple[Callable[..., Path], int, int]] = [
-    (twins.armorm_twin, 4096, 8192),
-    (twins.starling_twin, 2048, 4096),
-    (twins.deberta_twin, 512, 512),
-    (twins.roberta_twin, 128, 128),
-    (twins.skywork_llama_twin, 16384, 131072),
-    (twins.skywork_qwen3_twin, 16384, 40960),
-    (twins.gpt2_twin, 256, 256),
-]
-
-
-@pytest.mark.parametrize(("build", "made_for", "most"), LENGTHS)
-def test_lengths(build: Callable[..., Path], made_for: int, most: int, tmp_path: Path) -> None:
-    folder = build(tmp_path)
+@pytest.mark.parametrize(("twin", "made_for", "limit"), table(__file__, "lengths"))
+def test_lengths(twin: str, made_for: int, limit: int, tmp_path: Path) -> None:
+    folder = getattr(twins, twin)(tmp_path)
     assert load(folder).max_length == made_for
     assert load(folder, max_length=100).max_length == 100
-    assert load(folder, max_length=10**6).max_length == most
+    assert load(folder, max_length=10**6).max_length == limit
 
 
 def test_a_sample_of_full_length_is_scored(tmp_path: Path) -> None:
@@ -109,31 +98,28 @@ def test_a_model_from_the_hubs_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("options", "fetched"),
-    [
-        ({"form": "safetensors", "shards": 2}, {".safetensors"}),
-        ({"form": "bin", "shards": 2}, {".bin"}),
-        ({"form": "bin"}, {".bin"}),
-        ({"form": "pt"}, {".pt"}),
-    ],
+    ("form", "shards"), [("safetensors", 2), ("bin", 2), ("bin", 1), ("pt", 1)]
 )
 def test_weights_are_fetched_in_one_format_and_code_is_not(
-    options: dict[str, Any], fetched: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    form: str, shards: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    there, here = twins.starling_twin(tmp_path / "there", **options), tmp_path / "here"
-    here.mkdir()
+    source, target = (
+        twins.starling_twin(tmp_path / "there", form=form, shards=shards),
+        tmp_path / "here",
+    )
+    target.mkdir()
     for stray in ("modeling_custom.py", "optimizer.bin", "original/consolidated.pt"):
-        (there / stray).parent.mkdir(exist_ok=True)
-        (there / stray).touch()
+        (source / stray).parent.mkdir(exist_ok=True)
+        (source / stray).touch()
 
     def download(name: str, *, revision: str | None, **patterns: list[str]) -> str:
         assert (name, revision) == ("someone/rm", "v2")
-        files = [str(p.relative_to(there)) for p in there.rglob("*") if p.is_file()]
+        files = [str(p.relative_to(source)) for p in source.rglob("*") if p.is_file()]
         for file in filter_repo_objects(files, **patterns):
-            shutil.copy(there / file, here / file)
-        return str(here)
+            shutil.copy(source / file, target / file)
+        return str(target)
 
     monkeypatch.setattr(checkpoint, "snapshot_download", download)
-    assert checkpoint.fetch("someone/rm", "v2") == here
-    assert {p.suffix for p in here.iterdir()} - {".json", ".jinja"} == fetched
-    assert load(here).adapter == "starling"
+    assert checkpoint.fetch("someone/rm", "v2") == target
+    assert {p.suffix for p in target.iterdir()} - {".json", ".jinja"} == {f".{form}"}
+    assert load(target).adapter == "starling"

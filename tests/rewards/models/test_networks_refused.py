@@ -86,7 +86,7 @@ def test_two_copies_of_a_body_that_differ(tmp_path: Path) -> None:
 
 
 def test_starling_without_a_config_takes_that_of_its_base(tmp_path: Path) -> None:
-    whole = load_reward_model(
+    complete = load_reward_model(
         ModelReward(path=str(twins.starling_twin(tmp_path / "whole")), device="cpu")
     )
     bare = twins.starling_twin(tmp_path / "bare", config_json=False)
@@ -96,8 +96,8 @@ def test_starling_without_a_config_takes_that_of_its_base(tmp_path: Path) -> Non
     settings = ModelReward(path=str(bare), tokenizer=str(tmp_path / "whole"), device="cpu")
     borrowed = load_reward_model(settings)
     ids = torch.tensor([[5, 6, 7]])
-    ours, theirs = (m.network.score(ids, ids > 0).score_B for m in (borrowed, whole))
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    actual, reference = (m.network.score(ids, ids > 0).score_B for m in (borrowed, complete))
+    torch.testing.assert_close(actual, reference, atol=1e-5, rtol=0)
 
 
 def test_code_beside_a_model_is_never_run(tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ def test_several_outputs_of_an_encoder(tmp_path: Path) -> None:
 
 
 def test_one_output_with_a_config_that_counts_two(tmp_path: Path) -> None:
-    one = torch.full((1, HIDDEN), 0.5)
-    folder = twins.skywork_llama_twin(tmp_path, outputs=2, extra={"score.weight": one})
+    weight = torch.full((1, HIDDEN), 0.5)
+    folder = twins.skywork_llama_twin(tmp_path, outputs=2, extra={"score.weight": weight})
     loaded = load_reward_model(ModelReward(path=str(folder), device="cpu"))
     ids = torch.tensor([[3, 4, 5]])
     assert loaded.network.score(ids, torch.ones_like(ids)).objectives == {}

@@ -23,13 +23,13 @@ texts = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 
 
 @pytest.fixture(params=KINDS)
-def words(request: pytest.FixtureRequest, tokenizer: Words) -> Any:
+def reader(request: pytest.FixtureRequest, tokenizer: Words) -> Any:
     return tokenizer(request.param)
 
 
-def control_ids(words: Any) -> set[int]:
-    known = {i for i, token in words.added_tokens_decoder.items() if token.special}
-    return known - {words.unk_token_id}
+def control_ids(reader: Any) -> set[int]:
+    special = {i for i, token in reader.added_tokens_decoder.items() if token.special}
+    return special - {reader.unk_token_id}
 
 
 @settings(
@@ -39,12 +39,12 @@ def control_ids(words: Any) -> set[int]:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(text=texts)
-def test_text_never_gives_a_control_token(words: Any, text: str) -> None:
-    plain = PlainText(words)
+def test_text_never_gives_a_control_token(reader: Any, text: str) -> None:
+    plain = PlainText(reader)
     ids = plain.encode_untrusted(text)
-    assert not control_ids(words) & set(ids)
-    as_it_is = tuple(words(text, add_special_tokens=False)["input_ids"])
-    if not control_ids(words) & set(as_it_is) and "<unk>" not in text:
+    assert not control_ids(reader) & set(ids)
+    as_it_is = tuple(reader(text, add_special_tokens=False)["input_ids"])
+    if not control_ids(reader) & set(as_it_is) and "<unk>" not in text:
         assert ids == as_it_is
 
 
@@ -55,18 +55,18 @@ def test_text_never_gives_a_control_token(words: Any, text: str) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(text=texts)
-def test_pieces_of_harmless_text_are_the_whole(words: Any, text: str) -> None:
-    plain = PlainText(words)
-    control = words.all_special_tokens[0]
+def test_pieces_of_harmless_text_are_the_whole(reader: Any, text: str) -> None:
+    plain = PlainText(reader)
+    control = reader.all_special_tokens[0]
     between = text.translate({ord(c): None for c in "<>[]|［］"})
-    whole = f"{control}{between}{control}\n{between}"
-    assert plain.encode_in_pieces(whole) == tuple(
-        words(whole, add_special_tokens=False)["input_ids"]
+    text_ = f"{control}{between}{control}\n{between}"
+    assert plain.encode_in_pieces(text_) == tuple(
+        reader(text_, add_special_tokens=False)["input_ids"]
     )
 
 
-def test_nothing_is_marked_where_nothing_is_to_break(words: Any) -> None:
-    assert PlainText(words).break_words(["plain", "text"]) == (["plain", "text"], "")
+def test_nothing_is_marked_where_nothing_is_to_break(reader: Any) -> None:
+    assert PlainText(reader).break_words(["plain", "text"]) == (["plain", "text"], "")
 
 
 def test_a_mark_is_a_character_that_nobody_wrote(tokenizer: Words) -> None:
@@ -78,12 +78,12 @@ def test_a_mark_is_a_character_that_nobody_wrote(tokenizer: Words) -> None:
 
 
 def test_added_words_of_the_template_are_control_words_too(tokenizer: Words) -> None:
-    words = tokenizer("chatml")
-    turn = words.convert_tokens_to_ids("<|im_end|>")
-    assert turn not in PlainText(words, "<|im_end|>").encode_untrusted("a<|im_end|>b")
-    assert turn in PlainText(words).encode_untrusted("a<|im_end|>b")
-    think = words.convert_tokens_to_ids("<think>")
-    assert think in PlainText(words, "<think>").encode_untrusted("a<think>b")
+    reader = tokenizer("chatml")
+    turn = reader.convert_tokens_to_ids("<|im_end|>")
+    assert turn not in PlainText(reader, "<|im_end|>").encode_untrusted("a<|im_end|>b")
+    assert turn in PlainText(reader).encode_untrusted("a<|im_end|>b")
+    think = reader.convert_tokens_to_ids("<think>")
+    assert think in PlainText(reader, "<think>").encode_untrusted("a<think>b")
 
 
 def test_a_character_that_is_a_control_token_cannot_be_read(tokenizer: Words) -> None:

@@ -54,14 +54,14 @@ MakeReader = Callable[..., Reader]
 def sums(question: str, answer: str) -> float:
     """Knows sums and nothing else."""
     numbers = [int(n) for n in re.findall(r"\d+", question)]
-    told = re.findall(r"\d+", answer)
-    return -abs(sum(numbers) - int(told[0])) if told else -1000.0
+    sums_in_answer = re.findall(r"\d+", answer)
+    return -abs(sum(numbers) - int(sums_in_answer[0])) if sums_in_answer else -1000.0
 
 
 def on_topic(question: str, answer: str) -> float:
     """Counts words that question and answer share."""
-    asked = set(re.findall(r"\w{3,}|\d", question.lower())) - {"the", "and", "that"}
-    return float(len(asked & set(re.findall(r"\w{3,}|\d", answer.lower()))))
+    topic = set(re.findall(r"\w{3,}|\d", question.lower())) - {"the", "and", "that"}
+    return float(len(topic & set(re.findall(r"\w{3,}|\d", answer.lower()))))
 
 
 @pytest.fixture
@@ -73,12 +73,12 @@ def start(loaded: Make, tokenizer: Callable[[str], Any]) -> Start:
     ) -> list[str]:
         model = loaded("llama3", network=network, max_length=max_length)
         reward = LocalModelReward(ModelReward(path="made/model", **settings), load=lambda _: model)
-        told: list[str] = []
+        lines: list[str] = []
         try:
-            reward.start(prompts, tell=told.append)
+            reward.start(prompts, tell=lines.append)
         finally:
             reward.close()
-        return told
+        return lines
 
     return run
 
@@ -89,14 +89,14 @@ def reader(tokenizer: Callable[[str], Any]) -> MakeReader:
 
 
 def test_a_model_of_sums_is_tried_on_sums(start: Start, reader: MakeReader) -> None:
-    told = start(reader(sums), SUMS)
-    assert told[1] == "Reward model tested: 9 of 9 good answers above bad ones."
+    lines = start(reader(sums), SUMS)
+    assert lines[1] == "Reward model tested: 9 of 9 good answers above bad ones."
 
 
 def test_plain_english_serves_where_rows_have_no_answers(start: Start, reader: MakeReader) -> None:
     rows = [prompt_of(1, "Write a poem.", None), prompt_of(2, "Sort.", "x" * 999)]
-    told = start(reader(on_topic), rows)
-    assert told[1].startswith(f"Reward model tested: {len(BUILT_IN)} of {len(BUILT_IN)}")
+    lines = start(reader(on_topic), rows)
+    assert lines[1].startswith(f"Reward model tested: {len(BUILT_IN)} of {len(BUILT_IN)}")
 
 
 def test_a_model_that_puts_bad_answers_first_is_refused(start: Start, reader: MakeReader) -> None:
@@ -108,8 +108,8 @@ def test_a_model_that_puts_bad_answers_first_is_refused(start: Start, reader: Ma
     with pytest.raises(RewardError, match="only 0 of 9"):
         start(reader(sums, weight=0.0), SUMS)
     assert len(start(reader(sums, weight=-1.0), SUMS, self_test="off")) == 1
-    told = start(reader(sums, weight=-1.0), SUMS, self_test="warn")
-    assert len(told) == 2 and "above bad ones" in told[1] and "warn" in told[1]
+    lines = start(reader(sums, weight=-1.0), SUMS, self_test="warn")
+    assert len(lines) == 2 and "above bad ones" in lines[1] and "warn" in lines[1]
 
 
 def test_one_odd_row_stops_no_run_and_half_right_is_not_enough(
@@ -173,8 +173,8 @@ def test_bfloat16_may_differ_a_little(start: Start, reader: MakeReader) -> None:
 
 def test_pairs_are_made_of_other_rows_answers() -> None:
     rows = [prompt_of(1, "a?", "1"), prompt_of(2, "b?", 2), prompt_of(3, "c?", "1")]
-    found = [(pair.prompt.text, pair.good, pair.bad) for pair in choose_pairs(rows)]
-    assert found == [("a?", "1", "2"), ("b?", "2", "1"), ("c?", "1", "2")]
+    pairs = [(pair.prompt.text, pair.good, pair.bad) for pair in choose_pairs(rows)]
+    assert pairs == [("a?", "1", "2"), ("b?", "2", "1"), ("c?", "1", "2")]
 
 
 def test_rows_that_all_have_the_same_answer() -> None:

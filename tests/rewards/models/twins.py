@@ -71,12 +71,9 @@ def armorm_twin(
         weights[f"gating.layers.{i}.weight"] = torch.empty(sizes[i + 1], sizes[i])
         weights[f"gating.layers.{i}.bias"] = torch.empty(sizes[i + 1])
     weights["gating.logit_scale"] = torch.empty(1)
-    remote = {
-        "architectures": ["LlamaForRewardModelWithGating"],
-        "auto_map": {
-            "AutoModelForSequenceClassification": "modeling_custom.LlamaForRewardModelWithGating"
-        },
-    }
+    name = "LlamaForRewardModelWithGating"
+    auto_map = {"AutoModelForSequenceClassification": f"modeling_custom.{name}"}
+    remote = {"architectures": [name], "auto_map": auto_map}
     return _write(folder, weights, config, llama3_tokenizer(pad=pad), fields=remote, **options)
 
 
@@ -95,9 +92,8 @@ def starling_twin(
     if not both_copies:
         weights = {name: t for name, t in weights.items() if not name.startswith("model.")}
     fields = {"architectures": ["LlamaForSequenceClassification"]}
-    _write(
-        folder, weights, config, llama2_tokenizer(), fields=fields, form=form, seed=None, **options
-    )
+    options |= {"fields": fields, "form": form, "seed": None}
+    _write(folder, weights, config, llama2_tokenizer(), **options)
     if not config_json:
         (folder / "config.json").unlink()
     return folder
@@ -214,20 +210,11 @@ def read_weights(folder: Path) -> Weights:
 
 
 def _write(
-    folder: Path,
-    weights: Mapping[str, Tensor],
-    config: Any,
-    tokenizer: Any,
-    model: Any = None,
-    *,
-    fields: Mapping[str, Any] | None = None,
-    drop: tuple[str, ...] = (),
-    extra: Mapping[str, Tensor] | None = None,
-    form: str = "safetensors",
-    shards: int = 1,
-    dtype: torch.dtype = torch.float32,
-    seed: int | None = 0,
-) -> Path:
+    folder: Path, weights: Mapping[str, Tensor], config: Any, tokenizer: Any, model: Any = None, *,
+    fields: Mapping[str, Any] | None = None, drop: tuple[str, ...] = (),
+    extra: Mapping[str, Tensor] | None = None, form: str = "safetensors", shards: int = 1,
+    dtype: torch.dtype = torch.float32, seed: int | None = 0,
+) -> Path:  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     config.architectures = [type(model).__name__] if model is not None else None
     config.save_pretrained(folder)
@@ -240,8 +227,7 @@ def _write(
         _fill(filled, seed)
     filled = {name: t.to(dtype) for name, t in filled.items()}
     filled |= dict(extra or {})
-    kept = {n: t for n, t in filled.items() if not any(n == d or n.startswith(d) for d in drop)}
-    _save(folder, kept, form, shards)
+    _save(folder, {n: t for n, t in filled.items() if not n.startswith(drop)}, form, shards)
     return folder
 
 
@@ -274,7 +260,7 @@ def _save(folder: Path, weights: Weights, form: str, shards: int) -> None:
 
 def _save_file(weights: Weights, file: Path) -> None:
     if file.suffix == ".safetensors":
-        whole = {name: t.contiguous() for name, t in weights.items()}
-        save_file(whole, file, metadata={"format": "pt"})
+        tensors = {name: t.contiguous() for name, t in weights.items()}
+        save_file(tensors, file, metadata={"format": "pt"})
     else:
         torch.save(weights, file)
