@@ -175,6 +175,7 @@ class Call:
 
 def read_placed(form: str, value: Any) -> tuple[PlacedReward, ...]:
     """Read `token_rewards` or `step_rewards`; ValueError says what is wrong."""
+    # Tensors and arrays count as lists.
     items = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(items, Sequence) or isinstance(items, str | bytes):
         raise ValueError(f"{form} is {type(value).__name__}, not a list")
@@ -241,6 +242,7 @@ def read_returned(value: Any) -> Score:
 
 
 def _read_mapping(value: Mapping[Any, Any]) -> Score:
+    # Both forms may be given together.
     steps = tuple(
         placed
         for form in (TOKENS, STEPS)
@@ -288,6 +290,7 @@ def as_plain(value: Any, depth: int = 0) -> Any:
         return {str(k): as_plain(v, depth + 1) for k, v in value.items()}
     if depth < MAX_DEPTH and isinstance(value, (list, tuple, set, frozenset)):
         return [as_plain(v, depth + 1) for v in value]
+    # numpy scalars, fractions and the like.
     number, _ = _finite(value, "")
     if number is not None:
         return number

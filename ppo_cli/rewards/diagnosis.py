@@ -42,6 +42,7 @@ def explain_no_reward(scored: Sequence[Scored], look: Commands | None = None) ->
     if not scored or any(response.score.value for response in scored):
         return None
     look = look or commands()
+    # Failures explain a step better than zeros, if they are the majority.
     failed = [response for response in scored if response.score.value is None]
     if _is_majority(failed, scored):
         cause, example = _explain_failures(failed, len(scored), look)
@@ -55,6 +56,7 @@ def _is_majority(part: Sequence[Scored], everything: Sequence[Scored]) -> bool:
 
 
 def _explain_failures(failed: Sequence[Scored], total: int, look: Commands) -> tuple[str, Scored]:
+    # The most common failure, and one response with it.
     reason, count = Counter(response.score.failure for response in failed).most_common(1)[0]
     example = next(response for response in failed if response.score.failure == reason)
     message = reason.removesuffix(".")
@@ -91,6 +93,7 @@ def _explain_zeros(scored: Sequence[Scored], look: Commands) -> tuple[str, Score
             "ends at once. Check that it knows this chat template.",
             empty[0],
         )
+    # `extracted` is None when a rule has found no answer, and missing for other rewards.
     nothing = [response for response in judged if response.score.info.get("extracted", "") is None]
     if _is_majority(nothing, judged):
         return _explain_no_answer(nothing, judged), nothing[0]
@@ -141,6 +144,7 @@ def _explain_no_answer(nothing: Sequence[Scored], judged: Sequence[Scored]) -> s
     name = names.most_common(1)[0][0]
     rule = RULES.get(name)
     looks_for = f"the rule {name} looks for {rule.looks_for}" if rule else "nothing was extracted"
+    # A response that was cut off had no chance to answer.
     cut = sum(response.rollout.finish_reason == "length" for response in nothing)
     if cut > MAJORITY * len(nothing):
         advice = (

@@ -83,6 +83,7 @@ class FunctionReward(Reward):
 
 def _check_placed_rewards(rollout: Rollout, score: Score) -> Score:
     """Return the score, or a failure if its placed rewards do not fit into the response."""
+    # Token rewards may leave out the end token; offsets must be inside the text.
     tokens, count = sum(s.unit == "token" for s in score.steps), len(rollout.token_ids)
     ends = rollout.finish_reason == "stop"  # its last token is the end of the sequence
     length = len(rollout.text)
@@ -100,6 +101,7 @@ def _check_placed_rewards(rollout: Rollout, score: Score) -> Score:
 
 def find_file(spec: str) -> tuple[Path, str]:
     """Split FILE[:NAME] into path and function name; RewardError unless the file exists."""
+    # A colon may also be part of the path.
     file, _, name = spec.rpartition(":")
     if not file or os.sep in name or name.endswith(".py"):
         file, name = spec, DEFAULT_NAME
@@ -188,6 +190,7 @@ def _binds_at_run_time(tree: ast.Module) -> bool:
 
 def _without_body(node: ast.FunctionDef, path: Path) -> Callable[..., Any]:
     """Return an empty function with the parameters of a definition, to inspect its signature."""
+    # Annotations may refer to names that are not defined here.
     arguments = node.args
     for argument in ast.walk(arguments):
         if isinstance(argument, ast.arg):
@@ -219,6 +222,7 @@ def load_function(file: str, name: str, kwargs: Mapping[str, Any]) -> Callable[.
 
 
 def _import_file(file: str) -> ModuleType:
+    # The module's name must not shadow one that is already imported.
     stem = Path(file).stem
     name = stem if stem.isidentifier() and stem not in sys.modules else f"reward_function_{stem}"
     loader = SourceFileLoader(name, file)

@@ -226,6 +226,7 @@ def describe_round(columns: Mapping[str, Column], rollouts: Sequence[Rollout]) -
     `share` is the part's weighted spread divided by the sum over all parts. `weight` is its weight
     divided by the sum of weights, which `share` can be compared with.
     """
+    # Correlations are of raw scores: scaling does not change them.
     lengths = [float(len(r.token_ids)) for r in rollouts]
     spreads = {
         n: abs(c.part.weight) * Moments.from_values(c.scaled).std for n, c in columns.items()
@@ -245,6 +246,7 @@ def describe_round(columns: Mapping[str, Column], rollouts: Sequence[Rollout]) -
         metrics[f"{key}/weight"] = abs(column.part.weight) / weights if weights else 0.0
         if total_spread > 0:
             metrics[f"{key}/share"] = spreads[name] / total_spread
+        # Only parts with a gate report how often it was closed.
         if column.part.only_if:
             metrics[f"{key}/gated_share"] = column.gated / len(rollouts)
         if (coefficient := correlation(column.raw, lengths)) is not None:
@@ -334,6 +336,7 @@ class CompositeReward(Reward):
         """Submit one rollout to every part without a gate; to gated parts when their gate opens."""
         if self._closed:
             raise RuntimeError("this reward is closed")
+        # `_add` is queued first, so that the round knows the entry before a result arrives.
         entry, current = _Entry(rollout), self._open
         self._inbox.put(partial(self._add, current, entry))
         for name, reward in self._rewards.items():
@@ -472,6 +475,7 @@ class CompositeReward(Reward):
         for gated, gate in self._gates.items():
             if gate.part != name:
                 continue
+            # A closed gate closes the gates behind it; a failed one fails them.
             if score is GATE_CLOSED or (score.value is not None and not gate.holds(score.value)):
                 self._record(round_, entry, gated, GATE_CLOSED)
             elif score.value is None:
@@ -485,6 +489,7 @@ class CompositeReward(Reward):
         while self._rounds:
             head = self._rounds[0]
             opened, head.opened = head.opened, []
+            # Asking may finish at once; its result arrives as a later event.
             for entry, name in opened:
                 self._watch(head, entry, name, self._rewards[name].submit(entry.rollout))
             if head.kind is None:

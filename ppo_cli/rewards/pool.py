@@ -357,6 +357,7 @@ class _WorkerSlot:
             return Score.failed(ready.refusal)
         if self.process is None:
             raise _WorkerLost("another call ended the worker")
+        # Register the call before sending it: the answer may be quick.
         number, loop = next(self._numbers), asyncio.get_running_loop()
         patience = timeout + (LOOP_GRACE_S if ready.is_async else 0)
         mine = self._calls[number] = _PendingCall(loop.create_future(), loop.time() + patience)
@@ -414,6 +415,7 @@ class _WorkerSlot:
         loop = asyncio.get_running_loop()
         loop.remove_reader(process.connection)
         process.kill()
+        # Tell every call of this process why it has ended.
         calls, self._calls = self._calls, {}
         for call in calls.values():
             late = call.deadline <= loop.time()
@@ -454,6 +456,7 @@ class WorkerPool:
         if self._closed:
             return
         self._closed = True
+        # Calls in the queue fail now; then the workers may clean up for a moment.
         self._loop.close()
         processes = [worker.process for worker in self._workers if worker.process is not None]
         for process in processes:

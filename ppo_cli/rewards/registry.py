@@ -47,6 +47,7 @@ def _mixture(
     host: HostMaker,
 ) -> Reward:
     """Build every part; on an error, close the parts that are already built."""
+    # A part may have started threads or processes by now.
     with ExitStack() as built_parts:
         built = []
         for part in parts:

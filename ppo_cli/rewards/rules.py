@@ -99,6 +99,7 @@ def _answer(right: bool, extracted: str | None, reason: str = "") -> Answer:
 @_rule("gsm8k", "`#### NUMBER` in the last 300 characters", "openai/gsm8k", "gsm8k*")
 def score_gsm8k(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the line of the last `####`, or `<answer>…</answer>`, is the right number."""
+    # Tags win over `####`, as the rule `format` asks for them.
     text = clean(strip_reasoning(reply))
     if find_tagged(text)[0] is not None:
         return _score_number(extract_answer(reply), truth)
@@ -142,6 +143,7 @@ def _gold_quantity(gold: str) -> Quantity:
 
 def _read_value(text: str) -> Quantity | None:
     """Return the number of `5`, `x = 5` or `12 + 30 = 42`; of `1/3 ≈ 0.33` the exact one."""
+    # The name of a value and a rounded value after `≈` are dropped.
     exact, *rounded = re.split(r"\\approx|≈", text)
     name, _, value = exact.rpartition("=")
     if re.search(r"[!<>]\s?$", name):
@@ -251,6 +253,7 @@ def score_format(reply: str, truth: Any, extra: Facts, *, pattern: str = "") -> 
     """
     if extra.get("format") or pattern:
         return None
+    # Exactly one closed thought, then the tags and nothing else.
     split = split_strictly(reply)
     matches = split is not None and split[0] != "" and _FRAMED.fullmatch(split[1]) is not None
     return _answer(matches, "matched" if matches else None)
@@ -261,6 +264,7 @@ def score_length(
     reply: str, truth: Any, extra: Facts, *, max_chars: float = 2000, min_chars: float = 1
 ) -> Answer:
     """1 between `min_chars` and `max_chars`, falling linearly to 0 at 0 and 2 * `max_chars`."""
+    # The row's limits win over the setting.
     longest = float(extra.get("max_chars", max_chars))
     least = float(extra.get("min_chars", min_chars))
     size = len(reply.strip())
@@ -331,6 +335,7 @@ def score_immediately(rule: Rule, call: Call, settings: Facts) -> Score | None:
 
 def check_prompts(rule: Rule | None, settings: Facts, prompts: Sequence[Prompt]) -> None:
     """Raise RewardError if a rule has nothing to compare with in any of its prompts."""
+    # One scorable prompt of a rule is enough: others fail alone.
     by_rule: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         if chosen := rule or find_rule(prompt.data_source):
@@ -353,6 +358,7 @@ def check_prompts(rule: Rule | None, settings: Facts, prompts: Sequence[Prompt])
 
 def check_sources(sources: Collection[str]) -> None:
     """Raise unless every data_source of the prompts has a rule."""
+    # Name at most five sources, and suggest the nearest pattern.
     unknown = sorted(source for source in sources if find_rule(source) is None)
     if not unknown:
         return

@@ -166,6 +166,7 @@ class Check:
         One launcher serves several sandboxes. When it dies, the response at fault is not known,
         so each of them runs again with a separate launcher.
         """
+        # Only reports with this job's nonce count: the response cannot know it.
         job = {**asdict(tests), "attempts": list(attempts), "nonce": self._nonce}
         try:
             return self._run_in(self.sandbox, job)
@@ -188,6 +189,7 @@ class Check:
                 with contextlib.suppress(ChannelClosed):
                     link = Link(launched.control.fileno(), MAX_TRUSTED_BYTES)
                     link.send(encode(job, refuse_object, MAX_TRUSTED_BYTES))
+                # From here on, `select` decides when to read.
                 launched.control.setblocking(False)
                 try:
                     verdict = self._watch(launched)
@@ -208,6 +210,7 @@ class Check:
         deadline = time.monotonic() + START_TIMEOUT_S
         look = 0.0
         while True:
+            # Reasons to stop, then new reports, then limits that are checked from outside.
             if self._stopped.is_set():
                 raise CannotScore("the run ended before this response was scored")
             if time.monotonic() >= deadline:
@@ -259,6 +262,7 @@ class Check:
         """Return and remove the complete messages of the tester that carry the nonce."""
         reports = []
         while len(self._reports) >= 8:
+            # Each message has its length in front.
             size = int.from_bytes(self._reports[:8], "little")
             if size > MAX_REPORT_BYTES or len(self._reports) < 8 + size:
                 break
@@ -282,6 +286,7 @@ class Check:
             raise self._start_error(launched.candidate)
         if what == "row":
             raise CannotScore(str(facts["text"]))
+        # The tests have run, to their end or not.
         passed, total, first = facts["passed"], facts["total"], facts["first"]
         if what == "gone":
             return Verdict(passed, total, self._describe_exit(launched, facts["text"]))
@@ -342,6 +347,7 @@ class CodePool:
                 f"Code may take {memory} MB (reward.code.memory_mb). {describe_address_space()} "
                 f"Or set reward.code.memory_mb={limit >> 20}."
             )
+        # The first submitter chooses the sandbox; others wait for it.
         with self._starting:
             if self._sandbox is None:
                 self._sandbox = choose_sandbox(self._settings, tell)
@@ -382,6 +388,7 @@ def judge(call: Call, check: Check) -> Score:
         return Score.failed(str(problem))
     except Exception as error:
         return Score.failed(f"raised {describe_error(error)}")
+    # Unfinished tests score 0, however many had passed.
     share = verdict.passed / verdict.total if verdict.finished else 0.0
     value = share if check.settings.score == "share" else float(share == 1.0)
     counts = {"sandbox": check.sandbox.name, "passed": verdict.passed, "total": verdict.total}

@@ -85,6 +85,7 @@ def _close(value: float, expected: float) -> bool:
     An expected integer allows rounding errors only, otherwise an estimate would pass for a count.
     Infinity and NaN equal themselves.
     """
+    # Equal, or both NaN.
     if value == expected or (value != value and expected != expected):
         return True
     if type(expected) is int:
@@ -115,11 +116,13 @@ def _same(value: Any, expected: Any) -> bool:
             and named.keys() == expected_items.keys()
             and all(_same(named[k], expected_items[k]) for k in named)
         )
+    # A bool is neither an int nor a float here: True does not equal 1.
     if float in (type(value), type(expected)) and {type(value), type(expected)} <= {int, float}:
         return _close(value, expected)
     return type(value) is type(expected) and bool(value == expected)
 
 
+# The name of the AssertLog in the namespace of the tests.
 RECORD = "__checks__"
 MAX_SOURCE_CHARS = 160
 
@@ -204,6 +207,7 @@ class _AssertRecorder(ast.NodeTransformer):
         self.checks = checks
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        # `assert True` tests nothing, so it is not counted.
         if isinstance(node.test, ast.Constant) and node.test.value:
             return ast.copy_location(ast.Pass(), node)
         number = self.checks.add(node)
@@ -213,6 +217,7 @@ class _AssertRecorder(ast.NodeTransformer):
         asserts = any(
             isinstance(child, ast.Assert) for part in node.body for child in ast.walk(part)
         )
+        # A `try` without handlers changes nothing; its asserts are recorded one by one.
         if not node.handlers or not asserts:
             return self.generic_visit(node)
         number = self.checks.add(node)
@@ -246,6 +251,7 @@ def free_names(trees: list[ast.Module]) -> list[str]:
     that is only used with a dot (`np.allclose`) does not count.
     """
     nodes = [node for tree in trees for node in ast.walk(tree)]
+    # Names before a dot, names that are read, and names that are called.
     bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     loaded = {
         node.id
@@ -324,6 +330,7 @@ class Tester:
         common imports are for those kinds of rows whose original scorers have them.
         """
         job = self.job
+        # What the code may see, by the kind of the row.
         texts = {
             "asserts": [job["before"]],
             "calls": [job["before"], job["setup"]],
@@ -360,6 +367,7 @@ class Tester:
         # The namespace of the tests. What the prompt defines wins over the code, except the entry.
         space: dict[str, Any] = {"__name__": "tests", RECORD: self.checks}
         space |= {name: __import__(name) for name in modules}
+        # Tests with random inputs are the same for every response.
         if "random" in "".join(self.job["tests"]):
             __import__("random").seed(0)
         exec_row_text(self.job["before"], space)
@@ -511,6 +519,7 @@ def main(arguments: list[str]) -> None:
 
 def work(job: dict[str, Any], peer: Peer, report: Any) -> None:
     """Run the job, and report how it ended in every case."""
+    # How the job ended, as the first word of the report; see Check._read_verdict.
     tester = Tester(job, peer)
     end, text = "done", ""
     try:

@@ -131,6 +131,7 @@ def pad(
     samples: Sequence[Encoded], pad_token_id: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Right-pad samples to ids, mask and type ids of one shape."""
+    # Padding is masked, so its id does not matter.
     shape = len(samples), max(len(sample.ids) for sample in samples)
     ids_BL = torch.full(shape, pad_token_id, dtype=torch.long)
     mask_BL = torch.zeros(shape, dtype=torch.bool)
@@ -175,6 +176,7 @@ def score_batches(
 
 def rows_of(scores: Scores) -> list[Row]:
     """Copy scores to the CPU in one transfer, a row for each sample."""
+    # The score in the first column, then the objectives in their order.
     columns = [scores.score_B.float(), *(each_B.float() for each_B in scores.objectives.values())]
     return [
         Row(score, dict(zip(scores.objectives, others, strict=True)))
@@ -199,6 +201,7 @@ def _score_or_none(loaded: LoadedModel, samples: Sequence[Encoded]) -> Scores | 
     try:
         with torch.inference_mode():
             return loaded.network.score(*pad(samples, loaded.pad_token_id, device))
+    # Only running out of memory is handled; other errors are the model's.
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -215,6 +218,7 @@ MAX_SEARCHED_ROWS = 2000  # rows that are searched for them
 NO_ANSWER = "I do not know."  # the worse answer if all rows have the same ground truth
 TURN_OFF = "To start anyway: --reward_model_self_test warn."
 
+# (question, better answer, worse answer)
 BUILT_IN = (
     (
         "What is the capital of France?",
@@ -268,6 +272,7 @@ def first_of_each_kind(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
 
 def prompt_like(prompts: Sequence[Prompt], question: str, number: int = 0) -> Prompt:
     """Return a prompt with another question, rendered like the run's first prompt if possible."""
+    # Replace the question inside the chat template, if it occurs exactly once.
     rendered = question
     for prompt in prompts[:1]:
         if prompt.text and prompt.rendered.count(prompt.text) == 1:
@@ -282,6 +287,7 @@ def choose_pairs(prompts: Sequence[Prompt]) -> tuple[Pair, ...]:
     Built-in pairs of plain English are used only if the rows have no short ground truths, because
     a model for one narrow task may not know anything else.
     """
+    # Different questions with a short ground truth, from the first rows.
     rows: list[tuple[Prompt, str]] = []
     for prompt in prompts[:MAX_SEARCHED_ROWS]:
         truth = _short_truth(prompt)
@@ -290,6 +296,7 @@ def choose_pairs(prompts: Sequence[Prompt]) -> tuple[Pair, ...]:
         if len(rows) == MAX_PAIRS:
             break
     truths = [truth for _, truth in rows]
+    # The worse answer is the next different ground truth, cyclically.
     pairs = []
     for i, (prompt, truth) in enumerate(rows):
         others = (other for other in truths[i + 1 :] + truths[:i] if other != truth)
@@ -327,6 +334,7 @@ def check_direction(pairs: Sequence[Pair], scores: Sequence[float], doubt: str) 
 
     `scores` are in the order of `encode_pairs`; `doubt` is a further question in the error.
     """
+    # Ties count as wrong; NaN compares as wrong, too.
     results = list(zip(pairs, scores[::2], scores[1::2], strict=True))
     wrong = [result for result in results if not result[1] > result[2]]
     right = len(results) - len(wrong)

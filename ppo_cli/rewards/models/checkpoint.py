@@ -184,6 +184,7 @@ def load_body(
     # Find the prefix of the body by the name of its embedding.
     with torch.device("meta"):
         bare = AutoModel.from_config(config, trust_remote_code=False)
+    # Every body has an embedding, whose name shows the prefix.
     table = bare.get_input_embeddings()
     embedding = next(f"{name}.weight" for name, part in bare.named_modules() if part is table)
     prefixes = [
@@ -218,6 +219,7 @@ def load_module(
     prefix: str = "",
 ) -> Any:
     """Load `weights` into a transformers module; ModelError if names or shapes do not match."""
+    # With a state dict and no path, transformers (tried: 5.19) loads nothing from disk.
     model, info = kind.from_pretrained(
         None,
         config=config,
@@ -259,6 +261,7 @@ def pack_left(
     mask_BL = mask_BL.bool()
     if bool((mask_BL.sum(-1) == 0).any()):
         raise ValueError("a sample without a token cannot be scored")
+    # A stable sort of the mask keeps the tokens in order.
     order_BL = (~mask_BL).int().argsort(dim=-1, stable=True)
     longest = int(mask_BL.sum(-1).max())
     order_BL = order_BL[:, :longest]

@@ -116,6 +116,7 @@ class RowWeights:
         """Return the weighted sum of the rows; several rows become objectives by name."""
         if len(self.names) == 1 and self.weights == (1.0,):
             return Scores(output_BO[:, 0])
+        # Several rows: the weighted sum, and each row as an objective.
         weights_O = output_BO.new_tensor(self.weights)
         each = {name: output_BO[:, row] for row, name in enumerate(self.names)}
         return Scores((output_BO * weights_O).sum(-1), each if len(each) > 1 else {})
@@ -215,6 +216,7 @@ def load_encoder(parts: Parts) -> Network:
         bare = kind(config)
     body = f"{kind.base_model_prefix}."
     heads = [name for name, _ in bare.named_parameters() if not name.startswith(body)]
+    # The head is read in float32 here, and restored after transformers has cast it.
     raw = checkpoint.head(heads)
     check_finite(raw.items(), checkpoint.folder)
     module_names = set(bare.state_dict())
@@ -298,6 +300,7 @@ class GatedRewards(nn.Module):
 
     def forward(self, ids_BL: Tensor, mask_BL: Tensor, types_BL: Tensor | None) -> Scores:
         """Return the gated sum (NaN without an assistant's header) and the raw objectives."""
+        # The gate reads where the last header starts, the rewards at the last token.
         gates_B = find_last(ids_BL, mask_BL, self._header)
         hidden_BLH = hidden_states(self.body, ids_BL, mask_BL)
         rewards_BO = functional.linear(last_BH(hidden_BLH, mask_BL), self.regression_OH)
@@ -314,6 +317,7 @@ def find_last(ids_BL: Tensor, mask_BL: Tensor, pattern: Sequence[int]) -> Tensor
     if ids_BL.shape[1] < width:
         return ids_BL.new_full((len(ids_BL),), -1)
     pattern_ids = ids_BL.new_tensor(pattern)
+    # Compare all windows of the pattern's width at once.
     windows = ids_BL.unfold(1, width, 1)
     inside = mask_BL[:, width - 1 :].bool()  # rows are left-packed: windows that end in the row
     hits = (windows == pattern_ids).all(-1) & inside
@@ -324,6 +328,7 @@ def find_last(ids_BL: Tensor, mask_BL: Tensor, pattern: Sequence[int]) -> Tensor
 def load_armorm(parts: Parts) -> Network:
     """Load ArmoRM by tensor names; the checkpoint's Python code is never run."""
     checkpoint, config = parts.checkpoint, parts.config
+    # Check names and shapes before the large body is loaded.
     shapes = _expected_shapes(config)
     head = checkpoint.head(shapes)
     check_finite(head.items(), checkpoint.folder)
@@ -489,6 +494,7 @@ def _folder(settings: ModelReward) -> Path:
 
 def _load_config(folder: Path, base: str | None, choice: AdapterChoice) -> Any:
     """Return the checkpoint's config, or that of its base model if it has no `model_type`."""
+    # Quantised weights would need the quantiser's kernels.
     written = read_json(folder / "config.json")
     if "quantization_config" in written:
         raise ModelError(f"{folder} is quantised; give the reward model's plain weights.")

@@ -72,6 +72,7 @@ class ModelScorer:
         self._settings = settings
         self._load = load
         self._model: tuple[LoadedModel, Format] | None = None
+        # The device that the model was loaded on, and returns to for each round.
         self._home = torch.device("cpu")
         self._budget = Budget(settings.batch_tokens)
         self._order: list[int] = []  # indices of the round's samples, in the order of scoring
@@ -117,6 +118,7 @@ class ModelScorer:
         with self._naming_model():
             loaded, format_ = self._ready()
             self._budget.lower_to(batch_tokens)
+            # A sample that cannot be encoded fails alone.
             readable: dict[int, Encoded] = {}
             failures: list[str | None] = [None] * len(samples)
             for i, sample in enumerate(samples):
@@ -206,6 +208,7 @@ def run_self_test(
             return None
 
     pairs, samples = encode_pairs(choose_pairs(prompts), encode, format_.max_length)
+    # Alone first: a difference in a batch then shows that padding is read.
     single = [row for sample in samples for row in _score(loaded, [sample], budget)]
     for row in single:
         if bad := _not_finite(row):
@@ -213,6 +216,7 @@ def run_self_test(
                 f"The reward model gave {bad[1]} as {bad[0]} of a plain sample. Its weights may be "
                 f"damaged, or too large for reward.model.dtype. {TURN_OFF}"
             )
+    # bfloat16 is the coarsest precision that `dtype` offers.
     tolerance = TOLERANCE.get(body_dtype(loaded.network.module), 2e-2)
     for row, alone in zip(_score(loaded, samples, budget), single, strict=True):
         if not abs(row.score - alone.score) <= tolerance * max(1.0, abs(alone.score)):
@@ -280,6 +284,7 @@ class LocalModelReward(Reward):
         tell(host.call("load", first_of_each_kind(prompts)))
         if self._settings.self_test == "off":
             return
+        # The host may have lowered its batch limit during the test.
         with raise_if_strict(self._settings.self_test, tell):
             summary, batch_tokens = host.call("self_test", tuple(prompts[:MAX_SEARCHED_ROWS]))
             self._budget.lower_to(batch_tokens)
@@ -305,6 +310,7 @@ class LocalModelReward(Reward):
         done, self._tally = self._tally, defaultdict(float)
         if not done["samples"]:
             return {}
+        # Rates are of the scoring time, not of the step.
         metrics = {key: done[key] for key in COUNTS}
         metrics["tokens_per_s"] = done["tokens"] / max(done["seconds"], 1e-9)
         metrics["padding_share"] = 1.0 - done["tokens"] / done["padded"] if done["padded"] else 0.0
@@ -336,6 +342,7 @@ class LocalModelReward(Reward):
 
     def _ready(self) -> Host:
         """Return the host; after a loss a new one, which loads the model again."""
+        # A lost host is closed, so that its process is reaped.
         if self._host is not None and not self._host.alive:
             self._close_host()
         if self._host is None:
@@ -374,6 +381,7 @@ class LocalModelReward(Reward):
         started, host = time.perf_counter(), self._ready()
         rollouts = [entry.rollout for entry in entries]
         samples = [Sample(r.key, get_messages(r.prompt), r.text) for r in rollouts]
+        # Encode the whole round, and fail what cannot be encoded.
         encoded: EncodedRound = host.call("begin", samples, self._budget.tokens)
         self._tally["prompts_cut"] += encoded.prompts_cut
         for entry, failure in zip(entries, encoded.failures, strict=True):
