@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,31 +30,22 @@ def test_text_rules_answer_before_submit_returns(build: Build, rollout: MakeRoll
     assert score.info == {"extracted": "72", "rule": "gsm8k"}
 
 
-def test_each_row_goes_to_its_own_rule(build: Build, rollout: MakeRollout) -> None:
+def test_each_row_goes_to_its_own_rule_or_to_one_for_all(
+    build: Build, rollout: MakeRollout
+) -> None:
     reward = build({"openai/gsm8k", "exact", "math"})
-    assert reward.submit(rollout("#### 72")).result().info["rule"] == "gsm8k"
-    assert reward.submit(rollout("72", data_source="exact")).result().info["rule"] == "exact"
-    assert reward.submit(rollout("72", data_source="MATH")).result().info["rule"] == "math"
+    for source, rule in (("openai/gsm8k", "gsm8k"), ("exact", "exact"), ("MATH", "math")):
+        score = reward.submit(rollout("#### 72", "#### 72", source)).result()
+        assert (score.info["rule"], score.value) == (rule, 1.0)
+    same = build({"my/own"}, rule="contains").submit(rollout("It is 72.", "72", "my/own"))
+    assert same.result().value == 1.0
 
 
-def test_one_rule_can_serve_every_row(build: Build, rollout: MakeRollout) -> None:
-    reward = build({"my/own"}, rule="contains")
-    assert reward.submit(rollout("It is 72.", data_source="my/own")).result().value == 1.0
-
-
-@pytest.fixture(scope="module")
-def maths() -> Iterator[Reward]:
-    """One reward for all tests of algebra: its workers take seconds to start."""
-    reward = RuleReward(num_workers=2)
-    yield reward
-    reward.close()
-
-
-def test_algebra_is_done_in_workers(maths: Reward, rollout: MakeRollout) -> None:
-    right = maths.submit(rollout(r"\boxed{\frac{1}{2}}", "0.5", "math"))
-    wrong = maths.submit(rollout(r"\boxed{\frac{1}{3}}", "0.5", "math"))
-    assert right.result(PATIENCE).value == 1.0
-    assert wrong.result(PATIENCE).value == 0.0
+def test_algebra_is_done_in_workers(build: Build, rollout: MakeRollout) -> None:
+    reward = build({"math"})
+    replies = (r"\boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}")
+    right, wrong = (reward.submit(rollout(reply, "0.5", "math")) for reply in replies)
+    assert (right.result(PATIENCE).value, wrong.result(PATIENCE).value) == (1.0, 0.0)
     assert right.result().info == {"extracted": r"\frac{1}{2}", "rule": "math"}
 
 

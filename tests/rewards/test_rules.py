@@ -32,16 +32,13 @@ def test_scores() -> None:
     assert wrong == []
 
 
-def test_the_format_comes_from_the_row_or_the_setting() -> None:
-    assert score("format", "42!", extra={"format": r"\d+!"}) == 1
-    assert score("format", "42!", pattern=r"\d+") == 0
-    assert score("format", "42", pattern=r"\d+") == 1
-    assert score("format", "42!", extra={"format": r"\d+!"}, pattern=r"\d+") == 1
-
-
-def test_the_length_limits_come_from_the_row_or_the_setting() -> None:
-    assert score("length", "x" * 30, extra={"max_chars": 20}) == 0.5
-    assert score("length", "x" * 5, min_chars=10) == 0.5
+@pytest.mark.parametrize(
+    ("rule", "reply", "extra", "settings", "result"), table(__file__, "limits")
+)
+def test_patterns_and_limits_come_from_the_row_or_the_setting(
+    rule: str, reply: str, extra: Any, settings: Any, result: float
+) -> None:
+    assert score(rule, reply, extra=extra, **settings) == result
 
 
 def test_rows_that_cannot_be_scored_say_why() -> None:
@@ -55,16 +52,13 @@ def test_a_pattern_that_is_no_pattern_cannot_score() -> None:
         score("format", "42", pattern="(")
 
 
-FRAMED = "<think>I work it out.</think>\n<answer>{}</answer>"
-
-
-def test_scoring_rules_read_what_the_rule_format_accepts() -> None:
-    for rule, gold in (
-        ("gsm8k", "42"), ("number", "42"), ("arithmetic", "42"), ("math", "42"),
-        ("choice", "C"), ("exact", "42"), ("contains", "42"),
-    ):  # fmt: skip
-        reply = FRAMED.format(gold)
-        assert (score("format", reply), score(rule, reply, gold)) == (1, 1), rule
+@pytest.mark.parametrize(
+    "rule", ["gsm8k", "number", "arithmetic", "math", "exact", "contains", "choice"]
+)
+def test_scoring_rules_read_what_the_rule_format_accepts(rule: str) -> None:
+    gold = "C" if rule == "choice" else "42"
+    reply = f"<think>I work it out.</think>\n<answer>{gold}</answer>"
+    assert (score("format", reply), score(rule, reply, gold)) == (1, 1)
 
 
 def test_without_an_answer_the_score_is_0_with_the_reason() -> None:
@@ -96,24 +90,15 @@ def test_known_sources_pass() -> None:
     check_sources(set())
 
 
-def test_an_unknown_source_is_named_with_its_nearest_and_the_mend() -> None:
-    with pytest.raises(RewardError) as caught:
-        check_sources({"openai/gsm8k", "opnai/gsm8k"})
-    text = str(caught.value)
-    assert "'opnai/gsm8k'" in text
-    assert "Did you mean 'openai/gsm8k'?" in text
-    assert "--reward_function FILE:NAME" in text
-    assert "--rule NAME" in text
-
-
-def test_rows_without_a_source_are_told_so() -> None:
-    with pytest.raises(RewardError, match="no data_source"):
-        check_sources({""})
-
-
-def test_many_unknown_sources_are_counted() -> None:
-    with pytest.raises(RewardError, match="and 3 more"):
-        check_sources({f"own/{n}" for n in range(8)})
+@pytest.mark.parametrize(
+    ("sources", "fragment"),
+    [({"openai/gsm8k", "opnai/gsm8k"}, "'opnai/gsm8k'.* Did you mean 'openai/gsm8k'"),
+     ({"openai/gsm8k", "opnai/gsm8k"}, "--reward_function FILE:NAME.*--rule NAME"),
+     ({""}, "no data_source"), ({f"own/{n}" for n in range(8)}, "and 3 more")],
+)  # fmt: skip
+def test_unknown_sources_are_named_with_what_to_do(sources: set[str], fragment: str) -> None:
+    with pytest.raises(RewardError, match=fragment):
+        check_sources(sources)
 
 
 def test_an_unknown_rule_is_told_with_its_nearest() -> None:

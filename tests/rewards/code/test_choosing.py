@@ -191,14 +191,7 @@ def test_the_numbers_of_the_filter_are_those_of_the_kernels_headers(column: int)
 
 
 def test_a_process_confines_itself_in_the_units_of_the_kernel() -> None:
-    program = """
-import resource as r
-from ppo_cli.rewards.code.limits import apply_limits
-r.setrlimit(r.RLIMIT_FSIZE, (2 << 20, 3 << 20))
-apply_limits(900, 7, 5, 0)
-print(*(r.getrlimit(each) for each in (r.RLIMIT_AS, r.RLIMIT_CPU, r.RLIMIT_NOFILE, r.RLIMIT_CORE)))
-print(r.getrlimit(r.RLIMIT_FSIZE))
-"""
+    program = read_blocks("code/programs")["limits"]
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     memory, file_size = 900 << 20, 3 << 20
     expected = f"({memory}, {memory}) (7, 8) (64, 64) (0, 0)\n({file_size}, {file_size})\n"

@@ -88,15 +88,15 @@ def reader(tokenizer: Callable[[str], Any]) -> MakeReader:
     return lambda judge, weight=1.0: Reader(tokenizer("llama3"), judge, weight)
 
 
-def test_a_model_of_sums_is_tried_on_sums(start: Start, reader: MakeReader) -> None:
-    lines = start(reader(sums), SUMS)
-    assert lines[1] == "Reward model tested: 9 of 9 good answers above bad ones."
-
-
-def test_plain_english_serves_where_rows_have_no_answers(start: Start, reader: MakeReader) -> None:
+def test_a_model_is_tried_on_the_answers_of_rows_or_on_plain_english(
+    start: Start, reader: MakeReader
+) -> None:
+    assert start(reader(sums), SUMS)[1] == (
+        "Reward model tested: 9 of 9 good answers above bad ones."
+    )
     rows = [prompt_of(1, "Write a poem.", None), prompt_of(2, "Sort.", "x" * 999)]
-    lines = start(reader(on_topic), rows)
-    assert lines[1].startswith(f"Reward model tested: {len(BUILT_IN)} of {len(BUILT_IN)}")
+    every = len(BUILT_IN)
+    assert start(reader(on_topic), rows)[1].startswith(f"Reward model tested: {every} of {every}")
 
 
 def test_a_model_that_puts_bad_answers_first_is_refused(start: Start, reader: MakeReader) -> None:
@@ -171,15 +171,16 @@ def test_bfloat16_may_differ_a_little(start: Start, reader: MakeReader) -> None:
         start(network, rows)
 
 
-def test_pairs_are_made_of_other_rows_answers() -> None:
-    rows = [prompt_of(1, "a?", "1"), prompt_of(2, "b?", 2), prompt_of(3, "c?", "1")]
-    pairs = [(pair.prompt.text, pair.good, pair.bad) for pair in choose_pairs(rows)]
-    assert pairs == [("a?", "1", "2"), ("b?", "2", "1"), ("c?", "1", "2")]
-
-
-def test_rows_that_all_have_the_same_answer() -> None:
-    rows = [prompt_of(1, "a?", "yes"), prompt_of(2, "b?", "yes")]
-    assert [(pair.good, pair.bad) for pair in choose_pairs(rows)] == [("yes", NO_ANSWER)] * 2
+@pytest.mark.parametrize(
+    ("rows", "pairs"),
+    [([("a?", "1"), ("b?", 2), ("c?", "1")],
+      [("a?", "1", "2"), ("b?", "2", "1"), ("c?", "1", "2")]),
+     ([("a?", "yes"), ("b?", "yes")], [("a?", "yes", NO_ANSWER), ("b?", "yes", NO_ANSWER)])],
+)  # fmt: skip
+def test_pairs_are_made_of_other_rows_answers(rows: Any, pairs: Any) -> None:
+    prompts = [prompt_of(n, *row) for n, row in enumerate(rows)]
+    chosen = [(pair.prompt.text, pair.good, pair.bad) for pair in choose_pairs(prompts)]
+    assert chosen == pairs
 
 
 def test_repeated_rows_and_data_are_left_out() -> None:
