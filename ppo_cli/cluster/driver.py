@@ -253,7 +253,7 @@ class DriverEngine:
         """Yield rollouts of all samplers as they finish."""
         # Only what a sampler reads travels; the prompts are put back into the rollouts below.
         prompt_by_uid = {
-            prompt.uid: prompt for prompt in (*prompts, *(one.prompt for one in begun))
+            prompt.uid: prompt for prompt in (*prompts, *(rollout.prompt for rollout in begun))
         }
         light = {uid: lighten_prompt(prompt) for uid, prompt in prompt_by_uid.items()}
         new = [light[prompt.uid] for prompt in prompts]

@@ -199,7 +199,7 @@ class ClusterEngine:
     ) -> Iterator[Rollout]:
         """Yield rollouts of all samplers as they finish."""
         prompt_by_uid = {
-            prompt.uid: prompt for prompt in (*prompts, *(one.prompt for one in begun))
+            prompt.uid: prompt for prompt in (*prompts, *(rollout.prompt for rollout in begun))
         }
         for sent in self.sample(prompts, sampling, begun):
             yield from (rejoin_prompt(item, prompt_by_uid) for item in sent)

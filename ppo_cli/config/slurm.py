@@ -31,18 +31,20 @@ class NodeVariables:
     origins: dict[str, str] = field(default_factory=dict)
 
 
-def node_variables(environ: Mapping[str, str], given: Collection[str] = ()) -> NodeVariables:
-    """Read the node from SLURM; `given` names the keys that flags or files have set already."""
+def node_variables(environ: Mapping[str, str], set_keys: Collection[str] = ()) -> NodeVariables:
+    """Read the node from SLURM; `set_keys` are the keys that flags or files have set already."""
     env = {name: text.strip() for name, text in environ.items() if text.strip()}
-    if "NNODES" not in env and "trainer.nnodes" not in given:
+    if "NNODES" not in env and "trainer.nnodes" not in set_keys:
         _refuse_ranks(env)
     slurm = _slurm(env)
-    kept = {
-        name: found for name, found in slurm.items() if name not in env and KEYS[name] not in given
+    missing = {
+        name: value
+        for name, value in slurm.items()
+        if name not in env and KEYS[name] not in set_keys
     }
     return NodeVariables(
-        {name: value for name, (value, _) in kept.items()},
-        {name: f"env {origin}" for name, (_, origin) in kept.items()},
+        {name: value for name, (value, _) in missing.items()},
+        {name: f"env {origin}" for name, (_, origin) in missing.items()},
     )
 
 
@@ -82,14 +84,14 @@ def _slurm(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     # Settings of one's own say how many nodes there are: then SLURM's count means nothing.
     if _count(env.get("NNODES", nodes)) <= 1:
         return {}
-    found = {"NNODES": (nodes, origin), "NODE_RANK": (env["SLURM_NODEID"], "SLURM_NODEID")}
+    variables = {"NNODES": (nodes, origin), "NODE_RANK": (env["SLURM_NODEID"], "SLURM_NODEID")}
     hosts = slurm_hosts(env)
     if hosts:
-        found["MASTER_ADDR"] = (hosts[0], "SLURM_JOB_NODELIST")
+        variables["MASTER_ADDR"] = (hosts[0], "SLURM_JOB_NODELIST")
     gpus = env.get("SLURM_GPUS_ON_NODE", "")
     if gpus.isdecimal():
-        found["N_GPUS"] = (gpus, "SLURM_GPUS_ON_NODE")
-    return found
+        variables["N_GPUS"] = (gpus, "SLURM_GPUS_ON_NODE")
+    return variables
 
 
 def _refuse_tasks(env: Mapping[str, str]) -> None:
@@ -130,8 +132,8 @@ def _first(env: Mapping[str, str], names: Collection[str]) -> tuple[str, str]:
 
 def _count(text: str | None) -> int:
     """Return the number at the start of `4(x2)`; 0 where there is none."""
-    found = re.match(r"\s*(\d{1,9})", text or "")
-    return int(found.group(1)) if found else 0
+    match = re.match(r"\s*(\d{1,9})", text or "")
+    return int(match.group(1)) if match else 0
 
 
 def _split(listed: str) -> list[str]:
@@ -140,12 +142,12 @@ def _split(listed: str) -> list[str]:
 
 
 def _expand(item: str, listed: str) -> list[str]:
-    found = re.fullmatch(r"([^\[\]]*)\[([\d,-]+)\](.*)", item.strip())
-    if found is None:
+    match = re.fullmatch(r"([^\[\]]*)\[([\d,-]+)\](.*)", item.strip())
+    if match is None:
         if "[" in item or "]" in item:
             raise ConfigError(f"the node list '{listed[:80]}' cannot be read.")
         return [item.strip()]
-    before, numbers, after = found.groups()
+    before, numbers, after = match.groups()
     rests = _expand(after, listed) if after else [""]
     return [f"{before}{n}{rest}" for n in _numbers(numbers, listed) for rest in rests]
 

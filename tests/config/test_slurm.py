@@ -107,7 +107,7 @@ def test_torchrun_is_named() -> None:
     with pytest.raises(ConfigError, match=r"RANK=3 LOCAL_RANK=3 WORLD_SIZE=8 .* once a node, not"):
         node_variables(env)
     assert node_variables({**env, "NNODES": "1"}).values == {}
-    assert node_variables(env, given=["trainer.nnodes"]).values == {}
+    assert node_variables(env, set_keys=["trainer.nnodes"]).values == {}
 
 
 def test_ranks_that_may_count_nodes_are_named_with_the_mend() -> None:
