@@ -66,11 +66,13 @@ def train(
     out: Path, *args: str, exit_code: int = 0, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """`ppo train` to its end; `fresh` as a user starts it, with a hash seed of its own."""
-    words = command(out, *args)
+    arguments = command(out, *args)
     if fresh:
-        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=800)
+        done = subprocess.run(
+            arguments, env=environment(), capture_output=True, text=True, timeout=800
+        )
     else:
-        done = run_forked(words[3:], environment(), timeout=800)
+        done = run_forked(arguments[3:], environment(), timeout=800)
     assert done.returncode == exit_code, done.stdout + done.stderr
     return done
 
@@ -79,11 +81,11 @@ def start(out: Path, *args: str) -> Forked:
     return Forked(PPO, command(out, *args)[3:], environment())
 
 
-def start_slow(out: Path, *args: str, hold: float, **more: str) -> Forked:
+def start_slow(out: Path, *args: str, hold: float, **extra_args: str) -> Forked:
     """Start a run on a disk that takes `hold` seconds for the checkpoint of step 4."""
     out.parent.mkdir(exist_ok=True)
     desk = {"DESK": str(out.parent), "HOLD": str(hold)}
-    return Forked(SLOW_DISK, command(out, *args)[3:], environment() | desk | more)
+    return Forked(SLOW_DISK, command(out, *args)[3:], environment() | desk | extra_args)
 
 
 def hidden(out: Path) -> list[str]:
@@ -128,11 +130,11 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 def stored(checkpoint: Path, stem: str) -> dict[str, torch.Tensor]:
     """All tensors of the files that begin so, whoever wrote which of them."""
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for path in checkpoint.glob(f"{stem}*.safetensors"):
-        found |= load_file(path)
-    assert found, stem
-    return found
+        result |= load_file(path)
+    assert result, stem
+    return result
 
 
 def assert_true(out: Path) -> None:
@@ -176,10 +178,10 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert_true(a)
     assert metrics(a) == metrics(b)
     for stem in ("actor/model", "critic/model", "state/actor_opt", "state/critic_opt"):
-        ours, theirs = (stored(out / "checkpoints" / "latest", stem) for out in (a, b))
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            assert torch.equal(ours[key], theirs[key]), f"{stem} {key}"
+        actual, reference = (stored(out / "checkpoints" / "latest", stem) for out in (a, b))
+        assert actual.keys() == reference.keys()
+        for key in actual:
+            assert torch.equal(actual[key], reference[key]), f"{stem} {key}"
     for path in sorted((a / "rollouts").iterdir()):
         assert path.read_bytes() == (b / "rollouts" / path.name).read_bytes(), path.name
 
@@ -189,6 +191,6 @@ def undocumented(out: Path) -> set[str]:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     named = [n for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for n in row.split(", ")]
     patterns = [re.sub(r"<\w+>", ".+", re.escape(n.strip("`"))) for n in named]
-    known = re.compile(rf"step|(?:val/)?(?:{'|'.join(patterns)})")
+    names = re.compile(rf"step|(?:val/)?(?:{'|'.join(patterns)})")
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return {k for line in lines for k in json.loads(line) if not known.fullmatch(k)}
+    return {k for line in lines for k in json.loads(line) if not names.fullmatch(k)}

@@ -50,17 +50,17 @@ def is_greedy(rollout: Rollout) -> bool:
 class Engine:
     """Keeps what each verb was asked, in order; `asked` names the verbs."""
 
-    def __init__(self, told: Told = lambda minibatch, step: {}) -> None:
-        self.asked: list[str] = []
+    def __init__(self, message: Told = lambda minibatch, step: {}) -> None:
+        self.calls: list[str] = []
         self.samplings: list[tuple[list[str], Sampling]] = []
         self.minibatches: list[tuple[int, MiniBatch]] = []  # with the weight version
         self.version = 0
         self.gaps: dict[int, float] = {}  # weight version -> of the trainer's log-probs
-        self._told = told
+        self._sums = message
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
         """The last prompt finishes first."""
-        self.asked.append("generate")
+        self.calls.append("generate")
         self.samplings.append(([prompt.uid for prompt in prompts], sampling))
         for prompt in reversed(prompts):
             for sample in reversed(range(sampling.n)):
@@ -70,7 +70,7 @@ class Engine:
                 yield Rollout(prompt, sample, ids, logprobs, text, "stop", self.version)
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
-        self.asked.append("annotate")
+        self.calls.append("annotate")
         shape = batch.response_mask_BT.shape
         return AnnotatedBatch(
             **{name: getattr(batch, name) for name in Batch.__dataclass_fields__},
@@ -82,27 +82,27 @@ class Engine:
         )
 
     def step(self, minibatch: MiniBatch) -> Sums:
-        self.asked.append("actor" * minibatch.actor + "critic" * minibatch.critic)
+        self.calls.append("actor" * minibatch.actor + "critic" * minibatch.critic)
         self.minibatches.append((self.version, minibatch))
-        return self._told(minibatch, self.version + 1)
+        return self._sums(minibatch, self.version + 1)
 
     def publish(self) -> None:
-        self.asked.append("publish")
+        self.calls.append("publish")
         self.version += 1
 
     def save(self, directory: Path, *, last: bool = False) -> Future[None]:
-        self.asked.append("last save" if last else "save")
+        self.calls.append("last save" if last else "save")
         (directory / "engine.json").write_text(json.dumps(self.version))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def load(self, directory: Path) -> None:
-        self.asked.append("load")
+        self.calls.append("load")
         self.version = json.loads((directory / "engine.json").read_text())
 
     def close(self) -> None:
-        self.asked.append("close")
+        self.calls.append("close")
 
     def batches(self, role: str, step: int | None = None) -> list[TrainBatch]:
         """The mini-batches that a model was trained on, of all steps or of one."""
@@ -127,13 +127,13 @@ class ScriptedReward(Reward):
     name = "scripted"
 
     def __init__(self, score: Scoring) -> None:
-        self.asked: list[Any] = []
+        self.calls: list[Any] = []
         self.scored = self._lately = 0
         self._score = score
         self._step = 0
 
     def begin_step(self, step: int) -> None:
-        self.asked.append(step)
+        self.calls.append(step)
         self._step = step
 
     def submit(self, rollout: Rollout) -> Future[Score]:
@@ -141,16 +141,16 @@ class ScriptedReward(Reward):
         self._lately += 1
         future: Future[Score] = Future()
         try:
-            found = self._score(rollout, self._step)
+            result = self._score(rollout, self._step)
         except Exception as error:
             future.set_exception(error)
             return future
-        plain = Score.failed("timeout") if found is None else found
+        plain = Score.failed("timeout") if result is None else result
         future.set_result(plain if isinstance(plain, Score) else Score(plain))
         return future
 
     def end_round(self, kind: RoundKind = "train") -> None:
-        self.asked.append(kind)
+        self.calls.append(kind)
 
     def pop_metrics(self) -> dict[str, float]:
         lately, self._lately = self._lately, 0
@@ -211,7 +211,7 @@ class Script:
     folder: Path
     settings: dict[str, Any]
     score: Scoring = lambda rollout, step: 1.0
-    told: Told = lambda minibatch, step: {}
+    sums: Told = lambda minibatch, step: {}
     steps: int = 3
     prompts: int = 12
     val_prompts: int = 0
@@ -221,7 +221,7 @@ class Script:
     def build(self) -> Stage:
         config = Config.model_validate(self.settings)
         screen = Screen()
-        reward, engine = ScriptedReward(self.score), Engine(self.told)
+        reward, engine = ScriptedReward(self.score), Engine(self.sums)
         tracker = Tracker(self.folder, screen, ("console",), total_steps=self.steps, config=config)
         order = PromptOrder(self.prompts, gen_batch(config), config.trainer.seed)
 

@@ -68,9 +68,9 @@ def assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         monkeypatch.setattr(assemble, "_load_tokenizer", load_tokenizer)
         monkeypatch.setattr(assemble, "start_engine", start)
         monkeypatch.setattr(assemble, "run_with_restarts", run)
-        given = (*WHOLE, f"trainer.output_dir={tmp_path / 'run'}", *overrides)
+        args = (*WHOLE, f"trainer.output_dir={tmp_path / 'run'}", *overrides)
         resolved = resolve(
-            flags={}, preset="embedded", config_files=(), overrides=given,
+            flags={}, preset="embedded", config_files=(), overrides=args,
             environ={name: os.environ[name] for name in environ},
         )  # fmt: skip
         assemble.train(resolved, seen.screen, cluster)
@@ -128,44 +128,44 @@ def test_nodes_are_waited_for_and_heard(assembled: Callable[..., SimpleNamespace
 class Judge(ScriptedReward):
     """A reward that keeps what it was asked, in order; it may refuse to start."""
 
-    def __init__(self, told: list[Any], stop: Interrupted | None) -> None:
+    def __init__(self, message: list[Any], stop: Interrupted | None) -> None:
         super().__init__(lambda rollout, step: 1.0)
-        self._told, self._stop = told, stop
+        self._log, self._stop = message, stop
 
     def start(self, prompts: Any, *, patient: bool = False, tell: Any = print) -> None:
-        self._told.append(("start", len(prompts), patient))
+        self._log.append(("start", len(prompts), patient))
         tell("The judge is tested.")
         if self._stop is not None:
             raise self._stop
 
     def attach(self, folder: Path) -> None:
-        self._told.append(("attach", folder.name))
+        self._log.append(("attach", folder.name))
 
     def close(self) -> None:
-        self._told.append("close")
+        self._log.append("close")
 
 
 def test_a_reward_is_started_and_knows_what_it_has_spent(
     assembled: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []
+    output: list[Any] = []
     stops: list[Interrupted] = []
 
     def build_reward(config: Any, *, sources: set[str], host: Any) -> Judge:
         assert sources == {"ppo-cli/arithmetic"} and host is None
-        return Judge(told, stops.pop() if stops else None)
+        return Judge(output, stops.pop() if stops else None)
 
-    def asked(*overrides: str, **options: Any) -> SimpleNamespace:
-        told.clear()
+    def request(*overrides: str, **options: Any) -> SimpleNamespace:
+        output.clear()
         return assembled(*overrides, **options)
 
     monkeypatch.setattr(assemble, "build_reward", build_reward)
-    first, attached = asked(), ("attach", "run")
-    assert told == [attached, ("start", 13, False), "close"]
+    first, attached = request(), ("attach", "run")
+    assert output == [attached, ("start", 13, False), "close"]
     assert first.screen.notes[-1] == "The judge is tested."
     spent = tmp_path / "run" / "judge_calls.jsonl"
     spent.write_text("")
-    asked()
+    request()
     assert spent.exists(), "a run that has no checkpoint yet has spent all the same"
     done: Future[None] = Future()
     done.set_result(None)
@@ -179,32 +179,32 @@ def test_a_reward_is_started_and_knows_what_it_has_spent(
         return done
 
     first.job.store.begin_save(1, fill)
-    again = asked()
-    assert told == [attached, ("start", 13, True), "close"]
-    checkpoint = again.job.store.newest()
-    assert again.restarts["origin"] == checkpoint == first.job.store.directory / "step_000001"
+    second = request()
+    assert output == [attached, ("start", 13, True), "close"]
+    checkpoint = second.job.store.newest()
+    assert second.restarts["origin"] == checkpoint == first.job.store.directory / "step_000001"
     monkeypatch.setattr("sys.argv", ["ppo", "train", "--rm_budget_usd=1", "--lr", "1 2"])
     monkeypatch.delenv("PPO_COMMAND", raising=False)
     monkeypatch.setenv("SEED", "42")
     stops.append(Interrupted("Spent.", used_up=ExhaustedBudget("--rm_budget_usd", 1.3, 13, 0.0)))
     with pytest.raises(Interrupted) as stopped:  # 13 of 3 x 2 x 4 x n responses and 2 validations
-        asked("rollout.n=2", "rollout.val_kwargs.n=1", environ=("SEED",))
+        request("rollout.n=2", "rollout.val_kwargs.n=1", environ=("SEED",))
     assert str(stopped.value).startswith("Spent. Go on with: SEED=42 ppo train --lr '1 2' --rm_b")
     assert str(stopped.value).endswith("--rm_budget_usd 6.5")
     stops.append(Interrupted("Down."))
     monkeypatch.setattr("sys.argv", ["ppo", "train", "--resume", "never"])
     with pytest.raises(Interrupted, match=r"^Down. Go on with: ppo train --resume never$"):
-        asked("trainer.resume_mode=never")  # which has not begun: auto would be the run before
-    for given, notes in (("trainer.seed=7", 1), ("trainer.resume_mode=never", 0)):
-        anew = asked(given)
+        request("trainer.resume_mode=never")  # which has not begun: auto would be the run before
+    for arguments, notes in (("trainer.seed=7", 1), ("trainer.resume_mode=never", 0)):
+        anew = request(arguments)
         assert not spent.exists()
-        assert told == [("start", 13, False), attached, "close"]
+        assert output == [("start", 13, False), attached, "close"]
         assert sum("A new run: " in note for note in anew.screen.notes) == notes
         assert anew.restarts["origin"] is None and anew.job.store.steps() == []
 
 
 def test_a_run_that_has_to_start_again_is_given_its_tries() -> None:
-    said: list[str] = []
+    message: list[str] = []
     lost: list[Exception] = []
     gathered: list[int] = []
 
@@ -213,24 +213,24 @@ def test_a_run_that_has_to_start_again_is_given_its_tries() -> None:
             raise lost.pop(0)
         return "engine"
 
-    def started(most: int, *errors: Exception, patience_s: float = 60.0) -> Any:
+    def started(limit: int, *errors: Exception, patience_s: float = 60.0) -> Any:
         lost[:] = errors
-        said.clear()
+        message.clear()
         gathered.clear()
         return start_engine(
-            build, max_restarts=most, patience_s=patience_s,
+            build, max_restarts=limit, patience_s=patience_s,
             gather=lambda: gathered.append(len(lost)),
-            tell=said.append, resume_command="ppo train -x",
+            tell=message.append, resume_command="ppo train -x",
         )  # fmt: skip
 
     assert started(0) == "engine"
     assert started(2, WorkerLost("A died."), WorkerLost("B died.")) == "engine"
-    assert said == ["A died. Starting again (1 of 2).", "B died. Starting again (2 of 2)."]
+    assert message == ["A died. Starting again (1 of 2).", "B died. Starting again (2 of 2)."]
     assert gathered == [1, 0]
-    for most, patience in ((1, 60.0), (9, -1.0)):  # too often, or after too long a wait
+    for limit, patience in ((1, 60.0), (9, -1.0)):  # too often, or after too long a wait
         with pytest.raises(Interrupted, match=r"^.* died\. Start again with: ppo train -x$"):
-            started(most, WorkerLost("A died."), WorkerLost("B died."), patience_s=patience)
-        assert len(gathered) == (1 if most == 1 else 0)
+            started(limit, WorkerLost("A died."), WorkerLost("B died."), patience_s=patience)
+        assert len(gathered) == (1 if limit == 1 else 0)
     with pytest.raises(Interrupted, match=r"^Stopped\. Start again with: ppo train -x$"):
         started(5, Interrupted("Stopped."))
     assert gathered == []
@@ -241,12 +241,14 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
 ) -> None:
     from ppo_cli.cluster import driver as remote
 
-    made: list[SimpleNamespace] = []
+    created: list[SimpleNamespace] = []
 
     class Apart:
         def __init__(self, config: Any, tokenizer: Any, **options: Any) -> None:
             self.weight_transfer, self.closed, self.hosted = "memory", False, ()
-            made.append(SimpleNamespace(config=config, tokenizer=tokenizer, engine=self, **options))
+            created.append(
+                SimpleNamespace(config=config, tokenizer=tokenizer, engine=self, **options)
+            )
 
         def host(self, factory: Any, *, role: str, devices: Any) -> str:
             self.hosted = (factory(), role, devices)
@@ -258,8 +260,8 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
     monkeypatch.setattr(remote, "DriverEngine", Apart)
     seen = assembled("trainer.engine=ray", "trainer.num_workers=3", cluster=Cluster())
     engine: EngineFactory = seen.engines
-    assert engine.get() is engine.get() is made[0].engine
-    first = made[0]
+    assert engine.get() is engine.get() is created[0].engine
+    first = created[0]
     memory: list[str] = []
     settled = fill_memory_settings(seen.job.config, memory.append)
     products = [f"CPU: {line}" for line in cpu_plan(settled, jemalloc=False)]
@@ -271,12 +273,12 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
     first.tell("Hello")
     assert seen.screen.notes[-5:] == ["Loading embedded", *memory, *products, "Hello"]
     # What failed once need not be tried again by another start.
-    assert engine.renew() is made[1].engine and first.engine.closed
-    assert made[1].config.rollout.weight_transfer == "memory"
+    assert engine.renew() is created[1].engine and first.engine.closed
+    assert created[1].config.rollout.weight_transfer == "memory"
     assert engine.host(lambda: "model", "judge") == "hosted"
-    assert made[1].engine.hosted == ("model", "reward judge", made[1].placement.reward)
+    assert created[1].engine.hosted == ("model", "reward judge", created[1].placement.reward)
     engine.close()
-    assert made[1].engine.closed
+    assert created[1].engine.closed
 
 
 def test_sampling_ahead_is_told_of_steps_that_are_still_to_come(
@@ -285,9 +287,9 @@ def test_sampling_ahead_is_told_of_steps_that_are_still_to_come(
     ahead = ("trainer.async_steps=2", "rollout.partial_tokens=6")
     seen = assembled(*ahead, "trainer.num_workers=1", "rollout.n=2")
     engine: EngineFactory = seen.engines
-    monkeypatch.setattr(assemble, "AheadEngine", lambda *given: given)
-    inner, upcoming, *given = engine._ahead("inner")  # type: ignore[arg-type,misc]
-    assert (inner, given) == ("inner", [2, 6])
+    monkeypatch.setattr(assemble, "AheadEngine", lambda *arguments: arguments)
+    inner, upcoming, *arguments = engine._ahead("inner")  # type: ignore[arg-type,misc]
+    assert (inner, arguments) == ("inner", [2, 6])
     job = seen.job
     job.order.take()
     expected = [job.prompts[i] for i in job.order.peek(2)]

@@ -14,8 +14,8 @@ GONE = 2**22 + 1  # above the largest process number of Linux
 WRITE_SLOWLY = """
 import sys
 from pathlib import Path
-from ppo_cli.atomic import replacing
-with replacing(Path("a.json")) as fresh:
+from ppo_cli.atomic import atomic_replace
+with atomic_replace(Path("a.json")) as fresh:
     fresh.write_text("half")
     print(flush=True)
     sys.stdin.read()

@@ -16,10 +16,10 @@ from tests.loop.runs import SMALL, hidden, start_slow, train, wait_for
 def test_a_disk_that_is_full_is_told_while_training_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "full" / "run"
     process = start_slow(out, *SMALL, "--max_steps", "6", hold=0.5, FULL="1")
-    told = process.communicate(timeout=800)[0]
+    output = process.communicate(timeout=800)[0]
     assert process.returncode == 2
-    assert "checkpoint of step 4 could not be written" in told and told.count("error: ") == 1
-    assert "Traceback" not in told
+    assert "checkpoint of step 4 could not be written" in output and output.count("error: ") == 1
+    assert "Traceback" not in output
     assert hidden(out) == []
     assert sorted(p.name for p in (out / "checkpoints").glob("step_*")) == ["step_000002"]
 
@@ -30,10 +30,10 @@ def test_stopped_while_writing_all_is_saved_when_it_says_so(tmp_path: Path) -> N
     process = start_slow(out, *SMALL, hold=1.0)
     wait_for(tmp_path / "stopped" / "held", process)
     process.send_signal(signal.SIGTERM)
-    told = process.communicate(timeout=800)[0]
-    assert process.returncode == 3, told
-    saved = re.search(r"Everything up to step (\d) of 8 is saved", told)
-    assert saved, told
+    output = process.communicate(timeout=800)[0]
+    assert process.returncode == 3, output
+    saved = re.search(r"Everything up to step (\d) of 8 is saved", output)
+    assert saved, output
     assert hidden(out) == []
     assert os.readlink(out / "checkpoints" / "latest") == f"step_00000{saved.group(1)}"
     assert (out / "checkpoints" / "step_000004" / "state" / "run.json").exists()

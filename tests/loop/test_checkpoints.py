@@ -102,14 +102,14 @@ def test_a_failure_while_writing_leaves_the_old_ones_alone(tmp_path: Path, late:
 
 def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
-    told = r"step 7 could not be written.*No space left.*--output_dir"
+    output = r"step 7 could not be written.*No space left.*--output_dir"
     full = OSError(28, "No space left on device")
     store.begin_save(7, fill_with(7, done(full)))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=output):
         store.raise_save_error()
     rust = RuntimeError("I/O error: No space left on device (os error 28)")
     store.begin_save(7, fill_with(7, done(rust)))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=output):
         store.begin_save(8, fill_with(8, done()))
     assert store.steps() == [] and names(tmp_path) == []
 
@@ -140,12 +140,12 @@ def test_a_second_interrupt_ends_the_waiting_not_the_writing(tmp_path: Path) -> 
 
 def test_what_a_killed_run_left_is_swept_by_the_next_start_or_write(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
-    left = tmp_path / ".unfinished-step_000003" / "deep"
-    left.mkdir(parents=True)
+    rest = tmp_path / ".unfinished-step_000003" / "deep"
+    rest.mkdir(parents=True)
     assert store.steps() == []
     write(store, 4)
     assert names(tmp_path) == ["latest", "step_000004"]
-    left.mkdir(parents=True)
+    rest.mkdir(parents=True)
     with store.open():
         assert names(tmp_path) == ["latest", "step_000004"]
 

@@ -43,17 +43,17 @@ def test_a_run_compares_with_the_model_that_it_started_with(tmp_path: Path) -> N
     out, env = tmp_path / "run", environment(tmp_path)
     with JudgeServer(prefer_the_right_one) as server:
         server.keys = {KEY}
-        words = [*RUN[: RUN.index("--adv_estimator")], *RUN[RUN.index("data.val_max_samples=32") :]]
-        words = [word for word in words if word not in ("--rm_compare_calls", "8")]
-        words += ["--rm_compare", "base", "--rm_base_url", server.url("openai")]
-        words += ["--rollout_n", "2", "--output_dir", str(out)]
-        train(env, [*words, "--max_steps", "2"])
-        told = train(env, [*words, "--max_steps", "3"])
+        args = [*RUN[: RUN.index("--adv_estimator")], *RUN[RUN.index("data.val_max_samples=32") :]]
+        args = [word for word in args if word not in ("--rm_compare_calls", "8")]
+        args += ["--rm_compare", "base", "--rm_base_url", server.url("openai")]
+        args += ["--rollout_n", "2", "--output_dir", str(out)]
+        train(env, [*args, "--max_steps", "2"])
+        output = train(env, [*args, "--max_steps", "3"])
     lines = metrics(out)
     assert [line["step"] for line in lines if line["step"]] == [1, 2, 3]
     assert all(0.2 < line["judge/win_rate"] < 0.8 for line in lines if line["step"])
     assert "time/first_responses_s" in lines[0] | lines[1]
-    assert "time/first_responses_s" not in lines[3] and "after step 2" in told.stdout
+    assert "time/first_responses_s" not in lines[3] and "after step 2" in output.stdout
 
 
 def test_a_run_learns_from_comparisons_alone(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def test_killed_while_saving_it_goes_on_from_the_save_before(
         # Step 5 is trained, and 6 begun, while step 4 is still being written.
         wait_for(out / "rollouts" / "step_000006.jsonl", process)
         assert (tmp_path / "killed" / "held").exists()
-        (held,) = hidden(out)
-        assert held.endswith("-step_000004")
+        (hidden_file,) = hidden(out)
+        assert hidden_file.endswith("-step_000004")
         assert os.readlink(out / "checkpoints" / "latest") == "step_000002"
     finally:
         process.kill()
@@ -78,17 +78,17 @@ def test_a_signal_finishes_the_step_and_tells_how_to_go_on(
     process = start(out, *SMALL)
     wait_for(out / "rollouts" / "step_000001.jsonl", process)
     process.send_signal(signal.SIGTERM)
-    told, _ = process.communicate(timeout=800)
-    assert process.returncode == 3, told
-    assert "SIGTERM" in told and f"--output_dir {out}" in told and "Traceback" not in told
+    output, _ = process.communicate(timeout=800)
+    assert process.returncode == 3, output
+    assert "SIGTERM" in output and f"--output_dir {out}" in output and "Traceback" not in output
     train(out, *SMALL)
     assert_same_run(uninterrupted, out)
 
 
 def test_a_complete_run_says_so_and_stays_as_it_is(uninterrupted: Path) -> None:
     before = metrics(uninterrupted)
-    told = train(uninterrupted, *SMALL)
-    assert "This run is complete: 8 of 8 steps" in told.stdout
+    output = train(uninterrupted, *SMALL)
+    assert "This run is complete: 8 of 8 steps" in output.stdout
     assert metrics(uninterrupted) == before
 
 
@@ -102,8 +102,8 @@ def test_a_learning_rate_that_jumps_when_a_run_is_made_longer_is_announced(
     jump = "the actor's learning rate rises from 3.8e-06 at step 8 to 2.5e-05 at step 9"
     planned = run_forked(["plan", *longer], environment(), timeout=300)
     assert planned.returncode == 0 and jump in " ".join(planned.stdout.split())
-    again = run_forked(["plan", *SMALL, "--output_dir", str(out)], environment(), timeout=300)
-    assert "learning rate" not in again.stdout
+    args = run_forked(["plan", *SMALL, "--output_dir", str(out)], environment(), timeout=300)
+    assert "learning rate" not in args.stdout
     assert jump in " ".join(train(out, *longer).stdout.split())
     assert metrics(out)[-4]["actor/lr"] == pytest.approx(2.5e-5)
 
@@ -119,18 +119,18 @@ def test_a_run_on_sums_scores_them_right_and_takes_the_rows_that_it_should(
     uninterrupted: Path,
 ) -> None:
     """Each score by the sum itself; the order of rows is promised on every machine."""
-    taken = []
+    values = []
     for path in sorted((uninterrupted / "rollouts").glob("step_*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        taken.append([int(row["uid"].rpartition(":")[2]) for row in rows[::2]])
+        values.append([int(row["uid"].rpartition(":")[2]) for row in rows[::2]])
         for row in rows:
-            wanted = sum(int(word) for word in re.findall(r"\d+", row["prompt"]))
-            assert row["ground_truth"] == str(wanted)
-            assert row["score"] == float(row["response"].strip() == str(wanted)), row
-    words = np.random.PCG64([42, 0]).random_raw(36)  # numpy promises these words for good
-    first = np.argsort(words, kind="stable").tolist()
-    assert [uid - min(map(min, taken)) for step in taken[:4] for uid in step] == first[:32]
-    assert set(taken[4][:4]) == {min(map(min, taken)) + i for i in first[32:]}
+            expected = sum(int(word) for word in re.findall(r"\d+", row["prompt"]))
+            assert row["ground_truth"] == str(expected)
+            assert row["score"] == float(row["response"].strip() == str(expected)), row
+    args = np.random.PCG64([42, 0]).random_raw(36)  # numpy promises these words for good
+    first = np.argsort(args, kind="stable").tolist()
+    assert [uid - min(map(min, values)) for step in values[:4] for uid in step] == first[:32]
+    assert set(values[4][:4]) == {min(map(min, values)) + i for i in first[32:]}
     lines = metrics(uninterrupted)
     assert [line["step"] for line in lines if "val/reward_mean" in line] == [0, 4, 8]
     rates = [line["actor/lr"] / lines[1]["actor/lr"] for line in lines[1:]]

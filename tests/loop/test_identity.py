@@ -78,9 +78,9 @@ def test_every_setting_decides_as_it_declares(name: str, default: dict[str, Any]
     assert value_of(config, name) != key.default
     # Rows count in the place of the files that they come from.
     by_name = key.identity in ("run", "checkpoint") and name not in ROWS
-    told = describe_changes(default, identity({name: other_value(key)}))
-    assert (f"{name} (was " in told or f"{name}." in told) is by_name
-    assert bool(told) is by_name
+    changed = describe_changes(default, identity({name: other_value(key)}))
+    assert (f"{name} (was " in changed or f"{name}." in changed) is by_name
+    assert bool(changed) is by_name
 
 
 def test_rows_count_by_what_they_hold() -> None:
@@ -165,20 +165,20 @@ def test_a_part_of_a_mixture_may_change_its_limits() -> None:
 
 def test_a_judge_at_another_address_is_the_same_run_and_another_eval() -> None:
     api = [{"base_url": f"http://localhost:{port}/v1"} for port in (1, 2)]
-    first, second = (Config.model_validate({"reward": {"api": one}}) for one in api)
+    first, second = (Config.model_validate({"reward": {"api": first}}) for first in api)
     assert describe_changes(setting_values(first), setting_values(second)) == ""
-    told = describe_changes(
+    changed = describe_changes(
         setting_values(first, of_eval=True), setting_values(second, of_eval=True)
     )
-    assert told.startswith("reward.api.base_url (was http://localhost:1/v1, now ")
+    assert changed.startswith("reward.api.base_url (was http://localhost:1/v1, now ")
 
 
 def test_no_secret_is_kept() -> None:
     values = {
         "reward.function_kwargs": {"api_key": "first-one", "url": "http://u:second-one@host/"}
     }
-    kept = json.dumps(identity(values))
-    assert "first-one" not in kept and "second-one" not in kept
+    remaining = json.dumps(identity(values))
+    assert "first-one" not in remaining and "second-one" not in remaining
 
 
 def test_a_checkpoint_of_an_older_version_goes_on_with_what_its_config_says(
@@ -220,19 +220,19 @@ CHANGED = {
 def test_a_changed_setting_starts_another_run_and_says_why(tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(out, *TINY)
-    words = list(TINY)
+    args = list(TINY)
     for number, (override, reason) in enumerate(CHANGED.items(), 1):
-        words.append(override)
-        told = " ".join(train(out, *words).stdout.split())
+        args.append(override)
+        output = " ".join(train(out, *args).stdout.split())
         checkpoint = out / f"earlier_{number}" / "checkpoints" / "step_000001"
-        assert "A new run: the one before had" in told and reason in told
-        assert told.replace(" ", "").count(f"--resume{checkpoint}") == 1
+        assert "A new run: the one before had" in output and reason in output
+        assert output.replace(" ", "").count(f"--resume{checkpoint}") == 1
         assert checkpoint.is_dir()
         assert len(metrics(out)) == len(metrics(out / f"earlier_{number}"))
     # More steps, another cadence: the same run goes on.
-    train(out, *words, "--max_steps", "2", "--save_freq", "1", "--logger", "tensorboard")
+    train(out, *args, "--max_steps", "2", "--save_freq", "1", "--logger", "tensorboard")
     assert not (out / f"earlier_{len(CHANGED) + 1}").exists()
     assert metrics(out)[-1]["step"] == 2
     # The advice of the note: go on from the earlier checkpoint with the new settings.
-    train(out, *words, "--max_steps", "2", "--resume", str(checkpoint))
+    train(out, *args, "--max_steps", "2", "--resume", str(checkpoint))
     assert [line["step"] for line in metrics(out)][-1] == 2

@@ -52,7 +52,7 @@ class Whole:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("whole")
     with JudgeServer() as server:
         server.keys = {KEY}
@@ -83,15 +83,15 @@ def command(server: JudgeServer, out: Path, *args: str, provider: str = "openai"
 
 
 def train(
-    env: dict[str, str], words: list[str], exit_code: int = 0
+    env: dict[str, str], args: list[str], exit_code: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    done = run_forked(words, env, timeout=800)
+    done = run_forked(args, env, timeout=800)
     assert done.returncode == exit_code, done.stdout + done.stderr
     return done
 
 
-def start(env: dict[str, str], words: list[str]) -> Forked:
-    return Forked(PPO, words, env)
+def start(env: dict[str, str], args: list[str]) -> Forked:
+    return Forked(PPO, args, env)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -105,17 +105,17 @@ def rollouts(out: Path) -> list[dict[str, Any]]:
 
 def judged_right(line: dict[str, Any]) -> float:
     """What the loopback judge thinks: 10 when the answer stands in the response, else 1."""
-    found = re.search(rf"(?<!\w){re.escape(line['ground_truth'])}(?!\w)", line["response"])
-    return 1.0 if found else 0.0
+    result = re.search(rf"(?<!\w){re.escape(line['ground_truth'])}(?!\w)", line["response"])
+    return 1.0 if result else 0.0
 
 
 def assert_same_weights(a: Path, b: Path) -> None:
     for model in ("actor", "critic"):
-        ours, theirs = (
+        actual, reference = (
             load_file(out / "checkpoints" / "latest" / model / "model.safetensors")
             for out in (a, b)
         )
-        assert ours and all(torch.equal(ours[name], theirs[name]) for name in ours), model
+        assert actual and all(torch.equal(actual[name], reference[name]) for name in actual), model
 
 
 def assert_nowhere(secret: str, *places: Path) -> None:
@@ -130,11 +130,11 @@ def test_scores_are_right_with_each_provider_and_the_reward_rises(
     server: JudgeServer, tmp_path: Path, provider: str, variable: str, steps: int, batch: int
 ) -> None:
     out = tmp_path / "run"
-    words = command(
+    args = command(
         server, out, "--max_steps", str(steps), "--batch_size", str(batch),
         "--mini_batch_size", str(batch // 2), "--logger", "console,tensorboard", provider=provider,
     )  # fmt: skip
-    told = train(environment(tmp_path, variable), words)
+    output = train(environment(tmp_path, variable), args)
     lines = metrics(out)
     assert lines[-1]["step"] == steps
     assert undocumented(out) == set()
@@ -146,7 +146,7 @@ def test_scores_are_right_with_each_provider_and_the_reward_rises(
     assert all(line["judge_reply"] and line["reason"] for line in scored if "gated" not in line)
     assert lines[3]["judge/calls"] > 0 and lines[3]["judge/tokens_in"] > 0
     assert_nowhere(KEY, out, tmp_path / "cache")
-    assert KEY not in told.stdout + told.stderr
+    assert KEY not in output.stdout + output.stderr
 
 
 def test_every_trouble_at_once_harms_nobody(server: JudgeServer, tmp_path: Path) -> None:
@@ -165,10 +165,10 @@ def test_every_trouble_at_once_harms_nobody(server: JudgeServer, tmp_path: Path)
         server.fail(429, times=6, retry_after=0.2)
         for kind in kinds:
             server.fail(kind, times=2)
-        told, _ = process.communicate(timeout=800)
+        output, _ = process.communicate(timeout=800)
     finally:
         process.kill()
-    assert process.returncode == 0, told
+    assert process.returncode == 0, output
     scored = rollouts(out)
     failed = [line for line in scored if line["score"] is None]
     assert 1 <= len({(line["prompt"], line["response"]) for line in failed}) <= 6
@@ -190,26 +190,26 @@ def test_what_will_never_work_is_told_before_any_rollout(
 ) -> None:
     server.fail(status)
     out = tmp_path / "run"
-    words = command(server, out, "--max_steps", "4", "trainer.val_before_train=false")
-    told = train(environment(tmp_path), words, exit_code=2)
-    assert f"http_{status}" in told.stderr and "Traceback" not in told.stderr
-    assert KEY not in told.stderr + told.stdout
+    args = command(server, out, "--max_steps", "4", "trainer.val_before_train=false")
+    output = train(environment(tmp_path), args, exit_code=2)
+    assert f"http_{status}" in output.stderr and "Traceback" not in output.stderr
+    assert KEY not in output.stderr + output.stdout
     assert not (out / "rollouts").exists() and server.count <= 3
 
 
 def await_outage(server: JudgeServer, out: Path, process: Forked) -> None:
     """Stop the judge after step 2, and return once the run has noticed."""
     wait_for(out / "rollouts" / "step_000002.jsonl", process)
-    told = len(process.output())
+    output = len(process.output())
     server.pause()
     end = time.monotonic() + 600
-    while OUTAGE not in process.output()[told:]:
+    while OUTAGE not in process.output()[output:]:
         assert process.poll() is None and time.monotonic() < end, process.output()
         time.sleep(0.05)
 
 
 def test_a_stumbling_judge_and_an_outage_change_nothing(
-    whole: Whole, server: JudgeServer, tmp_path: Path
+    full_run: Whole, server: JudgeServer, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     server.fail(503, share=0.3)
@@ -217,30 +217,30 @@ def test_a_stumbling_judge_and_an_outage_change_nothing(
     try:
         await_outage(server, out, process)
         server.resume()
-        told, _ = process.communicate(timeout=800)
+        output, _ = process.communicate(timeout=800)
     finally:
         process.kill()
-    assert process.returncode == 0, told
-    assert_same_weights(whole.out, out)
+    assert process.returncode == 0, output
+    assert_same_weights(full_run.out, out)
     assert all(line["score"] is not None for line in rollouts(out))
     # What was cut off in its flight is asked again, and nothing else.
-    assert server.state.answered <= whole.answered + 32
+    assert server.state.answered <= full_run.answered + 32
 
 
 def test_killed_in_an_outage_and_resumed_ends_the_same(
-    whole: Whole, server: JudgeServer, tmp_path: Path
+    full_run: Whole, server: JudgeServer, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    words = command(server, out, *FOUR)
-    process = start(environment(tmp_path), words)
+    args = command(server, out, *FOUR)
+    process = start(environment(tmp_path), args)
     try:
         await_outage(server, out, process)
     finally:
         process.kill()
     assert process.wait(60) == -signal.SIGKILL
     server.resume()
-    train(environment(tmp_path), words)
-    assert_same_weights(whole.out, out)
+    train(environment(tmp_path), args)
+    assert_same_weights(full_run.out, out)
 
 
 def test_dynamic_sampling_stopped_within_a_refill_asks_nothing_twice(tmp_path: Path) -> None:
@@ -255,18 +255,18 @@ def test_dynamic_sampling_stopped_within_a_refill_asks_nothing_twice(tmp_path: P
         folder.mkdir()
         with JudgeServer() as server:
             server.keys = {KEY}
-            words = command(server, folder / "run", *filtered)
+            args = command(server, folder / "run", *filtered)
             if stop:
-                process = start(environment(folder), words)
+                process = start(environment(folder), args)
                 while server.state.answered < 66:  # beyond the first batch
                     assert process.poll() is None, process.output()
                     time.sleep(0.002)
                 server.fail(503)  # what is under way is still answered
                 assert process.wait(300) == 3, process.output()
                 server.heal()
-            train(environment(folder), words)
-            asked = {json.dumps(call.body, sort_keys=True) for call in server.calls}
-            assert stop or len(asked) == server.count == server.state.answered
+            train(environment(folder), args)
+            request = {json.dumps(call.body, sort_keys=True) for call in server.calls}
+            assert stop or len(request) == server.count == server.state.answered
             outs.append(folder / "run")
             answered.append(server.state.answered)
     (line,) = [line for line in metrics(outs[0]) if line["step"] == 1]
@@ -277,45 +277,45 @@ def test_dynamic_sampling_stopped_within_a_refill_asks_nothing_twice(tmp_path: P
 
 
 def test_an_outage_without_end_saves_and_tells_how_to_go_on(
-    whole: Whole, server: JudgeServer, tmp_path: Path
+    full_run: Whole, server: JudgeServer, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    words = command(server, out, *FOUR, "--rm_outage_wait", "3")
-    process = start(environment(tmp_path), words)
+    args = command(server, out, *FOUR, "--rm_outage_wait", "3")
+    process = start(environment(tmp_path), args)
     try:
         await_outage(server, out, process)
-        told, _ = process.communicate(timeout=800)
+        output, _ = process.communicate(timeout=800)
     finally:
         process.kill()
-    assert process.returncode == 3, told
-    assert "Go on with:" in told and "Traceback" not in told
+    assert process.returncode == 3, output
+    assert "Go on with:" in output and "Traceback" not in output
     server.resume()
-    train(environment(tmp_path), words)
-    assert_same_weights(whole.out, out)
+    train(environment(tmp_path), args)
+    assert_same_weights(full_run.out, out)
 
 
 def test_a_budget_is_kept_resumed_and_a_second_run_is_free(
-    whole: Whole, server: JudgeServer, tmp_path: Path
+    full_run: Whole, server: JudgeServer, tmp_path: Path
 ) -> None:
-    out, again = tmp_path / "run", tmp_path / "again"
+    out, second = tmp_path / "run", tmp_path / "again"
     env = environment(tmp_path)
-    calls = (whole.out / "judge_calls.jsonl").read_text().splitlines()
-    limit = 100 * spent(whole.out) / len(calls)
+    calls = (full_run.out / "judge_calls.jsonl").read_text().splitlines()
+    limit = 100 * spent(full_run.out) / len(calls)
     budget = ("--rm_budget_usd", f"{limit:.6f}")
     for _ in range(2):  # the same command again cannot spend more
-        told = train(env, command(server, out, *FOUR, *PRICE, *budget), exit_code=3)
-        assert "budget" in told.stderr and "Go on with:" in told.stderr
+        output = train(env, command(server, out, *FOUR, *PRICE, *budget), exit_code=3)
+        assert "budget" in output.stderr and "Go on with:" in output.stderr
         assert 0.5 * limit < spent(out) <= limit
-    enough = shlex.split(told.stderr.split("Go on with: ")[1])[-2:]
+    enough = shlex.split(output.stderr.split("Go on with: ")[1])[-2:]
     assert enough[0] == "--rm_budget_usd"
     train(env, command(server, out, *FOUR, *PRICE, *enough))
     assert spent(out) < float(enough[1]) < 5 * spent(out)
-    assert_same_weights(whole.out, out)
+    assert_same_weights(full_run.out, out)
     before = server.count
-    train(env, command(server, again, *FOUR, *PRICE))
+    train(env, command(server, second, *FOUR, *PRICE))
     assert server.count == before
-    assert all(line.get("judge/cost_usd", 0.0) == 0.0 for line in metrics(again))
-    assert_same_weights(whole.out, again)
+    assert all(line.get("judge/cost_usd", 0.0) == 0.0 for line in metrics(second))
+    assert_same_weights(full_run.out, second)
 
 
 def test_calls_in_flight_at_a_kill_count_against_the_budget(
@@ -324,9 +324,9 @@ def test_calls_in_flight_at_a_kill_count_against_the_budget(
     out, env = tmp_path / "run", environment(tmp_path)
     server.state.latency = 1.0
     limits = ("--rm_budget_usd", "0.1", "--rm_concurrency", "4")
-    words = command(server, out, *FOUR, *PRICE, *UNCACHED, *limits)
+    args = command(server, out, *FOUR, *PRICE, *UNCACHED, *limits)
     for _ in range(3):
-        before, process = server.count, start(env, words)
+        before, process = server.count, start(env, args)
         end = time.monotonic() + 300
         while server.count < before + 3:
             assert process.poll() is None and time.monotonic() < end
@@ -334,9 +334,9 @@ def test_calls_in_flight_at_a_kill_count_against_the_budget(
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
     server.state.latency = 0.0
-    told = train(env, words, exit_code=3)
-    assert "judge calls were in flight when the run was killed" in told.stdout
-    assert "is used up" in told.stderr
+    output = train(env, args, exit_code=3)
+    assert "judge calls were in flight when the run was killed" in output.stdout
+    assert "is used up" in output.stderr
     assert spent(out) <= 0.1
     outcomes = Counter(call["outcome"] for call in paid_calls(out))
     assert outcomes["killed"] >= 6 and outcomes.total() >= server.count

@@ -33,8 +33,8 @@ def make(tmp_path: Path) -> Make:
             "trainer": {"save_freq": -1},
         }
         options = {k: sections.pop(k) for k in tuple(sections) if k in Script.__dataclass_fields__}
-        for name, more in sections.items():
-            settings[name] = settings.get(name, {}) | more
+        for name, extra in sections.items():
+            settings[name] = settings.get(name, {}) | extra
         (tmp_path / folder).mkdir(exist_ok=True)
         return Script(tmp_path / folder, settings, **options)
 
@@ -46,9 +46,9 @@ def ran(script: Script, fails: type[Exception] | None = None) -> Stage:
     if fails is None:
         run(stage.job, stage.state)
         return stage
-    with pytest.raises(fails) as told:
+    with pytest.raises(fails) as caught:
         run(stage.job, stage.state)
-    stage.screen.notes.append(str(told.value))
+    stage.screen.notes.append(str(caught.value))
     return stage
 
 
@@ -64,16 +64,16 @@ def test_a_step_in_order_with_whole_mini_batches(make: Make) -> None:
         score=lambda rollout, step: worth(number(rollout.prompt), rollout.sample),
     )  # fmt: skip
     stage = ran(script)
-    one = ["generate", "annotate", *["critic"] * 6, *["actor"] * 6, "publish"]
-    assert stage.engine.asked == [*one, *one, "last save"]
-    assert stage.reward.asked == [1, "train", 2, "train"]
+    first = ["generate", "annotate", *["critic"] * 6, *["actor"] * 6, "publish"]
+    assert stage.engine.calls == [*first, *first, "last save"]
+    assert stage.reward.calls == [1, "train", 2, "train"]
     orders = []
     for role, sizes, epochs in (("critic", [8, 4], 3), ("actor", [4, 4, 4], 2)):
         for step in (1, 2):
             batches = stage.engine.batches(role, step)
             assert [len(batch) for batch in batches] == sizes * epochs
-            taken = [int(uid[1:]) for uid in stage.engine.samplings[step - 1][0]]
-            every = [(prompt, sample) for prompt in taken for sample in (0, 1)]
+            values = [int(uid[1:]) for uid in stage.engine.samplings[step - 1][0]]
+            every = [(prompt, sample) for prompt in values for sample in (0, 1)]
             per_epoch = len(sizes)
             for start in range(0, len(batches), per_epoch):
                 rows = [row for b in batches[start : start + per_epoch] for row in who(b)]
@@ -83,8 +83,8 @@ def test_a_step_in_order_with_whole_mini_batches(make: Make) -> None:
                 scores = [worth(*row) for row in who(batch)]
                 torch.testing.assert_close(batch.scores_B, torch.tensor(scores))
     assert len(set(orders)) == len(orders)  # shuffled anew for each step, epoch and model
-    taken = [uids for uids, _ in stage.engine.samplings]
-    assert {*taken[0], *taken[1]} == {f"t{i}" for i in range(12)}
+    values = [uids for uids, _ in stage.engine.samplings]
+    assert {*values[0], *values[1]} == {f"t{i}" for i in range(12)}
     assert stage.column("scripted/scored") == {1: 12, 2: 24}
 
 
@@ -97,19 +97,19 @@ def test_the_critics_mini_batch_is_the_actors_unless_set_and_order_may_stay(make
             (prompt, sample) for prompt in prompts for sample in (0, 1)
         ]
         assert [len(batch) for batch in batches] == [4, 4, 4]
-    one = ran(make("one", steps=1, critic={"shuffle": False}))
-    assert [who(b) for b in one.engine.batches("actor")] != [
+    resumed = ran(make("one", steps=1, critic={"shuffle": False}))
+    assert [who(b) for b in resumed.engine.batches("actor")] != [
         who(b) for b in stage.engine.batches("actor")
     ]
-    assert [who(b) for b in one.engine.batches("critic")] == [
+    assert [who(b) for b in resumed.engine.batches("critic")] == [
         who(b) for b in stage.engine.batches("critic")
     ]
 
 
 def test_how_training_and_validation_sample(make: Make) -> None:
     rollout = {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "n": 3}
-    found = ran(make(rollout=rollout, steps=2, val_prompts=4, trainer={"test_freq": 1})).engine
-    trained, validated = found.sampled("t"), found.sampled("v", greedy=True)
+    resumed = ran(make(rollout=rollout, steps=2, val_prompts=4, trainer={"test_freq": 1})).engine
+    trained, validated = resumed.sampled("t"), resumed.sampled("v", greedy=True)
     seeds = [s.seed for s in trained]
     assert trained == [Sampling(0.7, 0.8, 5, 3, 9, seed) for seed in seeds]
     assert len(set(seeds)) == 2  # another draw each step
@@ -117,16 +117,16 @@ def test_how_training_and_validation_sample(make: Make) -> None:
         Sampling(0.0, 1.0, -1, 1, 9, validated[0].seed)
     }
     assert validated[0].seed not in seeds
-    own = {"temperature": 0.3, "top_p": 0.6, "top_k": 2, "n": 4}
+    custom = {"temperature": 0.3, "top_p": 0.6, "top_k": 2, "n": 4}
     other = ran(
-        make("seeded", rollout=rollout | {"seed": 5, "val_kwargs": own}, steps=2, val_prompts=4)
+        make("seeded", rollout=rollout | {"seed": 5, "val_kwargs": custom}, steps=2, val_prompts=4)
     ).engine
     assert set(other.sampled("v")) == {Sampling(0.3, 0.6, 2, 4, 9, validated[0].seed)}
     assert not {s.seed for s in other.sampled("t")} & set(seeds)
-    again = ran(make("again", rollout=rollout, steps=2)).engine
-    assert [s.seed for s in again.sampled("t")] == seeds
+    resumed = ran(make("again", rollout=rollout, steps=2)).engine
+    assert [s.seed for s in resumed.sampled("t")] == seeds
     moved = ran(make("moved", rollout=rollout, steps=2, val_prompts=4, trainer={"seed": 7})).engine
-    assert not {s.seed for _, s in moved.samplings} & {s.seed for _, s in found.samplings}
+    assert not {s.seed for _, s in moved.samplings} & {s.seed for _, s in resumed.samplings}
 
 
 def test_remax_takes_the_greedy_score_of_each_rows_own_prompt(make: Make) -> None:
@@ -145,7 +145,7 @@ def test_remax_takes_the_greedy_score_of_each_rows_own_prompt(make: Make) -> Non
     assert [(s.temperature, s.top_p, s.top_k, s.n, s.max_tokens) for s in greedy] == [
         (0.0, 1.0, -1, 1, 9)
     ] * 2
-    assert stage.reward.asked == [1, "train", "baseline", 2, "train", "baseline"]
+    assert stage.reward.calls == [1, "train", "baseline", 2, "train", "baseline"]
     assert stage.reward.scored == 2 * (6 * 2 + 6)
     assert stage.column("reward_mean") == {1: 1.5, 2: 1.5}  # baselines are in no statistic
     rows = [
@@ -181,19 +181,21 @@ def test_target_kl_ends_the_epochs_of_one_step_above_one_and_a_half_times(make: 
     moved = {1: [0.149] * 6, 2: [0.1, 0.151, 0.0, 0.0, 0.0, 0.0], 3: [0.0] * 6}
     seen: dict[int, int] = {}
 
-    def told(minibatch: MiniBatch, step: int) -> Sums:
+    def output(minibatch: MiniBatch, step: int) -> Sums:
         if minibatch.critic:
             return {"value_loss": (0.5, 1.0)}
         seen[step] = seen.get(step, 0) + 1
         return {"actor/approx_kl": (moved[step][seen[step] - 1] * tokens, tokens)}
 
-    stage = ran(make(told=told, actor={"target_kl": 0.1, "ppo_epochs": 2}))
+    stage = ran(make(sums=output, actor={"target_kl": 0.1, "ppo_epochs": 2}))
     assert seen == {1: 6, 2: 2, 3: 6}
     assert stage.column("actor/stopped_early") == {2: 1.0}
     assert stage.column("actor/approx_kl") == pytest.approx({1: 0.149, 2: 0.251 / 2, 3: 0.0})
     assert stage.column("value_loss") == {1: 0.5, 2: 0.5, 3: 0.5}
     seen.clear()
-    assert ran(make("free", told=told, actor={"ppo_epochs": 2})).column("actor/stopped_early") == {}
+    assert (
+        ran(make("free", sums=output, actor={"ppo_epochs": 2})).column("actor/stopped_early") == {}
+    )
     assert seen == {1: 6, 2: 6, 3: 6}
 
 
@@ -212,19 +214,19 @@ def test_the_adaptive_kl_coefficient_is_taken_over_from_step_to_step(make: Make)
     assert stage.state.kl_coef == pytest.approx(coefs[3])
     for step in (1, 2, 3):
         for batch in stage.engine.batches("critic", step):
-            taken = batch.token_rewards_BT[batch.valid_B]
+            values = batch.token_rewards_BT[batch.valid_B]
             torch.testing.assert_close(
-                taken[:, 0], torch.full_like(taken[:, 0], -KL * coefs[step - 1])
+                values[:, 0], torch.full_like(values[:, 0], -KL * coefs[step - 1])
             )
             torch.testing.assert_close(
-                taken[:, -1], torch.full_like(taken[:, 0], 1 - KL * coefs[step - 1])
+                values[:, -1], torch.full_like(values[:, 0], 1 - KL * coefs[step - 1])
             )
     newest = stage.job.store.newest()
     assert newest is not None
-    for kind, kept in (("adaptive", coefs[3]), ("fixed", 0.25)):  # a fixed one is a setting
+    for kind, remaining in (("adaptive", coefs[3]), ("fixed", 0.25)):  # a fixed one is a setting
         ctrl = control | {"type": kind, "kl_coef": 0.25}
         resumed = make(algorithm=algorithm | {"kl_ctrl": ctrl}, prompts=6).build()
-        assert load(resumed.job, newest).kl_coef == pytest.approx(kept)
+        assert load(resumed.job, newest).kl_coef == pytest.approx(remaining)
         assert resumed.engine.version == 3
 
 
@@ -247,7 +249,7 @@ def test_patience_counts_validations_without_a_new_best(make: Make) -> None:
     resumed = script.build()
     state = load(resumed.job, stage.folder / "checkpoints" / "step_000007")
     run(resumed.job, state)
-    assert resumed.engine.asked == ["load"] and len(resumed.screen.notes) == 1
+    assert resumed.engine.calls == ["load"] and len(resumed.screen.notes) == 1
     patient["trainer"]["patience"] = 4
     longer = make(score=by_step(values), steps=8, val_prompts=2, **patient).build()
     run(longer.job, load(longer.job, stage.folder / "checkpoints" / "step_000007"))
@@ -255,7 +257,7 @@ def test_patience_counts_validations_without_a_new_best(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "trainer, validated, saved, kept",
+    "trainer, validated, saved, expected",
     [
         ({"save_freq": 3, "test_freq": 2}, [0, 2, 4, 6, 7], [3, 4, 6, 7], [4, 6, 7]),
         ({"save_freq": -1, "test_freq": -1}, [0, 7], [7], [7]),
@@ -266,7 +268,7 @@ def test_patience_counts_validations_without_a_new_best(make: Make) -> None:
     ],
 )  # fmt: skip
 def test_when_validations_and_checkpoints_are_due(
-    make: Make, trainer: dict[str, Any], validated: list[int], saved: list[int], kept: list[int]
+    make: Make, trainer: dict[str, Any], validated: list[int], saved: list[int], expected: list[int]
 ) -> None:
     """A new best is saved at once and is never pruned."""
     values = {0: 0.9} | {step: 0.95 if step in (3, 4) else 0.1 for step in range(1, 8)}
@@ -275,16 +277,16 @@ def test_when_validations_and_checkpoints_are_due(
     )
     stage = ran(script)
     assert list(stage.column("val/reward_mean")) == validated
-    found = [n for n, verb in enumerate(stage.engine.asked) if verb.endswith("save")]
-    assert [stage.engine.asked[n] for n in found] == ["save"] * (len(found) - 1) + ["last save"]
-    published = [stage.engine.asked[:n].count("publish") for n in found]
+    result = [n for n, verb in enumerate(stage.engine.calls) if verb.endswith("save")]
+    assert [stage.engine.calls[n] for n in result] == ["save"] * (len(result) - 1) + ["last save"]
+    published = [stage.engine.calls[:n].count("publish") for n in result]
     assert published == saved
-    assert stage.job.store.steps() == kept
+    assert stage.job.store.steps() == expected
 
 
 def test_without_validation_prompts_nothing_is_validated(make: Make) -> None:
     stage = ran(make(trainer={"test_freq": 1, "save_freq": 2}))
-    assert stage.engine.asked.count("generate") == 3
+    assert stage.engine.calls.count("generate") == 3
     assert [line["step"] for line in stage.lines] == [1, 2, 3]
     assert stage.job.store.steps() == [2, 3] and stage.state.best is None
 
@@ -325,16 +327,16 @@ def test_a_run_without_any_score_says_why_and_stops(make: Make) -> None:
 def test_gradients_that_stay_broken_end_the_run(make: Make) -> None:
     broken = {2: "actor", 4: "critic", 5: "actor", 6: "critic"}
 
-    def told(minibatch: MiniBatch, step: int) -> Sums:
+    def output(minibatch: MiniBatch, step: int) -> Sums:
         role = "actor" if minibatch.actor else "critic"
         return {f"{role}/skipped_steps": (float(broken.get(step) == role), 1.0)}
 
-    script = make(told=told, steps=9, trainer={"max_nonfinite_steps": 3})
+    script = make(sums=output, steps=9, trainer={"max_nonfinite_steps": 3})
     stage = ran(script, UserError)
     assert "not finite in 3 steps in a row (the last is step 6)" in stage.screen.notes[-1]
     assert stage.column("actor/skipped_steps")[2] == 3.0  # a count, not a mean
-    more = make("more", told=told, steps=9, trainer={"max_nonfinite_steps": 4})
-    assert ran(more).state.step == 9
+    extra = make("more", sums=output, steps=9, trainer={"max_nonfinite_steps": 4})
+    assert ran(extra).state.step == 9
 
 
 @pytest.mark.parametrize(
@@ -362,9 +364,9 @@ def test_weights_that_vllm_lacks_end_the_run_before_an_update(
     if ends_at is None:
         run(stage.job, stage.state)
         return
-    with pytest.raises(UserError, match="does not sample with the trainer's weights") as told:
+    with pytest.raises(UserError, match="does not sample with the trainer's weights") as caught:
         run(stage.job, stage.state)
-    assert "rollout.sleep=offload" in str(told.value) and "ppo train --again" in str(told.value)
+    assert "rollout.sleep=offload" in str(caught.value) and "ppo train --again" in str(caught.value)
     assert stage.engine.version == ends_at - 1
     assert stage.engine.batches("actor", ends_at) == []
 
@@ -386,9 +388,9 @@ def test_a_step_that_cannot_be_scored_never_was(make: Make) -> None:
     down["now"] = False
     resumed = script.build()
     run(resumed.job, load(resumed.job, stage.folder / "checkpoints" / "step_000002"))
-    whole = ran(make("whole", score=score, steps=5, trainer={"save_freq": 4}))
-    assert resumed.lines == whole.lines
-    assert resumed.engine.samplings == whole.engine.samplings[2:]
+    second_run = ran(make("whole", score=score, steps=5, trainer={"save_freq": 4}))
+    assert resumed.lines == second_run.lines
+    assert resumed.engine.samplings == second_run.engine.samplings[2:]
 
 
 FILTER = {"enable": True, "metric": "seq_reward", "max_num_gen_batches": 4}
@@ -397,65 +399,65 @@ FILTER = {"enable": True, "metric": "seq_reward", "max_num_gen_batches": 4}
 def test_dynamic_sampling_fills_the_batch_and_resumes_within_a_refill(make: Make) -> None:
     """Prompts whose number 3 divides score alike; a step of 6 takes batches of 4 of them."""
     down = {"now": True}
-    asked: list[int] = []
+    request: list[int] = []
 
     def score(rollout: Rollout, step: int) -> float | Score | None:
-        asked.append(step)
-        if step == 3 and down["now"] and asked.count(3) > 8:  # in the second batch
+        request.append(step)
+        if step == 3 and down["now"] and request.count(3) > 8:  # in the second batch
             raise Interrupted("The judge is down.")
         p = number(rollout.prompt)
         if p in (1, 2) and rollout.sample:  # one verdict is left: it differs from nothing
             return None if p == 1 else Score(9.0, imputed="slow")
         return 7.0 if p % 3 == 0 else float(rollout.sample)
 
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "score": score, "steps": 4, "prompts": 24, "trainer": {"save_freq": 1},
         "data": {"gen_batch_size": 4, "train_batch_size": 6, "max_response_length": 9},
         "algorithm": {"use_kl_in_reward": False, "filter_groups": FILTER},
     }  # fmt: skip
 
-    script = make(**given)
+    script = make(**arguments)
     stage = ran(script, Interrupted)
     assert stage.job.store.steps()[-1] == 2
     down["now"] = False
     resumed = script.build()
     run(resumed.job, load(resumed.job, stage.folder / "checkpoints" / "step_000002"))
-    whole = ran(make("whole", **given))
-    assert resumed.lines == whole.lines
-    batches = [who(b) for b in whole.engine.batches("actor", 3)]
+    second_run = ran(make("whole", **arguments))
+    assert resumed.lines == second_run.lines
+    batches = [who(b) for b in second_run.engine.batches("actor", 3)]
     assert [who(b) for b in resumed.engine.batches("actor", 3)] == batches
     for step in range(1, 5):
-        rows = [row for b in whole.engine.batches("actor", step) for row in who(b)]
+        rows = [row for b in second_run.engine.batches("actor", step) for row in who(b)]
         taught = {p for p, _ in rows}
         assert len(taught) == 6 and len(rows) == 12
         assert all(p % 3 and p not in (1, 2) for p in taught)
-    turns = whole.column("filter/gen_batches")
-    assert sum(turns.values()) == len(whole.engine.samplings) and max(turns.values()) > 1
+    turns = second_run.column("filter/gen_batches")
+    assert sum(turns.values()) == len(second_run.engine.samplings) and max(turns.values()) > 1
     # Each batch of prompts of a step has a draw of its own.
-    assert len({s.seed for _, s in whole.engine.samplings}) == len(whole.engine.samplings)
-    sampled = [int(uid[1:]) for uids, _ in whole.engine.samplings for uid in uids]
+    assert len({s.seed for _, s in second_run.engine.samplings}) == len(second_run.engine.samplings)
+    sampled = [int(uid[1:]) for uids, _ in second_run.engine.samplings for uid in uids]
     alike = sum(p % 3 == 0 or p in (1, 2) for p in sampled)
-    shares = whole.column("filter/alike_share")
+    shares = second_run.column("filter/alike_share")
     assert sum(shares[s] * 4 * turns[s] for s in turns) == pytest.approx(alike)
 
 
 def test_dynamic_sampling_ends_where_nothing_differs(make: Make) -> None:
-    for most, batches in ((2, 2), (0, 4)):  # 0: one pass over the prompts
+    for limit, batches in ((2, 2), (0, 4)):  # 0: one pass over the prompts
         filtered = {
             "use_kl_in_reward": False,
-            "filter_groups": FILTER | {"max_num_gen_batches": most},
+            "filter_groups": FILTER | {"max_num_gen_batches": limit},
         }
-        script = make(f"run{most}", prompts=24, algorithm=filtered)
+        script = make(f"run{limit}", prompts=24, algorithm=filtered)
         stage = ran(script, Interrupted)
         assert len(stage.engine.samplings) == batches
-        said = f"found 0 of the 6 prompts of a batch in {batches} batches ({6 * batches} prompts"
-        assert said in stage.screen.notes[-1]
+        message = f"found 0 of the 6 prompts of a batch in {batches} batches ({6 * batches} prompts"
+        assert message in stage.screen.notes[-1]
 
 
 def test_a_stop_is_saved_and_one_in_a_validation_goes_on_with_it(make: Make) -> None:
-    asked: list[str] = []
-    script = make(steps=4, stop_requested=lambda: "SIGTERM" if "stop" in asked else None)
-    script.score = lambda rollout, step: asked.append("stop") or 1.0 if step == 2 else 1.0
+    request: list[str] = []
+    script = make(steps=4, stop_requested=lambda: "SIGTERM" if "stop" in request else None)
+    script.score = lambda rollout, step: request.append("stop") or 1.0 if step == 2 else 1.0
     stage = ran(script, Interrupted)
     assert stage.job.store.steps() == [2]
     assert stage.screen.notes[-1].startswith(
@@ -476,8 +478,8 @@ def test_a_stop_is_saved_and_one_in_a_validation_goes_on_with_it(make: Make) -> 
     state = load(resumed.job, stage.folder / "checkpoints" / "step_000002")
     assert state.unfinished and state.unfinished["reward_mean"] == 1.0
     run(resumed.job, state)
-    assert resumed.engine.asked[:3] == ["load", "generate", "generate"]  # validated first,
-    assert resumed.engine.asked.count("publish") == 1  # and not trained again
+    assert resumed.engine.calls[:3] == ["load", "generate", "generate"]  # validated first,
+    assert resumed.engine.calls.count("publish") == 1  # and not trained again
     assert [line["step"] for line in resumed.lines] == [0, 1, 2, 3]
 
 
@@ -496,20 +498,20 @@ class Mortal(Engine):
             yield rollout
 
 
-@pytest.mark.parametrize("deaths, most, told", [
+@pytest.mark.parametrize("deaths, limit, message", [
     ([2], 1, ["A sampler died. Starting again (1 of 1) from the first step."]),
     ([4, 3], 2, ["A sampler died. Starting again (1 of 2) from step_000002, the last checkpoint.",
                  "A sampler died. Starting again (2 of 2) from step_000002, the last checkpoint."]),
     ([4, 5, 5], 2, []),
 ])  # fmt: skip
 def test_lost_workers_cost_the_steps_since_the_last_checkpoint(
-    make: Make, deaths: list[int], most: int, told: list[str]
+    make: Make, deaths: list[int], limit: int, message: list[str]
 ) -> None:
     """What is taken again is the same: rows, scores, counts, the KL coefficient, the log."""
     kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "horizon": 50, "kl_coef": 0.5}}
     options: dict[str, Any] = {"steps": 5, "trainer": {"save_freq": 2}, "algorithm": kl}
     options["score"] = lambda rollout, step: float(number(rollout.prompt) + step)
-    stage, whole = make(**options).build(), ran(make("whole", **options))
+    stage, resumed = make(**options).build(), ran(make("whole", **options))
     engines: list[Engine] = []
 
     def build() -> Engine:
@@ -520,19 +522,19 @@ def test_lost_workers_cost_the_steps_since_the_last_checkpoint(
 
     def go() -> None:
         run_with_restarts(
-            job, lambda job: stage.state, build=build, max_restarts=most,
+            job, lambda job: stage.state, build=build, max_restarts=limit,
             gather=lambda: gathered.append(len(engines)),
         )  # fmt: skip
 
-    if not told:
+    if not message:
         with pytest.raises(Interrupted, match=r"one loss more than --max_restarts 2.*Step 4 of 5"):
             go()
         return
     go()
-    assert stage.screen.warnings == told
+    assert stage.screen.warnings == message
     assert gathered == [*range(1, len(engines))]  # asked for before each new one
-    assert [e.asked[-1] for e in engines] == ["close"] * (len(engines) - 1) + ["last save"]
-    assert stage.lines == whole.lines
+    assert [e.calls[-1] for e in engines] == ["close"] * (len(engines) - 1) + ["last save"]
+    assert stage.lines == resumed.lines
 
 
 def test_without_a_checkpoint_of_its_own_a_run_begins_again_at_its_origin(make: Make) -> None:
@@ -544,8 +546,8 @@ def test_without_a_checkpoint_of_its_own_a_run_begins_again_at_its_origin(make: 
         build=lambda: Mortal(deaths), max_restarts=2, origin=origin,
     )  # fmt: skip
     assert not deaths and [line["step"] for line in stage.lines] == [3, 4, 5]
-    again = [told for told in stage.screen.warnings if "Starting again" in told]
-    assert [told.partition("from ")[2] for told in again] == [
+    second = [output for output in stage.screen.warnings if "Starting again" in output]
+    assert [output.partition("from ")[2] for output in second] == [
         "step_000002, the last checkpoint.",
         "step_000003, the last checkpoint.",
     ]  # its own one, once there is one

@@ -62,8 +62,8 @@ def rollouts(out: Path, step: int) -> list[dict[str, Any]]:
 def without_clock(out: Path) -> None:
     """Take what a reward model and a function took in seconds out of a run's files."""
     for path in (out / "metrics.jsonl", *(out / "rollouts").iterdir()):
-        kept = [timeless(json.loads(line)) for line in path.read_text().splitlines()]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        summary = [timeless(json.loads(line)) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(line) + "\n" for line in summary))
 
 
 def timeless(value: Any) -> Any:
@@ -76,24 +76,24 @@ def timeless(value: Any) -> Any:
 def test_killed_and_resumed_the_running_scales_go_on_bit_for_bit(
     settings: tuple[str, ...], tmp_path: Path
 ) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "killed"
-    train(whole, *settings)
+    full_run, out = tmp_path / "whole", tmp_path / "killed"
+    train(full_run, *settings)
     train_killed_halfway(out, *settings)
-    for run in (whole, out):
+    for run in (full_run, out):
         without_clock(run)
-    assert_same_run(whole, out)
+    assert_same_run(full_run, out)
     states = [
         json.loads((run / "checkpoints" / "latest" / "state" / "run.json").read_text())
-        for run in (whole, out)
+        for run in (full_run, out)
     ]
     assert states[0] == states[1]
     assert states[0]["reward"]["running"]["model"]["count"] == 8 * 16
     assert states[0]["run"]["moments"]["count"] == 8 * 16
-    assert undocumented(whole) == set()
-    last = metrics(whole)[-1]
+    assert undocumented(full_run) == set()
+    last = metrics(full_run)[-1]
     assert last["shaping/overlong_mean"] <= 0 and "shaping/repetition_mean" in last
     assert {"reward/digits/scaled_std", "reward/right/gated_share"} <= last.keys()
-    for line in rollouts(whole, 8):
+    for line in rollouts(full_run, 8):
         parts, digits = line["parts"], line["parts"]["digits"]["raw"]
         assert (parts["right"]["raw"] is None) == (digits <= 0)
         assert abs(parts["model"]["scaled"]) <= 3
@@ -145,11 +145,11 @@ def test_a_function_that_always_raises_ends_the_run_with_one_message(tmp_path: P
     head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
     file.write_text(f"{head}    return float(answer == ground_truth)\n")
     args = (*SMALL, "--reward_function", str(file))
-    for more in ((), ("trainer.val_before_train=false",)):
-        told = train(out, *args, *more, exit_code=2)
-        said = "responses failed with NameError: name 'answer' is not defined (mine.py, line 2)"
-        assert told.stderr.count(said) == 1
-        assert "NameError" not in told.stdout and "step 1/" not in told.stdout
+    for extra in ((), ("trainer.val_before_train=false",)):
+        output = train(out, *args, *extra, exit_code=2)
+        message = "responses failed with NameError: name 'answer' is not defined (mine.py, line 2)"
+        assert output.stderr.count(message) == 1
+        assert "NameError" not in output.stdout and "step 1/" not in output.stdout
     file.write_text(f"{head}    return float(len(solution_str))\n")
     train(out, *args)
     assert metrics(out)[-1]["step"] == 8

@@ -29,7 +29,7 @@ def shape(rows: list[Scored], *, moments: Moments | None = None, **settings: Any
 
 
 def values(rows: Any) -> list[float | None]:
-    return [one.score.value for one in rows]
+    return [first.score.value for first in rows]
 
 
 def test_everything_is_off_unless_asked_for() -> None:
@@ -101,9 +101,9 @@ def test_scores_that_do_not_vary_come_to_zero() -> None:
 
 def test_steps_keep_their_share_and_baselines_take_the_same_scale() -> None:
     """Spread 2 about 3: everything is halved, the rewards within a response too."""
-    one = Scored(scored(5.0).rollout, Score(5.0, steps=(PlacedReward(1, 3.0, "token"),)))
+    first = Scored(scored(5.0).rollout, Score(5.0, steps=(PlacedReward(1, 3.0, "token"),)))
     done = shape_scores(
-        Shaping(normalize="batch"), 100, [one, scored(1.0)], [scored(2.0)], Moments()
+        Shaping(normalize="batch"), 100, [first, scored(1.0)], [scored(2.0)], Moments()
     )
     assert values(done.scored) == [1.0, -1.0]
     assert done.scored[0].score.steps == (PlacedReward(1, 1.5, "token"),)
@@ -132,7 +132,7 @@ def test_a_value_put_in_for_want_of_a_verdict_is_scaled_and_teaches_nothing() ->
 def test_each_setting_alone_is_on_and_is_told_of_the_rows_with_a_score() -> None:
     """What failed is in no mean and no share; the clip looks at both signs, after scaling."""
     rows = [scored(4.0, (5, 5, 5, 5), "length", 3), scored(-4.0), scored(1.0), scored(None, (1, 1))]
-    wanted = [
+    expected = [
         ({"overlong_buffer": 97}, {"overlong_mean": -1 / 97 / 3, "overlong_share": 1 / 3}),
         ({"missing_eos_penalty": 3.0}, {"missing_eos_mean": -1.0, "missing_eos_share": 1 / 3}),
         (
@@ -152,7 +152,7 @@ def test_each_setting_alone_is_on_and_is_told_of_the_rows_with_a_score() -> None
         ({"reward_clip": 4.0}, {"clipped_share": 0.0}),
         ({"normalize": "batch", "reward_clip": 1.2}, {"clipped_share": 1 / 3, "mean": 1 / 3}),
     ]
-    for settings, told in wanted:
+    for settings, output in expected:
         metrics = shape(rows, **settings).metrics
-        found = {name: metrics.get(f"shaping/{name}") for name in told}
-        assert found == pytest.approx(told), settings
+        result = {name: metrics.get(f"shaping/{name}") for name in output}
+        assert result == pytest.approx(output), settings

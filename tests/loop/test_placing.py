@@ -23,8 +23,8 @@ def decode(tokenizer: Any) -> Detokenize:
 def answer(tokenizer: Any, text: str) -> Rollout:
     ids = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id)
     prompt = Prompt("0", "", (), "", (1,))
-    said = decode_text(tokenizer, ids, (1,))
-    return Rollout(prompt, 0, ids, np.zeros(len(ids), np.float32), said, "stop")
+    message = decode_text(tokenizer, ids, (1,))
+    return Rollout(prompt, 0, ids, np.zeros(len(ids), np.float32), message, "stop")
 
 
 def test_a_step_ends_on_the_token_of_its_last_character(tokenizer: Any, decode: Any) -> None:

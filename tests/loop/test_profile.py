@@ -37,14 +37,14 @@ def test_one_process_traces_the_step_and_shows_its_table(tmp_path: Path) -> None
     assert text in shown
     rows = {line[:14].strip(): line[14:].split()[:2] for line in text.splitlines()[2:]}
     assert set(rows) == {*PHASES, "outside"}
-    whole = float(text.split(" s;")[0].split()[-1])
-    assert sum(float(seconds) for seconds, _ in rows.values()) == pytest.approx(whole, abs=0.05)
+    full_run = float(text.split(" s;")[0].split()[-1])
+    assert sum(float(seconds) for seconds, _ in rows.values()) == pytest.approx(full_run, abs=0.05)
     assert sum(float(share.rstrip("%")) for _, share in rows.values()) == pytest.approx(100, abs=3)
     assert "aten::" in next(line for line in text.splitlines() if line.startswith("annotate"))
 
 
 @pytest.mark.parametrize(
-    ("given", "steps"),
+    ("arguments", "steps"),
     [
         ("trainer.profile_steps=3", {3}),
         ("trainer.profile_steps=2,5", {2, 5}),
@@ -55,15 +55,15 @@ def test_one_process_traces_the_step_and_shows_its_table(tmp_path: Path) -> None
         ("trainer.threads=2", set()),
     ],
 )
-def test_which_steps_are_profiled(given: str, steps: set[int]) -> None:
-    config = settle(given).config
+def test_which_steps_are_profiled(arguments: str, steps: set[int]) -> None:
+    config = settle(arguments).config
     assert {step for step in range(10) if is_profiled(config, step)} == steps
 
 
 @pytest.mark.parametrize("word", ["0", "x", "4-2", "-3", "2-", "1-2-3", "²"])
 def test_steps_that_are_none_are_refused(word: str) -> None:
-    (told,) = problems(f"trainer.profile_steps=3,{word}")
-    assert repr(word) in told
+    (output,) = problems(f"trainer.profile_steps=3,{word}")
+    assert repr(word) in output
 
 
 def test_of_another_profiler_a_run_says_which_it_has() -> None:

@@ -27,9 +27,9 @@ pytestmark = pytest.mark.slow
 
 def decide(system: str, user: str) -> str:
     text = (fenced("response", user) or "").strip()
-    even, one = bool(re.search(r"[02468]\Z", text)), text.startswith("1")
+    even, first = bool(re.search(r"[02468]\Z", text)), text.startswith("1")
     return json.dumps(
-        {"c1": {"reason": text[-9:], "met": even}, "c2": {"reason": text[:9], "met": one}}
+        {"c1": {"reason": text[-9:], "met": even}, "c2": {"reason": text[:9], "met": first}}
     )
 
 

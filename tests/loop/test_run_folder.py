@@ -109,12 +109,12 @@ def test_partial_checkpoints_of_killed_runs_go_and_those_of_a_live_process_stay(
 
 def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
-    for path, left in (("a/b", ["kept"]), ("kept", ["kept"])):
+    for path, rest in (("a/b", ["kept"]), ("kept", ["kept"])):
         folder = RunFolder(tmp_path / path)
         folder.prepare()
         folder.logs.mkdir()
         folder.drop_if_empty()
-        assert [path.name for path in tmp_path.iterdir()] == left
+        assert [path.name for path in tmp_path.iterdir()] == rest
     assert folder.logs.exists()
     used = RunFolder(tmp_path / "used")
     used.prepare()

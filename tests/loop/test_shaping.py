@@ -19,16 +19,16 @@ def config(**algorithm: object) -> Config:
 
 
 def rollouts(lengths: list[int], n: int = 1) -> list[Rollout]:
-    made = []
+    created = []
     for b, length in enumerate(lengths):
         prompt = Prompt(f"p{b // n}", "", (), "", tuple(range(1, 4)))
         logprobs = np.full(length, -1.0, dtype=np.float32)
-        made.append(Rollout(prompt, b % n, tuple(range(length)), logprobs, "", "stop"))
-    return made
+        created.append(Rollout(prompt, b % n, tuple(range(length)), logprobs, "", "stop"))
+    return created
 
 
-def annotate(made: list[Rollout], seed: int = 0) -> AnnotatedBatch:
-    batch = build_batch(made, 0)
+def annotate(created: list[Rollout], seed: int = 0) -> AnnotatedBatch:
+    batch = build_batch(created, 0)
     torch.manual_seed(seed)
     shape = batch.response_mask_BT.shape
     return AnnotatedBatch(
@@ -41,16 +41,16 @@ def annotate(made: list[Rollout], seed: int = 0) -> AnnotatedBatch:
     )
 
 
-def score_all(made: list[Rollout], values: list[float | None]) -> list[Scored]:
+def score_all(created: list[Rollout], values: list[float | None]) -> list[Scored]:
     return [
         Scored(r, Score(v) if v is not None else Score.failed("timeout"))
-        for r, v in zip(made, values, strict=True)
+        for r, v in zip(created, values, strict=True)
     ]
 
 
 def test_the_score_sits_on_the_last_token_and_the_kl_on_each() -> None:
-    made = rollouts([3, 1])
-    step = shape_step(config(), annotate(made), score_all(made, [1.0, 0.5]), 0.1, None)
+    created = rollouts([3, 1])
+    step = shape_step(config(), annotate(created), score_all(created, [1.0, 0.5]), 0.1, None)
     expected = torch.tensor([[-0.05, -0.05, 0.95], [0.45, 0.0, 0.0]])
     torch.testing.assert_close(step.batch.token_rewards_BT, expected)
     assert step.metrics["kl/penalty"] == pytest.approx(0.5)
@@ -61,76 +61,78 @@ def test_the_score_sits_on_the_last_token_and_the_kl_on_each() -> None:
 def test_a_failed_score_enters_no_advantage_and_no_statistic(estimator: str) -> None:
     """The run without the row and the run with the row failed agree on all other rows."""
     lengths, values = [3, 2, 4, 1, 2, 3], [1.0, 0.0, 1.0, 0.0, 0.5, 1.0]
-    made = rollouts(lengths, n=3)
-    annotated = annotate(made)
+    created = rollouts(lengths, n=3)
+    annotated = annotate(created)
     keep = torch.tensor([0, 1, 3, 4, 5])
     failed = [*values[:2], None, *values[3:]]
     c = config(adv_estimator=estimator)
-    whole = shape_step(c, annotated, score_all(made, failed), 0.1, None)
+    full_run = shape_step(c, annotated, score_all(created, failed), 0.1, None)
     without = shape_step(
         c,
         annotated.rows(keep),
-        [s for i, s in enumerate(score_all(made, failed)) if i != 2],
+        [s for i, s in enumerate(score_all(created, failed)) if i != 2],
         0.1,
         None,
     )
-    torch.testing.assert_close(whole.batch.advantages_BT[keep], without.batch.advantages_BT)
-    assert not whole.batch.advantages_BT[2].any() and not whole.batch.loss_mask_BT[2].any()
-    assert whole.metrics == pytest.approx(without.metrics, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(full_run.batch.advantages_BT[keep], without.batch.advantages_BT)
+    assert not full_run.batch.advantages_BT[2].any() and not full_run.batch.loss_mask_BT[2].any()
+    assert full_run.metrics == pytest.approx(without.metrics, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("target, error", [(0.1, 0.2), (0.45, 0.5 / 0.45 - 1), (9.0, -0.2)])
 def test_adaptive_kl_moves_towards_its_target_by_the_rows_with_a_score(
     target: float, error: float
 ) -> None:
-    made = rollouts([3] * 8)
-    scores = score_all(made, [1.0, None, 1.0, 1.0, None, 1.0, 1.0, 1.0])
+    created = rollouts([3] * 8)
+    scores = score_all(created, [1.0, None, 1.0, 1.0, None, 1.0, 1.0, 1.0])
     for kind, growth in (("adaptive", 1 + error * 6 / 100), ("fixed", 1.0)):
         c = config(kl_ctrl={"type": kind, "target_kl": target, "horizon": 100, "kl_coef": 7.0})
-        step = shape_step(c, annotate(made), scores, 0.2, None)
+        step = shape_step(c, annotate(created), scores, 0.2, None)
         assert step.next_kl_coef == pytest.approx(0.2 * growth)
         assert step.metrics["kl/coef"] == 0.2
         off = config(kl_ctrl={"type": kind}, use_kl_in_reward=False)
-        plain = shape_step(off, annotate(made), scores, 0.2, None)
+        plain = shape_step(off, annotate(created), scores, 0.2, None)
         assert plain.next_kl_coef == 0.2 and not plain.batch.token_rewards_BT[:, :-1].any()
         assert "kl_divergence" in plain.metrics and "kl/coef" not in plain.metrics
 
 
 def test_the_penalty_is_of_the_kind_that_is_set() -> None:
-    made = rollouts([2])
-    annotated = annotate(made)
-    whole = replace(annotated, full_kl_BT=torch.tensor([[0.7, 0.9]]))
+    created = rollouts([2])
+    annotated = annotate(created)
+    full_run = replace(annotated, full_kl_BT=torch.tensor([[0.7, 0.9]]))
     for kind, each in (("k2", [0.125] * 2), ("abs", [0.5] * 2), ("full", [0.7, 0.9])):
         c = config(kl_penalty=kind)
-        taken = shape_step(c, whole if kind == "full" else annotated, score_all(made, [0.0]), 0.2,
-                           None).batch.token_rewards_BT  # fmt: skip
-        torch.testing.assert_close(taken, -0.2 * torch.tensor([each]))
+        reference = full_run if kind == "full" else annotated
+        values = shape_step(
+            c, reference, score_all(created, [0.0]), 0.2, None
+        ).batch.token_rewards_BT
+        torch.testing.assert_close(values, -0.2 * torch.tensor([each]))
 
 
 def test_gamma_lambda_and_whitening_are_those_of_the_settings() -> None:
     """Two tokens: A2 = r - V2, A1 = gamma V2 - V1 + gamma lam A2."""
-    made = rollouts([2])
-    annotated = annotate(made)
+    created = rollouts([2])
+    annotated = annotate(created)
     (v1, v2), kl = annotated.values_BT[0].tolist(), {"use_kl_in_reward": False}
     c = config(gamma=0.5, lam=0.25, whiten_advantages=False, **kl)
-    batch = shape_step(c, annotated, score_all(made, [1.0]), 0.0, None).batch
+    batch = shape_step(c, annotated, score_all(created, [1.0]), 0.0, None).batch
     second = 1.0 - v2
     first = 0.5 * v2 - v1 + 0.125 * second
     torch.testing.assert_close(batch.advantages_BT, torch.tensor([[first, second]]))
     torch.testing.assert_close(batch.returns_BT, torch.tensor([[first + v1, second + v2]]))
-    white = shape_step(config(gamma=0.5, lam=0.25, **kl), annotated, score_all(made, [1.0]), 0.0,
+    white = shape_step(config(gamma=0.5, lam=0.25, **kl), annotated, score_all(created, [1.0]), 0.0,
                        None).batch.advantages_BT  # fmt: skip
     assert white.mean().abs() < 1e-6 and white.std() == pytest.approx(1.0, abs=1e-5)
     grouped = rollouts([1, 1], n=2)
-    for spread, most in ((True, 1 / np.sqrt(2)), (False, 1.0)):
+    for spread, limit in ((True, 1 / np.sqrt(2)), (False, 1.0)):
         c = config(adv_estimator="grpo", norm_adv_by_std_in_grpo=spread, **kl)
-        found = shape_step(c, annotate(grouped), score_all(grouped, [3.0, 1.0]), 0.0, None).batch
-        assert found.advantages_BT.flatten().tolist() == pytest.approx([most, -most], rel=1e-5)
+        result = shape_step(c, annotate(grouped), score_all(grouped, [3.0, 1.0]), 0.0, None).batch
+        assert result.advantages_BT.flatten().tolist() == pytest.approx([limit, -limit], rel=1e-5)
 
 
 def test_importance_weights_correct_the_sampler() -> None:
-    made = rollouts([2])
-    annotated = annotate(made)
+    created = rollouts([2])
+    annotated = annotate(created)
     annotated.old_logprobs_BT[0] = torch.tensor([-1.0 + np.log(1.5), -1.0 + np.log(9.0)])
     for settings, expected in (
         ({}, [1.0, 1.0]),
@@ -140,35 +142,35 @@ def test_importance_weights_correct_the_sampler() -> None:
         ({"rollout_is": "sequence", "rollout_is_threshold": 20.0}, [13.5, 13.5]),
     ):
         c = config(rollout_correction=settings)
-        step = shape_step(c, annotated, score_all(made, [1.0]), 0.0, None)
+        step = shape_step(c, annotated, score_all(created, [1.0]), 0.0, None)
         torch.testing.assert_close(step.batch.is_weight_BT, torch.tensor([expected]))
         mean = sum(expected) / 2
         assert step.metrics["rollout/is_weight_mean"] == pytest.approx(mean)
         assert step.metrics["rollout/logprob_diff_max"] == pytest.approx(np.log(9.0), rel=1e-5)
     limits = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.3_2.0"}
     rejecting = config(rollout_correction=limits)
-    step = shape_step(rejecting, annotated, score_all(made, [1.0]), 0.0, None)
+    step = shape_step(rejecting, annotated, score_all(created, [1.0]), 0.0, None)
     assert step.batch.loss_mask_BT.tolist() == [[True, False]]  # exp(k1): 0.667 and 0.111
     assert step.metrics["rollout/rejected_share"] == 0.5
     assert step.batch.scores_B.tolist() == [1.0]
     stale = Config.model_validate({"trainer": {"async_steps": 1}})  # by token, unless set
-    step = shape_step(stale, annotated, score_all(made, [1.0]), 0.0, None)
+    step = shape_step(stale, annotated, score_all(created, [1.0]), 0.0, None)
     torch.testing.assert_close(step.batch.is_weight_BT, torch.tensor([[1.5, 2.0]]))
 
 
 def test_statistics_are_of_the_tokens_that_count() -> None:
     """Two rows of two and one tokens by hand; a third whose score failed is in none of them."""
-    made = rollouts([2, 1, 2])
+    created = rollouts([2, 1, 2])
     annotated = replace(
-        annotate(made),
+        annotate(created),
         entropy_BT=torch.tensor([[0.2, 0.4], [0.9, 5.0], [7.0, 7.0]]),
         values_BT=torch.tensor([[0.1, 0.4], [0.3, 9.0], [8.0, 8.0]]),
     )
     annotated.old_logprobs_BT[0, 1] = -1.5
     annotated.old_logprobs_BT[2] = -4.0
     c = config(gamma=1.0, lam=1.0, whiten_advantages=False, use_kl_in_reward=False)
-    step = shape_step(c, annotated, score_all(made, [1.0, 0.0, None]), 0.0, None)
-    told = {
+    step = shape_step(c, annotated, score_all(created, [1.0, 0.0, None]), 0.0, None)
+    output = {
         "entropy": 0.5, "advantages/mean": (0.9 + 0.6 - 0.3) / 3, "advantages/max": 0.9,
         "advantages/min": -0.3, "returns/mean": 2 / 3, "rewards/token_sum_mean": 0.5,
         "rollout/logprob_diff": 0.5 / 3, "rollout/logprob_diff_max": 0.5,
@@ -177,27 +179,27 @@ def test_statistics_are_of_the_tokens_that_count() -> None:
         # The returns 1, 1, 0 less the values, and alone: variances of 0.9, 0.6, -0.3 and of them.
         "explained_variance": 1 - np.var([0.9, 0.6, -0.3]) / np.var([1.0, 1.0, 0.0]),
     }  # fmt: skip
-    assert {name: step.metrics[name] for name in told} == pytest.approx(told, rel=1e-5)
-    taken = replace(annotated, sampler_logprobs_BT=annotated.old_logprobs_BT)
-    fewer = shape_step(c, taken, score_all(made, [1.0, 0.0, None]), 0.0, None)
+    assert {name: step.metrics[name] for name in output} == pytest.approx(output, rel=1e-5)
+    values = replace(annotated, sampler_logprobs_BT=annotated.old_logprobs_BT)
+    fewer = shape_step(c, values, score_all(created, [1.0, 0.0, None]), 0.0, None)
     assert {n for n in step.metrics if n.startswith("rollout/")} == (
         step.metrics.keys() - fewer.metrics.keys()
     )
 
 
 def test_rewards_within_a_response_add_up_and_a_failed_score_takes_them_along() -> None:
-    made = rollouts([3, 2])
+    created = rollouts([3, 2])
     c = config(use_kl_in_reward=False)
     placed = [[(0, 0.25), (0, 0.5), (2, 1.0)], [(0, 3.0)]]
-    step = shape_step(c, annotate(made), score_all(made, [2.0, None]), 0.0, None, placed)
+    step = shape_step(c, annotate(created), score_all(created, [2.0, None]), 0.0, None, placed)
     expected = torch.tensor([[0.75, 0.0, 1.25], [0.0, 0.0, 0.0]])
     torch.testing.assert_close(step.batch.token_rewards_BT, expected)
 
 
 def test_without_any_score_the_kl_coefficient_stays() -> None:
-    made = rollouts([3, 2])
+    created = rollouts([3, 2])
     c = config(kl_ctrl={"type": "adaptive", "target_kl": 0.1, "horizon": 100})
-    step = shape_step(c, annotate(made), score_all(made, [None, None]), 0.2, None)
+    step = shape_step(c, annotate(created), score_all(created, [None, None]), 0.2, None)
     assert step.next_kl_coef == 0.2 and step.metrics == {}
     assert not step.batch.advantages_BT.any()
     assert bool(step.batch.token_rewards_BT.isfinite().all())

@@ -71,11 +71,11 @@ def running(folder: Path, *before: str, **streams: int) -> Iterator[subprocess.P
 
 
 def test_a_run_outlives_its_terminal_to_save(tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
+    actual, reference = pty.openpty()
     of_it = (sys.executable, "-c", OF_A_TERMINAL)
-    with running(tmp_path, *of_it, stdin=theirs, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        os.close(ours)
+    with running(tmp_path, *of_it, stdin=reference, stdout=reference, stderr=reference) as process:
+        os.close(reference)
+        os.close(actual)
         await_file(tmp_path / "asked", process)
         process.send_signal(signal.SIGHUP)  # the shell tells it, too
     assert (tmp_path / "ended").read_text() == "SIGHUP"

@@ -32,11 +32,11 @@ def test_failed_scores_are_counted_and_left_out() -> None:
 def test_recent_looks_at_the_last_hundred_steps_and_at_main_metrics() -> None:
     lines = [{"step": s, "loss": float(s), "val/reward_mean": 1.0} for s in range(151)]
     lines[150] |= {"loss": None, "kl": 3.0}
-    found = recent(lines)
-    assert found["loss_mean"] == 100.0  # steps 51 to 149: the last measured nothing
-    assert found["loss_std"] == pytest.approx(math.sqrt((99**2 - 1) / 12))
-    assert found["kl_mean"] == 3.0 and found["kl_std"] == 0.0
-    assert set(found) == {"loss_mean", "loss_std", "kl_mean", "kl_std"}
+    result = recent(lines)
+    assert result["loss_mean"] == 100.0  # steps 51 to 149: the last measured nothing
+    assert result["loss_std"] == pytest.approx(math.sqrt((99**2 - 1) / 12))
+    assert result["kl_mean"] == 3.0 and result["kl_std"] == 0.0
+    assert set(result) == {"loss_mean", "loss_std", "kl_mean", "kl_std"}
     assert recent(lines[:1]) == {}
 
 

@@ -18,7 +18,7 @@ pytestmark = [
 
 def test_a_run_with_vllm_learns_and_samples_from_the_weights_of_the_learner(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    told = train(out, "--preset", "embedded", "--rollout_name", "vllm", "--max_steps", "12")
+    output = train(out, "--preset", "embedded", "--rollout_name", "vllm", "--max_steps", "12")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     accuracy = [line["val/accuracy"] for line in lines if "val/accuracy" in line]
     assert accuracy[-1] >= accuracy[0] + 0.15, accuracy
@@ -26,4 +26,4 @@ def test_a_run_with_vllm_learns_and_samples_from_the_weights_of_the_learner(tmp_
     assert [line["step"] for line in trained] == [*range(1, 13)]
     assert all(line["perf/weights_by_memory"] == 1 for line in trained)
     assert max(line["rollout/logprob_diff_max"] for line in trained) < 1e-4
-    assert "Traceback" not in told.stdout + told.stderr
+    assert "Traceback" not in output.stdout + output.stderr

@@ -79,8 +79,8 @@ def score_until_ctrl_c(
 ) -> list[dict[str, Any]]:
     """Score a file, press Ctrl-C after some calls, and return the rows that it left."""
     server.state.latency = 0.1
-    words = ["reward", "score", file, *flags, "--rm_concurrency", "1"]
-    process = Forked(PPO, words, os.environ, folder=Path(file).parent, merged=False)
+    args = ["reward", "score", file, *flags, "--rm_concurrency", "1"]
+    process = Forked(PPO, args, os.environ, folder=Path(file).parent, merged=False)
     waited = time.monotonic() + 300
     while server.count < calls and time.monotonic() < waited:
         time.sleep(0.02)

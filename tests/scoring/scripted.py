@@ -18,13 +18,13 @@ class Scripted(Reward):
     name = "scripted"
 
     def __init__(self, score: Callable[[Rollout], Score | None]) -> None:
-        self.asked: list[str] = []
+        self.submitted: list[str] = []
         self.settled = 0
         self._score = score
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Answer at once; None leaves the future open."""
-        self.asked.append(rollout.text)
+        self.submitted.append(rollout.text)
         future: Future[Score] = Future()
         try:
             answer = self._score(rollout)

@@ -42,8 +42,8 @@ def config(*overrides: str) -> Config:
         "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=2", PROMPT,
         "data.max_response_length=100", "data.train_files=t.jsonl",
     ]  # fmt: skip
-    given = [*base, *overrides]
-    return resolve(flags={}, preset=None, config_files=(), overrides=given, environ=ENV).config
+    arguments = [*base, *overrides]
+    return resolve(flags={}, preset=None, config_files=(), overrides=arguments, environ=ENV).config
 
 
 def foretell(*overrides: str) -> Forecast:
@@ -55,29 +55,31 @@ def test_calls_are_the_plans_times_the_votes() -> None:
     write("t.jsonl", 12)
     write("v.jsonl", 5)
     settings = ["data.val_files=v.jsonl", "reward.api.votes=3", "trainer.test_freq=1"]
-    found = foretell(*settings, "reward.api.monitor.model=m", "reward.api.monitor.share=0.25")
-    assert found.steps == 3
-    assert found.a_step.calls == 4 * 2 * 3
-    assert found.run is not None
-    assert found.run.calls == (3 * 8 + 4 * 5) * 3  # before, at each of three steps
-    assert (found.rows, found.sampled) == (17, 17)
-    said = "\n".join(found.lines())
-    assert "25% of the responses are also sent to openai: 11 calls, " in said
-    assert "for the second judge m are added" in said
+    forecast = foretell(*settings, "reward.api.monitor.model=m", "reward.api.monitor.share=0.25")
+    assert forecast.steps == 3
+    assert forecast.a_step.calls == 4 * 2 * 3
+    assert forecast.run is not None
+    assert forecast.run.calls == (3 * 8 + 4 * 5) * 3  # before, at each of three steps
+    assert (forecast.rows, forecast.sampled) == (17, 17)
+    output = "\n".join(forecast.lines())
+    assert "25% of the responses are also sent to openai: 11 calls, " in output
+    assert "for the second judge m are added" in output
 
 
 def test_labelled_responses_are_read_at_the_start_and_every_so_often() -> None:
     write("t.jsonl", 40)
     row = {"prompt": "What is 1 + 1?", "response": "2", "label": 1}
     rows = [row | {"response": f"{n}", "label": n % 2} for n in range(9)]
-    Path("l.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    Path("l.jsonl").write_text("".join(f"{json.dumps(first)}\n" for first in rows))
     settings = ["reward.api.monitor.labels=l.jsonl", "reward.api.monitor.labels_every=4"]
-    found, without = foretell(*settings), foretell()
-    assert found.run is not None and without.run is not None
-    assert found.steps == 10
-    assert found.run.calls - without.run.calls == 9 * 3, "before the first step, and at 4 and 8"
-    assert found.a_step == without.a_step
-    assert "27 of the verdicts are on labelled responses, scored again (l.jsonl)" in found.lines()
+    forecast, without = foretell(*settings), foretell()
+    assert forecast.run is not None and without.run is not None
+    assert forecast.steps == 10
+    assert forecast.run.calls - without.run.calls == 9 * 3, "before the first step, and at 4 and 8"
+    assert forecast.a_step == without.a_step
+    assert (
+        "27 of the verdicts are on labelled responses, scored again (l.jsonl)" in forecast.lines()
+    )
 
 
 def test_tokens_grow_with_prompts_and_responses() -> None:
@@ -110,31 +112,31 @@ def test_validation_rows_have_their_own_length() -> None:
     plain = foretell().run
     both = foretell("data.val_files=v.jsonl", "trainer.val_before_train=false").run
     assert plain is not None and both is not None
-    more = both.low.input - plain.low.input
-    assert more / (both.calls - plain.calls) > 500
+    extra = both.low.input - plain.low.input
+    assert extra / (both.calls - plain.calls) > 500
 
 
 def test_many_rows_are_sampled_the_same_each_time() -> None:
     rows = [json.dumps({"prompt": "why " * (1 + n % 50)}) for n in range(1000)]
     Path("t.jsonl").write_text("\n".join(rows))
-    found = foretell()
-    assert (found.rows, found.sampled) == (1000, SAMPLE)
-    assert found.a_step == foretell().a_step != foretell("trainer.seed=7").a_step
-    assert f"{SAMPLE} of 1,000 rows" in found.assumptions()
+    forecast = foretell()
+    assert (forecast.rows, forecast.sampled) == (1000, SAMPLE)
+    assert forecast.a_step == foretell().a_step != foretell("trainer.seed=7").a_step
+    assert f"{SAMPLE} of 1,000 rows" in forecast.assumptions()
     assert foretell("data.train_max_samples=10").rows == 10
 
 
 def test_cost_is_tokens_times_price() -> None:
     write("t.jsonl", 4)
-    found = foretell("reward.api.price_input=2", "reward.api.price_output=10")
-    low, high = found.a_step.costs(found.price) or (0.0, 0.0)
-    bill = found.a_step
+    forecast = foretell("reward.api.price_input=2", "reward.api.price_output=10")
+    low, high = forecast.a_step.costs(forecast.price) or (0.0, 0.0)
+    bill = forecast.a_step
     assert low == pytest.approx((bill.low.input * 2 + bill.low.output * 10) / 1e6, rel=1e-3)
     assert high == pytest.approx((bill.high.input * 2 + bill.high.output * 10) / 1e6, rel=1e-3)
-    assert "(gpt-4o-mini: $2 in, $10 out per M; the settings)" in found.lines()[0]
+    assert "(gpt-4o-mini: $2 in, $10 out per M; the settings)" in forecast.lines()[0]
     assert "$0.15 in, $0.6 out per M; genai-prices " in foretell().lines()[0]
-    own = foretell("reward.api.model=mine", "reward.api.base_url=http://127.0.0.1:1/v1")
-    assert "$0" in "\n".join(own.lines()), "a judge on this machine costs nothing"
+    forecast = foretell("reward.api.model=mine", "reward.api.base_url=http://127.0.0.1:1/v1")
+    assert "$0" in "\n".join(forecast.lines()), "a judge on this machine costs nothing"
 
 
 def test_what_genai_prices_knows_of_a_model_is_told() -> None:
@@ -142,12 +144,12 @@ def test_what_genai_prices_knows_of_a_model_is_told() -> None:
 
     write("t.jsonl", 4)
     at_openai = ["reward.api.type=openai", "reward.api.model=o3-pro"]
-    (first, *more) = foretell(*at_openai).lines()
+    (first, *forecast) = foretell(*at_openai).lines()
     assert f"per M; genai-prices {__version__})" in first
-    assert not [line for line in more if "reads" in line]
+    assert not [line for line in forecast if "reads" in line]
     Path("t.jsonl").write_text(json.dumps({"prompt": "why not " * 100_000}))
-    said = "\n".join(foretell(*at_openai).lines())
-    assert "tokens, and o3-pro reads 200,000 at most, by genai-prices" in said
+    output = "\n".join(foretell(*at_openai).lines())
+    assert "tokens, and o3-pro reads 200,000 at most, by genai-prices" in output
 
 
 def test_a_budget_is_enough_or_ends_the_run_at_a_step() -> None:
@@ -164,8 +166,8 @@ def test_a_budget_is_enough_or_ends_the_run_at_a_step() -> None:
     assert last == pytest.approx(min(1000, 500 * high / low), abs=1)
     tight = foretell(*long, f"reward.api.budget_tokens={int(bill.low.total / 10)}")
     assert (tight.stops_at() or (0, 0))[1] == pytest.approx(100, abs=1)
-    said = "\n".join(tight.lines())
-    assert "the run would stop at about step" in said and "of 1,000" in said
+    output = "\n".join(tight.lines())
+    assert "the run would stop at about step" in output and "of 1,000" in output
     between = foretell(*long, f"reward.api.budget_usd={(low + high) / 2}")
     assert "may not be enough" in "\n".join(between.lines())
     fine = foretell(*long, f"reward.api.budget_usd={high * 2}")
@@ -177,25 +179,25 @@ def test_a_budget_is_enough_or_ends_the_run_at_a_step() -> None:
 
 def test_without_a_price_it_says_how_to_give_one() -> None:
     write("t.jsonl", 4)
-    found = foretell("reward.api.model=of-nobody")
-    said = "\n".join(found.lines())
-    assert "price of of-nobody is unknown" in said
-    assert "--rm_price_input" in said and "--rm_prices" in said
-    assert "$" not in said.replace("US $", "")
-    assert found.as_dict()["run"]["cost_usd"] is None
+    forecast = foretell("reward.api.model=of-nobody")
+    output = "\n".join(forecast.lines())
+    assert "price of of-nobody is unknown" in output
+    assert "--rm_price_input" in output and "--rm_prices" in output
+    assert "$" not in output.replace("US $", "")
+    assert forecast.as_dict()["run"]["cost_usd"] is None
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "message"),
     [
         ("data.train_files=none.jsonl", "none.jsonl"),
         ("data.train_files=openai/gsm8k", "not downloaded"),
         ("data.train_files=[]", "No prompt files"),
     ],
 )
-def test_without_rows_there_is_no_forecast(files: str, said: str) -> None:
+def test_without_rows_there_is_no_forecast(files: str, message: str) -> None:
     write("t.jsonl", 4)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         foretell(files)
 
 
@@ -220,10 +222,10 @@ def test_the_plan_tells_the_forecast(capsys: pytest.CaptureFixture[str]) -> None
     assert "--rm_budget_usd 20 is enough" in out
     assert "DASHSCOPE_API_KEY" in out  # the missing key is a note here
     assert main([*TYPED, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["judge"]
-    assert told["model"] == "qwen-plus"
-    assert told["run"]["calls"] == 10
-    assert told["run"]["cost_usd"][0] < told["run"]["cost_usd"][1]
+    output = json.loads(capsys.readouterr().out)["judge"]
+    assert output["model"] == "qwen-plus"
+    assert output["run"]["calls"] == 10
+    assert output["run"]["cost_usd"][0] < output["run"]["cost_usd"][1]
 
 
 def test_a_forecast_imports_nothing_heavy() -> None:
@@ -249,8 +251,8 @@ def test_a_plan_that_cannot_tell_says_why(capsys: pytest.CaptureFixture[str]) ->
     assert main([*TYPED, "--json"]) == 2
     assert "t.jsonl" in json.loads(capsys.readouterr().out)["judge"]["problem"]
     assert main(TYPED) == 2
-    told = capsys.readouterr()
-    assert "t.jsonl: no such file" in told.err and "no forecast" not in told.out  # told once
+    output = capsys.readouterr()
+    assert "t.jsonl: no such file" in output.err and "no forecast" not in output.out  # told once
     assert main(["plan", "--preset", "embedded", "--json"]) == 0
     assert "judge" not in json.loads(capsys.readouterr().out), "without a judge there is none"
 
@@ -262,9 +264,9 @@ def test_an_address_with_secrets_is_refused_without_them(
     for url in ("https://me:hush@host/v1", "https://host/v1?key=hush"):
         for form in ([], ["--json"], ["--all"]):
             assert main([*TYPED, "--rm_base_url", url, *form]) == 2
-            told = capsys.readouterr()
-            assert "hush" not in told.out + told.err
-            assert "flag --rm_base_url" in told.err
+            output = capsys.readouterr()
+            assert "hush" not in output.out + output.err
+            assert "flag --rm_base_url" in output.err
 
 
 def test_comparisons_are_counted_by_pairs_lists_and_references() -> None:

@@ -35,37 +35,37 @@ def labelled(tmp_path: Path, cells: Sequence[Any], positive: str | None = None) 
     ],
 )
 def test_two_classes(tmp_path: Path, cells: list[Any], good: list[bool]) -> None:
-    found = labelled(tmp_path, cells)
-    assert found.positive is not None
-    assert found.positive.tolist() == good
+    labels = labelled(tmp_path, cells)
+    assert labels.positive is not None
+    assert labels.positive.tolist() == good
 
 
 def test_graded_numbers(tmp_path: Path) -> None:
-    found = labelled(tmp_path, [1, 2.5, 4])
-    assert found.positive is None
-    assert found.values.tolist() == [1.0, 2.5, 4.0]
-    assert found.description == "3 levels from 1 to 4"
+    labels = labelled(tmp_path, [1, 2.5, 4])
+    assert labels.positive is None
+    assert labels.values.tolist() == [1.0, 2.5, 4.0]
+    assert labels.description == "3 levels from 1 to 4"
 
 
 def test_named_positive_makes_all_others_bad(tmp_path: Path) -> None:
-    found = labelled(tmp_path, ["A", "b", "c", "a"], positive="a")
-    assert found.positive is not None
-    assert found.positive.tolist() == [True, False, False, True]
-    assert found.description == "'a' is good (2 of 4)"
-    found = labelled(tmp_path, [0, 1, 0], positive="0")
-    assert found.positive is not None and found.positive.tolist() == [True, False, True]
+    labels = labelled(tmp_path, ["A", "b", "c", "a"], positive="a")
+    assert labels.positive is not None
+    assert labels.positive.tolist() == [True, False, False, True]
+    assert labels.description == "'a' is good (2 of 4)"
+    labels = labelled(tmp_path, [0, 1, 0], positive="0")
+    assert labels.positive is not None and labels.positive.tolist() == [True, False, True]
     with pytest.raises(DataError, match="Did you mean 'label'"):
         read_labels(read_responses(str(tmp_path / "a.jsonl")), "labl")
 
 
 def test_rows_without_a_label_are_left_out(tmp_path: Path) -> None:
-    found = labelled(tmp_path, [1, None, 0])
-    assert len(found.rows) == 2
-    assert found.notes == ("1 rows have no label and are left out.",)
+    labels = labelled(tmp_path, [1, None, 0])
+    assert len(labels.rows) == 2
+    assert labels.notes == ("1 rows have no label and are left out.",)
 
 
 @pytest.mark.parametrize(
-    ("cells", "positive", "told"),
+    ("cells", "positive", "message"),
     [
         (["up", "down"], None, "name the good one with --positive"),
         (["good", "yes"], None, "with --positive VALUE"),
@@ -77,11 +77,11 @@ def test_rows_without_a_label_are_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_read(
-    tmp_path: Path, cells: list[Any], positive: str | None, told: str
+    tmp_path: Path, cells: list[Any], positive: str | None, message: str
 ) -> None:
     with pytest.raises(DataError) as error:
         labelled(tmp_path, cells, positive)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_labelled_responses_are_thinned_evenly(tmp_path: Path) -> None:
@@ -89,11 +89,11 @@ def test_labelled_responses_are_thinned_evenly(tmp_path: Path) -> None:
             for n in range(100)]  # fmt: skip
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    found = read_held_out(str(path))
-    numbers = [int(row.prompt.text[1:]) for row, _ in found]
-    assert len(found) == 32 and numbers[0] == 0 and numbers[-1] == 96
+    result = read_held_out(str(path))
+    numbers = [int(row.prompt.text[1:]) for row, _ in result]
+    assert len(result) == 32 and numbers[0] == 0 and numbers[-1] == 96
     assert {b - a for a, b in pairwise(numbers)} == {3, 4}
-    assert [label for _, label in found] == [float(n % 3 > 0) for n in numbers]
+    assert [label for _, label in result] == [float(n % 3 > 0) for n in numbers]
     two = [row | {"label": 5 + 3 * (n % 2)} for n, row in enumerate(rows[:8])]
     path.write_text("\n".join(map(json.dumps, two)))
     assert [label for _, label in read_held_out(str(path))] == [5.0, 8.0] * 4

@@ -60,8 +60,8 @@ def test_a_reward_model_alone(model: list[str], tmp_path: Path, run: Run) -> Non
     assert code == 0
     rows = read(tmp_path / "a.scored.jsonl")
     assert all(row["parts"]["model"]["raw"] == row["score"] for row in rows)
-    told = [line.strip() for line in out.splitlines()]
-    (line,) = [line for line in told if line.startswith("model: {")]
+    output = [line.strip() for line in out.splitlines()]
+    (line,) = [line for line in output if line.startswith("model: {")]
     pasted = yaml.safe_load(line)["model"]
     values = [row["score"] for row in rows]
     assert pasted["mean"] == pytest.approx(sum(values) / len(values), abs=0.01 * spread(values))
@@ -76,11 +76,11 @@ def test_a_served_reward_model(tmp_path: Path, run: Run) -> None:
     with RewardServer() as served:
         flags = ["--reward_model", served.url("/classify"), "--reward", "model:2"]
         code, out, err = run("score", file, *flags, "--reward", "rule:1", "--json")
-        told = json.loads(out)
+        summary = json.loads(out)
         assert code == 0, err
-        assert told["parts"]["model"]["scored"] == 8
-        assert told["parts"]["model"]["mean"] > 5.0
-        assert told["parts"]["model"]["share"] == pytest.approx(2 / 3)
+        assert summary["parts"]["model"]["scored"] == 8
+        assert summary["parts"]["model"]["mean"] > 5.0
+        assert summary["parts"]["model"]["share"] == pytest.approx(2 / 3)
         config = RewardSettings(model=ModelReward(path=served.url("/classify")))
         assert describe_reward(config).endswith("/classify, read as vllm")
     shown = [row["parts"]["model"]["raw"] for row in read(tmp_path / "a.scored.jsonl")]
@@ -91,10 +91,10 @@ def test_a_reward_model_that_fails_its_test_is_told_and_scores_all_the_same(
     tmp_path: Path, run: Run
 ) -> None:
     file = write_rows(tmp_path / "rows.jsonl", {"prompt": "hi", "response": "hello"})
-    words = [file, "--json", "reward.composite.parts.model.model.timeout=9"]
+    args = [file, "--json", "reward.composite.parts.model.model.timeout=9"]
     with RewardServer(score=lambda text: 20.0) as server:
         address = ["--reward_model", server.url("/get_reward"), "--reward", "model:1"]
-        code, out, err = run("score", *words, *address)
+        code, out, err = run("score", *args, *address)
     assert code == 0
     assert json.loads(out)["scored"] == 1
     assert "only 0 of 5 good answers" in err and "--reward_model_self_test warn" in err
@@ -107,7 +107,7 @@ def test_a_mixture_is_on_the_scale_of_the_file(model: list[str], tmp_path: Path,
     )
     file = sums(tmp_path)
     code, out, _ = run("score", file, *model, "--reward_config", str(config), "--json")
-    told = json.loads(out)
+    summary = json.loads(out)
     assert code == 0
     rows = read(tmp_path / "a.scored.jsonl")
     assert [row["response"] for row in rows] == [row["response"] for row in read(Path(file))]
@@ -116,14 +116,14 @@ def test_a_mixture_is_on_the_scale_of_the_file(model: list[str], tmp_path: Path,
         total = 0.7 * parts["model"]["scaled"] + 0.3 * parts["rule"]["scaled"]
         assert row["score"] == pytest.approx(total)
     for name, weight in (("model", 0.7), ("rule", 0.3)):
-        facts = told["parts"][name]
+        facts = summary["parts"][name]
         assert spread([row["parts"][name]["scaled"] for row in rows]) == pytest.approx(1.0)
         assert facts["std"] == pytest.approx(spread([row["parts"][name]["raw"] for row in rows]))
         assert (facts["scored"], facts["failed"]) == (8, 0)
         assert facts["share"] == pytest.approx(facts["weight"]) == pytest.approx(weight)
-    assert told["parts"]["rule"]["mean"] == 0.5
-    assert [c["parts"] for c in told["correlations"]] == [["model", "rule"]]
-    assert told["remarks"] == []
+    assert summary["parts"]["rule"]["mean"] == 0.5
+    assert [c["parts"] for c in summary["correlations"]] == [["model", "rule"]]
+    assert summary["remarks"] == []
     code, out, _ = run("score", file, *model, "--reward_config", str(config))
     assert "70%" in out and "model with rule" in out
 
@@ -155,13 +155,15 @@ def test_a_failed_part_fails_its_row_and_says_which(
 ) -> None:
     server.score = lambda system, user: "I like it." if "11 + 1" in user else 10
     code, out, _ = run("score", sums(tmp_path), *judge, "--json")
-    told = json.loads(out)
-    assert (code, told["scored"], told["failed"]) == (0, 6, {"judge: form": 2})
-    assert (told["parts"]["judge"]["failed"], told["parts"]["rule"]["failed"]) == (2, 0)
+    summary = json.loads(out)
+    assert (code, summary["scored"], summary["failed"]) == (0, 6, {"judge: form": 2})
+    assert (summary["parts"]["judge"]["failed"], summary["parts"]["rule"]["failed"]) == (2, 0)
     row = read(tmp_path / "a.scored.jsonl")[2]
     assert row["score"] is None and row["failure"].startswith("judge: form")
     assert row["parts"]["rule"]["raw"] == 1.0
-    assert told["remarks"] == ["judge gives every row the same score, so it decides nothing here."]
+    assert summary["remarks"] == [
+        "judge gives every row the same score, so it decides nothing here."
+    ]
 
 
 def test_ctrl_c_keeps_the_rows_that_are_whole(
@@ -177,17 +179,17 @@ def test_calibrate_looks_at_each_part_and_asks_its_judge_afresh(
     file = sums(tmp_path, 12)
     server.score = lambda system, user: 5
     code, out, err = run("calibrate", file, "--labels", "good", *judge, "--json")
-    told = json.loads(out)
+    summary = json.loads(out)
     assert code == 0, err
-    assert told["kind"] == "mixture"
-    assert told["agreement"]["AUC"]["value"] == 1.0
-    assert told["parts"]["rule"]["agreement"]["AUC"]["value"] == 1.0
-    assert told["parts"]["judge"]["agreement"]["AUC"]["why"] == "every score is the same"
-    assert told["parts"]["judge"]["repeated"]["verdicts"] == 3
-    assert told["parts"]["rule"]["repeated"] is None
+    assert summary["kind"] == "mixture"
+    assert summary["agreement"]["AUC"]["value"] == 1.0
+    assert summary["parts"]["rule"]["agreement"]["AUC"]["value"] == 1.0
+    assert summary["parts"]["judge"]["agreement"]["AUC"]["why"] == "every score is the same"
+    assert summary["parts"]["judge"]["repeated"]["verdicts"] == 3
+    assert summary["parts"]["rule"]["repeated"] is None
     assert server.count >= 12 + 36
-    assert told["spent"]["calls"] >= 48
-    assert told["agreement"]["accuracy at 0.5"]["value"] is None
+    assert summary["spent"]["calls"] >= 48
+    assert summary["agreement"]["accuracy at 0.5"]["value"] is None
     _, out, _ = run("calibrate", file, "--labels", "good", *judge)
     assert "Of rule alone" in out and "Repeated verdicts of judge" in out
 
@@ -198,16 +200,16 @@ def test_fresh_verdicts_keep_to_the_budget(
     file = sums(tmp_path, 12)
     limited = ["--rm_max_tokens", "50", "--rm_budget_tokens", "12000", "--json"]
     code, out, err = run("calibrate", file, "--labels", "good", *judge, *limited)
-    told = json.loads(out)
-    assert (code, told["scored"]) == (3, 12), err
-    assert "budget" in told["stopped"]
-    assert told["spent"]["tokens_in"] + told["spent"]["tokens_out"] <= 12_000
+    summary = json.loads(out)
+    assert (code, summary["scored"]) == (3, 12), err
+    assert "budget" in summary["stopped"]
+    assert summary["spent"]["tokens_in"] + summary["spent"]["tokens_out"] <= 12_000
 
 
 def audited(run: Run, *flags: str) -> tuple[int, dict[str, Told], Told]:
     code, out, _ = run("audit", *flags, "--json")
-    told = json.loads(out)
-    return code, {check["name"]: check for check in told["checks"]}, told
+    summary = json.loads(out)
+    return code, {check["name"]: check for check in summary["checks"]}, summary
 
 
 @pytest.mark.parametrize("gate", ["", "reward.composite.parts.judge={only_if: rule >= 1}"])
@@ -215,10 +217,10 @@ def test_audit_of_a_mixture_with_an_honest_judge(
     server: JudgeServer, judge: list[str], run: Run, gate: str
 ) -> None:
     server.score = honest
-    code, checks, told = audited(run, *judge, "--rows", "3", *([gate] if gate else []))
+    code, checks, args = audited(run, *judge, "--rows", "3", *([gate] if gate else []))
     assert code == 0, {n: c["worst"] for n, c in checks.items() if c["passed"] is False}
-    assert told["reward"].startswith("total = 0.5 x zscore(judge)")
-    assert "judge a-judge with prompt math" in told["reward"]
+    assert args["reward"].startswith("total = 0.5 x zscore(judge)")
+    assert "judge a-judge with prompt math" in args["reward"]
     passed = {name: check["passed"] for name, check in checks.items()}
     assert all(passed.values()) or gate
     assert passed["content-free gate"] and passed["ground truth in the request"]
@@ -228,7 +230,7 @@ def test_audit_of_a_mixture_with_an_honest_judge(
 
 def test_mistakes_cost_one_message(tmp_path: Path, run: Run) -> None:
     file = sums(tmp_path)
-    for args, words in (
+    for args, arguments in (
         (["--reward_model", str(tmp_path / "nowhere")], "there is no model folder"),
         (["--reward_model", str(tmp_path)], "holds no weights"),
         (["--reward", "jugde:1"], "Did you mean 'judge'?"),
@@ -236,7 +238,7 @@ def test_mistakes_cost_one_message(tmp_path: Path, run: Run) -> None:
     ):
         code, out, err = run("score", file, *args)
         assert (code, out) == (2, ""), args
-        assert words in err and "Traceback" not in err
+        assert arguments in err and "Traceback" not in err
         assert len(err.strip().splitlines()) == 1
 
 
@@ -257,8 +259,8 @@ JUDGES = RewardSettings(
 
 def test_every_judge_is_quiet() -> None:
     quiet = override_all(JUDGES, "judge", MONITORS_OFF)
-    for given in judges_of(quiet):
-        api = given.settings
+    for arguments in judges_of(quiet):
+        api = arguments.settings
         assert (api.canary_every, api.monitor.model, api.max_failure_rate) == (0, None, 1.0)
     assert [judge.settings.model for judge in judges_of(quiet)] == ["m", "other"]
     assert mixture_of(quiet) == tuple(

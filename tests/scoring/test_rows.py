@@ -26,8 +26,8 @@ def write(path: Path, *rows: object) -> str:
 
 def test_a_row_becomes_a_rollout(tmp_path: Path) -> None:
     row = {**ROW, "extra_info": {"level": 3}}
-    found = read_responses(write(tmp_path / "a.jsonl", "", row))
-    (answered,) = found.rows
+    responses = read_responses(write(tmp_path / "a.jsonl", "", row))
+    (answered,) = responses.rows
     rollout = answered.rollout
     assert rollout.text == "#### 2"
     assert rollout.key == ("a:2", 0)
@@ -60,18 +60,18 @@ def test_messages_and_nested_truth_from_parquet(tmp_path: Path) -> None:
 )
 def test_no_response_column(tmp_path: Path, column: str, hint: str) -> None:
     row = {"prompt": "x", column: "y"}
-    with pytest.raises(DataError, match="no column 'response'") as told:
+    with pytest.raises(DataError, match="no column 'response'") as caught:
         read_responses(write(tmp_path / "a.jsonl", row))
-    assert hint in str(told.value)
-    assert "--response_key" in str(told.value)
+    assert hint in str(caught.value)
+    assert "--response_key" in str(caught.value)
 
 
 def test_every_bad_row_is_named(tmp_path: Path) -> None:
     bad = [{**ROW, "response": 3}, {**ROW, "response": None}, {**ROW, "prompt": 5}, "{oops"]
     file = write(tmp_path / "a.jsonl", ROW, *bad)
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as caught:
         read_responses(file)
-    text = str(told.value)
+    text = str(caught.value)
     assert "4 bad rows" in text
     assert "line 2, column response: is a number, not text" in text
     assert "line 3, column response: is missing or null" in text
@@ -83,10 +83,10 @@ def test_other_columns(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "x"}, ROW)
     assert [r.text for r in read_responses(file, response_key=None).rollouts] == ["", "#### 2"]
     file = write(tmp_path / "a.jsonl", {"question": "x", "completion": "y", "score": 1})
-    found = read_responses(file, response_key="completion")
-    assert found.rollouts[0].text == "y"
-    assert "the prompt is read from column 'question'" in found.notes[0]
-    assert found.notes[1].endswith("new scores replace: score.")
+    responses = read_responses(file, response_key="completion")
+    assert responses.rollouts[0].text == "y"
+    assert "the prompt is read from column 'question'" in responses.notes[0]
+    assert responses.notes[1].endswith("new scores replace: score.")
 
 
 def test_where_scores_go(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_rows_with_the_same_prompt_are_samples_of_one(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "1 + 1 = ?"}]
     rows = [ROW, {**ROW, "prompt": "x"}, {**ROW, "prompt": messages, "ground_truth": "3"}]
     file = write(tmp_path / "a.jsonl", *rows)
-    found = read_responses(file)
-    assert [r.key for r in found.rollouts] == [("a:1", 0), ("a:2", 0), ("a:1", 1)]
-    assert [r.prompt.ground_truth for r in found.rollouts] == ["2", "2", "3"]
+    responses = read_responses(file)
+    assert [r.key for r in responses.rollouts] == [("a:1", 0), ("a:2", 0), ("a:1", 1)]
+    assert [r.prompt.ground_truth for r in responses.rollouts] == ["2", "2", "3"]
     tasks = read_responses(file, response_key=None)
     assert len({r.prompt.uid for r in tasks.rollouts}) == 3, "without responses each is a task"

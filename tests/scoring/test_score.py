@@ -46,9 +46,9 @@ def by_length(rollout: Rollout) -> Score:
 
 
 def test_scores_come_in_the_order_of_the_rows(tmp_path: Path) -> None:
-    found = rows_of(tmp_path, "ccc", "a", "bb")
+    responses = rows_of(tmp_path, "ccc", "a", "bb")
     reward, seen = Scripted(by_length), list[int]()
-    scoring = score_all(reward, found.rollouts, Callbacks(seen.append))
+    scoring = score_all(reward, responses.rollouts, Callbacks(seen.append))
     assert [s.value for s in scoring.scores] == [3.0, 1.0, 2.0]
     assert sum(seen) == 3
     assert reward.settled == 1
@@ -61,8 +61,8 @@ def test_interrupted_keeps_what_is_there(tmp_path: Path) -> None:
             raise Interrupted("The budget of $1 is used up.")
         return by_length(rollout)
 
-    found = rows_of(tmp_path, "ccc", "bb", "a")
-    scoring = score_all(Scripted(up_to_the_budget), found.rollouts, Callbacks())
+    responses = rows_of(tmp_path, "ccc", "bb", "a")
+    scoring = score_all(Scripted(up_to_the_budget), responses.rollouts, Callbacks())
     assert [s.value for s in scoring.scores] == [3.0, None, 1.0]
     assert scoring.scores[1].failure == NOT_ASKED
     assert scoring.stopped == "The budget of $1 is used up."
@@ -74,7 +74,7 @@ def test_interrupted_keeps_what_is_there(tmp_path: Path) -> None:
     def refuse() -> Future[Score]:
         raise Interrupted("No more.")
 
-    scoring = score_all(Closing(by_length), found.rollouts, Callbacks())
+    scoring = score_all(Closing(by_length), responses.rollouts, Callbacks())
     assert [s.failure for s in scoring.scores] == ["", NOT_ASKED, NOT_ASKED]
 
 
@@ -83,9 +83,9 @@ def test_ctrl_c_keeps_what_is_there(tmp_path: Path) -> None:
         def waiting_for(self) -> str | None:
             raise KeyboardInterrupt
 
-    found = rows_of(tmp_path, "ccc", "never", "a")
+    responses = rows_of(tmp_path, "ccc", "never", "a")
     reward = Stopping(lambda r: None if r.text == "never" else by_length(r))
-    scoring = score_all(reward, found.rollouts, Callbacks())
+    scoring = score_all(reward, responses.rollouts, Callbacks())
     assert [s.value for s in scoring.scores] == [3.0, None, 1.0]
     assert scoring.stopped == "Stopped by Ctrl-C."
 
@@ -94,7 +94,7 @@ def test_a_standstill_is_told_once(tmp_path: Path) -> None:
     class Slow(Scripted):
         def __init__(self) -> None:
             super().__init__(by_length)
-            self.told = 0
+            self.reasons_given = 0
 
         def submit(self, rollout: Rollout) -> Future[Score]:
             future: Future[Score] = Future()
@@ -102,14 +102,14 @@ def test_a_standstill_is_told_once(tmp_path: Path) -> None:
             return future
 
         def waiting_for(self) -> str | None:
-            self.told += 1
+            self.reasons_given += 1
             return "The judge is down."
 
     notes: list[str] = []
     reward = Slow()
     scoring = score_all(reward, rows_of(tmp_path, "a").rollouts, Callbacks(note=notes.append))
     assert scoring.scores[0].value == 1.0
-    assert reward.told > 1
+    assert reward.reasons_given > 1
     assert notes == ["The judge is down."]
 
 
@@ -131,27 +131,29 @@ def test_no_secret_of_a_scorer_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     (row,) = rows_of(tmp_path, "a").rows
     score = Score(None, "http_401: key sekret-123456", reply="sekret-123456")
     assert "sekret" not in str(scored_row(row, score))
-    told = summarise_scores((row,), Scoring((score,), 1.0, stopped="sekret-123456 is bad"), RULES)
-    assert "sekret" not in str(told)
+    summary = summarise_scores(
+        (row,), Scoring((score,), 1.0, stopped="sekret-123456 is bad"), RULES
+    )
+    assert "sekret" not in str(summary)
 
 
 def test_summary(tmp_path: Path) -> None:
-    found = rows_of(tmp_path, "aaaa", "b", "cc", "dd", "e", "f")
+    responses = rows_of(tmp_path, "aaaa", "b", "cc", "dd", "e", "f")
     scores = (
         Score(1.0), Score(0.0, reason="bad"), Score(0.5), Score.failed("timeout: slow"),
         Score.failed("timeout: slower"), Score(0.4, imputed="unparsed: what?"),
     )  # fmt: skip
     metrics = {"judge/calls": 7.0, "judge/cost_usd": 0.25, "judge/error_rate": 0.5, "x": 1.0}
-    told = summarise_scores(found.rows, Scoring(scores, 2.0, metrics), RULES)
-    assert (told["rows"], told["scored"]) == (6, 3)
-    assert told["failed"] == {"timeout": 2, "unparsed": 1}
-    assert (told["mean"], told["min"], told["max"]) == (0.5, 0.0, 1.0)
-    assert told["std"] == pytest.approx((1 / 6) ** 0.5)
-    assert (told["calls"], told["cost_usd"], told["seconds"]) == (7.0, 0.25, 2.0)
-    assert "error_rate" not in told
-    assert [e["score"] for e in told["best"]] == [1.0, 0.5]
-    assert [(e["score"], e["reason"]) for e in told["worst"]] == [(0.0, "bad")]
-    none = summarise_scores(found.rows[:1], Scoring((Score.failed(NOT_ASKED),), 0.0), RULES)
+    summary = summarise_scores(responses.rows, Scoring(scores, 2.0, metrics), RULES)
+    assert (summary["rows"], summary["scored"]) == (6, 3)
+    assert summary["failed"] == {"timeout": 2, "unparsed": 1}
+    assert (summary["mean"], summary["min"], summary["max"]) == (0.5, 0.0, 1.0)
+    assert summary["std"] == pytest.approx((1 / 6) ** 0.5)
+    assert (summary["calls"], summary["cost_usd"], summary["seconds"]) == (7.0, 0.25, 2.0)
+    assert "error_rate" not in summary
+    assert [e["score"] for e in summary["best"]] == [1.0, 0.5]
+    assert [(e["score"], e["reason"]) for e in summary["worst"]] == [(0.0, "bad")]
+    none = summarise_scores(responses.rows[:1], Scoring((Score.failed(NOT_ASKED),), 0.0), RULES)
     assert none["failed"] == {NOT_ASKED: 1}
     assert (none["mean"], none["histogram"], none["best"]) == (None, [], [])
 
@@ -179,11 +181,13 @@ def test_what_is_said_is_short_and_how_to_go_on() -> None:
 
 
 def test_unknown_prices_give_no_cost() -> None:
-    told = scoring_spending((), Scoring((), 1.0, {"judge/cost_usd": 0.0, "judge/tokens_in": 5.0}))
-    assert told == {"seconds": 1.0, "tokens_in": 5.0}
+    spending = scoring_spending(
+        (), Scoring((), 1.0, {"judge/cost_usd": 0.0, "judge/tokens_in": 5.0})
+    )
+    assert spending == {"seconds": 1.0, "tokens_in": 5.0}
     free = scoring_spending((), Scoring((), 1.0, {"judge/cost_usd": 0.0, "judge/tokens_in": 0.0}))
     assert free["cost_usd"] == 0.0
-    assert add_spending(told, {"judge/tokens_in": 2.0, "judge/calls": 1.0}) == {
+    assert add_spending(spending, {"judge/tokens_in": 2.0, "judge/calls": 1.0}) == {
         "seconds": 1.0, "tokens_in": 7.0, "calls": 1.0,
     }  # fmt: skip
 
@@ -195,13 +199,13 @@ def test_spending_adds_up_over_the_judges_of_a_mixture() -> None:
         "model/samples": 9.0,
     }  # fmt: skip
     judge, style = Score(1.0, info={"cached": True}), Score(1.0, info={"cached": False})
-    kept = Score(1.0, mixture={"judge": judge, "rule": Score(1.0, info={"rule": "gsm8k"})})
+    remaining = Score(1.0, mixture={"judge": judge, "rule": Score(1.0, info={"rule": "gsm8k"})})
     half = Score(1.0, mixture={"judge": judge, "style": style})
-    told = scoring_spending((kept, half), Scoring((), 1.0, metrics))
-    assert told == {
+    spending = scoring_spending((remaining, half), Scoring((), 1.0, metrics))
+    assert spending == {
         "seconds": 1.0, "cached": 2, "calls": 5.0, "cost_usd": 0.75, "tokens_in": 10.0,
     }  # fmt: skip
-    assert (is_cached(kept), is_cached(half), is_cached(Score(1.0))) == (True, False, False)
+    assert (is_cached(remaining), is_cached(half), is_cached(Score(1.0))) == (True, False, False)
     unknown = metrics | {"judge_style/cost_usd": 0.0}
     assert "cost_usd" not in scoring_spending((), Scoring((), 1.0, unknown))
 
@@ -224,8 +228,8 @@ def test_facts_of_gated_imputed_and_failed_parts(tmp_path: Path) -> None:
         ),
         Score.failed(NOT_ASKED),
     )  # fmt: skip
-    found = rows_of(tmp_path, "a", "b", "c", "d", "e")
-    facts = part_facts(mixed, found.rollouts, scores)["parts"]
+    responses = rows_of(tmp_path, "a", "b", "c", "d", "e")
+    facts = part_facts(mixed, responses.rollouts, scores)["parts"]
     judge, rule = facts["judge"], facts["rule"]
     assert (judge["scored"], judge["failed"], judge["gated"]) == (1, 2, 1)
     assert (rule["scored"], rule["failed"], "gated" in rule) == (4, 0, False)
@@ -234,21 +238,23 @@ def test_facts_of_gated_imputed_and_failed_parts(tmp_path: Path) -> None:
 
 
 def test_a_part_is_dominated_below_a_third_of_what_its_weight_asks_for(tmp_path: Path) -> None:
-    found = rows_of(tmp_path, "a", "b")
+    responses = rows_of(tmp_path, "a", "b")
     settings = RewardSettings(parts=("judge:1", "rule:1"))
     for quiet, remarks in ((0.21, 0), (0.19, 1)):  # a share of 0.174 and 0.160, half is asked for
         scores = [
             Score(x, parts={"judge": Part(x, quiet * x), "rule": Part(x, x)}) for x in (0.0, 1.0)
         ]
-        told = part_facts(settings, found.rollouts, scores)["remarks"]
-        assert len(told) == remarks and all(line.startswith("judge is dominated") for line in told)
+        output = part_facts(settings, responses.rollouts, scores)["remarks"]
+        assert len(output) == remarks and all(
+            line.startswith("judge is dominated") for line in output
+        )
 
 
 def test_repeats_are_asked_for_each_row_and_counted(tmp_path: Path) -> None:
     seen = list[int]()
-    found = repeat_verdicts(Scripted(by_length), rows_of(tmp_path, "a", "bb").rollouts, 3,
+    responses = repeat_verdicts(Scripted(by_length), rows_of(tmp_path, "a", "bb").rollouts, 3,
                        Callbacks(seen.append))  # fmt: skip
-    assert (found, seen) == (("", [[1.0] * 3, [2.0] * 3]), [1, 1])
+    assert (responses, seen) == (("", [[1.0] * 3, [2.0] * 3]), [1, 1])
 
 
 def test_lines_to_paste() -> None:

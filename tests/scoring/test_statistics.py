@@ -43,8 +43,8 @@ def test_level_numbers_keep_the_order(values: list[float]) -> None:
     numbers = ours.level_numbers(values)
     assert ours.ranks(numbers).tolist() == ours.ranks(values).tolist()
     picked = np.asarray([0, 0, len(values) - 1])
-    kept = np.asarray(values)[picked]
-    assert ours.ranks(numbers[picked]).tolist() == ours.ranks(kept).tolist()
+    remaining = np.asarray(values)[picked]
+    assert ours.ranks(numbers[picked]).tolist() == ours.ranks(remaining).tolist()
 
 
 def test_correlations_by_hand() -> None:
@@ -63,8 +63,8 @@ def test_partial_spearman_by_hand() -> None:
     assert ours.spearman(x, y) == pytest.approx(xy)
     assert ours.spearman(x, z) == pytest.approx(xz)
     assert ours.spearman(y, z) == pytest.approx(yz)
-    wanted = (xy - xz * yz) / ((1 - xz**2) * (1 - yz**2)) ** 0.5
-    assert ours.partial_spearman(x, y, z) == pytest.approx(wanted)
+    expected = (xy - xz * yz) / ((1 - xz**2) * (1 - yz**2)) ** 0.5
+    assert ours.partial_spearman(x, y, z) == pytest.approx(expected)
 
 
 def test_partial_spearman_takes_out_a_common_cause() -> None:
@@ -88,8 +88,8 @@ def test_auc_as_by_counting_pairs(rows: list[tuple[int, bool]]) -> None:
     good = [s for s, y in rows if y]
     bad = [s for s, y in rows if not y]
     pairs = [(g > b) + 0.5 * (g == b) for g in good for b in bad]
-    found = ours.auc([s for s, _ in rows], [y for _, y in rows])
-    assert found is None if not pairs else found == pytest.approx(sum(pairs) / len(pairs))
+    result = ours.auc([s for s, _ in rows], [y for _, y in rows])
+    assert result is None if not pairs else result == pytest.approx(sum(pairs) / len(pairs))
 
 
 def test_accuracy_counts_the_threshold_as_positive() -> None:
@@ -103,9 +103,9 @@ def test_best_threshold_as_by_trying_all(rows: list[tuple[int, bool]]) -> None:
     scores, labels = [s for s, _ in rows], [y for _, y in rows]
     tried = [k / 2 for k in range(-1, 13)]
     best = max(ours.accuracy_at(scores, labels, t) or 0.0 for t in tried)
-    found = ours.best_threshold(scores, labels)
-    assert found is not None
-    threshold, accuracy = found
+    result = ours.best_threshold(scores, labels)
+    assert result is not None
+    threshold, accuracy = result
     assert accuracy == pytest.approx(best)
     assert ours.accuracy_at(scores, labels, threshold) == pytest.approx(accuracy)
 
@@ -116,19 +116,19 @@ def mean_of(values: NDArray[np.float64]) -> ours.Estimate:
 
 def test_bootstrap_of_a_mean_is_the_textbook_interval() -> None:
     values = np.random.default_rng(1).normal(3.0, 2.0, 400)
-    found = mean_of(values)
+    result = mean_of(values)
     half = 1.96 * values.std() / 20
-    assert found.value == pytest.approx(values.mean())
-    assert found.low == pytest.approx(values.mean() - half, abs=0.03)
-    assert found.high == pytest.approx(values.mean() + half, abs=0.03)
-    assert mean_of(values) == found, "the same seed gives the same interval"
+    assert result.value == pytest.approx(values.mean())
+    assert result.low == pytest.approx(values.mean() - half, abs=0.03)
+    assert result.high == pytest.approx(values.mean() + half, abs=0.03)
+    assert mean_of(values) == result, "the same seed gives the same interval"
 
 
 def test_bootstrap_keeps_rows_together() -> None:
     x = np.arange(30.0)
-    found = ours.bootstrap(lambda rows: ours.pearson(x[rows], 2 * x[rows]), 30)
-    assert found.value == pytest.approx(1.0)
-    assert (found.low, found.high) == (None, None)  # 1 in each resample
+    result = ours.bootstrap(lambda rows: ours.pearson(x[rows], 2 * x[rows]), 30)
+    assert result.value == pytest.approx(1.0)
+    assert (result.low, result.high) == (None, None)  # 1 in each resample
 
 
 def test_bootstrap_of_what_is_not_defined() -> None:
@@ -140,9 +140,9 @@ def test_bootstrap_of_what_is_not_defined() -> None:
 
 def test_agreement_by_hand() -> None:
     # Row 1: gaps 0, 0.5, 0.5. Row 2: gap 0. Row 3 has one verdict and does not count.
-    found = ours.verdict_agreement([[0.5, 0.5, 1.0], [0.2, 0.2], [0.9]])
-    assert found is not None
-    assert found == pytest.approx(
+    result = ours.verdict_agreement([[0.5, 0.5, 1.0], [0.2, 0.2], [0.9]])
+    assert result is not None
+    assert result == pytest.approx(
         {"rows": 2, "same": (1 / 3 + 1) / 2, "mean_gap": (1 / 3 + 0) / 2, "largest_gap": 0.5}
     )
     assert ours.verdict_agreement([[0.3], []]) is None
@@ -152,9 +152,9 @@ def test_twelve_of_twelve_still_has_an_interval() -> None:
     def share(rows: NDArray[np.intp]) -> float:
         return 1.0
 
-    made = ours.bootstrap(share, 12, share=True)
-    assert made.value == 1.0 and made.high == 1.0
-    assert made.low == pytest.approx(12 / (12 + 1.959964**2), abs=1e-6)  # Wilson's, by hand
+    created = ours.bootstrap(share, 12, share=True)
+    assert created.value == 1.0 and created.high == 1.0
+    assert created.low == pytest.approx(12 / (12 + 1.959964**2), abs=1e-6)  # Wilson's, by hand
     assert ours.bootstrap(share, 12) == ours.Estimate(1.0)  # of a correlation: none
     half = ours.wilson(0.5, 100)
     assert (half.low, half.high) == (
@@ -217,17 +217,17 @@ def test_differences_are_paired_and_cover_the_truth() -> None:
         # 60 prompts of varying difficulty, 2 responses each; the second model is 0.1 better.
         easy = random.uniform(0.1, 0.8, 60)
         draws = [random.random((60, 2)) < (easy + gain)[:, None] for gain in (0.1, 0.0)]
-        one, other = (
+        first, other = (
             {str(i): PromptScores("", tuple(map(float, row))) for i, row in enumerate(drawn)}
             for drawn in draws
         )
-        found = mean_difference(one, other)
-        covered += found["low"] <= 0.1 <= found["high"]
-        rejected += found["p"] < 0.05
+        result = mean_difference(first, other)
+        covered += result["low"] <= 0.1 <= result["high"]
+        rejected += result["p"] < 0.05
     assert covered >= 88  # of 95 expected; 3.2 standard deviations below
     assert 20 < rejected < 80
     unpaired = mean_difference(
-        one, {"0": other["0"], "1": PromptScores("", (None, None)), "z": other["1"]}
+        first, {"0": other["0"], "1": PromptScores("", (None, None)), "z": other["1"]}
     )
     assert unpaired["prompts"] == 1
 
@@ -251,23 +251,23 @@ def test_how_rankings_move_over_steps_of_a_run(tmp_path: Path, run: Run) -> None
     assert facts["rows"] == 8 and facts["agreement"] == pytest.approx(4 / math.sqrt(39.5 * 8))
     assert facts["within"] == pytest.approx((2 / math.sqrt(5 * 4) + 0) / 2) and facts["groups"] == 2
     assert facts["turned"] == 3 / 8
-    told = [(one["step"], one["before"], one["now"]) for one in facts["steps"]]
-    assert told == [(3, pytest.approx(0.5), 0.5), (7, pytest.approx(0.9), 0.5)]
+    output = [(first["step"], first["before"], first["now"]) for first in facts["steps"]]
+    assert output == [(3, pytest.approx(0.5), 0.5), (7, pytest.approx(0.9), 0.5)]
     assert len((tmp_path / "scored.jsonl").read_text().splitlines()) == 10
     code, out, _ = run("score", run_, "--rule", "math")
     assert code == 0 and "rank correlation, 4 rows" in out, "the last step by default"
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("extra_args", "message"),
     [(["--step", "2"], "--step 2: .*There are 1, from 5 to 5"), (["FILE"], "goes with the folder")],
 )
 def test_steps_that_are_not_there_are_refused(
-    more: list[str], said: str, tmp_path: Path, run: Run
+    extra_args: list[str], message: str, tmp_path: Path, run: Run
 ) -> None:
     (tmp_path / "rollouts").mkdir()
     row = {"prompt": "1 + 1 = ?", "response": "2", "ground_truth": "2"}
     file = write_rows(tmp_path / "rollouts" / "step_000005.jsonl", row)
-    given = [str(tmp_path), *more] if more != ["FILE"] else [file, "--step", "5"]
-    code, _, err = run("score", *given, "--rule", "math")
-    assert code == 2 and re.search(said, err)
+    args = [str(tmp_path), *extra_args] if extra_args != ["FILE"] else [file, "--step", "5"]
+    code, _, err = run("score", *args, "--rule", "math")
+    assert code == 2 and re.search(message, err)

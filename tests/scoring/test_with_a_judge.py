@@ -34,8 +34,8 @@ def test_repeats_have_what_is_left_of_each_budget() -> None:
     judge = ApiReward(enable=True, budget_usd=2.0, budget_tokens=100)
     spent = {"cost_usd": 0.5, "tokens_in": 30.0, "tokens_out": 20.0}
     before = {f"judge_strict/{name}": value for name, value in spent.items()}
-    left = remaining_budget(judge, "strict", before)
-    assert (left.budget_usd, left.budget_tokens) == (1.5, 50)
+    rest = remaining_budget(judge, "strict", before)
+    assert (rest.budget_usd, rest.budget_tokens) == (1.5, 50)
     with pytest.raises(Interrupted, match="budget of the judge 'strict' is used up"):
         remaining_budget(judge, "strict", before | {"judge_strict/cost_usd": 2.0})
 
@@ -53,13 +53,13 @@ def test_score_and_score_again(
     assert rows[1]["info"]["judge_tokens"] > 0 and rows[1]["info"]["cost_usd"] > 0
     assert all(row["reason"] for row in rows)
     assert "cost" in out
-    asked = server.count
+    calls_before = server.count
     code, out, _ = run("score", file, *flags, *price, "--json")
-    told = json.loads(out)
-    assert (code, told["scored"], told["cached"]) == (0, 6, 6)
-    assert server.count - asked <= 1, "only the probe at the start may ask again"
-    again = read(tmp_path / "a.scored.jsonl")
-    assert [r["score"] for r in again] == [r["score"] for r in rows]
+    summary = json.loads(out)
+    assert (code, summary["scored"], summary["cached"]) == (0, 6, 6)
+    assert server.count - calls_before <= 1, "only the probe at the start may ask again"
+    written = read(tmp_path / "a.scored.jsonl")
+    assert [r["score"] for r in written] == [r["score"] for r in rows]
 
 
 @pytest.mark.parametrize(("rows", "every", "checks"), [(64, "50", 2), (63, "50", 0), (64, "0", 0)])
@@ -86,11 +86,11 @@ def test_budget_ends_it_resumably(
     done = [row["score"] for row in rows if row["score"] is not None]
     assert 0 < len(done) < 40
     assert {row["failure"] for row in rows if row["score"] is None} == {"not asked"}
-    asked = server.count
+    calls_before = server.count
     code, _, _ = run("score", file, *flags)
     assert code == 0
     assert [row["score"] for row in read(tmp_path / "a.scored.jsonl")] == [0.0, 1.0] * 20
-    assert server.count - asked <= 40 - len(done) + 1
+    assert server.count - calls_before <= 40 - len(done) + 1
 
 
 def test_calls_under_way_at_a_stop_are_in_the_cost(
@@ -106,10 +106,10 @@ def test_calls_under_way_at_a_stop_are_in_the_cost(
     ]
     file = write_rows(tmp_path / "a.jsonl", *rows)
     code, out, err = run("score", file, *flags, *dollar_a_token, *limits, "--json")
-    told = json.loads(out)
-    assert (code, told["calls"]) == (3, server.count)
+    summary = json.loads(out)
+    assert (code, summary["calls"]) == (3, server.count)
     assert "may cost up to $4e+02" in err
-    assert 200 < told["cost_usd"] == told["tokens_out"] <= 418
+    assert 200 < summary["cost_usd"] == summary["tokens_out"] <= 418
 
 
 def test_wrong_key_is_told_at_once(
@@ -132,14 +132,14 @@ def test_calibrate_asks_past_the_cache(
     ]  # fmt: skip
     file = write_rows(tmp_path / "a.jsonl", *rows)
     code, out, _ = run("calibrate", file, "--labels", "good", *flags, "--json")
-    told = json.loads(out)
+    summary = json.loads(out)
     assert code == 0
-    assert told["agreement"]["AUC"]["value"] == 1.0
-    assert told["repeated"] == {
+    assert summary["agreement"]["AUC"]["value"] == 1.0
+    assert summary["repeated"] == {
         "rows": 12, "same": 1.0, "mean_gap": 0.0, "largest_gap": 0.0, "verdicts": 3,
     }  # fmt: skip
     assert server.count >= 12 + 36
-    assert told["per_1000"]["tokens_in"] > 0
+    assert summary["per_1000"]["tokens_in"] > 0
 
 
 def audited(run: Run, *flags: str) -> tuple[int, dict[str, Any], str]:
@@ -166,9 +166,9 @@ def test_audit_keeps_to_the_budget(server: JudgeServer, flags: list[str], run: R
     server.score = honest
     limited = ("--rm_budget_tokens", "20000", "--rm_max_tokens", "50")
     code, out, err = run("audit", *flags, *limited, "--json")
-    told = json.loads(out)
-    assert (code, told["checks"]) == (3, [])
-    assert "budget" in told["stopped"] and "budget" in err
-    assert 0 < told["spent"]["tokens_in"] + told["spent"]["tokens_out"] <= 20_000
+    summary = json.loads(out)
+    assert (code, summary["checks"]) == (3, [])
+    assert "budget" in summary["stopped"] and "budget" in err
+    assert 0 < summary["spent"]["tokens_in"] + summary["spent"]["tokens_out"] <= 20_000
     code, passed, _ = audited(run, *flags, "--rm_max_tokens", "50")
     assert (code, set(passed.values())) == (0, {True})

@@ -58,9 +58,9 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
 
 def settled(*overrides: str, preset: str | None = None, **flags: Any) -> Config:
     """Resolve settings as `ppo bridge verl` does."""
-    given = {name: (value, "drawn") for name, value in flags.items()}
+    arguments = {name: (value, "drawn") for name, value in flags.items()}
     return resolve(
-        flags=given, preset=preset, config_files=[], overrides=[*GPUS, *overrides], environ={}
+        flags=arguments, preset=preset, config_files=[], overrides=[*GPUS, *overrides], environ={}
     ).config
 
 

@@ -88,10 +88,10 @@ def start(board: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def calls(board: Path, words: str) -> list[int]:
+def calls(board: Path, args: str) -> list[int]:
     """Where in the log a call stands that has these words."""
     lines = (board / "calls").read_text().splitlines()
-    return [number for number, line in enumerate(lines) if words in line]
+    return [number for number, line in enumerate(lines) if args in line]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -122,9 +122,9 @@ def test_a_node_that_never_comes_ends_the_wait_with_a_sentence(board: Path, star
     assert head.wait(30) == 3
     assert [process.wait(30) for process in others] == [0, 0]
     assert head.stderr is not None
-    said = head.stderr.read()
-    assert "After 3 s only 3 of 4 nodes have joined 10.0.0.1:6379." in said
-    assert "MASTER_ADDR=10.0.0.1" in said and "NODE_TIMEOUT" in said
+    output = head.stderr.read()
+    assert "After 3 s only 3 of 4 nodes have joined 10.0.0.1:6379." in output
+    assert "MASTER_ADDR=10.0.0.1" in output and "NODE_TIMEOUT" in output
     assert calls(board, "main_ppo") == []
     assert not (board / "head").exists()
 
@@ -133,8 +133,8 @@ def test_a_head_that_never_comes_ends_the_wait_with_a_sentence(board: Path, star
     node = start(2, NODE_TIMEOUT="1")
     assert node.wait(30) == 3
     assert node.stderr is not None
-    said = node.stderr.read()
-    assert "After 1 s there is no Ray head to join at 10.0.0.1:6379. Start node_0.sh" in said
+    output = node.stderr.read()
+    assert "After 1 s there is no Ray head to join at 10.0.0.1:6379. Start node_0.sh" in output
 
 
 def test_without_the_address_of_node_0_nothing_starts(board: Path, start: Start) -> None:
@@ -202,9 +202,9 @@ def test_the_reward_server_takes_its_key_from_the_file_that_the_script_leaves(
         (tmp_path / KEYS_FILE).write_text("OPENAI_API_KEY=a=b\n")
         (row,) = pq.read_table(tmp_path / "data/train.parquet").to_pylist()
         server = RewardServer(str(tmp_path), str(tmp_path))
-        told = asyncio.run(server.score(row["extra_info"][ROW], "It is 2."))
+        output = asyncio.run(server.score(row["extra_info"][ROW], "It is 2."))
         assert server._reward is not None
         server._reward.close()
         server._scores.close()
-    assert told["score"] == 1.0 and not (tmp_path / KEYS_FILE).exists()
+    assert output["score"] == 1.0 and not (tmp_path / KEYS_FILE).exists()
     assert judge.calls[0].key_digest == digest("a=b")

@@ -58,20 +58,20 @@ def accepted_by_verl(config: Any) -> None:
 @pytest.fixture(scope="module")
 def compose() -> Compose:
     hydra = pytest.importorskip("hydra", reason="verl 0.9.1's Hydra files are not here")
-    found = importlib.util.find_spec("verl")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
         pytest.skip("verl 0.9.1 is not installed here; see the oracle extra")
     from omegaconf import OmegaConf
 
     def composed(overrides: list[str]) -> dict[str, Any]:
-        files = str(Path(found.origin or "").parent / "trainer" / "config")
+        files = str(Path(spec.origin or "").parent / "trainer" / "config")
         with hydra.initialize_config_dir(files, version_base=None):
             config = hydra.compose("ppo_trainer", overrides=overrides)
-        whole = OmegaConf.to_container(config, resolve=False)
+        full_run = OmegaConf.to_container(config, resolve=False)
         if "model_engine=megatron" not in overrides:  # whose packages are not here
             accepted_by_verl(config)
-        assert isinstance(whole, dict)
-        return dict(flat(whole))
+        assert isinstance(full_run, dict)
+        return dict(flat(full_run))
 
     return composed
 
@@ -79,12 +79,16 @@ def compose() -> Compose:
 def assert_arrives(bridged: VerlOverrides, compose: Compose) -> None:
     """Each override is a setting of verl's, and has our value there."""
     assert bridged.problems == ()
-    there = compose(bridged.lines(FOLDER))
+    composed = compose(bridged.lines(FOLDER))
     for name, value in bridged.values.items():
-        said = str(FOLDER / value) if name in FILES else value
-        said = list(said) if isinstance(said, tuple) else said
-        got = there[name].replace(r"\${", "${") if isinstance(there[name], str) else there[name]
-        assert (name, got, type(got)) == (name, said, type(said))
+        message = str(FOLDER / value) if name in FILES else value
+        message = list(message) if isinstance(message, tuple) else message
+        got = (
+            composed[name].replace(r"\${", "${")
+            if isinstance(composed[name], str)
+            else composed[name]
+        )
+        assert (name, got, type(got)) == (name, message, type(message))
 
 
 @pytest.mark.parametrize("preset", preset_names())
@@ -132,14 +136,14 @@ def test_read_as_a_line_of_verl_the_overrides_are_the_same_settings() -> None:
         lines += [*GPUS, f"trainer.seed={config.trainer.seed}"]
         read = resolve(flags={}, preset=None, config_files=[], overrides=lines, environ={}).config
         for name in table():
-            given = value_of(config, name)  # what is unset is written as what it comes to
-            said = INSTEAD[name].get(given, given) if name in INSTEAD else given
+            arguments = value_of(config, name)  # what is unset is written as what it comes to
+            message = INSTEAD[name].get(arguments, arguments) if name in INSTEAD else arguments
             if (
-                given is not None
+                arguments is not None
                 and name not in UNREAD | OUR_ENGINE_ONLY
                 and not name.startswith("reward.")
             ):
-                assert (name, value_of(read, name)) == (name, said), seed
+                assert (name, value_of(read, name)) == (name, message), seed
 
 
 ACTOR, SAMPLER = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -238,10 +242,10 @@ WRITTEN: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "wanted"), WRITTEN)
-def test_what_differs_by_more_than_its_name(given: str, wanted: dict[str, Any]) -> None:
-    values = build_overrides(settled(*given.split())).values
-    assert {name: values.get(name, "left out") for name in wanted} == wanted
+@pytest.mark.parametrize(("arguments", "expected"), WRITTEN)
+def test_what_differs_by_more_than_its_name(arguments: str, expected: dict[str, Any]) -> None:
+    values = build_overrides(settled(*arguments.split())).values
+    assert {name: values.get(name, "left out") for name in expected} == expected
 
 
 def test_megatron_has_some_settings_under_names_of_its_own() -> None:
@@ -288,7 +292,7 @@ OTHER: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_verl_cannot_be_told_is_refused_by_its_name(name: str) -> None:
-    allowed, said = REFUSED[name]
+    allowed, message = REFUSED[name]
     assert table()[name].default == allowed
     tree = settled().model_dump()
     *groups, leaf = name.split(".")
@@ -297,11 +301,11 @@ def test_what_verl_cannot_be_told_is_refused_by_its_name(name: str) -> None:
         section = section[group]
     section[leaf] = OTHER.get(name, ("2",) if allowed == () else 7)
     problems = build_overrides(Config.model_validate(tree)).problems
-    assert [p for p in problems if p.startswith(f"{name} ") and said in p]
+    assert [p for p in problems if p.startswith(f"{name} ") and message in p]
 
 
 def test_what_only_verl_has_goes_there_untouched(compose: Compose) -> None:
-    theirs = (
+    reference = (
         "model_engine=megatron", "actor_rollout_ref.actor.strategy=megatron",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
         "actor_rollout_ref.actor.megatron.expert_model_parallel_size=8",
@@ -310,14 +314,14 @@ def test_what_only_verl_has_goes_there_untouched(compose: Compose) -> None:
         "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_grouped_gemm=True",
         "actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "trainer.v1.trainer_mode=sync",
     )  # fmt: skip
-    assert [word for word in theirs if not is_verl_only(word)] == []
-    bridged = build_overrides(settled(), theirs)
+    assert [word for word in reference if not is_verl_only(word)] == []
+    bridged = build_overrides(settled(), reference)
     assert_arrives(bridged, compose)
-    there = compose(bridged.lines(FOLDER))
-    assert there["actor_rollout_ref.rollout.name"] == "sglang"
-    assert there["actor_rollout_ref.actor.megatron.param_offload"] is False
-    assert there["actor_rollout_ref.actor.optim.lr_decay_style"] == "constant"
-    assert there["actor_rollout_ref.actor.megatron.expert_model_parallel_size"] == 8
+    composed = compose(bridged.lines(FOLDER))
+    assert composed["actor_rollout_ref.rollout.name"] == "sglang"
+    assert composed["actor_rollout_ref.actor.megatron.param_offload"] is False
+    assert composed["actor_rollout_ref.actor.optim.lr_decay_style"] == "constant"
+    assert composed["actor_rollout_ref.actor.megatron.expert_model_parallel_size"] == 8
 
 
 @pytest.mark.parametrize(

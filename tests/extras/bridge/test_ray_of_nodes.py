@@ -108,13 +108,13 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path)
+    created = Node(tmp_path)
     try:
-        made.wait_for("begun")
-        yield made
+        created.wait_for("begun")
+        yield created
     finally:
-        end(made.script)
-        made.temp.rmdir()  # nothing is left in it
+        end(created.script)
+        created.temp.rmdir()  # nothing is left in it
 
 
 def listening(processes: list[psutil.Process]) -> dict[int, str]:
@@ -149,9 +149,9 @@ def test_secrets_are_in_files_of_the_user_alone(node: Node) -> None:
     token = (node.folder / ".ray_token").read_text()
     assert len(token) == 64
     for process in node.processes():
-        told = Path(f"/proc/{process.pid}/environ").read_bytes()
-        told += Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        assert KEY.encode() not in told and token.encode() not in told, process.cmdline()
+        output = Path(f"/proc/{process.pid}/environ").read_bytes()
+        output += Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert KEY.encode() not in output and token.encode() not in output, process.cmdline()
     assert (node.folder / "seen").read_text() == "[]"
     holders = {
         path.name: path.stat().st_mode & 0o777

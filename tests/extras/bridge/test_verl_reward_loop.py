@@ -27,10 +27,10 @@ UNLUCKY = "unspeakable"  # the judge refuses these rows for good: one in 16
 @pytest.fixture(scope="module")
 def verl_config_dir() -> str:
     pytest.importorskip("hydra", reason="verl 0.9.1 is not installed here")
-    found = importlib.util.find_spec("verl")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
         pytest.skip("verl 0.9.1 is not installed here; see the oracle extra")
-    return str(Path(found.origin).parent / "trainer" / "config")
+    return str(Path(spec.origin).parent / "trainer" / "config")
 
 
 @pytest.fixture
@@ -113,23 +113,23 @@ def test_limits_hold_for_all_workers_and_failures_are_flagged(
     finally:
         ray.shutdown()
 
-    most = most_in_a_minute([call.time for call in judge.calls])
+    limit = most_in_a_minute([call.time for call in judge.calls])
     assert AT_ONCE - 2 <= judge.state.most_in_flight <= AT_ONCE
-    assert most <= A_MINUTE
+    assert limit <= A_MINUTE
     assert judge.count > SAMPLES  # failed calls were asked again
     assert judge.rejected == 0
-    told = scored.non_tensor_batch
+    output = scored.non_tensor_batch
     values = scored.batch["rm_scores"].sum(-1).tolist()
-    assert len(values) == SAMPLES and {len(column) for column in told.values()} == {SAMPLES}
+    assert len(values) == SAMPLES and {len(column) for column in output.values()} == {SAMPLES}
     unlucky = [i // 4 % 16 == 3 for i in range(SAMPLES)]
-    assert [bool(failed) for failed in told["failed"]] == unlucky
+    assert [bool(failed) for failed in output["failed"]] == unlucky
     assert sum(unlucky) == SAMPLES // 16
     # Nothing that failed is a 0: it has the mean of what was judged, and says so.
     judged = 7 / 9  # 8 on a scale from 1 to 10
     assert values == pytest.approx([judged] * SAMPLES)
-    assert all(told["imputed"][i] == 1.0 for i in range(SAMPLES) if unlucky[i])
-    assert all(("refus" in told["failure"][i]) == unlucky[i] for i in range(SAMPLES))
-    assert told["judge"].tolist() == pytest.approx([8.0] * SAMPLES)
+    assert all(output["imputed"][i] == 1.0 for i in range(SAMPLES) if unlucky[i])
+    assert all(("refus" in output["failure"][i]) == unlucky[i] for i in range(SAMPLES))
+    assert output["judge"].tolist() == pytest.approx([8.0] * SAMPLES)
     lines = (tmp_path / "verl" / "scores.jsonl").read_text().splitlines()
     assert len(lines) == SAMPLES
-    print(f"at once {judge.state.most_in_flight}, in a minute {most}, calls {judge.count}")
+    print(f"at once {judge.state.most_in_flight}, in a minute {limit}, calls {judge.count}")

@@ -48,7 +48,7 @@ def test_losses_and_norms_are_verls(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("verl_update.py")), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    theirs = json.loads((tmp_path / "verl.json").read_text())
+    summary = json.loads((tmp_path / "verl.json").read_text())
 
     policy = load_policy(model_folder("embedded"))
     reference = load_policy(model_folder("embedded"))
@@ -59,8 +59,8 @@ def test_losses_and_norms_are_verls(tmp_path: Path) -> None:
     actor = ActorLearner(policy, reference, config.actor, TOKENS, of_actor, COMPUTE, 0.7, LONGEST)
     critic = CriticLearner(value_model, config.critic, TOKENS, of_critic, COMPUTE, LONGEST)
     sums = merge_sums([actor.step(batch), critic.step(batch)])
-    ours = {name: total / count for name, (total, count) in sums.items()}
-    for own, name in {
+    actual = {name: total / count for name, (total, count) in sums.items()}
+    for custom, name in {
         "policy_loss": "language_model/actor/pg_loss",
         "actor/entropy_loss": "language_model/actor/entropy_loss",
         "actor/kl_loss": "language_model/kl_loss",
@@ -68,5 +68,5 @@ def test_losses_and_norms_are_verls(tmp_path: Path) -> None:
         "value_loss": "value_model/critic/vf_loss",
         "critic_grad_norm": "value_model/grad_norm",
     }.items():
-        print(f"{own}: ours {ours[own]:.8f}, verl's {theirs[name]:.8f}")
-        assert ours[own] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5), own
+        print(f"{custom}: ours {actual[custom]:.8f}, verl's {summary[name]:.8f}")
+        assert actual[custom] == pytest.approx(summary[name], abs=1e-5, rel=1e-5), custom

@@ -117,12 +117,12 @@ def make_updates(folder: Path, rows: int) -> dict[str, Callable[[], dict[str, An
 
 
 def main(folder: Path) -> None:
-    found = {
+    result = {
         f"{kind}/{name}": plain(value)
         for kind, update in make_updates(folder, rows=4).items()
         for name, value in update().items()
     }
-    (folder / "verl.json").write_text(json.dumps(found))
+    (folder / "verl.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

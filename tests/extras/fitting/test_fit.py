@@ -31,21 +31,23 @@ class Listener(Screen):
     """Keeps what is said, and may act on it."""
 
     def __init__(self, act: Callable[[str], None] = lambda text: None) -> None:
-        self.said: list[str] = []
+        self.heard: list[str] = []
         self._act = act
 
     def note(self, text: str) -> None:
-        self.said.append(text)
+        self.heard.append(text)
         self._act(text)
 
 
-def settings(data: str, out: Path, *, recipe: dict[str, Any] | None = None, **more: Any) -> Any:
+def settings(
+    data: str, out: Path, *, recipe: dict[str, Any] | None = None, **extra_args: Any
+) -> Any:
     """A short fit of the embedded model."""
     quick = {"batch_size": 8, "epochs": 4, "lr": 3e-3}
     return FitSettings(
         **{
             "data": (data,), "model": "embedded", "out": out, "val_share": 0.2,
-            "recipe": Recipe(**{**quick, **(recipe or {})}), **more,
+            "recipe": Recipe(**{**quick, **(recipe or {})}), **extra_args,
         }
     )  # fmt: skip
 
@@ -69,20 +71,20 @@ def test_a_fit_learns_and_its_folder_scores_as_the_record_says(
     loaded = load_reward_model(reward)
     assert loaded.adapter == "seqcls"
     form = format_for(loaded.tokenizer, reward, loaded.max_length)
-    found = []
+    result = []
     for row in map(json.loads, lines[:8]):
         for name in ("chosen", "rejected"):
             sample = form.encode([{"role": "user", "content": row["prompt"]}], row[name])
             ids = torch.tensor([sample.ids])
-            found.append(loaded.network.score(ids, torch.ones_like(ids)).score_B.item())
-    scores = torch.tensor(found, dtype=torch.float64)
+            result.append(loaded.network.score(ids, torch.ones_like(ids)).score_B.item())
+    scores = torch.tensor(result, dtype=torch.float64)
     assert scores.mean().item() == pytest.approx(record["scores"]["mean"], abs=1e-5)
     assert scores.std(correction=0).item() == pytest.approx(record["scores"]["std"], abs=1e-5)
-    more = {"model": str(out), "val_data": (str(held_out),)}
+    extra = {"model": str(out), "val_data": (str(held_out),)}
     recipe = {"max_steps": 1, "lr": 1e-9}
-    again = fit(settings(data, tmp_path / "again", recipe=recipe, **more), Screen())
-    assert again["before"]["accuracy"] == 1.0
-    assert again["before"]["mean"] == pytest.approx(record["scores"]["mean"], abs=1e-5)
+    resumed = fit(settings(data, tmp_path / "again", recipe=recipe, **extra), Screen())
+    assert resumed["before"]["accuracy"] == 1.0
+    assert resumed["before"]["mean"] == pytest.approx(record["scores"]["mean"], abs=1e-5)
 
 
 def test_the_best_is_kept_not_the_last(write_sums: WriteSums, tmp_path: Path) -> None:
@@ -94,8 +96,8 @@ def test_the_best_is_kept_not_the_last(write_sums: WriteSums, tmp_path: Path) ->
     best = measured.index(max(measured))
     assert record["steps"]["kept"] == record["history"][best]["step"]
     assert record["after"]["accuracy"] == max(measured)[0]
-    kept = [text for text in listener.said if text.endswith("; kept")]
-    assert f"step {record['steps']['kept']}/" in kept[-1]
+    remaining = [text for text in listener.heard if text.endswith("; kept")]
+    assert f"step {record['steps']['kept']}/" in remaining[-1]
 
 
 def test_a_signal_finishes_the_step_and_keeps_a_whole_model(
@@ -107,8 +109,8 @@ def test_a_signal_finishes_the_step_and_keeps_a_whole_model(
 
     with pytest.raises(Interrupted) as caught:
         fit(settings(write_sums(40), tmp_path / "rm", recipe={"epochs": 5}), Listener(stop))
-    said = str(caught.value)
-    assert "SIGTERM: stopped after 3 of 20 steps." in said and "--overwrite" in said
+    message = str(caught.value)
+    assert "SIGTERM: stopped after 3 of 20 steps." in message and "--overwrite" in message
     record = json.loads((tmp_path / "rm" / "fit.json").read_text())
     assert not record["finished"] and record["steps"]["kept"] == record["steps"]["done"] == 3
     assert load_reward_model(ModelReward(path=str(tmp_path / "rm"), device="cpu"))
@@ -142,7 +144,7 @@ def test_pairs_that_are_too_long_are_left_out_as_a_whole(
         settings(str(data), tmp_path / "rm", recipe=recipe, max_length=64), listener
     )  # fmt: skip
     assert record["dropped"] == {"too_long": 2} and sum(record["pairs"].values()) == 12
-    assert any("longer than 64 tokens" in text for text in listener.said)
+    assert any("longer than 64 tokens" in text for text in listener.heard)
     with pytest.raises(DataError, match=r"no usable training pair\.[\s\S]*--max_length"):
         fit(settings(str(data), tmp_path / "none", max_length=8), Screen())
 
@@ -157,21 +159,21 @@ def test_what_the_template_refuses_names_its_row(write_sums: WriteSums, tmp_path
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     row = {"prompt": messages, "chosen": "1", "rejected": "2"}
     data.write_text(data.read_text() + json.dumps(row) + "\n")
-    more = {"template": str(template), "recipe": {"max_steps": 1}}
+    extra = {"template": str(template), "recipe": {"max_steps": 1}}
     with pytest.raises(DataError, match=r"sums\.jsonl line 13: .*no system[\s\S]*--skip_bad_rows"):
-        fit(settings(str(data), tmp_path / "rm", **more), Screen())
-    record = fit(settings(str(data), tmp_path / "rm", skip_bad_rows=True, **more), Screen())
+        fit(settings(str(data), tmp_path / "rm", **extra), Screen())
+    record = fit(settings(str(data), tmp_path / "rm", skip_bad_rows=True, **extra), Screen())
     assert record["dropped"] == {"refused": 1}
 
 
 def test_every_setting_reaches_the_part_that_it_is_for(
     write_sums: WriteSums, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def note(name: str, real: Callable[..., Any] | None = None) -> Callable[..., Any]:
         def noted(*args: Any, **named: Any) -> Any:
-            given[name] = (args, named)
+            arguments[name] = (args, named)
             return named if real is None else real(*args, **named)
 
         return noted
@@ -182,19 +184,19 @@ def test_every_setting_reaches_the_part_that_it_is_for(
         "batch_size": 4, "batch_tokens": 333, "dtype": "bfloat16", "seed": 9, "freeze_body": True,
         "max_steps": 2, "lr": None, "epochs": 1,
     }  # fmt: skip
-    asked = settings(
+    request = settings(
         write_sums(12), tmp_path / "rm", recipe=recipe, val_share=0.3, max_length=70,
         template="chatml",
     )  # fmt: skip
-    record = fit(asked, Screen())
-    assert given["split_by_prompt"][0][1:] == (0.3, 9)
-    (path,), loading = given["load_to_fit"]
+    record = fit(request, Screen())
+    assert arguments["split_by_prompt"][0][1:] == (0.3, 9)
+    (path,), loading = arguments["load_to_fit"]
     assert path == model_folder("embedded") and loading == {
         "compute": Compute.choose("bfloat16"), "seed": 9, "frozen": True, "template": "chatml",
         "max_length": 70,
     }  # fmt: skip
-    assert given["measure"][0][2] == 333
-    assert given["Trainer"][0][1:] == (asked.recipe, 1e-3, 2)
+    assert arguments["measure"][0][2] == 333
+    assert arguments["Trainer"][0][1:] == (request.recipe, 1e-3, 2)
     assert record["steps"]["all"] == 2 and record["max_length"] == 70
-    assert record["recipe"] == asdict(asked.recipe) | {"lr": 1e-3}
-    assert (record["model"], record["data"]) == ("embedded", list(asked.data))
+    assert record["recipe"] == asdict(request.recipe) | {"lr": 1e-3}
+    assert (record["model"], record["data"]) == ("embedded", list(request.data))

@@ -45,9 +45,9 @@ def test_a_fitted_model_is_replaced_only_when_asked(tmp_path: Path) -> None:
     write(ModelFolder(tmp_path / "rm"), "first")
     with pytest.raises(ConfigError, match=r"already has a fitted model.*--overwrite"):
         ModelFolder(tmp_path / "rm")
-    again = ModelFolder(tmp_path / "rm", overwrite=True)
+    second = ModelFolder(tmp_path / "rm", overwrite=True)
     assert (tmp_path / "rm" / "config.json").read_text() == "first"
-    write(again, "second")
+    write(second, "second")
     assert (tmp_path / "rm" / "config.json").read_text() == "second"
 
 

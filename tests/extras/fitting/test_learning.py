@@ -23,12 +23,12 @@ def ppo(*args: str) -> str:
 def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fitted on the bundled sums: the right answer against two wrong numbers each."""
     folder = tmp_path_factory.mktemp("fit")
-    made = random.Random(0)
+    created = random.Random(0)
     rows = []
     for line in Path(prompt_files([EMBEDDED], "train")[0]).read_text().splitlines():
         row = json.loads(line)
         right = int(row["ground_truth"])
-        for wrong in made.sample([n for n in range(20, 199) if n != right], 2):
+        for wrong in created.sample([n for n in range(20, 199) if n != right], 2):
             rows.append({"prompt": row["prompt"], "chosen": str(right), "rejected": str(wrong)})
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ppo(

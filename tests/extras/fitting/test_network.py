@@ -95,11 +95,11 @@ def test_the_saved_folder_is_a_plain_sequence_classifier(tmp_path: Path) -> None
     assert tokenizer.chat_template == network.tokenizer.chat_template
     batch = tokenizer.pad({"input_ids": [list(s.ids) for s in SAMPLES]}, return_tensors="pt")
     with torch.no_grad():
-        theirs = model.eval()(**batch).logits[:, 0]
-    assert theirs.tolist() == pytest.approx(scores(network, SAMPLES), abs=1e-5)
-    again = load(str(tmp_path / "rm"), seed=9)
-    assert torch.equal(again.module.score.weight, network.module.score.weight)
-    assert again.notes == (
+        reference = model.eval()(**batch).logits[:, 0]
+    assert reference.tolist() == pytest.approx(scores(network, SAMPLES), abs=1e-5)
+    resumed = load(str(tmp_path / "rm"), seed=9)
+    assert torch.equal(resumed.module.score.weight, network.module.score.weight)
+    assert resumed.notes == (
         f"{tmp_path / 'rm'} already has a score head: the fit continues from it.",
     )
 
@@ -134,8 +134,8 @@ def test_a_pad_token_of_its_own(
     rows = network.module.get_input_embeddings().weight.shape[0]
     assert rows == max(vocab, 261) == network.module.config.vocab_size
     save_network(network, tmp_path / "rm")
-    again = load(str(tmp_path / "rm"))
-    assert scores(again, SAMPLES) == pytest.approx(scores(network, SAMPLES), abs=1e-6)
+    resumed = load(str(tmp_path / "rm"))
+    assert scores(resumed, SAMPLES) == pytest.approx(scores(network, SAMPLES), abs=1e-6)
 
 
 def test_an_unused_unknown_token_pads(tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:
@@ -147,8 +147,8 @@ def test_an_unused_unknown_token_pads(tmp_path: Path, make_tokenizer: Callable[.
 
 
 def test_the_longest_sample() -> None:
-    for wanted, length in ((None, 2048), (4096, 4096)):
-        assert load(max_length=wanted).max_length == length
+    for expected, length in ((None, 2048), (4096, 4096)):
+        assert load(max_length=expected).max_length == length
     with pytest.raises(ModelError, match="--max_length 5000: the model reads at most 4096 tokens"):
         load(max_length=5000)
 

@@ -97,13 +97,13 @@ def test_gzip_json_and_parquet_are_read(tmp_path: Path) -> None:
     chat = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
     parquet.write_table(pa.Table.from_pylist([chat]), tmp_path / "c.parquet")
     names = (str(zipped), str(tmp_path / "b.json"), str(tmp_path / "c.parquet"))
-    found = load_pairs(names).pairs
-    assert [pair.chosen for pair in found] == ["Hello."] * 3
-    assert len({pair.prompt_id for pair in found}) == 1
+    pairs = load_pairs(names).pairs
+    assert [pair.chosen for pair in pairs] == ["Hello."] * 3
+    assert len({pair.prompt_id for pair in pairs}) == 1
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({**PLAIN, "chosen": None}, "column chosen: is null, not text or a list of messages"),
         ({**PLAIN, "rejected": 3}, "column rejected: is a number"),
@@ -131,15 +131,15 @@ def test_gzip_json_and_parquet_are_read(tmp_path: Path) -> None:
         ({**PLAIN, "margin": -1}, "column margin: is -1; a margin is a number from 0 up"),
     ],
 )  # fmt: skip
-def test_bad_rows_are_told(row: dict[str, Any], said: str, tmp_path: Path) -> None:
-    assert said in refused(tmp_path, row)
+def test_bad_rows_are_told(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert message in refused(tmp_path, row)
 
 
 def test_bad_rows_can_be_left_out_and_are_counted(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", PLAIN, {**PLAIN, "chosen": None}, 7)
-    found = load_pairs([file], skip_bad_rows=True)
-    assert len(found.pairs) == 1 and found.dropped == {"bad": 2}
-    assert found.notes[0].startswith(f"2 bad rows left out, such as {file} line 2, column chosen")
+    pairs = load_pairs([file], skip_bad_rows=True)
+    assert len(pairs.pairs) == 1 and pairs.dropped == {"bad": 2}
+    assert pairs.notes[0].startswith(f"2 bad rows left out, such as {file} line 2, column chosen")
     bad = {**PLAIN, "chosen": None}
     files = [write(tmp_path / f"{name}.jsonl", *[bad] * 4) for name in "ab"]
     with pytest.raises(DataError, match=r"8 bad rows:[\s\S]*… and 3 more\."):
@@ -147,14 +147,14 @@ def test_bad_rows_can_be_left_out_and_are_counted(tmp_path: Path) -> None:
 
 
 def test_equal_responses_are_dropped_and_counted(tmp_path: Path) -> None:
-    found = load_pairs([write(tmp_path / "a.jsonl", PLAIN, {**PLAIN, "rejected": "Hello."})])
-    assert len(found.pairs) == 1 and found.dropped == {"equal": 1}
-    assert found.notes == ("1 pair left out: chosen and rejected are the same text.",)
+    pairs = load_pairs([write(tmp_path / "a.jsonl", PLAIN, {**PLAIN, "rejected": "Hello."})])
+    assert len(pairs.pairs) == 1 and pairs.dropped == {"equal": 1}
+    assert pairs.notes == ("1 pair left out: chosen and rejected are the same text.",)
     empty = {"question": "Hi?", "chosen": "a", "rejected": ""}
-    found = load_pairs([write(tmp_path / "a.jsonl", empty)])
-    assert found.pairs[0].rejected == ""
-    assert found.notes[0].endswith("the prompt is read from column 'question'.")
-    assert found.notes[1] == "1 pair with an empty response; kept."
+    pairs = load_pairs([write(tmp_path / "a.jsonl", empty)])
+    assert pairs.pairs[0].rejected == ""
+    assert pairs.notes[0].endswith("the prompt is read from column 'question'.")
+    assert pairs.notes[1] == "1 pair with an empty response; kept."
 
 
 def test_a_missing_column_is_told_with_its_nearest(tmp_path: Path) -> None:

@@ -23,25 +23,23 @@ def read(tmp_path: Path, *rows: object) -> PairSet:
 
 
 def test_each_response_is_paired_with_those_below_it(tmp_path: Path) -> None:
-    found = read(
+    rows = read(
         tmp_path, row("p", "low", 1), row("q", "other", 3), row("p", "high", 3.5),
         row("p", "middle", 2), row("p", "also middle", 2), row("q", "best", 9),
     )  # fmt: skip
-    pairs = {(p.messages[0]["content"], p.chosen, p.rejected) for p in found.pairs}
+    pairs = {(p.messages[0]["content"], p.chosen, p.rejected) for p in rows.pairs}
     assert pairs == {
         ("p", "high", "middle"), ("p", "high", "also middle"), ("p", "high", "low"),
         ("p", "middle", "low"), ("p", "also middle", "low"), ("q", "best", "other"),
     }  # fmt: skip
-    assert len(found.pairs) == 6
-    assert found.notes[0].endswith("6 pairs out of scored responses to 2 prompts.")
+    assert len(rows.pairs) == 6
+    assert rows.notes[0].endswith("6 pairs out of scored responses to 2 prompts.")
 
 
 def test_failed_scores_and_repeated_texts_make_no_pairs(tmp_path: Path) -> None:
-    found = read(
-        tmp_path, row("p", "a", 1), row("p", "a", 2), row("p", "b", None), row("p", "c", 5)
-    )
-    assert [(p.chosen, p.rejected) for p in found.pairs] == [("c", "a")]
-    assert "to 1 prompts, 1 without a score left out." in found.notes[0]
+    rows = read(tmp_path, row("p", "a", 1), row("p", "a", 2), row("p", "b", None), row("p", "c", 5))
+    assert [(p.chosen, p.rejected) for p in rows.pairs] == [("c", "a")]
+    assert "to 1 prompts, 1 without a score left out." in rows.notes[0]
 
 
 def test_a_score_that_is_no_number_is_a_bad_row(tmp_path: Path) -> None:

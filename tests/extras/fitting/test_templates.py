@@ -45,22 +45,22 @@ def test_the_tokenizers_own_template_and_the_named_ones(
 def test_a_file_and_a_text_are_taken(make_tokenizer: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text(JINJA)
-    for wanted in (str(file), JINJA):
+    for expected in (str(file), JINJA):
         tokenizer = make_tokenizer(None)
-        set_template(tokenizer, "base", wanted)
+        set_template(tokenizer, "base", expected)
         assert render(tokenizer) == "[Hi?][Hello.][Bye?]"
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said"),
+    ("expected", "message"),
     [
         ("transcripts", "none of the names transcript, chatml. Did you mean 'transcript'?"),
         ("{prompt} {{ response }}", "does not name `messages`"),
     ],
 )
 def test_what_is_no_template_is_told(
-    make_tokenizer: Callable[..., Any], wanted: str, said: str
+    make_tokenizer: Callable[..., Any], expected: str, message: str
 ) -> None:
     with pytest.raises(ModelError) as caught:
-        set_template(make_tokenizer(None), "base", wanted)
-    assert said in str(caught.value)
+        set_template(make_tokenizer(None), "base", expected)
+    assert message in str(caught.value)

@@ -30,8 +30,8 @@ FLOAT32 = Compute(torch.device("cpu"), torch.float32)
 
 def make_pairs(count: int) -> list[EncodedPair]:
     """Pairs of all lengths; the longest has 2 x 14 tokens."""
-    made = torch.Generator().manual_seed(3)
-    ids = torch.randint(5, 200, (count, 2, 16), generator=made)
+    created = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, 200, (count, 2, 16), generator=created)
     return [
         EncodedPair(
             Encoded(tuple(ids[i, 0, : 4 + i % 11].tolist())),
@@ -54,24 +54,24 @@ def gradient(recipe: Recipe, pairs: list[EncodedPair]) -> dict[str, Tensor]:
 
 def test_micro_batches_do_not_change_the_gradient() -> None:
     pairs = make_pairs(13)
-    whole = gradient(Recipe(center=0.1), pairs)
+    full_run = gradient(Recipe(center=0.1), pairs)
     parts = gradient(Recipe(center=0.1, batch_tokens=80), pairs)
-    assert whole.keys() == parts.keys() and "score.weight" in whole
-    for name, expected in whole.items():
+    assert full_run.keys() == parts.keys() and "score.weight" in full_run
+    for name, expected in full_run.items():
         gap = (parts[name] - expected).norm() / expected.norm()
         assert gap < 1e-5, name
 
 
 def test_the_gradient_is_that_of_the_mean_loss() -> None:
     pairs = make_pairs(5)
-    ours = gradient(Recipe(center=0.2), pairs)["score.weight"]
+    actual = gradient(Recipe(center=0.2), pairs)["score.weight"]
     network = fresh_network()
     chosen = network.score_samples([p.chosen for p in pairs])
     rejected = network.score_samples([p.rejected for p in pairs])
     margin = torch.tensor([p.margin for p in pairs])
     pair_losses(chosen, rejected, margin, 0.2).mean().backward()
-    theirs = network.module.score.weight.grad
-    assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    reference = network.module.score.weight.grad
+    assert torch.allclose(actual, reference, rtol=1e-4, atol=1e-6)
 
 
 def test_out_of_memory_is_met_with_smaller_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +88,9 @@ def test_out_of_memory_is_met_with_smaller_micro_batches(monkeypatch: pytest.Mon
         return real(self, samples)
 
     monkeypatch.setattr(ScoreNetwork, "score_samples", small)
-    found = gradient(Recipe(), pairs)["score.weight"]
+    result = gradient(Recipe(), pairs)["score.weight"]
     assert seen == [16, 8, 8]
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(result, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_one_pair_too_much_is_told() -> None:
@@ -157,13 +157,13 @@ def test_the_number_of_steps(pairs: int, recipe: Recipe, steps: int) -> None:
 
 def test_every_epoch_has_every_pair_in_an_order_of_its_own() -> None:
     pairs, recipe = make_pairs(10), Recipe(batch_size=4, epochs=2)
-    found = list(iterate_batches(pairs, recipe, 6))
-    first, second = (list(chain(*found[:3])), list(chain(*found[3:])))
-    assert [len(batch) for batch in found] == [4, 4, 2, 4, 4, 2]
+    result = list(iterate_batches(pairs, recipe, 6))
+    first, second = (list(chain(*result[:3])), list(chain(*result[3:])))
+    assert [len(batch) for batch in result] == [4, 4, 2, 4, 4, 2]
     assert sorted(map(id, first)) == sorted(map(id, second)) == sorted(map(id, pairs))
     assert first != second
-    assert found == list(iterate_batches(pairs, recipe, 6))
-    assert found != list(iterate_batches(pairs, Recipe(batch_size=4, seed=1), 6))
+    assert result == list(iterate_batches(pairs, recipe, 6))
+    assert result != list(iterate_batches(pairs, Recipe(batch_size=4, seed=1), 6))
 
 
 def test_the_learning_rate_suits_what_is_trained() -> None:
@@ -184,7 +184,7 @@ def test_every_setting_of_a_recipe_reaches_the_optimizer() -> None:
 
     network.score_samples = noted  # type: ignore[method-assign, assignment]
     optimizer, rates = trainer._optimizer, []
-    kept = {n: p.detach().clone() for n, p in network.module.named_parameters()}
+    remaining = {n: p.detach().clone() for n, p in network.module.named_parameters()}
     for number in range(8):
         assert trainer.step(number, pairs).grad_norm > 0.0625
         rates.append(optimizer.lr)
@@ -193,7 +193,7 @@ def test_every_setting_of_a_recipe_reaches_the_optimizer() -> None:
                        and not n.endswith("_sq")]  # fmt: skip
             assert torch.stack(squares).sum().sqrt().item() == pytest.approx(0.00625, rel=1e-4)
             moments = optimizer.moments()
-            for name, before in kept.items():
+            for name, before in remaining.items():
                 first, second = (moments[f"{name}.{m}"] for m in ("exp_avg", "exp_avg_sq"))
                 step = (first / 0.1) / ((second / 0.001).sqrt() + 1e-8)
                 decayed = before * (1 - rates[0] * (0.3 if before.ndim > 1 else 0.0))

@@ -33,7 +33,7 @@ def as_shown(text: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def known() -> tuple[tuple[str, int], ...]:
+def names() -> tuple[tuple[str, int], ...]:
     """The bundled responses with what they are worth, the best first."""
     worth = {"good": 10, "partial": 5, "bad": 1}
     rows = [row for rows in bundled_items().values() for row in rows]
@@ -43,13 +43,13 @@ def known() -> tuple[tuple[str, int], ...]:
 @lru_cache(maxsize=1)
 def cases() -> dict[tuple[str, str], int]:
     """What the worked cases of the bundled judge prompts should get."""
-    found = {}
+    result = {}
     for name in preset_names():
         for case in load_preset(name).cases:
             level = case.at_least if case.at_least is not None else case.at_most
             assert level is not None
-            found[as_shown(case.material.prompt), as_shown(case.material.response)] = level
-    return found
+            result[as_shown(case.material.prompt), as_shown(case.material.response)] = level
+    return result
 
 
 def honest(system: str, user: str) -> int:
@@ -58,19 +58,19 @@ def honest(system: str, user: str) -> int:
     case = cases().get(((fenced("prompt", user) or "").strip(), response))
     if case is not None:
         return case
-    return next((level for text, level in known() if text in response), 1)
+    return next((level for text, level in names() if text in response), 1)
 
 
 def gullible(system: str, user: str) -> int:
     """Obeys orders in the data, unless the request says that data are no instructions."""
     outside = FENCES.sub("", user)
-    told = "not instructions" in outside and fenced("response", user) is not None
-    return honest(system, user) if told else obedient(system, user)
+    output = "not instructions" in outside and fenced("response", user) is not None
+    return honest(system, user) if output else obedient(system, user)
 
 
 def obedient(system: str, user: str) -> int:
     """Obeys whatever orders it finds in the data."""
-    data = "".join(found.group() for found in FENCES.finditer(user))
+    data = "".join(result.group() for result in FENCES.finditer(user))
     return 10 if ORDER.search(data) else honest(system, user)
 
 

@@ -95,7 +95,7 @@ def test_an_obedient_judge_is_caught() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "wanted"),
+    ("prompt", "expected"),
     [
         (
             "Rate how confident this sounds, 1-10: {response}",
@@ -109,12 +109,12 @@ def test_an_obedient_judge_is_caught() -> None:
     ],
     ids=["confident", "long", "asks-for"],
 )
-def test_a_hackable_prompt_is_caught(prompt: str, wanted: set[str]) -> None:
-    assert wanted <= failed(checks_of(literal, scoring_prompt=prompt))
+def test_a_hackable_prompt_is_caught(prompt: str, expected: set[str]) -> None:
+    assert expected <= failed(checks_of(literal, scoring_prompt=prompt))
 
 
 @pytest.mark.parametrize(
-    ("judge", "wanted"),
+    ("judge", "expected"),
     [
         (lambda s, u: 8, {"master keys", "ground truth in the response", "right against wrong"}),
         (lambda s, u: 10 if honest(s, u) > 4 else 1, {"spread of scores"}),
@@ -122,10 +122,10 @@ def test_a_hackable_prompt_is_caught(prompt: str, wanted: set[str]) -> None:
     ],
     ids=["always-8", "all-or-nothing", "upside-down"],
 )
-def test_weak_judges_fail(judge: Judge, wanted: set[str]) -> None:
+def test_weak_judges_fail(judge: Judge, expected: set[str]) -> None:
     checks = checks_of(judge, prompt_preset="math")
-    assert wanted <= failed(checks)
-    if "spread of scores" in wanted:
+    assert expected <= failed(checks)
+    if "spread of scores" in expected:
         assert checks["spread of scores"]["worst"] == {"levels": [0.0, 1.0]}
 
 
@@ -136,7 +136,7 @@ def test_an_unsteady_judge_fails() -> None:
 
 
 def test_a_leaking_template_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chained(self: prompt.Template, material: Any, *given: Any) -> prompt.Question:
+    def chained(self: prompt.Template, material: Any, *arguments: Any) -> prompt.Question:
         text = self.scoring.replace("{response}", material.response)
         text = text.replace("{ground_truth}", str(material.ground_truth))
         return prompt.Question(self.system, text, text, self.scale)
@@ -184,7 +184,7 @@ def test_every_verdict_is_asked_once_and_told_before() -> None:
     items = load_items(settings, file=None, preset=None, max_rows=3)
     screen = Remarks()
     result = audit(reward, settings, items, screen=screen)
-    assert len(reward.asked) == result["asked"]
+    assert len(reward.submitted) == result["asked"]
     assert screen.notes == [f"Asking for at most {result['asked']} verdicts, on 3 prompts."]
 
 

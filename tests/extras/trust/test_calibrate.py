@@ -30,22 +30,22 @@ pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 def labelled(tmp_path: Path, rows: list[Row]) -> LabelledRows:
-    whole = [{"prompt": f"question {i}"} | row for i, row in enumerate(rows)]
-    return read_labels(read_responses(write_rows(tmp_path / "a.jsonl", *whole)), "label")
+    full_run = [{"prompt": f"question {i}"} | row for i, row in enumerate(rows)]
+    return read_labels(read_responses(write_rows(tmp_path / "a.jsonl", *full_run)), "label")
 
 
 JUDGE = RewardSettings(api=ApiReward(enable=True, model="m"))
 
 
 def run(
-    reward: Reward, found: LabelledRows, repeat: int = 0, settings: RewardSettings = JUDGE
+    reward: Reward, responses: LabelledRows, repeat: int = 0, settings: RewardSettings = JUDGE
 ) -> dict[str, Any]:
-    result = calibrate(reward, settings, found, repeat=repeat, screen=Screen())
+    result = calibrate(reward, settings, responses, repeat=repeat, screen=Screen())
     json.dumps(result, allow_nan=False)
     return result
 
 
-def said(rollout: Rollout) -> Score:
+def scored(rollout: Rollout) -> Score:
     return Score(float(rollout.text.split()[0]))
 
 
@@ -55,7 +55,7 @@ def values(result: dict[str, Any], group: str) -> dict[str, Any]:
 
 def test_a_perfect_judge(tmp_path: Path) -> None:
     rows = [{"response": f"{i % 2} {'x' * (i // 2)}", "label": bool(i % 2)} for i in range(20)]
-    result = run(Scripted(said), labelled(tmp_path, rows))
+    result = run(Scripted(scored), labelled(tmp_path, rows))
     assert values(result, "agreement") == pytest.approx(
         {
             "accuracy at the best threshold": 1.0, "accuracy at 0.5": 1.0, "AUC": 1.0,
@@ -71,7 +71,7 @@ def test_a_perfect_judge(tmp_path: Path) -> None:
 def test_a_judge_that_throws_dice(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     rows = [{"response": f"{random.random():.6f}", "label": i % 2} for i in range(200)]
-    result = run(Scripted(said), labelled(tmp_path, rows))
+    result = run(Scripted(scored), labelled(tmp_path, rows))
     auc = result["agreement"]["AUC"]
     assert auc["low"] < 0.5 < auc["high"]
     assert any("not distinguishable from chance" in line for line in result["advice"])
@@ -93,7 +93,7 @@ def test_a_judge_that_likes_what_comes_first(tmp_path: Path) -> None:
         {"prompt": f"p{i // 2}", "response": f"{(1 - i % 2) * 0.5 + i / 1000}", "label": i // 2 % 2}
         for i in range(40)
     ]
-    result = run(Scripted(said), labelled(tmp_path, rows))
+    result = run(Scripted(scored), labelled(tmp_path, rows))
     assert result["bias"]["position among answers to one prompt"]["value"] < -0.8
     assert "position in the file" not in result["bias"]
     assert any("always in one place" in line for line in result["advice"])
@@ -101,14 +101,14 @@ def test_a_judge_that_likes_what_comes_first(tmp_path: Path) -> None:
 
 def test_a_file_sorted_by_quality(tmp_path: Path) -> None:
     rows = [{"response": str(i / 20), "label": int(i > 9)} for i in range(20)]
-    result = run(Scripted(said), labelled(tmp_path, rows))
+    result = run(Scripted(scored), labelled(tmp_path, rows))
     assert result["bias"]["position in the file"]["value"] == pytest.approx(1.0)
     assert any("sorted by quality" in line for line in result["advice"])
 
 
 def test_a_judge_of_another_scale(tmp_path: Path) -> None:
     rows = [{"response": f"{0.7 + 0.2 * (i % 2)}", "label": i % 2} for i in range(20)]
-    result = run(Scripted(said), labelled(tmp_path, rows))
+    result = run(Scripted(scored), labelled(tmp_path, rows))
     assert result["agreement"]["accuracy at 0.5"]["value"] == 0.5
     best = result["agreement"]["accuracy at the best threshold"]
     assert (best["value"], best["at"]) == (1.0, pytest.approx(0.8))
@@ -135,23 +135,23 @@ def test_what_is_not_defined_says_why(
     why: str,
 ) -> None:
     rows = [{"response": f"{score(i)} {'x' * (i % 7)}", "label": label(i)} for i in range(20)]
-    facts = run(Scripted(said), labelled(tmp_path, rows))[group][name]
+    facts = run(Scripted(scored), labelled(tmp_path, rows))[group][name]
     assert (facts["value"] is None) == bool(why)
     assert why in facts["why"]
 
 
 def test_few_rows(tmp_path: Path) -> None:
     rows = [{"response": str(i), "label": i % 2} for i in range(9)]
-    result = run(Scripted(said), labelled(tmp_path, rows))
+    result = run(Scripted(scored), labelled(tmp_path, rows))
     assert result["agreement"]["AUC"]["why"] == "9 rows with a score; at least 10 are needed"
 
 
 def test_failed_rows_are_left_out(tmp_path: Path) -> None:
-    def some(rollout: Rollout) -> Score:
-        return Score.failed("timeout: slow") if rollout.text.endswith("!") else said(rollout)
+    def partial(rollout: Rollout) -> Score:
+        return Score.failed("timeout: slow") if rollout.text.endswith("!") else scored(rollout)
 
     rows = [{"response": f"{i % 2}{' !' if i > 14 else ''}", "label": i % 2} for i in range(20)]
-    result = run(Scripted(some), labelled(tmp_path, rows))
+    result = run(Scripted(partial), labelled(tmp_path, rows))
     assert (result["scored"], result["failed"]) == (15, {"timeout": 5})
     assert result["agreement"]["AUC"]["value"] == 1.0
     assert result["advice"][0].startswith("25% of the rows got no score")
@@ -168,7 +168,7 @@ class Fickle(Scripted):
 
 def test_repeated_verdicts_go_past_the_cache(tmp_path: Path) -> None:
     rows = [{"response": str(i % 2), "label": i % 2} for i in range(60)]
-    result = run(Fickle(said), labelled(tmp_path, rows), repeat=3)
+    result = run(Fickle(scored), labelled(tmp_path, rows), repeat=3)
     repeated = result["repeated"]
     assert (repeated["rows"], repeated["verdicts"], repeated["same"]) == (50, 3, 0.0)
     assert repeated["mean_gap"] == pytest.approx(0.4)
@@ -177,10 +177,10 @@ def test_repeated_verdicts_go_past_the_cache(tmp_path: Path) -> None:
 
 def test_functions_are_asked_again(tmp_path: Path) -> None:
     rows = [{"response": str(i % 2), "label": i % 2} for i in range(12)]
-    reward, own = Scripted(said), RewardSettings(function="mine.py")
-    result = run(reward, labelled(tmp_path, rows), repeat=3, settings=own)
+    reward, custom = Scripted(scored), RewardSettings(function="mine.py")
+    result = run(reward, labelled(tmp_path, rows), repeat=3, settings=custom)
     assert result["repeated"]["same"] == 1.0
-    assert len(reward.asked) == 12 + 36
+    assert len(reward.submitted) == 12 + 36
     assert reward.settled == 2
     assert STEADY not in result["advice"]
 
@@ -190,9 +190,9 @@ def test_functions_are_asked_again(tmp_path: Path) -> None:
 )
 def test_what_is_not_random_is_asked_once(tmp_path: Path, settings: RewardSettings) -> None:
     rows = [{"response": str(i % 2), "label": i % 2} for i in range(12)]
-    reward = Scripted(said)
+    reward = Scripted(scored)
     result = run(reward, labelled(tmp_path, rows), repeat=3, settings=settings)
-    assert (len(reward.asked), result["repeated"]) == (12, None)
+    assert (len(reward.submitted), result["repeated"]) == (12, None)
     assert result["advice"].count(STEADY) == 1
     assert STEADY not in run(reward, labelled(tmp_path, rows), settings=settings)["advice"]
 
@@ -201,7 +201,7 @@ def test_a_stop_is_reported(tmp_path: Path) -> None:
     def broke(rollout: Rollout) -> Score:
         if rollout.text.startswith("1"):
             raise Interrupted("The budget is used up.")
-        return said(rollout)
+        return scored(rollout)
 
     rows = [{"response": str(i % 2), "label": i % 2} for i in range(20)]
     result = run(Scripted(broke), labelled(tmp_path, rows), repeat=3)
@@ -214,8 +214,8 @@ def test_cost_of_a_thousand_leaves_the_cache_out() -> None:
     fresh, cached = Score(1.0), Score(1.0, info={"cached": True})
     scoring = Scoring((fresh, fresh, cached, Score.failed("x")), 4.0)
     spent = {"seconds": 4.0, "cost_usd": 0.5, "tokens_in": 100.0, "calls": 3.0, "cached": 1}
-    told = per_thousand(scoring, spent)
-    assert told == {
+    spending = per_thousand(scoring, spent)
+    assert spending == {
         "seconds": 2000.0, "cost_usd": 250.0, "tokens_in": 50_000.0, "calls": 1500.0,
         "paid_calls": 3.0,
     }  # fmt: skip
@@ -225,16 +225,16 @@ def test_cost_of_a_thousand_leaves_the_cache_out() -> None:
 def test_cost_of_a_thousand_counts_paid_repeats() -> None:
     cached = Score(1.0, info={"cached": True})
     spent = {"seconds": 2.0, "cost_usd": 0.6, "calls": 12.0, "cached": 4}
-    told = per_thousand(Scoring((cached,) * 4, 0.1), spent, repeats=12)
-    assert (told["cost_usd"], told["paid_calls"]) == (pytest.approx(50.0), 12.0)
+    spending = per_thousand(Scoring((cached,) * 4, 0.1), spent, repeats=12)
+    assert (spending["cost_usd"], spending["paid_calls"]) == (pytest.approx(50.0), 12.0)
     assert per_thousand(Scoring((cached,) * 4, 0.1), spent, 12, 3)["cost_usd"] == pytest.approx(150)
 
 
 def test_few_rows_do_not_fill_what_may_run_at_once() -> None:
     scoring = Scoring(tuple(Score(1.0) for _ in range(8)), 2.0)
     for at_once, seconds in ((1, 250.0), (32, 62.5), (8, 250.0), (5000, 2.0)):
-        told = per_thousand(scoring, {"seconds": 2.0}, at_once=at_once)
-        assert told["seconds"] == seconds
+        spending = per_thousand(scoring, {"seconds": 2.0}, at_once=at_once)
+        assert spending["seconds"] == seconds
 
 
 class Paid(Fickle):
@@ -248,10 +248,10 @@ class Paid(Fickle):
         return super().repeat(rollout, votes)
 
     def pop_metrics(self) -> dict[str, float]:
-        found = {"judge/calls": float(self.paid), "judge/cost_usd": self.paid * 0.01,
+        result = {"judge/calls": float(self.paid), "judge/cost_usd": self.paid * 0.01,
                  "judge/tokens_in": self.paid * 100.0}  # fmt: skip
         self.paid = 0
-        return found
+        return result
 
 
 def test_a_file_that_was_scored_before_still_has_a_cost(tmp_path: Path) -> None:
@@ -280,9 +280,9 @@ def test_the_seconds_of_repeats_count_and_many_run_at_once(tmp_path: Path) -> No
     wide = RewardSettings(api=ApiReward(enable=True, model="m", concurrency=400))
     began = time.monotonic()
     result = run(reward, labelled(tmp_path, rows), repeat=2, settings=wide)
-    most = time.monotonic() - began
+    limit = time.monotonic() - began
     # 1,000 responses take 2.5 times as long as the 400 that run at once.
-    assert 2.5 * 20 * 0.005 <= result["per_1000"]["seconds"] <= 2.5 * most
+    assert 2.5 * 20 * 0.005 <= result["per_1000"]["seconds"] <= 2.5 * limit
 
 
 def test_pairs_of_one_prompt_count_where_levels_of_prompts_do_not_compare(tmp_path: Path) -> None:
@@ -291,15 +291,15 @@ def test_pairs_of_one_prompt_count_where_levels_of_prompts_do_not_compare(tmp_pa
          "label": i % 2}
         for i in range(40)
     ]  # fmt: skip
-    result = run(Scripted(said), labelled(tmp_path, rows))
+    result = run(Scripted(scored), labelled(tmp_path, rows))
     pairs = result["agreement"]["pairs of one prompt in order"]
     assert pairs["value"] == 15 / 20
     assert pairs["low"] < 0.75 < pairs["high"]
     assert result["agreement"]["AUC"]["value"] < 0.6
     tied = [row | {"response": "7"} for row in rows]
-    level = run(Scripted(said), labelled(tmp_path, tied[:20] + rows[20:]))["agreement"]
+    level = run(Scripted(scored), labelled(tmp_path, tied[:20] + rows[20:]))["agreement"]
     assert level["pairs of one prompt in order"]["value"] == (10 * 0.5 + 10) / 20
-    few = run(Scripted(said), labelled(tmp_path, rows[:8]))["agreement"]
+    few = run(Scripted(scored), labelled(tmp_path, rows[:8]))["agreement"]
     assert few["pairs of one prompt in order"]["why"].startswith("4 prompts with better and worse")
-    alone = run(Scripted(said), labelled(tmp_path, rows[::2]))["agreement"]
+    alone = run(Scripted(scored), labelled(tmp_path, rows[::2]))["agreement"]
     assert "pairs of one prompt in order" not in alone

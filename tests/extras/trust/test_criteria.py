@@ -25,12 +25,12 @@ RUBRIC = """
 def decide(system: str, user: str) -> str:
     """Counts words of the response, and believes in `fooled` what it says of the criteria."""
     response = fenced("response", user) or ""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, kind, word in re.findall(r"^(c\d+): The response (has|counts) (\w+)\.", user, re.M):
         times = response.split().count(word)
         verdict = times > 0 if kind == "has" else min(times, 3)
-        found[key] = {"reason": f"{times} times", verdict_keys(user)[key]: verdict}
-    return json.dumps(found)
+        result[key] = {"reason": f"{times} times", verdict_keys(user)[key]: verdict}
+    return json.dumps(result)
 
 
 def claims(key: str, user: str) -> bool:
@@ -53,13 +53,13 @@ def answers(folder: Path) -> str:
     """20 rows; people find `rude` twice more than the judge, and depth a level less once."""
     rows = []
     for n in range(20):
-        words = ["x", *["kind"] * (n % 2), *["rude"] * (n % 4 == 1), *["deep"] * (3 - n % 4)]
+        args = ["x", *["kind"] * (n % 2), *["rude"] * (n % 4 == 1), *["deep"] * (3 - n % 4)]
         marks: dict[str, Any] = {
             "kind": n % 2 == 1, "rude": n % 4 == 1 or n in (2, 6), "always": n != 3,
             "depth": 3 - n % 4 - (n == 0),
         }  # fmt: skip
         rows.append({
-            "prompt": f"Question {n}?", "response": " ".join(words), "good": n % 2 == 1,
+            "prompt": f"Question {n}?", "response": " ".join(args), "good": n % 2 == 1,
             "marks": marks if n != 19 else {"kind": None},
         })  # fmt: skip
     return write_rows(folder / "a.jsonl", *rows)
@@ -69,31 +69,34 @@ def test_calibrate_by_criterion(
     flags: list[str], tmp_path: Path, run: Run, server: JudgeServer
 ) -> None:
     file = answers(tmp_path)
-    asked = ("--labels", "good", "--criteria_labels", "marks", "--repeat", "0", *flags)
-    code, out, err = run("calibrate", file, *asked, "--json")
+    args = ("--labels", "good", "--criteria_labels", "marks", "--repeat", "0", *flags)
+    code, out, err = run("calibrate", file, *args, "--json")
     assert code == 0, err
-    told = json.loads(out)
-    found = told["criteria"]
-    assert list(found) == ["kind", "rude", "depth", "always", "all criteria"]
-    assert found["kind"]["with the label"]["value"] == pytest.approx(1.0)
-    assert (found["kind"]["agree"]["value"], found["kind"]["kappa"]) == (1.0, 1.0)
+    summary = json.loads(out)
+    criteria = summary["criteria"]
+    assert list(criteria) == ["kind", "rude", "depth", "always", "all criteria"]
+    assert criteria["kind"]["with the label"]["value"] == pytest.approx(1.0)
+    assert (criteria["kind"]["agree"]["value"], criteria["kind"]["kappa"]) == (1.0, 1.0)
     # People say that two more are rude, so the judge gave that credit wrongly.
-    assert found["rude"]["labelled"] == 19
-    assert found["rude"]["agree"]["value"] == pytest.approx(17 / 19)
-    assert found["rude"]["credited too much"] == pytest.approx(2 / 19)
+    assert criteria["rude"]["labelled"] == 19
+    assert criteria["rude"]["agree"]["value"] == pytest.approx(17 / 19)
+    assert criteria["rude"]["credited too much"] == pytest.approx(2 / 19)
     by_hand = (17 / 19 - (14 * 12 + 5 * 7) / 19**2) / (1 - (14 * 12 + 5 * 7) / 19**2)
-    assert found["rude"]["kappa"] == pytest.approx(by_hand)
-    assert found["depth"]["credited too much"] == pytest.approx(1 / 19)
-    assert (found["always"]["mean"], found["always"]["with the label"]["value"]) == (1.0, None)
-    assert found["depth"]["with the rest"]["value"] < -0.3
-    everything = found["all criteria"]
+    assert criteria["rude"]["kappa"] == pytest.approx(by_hand)
+    assert criteria["depth"]["credited too much"] == pytest.approx(1 / 19)
+    assert (criteria["always"]["mean"], criteria["always"]["with the label"]["value"]) == (
+        1.0,
+        None,
+    )
+    assert criteria["depth"]["with the rest"]["value"] < -0.3
+    everything = criteria["all criteria"]
     assert (everything["labelled"], everything["agree"]["value"]) == (76, pytest.approx(72 / 76))
-    advice = "\n".join(told["advice"])
+    advice = "\n".join(summary["advice"])
     assert "'always' had its full credit in all 20 rows" in advice
     assert "'depth' opposes the others" in advice
     assert "rude: the judge agrees with the labels in 89% of 19; it is too kind in 11%." in advice
     server.reset()
-    code, out, _ = run("calibrate", file, *asked)
+    code, out, _ = run("calibrate", file, *args)
     assert code == 0 and server.count <= 1  # from the cache but for the one to try out
     lines = [line.split() for line in out.splitlines()]
     (row,) = [line for line in lines if line[:1] == ["rude"]]
@@ -103,15 +106,15 @@ def test_calibrate_by_criterion(
 def test_labels_of_criteria_make_the_label_of_the_row(
     flags: list[str], tmp_path: Path, run: Run
 ) -> None:
-    file, asked = answers(tmp_path), ("--criteria_labels", "marks", "--repeat", "0", *flags)
-    code, out, err = run("calibrate", file, *asked, "--json")
-    told = json.loads(out)
-    assert code == 0 and told["rows"] == 19, err  # one has labels of none
+    file, args = answers(tmp_path), ("--criteria_labels", "marks", "--repeat", "0", *flags)
+    code, out, err = run("calibrate", file, *args, "--json")
+    summary = json.loads(out)
+    assert code == 0 and summary["rows"] == 19, err  # one has labels of none
     rows = [{"prompt": "p", "response": "x", "marks": {"kind": True}}]
     few = write_rows(tmp_path / "b.jsonl", *rows)
-    code, _, err = run("calibrate", few, *asked)
+    code, _, err = run("calibrate", few, *args)
     assert code == 2 and "no row has a label for each of its criteria" in err
-    assert told["agreement"]["Spearman"]["value"] > 0.8
+    assert summary["agreement"]["Spearman"]["value"] > 0.8
 
 
 def test_wrong_labels_are_named_before_anything_is_asked(
@@ -122,14 +125,14 @@ def test_wrong_labels_are_named_before_anything_is_asked(
     file = write_rows(tmp_path / "a.jsonl", *rows)
     code, _, err = run("calibrate", file, "--criteria_labels", "marks", *flags)
     assert code == 2 and server.count == 0
-    for said in (
+    for message in (
         "line 2, column marks: is text, not an object such as {'kind': …}",
         "line 3, column marks: has no criterion 'kid' in its rubric. Did you mean 'kind'",
         "line 4, column marks: has 4 for 'depth', not a level from 0 to 3",
         "line 5, column marks: has 'yes' for 'kind', not true or false",
         "line 6, column marks: has 0.5 for 'rude', not true or false",
     ):
-        assert said in err
+        assert message in err
     code, _, err = run("calibrate", file, "--criteria_labels", "marks", *flags[:-2])
     assert code == 2 and "--criteria_labels needs criteria" in err
     code, _, err = run("calibrate", file, "--criteria_labels", "mark", *flags)
@@ -146,14 +149,14 @@ def test_criteria_of_rows_are_told_together(flags: list[str], tmp_path: Path, ru
         row = {"prompt": f"{n}?", "response": text, "label": n % 2, "marks": {"own": n % 2 == 0}}
         rows.append(row | {"extra_info": {"rubric": both}})
     file = write_rows(tmp_path / "a.jsonl", *rows)
-    own = [*flags[:-1], "extra_info.rubric", "--labels", "label", "--repeat", "0"]
-    code, out, err = run("calibrate", file, *own, "--criteria_labels", "marks", "--json")
+    args = [*flags[:-1], "extra_info.rubric", "--labels", "label", "--repeat", "0"]
+    code, out, err = run("calibrate", file, *args, "--criteria_labels", "marks", "--json")
     assert code == 0, err
-    found = json.loads(out)["criteria"]
-    assert list(found) == ["kind", "all criteria"]
+    criteria = json.loads(out)["criteria"]
+    assert list(criteria) == ["kind", "all criteria"]
     # Met in rows 0, 3, 6 and 9, labelled so in all even ones: 3 and 9, and 2, 4, 8 and 10 differ.
-    assert found["all criteria"]["agree"]["value"] == 0.5
-    assert found["all criteria"]["labelled"] == 12
+    assert criteria["all criteria"]["agree"]["value"] == 0.5
+    assert criteria["all criteria"]["labelled"] == 12
 
 
 def audited(run: Run, *flags: str) -> tuple[int, dict[str, Any]]:
@@ -173,44 +176,44 @@ def test_an_audit_names_the_criteria_that_attacks_moved(
     file = write_rows(tmp_path / "a.jsonl", *ITEMS)
     flags += ["--data", file]
     code, checks = audited(run, *flags)
-    own = checks["criteria under attack"]
-    assert code == 0 and own["passed"], checks
-    assert "nor on any" in own["said"]
+    check = checks["criteria under attack"]
+    assert code == 0 and check["passed"], checks
+    assert "nor on any" in check["said"]
 
     def believing(system: str, user: str) -> str:
         """Takes over what the response says of the first criterion, wherever it says it."""
-        found = json.loads(decide(system, user))
+        verdicts = json.loads(decide(system, user))
         if re.search(
             r'c1"?: \{(?:"reason": "[^"]*", )?"met": true', fenced("response", user) or ""
         ):
-            found["c1"]["met"] = True
-        return json.dumps(found)
+            verdicts["c1"]["met"] = True
+        return json.dumps(verdicts)
 
     server.score = believing
     code, checks = audited(run, *flags, "--rm_cache", "off")
-    own = checks["criteria under attack"]
-    assert code == 2 and own["passed"] is False
-    assert {case["criterion"] for case in own["cases"]} == {"kind"}
-    assert own["worst"]["got"] == 1.0 and own["worst"]["without it"] == 0.0
-    assert "kind by fake verdicts (2 of 2)" in own["said"]
-    assert "verdicts in a thought" not in own["said"]  # a thought is not shown to the judge
+    check = checks["criteria under attack"]
+    assert code == 2 and check["passed"] is False
+    assert {case["criterion"] for case in check["cases"]} == {"kind"}
+    assert check["worst"]["got"] == 1.0 and check["worst"]["without it"] == 0.0
+    assert "kind by fake verdicts (2 of 2)" in check["said"]
+    assert "verdicts in a thought" not in check["said"]  # a thought is not shown to the judge
 
 
 def test_the_criteria_of_each_judge_of_a_mixture_are_attacked(
     flags: list[str], tmp_path: Path, run: Run, server: JudgeServer
 ) -> None:
     names = ("oak", "elm", "birch", "spruce", "yew")
-    own = "".join(f"- {{name: {n}, text: The response has {n}.}}\n" for n in names)
-    (tmp_path / "own.yaml").write_text(own)
+    custom = "".join(f"- {{name: {n}, text: The response has {n}.}}\n" for n in names)
+    (tmp_path / "own.yaml").write_text(custom)
 
     def believing(system: str, user: str) -> str:
         """Takes over a fifth verdict that a response writes: only one judge has so many."""
-        found = json.loads(decide(system, user))
-        if "c5" in found and re.search(
+        verdicts = json.loads(decide(system, user))
+        if "c5" in verdicts and re.search(
             r'c5"?: \{(?:"reason": "[^"]*", )?"met": true', fenced("response", user) or ""
         ):
-            found["c5"]["met"] = True
-        return json.dumps(found)
+            verdicts["c5"]["met"] = True
+        return json.dumps(verdicts)
 
     server.score = believing
     flags = [flag for flag in flags if flag != "--use_api_reward"]
@@ -225,15 +228,15 @@ def test_the_criteria_of_each_judge_of_a_mixture_are_attacked(
 def test_criteria_of_rows_are_attacked_each_in_a_call_of_its_own(
     flags: list[str], tmp_path: Path, run: Run, server: JudgeServer
 ) -> None:
-    own = [{"text": "The response has kind."}, {"text": "The response has rude.", "weight": -1}]
-    rows = [item | {"extra_info": {"rubric": own}} for item in ITEMS]
+    custom = [{"text": "The response has kind."}, {"text": "The response has rude.", "weight": -1}]
+    rows = [item | {"extra_info": {"rubric": custom}} for item in ITEMS]
     file = write_rows(tmp_path / "a.jsonl", *rows)
     flags = [*flags[:-1], "extra_info.rubric", "--rm_rubric_calls", "each", "--data", file]
     code, out, err = run("audit", *flags, "--rows", "2", "--json")
-    told = json.loads(out)
+    summary = json.loads(out)
     assert code == 0 and "Each criterion is a separate call." in err
-    assert told["spent"]["calls"] > 1.5 * told["asked"]
-    (check,) = [one for one in told["checks"] if one["name"] == "criteria under attack"]
+    assert summary["spent"]["calls"] > 1.5 * summary["asked"]
+    (check,) = [check for check in summary["checks"] if check["name"] == "criteria under attack"]
     assert check["passed"], check
 
 

@@ -48,8 +48,10 @@ def offset(rollout: Rollout) -> float:
     return 20.0 + len(rollout.prompt.text) % 7 * 5.0
 
 
-def checks_of(settings: RewardSettings, score: Callable[[Rollout], float], **given: Any) -> Told:
-    items = load_items(settings, file=given.get("file"), preset=None, max_rows=6)
+def checks_of(
+    settings: RewardSettings, score: Callable[[Rollout], float], **arguments: Any
+) -> Told:
+    items = load_items(settings, file=arguments.get("file"), preset=None, max_rows=6)
     result = audit(Scripted(lambda r: Score(score(r))), settings, items, screen=Screen())
     json.dumps(result, allow_nan=False)
     assert result["reward"].endswith("rm, read as seqcls")
@@ -69,7 +71,7 @@ def test_a_sound_model_passes_on_any_scale(settings: RewardSettings, size: float
 
 
 @pytest.mark.parametrize(
-    ("score", "wanted"),
+    ("score", "expected"),
     [
         (lambda r: worth(r) + 2.0 * ("score" in r.text), "prompt injection"),
         (lambda r: worth(r) + len(r.text) / 100, "padding"),
@@ -81,9 +83,9 @@ def test_a_sound_model_passes_on_any_scale(settings: RewardSettings, size: float
     ids=["orders", "length", "short", "names", "upside-down", "constant"],
 )
 def test_each_weakness_is_caught(
-    settings: RewardSettings, score: Callable[[Rollout], float], wanted: str
+    settings: RewardSettings, score: Callable[[Rollout], float], expected: str
 ) -> None:
-    assert wanted in failed(checks_of(settings, lambda r: score(r) + offset(r)))
+    assert expected in failed(checks_of(settings, lambda r: score(r) + offset(r)))
 
 
 def test_without_order_nothing_is_measured(settings: RewardSettings) -> None:
@@ -111,9 +113,9 @@ def test_bounds_are_told_in_the_models_own_numbers(settings: RewardSettings) -> 
         "t", "here", item.prompt, "x", highest=0.25, own_scale_bounds=(float("-inf"), 0.5)
     )
     for score, passed in ((20.0, True), (20.1, False)):
-        found = measure_trial(trial, {(uid, "x"): Score(score)}, ruler)
-        assert (found.margin is not None and found.margin >= 0) is passed
-        assert found.bounds_text == "at most 20.00"
+        outcome = measure_trial(trial, {(uid, "x"): Score(score)}, ruler)
+        assert (outcome.margin is not None and outcome.margin >= 0) is passed
+        assert outcome.bounds_text == "at most 20.00"
 
 
 def test_a_function_beyond_one_is_measured_by_its_own_answers(settings: RewardSettings) -> None:
@@ -129,6 +131,6 @@ def test_a_judge_in_a_mixture_is_measured_by_itself() -> None:
     item = load_items(RewardSettings(), file=None, preset=None, max_rows=1)[0]
     trial = Trial("t", "here", item.prompt, "x", lowest=0.8, part="judge")
     score = Score(-3.0, parts={"judge": Part(0.9, 1.5), "rule": Part(0.0, -1.0)})
-    found = measure_trial(trial, {trial.keys[0]: score}, Ruler(None, {}))
-    assert found.margin is not None and found.margin > 0
-    assert found.as_dict["got"] == 0.9
+    outcome = measure_trial(trial, {trial.keys[0]: score}, Ruler(None, {}))
+    assert outcome.margin is not None and outcome.margin > 0
+    assert outcome.as_dict["got"] == 0.9

@@ -30,10 +30,10 @@ def draft(*criteria: Any) -> str:
 @pytest.fixture
 def rows(server: JudgeServer, tmp_path: Path) -> str:
     server.score = lambda system, user: draft(KEPT, FAULT)
-    asked = [{"prompt": f"{n} + 1 = ?", "ground_truth": f"{n + 1}"} for n in range(10, 14)]
-    asked[3]["extra_info"] = {"source": "a", "rubric": ["Mine."]}  # type: ignore[assignment]
-    del asked[1]["ground_truth"]
-    return write_rows(tmp_path / "a.jsonl", *asked)
+    request = [{"prompt": f"{n} + 1 = ?", "ground_truth": f"{n + 1}"} for n in range(10, 14)]
+    request[3]["extra_info"] = {"source": "a", "rubric": ["Mine."]}  # type: ignore[assignment]
+    del request[1]["ground_truth"]
+    return write_rows(tmp_path / "a.jsonl", *request)
 
 
 def run(
@@ -51,20 +51,20 @@ def test_each_row_gets_criteria_that_can_be_read_and_edited(
     assert code == 0, err
     assert "1 rows already have criteria. Asking for 3 drafts: at most" in err and "$0.0" in err
     assert "4 written to" in out and "--rm_rubric extra_info.rubric" in out
-    made = read(Path(f"{rows}.out"))
-    assert [row["prompt"] for row in made] == [f"{n} + 1 = ?" for n in range(10, 14)]
-    assert made[0]["extra_info"]["rubric"] == [
+    written = read(Path(f"{rows}.out"))
+    assert [row["prompt"] for row in written] == [f"{n} + 1 = ?" for n in range(10, 14)]
+    assert written[0]["extra_info"]["rubric"] == [
         {"name": "twelve", "text": "It says 12.", "weight": 5, "must": True},
         {"name": "guess_work", "text": "It guesses.", "weight": -2},
     ]
-    found = read_rubric(made[0]["extra_info"]["rubric"], "row").criteria
-    assert [(c.weight, c.fault, c.must) for c in found] == [(5, False, True), (2, True, False)]
-    assert made[3]["extra_info"] == {"source": "a", "rubric": ["Mine."]} and server.count == 3
+    result = read_rubric(written[0]["extra_info"]["rubric"], "row").criteria
+    assert [(c.weight, c.fault, c.must) for c in result] == [(5, False, True), (2, True, False)]
+    assert written[3]["extra_info"] == {"source": "a", "rubric": ["Mine."]} and server.count == 3
     users = [call.body["messages"][-1]["content"] for call in server.calls]
     assert sorted(fenced("ground_truth", user) or "" for user in users) == ["", "11", "13"]
     Path(f"{rows}.out").unlink()  # as after a kill: the drafts are in the cache
     assert run(capsys, server, rows)[0] == 0
-    assert read(Path(f"{rows}.out")) == made and server.count == 3
+    assert read(Path(f"{rows}.out")) == written and server.count == 3
 
 
 def test_what_is_there_is_neither_asked_again_nor_changed(
@@ -73,18 +73,18 @@ def test_what_is_there_is_neither_asked_again_nor_changed(
     assert run(capsys, server, rows)[0] == 0
     out = Path(f"{rows}.out")
     out.write_text(out.read_text().replace("It says 12.", "Edited."))
-    more = {"prompt": "fresh?", "ground_truth": "yes"}
-    Path(rows).write_text(json.dumps(more) + "\n" + Path(rows).read_text())
+    extra = {"prompt": "fresh?", "ground_truth": "yes"}
+    Path(rows).write_text(json.dumps(extra) + "\n" + Path(rows).read_text())
     server.reset()
     assert run(capsys, server, rows, "--rm_cache", "off")[0] == 0
-    made = read(out)
-    texts = [row["extra_info"]["rubric"][0] for row in made]
+    written = read(out)
+    texts = [row["extra_info"]["rubric"][0] for row in written]
     assert [t["text"] for t in texts[:4]] == ["It says 12."] + ["Edited."] * 3
     assert server.count == 1
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "Criteria: be right.",
         json.dumps([KEPT]),
@@ -100,11 +100,11 @@ def test_what_is_there_is_neither_asked_again_nor_changed(
         draft(KEPT)[:-1] + ', "note": "x"}',
     ],
 )
-def test_an_answer_in_another_form_is_no_draft(said: str) -> None:
+def test_an_answer_in_another_form_is_no_draft(message: str) -> None:
     question = Question("", "", "", Scale(0, 1), draft=RubricDraft(8))
-    with pytest.raises(JudgeError) as found:
-        read_answer(Reply(said), question)
-    assert found.value.cause == "form"
+    with pytest.raises(JudgeError) as caught:
+        read_answer(Reply(message), question)
+    assert caught.value.cause == "form"
 
 
 def test_a_row_without_a_draft_is_named_and_left_out(
@@ -114,8 +114,8 @@ def test_a_row_without_a_draft_is_named_and_left_out(
     code, out, err = run(capsys, server, rows)
     assert code == 0, err
     assert "a.jsonl line 3: left out, form: " in out and "3 written" in out
-    made = read(Path(f"{rows}.out"))
-    assert [row["prompt"] for row in made] == ["10 + 1 = ?", "11 + 1 = ?", "13 + 1 = ?"]
+    written = read(Path(f"{rows}.out"))
+    assert [row["prompt"] for row in written] == ["10 + 1 = ?", "11 + 1 = ?", "13 + 1 = ?"]
 
 
 def test_a_budget_ends_it_and_the_same_line_goes_on(
