@@ -178,6 +178,7 @@ def most_gen_batches(config: Config, rows: int) -> int:
 def describe_missing_rows(config: Config, rows: int) -> str | None:
     """Return why the rows cannot fill a batch; None when they can."""
     batch, at_once = config.data.train_batch_size, gen_batch(config)
+    # A batch, or the larger batch of dynamic sampling.
     if rows < batch:
         batch_fits, mini_fits = fit_batches(rows, batch, config.actor.ppo_mini_batch_size)
         return (

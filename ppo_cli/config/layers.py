@@ -81,6 +81,7 @@ def read_yaml(path: Path, label: str, example: str = "actor:") -> list[Entry]:
         raise ConfigError(
             f"{label}: expected settings such as '{example}', found {_describe_node(root)}."
         )
+    # All problems of the file at once.
     problems: list[str] = []
     entries = _flatten_yaml(root, "", label, problems)
     problems += _find_duplicates(entries)
@@ -95,6 +96,7 @@ def read_settings_text(path: Path, label: str) -> str:
     Never waits, as a pipe would have it, and never reads more than LARGEST_FILE.
     """
     try:
+        # Look before opening: a pipe would block.
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
             problem = "this is a folder; name a YAML file."
@@ -135,6 +137,7 @@ def _flatten_yaml(
             problems.append(f"{where}: keys are plain words here; merge keys (<<) are not read.")
             continue
         name = f"{prefix}{key.value}"
+        # A group is flattened; an empty one stays a value.
         if isinstance(value, yaml.MappingNode) and value.value:
             entries += _flatten_yaml(value, f"{name}.", label, problems)
         else:
@@ -253,6 +256,7 @@ def _refuse_secret(entry: Entry, file_entries: list[Entry]) -> str:
 
 def _refuse_unknown(entry: Entry, name: str) -> str:
     """Say why a key of a reward file is not a setting of the reward, with the nearest one."""
+    # A group where a value is expected, a setting of another section, or a wrong word.
     if name in sections():
         example = next(key for key in table() if key.startswith(f"{name}."))
         leaf = example.removeprefix(f"{name}.")
@@ -369,6 +373,7 @@ def find_run_code(
         key = find_key(name)
         if key is None or not entry.origin.startswith(RUN_ORIGIN):
             continue
+        # Keys of a free-form setting are texts as well.
         for text in (name.removeprefix(key.name), *_iterate_texts(values.get(name))):
             file = Path(os.path.expanduser(text.partition(":")[0]))
             # A Python file, or a function named with its file.

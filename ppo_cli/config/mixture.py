@@ -290,6 +290,7 @@ class _MixtureReader:
         kind, *rest = (word.strip() for word in text.split(":"))
         weight = _number(rest[-1]) if 1 <= len(rest) <= 2 else None
         name = rest[0] if len(rest) == 2 else kind
+        # The first problem of the text is reported.
         problem = ""
         if kind not in KINDS:
             near = did_you_mean(_KIND_ALIASES.get(kind, kind), KINDS)
@@ -313,6 +314,7 @@ class _MixtureReader:
 
     def _part(self, name: str, key: str, kind: str | None = None) -> _PartDraft:
         """Return the draft of a part, and record that this key sets it."""
+        # Parts are in the order of their first mention.
         part = self._parts.setdefault(name, _PartDraft(name, kind))
         part.set_by.append(key)
         return part
@@ -496,6 +498,7 @@ def mixture_of(reward: Reward) -> tuple[MixPart, ...]:
 
 def judge_settings(reward: Reward, part: MixPart) -> ApiReward:
     """Return the settings of a part's judge: those of reward.api unless the part sets them."""
+    # Another provider: its model, address, key and prices start from the defaults.
     other = part.judge.get("type", reward.api.type) != reward.api.type
     api = override_section(reward.api, part.judge | {"enable": True}, OF_PROVIDER if other else ())
     if not (api.model or "").strip() and JUDGES[api.type].default:
@@ -505,6 +508,7 @@ def judge_settings(reward: Reward, part: MixPart) -> ApiReward:
 
 def model_settings(reward: Reward, part: MixPart) -> ModelReward:
     """Return the settings of a part's reward model: reward.model unless the part sets them."""
+    # Another checkpoint: what describes the checkpoint starts from the defaults.
     other = part.model.get("path", reward.model.path) != reward.model.path
     return override_section(reward.model, part.model, OF_CHECKPOINT if other else ())
 

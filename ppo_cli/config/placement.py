@@ -107,6 +107,7 @@ def gpus_per_node(config: Config, gpus: int | None = None) -> int:
     if configured is not None:
         return configured
     visible = gpu_count() if gpus is None else gpus
+    # Worker processes exclude GPUs.
     if config.trainer.num_workers:
         return 0
     span = config.rollout.tensor_model_parallel_size
@@ -210,6 +211,7 @@ def train_devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:
         return (0,)
     if trainer.placement is not None:
         return read_placement(trainer.placement).get("train", ())
+    # Without a placement: worker slots, or all GPUs but those that only sample.
     all_gpus = gpus_per_node(config, gpus) * trainer.nnodes
     if all_gpus == 0:
         return tuple(range(trainer.num_workers or trainer.nnodes))
@@ -270,6 +272,7 @@ def placement_of(config: Config, gpus: int | None = None) -> Placement:
     per_node, nodes = gpus_per_node(config, gpus), config.trainer.nnodes
     if engine_name(config, gpus) == "local":
         return Placement(1, min(1, per_node), (0,), ((0,),), (), alone=True)
+    # Roles as placed, or by default; reward models get a device when nothing names one.
     span = config.rollout.tensor_model_parallel_size
     if config.trainer.placement is not None:
         roles = read_placement(config.trainer.placement)
@@ -372,6 +375,7 @@ def device_plan(config: Config, gpus: int | None = None) -> PlanPart:
     """Return the plan of the devices; `gpus` is the number visible here, None counts them."""
     placement = placement_of(config, gpus)
     engine, sampler = engine_name(config, gpus), sampler_name(config, gpus)
+    # Sentences for people.
     sentences = [
         *describe_placement(placement),
         *_describe_gpus(list_gpus()[: placement.devices_per_node]),
@@ -383,6 +387,7 @@ def device_plan(config: Config, gpus: int | None = None) -> PlanPart:
         ]
     if sampler == "vllm":
         sentences.append(f"new weights travel by {weight_transfer(config, gpus)}")
+    # The same for programs.
     facts = {
         "engine": engine,
         **asdict(placement),
@@ -408,6 +413,7 @@ def _describe_ranks(config: Config, gpus: int | None) -> list[str]:
     """Say how several ranks hold the models and share the rows."""
     ranks, rows = learner_ranks(config, gpus), data_ranks(config, gpus)
     tensor, size = config.trainer.tensor_parallel_size, config.actor.fsdp_config.fsdp_size
+    # Sharding, tensor parallelism, copies, and who shares the rows.
     shards = rows if size == -1 else size
     parts = []
     if shards > 1:

@@ -52,6 +52,7 @@ def add_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolved
     With a budget there is none: a judge that nobody chose must not spend it. All judges of the run
     must be at public addresses: responses that go to a private server may not go to others.
     """
+    # Only next to judges that are all at public addresses.
     judges = [judge.settings for judge in judges_of(resolved.config.reward)]
     monitor_origins = (
         resolved.origins[f"{_MONITOR}.{name}"] for name in ("model", "base_url", "key_env")
@@ -108,12 +109,14 @@ def restore_second_judge(
     monitor = resolved.config.reward.api.monitor
     if checkpoint is None or monitor.model is None or monitor.required:
         return resolved
+    # What the run wrote when it began.
     file = checkpoint.parents[1] / "config.yaml"
     try:
         then = {e.name: e.raw for e in read_yaml(file, file.name)}
     except ConfigError:  # not of a run that this program has written
         return resolved
     names = ("type", "model", "required")
+    # None then, unless it had one that nobody chose.
     values: dict[str, Any] = {name: table()[f"{_MONITOR}.{name}"].default for name in names}
     if then.get(f"{_MONITOR}.required") == "false":
         values = {name: str(then[f"{_MONITOR}.{name}"]) for name in ("type", "model")}
@@ -218,6 +221,7 @@ def make_plan(resolved: Resolved) -> Plan:
     if wrong := refused_settings(resolved):
         raise ConfigError(wrong)
     sums = batch_arithmetic(resolved.config)
+    # Values with origins, remarks, and the parts of the plan.
     values = {
         key: (_to_plain(value_of(resolved.config, key)), origin)
         for key, origin in resolved.origins.items()
@@ -306,6 +310,7 @@ def _reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:
     # remax also scores a greedy response to each prompt.
     if ESTIMATORS[config.algorithm.adv_estimator].baseline:
         a_step += config.data.train_batch_size
+    # Validation calls.
     rounds = _validations(config, steps) if config.data.val_files else 0
     rows = val_rows(config)
     a_round = _multiply(config.rollout.val_kwargs.n, rows)

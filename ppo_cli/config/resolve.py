@@ -95,6 +95,7 @@ def _fit_batches(draft: _Draft, config: Config) -> Config:
         for name in BATCHES
         if name in draft.entries and not draft.entries[name].origin.startswith(("preset ", "verl "))
     }
+    # Few rows: lower both sizes. A small batch: lower the mini-batch.
     if rows and rows < batch and not chosen:
         draft.notes.append(describe_lowered_batches(rows, batch, mini))
         batch, mini = fit_batches(rows, batch, mini)

@@ -22,6 +22,7 @@ def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
     warmup = optim.lr_warmup_steps
     if warmup < 0:
         warmup = math.ceil(optim.lr_warmup_steps_ratio * total_steps)
+    # The first step already trains.
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if optim.lr_scheduler_type == "constant":

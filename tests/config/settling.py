@@ -25,20 +25,20 @@ def settle(
     env: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Resolve flags (those of `--reward` are `mix`), a reward file, files and overrides."""
-    given = dict(flags or {})
+    all_flags = dict(flags or {})
     if mix:
-        given["reward.parts"] = (mix, "flag --reward")
+        all_flags["reward.parts"] = (mix, "flag --reward")
     if file:
-        given["reward.config_file"] = (file, "flag --reward_config")
+        all_flags["reward.config_file"] = (file, "flag --reward_config")
     return resolve(
-        flags=given, preset=preset, config_files=files, overrides=overrides,
+        flags=all_flags, preset=preset, config_files=files, overrides=overrides,
         environ=ENV | dict(env or {}),
     )  # fmt: skip
 
 
-def taken(found: Resolved, *overrides: str) -> bool:
+def were_accepted(resolved: Resolved, *overrides: str) -> bool:
     """Tell whether each override of a setting reached it."""
-    return all(found.origins[given.partition("=")[0]] == "override" for given in overrides)
+    return all(resolved.origins[o.partition("=")[0]] == "override" for o in overrides)
 
 
 def problems(*overrides: str, **layers: Any) -> tuple[str, ...]:

@@ -9,13 +9,13 @@ from ppo_cli.config.derived import uses_reference
 from ppo_cli.config.models.bundled import preset_names
 from ppo_cli.config.plan import make_plan
 from ppo_cli.errors import ConfigError
-from tests.config.settling import problems, settle, taken
+from tests.config.settling import problems, settle, were_accepted
 
 FILE = "data.train_files=x.jsonl"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (
             "data.train_batch_size=32 actor.ppo_mini_batch_size=64",
@@ -44,10 +44,10 @@ FILE = "data.train_files=x.jsonl"
         ("reward.function=a.py reward.rule=gsm8k", "Keep one, or mix them without --rule: --re"),
     ],
 )
-def test_a_clash_is_told_with_its_mend(overrides: str, said: str) -> None:
+def test_a_clash_is_told_with_its_mend(overrides: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         settle(*overrides.split())
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert all(line.startswith("override: ") for line in caught.value.problems)
 
 
@@ -78,18 +78,18 @@ def test_a_clash_names_all_places_it_came_from() -> None:
     ],
 )
 def test_what_fits_together_is_taken(overrides: str) -> None:
-    assert taken(settle(*overrides.split()), *overrides.split())
+    assert were_accepted(settle(*overrides.split()), *overrides.split())
 
 
 def test_a_kl_loss_takes_the_kl_out_of_the_reward_unless_it_is_asked_for() -> None:
     loss, reward = "actor.use_kl_loss=true", "algorithm.use_kl_in_reward"
     assert settle().config.algorithm.use_kl_in_reward
-    found = settle(loss)
-    assert not found.config.algorithm.use_kl_in_reward
-    assert found.origins[reward] == "default with actor.use_kl_loss"
-    assert uses_reference(found.config)
+    resolved = settle(loss)
+    assert not resolved.config.algorithm.use_kl_in_reward
+    assert resolved.origins[reward] == "default with actor.use_kl_loss"
+    assert uses_reference(resolved.config)
     assert not uses_reference(settle(f"{reward}=false").config)
-    assert remarks(found, 0, {}) == remarks(settle(f"{reward}=true"), 0, {}) == []
+    assert remarks(resolved, 0, {}) == remarks(settle(f"{reward}=true"), 0, {}) == []
     both = settle(loss, f"{reward}=true", "actor.kl_loss_coef=0.002")
     assert both.config.algorithm.use_kl_in_reward
     (note,) = remarks(both, 0, {})
@@ -102,14 +102,14 @@ def test_a_kl_loss_takes_the_kl_out_of_the_reward_unless_it_is_asked_for() -> No
 
 def test_the_plain_run_misses_nothing_but_prompts() -> None:
     assert missing_parts(settle()) == missing_inputs(settle().config) == []
-    (said,) = missing_inputs(settle("data.train_files=[]").config)
-    assert "--train_files" in said
-    assert "ppo data prepare gsm8k" in said
+    (message,) = missing_inputs(settle("data.train_files=[]").config)
+    assert "--train_files" in message
+    assert "ppo data prepare gsm8k" in message
     assert missing_inputs(settle(FILE).config) == []
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("overrides", "message"),
     [
         ("actor.optim.lr=0.5", "actor.optim.lr 0.5 is far from what is usual: 1e-08 to 0.001."),
         ("critic.optim.lr=0.5", "usual: 1e-08 to 0.01."),
@@ -122,23 +122,23 @@ def test_the_plain_run_misses_nothing_but_prompts() -> None:
         ("rollout.temperature=4", "usual: 0.3 to 1.5."),
     ],
 )
-def test_a_value_far_from_the_usual_is_taken_with_a_remark(given: str, said: str) -> None:
-    (note,) = remarks(settle(given), 0, {})
-    assert note.startswith("override: ") and note.endswith(said)
-    assert note in make_plan(settle(given)).notes
+def test_a_value_far_from_the_usual_is_taken_with_a_remark(overrides: str, message: str) -> None:
+    (note,) = remarks(settle(overrides), 0, {})
+    assert note.startswith("override: ") and note.endswith(message)
+    assert note in make_plan(settle(overrides)).notes
 
 
 def test_usual_values_and_presets_are_not_remarked_on() -> None:
     usual = "actor.optim.lr=1e-6 actor.clip_ratio=0.28 algorithm.lam=0.97 rollout.temperature=0.7"
     assert remarks(settle(*usual.split()), 0, {}) == []
     far = {preset: remarks(settle(preset=preset), 0, {}) for preset in preset_names()}
-    assert [said for said in far.values() if "usual" in " ".join(said)] == []
+    assert [message for message in far.values() if "usual" in " ".join(message)] == []
 
 
 def test_a_plan_refuses_what_a_run_would_refuse_on_any_machine() -> None:
-    given = ("actor.kl_loss_coef=0.01", "trainer.engine=verl")
+    overrides = ("actor.kl_loss_coef=0.01", "trainer.engine=verl")
     with pytest.raises(ConfigError) as caught:
-        make_plan(settle(*given))
-    assert caught.value.problems == tuple(missing_parts(settle(*given), 0, {}))
+        make_plan(settle(*overrides))
+    assert caught.value.problems == tuple(missing_parts(settle(*overrides), 0, {}))
     assert "the KL loss is off; set actor.use_kl_loss=true" in str(caught.value)
     assert make_plan(settle("actor.kl_loss_coef=0.01", "actor.use_kl_loss=true")).notes

@@ -8,7 +8,7 @@ from ppo_cli.config import derived, placement
 from ppo_cli.config.checks import devices
 from ppo_cli.config.checks.runner import missing_parts, remarks
 from ppo_cli.errors import ConfigError
-from tests.config.settling import problems, settle, taken
+from tests.config.settling import problems, settle, were_accepted
 
 SPAN = "rollout.tensor_model_parallel_size"
 EIGHT = "trainer.n_gpus_per_node=8"
@@ -23,7 +23,7 @@ def proven_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ("critic.strategy=megatron", "critic.strategy megatron is not offered: models are sh"),
         ("trainer.pipeline_parallel_size=2", "pipeline_parallel_size 2 is not offered: models ar"),
@@ -121,17 +121,17 @@ def proven_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ("trainer.n_gpus_per_node=1 trainer.async_steps=1", "use --n_gpus 2 or more"),
     ],
 )
-def test_a_clash_is_told_with_its_mend(overrides: str, said: str) -> None:
-    found = problems(*overrides.split())
-    assert said in "\n".join(found)
-    assert len(found) == 1
-    assert found[0].startswith("override: ")
+def test_a_clash_is_told_with_its_mend(overrides: str, message: str) -> None:
+    lines = problems(*overrides.split())
+    assert message in "\n".join(lines)
+    assert len(lines) == 1
+    assert lines[0].startswith("override: ")
 
 
 def test_a_placement_of_nobody_names_both_roles() -> None:
-    said = "\n".join(problems("trainer.placement=','", EIGHT))
-    assert "names no device for train" in said
-    assert "names no device for rollout" in said
+    message = "\n".join(problems("trainer.placement=','", EIGHT))
+    assert "names no device for train" in message
+    assert "names no device for rollout" in message
 
 
 @pytest.mark.parametrize(
@@ -153,11 +153,11 @@ def test_a_placement_of_nobody_names_both_roles() -> None:
     ],
 )
 def test_what_fits_together_is_taken(overrides: str) -> None:
-    assert taken(settle(*overrides.split()), *overrides.split())
+    assert were_accepted(settle(*overrides.split()), *overrides.split())
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "said"),
+    ("overrides", "gpus", "message"),
     [
         ("trainer.engine=verl", 0, "Use --engine ray, or --engine local for one process"),
         ("trainer.n_gpus_per_node=1", 0, "no GPU is visible here; leave --n_gpus out"),
@@ -169,13 +169,13 @@ def test_what_fits_together_is_taken(overrides: str) -> None:
     ],
 )
 def test_a_part_that_is_not_there_is_said_in_a_sentence(
-    given: str, gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
+    overrides: str, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lacking = {"ray": "num_workers", "peft": "lora", "vllm": "rollout"}
-    absent = {name for name, word in lacking.items() if word in given}
+    absent = {name for name, word in lacking.items() if word in overrides}
     monkeypatch.setattr(devices, "has_package", lambda name: name not in absent)
-    (sentence,) = missing_parts(settle(*given.split()), gpus, {})
-    assert said in sentence
+    (sentence,) = missing_parts(settle(*overrides.split()), gpus, {})
+    assert message in sentence
 
 
 def test_a_running_cluster_may_have_gpus_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ BY_TOKEN = "algorithm.rollout_correction.rollout_is=token"
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "said"),
+    ("overrides", "gpus", "message"),
     [
         ("", 2, "2 GPUs are visible, and one is used; --n_gpus 2 uses them all."),
         ("actor.strategy=fsdp", 0, "actor.strategy fsdp is FSDP2 here."),
@@ -234,36 +234,36 @@ BY_TOKEN = "algorithm.rollout_correction.rollout_is=token"
     ],
 )
 def test_what_may_surprise_is_remarked_on(
-    given: str, gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
+    overrides: str, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "has_package", lambda name: True)
-    (note,) = remarks(settle(*given.split()), gpus, {})
-    assert said in note
+    (note,) = remarks(settle(*overrides.split()), gpus, {})
+    assert message in note
 
 
 def test_what_just_fits_is_not_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "has_package", lambda name: True)
     eight = "trainer.num_workers=8 data.train_batch_size=8"
-    for given, gpus in (
+    for overrides, gpus in (
         ("trainer.n_gpus_per_node=1", 2),
         ("trainer.n_gpus_per_node=2 trainer.tensor_parallel_size=2", 2),
         (f"{eight} actor.ppo_mini_batch_size=8", 0),
         (f"{eight} actor.ppo_mini_batch_size=4 rollout.n=2", 0),
         (f"{eight} critic.ppo_mini_batch_size=4 rollout.n=2", 0),
     ):
-        assert remarks(settle(*given.split()), gpus, {}) == [], given
+        assert remarks(settle(*overrides.split()), gpus, {}) == [], overrides
 
 
 @pytest.mark.parametrize(
-    ("given", "installed", "said"),
+    ("overrides", "installed", "message"),
     [(EIGHT, False, 1), (EIGHT, True, 0), (f"{EIGHT} rollout.name=hf", False, 0)],
 )
 def test_the_slower_sampler_does_not_come_in_silence(
-    given: str, installed: bool, said: int, monkeypatch: pytest.MonkeyPatch
+    overrides: str, installed: bool, message: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "has_package", lambda name: installed)
-    notes = remarks(settle(*given.split()), 8, {})
-    assert sum("scripts/setup vllm" in note for note in notes) == said == len(notes)
+    notes = remarks(settle(*overrides.split()), 8, {})
+    assert sum("scripts/setup vllm" in note for note in notes) == message == len(notes)
 
 
 def test_a_cluster_that_is_not_used_is_remarked_on() -> None:
@@ -273,9 +273,9 @@ def test_a_cluster_that_is_not_used_is_remarked_on() -> None:
 
 
 def test_launchers_may_name_the_first_of_one_node() -> None:
-    found = settle(env={"MASTER_ADDR": "host", "NODE_RANK": "0", "MASTER_PORT": "29500"})
-    assert missing_parts(found, 0, {}) == []
-    (note,) = remarks(found, 0, {})[:1]
+    resolved = settle(env={"MASTER_ADDR": "host", "NODE_RANK": "0", "MASTER_PORT": "29500"})
+    assert missing_parts(resolved, 0, {}) == []
+    (note,) = remarks(resolved, 0, {})[:1]
     assert "with one node it changes nothing" in note
 
 
@@ -286,11 +286,11 @@ def test_workers_beside_gpus_are_not_started(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_offloading_needs_a_gpu_or_several_processes() -> None:
-    given = "actor.fsdp_config.optimizer_offload=true"
-    (line,) = remarks(settle(given), 0, {})
+    overrides = "actor.fsdp_config.optimizer_offload=true"
+    (line,) = remarks(settle(overrides), 0, {})
     assert "everything is in host memory" in line
-    assert remarks(settle(given), 1, {}) == []
-    assert remarks(settle(given, "trainer.engine=ray"), 0, {}) == []
+    assert remarks(settle(overrides), 1, {}) == []
+    assert remarks(settle(overrides, "trainer.engine=ray"), 0, {}) == []
 
 
 def test_no_number_of_devices_takes_all_memory_to_be_refused() -> None:

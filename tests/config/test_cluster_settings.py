@@ -20,7 +20,7 @@ from ppo_cli.config.schema.run import Config
 
 SMALL = st.integers(1, 4)
 SIZE = st.sampled_from([1, 1, 2, 2, 3])
-DEVICES = st.sets(st.integers(0, 9), max_size=6).map(lambda found: tuple(sorted(found)))
+DEVICES = st.sets(st.integers(0, 9), max_size=6).map(lambda loaded: tuple(sorted(loaded)))
 
 
 @st.composite
@@ -31,7 +31,9 @@ def placements(draw: st.DrawFn) -> str:
     shared = (tuple(range(end)), tuple(range(end)))
     train, rollout = draw(st.one_of(st.just(split), st.just(shared), st.tuples(DEVICES, DEVICES)))
     roles = {"train": train, "rollout": rollout, "reward": draw(DEVICES)}
-    return ",".join(f"{role}:{format_devices(found)}" for role, found in roles.items() if found)
+    return ",".join(
+        f"{role}:{format_devices(devices)}" for role, devices in roles.items() if devices
+    )
 
 
 CONFIGS = st.fixed_dictionaries(
@@ -69,38 +71,40 @@ CONFIGS = st.fixed_dictionaries(
 @settings(max_examples=100, deadline=None)
 @example({"trainer": {"engine": "local"}, "rollout": {"tensor_model_parallel_size": 2}}, 8)
 @given(CONFIGS, st.sampled_from([0, 0, 1, 8]))
-def test_what_is_accepted_can_be_served(given: dict[str, object], gpus: int) -> None:
-    config = Config.model_validate(given)
+def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int) -> None:
+    config = Config.model_validate(overrides)
     clashes = [clash.text for clash in check_devices(config, gpus)]
     assert all(text[-1] == "." and "\n" not in text for text in clashes)
     if [text for text in clashes if "nodes need" not in text]:
         return
-    found, ranks = placement_of(config, gpus), learner_ranks(config, gpus)
-    assert ranks == len(found.train)
+    placed, ranks = placement_of(config, gpus), learner_ranks(config, gpus)
+    assert ranks == len(placed.train)
     assert ranks == data_ranks(config, gpus) * config.trainer.tensor_parallel_size
-    assert found.rollout
-    sampling = {device for sampler in found.rollout for device in sampler}
-    assert len(sampling) == sum(len(sampler) for sampler in found.rollout)
-    for i, sampler in enumerate(found.rollout):
-        assert (i in found.sleepers) is not {*sampler}.isdisjoint(found.train)
-    assert not (found.sleepers and config.trainer.async_steps)
+    assert placed.rollout
+    sampling = {device for sampler in placed.rollout for device in sampler}
+    assert len(sampling) == sum(len(sampler) for sampler in placed.rollout)
+    for i, sampler in enumerate(placed.rollout):
+        assert (i in placed.sleepers) is not {*sampler}.isdisjoint(placed.train)
+    assert not (placed.sleepers and config.trainer.async_steps)
     if engine_name(config, gpus) == "local":
-        assert found.alone and found.train == (0,)
-    if found.devices_per_node:
+        assert placed.alone and placed.train == (0,)
+    if placed.devices_per_node:
         span = config.rollout.tensor_model_parallel_size
-        assert max(*found.train, *sampling, *found.reward) < found.nodes * found.devices_per_node
-        assert all(len({found.node_of(d) for d in sampler}) == 1 for sampler in found.rollout)
-        assert {len(sampler) for sampler in found.rollout} == {span}
-    assert all(describe_placement(found)) and all(device_plan(config, gpus).sentences)
+        assert (
+            max(*placed.train, *sampling, *placed.reward) < placed.nodes * placed.devices_per_node
+        )
+        assert all(len({placed.node_of(d) for d in sampler}) == 1 for sampler in placed.rollout)
+        assert {len(sampler) for sampler in placed.rollout} == {span}
+    assert all(describe_placement(placed)) and all(device_plan(config, gpus).sentences)
     assert all(note[-1] == "." for note in device_remarks(config, gpus, {}))
 
 
 def test_unset_the_gpus_of_a_node_are_as_many_as_whole_samplers_and_splits_need() -> None:
-    for there, sampler, tensor, used in (
+    for visible, sampler, tensor, used in (
         (8, 1, 1, 1), (8, 4, 2, 4), (8, 2, 4, 4), (8, 2, 3, 6), (4, 2, 3, 4), (0, 2, 1, 0),
     ):  # fmt: skip
         parts = {
             "rollout": {"tensor_model_parallel_size": sampler},
             "trainer": {"tensor_parallel_size": tensor},
         }
-        assert gpus_per_node(Config.model_validate(parts), there) == used
+        assert gpus_per_node(Config.model_validate(parts), visible) == used

@@ -49,24 +49,24 @@ def plans(text: str) -> Iterator[tuple[dict[str, str], list[str]]]:
     exported: dict[str, str] = {}
     loose: list[str] = []
     for line in [*re.sub(r"\\\n|\n(?=[ \t]+\w[\w.]*=)", " ", text).splitlines(), ""]:
-        words = shlex.split(line, comments=True) if line.count('"') % 2 == 0 else []
-        words = [expandvars(word) for word in words]
-        if words and re.match(r"[a-z_]+\.[\w.]+=", words[0]):
-            loose += words
+        arguments = shlex.split(line, comments=True) if line.count('"') % 2 == 0 else []
+        arguments = [expandvars(word) for word in arguments]
+        if arguments and re.match(r"[a-z_]+\.[\w.]+=", arguments[0]):
+            loose += arguments
             continue
         if loose:
             yield {}, loose
             loose = []
-        if words[:1] == ["export"]:
-            exported |= dict(word.split("=", 1) for word in words[1:])
-        own = dict(exported)
-        while words and re.fullmatch(r"[A-Z_]+=\S+", words[0]):
-            name, _, value = words.pop(0).partition("=")
-            own[name] = value
-        script = words[:1] == ["bash"] or words[:1] == ["./train.sh"]
-        module = words[:1] in (["python"], ["python3"]) and words[1:2] == ["-m"]
+        if arguments[:1] == ["export"]:
+            exported |= dict(word.split("=", 1) for word in arguments[1:])
+        variables = dict(exported)
+        while arguments and re.fullmatch(r"[A-Z_]+=\S+", arguments[0]):
+            name, _, value = arguments.pop(0).partition("=")
+            variables[name] = value
+        script = arguments[:1] == ["bash"] or arguments[:1] == ["./train.sh"]
+        module = arguments[:1] in (["python"], ["python3"]) and arguments[1:2] == ["-m"]
         if script or module:
-            yield own, words[1 if words[0] == "./train.sh" else 2 if script else 3 :]
+            yield variables, arguments[1 if arguments[0] == "./train.sh" else 2 if script else 3 :]
 
 
 @pytest.fixture
@@ -101,11 +101,11 @@ def planned(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Values
     return {k: v["value"] for k, v in json.loads(out)["values"].items()}, ""
 
 
-def differs(expected: Values | str, found: Values, refusal: str) -> str:
+def differs(expected: Values | str, loaded: Values, refusal: str) -> str:
     """Say how an outcome is not the expected one; empty where it is."""
     if isinstance(expected, str):
         return "" if expected in refusal else f"not refused with {expected!r}: {refusal}"
-    wrong = {k: found.get(k, refusal) for k, v in expected.items() if found.get(k) != v}
+    wrong = {k: loaded.get(k, refusal) for k, v in expected.items() if loaded.get(k) != v}
     return refusal or (f"{wrong}" if wrong else "")
 
 
@@ -121,8 +121,8 @@ def test_settings_plan_with_the_values_of_their_block(
     failed = {}
     for block, kind in SETTINGS.items():
         (desk / "block.yaml").write_text(read(block), encoding="utf-8")
-        found = planned(["--config", "block.yaml", *kind.get("beside", ())], capsys)
-        if wrong := differs(kind["settings"], *found):
+        values = planned(["--config", "block.yaml", *kind.get("beside", ())], capsys)
+        if wrong := differs(kind["settings"], *values):
             failed[block] = wrong
     assert failed == {}
 
@@ -148,8 +148,8 @@ def test_command_lines_plan_or_are_refused_for_the_right_reason(
             with monkeypatch.context() as around:
                 for name, value in variables.items():
                     around.setenv(name, value)
-                found = planned(args, capsys)
-            if wrong := differs(expected, *found):
+                values = planned(args, capsys)
+            if wrong := differs(expected, *values):
                 failed[f"{block} line {number + 1}"] = wrong
     assert failed == {}
 
@@ -185,8 +185,8 @@ def test_the_rows_are_read_and_the_function_scores_them(
     assert main(["data", "check", "rows.json"]) == 0
     answered = [{**rows[0], "response": text} for text in ("so 42", "so 41")]
     (desk / "answered.json").write_text(json.dumps(answered), encoding="utf-8")
-    own = "\n\ndef extract_final_answer(text):\n    return text.split()[-1]\n"
-    (desk / "reward_functions.py").write_text(read("004_05") + own, encoding="utf-8")
+    function = "\n\ndef extract_final_answer(text):\n    return text.split()[-1]\n"
+    (desk / "reward_functions.py").write_text(read("004_05") + function, encoding="utf-8")
     capsys.readouterr()
     line = "reward score answered.json --reward_function reward_functions.py --out scored.jsonl"
     assert main(line.split()) == 0

@@ -27,8 +27,8 @@ def settle(flags: dict[str, Any], files: tuple[Path, ...] = ()) -> Resolved:
 
 def values_of(key: Key) -> st.SearchStrategy[Any]:
     if key.choices:
-        one = st.sampled_from(key.choices)
-        return st.lists(one, max_size=3) if key.is_list else one
+        choice = st.sampled_from(key.choices)
+        return st.lists(choice, max_size=3) if key.is_list else choice
     if get_origin(key.kind) is dict:
         leaf = st.one_of(st.integers(), st.booleans(), TEXT, st.floats(allow_nan=False, width=32))
         return st.dictionaries(st.sampled_from(["a", "b", "c"]), leaf, max_size=3)
@@ -60,8 +60,8 @@ def test_dump_and_load_round_trip(data: st.DataObject) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(config_yaml(first), encoding="utf-8")
-        again = settle({}, (path,))
-    assert again.config == first.config
+        reread = settle({}, (path,))
+    assert reread.config == first.config
 
 
 def test_every_value_carries_its_origin(tmp_path: Path) -> None:

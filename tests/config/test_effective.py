@@ -13,14 +13,14 @@ RAY = "trainer.engine=ray"
 LORA = "model.lora_rank=8"
 
 
-def made(given: str) -> Config:
-    return settle(*given.split()).config
+def config_of(overrides: str) -> Config:
+    return settle(*overrides.split()).config
 
 
 def test_one_setting_stands_in_for_another_only_while_that_is_unset() -> None:
     wrong = [
-        (given, function.__name__, found)
-        for given, function, expected in [
+        (overrides, function.__name__, value)
+        for overrides, function, expected in [
             ("actor.clip_ratio=0.3", derived.lower_clip, 0.3),
             ("actor.clip_ratio=0.3", derived.upper_clip, 0.3),
             ("actor.clip_ratio=0.3 actor.clip_ratio_low=0.1", derived.lower_clip, 0.1),
@@ -46,15 +46,15 @@ def test_one_setting_stands_in_for_another_only_while_that_is_unset() -> None:
             ("algorithm.use_kl_in_reward=true", derived.uses_reference, True),
             ("algorithm.use_kl_in_reward=false", derived.uses_reference, False),
         ]
-        for config in [made(given)]
-        for found in [function(config.actor if "clip" in given else config)]
-        if found != expected
+        for config in [config_of(overrides)]
+        for value in [function(config.actor if "clip" in overrides else config)]
+        if value != expected
     ]  # fmt: skip
     assert wrong == []
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "engine", "sampler", "trains", "ranks"),
+    ("overrides", "gpus", "engine", "sampler", "trains", "ranks"),
     [
         ("", 0, "local", "hf", 1, 1),
         ("", 8, "local", "hf", 1, 1),
@@ -94,11 +94,11 @@ def test_one_setting_stands_in_for_another_only_while_that_is_unset() -> None:
     ],
 )  # fmt: skip
 def test_where_the_work_runs_and_on_how_many_devices(
-    given: str, gpus: int, engine: str, sampler: str, trains: int, ranks: int,
+    overrides: str, gpus: int, engine: str, sampler: str, trains: int, ranks: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(placement, "has_package", lambda name: False)
-    config = Config.model_validate(_nested(given))
+    config = Config.model_validate(_nested(overrides))
     assert placement.engine_name(config, gpus) == engine
     assert placement.sampler_name(config, gpus) == sampler
     assert placement.train_devices(config, gpus) == tuple(range(trains))
@@ -107,15 +107,15 @@ def test_where_the_work_runs_and_on_how_many_devices(
         ranks,
     )
     monkeypatch.setattr(placement, "has_package", lambda name: name == "vllm")
-    on_gpus = engine == "ray" and gpus > 0 and "num_workers" not in given
-    usual = "vllm" if on_gpus and "rollout.name=hf" not in given else sampler
+    on_gpus = engine == "ray" and gpus > 0 and "num_workers" not in overrides
+    usual = "vllm" if on_gpus and "rollout.name=hf" not in overrides else sampler
     assert placement.sampler_name(config, gpus) == usual
 
 
-def _nested(given: str) -> dict[str, object]:
+def _nested(overrides: str) -> dict[str, object]:
     """Settings as the schema takes them, whatever this machine has."""
     tree: dict[str, object] = {}
-    for text in given.split():
+    for text in overrides.split():
         name, _, raw = text.partition("=")
         *groups, last = name.split(".")
         place: dict[str, object] = tree
@@ -160,11 +160,11 @@ IDLE = [
 
 
 def test_a_setting_is_taken_where_it_has_its_effect_and_nowhere_else() -> None:
-    wrong = {given: find_unused(settle(*given.split()), gpus) for given, gpus in TAKEN}
-    assert {given: found for given, found in wrong.items() if found != ([], [])} == {}
-    for given, key in IDLE:
-        refused, _ = find_unused(settle(*given.split()), 0)
-        assert [line.split()[1] for line in refused] == [key], given
+    wrong = {overrides: find_unused(settle(*overrides.split()), gpus) for overrides, gpus in TAKEN}
+    assert {overrides: unused for overrides, unused in wrong.items() if unused != ([], [])} == {}
+    for overrides, key in IDLE:
+        refused, _ = find_unused(settle(*overrides.split()), 0)
+        assert [line.split()[1] for line in refused] == [key], overrides
 
 
 # What is just refused, and what is just taken.
@@ -196,6 +196,6 @@ EDGES = [
 
 
 def test_what_clashes_is_refused_up_to_its_edge_and_no_further() -> None:
-    for refused, taken in EDGES:
+    for refused, accepted in EDGES:
         assert len(problems(*refused.split())) == 1, refused
-        settle(*taken.split())
+        settle(*accepted.split())

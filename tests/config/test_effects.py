@@ -108,7 +108,7 @@ def test_every_condition_belongs_to_a_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "overrides",
     [
         f"{JUDGE} reward.api.monitor.model=m reward.api.monitor.share=0.5",
         f"{JUDGE} reward.api.monitor.labels=f.jsonl reward.api.monitor.labels_every=5",
@@ -120,8 +120,8 @@ def test_every_condition_belongs_to_a_setting() -> None:
         "reward.timeout=3 reward.num_workers=4",
     ],
 )
-def test_what_a_judge_uses_is_taken(given: str) -> None:
-    assert find_unused(settle(*given.split())) == ([], [])
+def test_what_a_judge_uses_is_taken(overrides: str) -> None:
+    assert find_unused(settle(*overrides.split())) == ([], [])
 
 
 def test_while_no_judge_scores_that_is_the_reason_given() -> None:
@@ -130,15 +130,15 @@ def test_while_no_judge_scores_that_is_the_reason_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "said"),
+    ("overrides", "gpus", "message"),
     [
         ("trainer.n_gpus_per_node=0", 1, 'CUDA_VISIBLE_DEVICES=""'),
         ("model.attn_implementation=flash_attention_2", 1, "Use sdpa"),
     ],
 )
-def test_what_cannot_be_honoured_is_told(given: str, gpus: int, said: str) -> None:
-    (line,) = missing_parts(settle(given), gpus=gpus)
-    assert said in line
+def test_what_cannot_be_honoured_is_told(overrides: str, gpus: int, message: str) -> None:
+    (line,) = missing_parts(settle(overrides), gpus=gpus)
+    assert message in line
 
 
 def test_a_warmup_as_long_as_the_run_is_a_clash() -> None:

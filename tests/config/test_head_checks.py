@@ -15,8 +15,8 @@ def ranks(size: int, path: str) -> tuple[str, ...]:
     return (*sizes.split(), f"model.path={path}")
 
 
-def split_over(*given: str) -> int:
-    return settle(*given).config.trainer.tensor_parallel_size
+def split_over(*overrides: str) -> int:
+    return settle(*overrides).config.trainer.tensor_parallel_size
 
 
 def model(folder: Path, text: str) -> str:
@@ -25,16 +25,16 @@ def model(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("size", "said"),
+    ("size", "message"),
     [
         (3, "3 does not divide the 4 attention heads of embedded; use --tensor_parallel_size 1"),
         (4, "4 does not divide the 2 key-value heads of embedded; use --tensor_parallel_size 1 or"),
     ],
 )
-def test_the_bundled_model_is_looked_at(size: int, said: str) -> None:
+def test_the_bundled_model_is_looked_at(size: int, message: str) -> None:
     (line,) = problems(*ranks(size, "embedded"))
     assert line.startswith("override: trainer.tensor_parallel_size ")
-    assert said in line
+    assert message in line
     assert line.endswith("1 or 2.")
 
 
@@ -53,8 +53,8 @@ def test_a_critic_of_its_own_is_looked_at(tmp_path: Path) -> None:
     path = model(tmp_path, json.dumps({"num_attention_heads": 9, "num_key_value_heads": 3}))
     (line,) = problems(*ranks(2, "embedded"), f"critic.model.path={path}")
     assert f"2 does not divide the 9 attention heads of {path}" in line
-    own = (*ranks(2, "embedded"), f"critic.model.path={path}", "algorithm.adv_estimator=grpo")
-    assert split_over(*own, "rollout.n=2") == 2
+    overrides = (*ranks(2, "embedded"), f"critic.model.path={path}", "algorithm.adv_estimator=grpo")
+    assert split_over(*overrides, "rollout.n=2") == 2
 
 
 @pytest.mark.parametrize(

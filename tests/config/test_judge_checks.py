@@ -19,22 +19,22 @@ from tests.config import settling
 TODAY = datetime.date(2026, 11, 21)
 
 
-def judged(*given: str) -> list[str]:
+def judged(*overrides: str) -> list[str]:
     """Overrides for a judge; `given` are settings below reward.api, or whole keys."""
-    full = [g if g.startswith("reward.") else f"reward.api.{g}" for g in given]
+    full = [g if g.startswith("reward.") else f"reward.api.{g}" for g in overrides]
     return ["reward.api.enable=true", "reward.api.model=m", *full]
 
 
-def settle(*given: str) -> Resolved:
-    return settling.settle(*judged(*given))
+def settle(*overrides: str) -> Resolved:
+    return settling.settle(*judged(*overrides))
 
 
-def config(*given: str) -> Config:
-    return settle(*given).config
+def config(*overrides: str) -> Config:
+    return settle(*overrides).config
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("overrides", "message"),
     [
         ("reward.rule=exact", "reward.rule each score every row. Keep one"),
         ("reward.function=f.py", "or mix them: --reward judge:0.5 --reward rule:0.5."),
@@ -64,10 +64,10 @@ def config(*given: str) -> Config:
         ("monitor.model=n monitor.key_env=a-b", "reward.api.monitor.key_env takes the name"),
     ],
 )
-def test_a_clash_is_told_with_its_mend(given: str, said: str) -> None:
-    (problem,) = settling.problems(*judged(*given.split()))
+def test_a_clash_is_told_with_its_mend(overrides: str, message: str) -> None:
+    (problem,) = settling.problems(*judged(*overrides.split()))
     assert problem.startswith("override: ")
-    assert said in problem
+    assert message in problem
     assert "hush" not in problem.lower()
 
 
@@ -85,7 +85,7 @@ def test_comparisons_in_groups_need_groups_and_an_estimator_that_looks_at_them()
 
 
 @pytest.mark.parametrize(
-    "given",
+    "overrides",
     [
         "scale=0-1",
         "scale=-3-3",
@@ -97,13 +97,13 @@ def test_comparisons_in_groups_need_groups_and_an_estimator_that_looks_at_them()
         "budget_usd=3",
     ],
 )
-def test_what_fits_together_is_taken(given: str) -> None:
-    assert settling.taken(settle(*given.split()), *judged(*given.split()))
+def test_what_fits_together_is_taken(overrides: str) -> None:
+    assert settling.taken(settle(*overrides.split()), *judged(*overrides.split()))
 
 
 def test_a_judge_that_is_off_clashes_with_nothing() -> None:
-    found = settle("enable=false", "scale=none", "model=null", "reward.rule=exact").config
-    assert (found.reward.api.enable, found.reward.rule) == (False, "exact")
+    resolved = settle("enable=false", "scale=none", "model=null", "reward.rule=exact").config
+    assert (resolved.reward.api.enable, resolved.reward.rule) == (False, "exact")
 
 
 def test_an_address_with_a_password_is_not_repeated() -> None:
@@ -121,7 +121,7 @@ def test_a_scale_is_read(text: str, ends: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "variables"),
+    ("overrides", "variables"),
     [
         ("type=dashscope", "DASHSCOPE_API_KEY"),
         ("type=openai", "OPENAI_API_KEY"),
@@ -132,11 +132,11 @@ def test_a_scale_is_read(text: str, ends: tuple[int, int]) -> None:
         ("type=openai base_url=http://h/v1 key_env=MINE", "MINE"),
     ],
 )
-def test_a_missing_key_is_told_by_its_variables(given: str, variables: str) -> None:
-    settings = config(*given.split())
-    (said,) = missing_keys(settings, {})
-    assert all(name in said for name in variables.split())
-    assert missing_keys(settings, dict.fromkeys(variables.split(), "  ")) == [said]
+def test_a_missing_key_is_told_by_its_variables(overrides: str, variables: str) -> None:
+    settings = config(*overrides.split())
+    (message,) = missing_keys(settings, {})
+    assert all(name in message for name in variables.split())
+    assert missing_keys(settings, dict.fromkeys(variables.split(), "  ")) == [message]
     for name in variables.split():
         assert missing_keys(settings, {name: "k"}) == []
 
@@ -149,13 +149,13 @@ def test_a_server_of_ones_own_needs_no_key() -> None:
 
 def test_the_monitor_needs_its_own_key() -> None:
     settings = config("monitor.model=n", "monitor.type=claude")
-    (said,) = missing_keys(settings, {"DASHSCOPE_API_KEY": "k"})
-    assert "monitoring judge" in said and "CLAUDE_API_KEY" in said
+    (message,) = missing_keys(settings, {"DASHSCOPE_API_KEY": "k"})
+    assert "monitoring judge" in message and "CLAUDE_API_KEY" in message
     assert missing_keys(settings, {"DASHSCOPE_API_KEY": "k", "CLAUDE_API_KEY": "l"}) == []
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("overrides", "message"),
     [
         ("type=gemini model=gemini-1.5-flash", "has shut gemini-1.5-flash down on 24 Sep 2025"),
         ("type=openai model=gpt-4o-mini", "shuts gpt-4o-mini down on 14 Jan 2027"),
@@ -166,13 +166,13 @@ def test_the_monitor_needs_its_own_key() -> None:
         ("votes=3 temperature=0", "leave --rm_temperature out"),
     ],
 )
-def test_what_may_surprise_is_remarked_on(given: str, said: str) -> None:
-    (remark,) = judge_remarks(config(*given.split()), TODAY)
-    assert said in remark
+def test_what_may_surprise_is_remarked_on(overrides: str, message: str) -> None:
+    (remark,) = judge_remarks(config(*overrides.split()), TODAY)
+    assert message in remark
 
 
 @pytest.mark.parametrize(
-    "given",
+    "overrides",
     [
         "model=qwen-plus",
         "type=gemini model=gemini-2.5-flash-lite",
@@ -181,8 +181,8 @@ def test_what_may_surprise_is_remarked_on(given: str, said: str) -> None:
         "temperature=0",
     ],
 )
-def test_what_is_fine_is_not(given: str) -> None:
-    assert judge_remarks(config(*given.split()), TODAY) == []
+def test_what_is_fine_is_not(overrides: str) -> None:
+    assert judge_remarks(config(*overrides.split()), TODAY) == []
 
 
 @pytest.mark.parametrize(
@@ -201,13 +201,13 @@ def test_what_is_fine_is_not(given: str) -> None:
     ],
 )
 def test_a_name_is_found_with_its_versions(provider: str, model: str, day: str | None) -> None:
-    found = shutdown_date(provider, model)
-    assert (found and found.isoformat()) == day
+    known_day = shutdown_date(provider, model)
+    assert (known_day and known_day.isoformat()) == day
 
 
 def test_remarks_reach_the_screen() -> None:
-    (said,) = remarks(settle("type=gemini", "model=gemini-1.5-pro"), gpus=0)
-    assert "gemini-1.5-pro" in said
+    (message,) = remarks(settle("type=gemini", "model=gemini-1.5-pro"), gpus=0)
+    assert "gemini-1.5-pro" in message
 
 
 def test_the_tables_know_every_provider_and_no_example_is_retired() -> None:

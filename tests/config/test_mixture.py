@@ -33,15 +33,15 @@ def test_without_parts_there_is_no_mixture() -> None:
 
 
 def test_flags_become_parts_in_their_order() -> None:
-    found = parts(RM, mix=("judge:0.5", "model:0.3", "rule:format:-0.2", "rule:1e-1"))
-    assert [(p.name, p.kind, p.weight, p.scaling) for p in found.values()] == [
+    mixture_parts = parts(RM, mix=("judge:0.5", "model:0.3", "rule:format:-0.2", "rule:1e-1"))
+    assert [(p.name, p.kind, p.weight, p.scaling) for p in mixture_parts.values()] == [
         ("judge", "judge", 0.5, "zscore"),
         ("model", "model", 0.3, "zscore"),
         ("format", "rule", -0.2, "zscore"),
         ("rule", "rule", 0.1, "zscore"),
     ]
-    assert found["format"].rule == "format"
-    assert found["rule"].rule is None
+    assert mixture_parts["format"].rule == "format"
+    assert mixture_parts["rule"].rule is None
 
 
 @pytest.mark.parametrize(
@@ -54,23 +54,23 @@ def test_flags_become_parts_in_their_order() -> None:
     ],
 )
 def test_rm_score_is_the_reward_model_or_else_the_judge(overrides: str, kinds: str) -> None:
-    found = parts(*overrides.split(), file=written(TWO))
-    assert [part.kind for part in found.values()] == kinds.split()
-    assert [part.weight for part in found.values()] == [0.7, 0.3]
+    mixture_parts = parts(*overrides.split(), file=written(TWO))
+    assert [part.kind for part in mixture_parts.values()] == kinds.split()
+    assert [part.weight for part in mixture_parts.values()] == [0.7, 0.3]
     assert missing_parts(settle(*overrides.split(), file="r.yaml"), gpus=0) == []
 
 
 @pytest.mark.parametrize(
-    ("more", "kinds"),
+    ("extra", "kinds"),
     [
         ("reward_model: {path: rm}\n", "model rule"),
         ("api_reward: {model: m}\n", "judge rule"),
         ("api_reward: {model: m}\nrule: exact\n", "judge rule"),
     ],
 )
-def test_a_whole_file_sets_up_a_mixture(more: str, kinds: str) -> None:
-    found = parts(file=written(TWO + more))
-    assert [part.kind for part in found.values()] == kinds.split()
+def test_a_whole_file_sets_up_a_mixture(extra: str, kinds: str) -> None:
+    mixture_parts = parts(file=written(TWO + extra))
+    assert [part.kind for part in mixture_parts.values()] == kinds.split()
 
 
 def test_names_of_scores_stand_for_their_kinds() -> None:
@@ -79,7 +79,7 @@ def test_names_of_scores_stand_for_their_kinds() -> None:
 
 
 def test_weights_and_settings_of_a_part_are_merged() -> None:
-    found = parts(
+    mixture_parts = parts(
         "reward.composite.weights.correct=0.6",
         "reward.composite.parts.correct.rule=gsm8k",
         "reward.composite.parts.correct.scaling=none",
@@ -87,16 +87,16 @@ def test_weights_and_settings_of_a_part_are_merged() -> None:
         "reward.composite.parts.kind={judge: {votes: 3}, only_if: format >= 1, weight: 0.1}",
         mix=("rule:format:0.3",),
     )
-    assert found["correct"] == MixPart(
+    assert mixture_parts["correct"] == MixPart(
         name="correct", kind="rule", weight=0.6, scaling="none", rule="gsm8k"
     )
-    assert (found["format"].weight, found["format"].clip) == (0.3, 2.0)
-    assert found["kind"].judge == {"votes": 3}
-    assert found["kind"].kind == "judge"
+    assert (mixture_parts["format"].weight, mixture_parts["format"].clip) == (0.3, 2.0)
+    assert mixture_parts["kind"].judge == {"votes": 3}
+    assert mixture_parts["kind"].kind == "judge"
 
 
 @pytest.mark.parametrize(
-    ("given", "kind"),
+    ("overrides", "kind"),
     [
         ("helpful={judge: qwen-max}", "judge"),
         ("helpful={model: other/rm}", "model"),
@@ -107,22 +107,22 @@ def test_weights_and_settings_of_a_part_are_merged() -> None:
         ("rule=null", "rule"),
     ],
 )
-def test_a_part_says_what_it_is_in_few_words(given: str, kind: str) -> None:
-    name, _, value = given.partition("=")
+def test_a_part_says_what_it_is_in_few_words(overrides: str, kind: str) -> None:
+    name, _, value = overrides.partition("=")
     (part,) = parts(f"reward.composite.parts.{name}={value}").values()
     assert (part.kind, part.weight) == (kind, 1.0)
 
 
 def test_a_mixture_may_be_switched_off() -> None:
     text = TWO.replace("true", "false") + "rule: exact\n"
-    found = settle(file=written(text))
-    assert mixture_of(found.config.reward) == ()
-    assert missing_parts(found, gpus=0) == []
-    assert any("the mixture is off" in note for note in remarks(found, gpus=0))
+    resolved = settle(file=written(text))
+    assert mixture_of(resolved.config.reward) == ()
+    assert missing_parts(resolved, gpus=0) == []
+    assert any("the mixture is off" in note for note in remarks(resolved, gpus=0))
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("overrides", "message"),
     [
         ("critic:1", "'critic' is not one of judge, model, rule"),
         ("modle:1", "Did you mean 'model'?"),
@@ -142,14 +142,14 @@ def test_a_mixture_may_be_switched_off() -> None:
         ("model:1", "--reward_model PATH, or reward.composite.parts.model.model.path"),
     ],
 )
-def test_a_wrong_flag_is_told_with_its_mend(given: str, said: str) -> None:
-    (problem,) = problems(mix=tuple(given.split()))
+def test_a_wrong_flag_is_told_with_its_mend(overrides: str, message: str) -> None:
+    (problem,) = problems(mix=tuple(overrides.split()))
     assert problem.startswith("flag --reward: ")
-    assert said in problem
+    assert message in problem
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("overrides", "message"),
     [
         ("weights={jugde: 1}", "there is no part 'jugde'. Did you mean 'judge'?"),
         ("weights.rm_scor=1", "Did you mean 'rm_score'?"),
@@ -198,14 +198,14 @@ def test_a_wrong_flag_is_told_with_its_mend(given: str, said: str) -> None:
         ("parts.judge={weight: ", "is not a value; put text that has signs into quotes"),
     ],
 )
-def test_a_wrong_setting_is_told_with_its_mend(given: str, said: str) -> None:
-    (problem,) = problems(f"reward.composite.{given}")
+def test_a_wrong_setting_is_told_with_its_mend(overrides: str, message: str) -> None:
+    (problem,) = problems(f"reward.composite.{overrides}")
     assert problem.startswith("override: ")
-    assert said in problem
+    assert message in problem
 
 
 @pytest.mark.parametrize(
-    ("mix", "overrides", "said"),
+    ("mix", "overrides", "message"),
     [
         ("judge:0.5", "reward.composite.weights.judge=0.4", "is 0.5 in --reward and 0.4 in rew"),
         ("judge:0.5", "reward.composite.parts.judge.weight=0.4", "judge.weight; keep one"),
@@ -217,30 +217,30 @@ def test_a_wrong_setting_is_told_with_its_mend(given: str, said: str) -> None:
         ("judge:1 rule:1", "reward.composite.parts.judge.only_if=rul>=1", "Did you mean 'rule'?"),
     ],
 )
-def test_places_that_do_not_agree_are_told(mix: str, overrides: str, said: str) -> None:
+def test_places_that_do_not_agree_are_told(mix: str, overrides: str, message: str) -> None:
     (problem,) = problems(*overrides.split(), mix=tuple(mix.split()))
     assert "override" in problem.split(": ")[0]
-    assert said in problem
+    assert message in problem
 
 
 def test_gates_in_a_circle_are_named() -> None:
     gates = {"a": "b > 0", "b": "c > 0", "c": "a > 0"}
-    given = [f"reward.composite.parts.{n}.only_if={gate}" for n, gate in gates.items()]
-    (problem,) = problems(*given, mix=("rule:a:1", "rule:b:1", "rule:c:1"))
+    overrides = [f"reward.composite.parts.{n}.only_if={gate}" for n, gate in gates.items()]
+    (problem,) = problems(*overrides, mix=("rule:a:1", "rule:b:1", "rule:c:1"))
     assert "a waits for b waits for c waits for a; take one only_if out" in problem
 
 
 def test_a_part_that_opens_a_gate_may_weigh_nothing() -> None:
-    found = parts(
+    mixture_parts = parts(
         "reward.composite.parts.judge.only_if=format>=1", mix=("judge:1", "rule:format:0")
     )
-    assert found["format"].weight == 0
+    assert mixture_parts["format"].weight == 0
 
 
 def test_everything_wrong_is_told_at_once_with_its_line() -> None:
     text = "composite:\n  weights:\n    judge: x\n    rul: 1\n  parts:\n    rule: {clip: -1}\n"
-    told = problems(file=written(text), mix=("model:heavy",))
-    places = [line.split(": ")[0] for line in told]
+    lines = problems(file=written(text), mix=("model:heavy",))
+    places = [line.split(": ")[0] for line in lines]
     assert places == ["flag --reward", "r.yaml line 6", "r.yaml line 3", "r.yaml line 4"]
 
 
@@ -252,12 +252,12 @@ def test_a_wrong_mixture_is_an_error_where_it_is_read_too() -> None:
 
 def test_arguments_of_a_parts_function_are_its_own_matter() -> None:
     part = "mine: {function: f.py, function_kwargs: {api_key: k, deep: {x: 1}}}"
-    found = parts(file=written(f"composite: {{parts: {{{part}}}}}\n"))
-    assert found["mine"].function_kwargs == {"api_key": "k", "deep": {"x": 1}}
+    mixture_parts = parts(file=written(f"composite: {{parts: {{{part}}}}}\n"))
+    assert mixture_parts["mine"].function_kwargs == {"api_key": "k", "deep": {"x": 1}}
 
 
 def test_the_settings_of_a_run_give_the_same_mixture_again(tmp_path: Path) -> None:
-    given = (
+    overrides = (
         "reward.composite.parts.a={only_if: b >= 1, scaling: sigmoid, mean: 2, clip: 3}",
         "reward.composite.parts.a.judge={votes: 3, key_env: MINE, monitor: {model: m}}",
         "reward.composite.parts.c={model: ./rm, on_failure: renormalise}",
@@ -265,12 +265,12 @@ def test_the_settings_of_a_run_give_the_same_mixture_again(tmp_path: Path) -> No
         "reward.composite.parts.b.function_kwargs={x: [1, 2], y: 'no'}",
         "reward.composite.parts.b.function=f.py",
     )
-    found = settle(*given, mix=("judge:a:0.5", "rule:b:-1e-3"))
+    resolved = settle(*overrides, mix=("judge:a:0.5", "rule:b:-1e-3"))
     path = tmp_path / "config.yaml"
-    path.write_text(config_yaml(found), encoding="utf-8")
-    again = settle(files=(path,))
-    assert mixture_of(again.config.reward) == mixture_of(found.config.reward)
-    assert len(mixture_of(again.config.reward)) == 3
+    path.write_text(config_yaml(resolved), encoding="utf-8")
+    reread = settle(files=(path,))
+    assert mixture_of(reread.config.reward) == mixture_of(resolved.config.reward)
+    assert len(mixture_of(reread.config.reward)) == 3
 
 
 def test_a_secret_of_a_part_is_refused() -> None:
@@ -280,23 +280,25 @@ def test_a_secret_of_a_part_is_refused() -> None:
 
 
 def test_a_part_that_is_only_named_takes_more_settings_from_above() -> None:
-    found = parts("reward.composite.parts.judge=null", "reward.composite.parts.judge.clip=2")
-    assert found["judge"].clip == 2.0
-    whole = "reward.composite.parts={judge: {clip: 3, weight: 0.4}}"
-    found = parts(whole, "reward.composite.parts.judge.clip=2")
-    assert (found["judge"].clip, found["judge"].weight) == (2.0, 0.4)
-    found = parts(whole, "reward.composite.parts.judge=0.7")
-    assert (found["judge"].clip, found["judge"].weight) == (None, 0.7)
+    mixture_parts = parts(
+        "reward.composite.parts.judge=null", "reward.composite.parts.judge.clip=2"
+    )
+    assert mixture_parts["judge"].clip == 2.0
+    text = "reward.composite.parts={judge: {clip: 3, weight: 0.4}}"
+    mixture_parts = parts(text, "reward.composite.parts.judge.clip=2")
+    assert (mixture_parts["judge"].clip, mixture_parts["judge"].weight) == (2.0, 0.4)
+    mixture_parts = parts(text, "reward.composite.parts.judge=0.7")
+    assert (mixture_parts["judge"].clip, mixture_parts["judge"].weight) == (None, 0.7)
 
 
 def test_a_plain_value_takes_no_settings_below_it() -> None:
-    for whole in ("reward.composite.parts={judge: 0.5}", "reward.composite.parts.judge=0.5"):
-        (problem,) = problems(whole, "reward.composite.parts.judge.clip=2")
+    for text in ("reward.composite.parts={judge: 0.5}", "reward.composite.parts.judge=0.5"):
+        (problem,) = problems(text, "reward.composite.parts.judge.clip=2")
         assert "judge has one plain value already" in problem
 
 
 def test_a_settings_file_in_the_older_style_sets_up_a_mixture(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(TWO + "reward_model: {path: rm}\n", encoding="utf-8")
-    found = settle(files=(path,))
-    assert [part.name for part in mixture_of(found.config.reward)] == ["model", "rule"]
+    resolved = settle(files=(path,))
+    assert [part.name for part in mixture_of(resolved.config.reward)] == ["model", "rule"]

@@ -28,7 +28,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("overrides", "message"),
     [
         ("reward.model.path=embedded", "not a reward model; `ppo reward fit` makes one"),
         ("reward.model.path=ftp://h/rm", "such as http://localhost:8000"),
@@ -58,24 +58,24 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("reward.shaping.overlong_buffer=600 data.max_response_length=40", "use 10"),
     ],
 )
-def test_a_clash_is_told_with_its_mend(given: str, said: str) -> None:
-    (problem,) = problems(*given.split())
+def test_a_clash_is_told_with_its_mend(overrides: str, message: str) -> None:
+    (problem,) = problems(*overrides.split())
     assert problem.startswith("override: ")
-    assert said in problem
+    assert message in problem
     assert "hush" not in problem
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0"])
 def test_a_gpu_that_is_there_may_be_named(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo_cli.config.checks.runner.gpu_count", lambda environ: 1)
-    found = settle(RM, f"reward.model.device={device}")
-    assert found.config.reward.model.device == device
+    resolved = settle(RM, f"reward.model.device={device}")
+    assert resolved.config.reward.model.device == device
     with pytest.raises(ConfigError, match=r"the last of 1 GPU\(s\) is cuda:0"):
         settle(RM, "reward.model.device=cuda:1")
 
 
 @pytest.mark.parametrize(
-    "given",
+    "overrides",
     [
         f"{RM} reward.model.device=cpu reward.model.offload=true reward.model.max_length=99",
         f"{URL} reward.model.timeout=3 reward.model.key_env=RM_KEY reward.model.tokenizer=a/b",
@@ -93,8 +93,8 @@ def test_a_gpu_that_is_there_may_be_named(device: str, monkeypatch: pytest.Monke
         "reward.parts=[rule:code:1,judge:1] reward.code.memory_mb=99",
     ],
 )
-def test_what_has_an_effect_is_taken(given: str) -> None:
-    assert missing_parts(settle(*given.split()), gpus=0) == []
+def test_what_has_an_effect_is_taken(overrides: str) -> None:
+    assert missing_parts(settle(*overrides.split()), gpus=0) == []
 
 
 def weights(folder: Path, *names: str) -> Path:
@@ -112,14 +112,14 @@ def test_what_cannot_be_read_is_told_before_the_run(tmp_path: Path) -> None:
     weights(tmp_path / "judge_model", "score.weight", "model.embed_tokens.weight")
     weights(tmp_path / "headless", "model.embed_tokens.weight")
     (tmp_path / "file").write_text("")
-    for path, said in {
+    for path, message in {
         "./jugde_model": "Did you mean 'judge_model'?",
         "./headless": "has no reward head",
         "./file": "is a file",
         "http://h:1/x": "--reward_model_adapter: vllm or openrlhf",
     }.items():
         (line,) = missing_inputs(settle(f"reward.model.path={path}").config, {})
-        assert said in line
+        assert message in line
     assert missing_inputs(settle("reward.model.path=./judge_model").config, {}) == []
 
 
@@ -134,7 +134,7 @@ RS = "algorithm.rollout_correction.rollout_rs=token_k1"
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("overrides", "why"),
     [
         ("", ""),
         ("model.dtype=bfloat16", "in bfloat16"),
@@ -154,16 +154,16 @@ RS = "algorithm.rollout_correction.rollout_rs=token_k1"
     ],
 )
 def test_the_sampler_gives_old_logprobs_where_it_computes_as_the_actor_does(
-    given: str, why: str, tmp_path: Path
+    overrides: str, why: str, tmp_path: Path
 ) -> None:
-    for name, told in (
+    for name, message in (
         ("mixed", {"num_experts": 8}),
         ("nested", {"text_config": {"num_local_experts": 8}}),
     ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(told))
-    said = why_recompute_logprobs(settle(*given.split()).config, 0)
-    assert why in said and bool(why) is bool(said)
+        (tmp_path / name / "config.json").write_text(json.dumps(message))
+    message = why_recompute_logprobs(settle(*overrides.split()).config, 0)
+    assert why in message and bool(why) is bool(message)
 
 
 def test_what_the_sampler_cannot_give_is_refused() -> None:
@@ -175,7 +175,7 @@ FAST = {"hidden_size": 320}
 
 
 @pytest.mark.parametrize(
-    ("given", "told", "fast", "gpus", "dtype", "said"),
+    ("overrides", "message", "fast", "gpus", "dtype", "message"),
     [
         ("", FAST, True, 0, "bfloat16", "bfloat16 (faster on this processor)"),
         ("", {"text_config": FAST}, True, 0, "bfloat16", "bfloat16 (faster"),
@@ -192,17 +192,17 @@ FAST = {"hidden_size": 320}
     ],
 )
 def test_the_precision_that_is_faster(
-    given: str, told: dict[str, Any], fast: bool, gpus: int, dtype: str, said: str,
+    overrides: str, message: dict[str, Any], fast: bool, gpus: int, dtype: str, message: str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(derived, "has_fast_bfloat16", lambda: fast)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(told))
-    config = settle("model.path=./model", *given.split()).config
+    (tmp_path / "model" / "config.json").write_text(json.dumps(message))
+    config = settle("model.path=./model", *overrides.split()).config
     assert compute_dtype(config, gpus) == dtype
     if gpus:
         return
-    assert said in " ".join(cpu_plan(config, jemalloc=False))
+    assert message in " ".join(cpu_plan(config, jemalloc=False))
     settled = fill_dtype(config)
     assert (settled.model.dtype or "float32") == dtype == compute_dtype(settled)
     assert bool(why_recompute_logprobs(config)) == bool(why_recompute_logprobs(settled))

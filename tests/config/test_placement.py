@@ -24,8 +24,8 @@ TABLE = "trainer.n_gpus_per_node=8 trainer.placement=train:0-7,rollout:0-1,rewar
 PARTLY = "trainer.n_gpus_per_node=8 trainer.placement=train:0-5,rollout:4-7"
 
 
-def config(given: str) -> Config:
-    return settle(*given.split()).config
+def config(overrides: str) -> Config:
+    return settle(*overrides.split()).config
 
 
 def test_a_package_is_looked_for_and_not_imported() -> None:
@@ -33,7 +33,7 @@ def test_a_package_is_looked_for_and_not_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "train", "rollout", "reward", "sleepers"),
+    ("overrides", "gpus", "train", "rollout", "reward", "sleepers"),
     [
         ("", 0, 1, [(0,)], (), (0,)),
         ("trainer.engine=ray", 1, 1, [(0,)], (), (0,)),
@@ -75,26 +75,28 @@ def test_a_package_is_looked_for_and_not_imported() -> None:
     ],
 )
 def test_everybody_has_a_place(
-    given: str,
+    overrides: str,
     gpus: int,
     train: int,
     rollout: list[tuple[int, ...]],
     reward: tuple[int, ...],
     sleepers: tuple[int, ...],
 ) -> None:
-    settings = config(given)
-    found = placement_of(settings, gpus)
-    assert found.train == tuple(range(train))
-    assert found.rollout == tuple(rollout)
-    assert (found.reward, found.sleepers) == (reward, sleepers)
+    settings = config(overrides)
+    placed = placement_of(settings, gpus)
+    assert placed.train == tuple(range(train))
+    assert placed.rollout == tuple(rollout)
+    assert (placed.reward, placed.sleepers) == (reward, sleepers)
     assert learner_ranks(settings, gpus) == train
 
 
 def test_a_split_leaves_ranks_that_divide() -> None:
-    given = "trainer.n_gpus_per_node=8 trainer.nnodes=2 trainer.node_rank=0 trainer.async_steps=1"
-    settings = config(f"{given} trainer.tensor_parallel_size=2 {SPAN}=2")
+    overrides = (
+        "trainer.n_gpus_per_node=8 trainer.nnodes=2 trainer.node_rank=0 trainer.async_steps=1"
+    )
+    settings = config(f"{overrides} trainer.tensor_parallel_size=2 {SPAN}=2")
     assert (learner_ranks(settings, 8), data_ranks(settings, 8)) == (12, 6)
-    sharded = config(f"{given} actor.fsdp_config.fsdp_size=8")
+    sharded = config(f"{overrides} actor.fsdp_config.fsdp_size=8")
     assert learner_ranks(sharded, 8) == 8  # 12 would not make groups of 8
     samplers = placement_of(settings, 8).rollout
     assert samplers == ((12, 13), (14, 15))
@@ -106,17 +108,17 @@ def test_slots_are_on_no_node_yet() -> None:
 
 
 def test_a_split_counts_only_the_ranks_that_train() -> None:
-    given = "trainer.n_gpus_per_node=8 trainer.placement=train:0-3,rollout:4-7"
-    assert learner_ranks(config(given), 8) == 4
-    assert data_ranks(config(f"{given} trainer.tensor_parallel_size=4"), 8) == 1
-    whole = batch_arithmetic(config("actor.ppo_micro_batch_size_per_gpu=1"))
-    parted = batch_arithmetic(config(f"{given} actor.ppo_micro_batch_size_per_gpu=1"))
-    assert whole["actor_micro_batches_at_most"] == 64
+    overrides = "trainer.n_gpus_per_node=8 trainer.placement=train:0-3,rollout:4-7"
+    assert learner_ranks(config(overrides), 8) == 4
+    assert data_ranks(config(f"{overrides} trainer.tensor_parallel_size=4"), 8) == 1
+    text = batch_arithmetic(config("actor.ppo_micro_batch_size_per_gpu=1"))
+    parted = batch_arithmetic(config(f"{overrides} actor.ppo_micro_batch_size_per_gpu=1"))
+    assert text["actor_micro_batches_at_most"] == 64
     assert parted["actor_micro_batches_at_most"] == 16
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "lines"),
+    ("overrides", "gpus", "lines"),
     [
         ("", 0, ["one process on the CPU trains and samples"]),
         ("", 1, ["one process on the GPU trains and samples"]),
@@ -183,12 +185,12 @@ def test_a_split_counts_only_the_ranks_that_train() -> None:
         ("trainer.engine=ray", 0, ["1 learner rank on CPU slot 0, 1 sampler on CPU slot 1"]),
     ],
 )
-def test_it_is_said_who_works_where(given: str, gpus: int, lines: list[str]) -> None:
-    assert describe_placement(placement_of(config(given), gpus)) == lines
+def test_it_is_said_who_works_where(overrides: str, gpus: int, lines: list[str]) -> None:
+    assert describe_placement(placement_of(config(overrides), gpus)) == lines
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("overrides", "message"),
     [
         ("", "each model is sharded over 4 ranks, 4 ranks share the rows"),
         (
@@ -208,13 +210,13 @@ def test_it_is_said_who_works_where(given: str, gpus: int, lines: list[str]) -> 
         ("trainer.tensor_parallel_size=4", "each layer is split over 4 ranks"),
     ],
 )
-def test_the_plan_says_how_ranks_share_models_and_rows(given: str, said: str) -> None:
-    found = device_plan(config(f"trainer.num_workers=4 {given}"), 0)
-    assert found.sentences[1:] == (said, "the sampler is hf, the processes are Ray's")
+def test_the_plan_says_how_ranks_share_models_and_rows(overrides: str, message: str) -> None:
+    plan = device_plan(config(f"trainer.num_workers=4 {overrides}"), 0)
+    assert plan.sentences[1:] == (message, "the sampler is hf, the processes are Ray's")
 
 
 def test_the_plan_has_the_placement_for_programs() -> None:
-    told = make_plan(settle("trainer.num_workers=2")).as_dict()["placement"]
-    assert (told["engine"], told["sampler"], told["learner_ranks"]) == ("ray", "hf", 2)
-    found = json.loads(json.dumps(told))
-    assert (found["rollout"], found["sleepers"]) == ([[2]], [])
+    plan = make_plan(settle("trainer.num_workers=2")).as_dict()["placement"]
+    assert (plan["engine"], plan["sampler"], plan["learner_ranks"]) == ("ray", "hf", 2)
+    plan = json.loads(json.dumps(plan))
+    assert (plan["rollout"], plan["sleepers"]) == ([[2]], [])

@@ -65,10 +65,10 @@ def test_a_run_is_counted_from_rows_to_optimizer_steps(tmp_path: Path) -> None:
 
 
 def test_without_local_files_steps_are_unknown() -> None:
-    made = make_plan(settle("data.train_files=openai/gsm8k"))
-    assert made.arithmetic["total_steps"] is None
-    assert made.arithmetic["reward_calls"] is None
-    assert any("unknown steps" in line for line in made.sentences)
+    plan = make_plan(settle("data.train_files=openai/gsm8k"))
+    assert plan.arithmetic["total_steps"] is None
+    assert plan.arithmetic["reward_calls"] is None
+    assert any("unknown steps" in line for line in plan.sentences)
 
 
 def test_max_steps_needs_no_rows_and_remax_scores_a_baseline() -> None:
@@ -89,17 +89,17 @@ def test_one_of_a_thing_is_singular() -> None:
 
 
 def test_too_few_rows_are_remarked_on(tmp_path: Path) -> None:
-    made = make_plan(settle(f"data.train_files={jsonl(tmp_path / 'a.jsonl', 9)}"))
-    assert made.notes == (
+    plan = make_plan(settle(f"data.train_files={jsonl(tmp_path / 'a.jsonl', 9)}"))
+    assert plan.notes == (
         "There are 9 training rows: --batch_size is lowered to 8 and --mini_batch_size to 2.",
     )
-    asked = settle(f"data.train_files={tmp_path / 'a.jsonl'}", "data.train_batch_size=256").config
-    assert asked.data.train_batch_size == 256  # refused once the rows have been read
+    chosen = settle(f"data.train_files={tmp_path / 'a.jsonl'}", "data.train_batch_size=256").config
+    assert chosen.data.train_batch_size == 256  # refused once the rows have been read
 
 
 def test_the_plan_hides_secrets() -> None:
-    made = make_plan(settle("data.system_prompt=https://me:hunter2@host/v1?api_key=abc"))
-    text = json.dumps(made.as_dict())
+    plan = make_plan(settle("data.system_prompt=https://me:hunter2@host/v1?api_key=abc"))
+    text = json.dumps(plan.as_dict())
     assert "hunter2" not in text
     assert "abc" not in text
 
@@ -137,8 +137,8 @@ def test_parquet_rows_are_read_from_the_footer(tmp_path: Path) -> None:
 def scored(*overrides: str, mix: tuple[str, ...] = ()) -> Plan:
     """Return the plan of a run of 3 steps of 4 responses, without validation."""
     run = "data.train_batch_size=4 actor.ppo_mini_batch_size=4 data.val_files=[]"
-    given = (*run.split(), "trainer.total_training_steps=3", *overrides)
-    return make_plan(settle(*given, mix=mix))
+    settings = (*run.split(), "trainer.total_training_steps=3", *overrides)
+    return make_plan(settle(*settings, mix=mix))
 
 
 def test_a_plain_reward_adds_nothing_to_the_plan() -> None:
@@ -149,37 +149,37 @@ def test_a_plain_reward_adds_nothing_to_the_plan() -> None:
 
 def test_a_reward_model_is_shown_with_how_it_is_read() -> None:
     name = "berkeley-nest/Starling-RM-7B-alpha"
-    made = scored(f"reward.model.path={name}")
-    (line,) = made.reward.sentences
+    plan = scored(f"reward.model.path={name}")
+    (line,) = plan.reward.sentences
     assert line.startswith(f"reward model: {name} is read as starling (")
-    (model,) = made.as_dict()["reward"]["models"]
+    (model,) = plan.as_dict()["reward"]["models"]
     assert (model["path"], model["adapter"], model["part"]) == (name, "starling", None)
     forced = scored(f"reward.model.path={name}", "reward.model.adapter=pair")
     assert "is read as pair (reward.model.adapter says so" in forced.reward.sentences[0]
 
 
 def test_a_reward_model_that_is_not_there_is_told_in_the_plan() -> None:
-    made = scored("reward.model.path=./no_such")
-    (line,) = made.reward.sentences
+    plan = scored("reward.model.path=./no_such")
+    (line,) = plan.reward.sentences
     assert line.startswith("reward model: ./no_such cannot be read")
-    assert "problem" in made.as_dict()["reward"]["models"][0]
-    assert any("no_such" in note for note in made.notes)
+    assert "problem" in plan.as_dict()["reward"]["models"][0]
+    assert any("no_such" in note for note in plan.notes)
 
 
 def test_a_mixture_is_shown_in_a_line_with_its_judges_calls() -> None:
-    made = scored(
+    plan = scored(
         "reward.composite.parts.helpful={only_if: rule >= 1, judge: {votes: 3}}",
         "reward.api.model=m",
         mix=("judge:0.7", "judge:helpful:0.2", "rule:0.1"),
     )
-    assert list(made.reward.sentences) == [
+    assert list(plan.reward.sentences) == [
         "total = 0.7 x zscore(judge) + 0.2 x zscore(helpful) (if rule >= 1) + 0.1 x zscore(rule)",
         "judge: 12 calls for responses in the run",
         "judge 'helpful': 36 calls for responses in the run at most: it is asked only if rule >= 1",
     ]
-    told = made.as_dict()["reward"]
-    assert told["judge_calls"] == {"judge": 12, "helpful": 36}
-    assert [(p["name"], p["weight"]) for p in told["parts"]] == [
+    reward = plan.as_dict()["reward"]
+    assert reward["judge_calls"] == {"judge": 12, "helpful": 36}
+    assert [(p["name"], p["weight"]) for p in reward["parts"]] == [
         ("judge", 0.7), ("helpful", 0.2), ("rule", 0.1),
     ]  # fmt: skip
-    assert json.dumps(told)
+    assert json.dumps(reward)

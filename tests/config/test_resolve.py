@@ -53,44 +53,47 @@ def test_later_layers_win_and_are_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_without_gpu_and_model_the_embedded_preset_lies_lowest() -> None:
-    found = settle("rollout.n=8", env={"MODEL_PATH": ""})
-    assert found.config.model.path == "embedded"
-    assert found.origins["model.path"].startswith("preset embedded line ")
-    assert found.config.rollout.n == 8
-    assert found.notes == (EMBEDDED_NOTE,)
+    resolved = settle("rollout.n=8", env={"MODEL_PATH": ""})
+    assert resolved.config.model.path == "embedded"
+    assert resolved.origins["model.path"].startswith("preset embedded line ")
+    assert resolved.config.rollout.n == 8
+    assert resolved.notes == (EMBEDDED_NOTE,)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "overrides",
     [
         {"flags": {"model.path": ("x/y", "flag --model")}},
         {"env": {"MODEL_PATH": "x/y"}},
         {"preset": "gsm8k", "env": {"MODEL_PATH": ""}},
     ],
 )
-def test_with_a_model_or_preset_nothing_is_embedded(given: dict[str, object]) -> None:
-    found = settle(**given)  # type: ignore[arg-type]
-    assert found.config.model.path != "embedded"
-    assert EMBEDDED_NOTE not in found.notes
+def test_with_a_model_or_preset_nothing_is_embedded(overrides: dict[str, object]) -> None:
+    resolved = settle(**overrides)  # type: ignore[arg-type]
+    assert resolved.config.model.path != "embedded"
+    assert EMBEDDED_NOTE not in resolved.notes
 
 
 def test_a_wrapped_model_key_counts_as_a_model() -> None:
-    found = settle("actor_rollout_ref.model.path=x/y", env={"MODEL_PATH": ""})
-    assert (found.config.model.path, found.notes[0]) == ("x/y", PROMPTS_NOTE)
+    resolved = settle("actor_rollout_ref.model.path=x/y", env={"MODEL_PATH": ""})
+    assert (resolved.config.model.path, resolved.notes[0]) == ("x/y", PROMPTS_NOTE)
 
 
 def test_with_a_gpu_the_schema_default_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo_cli.config.layers.gpu_count", lambda environ: 1)
-    found = settle(env={"MODEL_PATH": ""})
-    assert found.config.model.path == "Qwen/Qwen2.5-0.5B"
-    assert found.config.data.train_files == found.config.data.val_files == ("embedded",)
-    assert found.notes == (PROMPTS_NOTE,)
+    resolved = settle(env={"MODEL_PATH": ""})
+    assert resolved.config.model.path == "Qwen/Qwen2.5-0.5B"
+    assert resolved.config.data.train_files == resolved.config.data.val_files == ("embedded",)
+    assert resolved.notes == (PROMPTS_NOTE,)
 
 
 def test_own_prompts_stay_alone(tmp_path: Path) -> None:
     """Nobody wants to validate on sums after training on something else."""
-    found = settle("data.train_files=mine.jsonl")
-    assert (found.config.data.train_files, found.config.data.val_files) == (("mine.jsonl",), ())
+    resolved = settle("data.train_files=mine.jsonl")
+    assert (resolved.config.data.train_files, resolved.config.data.val_files) == (
+        ("mine.jsonl",),
+        (),
+    )
     assert settle("data.val_files=mine.jsonl").config.data.val_files == ("mine.jsonl",)
     assert settle(preset="lora").config.data.train_files == ()
 
@@ -98,7 +101,7 @@ def test_own_prompts_stay_alone(tmp_path: Path) -> None:
 def test_everything_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("my.yaml"), "actor:\n  clip_ratio: 1.5\n  clip_ratoi: 0.2\nrollout:\n  n: two\n")
-    told = problems(
+    lines = problems(
         "trainer.seed=nan",
         "lr=1",
         "junk",
@@ -106,24 +109,24 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         files=[Path("my.yaml"), Path("no.yaml")],
         env={"CRITIC_LR": "-1", "BATCH_SIZE": "100"},
     )
-    said = "\n".join(told)
-    assert "flag --lr: actor.optim.lr: '1e-5x' is not a number" in said
-    assert "env CRITIC_LR: critic.optim.lr must be at least 0, at most 1, but is -1.0." in said
-    assert "my.yaml line 2: actor.clip_ratio must be above 0, below 1, but is 1.5." in said
+    message = "\n".join(lines)
+    assert "flag --lr: actor.optim.lr: '1e-5x' is not a number" in message
+    assert "env CRITIC_LR: critic.optim.lr must be at least 0, at most 1, but is -1.0." in message
+    assert "my.yaml line 2: actor.clip_ratio must be above 0, below 1, but is 1.5." in message
     assert (
         "my.yaml line 3: there is no setting 'actor.clip_ratoi'. Did you mean 'actor.clip_ratio'?"
-    ) in said
-    assert "my.yaml line 5: rollout.n: 'two' is not a number (at least 1)." in said
-    assert "no.yaml: there is no such file. Did you mean 'my.yaml'?" in said
-    assert "override: trainer.seed: 'nan' is not a finite number" in said
-    assert "Did you mean 'actor.optim.lr' (--lr)?" in said
-    assert "'junk' is neither a flag nor an override" in said
-    assert "env BATCH_SIZE: data.train_batch_size 100 is not divisible" in said
-    assert len(told) == 10
+    ) in message
+    assert "my.yaml line 5: rollout.n: 'two' is not a number (at least 1)." in message
+    assert "no.yaml: there is no such file. Did you mean 'my.yaml'?" in message
+    assert "override: trainer.seed: 'nan' is not a finite number" in message
+    assert "Did you mean 'actor.optim.lr' (--lr)?" in message
+    assert "'junk' is neither a flag nor an override" in message
+    assert "env BATCH_SIZE: data.train_batch_size 100 is not divisible" in message
+    assert len(lines) == 10
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("actor.optim.lr=inf", "not a finite number"),
         ("actor.optim.lr=1_0", "'1_0' is not a number"),
@@ -149,13 +152,13 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         ("actor.optim.lr=${x}", "is not filled in"),
     ],
 )
-def test_one_wrong_value(override: str, said: str) -> None:
+def test_one_wrong_value(override: str, message: str) -> None:
     if override == "data.train_files=[a":
         assert settle(override).config.data.train_files == ("[a",)
         return
     (problem,) = problems(override)
     assert problem.startswith("override: ")
-    assert said in problem
+    assert message in problem
 
 
 @pytest.mark.parametrize(
@@ -181,9 +184,9 @@ def test_one_wrong_value(override: str, said: str) -> None:
     ],
 )
 def test_one_right_value(override: str, key: str, value: object) -> None:
-    found = settle(override)
-    assert value_of(found.config, key) == value
-    assert found.origins[key] == "override"
+    resolved = settle(override)
+    assert value_of(resolved.config, key) == value
+    assert resolved.origins[key] == "override"
 
 
 @pytest.mark.parametrize(
@@ -212,54 +215,54 @@ def test_quotes_in_a_file_a_variable_and_an_override_mean_the_same(
 ) -> None:
     group, _, leaf = key.rpartition(".")
     nested = "".join(f"{'  ' * i}{part}:\n" for i, part in enumerate(group.split(".")))
-    own = key.replace("micro_batch_size", "micro_batch_size_per_gpu")
+    per_gpu = key.replace("micro_batch_size", "micro_batch_size_per_gpu")
     for mark in "'\"":
         quoted = mark + text.replace(mark, mark * 2 if mark == "'" else f"\\{mark}") + mark
         file = write(tmp_path / "q.yaml", f"{nested}{'  ' * (key.count('.'))}{leaf}: {quoted}\n")
-        assert value_of(settle(files=[file]).config, own) == value
+        assert value_of(settle(files=[file]).config, per_gpu) == value
         if mark in text:
             continue
-        assert value_of(settle(f"{key}={mark}{text}{mark}").config, own) == value
+        assert value_of(settle(f"{key}={mark}{text}{mark}").config, per_gpu) == value
         if variable := table().get(key) and table()[key].env:
-            found = settle(env={variable: f"{mark}{text}{mark}"})
-            assert value_of(found.config, own) == value
+            resolved = settle(env={variable: f"{mark}{text}{mark}"})
+            assert value_of(resolved.config, per_gpu) == value
 
 
 def test_quotes_inside_a_text_stay() -> None:
-    found = settle("data.system_prompt='a' or 'b'")
-    assert found.config.data.system_prompt == "'a' or 'b'"
+    resolved = settle("data.system_prompt='a' or 'b'")
+    assert resolved.config.data.system_prompt == "'a' or 'b'"
     assert settle(env={"LR": "''"}).origins["actor.optim.lr"] == "default"
 
 
 def test_a_tilde_takes_a_setting_back_to_its_default() -> None:
-    found = settle("~actor.optim.lr", "~actor_rollout_ref.rollout.n", preset="embedded")
-    assert found.config.actor.optim.lr == 1e-6
-    assert found.config.rollout.n == 1
-    assert found.origins["actor.optim.lr"] == "default"
+    resolved = settle("~actor.optim.lr", "~actor_rollout_ref.rollout.n", preset="embedded")
+    assert resolved.config.actor.optim.lr == 1e-6
+    assert resolved.config.rollout.n == 1
+    assert resolved.origins["actor.optim.lr"] == "default"
 
 
 def test_a_mini_batch_that_nobody_asked_for_follows_the_batch() -> None:
-    found = settle("data.train_batch_size=8")
-    assert found.config.actor.ppo_mini_batch_size == 8
-    assert "--mini_batch_size is lowered to the batch of 8 prompts." in found.notes
+    resolved = settle("data.train_batch_size=8")
+    assert resolved.config.actor.ppo_mini_batch_size == 8
+    assert "--mini_batch_size is lowered to the batch of 8 prompts." in resolved.notes
 
 
 def test_rows_that_just_fill_the_usual_batch_change_nothing(tmp_path: Path) -> None:
     for rows, batch, mini in ((256, 256, 64), (255, 252, 63)):
         file = write(tmp_path / "a.jsonl", '{"prompt": "a"}\n' * rows)
-        found = settle(f"data.train_files={file}")
-        assert found.config.data.train_batch_size == batch
-        assert found.config.actor.ppo_mini_batch_size == mini
-        assert (found.origins["data.train_batch_size"] == "default") is (rows == batch)
-        assert any("is lowered" in note for note in found.notes) is (rows != batch)
+        resolved = settle(f"data.train_files={file}")
+        assert resolved.config.data.train_batch_size == batch
+        assert resolved.config.actor.ppo_mini_batch_size == mini
+        assert (resolved.origins["data.train_batch_size"] == "default") is (rows == batch)
+        assert any("is lowered" in note for note in resolved.notes) is (rows != batch)
 
 
 def test_the_last_of_two_overrides_counts_and_is_noted() -> None:
     same = settle("rollout.n=2", "rollout.n=2")
-    found = settle("rollout.n=2", "rollout.n=3")
-    assert (same.config.rollout.n, found.config.rollout.n) == (2, 3)
+    resolved = settle("rollout.n=2", "rollout.n=3")
+    assert (same.config.rollout.n, resolved.config.rollout.n) == (2, 3)
     note = "rollout.n is given as '2', then as '3'; the last one counts."
-    assert note in found.notes and not any("last one" in line for line in same.notes)
+    assert note in resolved.notes and not any("last one" in line for line in same.notes)
 
 
 def test_an_empty_variable_counts_as_not_set() -> None:
@@ -268,23 +271,23 @@ def test_an_empty_variable_counts_as_not_set() -> None:
 
 @pytest.mark.parametrize("key", [k.name for k in table().values() if k.env])
 def test_every_variable_reaches_its_setting(key: str) -> None:
-    known = table()[key]
-    assert known.env is not None
+    key_facts = table()[key]
+    assert key_facts.env is not None
     unset = "0" if key == "trainer.node_rank" else "1"
     unset = "http://host/v1" if key == "reward.api.base_url" else unset
-    text = unset if known.default in (None, ()) else str(known.default)
-    assert settle(env={known.env: text}).origins[key] == f"env {known.env}"
+    text = unset if key_facts.default in (None, ()) else str(key_facts.default)
+    assert settle(env={key_facts.env: text}).origins[key] == f"env {key_facts.env}"
 
 
 def test_a_reward_file_lies_below_what_names_it(tmp_path: Path) -> None:
     reward = write(tmp_path / "r.yaml", "api:\n  votes: 3\n  model: m\n  timeout: 5\n")
     main = write(tmp_path / "m.yaml", f"reward:\n  config_file: {reward}\n  api:\n    timeout: 9\n")
-    found = settle(files=[main])
-    assert (found.config.reward.api.votes, found.config.reward.api.timeout) == (3, 9.0)
-    assert found.origins["reward.api.votes"] == f"{reward} line 2"
+    resolved = settle(files=[main])
+    assert (resolved.config.reward.api.votes, resolved.config.reward.api.timeout) == (3, 9.0)
+    assert resolved.origins["reward.api.votes"] == f"{reward} line 2"
     by_flag = {"reward.config_file": (str(reward), "flag --reward_config")}
-    found = settle("reward.api.votes=5", files=[main], flags=by_flag)
-    assert (found.config.reward.api.votes, found.config.reward.api.timeout) == (5, 5.0)
+    resolved = settle("reward.api.votes=5", files=[main], flags=by_flag)
+    assert (resolved.config.reward.api.votes, resolved.config.reward.api.timeout) == (5, 5.0)
 
 
 def test_secrets_do_not_reach_messages() -> None:
@@ -297,10 +300,10 @@ def test_secrets_do_not_reach_messages() -> None:
 def test_a_group_is_reset_with_all_that_a_file_says_below_it(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("reward: {function_kwargs: {a: 1, b: {c: 2}}}\n")
-    for given, left in (
+    for overrides, remaining in (
         ("reward.function_kwargs.b=3", {"a": 1, "b": 3}),
         ("reward.function_kwargs={d: 4}", {"d": 4}),
         ("~reward.function_kwargs", {}),
     ):
-        found = settle(given, files=[file])
-        assert found.config.reward.function_kwargs == left, given
+        resolved = settle(overrides, files=[file])
+        assert resolved.config.reward.function_kwargs == remaining, overrides

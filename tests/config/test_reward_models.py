@@ -45,9 +45,9 @@ FOUND: list[tuple[Callable[..., Path], dict[str, Any], str, str]] = [
 def test_by_what_the_folder_holds(
     build: Callable[..., Path], options: dict[str, Any], adapter: str, reason: str, tmp_path: Path
 ) -> None:
-    found = choose_adapter(str(build(tmp_path, **options)))
-    assert found.adapter == adapter
-    assert reason in found.reason
+    choice = choose_adapter(str(build(tmp_path, **options)))
+    assert choice.adapter == adapter
+    assert reason in choice.reason
 
 
 def test_a_folders_name_alone_decides_nothing(tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_by_a_known_name(
     name: str, adapter: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    found = choose_adapter(name)
-    assert found.adapter == adapter
-    assert "known by the name" in found.reason
+    choice = choose_adapter(name)
+    assert choice.adapter == adapter
+    assert "known by the name" in choice.reason
 
 
 def test_an_unknown_name_says_that_it_is_a_guess(
@@ -123,8 +123,8 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_by_the_address_of_a_server(url: str, adapter: str) -> None:
-    found = choose_adapter(url)
-    assert (found.adapter, found.reason.split()[:2]) == (adapter, ["its", "address"])
+    choice = choose_adapter(url)
+    assert (choice.adapter, choice.reason.split()[:2]) == (adapter, ["its", "address"])
 
 
 def test_an_address_that_says_nothing() -> None:
@@ -141,9 +141,9 @@ def test_a_named_adapter_must_be_possible(tmp_path: Path) -> None:
     assert named.adapter == "pair"
     assert "reward.model.adapter says so (by itself: seqcls" in named.reason
     assert choose_adapter(score, "seqcls").reason == choose_adapter(score).reason
-    for path, wanted in [(starling, "seqcls"), (score, "armorm"), (score, "pair")]:
-        with pytest.raises(ModelError, match=f"{wanted} cannot read"):
-            choose_adapter(path, wanted)
+    for path, adapter in [(starling, "seqcls"), (score, "armorm"), (score, "pair")]:
+        with pytest.raises(ModelError, match=f"{adapter} cannot read"):
+            choose_adapter(path, adapter)
 
 
 @pytest.mark.parametrize(
@@ -187,19 +187,19 @@ HARM: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("words", HARM)
-def test_a_damaged_folder(words: str, tmp_path: Path) -> None:
-    HARM[words](twins.skywork_llama_twin(tmp_path))
-    with pytest.raises(ModelError, match=words):
+@pytest.mark.parametrize("expected", HARM)
+def test_a_damaged_folder(expected: str, tmp_path: Path) -> None:
+    HARM[expected](twins.skywork_llama_twin(tmp_path))
+    with pytest.raises(ModelError, match=expected):
         choose_adapter(str(tmp_path))
 
 
 def test_no_code_of_a_pickle_runs(tmp_path: Path) -> None:
-    made, file = tmp_path / "made", tmp_path / "a.bin"
-    call = f"cos\nsystem\n(S'touch {made}'\ntR.".encode()
+    folder, file = tmp_path / "made", tmp_path / "a.bin"
+    call = f"cos\nsystem\n(S'touch {folder}'\ntR.".encode()
     file.write_bytes(call * 4)  # the older layout has several pickles
     assert names_in_pickle(file) == set()
-    assert not made.exists()
+    assert not folder.exists()
     file.write_bytes(call)
     with pytest.raises(ModelError, match="is damaged"):
         names_in_pickle(file)

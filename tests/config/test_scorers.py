@@ -54,17 +54,17 @@ def test_a_judge_of_a_part_has_the_runs_settings_under_its_own() -> None:
 
 
 def test_a_budget_of_several_judges_is_remarked_on() -> None:
-    given = ("reward.api.model=m", "reward.api.budget_usd=3", "reward.api.max_rpm=60")
-    (note,) = remarks(settle(*given, mix=("judge:a:1", "judge:b:1")), gpus=0)
+    overrides = ("reward.api.model=m", "reward.api.budget_usd=3", "reward.api.max_rpm=60")
+    (note,) = remarks(settle(*overrides, mix=("judge:a:1", "judge:b:1")), gpus=0)
     assert "reward.api.budget_usd and reward.api.max_rpm hold for each of 2 judges" in note
-    assert remarks(settle(*given, mix=("judge:a:1", "rule:1")), gpus=0) == []
+    assert remarks(settle(*overrides, mix=("judge:a:1", "rule:1")), gpus=0) == []
 
 
 def test_a_judge_without_a_model_is_the_default_one() -> None:
-    found = settle(mix=("judge:1",))
-    (part,) = mixture_of(found.config.reward)
-    assert judge_settings(found.config.reward, part).model == "qwen-plus"
-    (note,) = remarks(found, gpus=0)
+    resolved = settle(mix=("judge:1",))
+    (part,) = mixture_of(resolved.config.reward)
+    assert judge_settings(resolved.config.reward, part).model == "qwen-plus"
+    (note,) = remarks(resolved, gpus=0)
     assert note.startswith("The judge is qwen-plus (dashscope)")
 
 
@@ -93,11 +93,13 @@ def test_a_rule_of_a_part_is_its_own_or_the_runs() -> None:
         "reward.composite.parts.g={function: g.py, function_kwargs: {z: 3}}",
         mix=("rule:1", "rule:format:1", "rule:g:1", "judge:1"),
     ).config.reward  # fmt: skip
-    usual, named, own = (rule_settings(reward, p) for p in mixture_of(reward) if p.kind == "rule")
+    usual, named, separate = (
+        rule_settings(reward, p) for p in mixture_of(reward) if p.kind == "rule"
+    )
     assert (usual.function, usual.rule, usual.function_kwargs) == ("f.py", None, {"x": 1, "y": 2})
     assert (named.function, named.rule, named.function_kwargs) == (None, "format", {})
-    assert (own.function, own.rule, own.timeout) == ("g.py", None, 3.0)
-    assert own.function_kwargs == {"z": 3}
+    assert (separate.function, separate.rule, separate.timeout) == ("g.py", None, 3.0)
+    assert separate.function_kwargs == {"z": 3}
     assert (usual.parts, usual.api.enable, usual.model.path) == ((), False, None)
 
 
@@ -110,12 +112,12 @@ def test_each_judge_needs_its_key_and_each_model_its_folder() -> None:
         mix=("judge:a:1", "judge:b:1", "model:c:1", "model:d:1"),
     ).config
     a, b, key, folder = sorted(missing_inputs(config, {}), key=lambda line: line[13:])[:4]
-    told = "\n".join((a, b, key, folder))
-    assert "the judge 'a' (dashscope)" in told
-    assert "the judge 'b' (claude): set ANTHROPIC_API_KEY" in told
-    assert "reward.composite.parts.b.judge.key_env=NAME" in told
-    assert "the reward model 'd': set RM_KEY" in told
-    assert "no model folder ./rm" in told
+    lines = "\n".join((a, b, key, folder))
+    assert "the judge 'a' (dashscope)" in lines
+    assert "the judge 'b' (claude): set ANTHROPIC_API_KEY" in lines
+    assert "reward.composite.parts.b.judge.key_env=NAME" in lines
+    assert "the reward model 'd': set RM_KEY" in lines
+    assert "no model folder ./rm" in lines
 
 
 def test_raw_scores_of_a_reward_model_are_remarked_on() -> None:
@@ -128,24 +130,24 @@ def test_raw_scores_of_a_reward_model_are_remarked_on() -> None:
 
 
 def test_what_rm_score_means_is_remarked_on() -> None:
-    given = ("reward.api.enable=true", "reward.api.model=m")
-    notes = remarks(settle(*given, file=written(TWO)), gpus=0)
+    overrides = ("reward.api.enable=true", "reward.api.model=m")
+    notes = remarks(settle(*overrides, file=written(TWO)), gpus=0)
     assert any("rm_score is the judge's score" in note for note in notes)
 
 
 def test_scaled_values_are_cut_where_the_part_or_its_scaling_says() -> None:
     part = MixPart(name="a", kind="rule")
-    found = [part.model_copy(update=more).bound for more in ({}, {"clip": 2.0})]
-    found += [part.model_copy(update={"scaling": name}).bound for name in ("none", "group")]
-    assert found == [5.0, 2.0, None, None]
+    bounds = [part.model_copy(update=changes).bound for changes in ({}, {"clip": 2.0})]
+    bounds += [part.model_copy(update={"scaling": name}).bound for name in ("none", "group")]
+    assert bounds == [5.0, 2.0, None, None]
 
 
 def test_a_mixture_reads_in_one_line() -> None:
-    found = parts(
+    mixture_parts = parts(
         RM, "reward.composite.parts.model={scaling: sigmoid, only_if: rule >= 1, clip: 3}",
         mix=("model:0.7", "rule:-0.3", "judge:2"),
     )  # fmt: skip
-    assert mixture_line(found) == (
+    assert mixture_line(mixture_parts) == (
         "total = 0.7 x clip(sigmoid(model), 3) (if rule >= 1) - 0.3 x zscore(rule) + 2 x "
         "zscore(judge)"
     )

@@ -18,8 +18,8 @@ CHECKPOINT = "checkpoints/step_000002"
 MIXED = "reward.composite.parts.{}={{kind: judge, weight: 1, judge: {{type: {}, model: m}}}}"
 
 
-def watched(*given: str, keys: dict[str, str] = TWO_KEYS) -> Resolved:
-    return add_second_judge(settle(*JUDGE, *given), keys)
+def watched(*overrides: str, keys: dict[str, str] = TWO_KEYS) -> Resolved:
+    return add_second_judge(settle(*JUDGE, *overrides), keys)
 
 
 def second(resolved: Resolved) -> str:
@@ -28,25 +28,25 @@ def second(resolved: Resolved) -> str:
 
 
 def test_the_key_of_another_provider_brings_a_second_judge() -> None:
-    found = watched("reward.api.monitor.share=0.25")
-    assert second(found) == "gemini/gemini-3.5-flash-lite"
-    assert not found.config.reward.api.monitor.required
+    resolved = watched("reward.api.monitor.share=0.25")
+    assert second(resolved) == "gemini/gemini-3.5-flash-lite"
+    assert not resolved.config.reward.api.monitor.required
     for name in ("type", "model", "required"):
-        assert found.origins[f"reward.api.monitor.{name}"] == "default: GEMINI_API_KEY is set"
-    (note,) = (n for n in found.notes if "GEMINI_API_KEY" in n)
+        assert resolved.origins[f"reward.api.monitor.{name}"] == "default: GEMINI_API_KEY is set"
+    (note,) = (n for n in resolved.notes if "GEMINI_API_KEY" in n)
     assert "25% of the responses are also sent to gemini" in note
     assert "--rm_monitor_model none" in note
     assert watched("reward.api.monitor.required=true").config.reward.api.monitor.required
-    assert refused_settings(found, 0) == []
-    told = make_plan(found)
-    assert note in told.notes
-    text = config_yaml(found)
+    assert refused_settings(resolved, 0) == []
+    plan = make_plan(resolved)
+    assert note in plan.notes
+    text = config_yaml(resolved)
     assert 'model: "gemini-3.5-flash-lite"  # default: GEMINI_API_KEY is set' in text
     assert not any(key in text for key in ALL_KEYS.values())
 
 
 @pytest.mark.parametrize(
-    ("given", "keys", "expected"),
+    ("overrides", "keys", "expected"),
     [
         ((), ALL_KEYS, "claude/claude-haiku-5-5"),
         (("reward.api.monitor.type=dashscope",), ALL_KEYS, "dashscope/qwen-plus"),
@@ -66,30 +66,30 @@ def test_the_key_of_another_provider_brings_a_second_judge() -> None:
     ],
 )  # fmt: skip
 def test_who_the_second_judge_is(
-    given: tuple[str, ...], keys: dict[str, str], expected: str
+    overrides: tuple[str, ...], keys: dict[str, str], expected: str
 ) -> None:
-    assert second(watched(*given, keys=keys)) == expected
+    assert second(watched(*overrides, keys=keys)) == expected
 
 
 @pytest.mark.parametrize("budget", ["budget_usd", "budget_tokens"])
 def test_a_budget_is_not_spent_on_what_nobody_asked_for(budget: str) -> None:
-    found = watched(f"reward.api.{budget}=5")
-    assert second(found) == ""
-    assert any("--rm_monitor_type gemini" in note for note in found.notes)
+    resolved = watched(f"reward.api.{budget}=5")
+    assert second(resolved) == ""
+    assert any("--rm_monitor_type gemini" in note for note in resolved.notes)
 
 
 def test_verls_lines_get_no_second_judge() -> None:
     line = ("actor_rollout_ref.rollout.n=1", "data.train_files=x.parquet", *JUDGE)
-    found = settle(*line)
-    assert found.verl and add_second_judge(found, ALL_KEYS) == found
+    resolved = settle(*line)
+    assert resolved.verl and add_second_judge(resolved, ALL_KEYS) == resolved
 
 
 def test_elsewhere_the_second_judge_of_a_file_may_lack_its_key(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(config_yaml(watched()), encoding="utf-8")
-    again = settle(files=(tmp_path / "config.yaml",))
-    assert second(again) == "gemini/gemini-3.5-flash-lite"
+    reread = settle(files=(tmp_path / "config.yaml",))
+    assert second(reread) == "gemini/gemini-3.5-flash-lite"
     assert not any(
-        "GEMINI" in said for said in missing_inputs(again.config, {"OPENAI_API_KEY": "k"})
+        "GEMINI" in message for message in missing_inputs(reread.config, {"OPENAI_API_KEY": "k"})
     )
 
 
@@ -106,11 +106,13 @@ def test_a_run_that_goes_on_keeps_the_second_judge_it_began_with(
     tmp_path: Path, began: Resolved, expected: str
 ) -> None:
     (tmp_path / "config.yaml").write_text(config_yaml(began), encoding="utf-8")
-    told: list[str] = []
-    now = restore_second_judge(watched(keys=ALL_KEYS), tmp_path / CHECKPOINT, told.append)
+    lines: list[str] = []
+    now = restore_second_judge(watched(keys=ALL_KEYS), tmp_path / CHECKPOINT, lines.append)
     assert second(now) == expected
-    assert bool(told) == (expected != "claude/claude-haiku-5-5")
+    assert bool(lines) == (expected != "claude/claude-haiku-5-5")
     assert 'type: "' in config_yaml(now)
-    asked = settle(*JUDGE, "reward.api.monitor.model=own")
-    assert restore_second_judge(asked, tmp_path / CHECKPOINT, told.append) is asked
-    assert restore_second_judge(watched(), tmp_path / "none" / CHECKPOINT, told.append) == watched()
+    chosen = settle(*JUDGE, "reward.api.monitor.model=own")
+    assert restore_second_judge(chosen, tmp_path / CHECKPOINT, lines.append) is chosen
+    assert (
+        restore_second_judge(watched(), tmp_path / "none" / CHECKPOINT, lines.append) == watched()
+    )

@@ -50,12 +50,12 @@ COMES_TO = {
 
 def versions() -> dict[str, dict[str, Any]]:
     """Every version's settings: a later one says what changed."""
-    found: dict[str, dict[str, Any]] = {}
+    by_version: dict[str, dict[str, Any]] = {}
     now: dict[str, Any] = {}
     for version, row in FACTS.items():
         now = {k: v for k, v in now.items() if k not in row["gone"]} | row["set"]
-        found[version] = now
-    return found
+        by_version[version] = now
+    return by_version
 
 
 def written(values: dict[str, Any]) -> list[str]:
@@ -64,7 +64,7 @@ def written(values: dict[str, Any]) -> list[str]:
     return [f"{key}={text}" for key, text in texts.items() if text != "???"]
 
 
-def ours(values: dict[str, Any]) -> dict[str, Any]:
+def translated(values: dict[str, Any]) -> dict[str, Any]:
     """Settings that have our name, or one of the other names of a folder or a count."""
     return {
         k: v for k, v in values.items()
@@ -80,9 +80,11 @@ def test_verls_own_values_written_out_change_nothing() -> None:
     wrong = {}
     for version, values in versions().items():
         left_out = settle(FILES, LINE, f"verl={version}").config
-        given = settle(FILES, LINE, f"verl={version}", *written(ours(values))).config
+        overrides = settle(FILES, LINE, f"verl={version}", *written(translated(values))).config
         for name in table():
-            both = [COMES_TO.get(name, partial(value_of, key=name))(c) for c in (left_out, given)]
+            both = [
+                COMES_TO.get(name, partial(value_of, key=name))(c) for c in (left_out, overrides)
+            ]
             if both[0] != both[1]:
                 wrong[version, name] = both
     assert wrong == {}
@@ -107,10 +109,10 @@ def test_all_that_verls_files_set_may_be_written_out() -> None:
 
 def all_names() -> dict[str, Any]:
     """What verl's files set for any engine in any version, with the last value."""
-    found = {name: values[-1] for name, values in ENGINES.items()}
+    last_values = {name: values[-1] for name, values in ENGINES.items()}
     for values in versions().values():
-        found |= values
-    return found
+        last_values |= values
+    return last_values
 
 
 def another(value: Any) -> Any:
@@ -126,27 +128,27 @@ def test_no_setting_of_verls_is_unknown_nor_taken_for_another() -> None:
     names = all_names()
     assert len(names) > 1400
     others = written({name: another(value) for name, value in names.items()})
-    for words in (written(names), others, [word.removeprefix(WRAPPER) for word in others]):
-        said = problems(*words)
-        assert [line for line in said if "Did you mean" in line or "no setting" in line] == []
+    for expected in (written(names), others, [word.removeprefix(WRAPPER) for word in others]):
+        message = problems(*expected)
+        assert [line for line in message if "Did you mean" in line or "no setting" in line] == []
 
 
 def test_what_a_line_sets_arrives_or_is_noted() -> None:
     arrived, wrong = 0, {}
     for name, value in all_names().items():
-        own = name.removeprefix(WRAPPER)
+        short = name.removeprefix(WRAPPER)
         (word,) = written({name: another(value)})
-        if own not in table():
+        if short not in table():
             continue
         try:
-            found = settle(FILES, f"{WRAPPER}rollout.n=4", word)
+            resolved = settle(FILES, f"{WRAPPER}rollout.n=4", word)
         except ConfigError:
             continue
         arrived += 1
-        got = value_of(found.config, own)
+        got = value_of(resolved.config, short)
         got = got[0] if isinstance(got, tuple) and len(got) == 1 else got
         same = got == another(value) or [got] == another(value) or str(got) == str(another(value))
-        if not same and own not in said(found):
+        if not same and short not in remarks_of(resolved):
             wrong[word] = got
     assert wrong == {}
     assert arrived > 80
@@ -165,9 +167,9 @@ def test_the_generation_is_read_from_the_keys_of_a_line_or_named(tmp_path: Path)
     assert generation(LINE, old) == "verl 0.2 default"
     assert generation(LINE, f"{middle}param_offload=False") == "verl 0.4 default"
     assert generation(LINE, f"{middle}param_offload=False", old, both) == "verl 0.4 default"
-    for named, found in {"0.3.1": "0.2", "v0.7": "0.4", "0.10": "0.8", "main": "0.8"}.items():
-        assert generation(LINE, old, f"verl={named}") == f"verl {found} default"
-        assert generation(f"verl={named}") == f"verl {found} default"
+    for named, expected in {"0.3.1": "0.2", "v0.7": "0.4", "0.10": "0.8", "main": "0.8"}.items():
+        assert generation(LINE, old, f"verl={named}") == f"verl {expected} default"
+        assert generation(f"verl={named}") == f"verl {expected} default"
     assert generation(preset="verl") == "verl 0.8 default"
     assert generation("verl=0.4", preset="verl") == "verl 0.4 default"
     file = tmp_path / "a.yaml"
@@ -191,65 +193,65 @@ def test_what_differs_between_generations() -> None:
 
 def test_the_critic_follows_the_actor_and_the_folder_the_names() -> None:
     actor = {"ppo_epochs": "4", "loss_agg_mode": "seq-mean-token-sum", "shuffle": "True"}
-    given = [f"{WRAPPER}actor.{key}={value}" for key, value in actor.items()]
-    found = settle(FILES, *given, "trainer.experiment_name=x").config
-    assert found.critic.ppo_epochs == 4 and found.critic.shuffle
-    assert found.critic.loss_agg_mode == "seq-mean-token-sum"
-    assert found.trainer.output_dir == "checkpoints/verl_examples/x"
-    assert settle(FILES, *given, "critic.ppo_epochs=1").config.critic.ppo_epochs == 1
+    overrides = [f"{WRAPPER}actor.{key}={value}" for key, value in actor.items()]
+    resolved = settle(FILES, *overrides, "trainer.experiment_name=x").config
+    assert resolved.critic.ppo_epochs == 4 and resolved.critic.shuffle
+    assert resolved.critic.loss_agg_mode == "seq-mean-token-sum"
+    assert resolved.trainer.output_dir == "checkpoints/verl_examples/x"
+    assert settle(FILES, *overrides, "critic.ppo_epochs=1").config.critic.ppo_epochs == 1
 
 
 def test_a_line_may_follow_settings_of_its_own() -> None:
-    found = settle(FILES, LINE, "data.max_prompt_length=64", f"{WRAPPER}actor.ppo_epochs=3",
+    resolved = settle(FILES, LINE, "data.max_prompt_length=64", f"{WRAPPER}actor.ppo_epochs=3",
                    f"critic.ppo_epochs=${{{WRAPPER}actor.ppo_epochs}}",
                    "trainer.default_local_dir=a/${data.max_prompt_length}").config  # fmt: skip
-    assert (found.critic.ppo_epochs, found.trainer.output_dir) == (3, "a/64")
+    assert (resolved.critic.ppo_epochs, resolved.trainer.output_dir) == (3, "a/64")
 
 
 def test_verl_counts_the_warm_up_of_the_critic_from_step_one() -> None:
-    found = settle(FILES, LINE, "trainer.critic_warmup=5")
-    assert found.config.trainer.critic_warmup == 4
-    assert any("trains from step 5 on" in note for note in found.notes)
+    resolved = settle(FILES, LINE, "trainer.critic_warmup=5")
+    assert resolved.config.trainer.critic_warmup == 4
+    assert any("trains from step 5 on" in note for note in resolved.notes)
     assert settle(FILES, "trainer.critic_warmup=5").config.trainer.critic_warmup == 5
 
 
 def test_what_changes_nothing_in_verl_is_remarked_on() -> None:
     dead = ("algorithm.kl_ctrl.kl_coef=0.01", "algorithm.kl_ctrl.type=adaptive")
-    found = settle(FILES, LINE, *dead)
-    refused, noted = find_unused(found, 0)
+    resolved = settle(FILES, LINE, *dead)
+    refused, noted = find_unused(resolved, 0)
     assert refused == [] and "kl_coef has no effect" in noted[0]
     assert "is off" in "".join(problems(FILES, *dead, "algorithm.use_kl_in_reward=false"))
 
 
 def test_steps_and_frequencies_as_verl_takes_them() -> None:
-    found = settle(FILES, LINE, "trainer.test_freq=False", "trainer.save_freq=0",
+    resolved = settle(FILES, LINE, "trainer.test_freq=False", "trainer.save_freq=0",
                    "actor.optim.lr_warmup_steps=null").config  # fmt: skip
-    assert (found.trainer.test_freq, found.trainer.save_freq) == (-1, -1)
-    assert found.actor.optim.lr_warmup_steps == -1
+    assert (resolved.trainer.test_freq, resolved.trainer.save_freq) == (-1, -1)
+    assert resolved.actor.optim.lr_warmup_steps == -1
     assert (
         settle(FILES, LINE, "trainer.max_actor_ckpt_to_keep=null").config
         == settle(FILES, LINE).config
     )
 
 
-def said(found: Resolved) -> str:
-    return "\n".join([*found.notes, *remarks(found, 0, {})])
+def remarks_of(resolved: Resolved) -> str:
+    return "\n".join([*resolved.notes, *remarks(resolved, 0, {})])
 
 
 def test_what_is_not_as_in_verl_is_noted() -> None:
     clip = f"{WRAPPER}actor.clip_ratio=0.3"
-    found = settle(FILES, "data.val_files=b.parquet", clip)
-    for words in ("end of the run is saved", "not validate at the end", "0.3 changes nothing"):
-        assert words in said(found), words
-    found = settle(FILES, clip, "actor.clip_ratio_high=0.3", "trainer.save_freq=5")
-    assert "verl would" not in said(found) and "changes nothing" not in said(found)
-    assert "changes nothing" not in said(settle(FILES, clip, "verl=0.2"))
+    resolved = settle(FILES, "data.val_files=b.parquet", clip)
+    for fragment in ("end of the run is saved", "not validate at the end", "0.3 changes nothing"):
+        assert fragment in remarks_of(resolved), fragment
+    resolved = settle(FILES, clip, "actor.clip_ratio_high=0.3", "trainer.save_freq=5")
+    assert not [f for f in ("verl would", "changes nothing") if f in remarks_of(resolved)]
+    assert "changes nothing" not in remarks_of(settle(FILES, clip, "verl=0.2"))
 
 
 def test_both_kls_are_noted_in_a_line_of_verl() -> None:
     loss, reward = f"{WRAPPER}actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"
-    assert "counts twice" in said(settle(FILES, loss, reward))
-    assert "counts twice" not in said(settle(FILES, loss))
+    assert "counts twice" in remarks_of(settle(FILES, loss, reward))
+    assert "counts twice" not in remarks_of(settle(FILES, loss))
 
 
 def test_token_budgets_leave_the_sizes_of_micro_batches_out_of_account() -> None:
@@ -257,14 +259,14 @@ def test_token_budgets_leave_the_sizes_of_micro_batches_out_of_account() -> None
     size = f"{part}ppo_micro_batch_size_per_gpu=2"
     rows = f"{WRAPPER}rollout.log_prob_micro_batch_size_per_gpu=1"
     budget = f"{WRAPPER}ref.log_prob_max_token_len_per_gpu=9000"
-    for given in ([f"{part}use_dynamic_bsz=True", size], [size, f"{part}use_dynamic_bsz=True"]):
-        found = settle(FILES, *given, rows, budget)
-        assert found.config.actor.ppo_micro_batch_size_per_gpu is None
-        assert found.config.ref.log_prob_max_token_len_per_gpu == 9000
-        assert "actor.ppo_max_token_len_per_gpu counts" in said(found)
-    found = settle(FILES, size, rows, budget)
-    assert found.config.actor.ppo_micro_batch_size_per_gpu == 2
-    assert found.config.ref.log_prob_max_token_len_per_gpu == 1024
+    for overrides in ([f"{part}use_dynamic_bsz=True", size], [size, f"{part}use_dynamic_bsz=True"]):
+        resolved = settle(FILES, *overrides, rows, budget)
+        assert resolved.config.actor.ppo_micro_batch_size_per_gpu is None
+        assert resolved.config.ref.log_prob_max_token_len_per_gpu == 9000
+        assert "actor.ppo_max_token_len_per_gpu counts" in remarks_of(resolved)
+    resolved = settle(FILES, size, rows, budget)
+    assert resolved.config.actor.ppo_micro_batch_size_per_gpu == 2
+    assert resolved.config.ref.log_prob_max_token_len_per_gpu == 1024
 
 
 def test_keys_of_one_reason_are_refused_in_one_sentence_without_a_guess() -> None:

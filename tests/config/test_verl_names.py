@@ -99,39 +99,41 @@ OTHER_NAMES = {
 
 def test_another_name_sets_our_setting() -> None:
     wrong = {}
-    for given, (key, value) in OTHER_NAMES.items():
-        found = settle(*given.split())
-        if (value_of(found.config, key), found.origins[key]) != (value, "override"):
-            wrong[given] = value_of(found.config, key), found.origins[key]
+    for overrides, (key, value) in OTHER_NAMES.items():
+        resolved = settle(*overrides.split())
+        if (value_of(resolved.config, key), resolved.origins[key]) != (value, "override"):
+            wrong[overrides] = value_of(resolved.config, key), resolved.origins[key]
     assert wrong == {}
     assert "FILE:NAME" in refusal("custom_reward_function.name=grade")
     assert settle(*BUFFERS.split()).config.reward.shaping.overlong_buffer is None
-    for one, other in (("actor", "critic"), ("critic", "actor")):
-        config = settle(f"{one}.optim.clip_grad=2").config
-        assert getattr(config, one).grad_clip == 2 and getattr(config, other).grad_clip == 1
+    for first, other in (("actor", "critic"), ("critic", "actor")):
+        config = settle(f"{first}.optim.clip_grad=2").config
+        assert getattr(config, first).grad_clip == 2 and getattr(config, other).grad_clip == 1
 
 
 def test_a_function_of_a_file_gives_way_to_a_flag(tmp_path: Path) -> None:
     file = tmp_path / "verl.yaml"
     file.write_text("custom_reward_function: {path: low.py, name: grade}\n")
-    found = settle(files=[file], flags={"reward.function": ("high.py", "flag --reward_function")})
-    assert found.config.reward.function == "high.py"
+    resolved = settle(
+        files=[file], flags={"reward.function": ("high.py", "flag --reward_function")}
+    )
+    assert resolved.config.reward.function == "high.py"
 
 
 def test_what_verl_leaves_empty_says_nothing() -> None:
-    given = (
+    overrides = (
         "custom_reward_function.path=null", "custom_reward_function.name=null",
         "actor_rollout_ref.model.lora_alpha=0", "actor_rollout_ref.model.lora_rank=0",
         "trainer.resume_from_path=x", "actor_rollout_ref.actor.optim.warmup_style=null",
     )  # fmt: skip
     line = "actor_rollout_ref.rollout.n=1"
-    assert settle(line, *given).config == settle(line).config
+    assert settle(line, *overrides).config == settle(line).config
     assert "lora_alpha must be above 0" in refusal("model.lora_alpha=0", "model.lora_rank=8")
 
 
 def test_resuming_from_a_path_takes_both_of_verls_keys() -> None:
-    found = settle("trainer.resume_mode=resume_path", "trainer.resume_from_path=ck/step_4")
-    assert found.config.trainer.resume_mode == "ck/step_4"
+    resolved = settle("trainer.resume_mode=resume_path", "trainer.resume_from_path=ck/step_4")
+    assert resolved.config.trainer.resume_mode == "ck/step_4"
     assert "--resume PATH" in refusal("trainer.resume_mode=resume_path")
     assert "--resume ck" in refusal("trainer.resume_from_path=ck")
 
@@ -158,15 +160,15 @@ def test_the_old_global_micro_batch_is_shared_over_ranks(
 
 
 def test_a_global_micro_batch_that_ranks_cannot_share_is_refused() -> None:
-    said = refusal("critic.ppo_micro_batch_size=6", "trainer.n_gpus_per_node=4")
-    assert "6 is not divisible by 4 ranks" in said
+    message = refusal("critic.ppo_micro_batch_size=6", "trainer.n_gpus_per_node=4")
+    assert "6 is not divisible by 4 ranks" in message
 
 
 MESH = ("distributed.data_parallel_size=4", "distributed.tensor_parallel_size=2")
 
 
 @pytest.mark.parametrize(
-    ("visible", "more", "gpus", "workers"),
+    ("visible", "extra", "gpus", "workers"),
     [
         (0, (), None, 8),
         (0, ("trainer.n_gpus_per_node=8",), 8, None),
@@ -177,23 +179,23 @@ MESH = ("distributed.data_parallel_size=4", "distributed.tensor_parallel_size=2"
     ],
 )
 def test_the_older_styles_mesh_is_the_trainers(
-    visible: int, more: tuple[str, ...], gpus: int | None, workers: int | None,
+    visible: int, extra: tuple[str, ...], gpus: int | None, workers: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("ppo_cli.config.placement.list_gpus", lambda environ: (H100,) * visible)
-    found = settle(*MESH, *more)
-    trainer = found.config.trainer
+    resolved = settle(*MESH, *extra)
+    trainer = resolved.config.trainer
     assert (trainer.n_gpus_per_node, trainer.num_workers) == (gpus, workers)
     assert trainer.tensor_parallel_size == 2
-    assert found.config.rollout.tensor_model_parallel_size == 1
-    assert data_ranks(found.config, visible) == 4
-    (note,) = (n for n in found.notes if n.startswith("override: distributed"))
+    assert resolved.config.rollout.tensor_model_parallel_size == 1
+    assert data_ranks(resolved.config, visible) == 4
+    (note,) = (n for n in resolved.notes if n.startswith("override: distributed"))
     assert "the sampler has --rollout_tp" in note
 
 
 def test_a_mesh_that_is_not_the_runs_is_refused() -> None:
-    said = refusal(*MESH, "trainer.num_workers=4")
-    assert "data_parallel_size 4 times trainer.tensor_parallel_size is not" in said
+    message = refusal(*MESH, "trainer.num_workers=4")
+    assert "data_parallel_size 4 times trainer.tensor_parallel_size is not" in message
     assert "'x' is not a whole number" in refusal("distributed.data_parallel_size=x")
 
 
@@ -209,20 +211,20 @@ def test_a_mesh_that_is_not_the_runs_is_refused() -> None:
     ],
 )
 def test_a_setting_of_megatron_is_named_as_such(key: str) -> None:
-    said = refusal(f"{key}=4")
-    assert "it is a setting of Megatron, which is not offered" in said
-    assert "rollout." not in said and "Did you mean" not in said
+    message = refusal(f"{key}=4")
+    assert "it is a setting of Megatron, which is not offered" in message
+    assert "rollout." not in message and "Did you mean" not in message
 
 
 def test_two_names_in_one_layer_must_agree() -> None:
     both = settle("actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_epochs=2")
     assert both.config.actor.ppo_epochs == 2
-    said = refusal("actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_epochs=3")
-    assert "both set actor.ppo_epochs, differently" in said
+    message = refusal("actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_epochs=3")
+    assert "both set actor.ppo_epochs, differently" in message
 
 
 @pytest.mark.parametrize(
-    ("key", "same", "other", "own"),
+    ("key", "same", "other", "target"),
     [
         ("actor.rollout_n", "1", "4", "rollout.n"),
         ("rollout.prompt_length", "512", "1024", "data.max_prompt_length"),
@@ -232,28 +234,28 @@ def test_two_names_in_one_layer_must_agree() -> None:
     ],
 )
 def test_a_tied_setting_must_be_what_it_is_tied_to(
-    key: str, same: str, other: str, own: str
+    key: str, same: str, other: str, target: str
 ) -> None:
     assert settle(f"{key}={same}").config == settle(f"{key}=null").config == settle().config
-    assert f"{key} is {own} here" in refusal(f"{key}={other}")
+    assert f"{key} is {target} here" in refusal(f"{key}={other}")
 
 
 def test_one_seed_draws_everything() -> None:
-    found = settle("data.seed=7", "actor.data_loader_seed=3", "critic.fsdp.seed=null")
-    assert found.config.trainer.seed == 7
-    assert any("actor.data_loader_seed: trainer.seed draws everything" in n for n in found.notes)
+    resolved = settle("data.seed=7", "actor.data_loader_seed=3", "critic.fsdp.seed=null")
+    assert resolved.config.trainer.seed == 7
+    assert any("actor.data_loader_seed: trainer.seed draws everything" in n for n in resolved.notes)
     assert settle("data.seed=7", "trainer.seed=8").config.trainer.seed == 8
 
 
 def test_what_stands_behind_a_switch_of_verl_is_refused_only_where_that_is_on() -> None:
-    given = {
+    overrides = {
         "rollout.multi_turn.max_user_turns=3": "rollout.multi_turn.enable=True",
         "critic.fsdp.qat.mode=w8": "critic.fsdp.qat.enable=True",
         "reward_model.rollout.temperature=0.5": "reward_model.enable=True",
         "actor.veomni.fsdp_size=4": "model_engine=veomni",
         "trainer.v1.separate_async.parameter_sync_step=5": "trainer.v1.trainer_mode=separate_async",
     }
-    for key, switch in given.items():
+    for key, switch in overrides.items():
         name = key.partition("=")[0].replace("critic.fsdp.", "critic.fsdp_config.")
         (note,) = [n for n in settle(key).notes if name in n]
         assert "it changes nothing, as in verl" in note
@@ -261,7 +263,7 @@ def test_what_stands_behind_a_switch_of_verl_is_refused_only_where_that_is_on() 
 
 
 @pytest.mark.parametrize(
-    ("key", "ours", "other", "why"),
+    ("key", "translated", "other", "why"),
     [
         ("hybrid_engine", "True", "False", "--placement"),
         ("actor.policy_loss.loss_mode", "vanilla", "sapo", "not offered; there are vanilla, gspo"),
@@ -293,14 +295,14 @@ def test_what_stands_behind_a_switch_of_verl_is_refused_only_where_that_is_on() 
     ],
 )
 def test_what_we_do_anyway_is_taken_and_anything_else_refused(
-    key: str, ours: str, other: str, why: str
+    key: str, translated: str, other: str, why: str
 ) -> None:
-    assert settle(f"{key}={ours}").config == settle().config
+    assert settle(f"{key}={translated}").config == settle().config
     assert why in refusal(*f"{key}={other}".split())
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("overrides", "message"),
     [
         ("actor.strategy=megatron", "sharded with FSDP2"),
         ("rollout.name=sglang", "only by verl. Use vllm, or hf"),
@@ -333,8 +335,8 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
         ("custom_reward_function.pth=x", "--reward_function"),
     ],
 )
-def test_refusals_say_what_to_use(given: str, said: str) -> None:
-    assert said in refusal(*given.split())
+def test_refusals_say_what_to_use(overrides: str, message: str) -> None:
+    assert message in refusal(*overrides.split())
 
 
 GDPO = (
@@ -348,43 +350,43 @@ def test_gdpo_takes_parts_and_nothing_that_only_changes_their_sum() -> None:
     assert algorithm.gdpo_reward_keys == ("accuracy", "format")
     assert algorithm.gdpo_reward_weights == (1.0, 0.5)
     assert not algorithm.use_kl_in_reward
-    for given, said in (
+    for overrides, message in (
         ("algorithm.gdpo_reward_weights=[1]", "1 numbers for 2 parts"),
         ("algorithm.use_kl_in_reward=true", "actor.use_kl_loss=true"),
         ("reward.shaping.reward_clip=1", "leave reward.shaping out"),
     ):
-        assert said in refusal(*GDPO, given)
+        assert message in refusal(*GDPO, overrides)
 
 
 def test_dynamic_sampling_says_what_it_needs() -> None:
     on = ("algorithm.filter_groups.enable=True", "data.gen_batch_size=768")
-    found = settle(*on, "rollout.n=4", "algorithm.filter_groups.max_num_gen_batches=10")
-    assert batch_arithmetic(found.config)["reward_calls_per_step"] == 768 * 4
-    assert batch_arithmetic(found.config)["reward_calls_per_step_at_most"] == 10 * 768 * 4
-    for given, said in (
+    resolved = settle(*on, "rollout.n=4", "algorithm.filter_groups.max_num_gen_batches=10")
+    assert batch_arithmetic(resolved.config)["reward_calls_per_step"] == 768 * 4
+    assert batch_arithmetic(resolved.config)["reward_calls_per_step_at_most"] == 10 * 768 * 4
+    for overrides, message in (
         ((), "--rollout_n 4"),
         (("rollout.n=4", "trainer.async_steps=1"), "leave --async_steps out"),
         (("rollout.n=4", "algorithm.filter_groups.metric=seq_final_reward"), "metric=seq_reward"),
     ):
-        assert said in refusal(*on, *given)
+        assert message in refusal(*on, *overrides)
 
 
 def test_limits_of_the_gap_between_sampler_and_trainer_are_read_as_verls() -> None:
     at = "algorithm.rollout_correction"
-    found = settle(f"{at}.rollout_is=token", f"{at}.rollout_is_threshold=0.5_2.0").config
-    correction = found.algorithm.rollout_correction
+    resolved = settle(f"{at}.rollout_is=token", f"{at}.rollout_is_threshold=0.5_2.0").config
+    correction = resolved.algorithm.rollout_correction
     assert correction.rollout_is_threshold_lower == 0.5 and correction.rollout_is_threshold == 2.0
 
     def read(names: str, limits: str) -> str:
-        given = settle(f"{at}.rollout_rs='{names}'", f"{at}.rollout_rs_threshold='{limits}'")
-        refused = missing_parts(given, gpus=0)
-        return refused[0] if refused else str(rejections(given.config))
+        overrides = settle(f"{at}.rollout_rs='{names}'", f"{at}.rollout_rs_threshold='{limits}'")
+        refused = missing_parts(overrides, gpus=0)
+        return refused[0] if refused else str(rejections(overrides.config))
 
     assert read("token_k1,seq_max_k2", "0.6_1.6,0.3") == (
         "[('token_k1', 0.6, 1.6), ('seq_max_k2', None, 0.3)]"
     )
     assert read("seq_mean_k1", "4") == "[('seq_mean_k1', 0.25, 4.0)]"
-    for names, limits, said in (
+    for names, limits, message in (
         ("geometric", "1", "'geometric' is not one of token_k1"),
         ("token_k2", "", "belong together"),
         ("token_k2", "0.5_2", "one number"),
@@ -393,24 +395,24 @@ def test_limits_of_the_gap_between_sampler_and_trainer_are_read_as_verls() -> No
         ("token_k1", "0.5", "must be 1 or more"),
         ("token_k1,token_k2", "1,2,3", "3 values for 2"),
     ):
-        assert said in read(names, limits), (names, limits)
+        assert message in read(names, limits), (names, limits)
 
 
 def test_arguments_of_vllm_are_passed_on_but_not_those_that_have_settings() -> None:
     at = "rollout.engine_kwargs.vllm"
     graph = "+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode"
-    found = settle(
+    resolved = settle(
         f"{graph}=FULL", f"{at}.block_size=64", f"{at}.max_model_len=4096",
         f"{at}.mm_processor_cache_gb=0", "rollout.name=vllm",
     )  # fmt: skip
     passed = {"compilation_config": {"cudagraph_mode": "FULL"}, "block_size": 64}
-    assert found.config.rollout.engine_kwargs.vllm == passed
-    assert any("mm_processor_cache_gb" in note for note in found.notes)
-    for given, said in (
+    assert resolved.config.rollout.engine_kwargs.vllm == passed
+    assert any("mm_processor_cache_gb" in note for note in resolved.notes)
+    for overrides, message in (
         ("tensor_parallel_size=2", "set rollout.tensor_model_parallel_size instead"),
         ("load_format=dummy", "leave it out"),
     ):
-        assert any(said in line for line in missing_parts(settle(f"{at}.{given}"), gpus=0))
+        assert any(message in line for line in missing_parts(settle(f"{at}.{overrides}"), gpus=0))
     assert "lower one of these" in refusal(f"{at}.max_model_len=100")
 
 
@@ -420,8 +422,8 @@ def test_dr_grpo_by_name_gives_way_to_what_is_said_beside_it() -> None:
     assert not config.algorithm.norm_adv_by_std_in_grpo
     assert config.actor.loss_agg_mode == "seq-mean-token-sum-norm"
     for order in (1, -1):
-        given = ["algorithm.adv_estimator=dr_grpo", "actor.loss_agg_mode=token-sum"][::order]
-        assert settle(*given, "rollout.n=4").config.actor.loss_agg_mode == "token-sum"
+        overrides = ["algorithm.adv_estimator=dr_grpo", "actor.loss_agg_mode=token-sum"][::order]
+        assert settle(*overrides, "rollout.n=4").config.actor.loss_agg_mode == "token-sum"
 
 
 def test_policy_losses_have_verls_names_and_ranges() -> None:
@@ -434,14 +436,14 @@ def test_policy_losses_have_verls_names_and_ranges() -> None:
     (note,) = [n for n in remarks(gspo) if "clip" in n or "GSPO" in n]
     assert "actor.loss_agg_mode=seq-mean-token-mean" in note
     # With what suits plain PPO, hardly any sequence would be clipped.
-    whole = "actor.loss_agg_mode=seq-mean-token-mean"
-    usual = settle("actor.policy_loss.loss_mode=gspo", whole, "data.train_files=x.jsonl")
+    text = "actor.loss_agg_mode=seq-mean-token-mean"
+    usual = settle("actor.policy_loss.loss_mode=gspo", text, "data.train_files=x.jsonl")
     (note,) = [n for n in remarks(usual) if "clip" in n or "GSPO" in n]
     assert "actor.clip_ratio_low=3e-4 actor.clip_ratio_high=4e-4" in note
 
 
 def test_what_is_taken_without_effect_is_remarked_on() -> None:
-    for given in (
+    for overrides in (
         "rollout.free_cache_engine=True",
         "model.use_shm=True",
         "reward_model.param_offload=True",
@@ -449,8 +451,8 @@ def test_what_is_taken_without_effect_is_remarked_on() -> None:
         "ray_kwargs.ray_init.runtime_env.py_executable=python3",
         "actor.checkpoint.save_contents=[model]",
     ):
-        notes = settle(given, "data.train_files=x.jsonl").notes
-        assert [note.split(": ")[1] for note in notes] == [given.partition("=")[0]], given
+        notes = settle(overrides, "data.train_files=x.jsonl").notes
+        assert [note.split(": ")[1] for note in notes] == [overrides.partition("=")[0]], overrides
 
 
 def test_critic_enable_is_taken_where_it_says_what_we_do() -> None:
@@ -461,7 +463,7 @@ def test_critic_enable_is_taken_where_it_says_what_we_do() -> None:
 
 
 def test_the_quickstart_command_line_works() -> None:
-    found = settle(
+    resolved = settle(
         "data.train_files=train.parquet",
         "data.val_files=test.parquet",
         "data.train_batch_size=256",
@@ -484,16 +486,16 @@ def test_the_quickstart_command_line_works() -> None:
         "trainer.nnodes=1",
         "trainer.total_epochs=15",
     )
-    assert [note.split(": ")[1] for note in found.notes[1:]] == [
+    assert [note.split(": ")[1] for note in resolved.notes[1:]] == [
         "rollout.log_prob_micro_batch_size_per_gpu",
         "ref.log_prob_micro_batch_size_per_gpu",
     ]
-    assert "left out are as in verl 0.8" in found.notes[0] and "--verl 0.2" in found.notes[0]
-    assert "the tokens of 8 of the longest sequences" in found.notes[1]
-    assert "the smallest holds" in found.notes[1]
-    assert found.config.ref.log_prob_max_token_len_per_gpu == 4 * 1024
-    assert found.config.model.packing
-    assert found.config.rollout.name == "vllm"
+    assert "left out are as in verl 0.8" in resolved.notes[0] and "--verl 0.2" in resolved.notes[0]
+    assert "the tokens of 8 of the longest sequences" in resolved.notes[1]
+    assert "the smallest holds" in resolved.notes[1]
+    assert resolved.config.ref.log_prob_max_token_len_per_gpu == 4 * 1024
+    assert resolved.config.model.packing
+    assert resolved.config.rollout.name == "vllm"
 
 
 OLDER = """
@@ -509,20 +511,20 @@ distributed: {data_parallel_size: 1, tensor_parallel_size: 1, pipeline_parallel_
 def test_a_whole_file_in_the_older_style(tmp_path: Path) -> None:
     path = tmp_path / "old.yaml"
     path.write_text(OLDER, encoding="utf-8")
-    found = settle(files=(path,))
-    assert found.config.algorithm.kl_ctrl.type == "adaptive"
-    assert found.origins["actor.ppo_epochs"] == f"{path} line 2"
-    assert any("--critic_lr" in note for note in found.notes)
+    resolved = settle(files=(path,))
+    assert resolved.config.algorithm.kl_ctrl.type == "adaptive"
+    assert resolved.origins["actor.ppo_epochs"] == f"{path} line 2"
+    assert any("--critic_lr" in note for note in resolved.notes)
 
 
 def test_the_tables_do_not_overlap_and_point_at_settings() -> None:
-    told = (NAMES.renamed, NAMES.tied, NAMES.same, NAMES.remarked, NAMES.refused, TRANSLATIONS)
-    names = [name for names in told for name in names]
+    tables = (NAMES.renamed, NAMES.tied, NAMES.same, NAMES.remarked, NAMES.refused, TRANSLATIONS)
+    names = [name for names in tables for name in names]
     assert len(names) == len(set(names))
     plain = [n for n in names if n not in TRANSLATIONS and not n.endswith(".*")]
     assert [n for n in plain if find_key(n) is not None] == []
     assert {switch.partition("=")[0] for switch in NAMES.behind.values()} <= set(names)
-    targets = [own for new in NAMES.renamed.values() for own in new]
+    targets = [target for new in NAMES.renamed.values() for target in new]
     assert [
         t for t in [*targets, *NAMES.tied.values()] if not t.endswith(".*") and t not in table()
     ] == []
@@ -538,18 +540,18 @@ def test_the_tables_do_not_overlap_and_point_at_settings() -> None:
     ],
 )
 def test_the_over_long_penalty_of_dapo_is_ours(place: str) -> None:
-    given = [f"{place}.len=64", f"{place}.penalty_factor=0.5", f"{place}.log=False"]
-    found = settle(*given, f"{place}.enable=True", "reward.reward_manager.name=dapo")
-    shaping = found.config.reward.shaping
+    overrides = [f"{place}.len=64", f"{place}.penalty_factor=0.5", f"{place}.log=False"]
+    resolved = settle(*overrides, f"{place}.enable=True", "reward.reward_manager.name=dapo")
+    shaping = resolved.config.reward.shaping
     assert (shaping.overlong_buffer, shaping.overlong_penalty) == (64, 0.5)
-    assert any("reward.shaping.overlong_buffer" in note for note in found.notes)
-    off = settle(*given, f"{place}.enable=False")
+    assert any("reward.shaping.overlong_buffer" in note for note in resolved.notes)
+    off = settle(*overrides, f"{place}.enable=False")
     assert (off.config.reward.shaping.overlong_buffer, missing_parts(off, gpus=0)) == (None, [])
-    assert settle(*given).config.reward.shaping.overlong_buffer is None
+    assert settle(*overrides).config.reward.shaping.overlong_buffer is None
 
 
 def test_the_tokenizer_of_the_responses_is_not_the_reward_models() -> None:
     key = "reward_model.model.input_tokenizer"
-    found = settle("reward_model.model.path=rm", f"{key}=some/model")
-    assert found.config.reward.model.tokenizer is None
+    resolved = settle("reward_model.model.path=rm", f"{key}=some/model")
+    assert resolved.config.reward.model.tokenizer is None
     assert "is model.path here" in refusal(f"{key}=other/model")

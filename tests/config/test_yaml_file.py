@@ -33,7 +33,7 @@ def test_quotes_are_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a:\n  b: 1\n  b: 2\n", "x.yaml line 3: a.b was set on line 2 already"),
         ("a: {b: 1}\na.b: 2\n", "x.yaml line 2: a.b was set on line 1 already"),
@@ -47,10 +47,10 @@ def test_quotes_are_remembered(tmp_path: Path) -> None:
         ("a: 1\n---\nb: 2\n", "not valid YAML"),
     ],
 )
-def test_what_is_wrong_is_named_by_line(tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_wrong_is_named_by_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_folder_or_bytes_are_no_settings(tmp_path: Path) -> None:

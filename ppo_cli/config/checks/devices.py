@@ -113,6 +113,7 @@ def _check_transfer(config: Config, gpus: int) -> Iterator[Clash]:
     way, shared = config.rollout.weight_transfer, shared_samplers(config)
     if way in ("auto", "memory"):
         return
+    # The first reason that applies: sampler, adapter, devices, sharing.
     if sampler_name(config, gpus) != "vllm":
         key = "rollout.name"
         problem = "is a way to vLLM, and the sampler here is hf; use --rollout_name vllm"
@@ -185,6 +186,7 @@ def check_devices(
 
 def _check_unsupported(config: Config) -> Iterator[Clash]:
     """Refuse Megatron, pipelines and other samplers, and name what to use instead."""
+    # Both models have a strategy.
     for who, part in (("actor", config.actor), ("critic", config.critic)):
         if part.strategy == "megatron":
             text = f"{who}.strategy megatron is not offered: {SHARDING_NOTE}. Use fsdp2."
@@ -365,6 +367,7 @@ def _check_slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
     """On the CPU, counts of processes may be set twice, and must then agree."""
     if gpus_per_node(config, gpus):
         return
+    # Setting, its count, and the slots of that role.
     counts = (
         ("trainer.num_workers", config.trainer.num_workers, roles.get("train", ())),
         ("rollout.num_samplers", config.rollout.num_samplers, roles.get("rollout", ())),
@@ -380,6 +383,7 @@ def _check_slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
 def _check_tensor_parallel(config: Config, gpus: int) -> Iterator[Clash]:
     """The learner ranks must divide into tensor-parallel groups and sharding groups."""
     ranks, tensor = learner_ranks(config, gpus), config.trainer.tensor_parallel_size
+    # The next multiple is suggested as well as the divisors.
     if ranks % tensor:
         next_multiple = -(-ranks // tensor) * tensor
         yield Clash(
@@ -429,6 +433,7 @@ def _check_sampler_span(config: Config, gpus: int) -> Iterator[Clash]:
     span, per_node = config.rollout.tensor_model_parallel_size, gpus_per_node(config, gpus)
     if span == 1:
         return
+    # A span above 1 needs GPUs, vLLM, and a number of GPUs that it divides.
     if per_node == 0:
         yield Clash(
             (SPAN, "trainer.n_gpus_per_node"),
@@ -452,6 +457,7 @@ def _check_sampler_span(config: Config, gpus: int) -> Iterator[Clash]:
 def _check_async(config: Config, gpus: int) -> Iterator[Clash]:
     """Sampling ahead of training needs devices that do not train."""
     steps, placement = config.trainer.async_steps, config.trainer.placement
+    # Without sampling ahead, only its own settings can be wrong.
     if steps == 0:
         if partial := config.rollout.partial_tokens:
             yield Clash(
@@ -460,6 +466,7 @@ def _check_async(config: Config, gpus: int) -> Iterator[Clash]:
                 "training, and none are; use --async_steps 2, or leave it out.",
             )
         return
+    # Roles must not share devices.
     if placement is not None:
         roles = read_placement(placement)
         if shared := tuple(sorted({*roles["train"]} & {*roles["rollout"]})):
@@ -469,6 +476,7 @@ def _check_async(config: Config, gpus: int) -> Iterator[Clash]:
                 f"use {format_devices(shared)}; give each its own, or use --async_steps "
                 "0.",
             )
+    # Without a placement, about a quarter of the GPUs sample.
     elif not train_devices(config, gpus):
         span = config.rollout.tensor_model_parallel_size
         yield Clash(
@@ -536,6 +544,7 @@ def _self_test_remarks(config: Config, gpus: int) -> Iterator[str]:
     if gpus_per_node(config, gpus) == 0:
         return
     slow = list(_slow_sampler(config, gpus)) if sampler_name(config, gpus) == "vllm" else []
+    # Prompts are shared only where the self-test has passed.
     if (
         config.model.share_prompts is None
         and config.rollout.n > 1
@@ -568,18 +577,21 @@ def _partial_remarks(config: Config) -> Iterator[str]:
     """Remark on what sampling ahead does, with and without partial rollouts."""
     steps, partial = config.trainer.async_steps, config.rollout.partial_tokens
     longest = config.data.max_response_length
+    # More steps ahead without partial rollouts.
     if partial is None and steps > 1:
         yield (
             f"--async_steps {steps} makes responses staler than 1 does, and nothing faster: new "
             "weights wait for the sampling under way. With --partial_tokens "
             f"{-(-longest // steps)} they wait for no more than so many tokens of a response."
         )
+    # A limit that no response reaches.
     elif partial is not None and partial >= longest:
         yield (
             f"--partial_tokens {partial} has no effect: no response is longer than "
             f"--max_response_length {longest}."
         )
     elif partial is not None:
+        # What a response gets before its step begins.
         ahead = partial * steps
         rest = (
             f" What is longer than {ahead} tokens is sampled to its end when its step begins, and "

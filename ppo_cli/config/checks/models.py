@@ -42,6 +42,7 @@ TENSOR = "trainer.tensor_parallel_size"
 
 def check_heads(config: Config) -> Iterator[Clash]:
     """Yield a clash for each model whose heads cannot be split; hub names are not looked up."""
+    # Every rank gets the same number of heads.
     size = config.trainer.tensor_parallel_size
     if size == 1 or config.trainer.engine == "local":
         return

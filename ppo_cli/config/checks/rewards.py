@@ -149,6 +149,7 @@ def _check_prices(judge: Judge) -> Iterator[Clash]:
 def _check_decision_mode(judge: Judge) -> Iterator[Clash]:
     """The mode `decision` needs a provider with a decision endpoint, and has no criteria."""
     kind = judge.settings.type
+    # The provider must offer such an endpoint.
     if judge.settings.mode == "decision" and JUDGES[kind].decides is None:
         yield Clash(
             judge.keys("mode", "type"),
@@ -246,6 +247,7 @@ def _shutdown_remark(judge: ApiReward | Monitor, today: datetime.date) -> str:
     day = shutdown_date(judge.type, judge.model)
     if day is None:
         return ""
+    # A day without a leading zero.
     when = f"{day.day} {day:%b %Y}"
     if day <= today:
         return (
@@ -267,6 +269,7 @@ def check_mixture(config: Config) -> Iterator[Clash]:
             "reward.composite.enable is on, but the mixture has no parts: add --reward "
             "judge:0.7 --reward rule:0.3, or composite weights.",
         )
+    # Problems from reading the parts, then of each part, then of all together.
     mixture = read_mixture(reward)
     yield from mixture.clashes
     for part in mixture.parts:
@@ -303,6 +306,7 @@ def _check_scaling(part: MixPart, mixture: Mixture, n: int) -> Iterator[Clash]:
     """Check the constants of a scaling, and that a group has several responses."""
     key, way = f"{PARTS}.{part.name}", SCALINGS[part.scaling]
     constants = [word for word in ("mean", "std") if getattr(part, word) is not None]
+    # Constants that are missing.
     if way.needed and len(constants) < len(way.constants):
         yield Clash(
             (f"{key}.scaling",),
@@ -310,6 +314,7 @@ def _check_scaling(part: MixPart, mixture: Mixture, n: int) -> Iterator[Clash]:
             f".std): `{ppo('reward score')}` and `{ppo('reward calibrate')}` print them, and "
             f"`{ppo('reward fit')}` writes them to fit.json.",
         )
+    # Constants that the scaling does not read.
     if constants and not way.constants:
         takers = " and ".join(name for name, other in SCALINGS.items() if other.constants)
         yield Clash(
@@ -318,6 +323,7 @@ def _check_scaling(part: MixPart, mixture: Mixture, n: int) -> Iterator[Clash]:
             "which "
             f"needs none; set {key}.scaling=affine, or leave them out.",
         )
+    # Groups of one.
     if way.grouped and n < 2:
         yield Clash(
             (f"{key}.scaling", "rollout.n"),

@@ -52,6 +52,7 @@ def gspo_remarks(config: Config) -> Iterator[str]:
     actor, mode = config.actor, config.actor.loss_agg_mode
     if actor.policy_loss.loss_mode != "gspo":
         return
+    # Clip ranges, then the aggregation of the loss.
     if (actor.clip_ratio_high or actor.clip_ratio) > 0.05:
         yield (
             "GSPO's ratio is a mean over the sequence and stays near 1, so wide ranges rarely "
@@ -71,6 +72,7 @@ def verl_remarks(resolved: Resolved) -> Iterator[str]:
         yield "trainer.save_freq -1: verl would save nothing; here the end of the run is saved."
     if config.trainer.test_freq == -1 and config.data.val_files:
         yield "trainer.test_freq -1: verl would not validate at the end; here it is done."
+    # clip_ratio_low and clip_ratio_high of verl's defaults win over a set clip_ratio.
     is_chosen = not origins["actor.clip_ratio"].startswith((DEFAULT, "preset "))
     clips = [origins[f"actor.clip_ratio_{side}"] for side in ("low", "high")]
     if is_chosen and all(origin.startswith("verl ") for origin in clips):
@@ -172,12 +174,14 @@ def check_estimator(config: Config) -> Iterator[Clash]:
     """What each advantage estimator needs: groups, parts of the reward, no discount, no critic "
     "warm-up."""
     name = config.algorithm.adv_estimator
+    # Groups of at least two responses.
     if ESTIMATORS[name].grouped and config.rollout.n < 2:
         yield Clash(
             ("algorithm.adv_estimator", "rollout.n"),
             f"the estimator {name} compares several responses to a prompt, but rollout.n is "
             f"{config.rollout.n}. Use --rollout_n 4, or --adv_estimator gae.",
         )
+    # Parts of the reward.
     keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
     if ESTIMATORS[name].parts:
         yield from _check_gdpo(config)
@@ -187,6 +191,7 @@ def check_estimator(config: Config) -> Iterator[Clash]:
             f"parts of the reward are only read by gdpo, but the estimator is {name}; use "
             "--adv_estimator gdpo, or leave them out.",
         )
+    # Discount and critic.
     if name == "remax" and config.algorithm.gamma != 1.0:
         yield Clash(
             ("algorithm.gamma", "algorithm.adv_estimator"),
@@ -206,6 +211,7 @@ def check_dynamic_sampling(config: Config) -> Iterator[Clash]:
     groups, n = config.algorithm.filter_groups, config.rollout.n
     size, batch = config.data.gen_batch_size, config.data.train_batch_size
     switch = "algorithm.filter_groups.enable"
+    # A generation batch is only for dynamic sampling.
     if not groups.enable:
         if size is not None and size != batch:
             yield Clash(
@@ -215,6 +221,7 @@ def check_dynamic_sampling(config: Config) -> Iterator[Clash]:
                 "leave it out.",
             )
         return
+    # Groups that can differ, scores before the next step, scores without noise from the KL.
     if n < 2:
         yield Clash(
             (switch, "rollout.n"),
@@ -237,6 +244,7 @@ def _check_gdpo(config: Config) -> Iterator[Clash]:
     "sum."""
     algorithm, shaping = config.algorithm, config.reward.shaping
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    # Names of the parts, and their weights.
     if not keys:
         yield Clash(
             ("algorithm.adv_estimator",),
@@ -248,6 +256,7 @@ def _check_gdpo(config: Config) -> Iterator[Clash]:
             ("algorithm.gdpo_reward_weights", "algorithm.gdpo_reward_keys"),
             f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} parts.",
         )
+    # What changes only the sum has no effect.
     if algorithm.use_kl_in_reward:
         yield Clash(
             ("algorithm.use_kl_in_reward", "algorithm.adv_estimator"),
@@ -294,6 +303,7 @@ def check_losses(config: Config) -> Iterator[Clash]:
             f"actor.policy_loss.clip_cov_lb {chosen.clip_cov_lb:g} must be below clip_cov_ub "
             f"{chosen.clip_cov_ub:g}.",
         )
+    # Divisor and schedule of each model.
     for who, part in (("actor", config.actor), ("critic", config.critic)):
         if part.loss_scale_factor is not None and part.loss_agg_mode != "seq-mean-token-sum-norm":
             yield Clash(
@@ -312,6 +322,7 @@ def check_losses(config: Config) -> Iterator[Clash]:
 def check_kl(config: Config) -> Iterator[Clash]:
     """The adaptive KL controller needs the KL in the reward and a coefficient above 0."""
     algorithm = config.algorithm
+    # The controller multiplies the coefficient, so 0 stays 0.
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive":
         if algorithm.kl_ctrl.kl_coef == 0:
             yield Clash(
@@ -329,6 +340,7 @@ def check_kl(config: Config) -> Iterator[Clash]:
 def check_schedule(config: Config) -> Iterator[Clash]:
     """Critic warm-up and patience must leave something to train and to validate."""
     warmup, steps = config.trainer.critic_warmup, config.trainer.total_training_steps
+    # Critic warm-up.
     if steps is not None and 0 < steps <= warmup:
         yield Clash(
             ("trainer.critic_warmup", "trainer.total_training_steps"),
@@ -336,6 +348,7 @@ def check_schedule(config: Config) -> Iterator[Clash]:
             "use "
             f"{steps - 1} or less, or more --max_steps.",
         )
+    # Patience.
     if config.trainer.patience is not None and config.trainer.test_freq < 1:
         yield Clash(
             ("trainer.patience", "trainer.test_freq"),

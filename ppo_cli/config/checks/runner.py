@@ -80,6 +80,7 @@ def remarks(
     """Return remarks: what does not stop a run but may surprise."""
     visible = gpu_count() if gpus is None else gpus
     config = resolved.config
+    # In the order of the plan: settings, rewards, devices.
     return [
         *find_unused(resolved, visible)[1],
         *range_remarks(resolved),
@@ -102,6 +103,7 @@ def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> l
         *missing_models(config, environ),
         *missing_for_judge_server(config, environ),
     ]
+    # Prompts.
     if not config.data.train_files:
         problems.append(
             "There are no prompts to train on: name them with --train_files FILE. "
@@ -113,6 +115,7 @@ def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> l
 
 def find_clashes(config: Config, environ: Mapping[str, str], *, verl: bool) -> list[Clash]:
     """Return every clash between settings; a line of verl may have some without effect."""
+    # Settings of the run first, then devices, models and rewards.
     return [
         *check_batches(config),
         *check_estimator(config),

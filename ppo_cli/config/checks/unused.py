@@ -304,6 +304,7 @@ def find_unused(resolved: Resolved, gpus: int | None = None) -> tuple[list[str],
     # With the number of GPUs filled in, no condition has to count them.
     counts = {"n_gpus_per_node": gpus_per_node(config, gpus)}
     counted = config.model_copy(update={"trainer": config.trainer.model_copy(update=counts)})
+    # (origin, text) -> settings, so that one sentence names them all.
     refused: dict[tuple[str, str], list[str]] = {}
     remarked: dict[tuple[str, str], list[str]] = {}
     applies = cache(lambda name: UNUSED[name].applies(counted))

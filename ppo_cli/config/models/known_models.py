@@ -228,6 +228,7 @@ def read_signs(folder: Path) -> CheckpointSigns:
 
 
 def _choose_head(signs: CheckpointSigns, adapter: str | None) -> AdapterChoice:
+    # The first kind that recognises the checkpoint.
     reasons = ((name, head.recognise(signs)) for name, head in HEADS.items())
     choice = next((AdapterChoice(name, reason) for name, reason in reasons if reason), None)
     if choice is None:
@@ -240,6 +241,7 @@ def _choose_head(signs: CheckpointSigns, adapter: str | None) -> AdapterChoice:
             f"no {', '.join(prefix.rstrip('.') for prefix in ('score', 'classifier', 'v_head'))} "
             f"or the like; fit one with `{ppo('reward fit')}`."
         )
+    # A set adapter must find tensors of its head.
     if adapter is None or adapter == choice.adapter:
         return choice
     if not signs.heads(*HEADS[adapter].tensors):
@@ -309,6 +311,7 @@ HEADS = {
 def _choose_protocol(url: str, protocol: str | None) -> AdapterChoice:
     if protocol is not None:
         return AdapterChoice(protocol, f"{KEY} says so")
+    # Servers have fixed paths.
     path = urlsplit(url).path.rstrip("/")
     for adapter, endings in SERVED.items():
         for ending in endings:

@@ -162,6 +162,7 @@ def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
 def validation_messages(error: ValidationError, keys: Mapping[str, Key]) -> dict[str, str]:
     """Return a message for each value that pydantic refused, by dotted name."""
     messages = {}
+    # The location of an error may be inside a free-form value.
     for detail in error.errors():
         dotted = [
             ".".join(map(str, detail["loc"][:cut])) for cut in range(len(detail["loc"]), 0, -1)
@@ -203,6 +204,7 @@ def _collect_keys(
         dotted = f"{prefix}{name}"
         kind = field.annotation
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        # A condition of a setting comes before those of its sections.
         condition = extra.get("unused")
         unused = () if condition == "" else (*((str(condition),) if condition else ()), *inherited)
         if isinstance(kind, type) and issubclass(kind, Section):

@@ -36,6 +36,7 @@ DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
 def check_address(url: str) -> None:
     """Raise ValueError for a malformed address: blanks, no host, a colon without a port."""
     try:
+        # Scheme, host, and a port if there is a colon.
         parts = urlsplit(url.strip())
         complete = bool(parts.hostname) and parts.port != 0 and not parts.netloc.endswith(":")
         fits = parts.scheme in ("http", "https") and complete
@@ -52,6 +53,7 @@ def check_address(url: str) -> None:
 def check_judge_address(url: str) -> None:
     """Raise ValueError for an address that SDKs refuse, or that holds a secret (not shown)."""
     check_address(url)
+    # Credentials and queries would end up in logs.
     parts = urlsplit(url.strip())
     if "@" in parts.netloc:
         raise ValueError(

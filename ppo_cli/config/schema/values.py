@@ -290,6 +290,7 @@ def _join_existing(parts: list[Any], join: Callable[[int, int], list[str]]) -> l
     first = 0
     while first < len(parts):
         name, after = parts[first], first + 1
+        # The longest run of parts that is an existing name.
         for end in range(len(parts), first + 1, -1):
             if any(isinstance(part, Quoted) for part in parts[first:end]):
                 continue

@@ -74,16 +74,19 @@ class TranslationState:
     ) -> None:
         self.environ, self.verl = environ, verl
         self.problems, self.notes = problems, notes
+        # Of all layers.
         self.expectations: list[Expectation] = []
         self.resume_path: str | None = None
         self.resume_by_path = False
         self.overlong_on = False
+        # Of one layer, or by model.
         self.function: dict[str, Entry] = {}  # of a layer: path and name of a reward function
         self.dynamic: dict[str, bool] = {}  # by model, whether token budgets cut micro-batches
         self.sized: dict[str, Entry] = {}  # by model, what sets the size of a micro-batch
         self._refused: dict[tuple[str, str], list[str]] = {}
         self._remarks: dict[tuple[str, str], list[str]] = {}
         self._on: set[str] = {""}  # switches of verl's that a layer turned on
+        # While one layer is translated: the key, and what it has set.
         self.entry_name = ""
         self._settings: dict[str, tuple[str, Entry]] = {}
 
@@ -163,6 +166,7 @@ def _translates(
             else:
                 turn(state, entry, value)
 
+        # One handler for all names of the setting.
         for name in names.split():
             for part in ("actor", "critic") if "PART" in name else ("",):
                 TRANSLATIONS[name.replace("PART", part)] = take
@@ -231,6 +235,7 @@ def _global_micro(state: TranslationState, entry: Entry, total: int) -> None:
     def per_gpu(value: Lookup) -> int | None:
         if state.dynamic.get(part):
             return None
+        # Known only when all layers are translated.
         ranks = _ranks(value, state.environ)
         if total % ranks:
             raise ValueError(
@@ -292,6 +297,7 @@ def _rows(state: TranslationState, entry: Entry, count: int) -> None:
 def _ranks(value: Lookup, environ: Mapping[str, str]) -> int:
     """Return the ranks that share rows, from settings that are not yet a whole configuration."""
     gpus, workers = value("trainer.n_gpus_per_node"), value("trainer.num_workers")
+    # The same rules as in placement.py, on values that are not validated yet.
     if value("trainer.placement") is not None:
         ranks = len(read_placement(value("trainer.placement")).get("train", ()))
     elif value("trainer.async_steps"):

@@ -64,6 +64,7 @@ def foreign_names() -> ForeignNames:
             parts = ("actor", "critic", "ref") if name.startswith("PART.") else ("PART",)
             yield from ((name.replace("PART", part, 1), text) for part in parts)
 
+    # In the order of the fields.
     return ForeignNames(
         {name: tuple(targets) for name, targets in read["renamed"].items()},
         read["remarks"],
@@ -90,6 +91,7 @@ def verl_file_values() -> dict[str, set[str]]:
     path = Path(__file__).with_name("verl_defaults.json")
     read = json.loads(path.read_text(encoding="utf-8"))
     file_values: dict[str, set[str]] = defaultdict(set)
+    # Values that verl's engines add, then those of its YAML files.
     for name, values in read["engines"].items():
         file_values[name.removeprefix(WRAPPER)] |= {normalize(value) for value in values}
     for row in read["versions"].values():
@@ -123,6 +125,7 @@ def detect_generation(layers: Sequence[Sequence[Entry]], problems: list[str]) ->
     if not named and not any(entry.name.startswith(WRAPPER) for entry in entries):
         return None
     fitting = list(foreign_names().defaults)
+    # A named version: the newest generation that is not newer.
     if named:
         version_match = re.fullmatch(r"v?(\d+)\.(\d+)(\.\w+)*|main", str(named[-1].raw).strip())
         if version_match is None:
@@ -355,6 +358,7 @@ class Translator(TranslationState):
         """Require that a foreign name has the same value as the setting it is tied to."""
         if is_unset(entry.raw) or str(entry.raw) == "-1":
             return
+        # Seeds: all draws follow from one, so other seeds cannot be honoured.
         if target == "trainer.seed":  # one seed draws everything, and not verl's numbers
             if entry.name == "data.seed":
                 self.put(entry, target, DerivedValue(lambda value: entry.raw, yields=True))
@@ -384,6 +388,7 @@ class Translator(TranslationState):
 
 def _parse_reference(text: str) -> DerivedValue | None:
     """Return `${x}` or `a/${x}` as a derived value; None when it refers to a foreign name."""
+    # Reference -> the name of our setting.
     names = {
         reference: reference[2:-1].removeprefix(WRAPPER)
         for reference in re.findall(r"\$\{.*?\}", text)
