@@ -192,12 +192,12 @@ FAST = {"hidden_size": 320}
     ],
 )
 def test_the_precision_that_is_faster(
-    overrides: str, message: dict[str, Any], fast: bool, gpus: int, dtype: str, message: str,
+    overrides: str, model_config: dict[str, Any], fast: bool, gpus: int, dtype: str, message: str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(derived, "has_fast_bfloat16", lambda: fast)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(message))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model_config))
     config = settle("model.path=./model", *overrides.split()).config
     assert compute_dtype(config, gpus) == dtype
     if gpus:
