@@ -85,7 +85,7 @@ class TranslationState:
         self.sized: dict[str, Entry] = {}  # by model, what sets the size of a micro-batch
         self._refused: dict[tuple[str, str], list[str]] = {}
         self._remarks: dict[tuple[str, str], list[str]] = {}
-        self._on: set[str] = {""}  # switches of verl's that a layer turned on
+        self.switched_on: set[str] = {""}  # switches of verl that any layer turns on
         # While one layer is translated: the key, and what it has set.
         self.entry_name = ""
         self._settings: dict[str, tuple[str, Entry]] = {}

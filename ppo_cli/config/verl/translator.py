@@ -188,8 +188,18 @@ def translate(layers: Layers, environ: Mapping[str, str]) -> bool:
     if generation is not None:
         layers.layers.insert(0, default_layer(generation))
         layers.notes.append(describe_defaults(generation))
-    translated = [translator.translate(layer) for layer in layers.layers]
-    layers.layers = _compute_derived(translated, layers, translator.expectations)
+    # Switches of verl matter only for names that are not ours.
+    entries = [entry for layer in layers.layers for entry in layer]
+    if any(find_key(entry.name) is None for entry in entries):
+        translator.switched_on |= {name for entry in entries for name in _switches(entry)}
+    translated = [
+        translator.translate(layer) if any(map(_is_foreign, layer)) else layer
+        for layer in layers.layers
+    ]
+    derived = any(isinstance(entry.raw, DerivedValue) for layer in translated for entry in layer)
+    if derived or translator.expectations:
+        translated = _compute_derived(translated, layers, translator.expectations)
+    layers.layers = translated
     return generation is not None
 
 
@@ -256,9 +266,6 @@ class Translator(TranslationState):
         """Return the layer in our own names; what has to be said about it is added to the lists."""
         self._settings = {}
         self.function = {}
-        self._on |= {part for entry in layer for part in _switches(entry)}
-        if not any(_is_foreign(entry) for entry in layer):
-            return list(layer)
         for entry in layer:
             self.entry_name = entry.name
             name = entry.name.removeprefix(WRAPPER)
@@ -334,7 +341,7 @@ class Translator(TranslationState):
             self.tell(entry, remark)
         elif (
             switch := _nearest_row(names.behind, name)
-        ) not in self._on and name not in names.refused:
+        ) not in self.switched_on and name not in names.refused:
             self.tell(entry, f"without {switch} it changes nothing, as in verl")
         elif remark := _nearest_row(names.refused, name):
             self.refuse(entry, name, f"cannot be set here: {remark}")
