@@ -175,7 +175,7 @@ FAST = {"hidden_size": 320}
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message", "fast", "gpus", "dtype", "message"),
+    ("overrides", "model_config", "fast", "gpus", "dtype", "message"),
     [
         ("", FAST, True, 0, "bfloat16", "bfloat16 (faster on this processor)"),
         ("", {"text_config": FAST}, True, 0, "bfloat16", "bfloat16 (faster"),
