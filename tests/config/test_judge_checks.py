@@ -98,7 +98,7 @@ def test_comparisons_in_groups_need_groups_and_an_estimator_that_looks_at_them()
     ],
 )
 def test_what_fits_together_is_taken(overrides: str) -> None:
-    assert settling.taken(settle(*overrides.split()), *judged(*overrides.split()))
+    assert settling.were_accepted(settle(*overrides.split()), *judged(*overrides.split()))
 
 
 def test_a_judge_that_is_off_clashes_with_nothing() -> None:
