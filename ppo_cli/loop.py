@@ -24,7 +24,7 @@ from ppo_cli.algo.batch import build_batch
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Scored
-from ppo_cli.report.metrics import resume_line, score_metrics, staleness_metrics
+from ppo_cli.report.metrics import extend_budget, score_metrics, staleness_metrics
 from ppo_cli.step.shaping import place_steps, shape_scores, shape_step
 from ppo_cli.step.stages import (
     MAX_UNSCORED_STEPS,
@@ -231,7 +231,7 @@ def _with_resume_command(job: Job, state: RunState, stop: Interrupted) -> Interr
     if state.unfinished is not None:  # not yet on the screen or in the metrics
         saved = f"Step {state.step} of {job.total_steps} is trained and saved, but not validated."
     history, rows = job.tracker.history, len(job.val_prompts)
-    line = resume_line(job.resume_command, stop, job.config, history, job.total_steps, rows)
+    line = extend_budget(job.resume_command, stop, job.config, history, job.total_steps, rows)
     return Interrupted(f"{stop} {saved} Go on with: {line}")
 
 

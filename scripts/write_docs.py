@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ppo_cli.cli.app import listed
+from ppo_cli.cli.app import load_foreign_flags
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.schema.keys import find_key
 from ppo_cli.config.schema.run import Config
@@ -116,7 +116,7 @@ TABLES = "## Flags that mean the same\n"
 
 def moving() -> str:
     """The page as it is, with its tables of flags from the lists that the command line reads."""
-    found = listed()
+    found = load_foreign_flags()
     same = [
         f"| `--{flag}` | `{ours if ours.startswith('--') else ours + '=VALUE'}` |"
         for flag, ours in sorted(found["aliases"].items())

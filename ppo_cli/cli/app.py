@@ -45,18 +45,18 @@ from ppo_cli.errors import (
 )
 from ppo_cli.redact import redact
 
-NEAR = 0.75  # below this share of equal letters a suggestion only confuses
+SUGGESTION_CUTOFF = 0.75  # below this share of equal letters a suggestion only confuses
 
 
 @cache
-def listed() -> dict[str, dict[str, str]]:
+def load_foreign_flags() -> dict[str, dict[str, str]]:
     """Return `aliases` and `pointers`: by flag what means the same, and what to do instead."""
     import tomllib
 
     return tomllib.loads(Path(__file__).with_name("foreign_flags.toml").read_text("utf-8"))
 
 
-def translate(args: Sequence[str]) -> list[str]:
+def replace_aliases(args: Sequence[str]) -> list[str]:
     """Replace each alias by what it stands for; a setting without a flag becomes KEY=VALUE."""
     out: list[str] = []
     rest = list(args)
@@ -65,7 +65,9 @@ def translate(args: Sequence[str]) -> list[str]:
         if word == "--":
             return [*out, word, *rest]
         name, equals, value = word[2:].partition("=")
-        alias = word.startswith("--") and listed()["aliases"].get(name.replace("-", "_"))
+        alias = word.startswith("--") and load_foreign_flags()["aliases"].get(
+            name.replace("-", "_")
+        )
         if not alias:
             out.append(word)
         elif alias.startswith("--"):
@@ -77,12 +79,14 @@ def translate(args: Sequence[str]) -> list[str]:
     return out
 
 
-def unknown_flag(flag: str, flags: Iterable[str]) -> str:
+def describe_unknown_flag(flag: str, flags: Iterable[str]) -> str:
     """Say that a flag does not exist, and what to use: a known one, or nothing that is far off."""
     name = flag.lstrip("-").replace("-", "_")
     names = {word.lstrip("-"): word for word in flags}
-    aliases, pointers = listed()["aliases"], listed()["pointers"]
-    near = difflib.get_close_matches(name, [*names, *aliases, *pointers], n=1, cutoff=NEAR)
+    aliases, pointers = load_foreign_flags()["aliases"], load_foreign_flags()["pointers"]
+    near = difflib.get_close_matches(
+        name, [*names, *aliases, *pointers], n=1, cutoff=SUGGESTION_CUTOFF
+    )
     problem = f"there is no flag {flag}"
     if not near:
         return f"{problem}."
@@ -92,8 +96,8 @@ def unknown_flag(flag: str, flags: Iterable[str]) -> str:
 
 
 DEFAULT_FOLDER = Path("outputs")
-_DOCTOR = "It may be this machine: `{}` looks for what it lacks."
-_OF_THE_MACHINE = re.compile(r"\b(CUDA|NCCL|cuBLAS|driver|GLIBC|shared (object|memory))\b", re.I)
+_DOCTOR_ADVICE = "It may be this machine: `{}` looks for what it lacks."
+_MACHINE_ERROR = re.compile(r"\b(CUDA|NCCL|cuBLAS|driver|GLIBC|shared (object|memory))\b", re.I)
 
 
 class Crash(Exception):
@@ -104,47 +108,47 @@ class Crash(Exception):
         self.folder = folder
 
 
-def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
+def print_error(error: BaseException, *, debug: bool = False) -> int:
     """Print the error on stderr as its kind requires and return the exit code."""
     bug = error.__cause__ if isinstance(error, Crash) and error.__cause__ else error
     if debug:
-        _say("".join(traceback.format_exception(bug)).rstrip())
+        _print_stderr("".join(traceback.format_exception(bug)).rstrip())
     if isinstance(bug, UserError):
-        _say(_listed(bug))
+        _print_stderr(_list_problems(bug))
         if "out of memory" in str(bug).lower() and (limit := describe_address_space()):
-            _say(limit)
+            _print_stderr(limit)
         return bug.exit_code
     if is_out_of_memory(bug):
         limit = describe_address_space()
-        _say(
+        _print_stderr(
             f"error: out of memory: {first_line(bug)}. {f'{limit} Or use' if limit else 'Use'} a "
             "smaller model, or lower --max_response_length and the number of tokens of a "
             "micro-batch (actor.ppo_max_token_len_per_gpu)."
         )
         return EXIT_USER
-    if (usage := _usage(bug)) is not None:
-        _say(usage)
+    if (usage := _describe_usage_error(bug)) is not None:
+        _print_stderr(usage)
         return EXIT_USER
     if isinstance(bug, Interrupted | WorkerLost):
-        _say(str(bug))
+        _print_stderr(str(bug))
         if isinstance(bug, WorkerLost):
-            _say(_DOCTOR.format(ppo("doctor")))
+            _print_stderr(_DOCTOR_ADVICE.format(ppo("doctor")))
         return bug.exit_code
     if isinstance(bug, OSError) and bug.errno in DISK_ERRNOS and not isinstance(bug, PpoError):
         full = bug.errno in FULL_DISK_ERRNOS
         mend = "Free some space, or write elsewhere" if full else "Choose a place that you may use"
         why = os.strerror(bug.errno or 0).lower()
-        _say(f"error: {bug.filename or 'writing'}: {why}. {mend} (--output_dir).")
+        _print_stderr(f"error: {bug.filename or 'writing'}: {why}. {mend} (--output_dir).")
         return EXIT_USER
     folder = error.folder if isinstance(error, Crash) else DEFAULT_FOLDER
-    _say(f"This is a bug in ppo-cli: {type(bug).__name__}: {bug}")
-    _say(save_traceback(bug, folder))
-    if isinstance(bug, ImportError | OSError) or _OF_THE_MACHINE.search(str(bug)):
-        _say(_DOCTOR.format(ppo("doctor")))
+    _print_stderr(f"This is a bug in ppo-cli: {type(bug).__name__}: {bug}")
+    _print_stderr(save_traceback(bug, folder))
+    if isinstance(bug, ImportError | OSError) or _MACHINE_ERROR.search(str(bug)):
+        _print_stderr(_DOCTOR_ADVICE.format(ppo("doctor")))
     return EXIT_BUG
 
 
-def _listed(error: UserError) -> str:
+def _list_problems(error: UserError) -> str:
     """Count the problems of the settings; any other error is one, however many its lines."""
     lines = error.problems if isinstance(error, ConfigError) else ()
     if len(lines) < 2:
@@ -152,7 +156,7 @@ def _listed(error: UserError) -> str:
     return "\n".join([f"{len(lines)} things are wrong:", *(f"  {line}" for line in lines)])
 
 
-def _usage(error: BaseException) -> str | None:
+def _describe_usage_error(error: BaseException) -> str | None:
     """Return the message for a command line that the parser refused; None for other errors.
 
     Recognised by their attributes: the parser's error classes are not part of typer's interface.
@@ -187,16 +191,16 @@ def save_traceback(bug: BaseException, folder: Path) -> str:
     return f"The traceback is in {path}; --debug shows it here."
 
 
-def _say(text: str) -> None:
+def _print_stderr(text: str) -> None:
     with suppress(BrokenPipeError):  # the reader has closed the stream
         print(redact(text), file=sys.stderr)
 
 
 # Rounds that an OpenMP thread spins before it sleeps: about half a millisecond. libgomp's own
 # 300,000 burn the CPU time that the other threads need to arrive when other work wants the CPUs.
-SPINS = "10000"
-WITHOUT_WORK = {"-h", "--help", "--dry_run", "--dry-run"}  # with these a command computes nothing
-LEAST_SPACE = 192 * 2**20  # `ppo reward score --rule` takes 190 MiB of addresses
+OPENMP_SPINS = "10000"
+NO_WORK_FLAGS = {"-h", "--help", "--dry_run", "--dry-run"}  # with these a command computes nothing
+MIN_ADDRESS_SPACE = 192 * 2**20  # `ppo reward score --rule` takes 190 MiB of addresses
 ABOUT = "Train language models with PPO from one command."
 EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
 # Command -> module and Typer app in it, and the line of the help.
@@ -257,12 +261,12 @@ class LazyGroup(TyperGroup):
         member = getattr(importlib.import_module(f"ppo_cli.cli.{module}"), attribute)
         command: Any = typer.main.get_command(member)
         command.name = name
-        for note in repeats(command, args[1:]):
+        for note in find_repeated_flags(command, args[1:]):
             typer.echo(note, err=True)
         return name, command, args[1:]
 
 
-def repeats(command: Any, args: Sequence[str]) -> list[str]:
+def find_repeated_flags(command: Any, args: Sequence[str]) -> list[str]:
     """A note for each flag that is given with different values; flags that take a list repeat.
 
     The last value counts, as scripts that end in `"$@"` expect.
@@ -273,15 +277,15 @@ def repeats(command: Any, args: Sequence[str]) -> list[str]:
             return []
         command, args = command.commands[names[0]], args[args.index(names[0]) + 1 :]
     flags = {
-        same_spelling(word): p for p in command.params for word in [*p.opts, *p.secondary_opts]
+        normalize_flag(word): p for p in command.params for word in [*p.opts, *p.secondary_opts]
     }
     values_by_flag: dict[str, list[str]] = {}
-    typed = iter(translate(args))
+    typed = iter(replace_aliases(args))
     for word in typed:
         if word == "--":
             break
         flag, equals, value = word.partition("=")
-        flag = same_spelling(flag) if word.startswith("-") else ""
+        flag = normalize_flag(flag) if word.startswith("-") else ""
         param = flags.get(flag)
         if param is None or param.multiple or param.count:
             continue
@@ -297,7 +301,7 @@ def repeats(command: Any, args: Sequence[str]) -> list[str]:
     ]
 
 
-def same_spelling(word: str) -> str:
+def normalize_flag(word: str) -> str:
     """Read `--batch-size` as `--batch_size`: both spellings of every flag are one."""
     return word.replace("-", "_")
 
@@ -308,7 +312,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={
-        "token_normalize_func": same_spelling,
+        "token_normalize_func": normalize_flag,
         "help_option_names": ["-h", "--help"],
     },
 )
@@ -321,7 +325,7 @@ def _print_version(requested: bool) -> None:
 
 
 @app.callback(help=ABOUT, epilog=EPILOG)
-def _root(
+def _declare_global_options(
     version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
@@ -333,8 +337,12 @@ def _root(
 def _check_address_space(args: Sequence[str]) -> None:
     """Refuse a limit under which numpy's library waits for memory for ever instead of failing."""
     limit = address_space()
-    if limit is not None and limit < LEAST_SPACE and not {"--version", *WITHOUT_WORK} & set(args):
-        raise UserError("out of memory.")  # exit_code_of adds the limit
+    if (
+        limit is not None
+        and limit < MIN_ADDRESS_SPACE
+        and not {"--version", *NO_WORK_FLAGS} & set(args)
+    ):
+        raise UserError("out of memory.")  # print_error adds the limit
 
 
 def _open_closed_streams() -> None:
@@ -354,12 +362,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in own_args
     args = [word for word in own_args if word != "--debug"] + args[len(own_args) :]
     _open_closed_streams()
-    if argv is None and args[:1] in (["train"], ["eval"]) and not WITHOUT_WORK & set(args):
+    if argv is None and args[:1] in (["train"], ["eval"]) and not NO_WORK_FLAGS & set(args):
         from ppo_cli.allocator import start_with_jemalloc
 
         start_with_jemalloc()
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch loads libgomp
+        os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)  # read when torch loads libgomp
     try:
         _check_address_space(args)
         code = typer.main.get_command(app).main(
@@ -370,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_DONE
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
-        return exit_code_of(error, debug=debug)
+        return print_error(error, debug=debug)
     if code == EXIT_STOPPED:
         print("Stopped.", file=sys.stderr)
     return code if isinstance(code, int) else 0

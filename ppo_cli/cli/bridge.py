@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ppo_cli.cli.flags import Arguments, add_command, own_flag, switch
+from ppo_cli.cli.flags import Arguments, add_command, make_flag, make_switch
 from ppo_cli.config.checks.models import damaged_models
 from ppo_cli.config.checks.rewards import missing_keys
 from ppo_cli.config.checks.runner import missing_inputs
@@ -49,8 +49,8 @@ def verl(arguments: Arguments) -> None:
     if arguments.extras["out"] is None:
         raise ConfigError("Name the folder to write: ppo bridge verl --out DIR ...")
     refuse_out_address(arguments.extras["out"])
-    resolved, bridged = translated(arguments)
-    files = _write(Path(arguments.extras["out"]), resolved, bridged)
+    resolved, bridged = resolve_for_verl(arguments)
+    files = _write_folder(Path(arguments.extras["out"]), resolved, bridged)
     if arguments.extras["json"]:
         from ppo_cli.cli.screen import print_json
 
@@ -67,8 +67,8 @@ add_command(
     verl,
     "Example: ppo bridge verl --out DIR --preset gsm8k --n_gpus 8 --nnodes 4",
     [
-        own_flag("out", str, None, "Folder to write; all nodes must see it.", "DIR"),
-        switch("json", "Machine-readable, to stdout."),
+        make_flag("out", str, None, "Folder to write; all nodes must see it.", "DIR"),
+        make_switch("json", "Machine-readable, to stdout."),
     ],
 )
 
@@ -90,11 +90,11 @@ def read(
         print(f"{folder}: {steps} steps, {responses} responses. See them: ppo show {folder}")
 
 
-def plan_there(arguments: Arguments) -> None:
+def print_verl_plan(arguments: Arguments) -> None:
     """Print the overrides of verl that a line comes to."""
     from ppo_cli.cli.screen import print_result
 
-    resolved, bridged = translated(arguments)
+    resolved, bridged = resolve_for_verl(arguments)
     lines = bridged.lines(Path(resolved.config.trainer.output_dir).expanduser().resolve())
     print_result(
         {"overrides": lines},
@@ -103,16 +103,16 @@ def plan_there(arguments: Arguments) -> None:
     )
 
 
-def train_there(arguments: Arguments) -> None:
+def train_on_verl(arguments: Arguments) -> None:
     """Write the folder, and run this node's script; verl must be installed here."""
-    resolved, bridged = translated(arguments)
+    resolved, bridged = resolve_for_verl(arguments)
     from ppo_cli.extras.bridge.folder import missing_verl, next_steps
 
     trainer = resolved.config.trainer
     folder, rank = Path(trainer.output_dir).expanduser().resolve(), trainer.node_rank or 0
     script = folder / f"node_{rank}.sh"
     if rank == 0:
-        files = _write(folder, resolved, bridged)
+        files = _write_folder(folder, resolved, bridged)
         print("\n".join([*resolved.notes, next_steps(files, trainer.nnodes)[0]]), flush=True)
     if missing := missing_verl([name for name in ("verl", "vllm") if has_package(name)]):
         raise MissingPart(f"{missing} {folder} is written: bash {script} starts it there.")
@@ -125,7 +125,7 @@ def train_there(arguments: Arguments) -> None:
     raise typer.Exit(subprocess.call(["bash", str(script)], env=environ))
 
 
-def runs_there(arguments: Arguments, problems: Sequence[str]) -> Iterator[str]:
+def suggest_verl(arguments: Arguments, problems: Sequence[str]) -> Iterator[str]:
     """Say of a refused line how what verl alone has runs there."""
     from ppo_cli.config.verl.translator import WRAPPER
     from ppo_cli.extras.bridge.overrides import is_verl_only
@@ -144,7 +144,7 @@ def runs_there(arguments: Arguments, problems: Sequence[str]) -> Iterator[str]:
         )
 
 
-def translated(arguments: Arguments) -> tuple[Resolved, VerlOverrides]:
+def resolve_for_verl(arguments: Arguments) -> tuple[Resolved, VerlOverrides]:
     """Resolve a line, and write it in verl's words; raises ConfigError with all problems."""
     from ppo_cli.extras.bridge.overrides import build_overrides, is_verl_only
 
@@ -153,13 +153,13 @@ def translated(arguments: Arguments) -> tuple[Resolved, VerlOverrides]:
     flags = {**arguments.flags, "trainer.engine": ("verl", "--engine verl")}
     resolved = replace(arguments, flags=flags, overrides=rest).resolve_node()
     bridged = build_overrides(resolved.config, verl_overrides)
-    problems = [*bridged.problems, *_absent(resolved)]
+    problems = [*bridged.problems, *_find_missing_inputs(resolved)]
     if problems:
         raise ConfigError([redact(line) for line in dict.fromkeys(problems)])
     return resolved, bridged
 
 
-def _absent(resolved: Resolved) -> Iterator[str]:
+def _find_missing_inputs(resolved: Resolved) -> Iterator[str]:
     """Say what the rewards lack; a key may be on the machine that trains only."""
     from ppo_cli.scoring.sources import file_checks
 
@@ -171,7 +171,7 @@ def _absent(resolved: Resolved) -> Iterator[str]:
         yield from collect_problems(file_checks(config.reward))
 
 
-def _write(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> Sequence[Path]:
+def _write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> Sequence[Path]:
     from ppo_cli.extras.bridge.folder import write_folder
 
     folder = folder.expanduser()

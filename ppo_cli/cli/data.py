@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ppo_cli.cli.flags import own_flag, own_word, switch, taking
-from ppo_cli.cli.screen import print_text, table
+from ppo_cli.cli.flags import make_argument, make_flag, make_switch, set_parameters
+from ppo_cli.cli.screen import print_text, titled_table
 from ppo_cli.config.derived import describe_lowered_batches
 from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.models.folder import vocabulary_size
@@ -91,7 +91,7 @@ class Report:
         return json.dumps(plain(shown), ensure_ascii=False, indent=2)
 
 
-def examine(
+def examine_files(
     sources: Sequence[str],
     renderer: Renderer,
     *,
@@ -118,13 +118,15 @@ def examine(
         usable=len(usable),
         bad_rows=tuple(problems),
         data_sources=dict(Counter(row.data_source for row in usable).most_common()),
-        missing_ground_truth=find([str(row.place) for row in usable if row.ground_truth is None]),
-        duplicates=find(repeats(usable)),
+        missing_ground_truth=make_finding(
+            [str(row.place) for row in usable if row.ground_truth is None]
+        ),
+        duplicates=make_finding(describe_repeated_prompts(usable)),
         characters=percentiles([count_characters(row) for row in usable]),
         tokens=percentiles([len(item.token_ids) for item in rendered]),
         max_prompt_length=max_prompt_length,
-        overlong=find([f"{i.row.place}: {len(i.token_ids)} tokens" for i in long]),
-        control_words=find(
+        overlong=make_finding([f"{i.row.place}: {len(i.token_ids)} tokens" for i in long]),
+        control_words=make_finding(
             [f"{i.row.place}: {', '.join(i.control_words)}" for i in with_control_words]
         ),
         unused_columns=tuple(dict.fromkeys(n for row_set in sets for n in row_set.columns.unused)),
@@ -133,12 +135,12 @@ def examine(
     )
 
 
-def find(examples: Sequence[str]) -> Finding:
+def make_finding(examples: Sequence[str]) -> Finding:
     """Count the rows and keep the first few."""
     return Finding(len(examples), tuple(examples[:EXAMPLES]))
 
 
-def repeats(rows: Sequence[Row]) -> list[str]:
+def describe_repeated_prompts(rows: Sequence[Row]) -> list[str]:
     """Name the rows whose prompt stood in an earlier row, with that row."""
     first: dict[str, Row] = {}
     sentences = []
@@ -167,9 +169,9 @@ def percentiles(lengths: Sequence[int]) -> dict[str, int] | None:
     return {"min": min(lengths), **middle, "max": max(lengths)}
 
 
-MOST_BAD = 50
-MOST_SOURCES = 20
-LONGEST_TRUTH = 1000  # characters
+MAX_BAD_ROWS = 50
+MAX_SOURCES = 20
+MAX_TRUTH_CHARS = 1000  # characters
 Table = Sequence[tuple[str, str]]
 
 
@@ -185,18 +187,18 @@ def print_report(report: Report, model: str, training: Sequence[str]) -> None:
     }
     for title, rows in tables.items():
         if rows:
-            print_text("\n".join([*table(title, rows), ""]))
-    print_lines("Please note", [*training, *remarks(report)])
-    print_lines("Bad rows", bad_rows(report))
+            print_text("\n".join([*titled_table(title, rows), ""]))
+    print_lines("Please note", [*training, *list_remarks(report)])
+    print_lines("Bad rows", bad_row_lines(report))
     if report.sample is not None:
         sample = report.sample
         truth = json.dumps(sample.ground_truth, ensure_ascii=False, default=str)
-        truth = truth if len(truth) <= LONGEST_TRUTH else f"{truth[:LONGEST_TRUTH]} …"
+        truth = truth if len(truth) <= MAX_TRUTH_CHARS else f"{truth[:MAX_TRUTH_CHARS]} …"
         print_text(f"First prompt ({sample.place}, {sample.tokens} tokens), as the model reads it:")
         print_text("\n".join(f"  | {line}" for line in sample.rendered.split("\n")))
         print_text(f"  ground truth: {truth}   data_source: {sample.data_source or '(none)'}")
     print_text("")
-    print_text(verdict(report))
+    print_text(closing_line(report))
 
 
 def summary_rows(report: Report) -> Table:
@@ -215,9 +217,9 @@ def summary_rows(report: Report) -> Table:
 def source_rows(sources: Mapping[str, int]) -> Table:
     """Return the count of each data_source, the most frequent first."""
     rows = [(name or "(none)", f"{count:,}") for name, count in sources.items()]
-    rest = sum(list(sources.values())[MOST_SOURCES:])
-    remainder = [(f"{len(rows) - MOST_SOURCES} more", f"{rest:,}")] if rest else []
-    return rows[:MOST_SOURCES] + remainder
+    rest = sum(list(sources.values())[MAX_SOURCES:])
+    remainder = [(f"{len(rows) - MAX_SOURCES} more", f"{rest:,}")] if rest else []
+    return rows[:MAX_SOURCES] + remainder
 
 
 def length_rows(report: Report) -> Table:
@@ -231,7 +233,7 @@ def length_rows(report: Report) -> Table:
     ]
 
 
-def remarks(report: Report) -> list[str]:
+def list_remarks(report: Report) -> list[str]:
     """Return what is not wrong but worth knowing."""
     lines = list(report.notes)
     if report.missing_ground_truth.count:
@@ -258,16 +260,16 @@ def count_line(what: str, finding: Finding) -> str:
     return f"{finding.count:,} {what}: {'; '.join(finding.examples)}{ellipsis}"
 
 
-def bad_rows(report: Report) -> list[str]:
+def bad_row_lines(report: Report) -> list[str]:
     """Name the bad rows of each cause, the first ones of very many."""
-    lines = group_problems(report.bad_rows, MOST_BAD)
-    hidden = len(lines) - MOST_BAD
+    lines = group_problems(report.bad_rows, MAX_BAD_ROWS)
+    hidden = len(lines) - MAX_BAD_ROWS
     if hidden <= 0:
         return lines
-    return [*lines[:MOST_BAD], f"and {hidden:,} more; --json names them all"]
+    return [*lines[:MAX_BAD_ROWS], f"and {hidden:,} more; --json names them all"]
 
 
-def verdict(report: Report) -> str:
+def closing_line(report: Report) -> str:
     """Return the last line: ready, or how many rows to correct."""
     if report.bad:
         return f"{report.bad:,} of {report.rows:,} rows are bad; correct or remove them."
@@ -323,7 +325,7 @@ def check(
             check_readable(file)
     from ppo_cli.run.assemble import load_tokenizer
 
-    report = examine(
+    report = examine_files(
         named,
         Renderer(
             load_tokenizer(model or EMBEDDED),
@@ -338,33 +340,37 @@ def check(
     if json:
         typer.echo(report.to_json())
     else:
-        print_report(report, model or EMBEDDED, _training(report, model))
+        print_report(report, model or EMBEDDED, _training_remarks(report, model))
     if report.bad:
         raise typer.Exit(EXIT_USER)
 
 
 CHECK_FLAGS = [
-    own_word("files", "FILE", "JSON, JSONL (.gz too), parquet or Arrow files, saved or hub sets.",
-             required=True, several=True),
-    own_flag(
+    make_argument(
+        "files", "FILE", "JSON, JSONL (.gz too), parquet or Arrow files, saved or hub sets.",
+        required=True, several=True,
+    ),
+    make_flag(
         "model", str, None,
         "Model whose tokenizer and chat template are used; the bundled one by default.",
     ),
-    own_flag(
+    make_flag(
         "max_prompt_length", int, _DEFAULTS.max_prompt_length, "Longest prompt, in tokens.", min=1
     ),
-    own_flag("prompt_key", str, _DEFAULTS.prompt_key, "Column that holds the prompt."),
-    own_flag("reward_fn_key", str, _DEFAULTS.reward_fn_key, "Column that chooses the reward rule."),
-    own_flag("system_prompt", str, None, "Put in front of prompts without a system message."),
-    switch("raw", "No chat template: prompts are used as they stand."),
-    switch("json", "Print JSON."),
+    make_flag("prompt_key", str, _DEFAULTS.prompt_key, "Column that holds the prompt."),
+    make_flag(
+        "reward_fn_key", str, _DEFAULTS.reward_fn_key, "Column that chooses the reward rule."
+    ),
+    make_flag("system_prompt", str, None, "Put in front of prompts without a system message."),
+    make_switch("raw", "No chat template: prompts are used as they stand."),
+    make_switch("json", "Print JSON."),
 ]  # fmt: skip
 data_app.command(
     epilog="Example: ppo data check train.jsonl --model Qwen/Qwen2.5-0.5B --max_prompt_length 1024"
-)(taking(check, CHECK_FLAGS))
+)(set_parameters(check, CHECK_FLAGS))
 
 
-def _training(report: Report, model: str | None) -> list[str]:
+def _training_remarks(report: Report, model: str | None) -> list[str]:
     """What `ppo train` would say of these rows with its defaults."""
     from ppo_cli.scoring.sources import find_missing_rule
 

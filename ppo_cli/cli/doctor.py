@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ppo_cli.cli.flags import Arguments, add_command, switch
+from ppo_cli.cli.flags import Arguments, add_command, make_switch
 from ppo_cli.config.machine.gpus import list_gpus, pin_gpu_order
 from ppo_cli.config.machine.torch_build import find_gpu_fault
 from ppo_cli.config.models.bundled import EMBEDDED
@@ -39,7 +39,7 @@ def doctor(arguments: Arguments) -> None:
     config = arguments.resolve().config
     as_json = bool(arguments.extras["json"])
     if arguments.extras["self_test"]:
-        _self_test(config, as_json=as_json)
+        _run_self_test(config, as_json=as_json)
         return
     from ppo_cli.cli.screen import print_json, print_text
     from ppo_cli.run.doctor import examine
@@ -57,7 +57,7 @@ def doctor(arguments: Arguments) -> None:
         raise typer.Exit(EXIT_USER)
 
 
-def _self_test(config: Config, *, as_json: bool) -> None:
+def _run_self_test(config: Config, *, as_json: bool) -> None:
     from ppo_cli.cli.screen import print_json, print_text
     from ppo_cli.config.machine.device_record import require_writable, write_record
     from ppo_cli.self_test.results import Setup
@@ -71,9 +71,9 @@ def _self_test(config: Config, *, as_json: bool) -> None:
         require_writable()
     except UserError as error:
         print(f"This self-test leaves no record: {error}.", file=sys.stderr, flush=True)
-    setup = Setup("cuda" if gpus else "cpu", gpus, Path(), _wanted_shape(config))
+    setup = Setup("cuda" if gpus else "cpu", gpus, Path(), _read_layer_shape(config))
     started = time.monotonic()
-    outcomes = list(run_checks(setup, tell=_tell_progress))
+    outcomes = list(run_checks(setup, tell=_print_progress))
     _clear_progress()
     record = make_record(outcomes)
     path, reason = None, None
@@ -84,7 +84,11 @@ def _self_test(config: Config, *, as_json: bool) -> None:
     if as_json:
         print_json(asdict(record) | {"path": path, "not_written": reason})
     else:
-        lines = [*_tabulate(outcomes), "", *_conclude(outcomes, setup.shape, setup.device)]
+        lines = [
+            *_format_outcomes(outcomes),
+            "",
+            *_count_outcomes(outcomes, setup.shape, setup.device),
+        ]
         where = path or f"not written: {reason}"
         lines.append(f"{time.monotonic() - started:.0f} s; record: {where}")
         if proven := ", ".join(record.proven):
@@ -94,7 +98,7 @@ def _self_test(config: Config, *, as_json: bool) -> None:
         raise typer.Exit(EXIT_USER)
 
 
-def _wanted_shape(config: Config) -> LayerShape:
+def _read_layer_shape(config: Config) -> LayerShape:
     """The sizes of the layers of --model, where it is another than the bundled one."""
     from ppo_cli.self_test.results import LayerShape
 
@@ -106,7 +110,7 @@ def _wanted_shape(config: Config) -> LayerShape:
     return LayerShape(shape.heads, shape.keys // size, size, shape.vocabulary, path)
 
 
-def _tell_progress(progress: Progress) -> None:
+def _print_progress(progress: Progress) -> None:
     """One line that is written over on a terminal; a line for each check elsewhere."""
     time_left = f"about {progress.seconds_left:.0f} s left"
     line = f"self-test {progress.number}/{progress.count}: {progress.check}, {time_left}"
@@ -119,8 +123,8 @@ def _clear_progress() -> None:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _tabulate(outcomes: Sequence[Outcome]) -> list[str]:
-    from ppo_cli.cli.screen import aligned
+def _format_outcomes(outcomes: Sequence[Outcome]) -> list[str]:
+    from ppo_cli.cli.screen import align_columns
 
     rows = [["check", "outcome", "seconds", "what was compared"]]
     for outcome in outcomes:
@@ -128,10 +132,10 @@ def _tabulate(outcomes: Sequence[Outcome]) -> list[str]:
         detail = "; ".join([outcome.detail, *([", ".join(figures)] if figures else [])])
         seconds = f"{outcome.seconds:.1f}" if outcome.seconds else "-"
         rows.append([outcome.check, STATES[outcome.state], seconds, detail])
-    return aligned(rows, left_aligned=4)
+    return align_columns(rows, left_aligned=4)
 
 
-def _conclude(outcomes: Sequence[Outcome], shape: LayerShape, device: str) -> list[str]:
+def _count_outcomes(outcomes: Sequence[Outcome], shape: LayerShape, device: str) -> list[str]:
     counts = {s: sum(outcome.state == s for outcome in outcomes) for s in STATES}
     counts_by_state = [f"{count} {STATES[state]}" for state, count in counts.items() if count]
     kind = "the CPU" if device == "cpu" else "GPUs"
@@ -144,9 +148,11 @@ add_command(
     doctor,
     "Example: ppo doctor --use_api_reward --rm_api_type openai --probe",
     [
-        switch("self_test", "Run the program's parts on these devices and compare their numbers."),
-        switch("probe", "Also call the model hub, and each judge for a few tokens."),
-        switch("json", "Machine-readable, to stdout."),
+        make_switch(
+            "self_test", "Run the program's parts on these devices and compare their numbers."
+        ),
+        make_switch("probe", "Also call the model hub, and each judge for a few tokens."),
+        make_switch("json", "Machine-readable, to stdout."),
     ],
     ("trainer.default_local_dir", "trainer.output_dir", "reward.api."),
 )

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from ppo_cli.allocator import pause_garbage_collection
-from ppo_cli.cli.flags import Arguments, add_command, own_flag, own_word, switch, taking
+from ppo_cli.cli.flags import (
+    Arguments,
+    add_command,
+    make_argument,
+    make_flag,
+    make_switch,
+    set_parameters,
+)
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE, Resolved
 from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.schema.keys import find_key
@@ -27,11 +34,11 @@ from ppo_cli.run_folder import ModelSource, find_source
 if TYPE_CHECKING:
     from ppo_cli.run.evaluate import SampledModel
 
-NOT_OURS = (EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE)  # nothing is trained here
-DRAWN = ("rollout.temperature", "rollout.top_p", "rollout.top_k")
+TRAINING_NOTES = (EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE)  # nothing is trained here
+SAMPLING_KEYS = ("rollout.temperature", "rollout.top_p", "rollout.top_k")
 
 # Where a run was trained says nothing of where its model is sampled from.
-WHERE = tuple(f"~trainer.{name}" for name in (
+DROP_DEVICE_SETTINGS = tuple(f"~trainer.{name}" for name in (
     "engine", "n_gpus_per_node", "nnodes", "node_rank", "num_workers", "placement",
 ))  # fmt: skip
 
@@ -42,26 +49,26 @@ def evaluate(arguments: Arguments) -> None:
     Of a RUN, the settings of the first are the defaults: reward, prompts, sampling, template.
     """
     extras = arguments.extras
-    names, overrides = models_and_overrides(arguments.overrides)
+    names, overrides = split_models_and_overrides(arguments.overrides)
     if not names:
         raise ConfigError(f"Name a model or a run: {ppo('eval outputs')}.")
-    sources = [_intact_source(word) for word in names]
+    sources = [_find_intact_model(word) for word in names]
     arguments = replace(arguments, overrides=overrides)
     if extras["data"]:
         files = tuple(extras["data"])
         arguments = replace(
             arguments, flags={**arguments.flags, "data.val_files": (files, "flag --data")}
         )
-    resolved = settings_of(arguments, sources)
+    resolved = resolve_model_settings(arguments, sources)
     config = resolved.config
-    problems = named_twice(sources)
+    problems = describe_repeated_models(sources)
     if extras["tasks"]:
         others = [name for name in ("data", "n", "greedy", "right", "out") if extras[name]]
         if others:
             problems.append(f"--tasks are lm-eval's own rows and scores: leave --{others[0]} out.")
         if problems:
             raise ConfigError(problems)
-        _tasks(arguments, config, sources)
+        _run_lm_eval(arguments, config, sources)
         return
     if extras["right"] is not None and not math.isfinite(extras["right"]):
         problems.append(f"--right {extras['right']}: give a score, such as 0.5.")
@@ -77,16 +84,18 @@ def evaluate(arguments: Arguments) -> None:
     with pause_garbage_collection():
         from ppo_cli.run.evaluate import eval_sampling, evaluate
 
-    as_trained = any(resolved.origins[key].startswith(("flag", "override")) for key in DRAWN)
+    as_trained = any(
+        resolved.origins[key].startswith(("flag", "override")) for key in SAMPLING_KEYS
+    )
     sampling = eval_sampling(config, extras["n"], greedy=extras["greedy"], as_trained=as_trained)
     screen = make_screen(sys.stderr)  # stdout is for the result
     with closing(screen):
         for note in resolved.notes:
-            if note not in NOT_OURS:
+            if note not in TRAINING_NOTES:
                 screen.note(note)
         out = Path(extras["out"]).expanduser() if extras["out"] else None
         report = evaluate(config, sources, sampling, screen, out=out, threshold=extras["right"])
-    print_result(report, lambda: eval_text(report), as_json=extras["json"])
+    print_result(report, lambda: format_evaluation(report), as_json=extras["json"])
     if report["stopped"]:
         raise Interrupted(f"{report['stopped']} Scores are kept: run the command again to go on.")
     for model in report["models"]:
@@ -98,9 +107,9 @@ def evaluate(arguments: Arguments) -> None:
             )
 
 
-def _tasks(arguments: Arguments, config: Config, sources: Sequence[ModelSource]) -> None:
+def _run_lm_eval(arguments: Arguments, config: Config, sources: Sequence[ModelSource]) -> None:
     """Print what lm-eval's tasks come to."""
-    from ppo_cli.cli.screen import aligned, make_screen, print_result
+    from ppo_cli.cli.screen import align_columns, make_screen, print_result
     from ppo_cli.run.evaluate import evaluate_tasks
 
     names = [name for text in arguments.extras["tasks"] for name in text.split(",") if name]
@@ -114,11 +123,11 @@ def _tasks(arguments: Arguments, config: Config, sources: Sequence[ModelSource])
                 error = facts["stderr"]
                 shown = "-" if error is None else f"{error:.4f}"
                 rows.append([model["name"], task, name, f"{facts['value']:.4f}", shown])
-    lines = aligned(rows, left_aligned=3)
+    lines = align_columns(rows, left_aligned=3)
     print_result(report, lambda: "\n".join(lines), as_json=arguments.extras["json"])
 
 
-def _intact_source(word: str) -> ModelSource:
+def _find_intact_model(word: str) -> ModelSource:
     """Return the model that a word means; raises ModelError also where its files are damaged."""
     source = find_source(word)
 
@@ -129,7 +138,7 @@ def _intact_source(word: str) -> ModelSource:
     return source
 
 
-def named_twice(sources: Sequence[ModelSource]) -> list[str]:
+def describe_repeated_models(sources: Sequence[ModelSource]) -> list[str]:
     """Say which models were named more than once, by whatever words."""
     name_of_path: dict[str, str] = {}
     problems = []
@@ -144,7 +153,7 @@ def named_twice(sources: Sequence[ModelSource]) -> list[str]:
     return problems
 
 
-def models_and_overrides(args: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+def split_models_and_overrides(args: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Sort the words of a line: an override is KEY=VALUE or ~KEY, unless it is a path."""
 
     def overrides(word: str) -> bool:
@@ -158,7 +167,7 @@ def models_and_overrides(args: Sequence[str]) -> tuple[list[str], tuple[str, ...
     )
 
 
-def settings_of(arguments: Arguments, sources: Sequence[ModelSource]) -> Resolved:
+def resolve_model_settings(arguments: Arguments, sources: Sequence[ModelSource]) -> Resolved:
     """Resolve what was typed over the settings of the first run, or over those of a first model.
 
     What was trained on many devices is sampled from on one. Nothing is trained here, so a limit
@@ -172,15 +181,17 @@ def settings_of(arguments: Arguments, sources: Sequence[ModelSource]) -> Resolve
         arguments, overrides=tuple(text.replace(*rows) for text in arguments.overrides)
     )
     if run is not None:
-        arguments = replace(arguments, overrides=(*WHERE, *arguments.overrides), run=run)
+        arguments = replace(
+            arguments, overrides=(*DROP_DEVICE_SETTINGS, *arguments.overrides), run=run
+        )
     elif sources[0].name == EMBEDDED and not arguments.config_files:
         preset = preset or EMBEDDED
     return replace(arguments, flags=flags, preset=preset).resolve()
 
 
-def eval_text(report: Mapping[str, Any]) -> str:
+def format_evaluation(report: Mapping[str, Any]) -> str:
     """The result as text: a table for each model, then the differences."""
-    from ppo_cli.cli.screen import number, table
+    from ppo_cli.cli.screen import format_number, titled_table
 
     s = report["sampling"]
     drawn = f"temperature {s['temperature']:g}" if s["temperature"] else "greedy"
@@ -192,25 +203,25 @@ def eval_text(report: Mapping[str, Any]) -> str:
             measures |= {f"pass@{k}": of_k for k, of_k in facts["pass"].items()}
             for i, (name, estimate) in enumerate(measures.items()):
                 about = ["", ""] if i else [source, f"{facts['prompts']:,}"]
-                rows.append([*about, name, *_interval(estimate)])
-        lines += ["", *table(model["name"], rows, left_aligned=1)]
+                rows.append([*about, name, *_format_interval(estimate)])
+        lines += ["", *titled_table(model["name"], rows, left_aligned=1)]
         facts = list(model["sources"].values())[-1]
         if facts["failed"]:
             why = next(iter(model["failures"]))
             lines.append(f"  {facts['failed']} of {facts['responses']} have no score: {why}")
-        if spent := ", ".join(f"{k} {number(v)}" for k, v in model["spent"].items()):
+        if spent := ", ".join(f"{k} {format_number(v)}" for k, v in model["spent"].items()):
             lines.append(f"  judge: {spent}")
     for gap in report["differences"]:
         rows = [["", "prompts", "difference", "95 %", "p"]]
         for source, facts in gap["sources"].items():
             p = facts["p"]
             shown = "-" if p is None else "<0.001" if p < 1e-3 else f"{p:.3f}"
-            rows.append([source, f"{facts['prompts']:,}", *_interval(facts, "+"), shown])
-        lines += ["", *table(f"{gap['of']} less {gap['from']}", rows, left_aligned=1)]
+            rows.append([source, f"{facts['prompts']:,}", *_format_interval(facts, "+"), shown])
+        lines += ["", *titled_table(f"{gap['of']} less {gap['from']}", rows, left_aligned=1)]
     return "\n".join(lines)
 
 
-def _interval(facts: Mapping[str, Any], sign: str = "") -> list[str]:
+def _format_interval(facts: Mapping[str, Any], sign: str = "") -> list[str]:
     value, low, high = (facts[name] for name in ("value", "low", "high"))
     within = "" if low is None else f"[{low:{sign}.3f}, {high:{sign}.3f}]"
     return ["-" if value is None else f"{value:{sign}.3f}", within]
@@ -231,8 +242,8 @@ def generate(arguments: Arguments) -> None:
         problems.append("--out takes the answers to --data FILE; name the file.")
     if problems:
         raise ConfigError(problems)
-    source = _intact_source(model)
-    config = settings_of(arguments, [source]).config
+    source = _find_intact_model(model)
+    config = resolve_model_settings(arguments, [source]).config
     from ppo_cli.scoring.rows import check_out, write_rows
 
     if extras["out"]:
@@ -254,7 +265,7 @@ def generate(arguments: Arguments) -> None:
                 return
             _print_rows(rows, as_json=True)
         elif prompt is not None:
-            user_prompt = typed(sys.stdin.read) if prompt == "-" else prompt
+            user_prompt = read_text(sys.stdin.read) if prompt == "-" else prompt
             rows = generate_answers(sampled, [sampled.prompt(user_prompt)], sampling)
             _print_rows(rows, as_json=extras["json"])
         else:
@@ -273,7 +284,7 @@ def chat(
         print("This model has no chat template: it continues each line by itself.", file=sys.stderr)
     while True:
         try:
-            line = typed(lambda: input("> " if sys.stdin.isatty() else ""))
+            line = read_text(lambda: input("> " if sys.stdin.isatty() else ""))
         except EOFError:
             return
         if not line.strip():
@@ -293,7 +304,7 @@ def chat(
         yield row
 
 
-def typed(read: Callable[[], str]) -> str:
+def read_text(read: Callable[[], str]) -> str:
     """What was typed; raises DataError where it is not text."""
     try:
         return read()
@@ -312,30 +323,30 @@ def _print_rows(rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
 
 
 _SHOWN = ("reward.", "data.", "rollout.")
-_GREEDY = switch("greedy", "Take the most likely token each time.")
-_JSON = switch("json", "Print JSON.")
+_GREEDY = make_switch("greedy", "Take the most likely token each time.")
+_JSON = make_switch("json", "Print JSON.")
 eval_app = typer.Typer(add_completion=False)
 add_command(
     eval_app,
     evaluate,
     "Example: ppo eval outputs embedded --n 4   or: ppo eval outputs@20 outputs@40",
     [
-        own_word(
+        make_argument(
             "overrides", "MODEL|RUN[@STEP]... [KEY=VALUE]...",
             "Folders, hub names, `embedded`, or runs: their latest step, or RUN@20, RUN@best.",
             several=True,
         ),
-        own_flag("data", list[str], None, "Rows to answer; repeatable.", "FILE"),
-        own_flag(
+        make_flag("data", list[str], None, "Rows to answer; repeatable.", "FILE"),
+        make_flag(
             "tasks", list[str], None, "lm-eval's tasks, such as gsm8k,arc_easy; without --data.",
             "NAMES",
         ),
-        own_flag(
+        make_flag(
             "n", int, None, "Responses a prompt; more than 1 are drawn as in training.", "N", min=1
         ),
         _GREEDY,
-        own_flag("right", float, None, "Score from which a response counts for pass@k.", "X"),
-        own_flag("out", str, None, "Folder for the rows; unset, one below ./evals.", "DIR"),
+        make_flag("right", float, None, "Score from which a response counts for pass@k.", "X"),
+        make_flag("out", str, None, "Folder for the rows; unset, one below ./evals.", "DIR"),
         _JSON,
     ],
     _SHOWN,
@@ -346,11 +357,11 @@ add_command(
     generate,
     'Example: ppo generate outputs "What is 12 + 30?"   or a chat: ppo generate outputs',
     [
-        own_word("source", "MODEL|RUN[@STEP]", "Folder, hub name, `embedded`, or a run."),
-        own_word("prompt", "[PROMPT]", "What to answer; `-` reads it from the input."),
-        own_flag("data", str, None, "Rows to answer, in place of a prompt.", "FILE"),
-        own_flag("out", str, None, "JSONL file for the answers to --data.", "FILE"),
-        own_flag("n", int, 1, "Responses a prompt.", "N", min=1),
+        make_argument("source", "MODEL|RUN[@STEP]", "Folder, hub name, `embedded`, or a run."),
+        make_argument("prompt", "[PROMPT]", "What to answer; `-` reads it from the input."),
+        make_flag("data", str, None, "Rows to answer, in place of a prompt.", "FILE"),
+        make_flag("out", str, None, "JSONL file for the answers to --data.", "FILE"),
+        make_flag("n", int, 1, "Responses a prompt.", "N", min=1),
         _GREEDY,
         _JSON,
     ],
@@ -368,18 +379,18 @@ def export(source: str, out: Path, json: bool, **how: Any) -> None:
     from ppo_cli.run.export import export as run_export
 
     record = run_export(Path(source), out, **how)
-    print_result(record, lambda: export_text(record), as_json=json)
+    print_result(record, lambda: format_export(record), as_json=json)
 
 
-def export_text(record: dict[str, Any]) -> str:
+def format_export(record: dict[str, Any]) -> str:
     """Return what was written, from where, and what to do with it."""
     step = "" if record["step"] is None else f" (step {record['step']})"
     files = len(record["files"])
     lines = [
         f"Model in {record['out']}",
         f"  from        {record['source']}{step}",
-        f"  parameters  {amount(record['parameters']).strip()}, {record['dtype']}",
-        f"  size        {amount(record['bytes'], 'G')}B in {files} file{'s' * (files > 1)}",
+        f"  parameters  {format_count(record['parameters']).strip()}, {record['dtype']}",
+        f"  size        {format_count(record['bytes'], 'G')}B in {files} file{'s' * (files > 1)}",
     ]
     if record["card"]:
         lines.append("  card        README.md")
@@ -392,7 +403,7 @@ def export_text(record: dict[str, Any]) -> str:
     return "\n".join([*lines, f"Use it:  {ppo('train')} {record['use_as']} {record['out']}"])
 
 
-def amount(count: int, billions: str = "B") -> str:
+def format_count(count: int, billions: str = "B") -> str:
     """Return a count as people say it: 494 M."""
     for size, unit in ((1e9, billions), (1e6, "M"), (1e3, "k")):
         if count >= size:
@@ -401,37 +412,37 @@ def amount(count: int, billions: str = "B") -> str:
 
 
 EXPORT_FLAGS = [
-    own_word(
+    make_argument(
         "source", "RUN_OR_CHECKPOINT",
         "Run folder (its latest checkpoint is taken), checkpoint, or model folder in one.",
         required=True,
     ),
-    own_flag("out", Path, ..., "Folder to write; new or empty.", "DIR", show_default=False),
-    own_flag(
+    make_flag("out", Path, ..., "Folder to write; new or empty.", "DIR", show_default=False),
+    make_flag(
         "checkpoint", str, None,
         "Checkpoint of the run: best, latest, step_000010, or a folder.", "WHICH",
         show_default="latest",
     ),
-    own_flag(
+    make_flag(
         "dtype", Literal["float32", "bfloat16"], None,
         "Type of the weights; bfloat16 takes half the space, and is what servers compute in.",
         show_default="as it was saved: float32",
     ),
-    switch("critic", "Export the critic, not the actor."),
-    own_flag(
+    make_switch("critic", "Export the critic, not the actor."),
+    make_flag(
         "base", str, None, "Base model, folder or hub name, that a LoRA adapter is merged into.",
         "MODEL", show_default="what the adapter names",
     ),
-    switch("force", "Replace the model that DIR holds."),
-    switch("trust_remote_code", "Run Python code that comes with the base."),
-    own_flag(
+    make_switch("force", "Replace the model that DIR holds."),
+    make_switch("trust_remote_code", "Run Python code that comes with the base."),
+    make_flag(
         "push", str, None,
         "Upload the folder to this repository of the Hugging Face hub: NAME or OWNER/NAME.", "NAME",
     ),
-    switch("public", "Everybody can read what --push uploads; else private."),
+    make_switch("public", "Everybody can read what --push uploads; else private."),
     _JSON,
 ]  # fmt: skip
 export_app = typer.Typer(add_completion=False)
 export_app.command(epilog="Example: ppo export outputs --out my_model --dtype bfloat16")(
-    taking(export, EXPORT_FLAGS)
+    set_parameters(export, EXPORT_FLAGS)
 )

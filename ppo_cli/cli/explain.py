@@ -9,8 +9,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from ppo_cli.cli.app import listed
-from ppo_cli.cli.screen import COLUMNS, aligned, print_result
+from ppo_cli.cli.app import load_foreign_flags
+from ppo_cli.cli.screen import COLUMNS, align_columns, print_result
 from ppo_cli.config.checks.unused import describe_unused
 from ppo_cli.config.models.bundled import ALIASES, preset_names, preset_path
 from ppo_cli.config.schema.keys import Key, describe_range, find_key, suggest_key, table
@@ -19,7 +19,7 @@ from ppo_cli.report.catalogue import METRICS
 from ppo_cli.report.health import Limits
 
 # The words on a line of a step; a flag of the same name is asked for with its dashes.
-ON_A_LINE = {word: key for key, word in COLUMNS.items()} | {"val": "val/accuracy"}
+STEP_LINE_METRICS = {word: key for key, word in COLUMNS.items()} | {"val": "val/accuracy"}
 HEADINGS = {
     "key": "setting", "metric": "metric", "is": "is", "type": "type", "range": "range",
     "usual": "usual", "default": "default", "flag": "flag", "variable": "variable",
@@ -35,19 +35,21 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a setting or a metric is: its range, what it goes with, what to change."""
-    meant = ON_A_LINE.get(name) or listed()["aliases"].get(name.lstrip("-"), name)
-    facts = setting_facts(meant) or metric_facts(meant)
+    meant = STEP_LINE_METRICS.get(name) or load_foreign_flags()["aliases"].get(
+        name.lstrip("-"), name
+    )
+    facts = find_setting_facts(meant) or find_metric_facts(meant)
     if not facts:
         names = [*(k.flag for k in table().values() if k.flag), *(m.key for m in METRICS)]
         near = suggest_key(name) or did_you_mean(name, [*table(), *names])
         raise ConfigError(f"There is no setting and no metric '{name}'.{near}")
-    print_result(facts, lambda: explained(facts), as_json=as_json)
+    print_result(facts, lambda: format_facts(facts), as_json=as_json)
 
 
 KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 
 
-def type_words(key: Key) -> str:
+def describe_type(key: Key) -> str:
     """What kind of value a setting takes, in words."""
     if get_origin(key.kind) is dict:
         return "group of values by name"
@@ -56,7 +58,7 @@ def type_words(key: Key) -> str:
     return f"{'list: ' if key.is_list else ''}{word}{', or unset' if key.optional else ''}"
 
 
-def setting_facts(name: str) -> dict[str, Any]:
+def find_setting_facts(name: str) -> dict[str, Any]:
     """Return the facts of a setting by its key, the key's end, flag or variable; {} for none."""
     spelt = "--" + name.removeprefix("--").replace("-", "_")
     key = next((k for k in table().values() if name == k.env or spelt == k.flag), find_key(name))
@@ -69,7 +71,7 @@ def setting_facts(name: str) -> dict[str, Any]:
     facts = {
         "key": key.name,
         "is": key.help,
-        "type": type_words(key),
+        "type": describe_type(key),
         "range": describe_range(key),
         "usual": usual,
         "default": "unset" if key.default in (None, ()) else key.default,
@@ -82,7 +84,7 @@ def setting_facts(name: str) -> dict[str, Any]:
     return {what: fact for what, fact in facts.items() if fact not in (None, "", [])}
 
 
-def metric_facts(name: str) -> dict[str, Any]:
+def find_metric_facts(name: str) -> dict[str, Any]:
     """What is known of a metric, that of a validation too; {} for none that is known."""
     for key in (name, name.removeprefix("val/")):
         if metric := next((m for m in METRICS if m.matches(key)), None):
@@ -100,13 +102,13 @@ def metric_facts(name: str) -> dict[str, Any]:
     return {}
 
 
-def explained(facts: dict[str, Any]) -> str:
+def format_facts(facts: dict[str, Any]) -> str:
     """The facts as text, one a line."""
     rows = []
     for what, fact in facts.items():
         for i, entry in enumerate(fact if isinstance(fact, list) else [fact]):
             rows.append((HEADINGS[what] if not i else "", str(entry)))
-    return "\n".join(aligned(rows))
+    return "\n".join(align_columns(rows))
 
 
 explain_app = typer.Typer(add_completion=False)
@@ -134,7 +136,7 @@ def list_presets(
     for name, comment in comments.items():
         short = [alias for alias, full in ALIASES.items() if full == name]
         rows.append((name, comment + (f" (also: {', '.join(short)})" if short else "")))
-    print_result(comments, lambda: "\n".join(aligned(rows)), as_json=as_json)
+    print_result(comments, lambda: "\n".join(align_columns(rows)), as_json=as_json)
 
 
 @presets_app.command(epilog="Example: ppo presets show embedded > mine.yaml")

@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from ppo_cli.cli.app import translate, unknown_flag
+from ppo_cli.cli.app import describe_unknown_flag, replace_aliases
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.models.bundled import ALIASES, preset_names
 from ppo_cli.config.resolve import resolve
@@ -24,7 +24,7 @@ from ppo_cli.config.schema.keys import Key, describe_range, table
 from ppo_cli.errors import ConfigError, ppo
 
 PANELS = {"ref": "Reference", "trainer": "Run"}  # the others are called as their group
-UNKNOWN = "ppo_cli.unknown_flags"  # where the parser's context keeps flags that do not exist
+UNKNOWN_FLAGS = "ppo_cli.unknown_flags"  # where the parser's context keeps flags that do not exist
 EXAMPLES = {
     "--train_files": "train.parquet",
     "--lr": "1e-6",
@@ -121,35 +121,37 @@ def add_command(
                 config_files=tuple(Path(p) for p in typed["config"] or ()),
                 overrides=tuple(typed["overrides"] or ()),
                 extras={name: typed[name] for name in extra_names},
-                unknown=ctx.meta.get(UNKNOWN, ()),
+                unknown=ctx.meta.get(UNKNOWN_FLAGS, ()),
             )
         )
 
     command.__doc__ = run.__doc__
-    flags = [_parameter(name, key) for name, key in keys.items()]
+    flags = [_make_setting_flag(name, key) for name, key in keys.items()]
     for parameter in flags:
         parameter.default.hidden = not keys[parameter.name].name.startswith(shown)
     # The file comes before the overrides, which take every word that is left.
     files = [p for p in extras if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     others = [p for p in extras if p not in files]
-    layers = [p for p in _layers() if p.name not in extra_names]
+    layers = [p for p in _make_shared_parameters() if p.name not in extra_names]
     parameters = [*files, *layers, *others, *flags]
-    app.command(run.__name__, cls=SettingsCommand, epilog=example)(taking(command, parameters))
+    app.command(run.__name__, cls=SettingsCommand, epilog=example)(
+        set_parameters(command, parameters)
+    )
 
 
-def taking(run: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Any:
+def set_parameters(run: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Any:
     """Tell Typer which arguments and flags a function takes."""
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
 
 
-def switch(name: str, description: str) -> inspect.Parameter:
+def make_switch(name: str, description: str) -> inspect.Parameter:
     """Make an on-off flag of a command's own."""
-    return _keyword(name, bool, typer.Option(False, f"--{name}", help=description))
+    return _keyword_parameter(name, bool, typer.Option(False, f"--{name}", help=description))
 
 
-def own_flag(
+def make_flag(
     name: str, kind: Any, default: Any, description: str, metavar: str | None = None, **options: Any
 ) -> inspect.Parameter:
     """Make a flag of a command's own; without a default it may be left out.
@@ -158,15 +160,15 @@ def own_flag(
     """
     shown = {"show_default": default is not None} | options
     option = typer.Option(default, f"--{name}", help=description, metavar=metavar, **shown)
-    return _keyword(name, kind if default is not None else kind | None, option)
+    return _keyword_parameter(name, kind if default is not None else kind | None, option)
 
 
-def own_file(description: str, *, required: bool = False) -> inspect.Parameter:
+def make_file_argument(description: str, *, required: bool = False) -> inspect.Parameter:
     """Make the argument FILE of a command's own."""
-    return own_word("file", "FILE", description, required=required)
+    return make_argument("file", "FILE", description, required=required)
 
 
-def own_word(
+def make_argument(
     name: str,
     metavar: str,
     description: str,
@@ -198,15 +200,15 @@ class SettingsCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat a list flag before each of its values, then parse as usual."""
-        known_words, unknown = self._split_unknown_flags(translate(args))
+        known_words, unknown = self._split_unknown_flags(replace_aliases(args))
         if unknown:
             names = [n for p in self.params for n in (*p.opts, *p.secondary_opts) if n[:2] == "--"]
-            messages = [unknown_flag(flag, names) for flag in unknown]
+            messages = [describe_unknown_flag(flag, names) for flag in unknown]
             messages[-1] += f" See `{ppo(ctx.command_path.partition(' ')[2])} --help`."
-            ctx.meta[UNKNOWN] = tuple(messages)
+            ctx.meta[UNKNOWN_FLAGS] = tuple(messages)
         for param in self.params:
-            _spare_absent(param)
-        return super().parse_args(ctx, spread(known_words))
+            _skip_check_when_absent(param)
+        return super().parse_args(ctx, repeat_list_flags(known_words))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print plain help: in rich tables of 80 columns long flags would be cut."""
@@ -255,13 +257,13 @@ class SettingsCommand(TyperCommand):
         return known_words, unknown
 
 
-def _spare_absent(param: Any) -> None:
+def _skip_check_when_absent(param: Any) -> None:
     """Leave out the check of a flag that was not given: Typer's, of a hundred, take 0.1 s."""
     check, may = param.process_value, not param.required
     param.process_value = lambda ctx, value: None if value is None and may else check(ctx, value)
 
 
-def spread(args: Sequence[str]) -> list[str]:
+def repeat_list_flags(args: Sequence[str]) -> list[str]:
     """Turn `--train_files a b` into `--train_files a --train_files b`."""
     lists = {key.flag for key in flag_keys().values() if key.is_list}
     out: list[str] = []
@@ -287,19 +289,19 @@ def _is_override(word: str) -> bool:
     return "=" in word or (word.startswith("~") and "/" not in word)
 
 
-def _layers() -> list[inspect.Parameter]:
+def _make_shared_parameters() -> list[inspect.Parameter]:
     presets = ", ".join([*preset_names(), *ALIASES])
     description = "Any setting by its key: actor.clip_ratio=0.1"
     return [
-        own_word("overrides", "[KEY=VALUE]...", description, several=True),
+        make_argument("overrides", "[KEY=VALUE]...", description, several=True),
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        own_flag("preset", str, None, f"A bundled start: {presets}.", "NAME"),
-        own_flag("config", list[str], None, "YAML settings; repeatable, later wins.", "FILE"),
-        switch("debug", "Show tracebacks."),
+        make_flag("preset", str, None, f"A bundled start: {presets}.", "NAME"),
+        make_flag("config", list[str], None, "YAML settings; repeatable, later wins.", "FILE"),
+        make_switch("debug", "Show tracebacks."),
     ]
 
 
-def _parameter(name: str, key: Key) -> inspect.Parameter:
+def _make_setting_flag(name: str, key: Key) -> inspect.Parameter:
     group = key.name.partition(".")[0]
     kind = bool if key.kind is bool else list[str] if key.is_list else str
     option = typer.Option(
@@ -307,10 +309,10 @@ def _parameter(name: str, key: Key) -> inspect.Parameter:
         f"--{name}/--no_{name}" if kind is bool else f"--{name}",
         help=help_line(key),
         rich_help_panel=PANELS.get(group, group.capitalize()),
-        metavar=None if kind is bool else _metavar(key),
+        metavar=None if kind is bool else _choose_metavar(key),
         show_default=False,
     )
-    return _keyword(name, kind | None, option)
+    return _keyword_parameter(name, kind | None, option)
 
 
 def help_line(key: Key) -> str:
@@ -318,7 +320,7 @@ def help_line(key: Key) -> str:
     facts = [key.name]
     if describe_range(key):
         facts.append(describe_range(key))
-    facts.append(f"default {_shown(key.default)}")
+    facts.append(f"default {_format_default(key.default)}")
     if key.env:
         facts.append(f"env {key.env}")
     if key.flag in EXAMPLES:
@@ -326,7 +328,7 @@ def help_line(key: Key) -> str:
     return f"{key.help} ({'; '.join(facts)})"
 
 
-def _shown(default: Any) -> str:
+def _format_default(default: Any) -> str:
     if default is None or default == ():
         return "unset"
     if isinstance(default, tuple):
@@ -334,7 +336,7 @@ def _shown(default: Any) -> str:
     return str(default)
 
 
-def _metavar(key: Key) -> str:
+def _choose_metavar(key: Key) -> str:
     if key.choices:
         return "WORD..." if key.is_list else "WORD"
     kind = get_args(key.kind)[0] if get_origin(key.kind) is tuple else key.kind
@@ -342,7 +344,7 @@ def _metavar(key: Key) -> str:
     return f"{word}..." if key.is_list else word
 
 
-def _keyword(name: str, annotation: Any, option: Any) -> inspect.Parameter:
+def _keyword_parameter(name: str, annotation: Any, option: Any) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation
     )

@@ -100,11 +100,11 @@ def report(
             raise UserError("Several runs make one page: name its file with --out FILE.")
         out = runs[0] / "report.html"
     from ppo_cli.report.page.server import open_runs
-    from ppo_cli.report.page.server import report as page_of
+    from ppo_cli.report.page.server import render_report as page_of
     from ppo_cli.scoring.rows import check_out
 
     check_out(out, str(runs[0]))
-    section = record_section() if self_test else ""
+    section = make_self_test_section() if self_test else ""
     data = open_runs(runs)
     text = page_of(data).replace("</body>", f"{section}</body>")
     try:
@@ -122,7 +122,7 @@ def report(
     print_result(summary, lambda: "\n".join(lines), as_json=as_json)
 
 
-def record_section() -> str:
+def make_self_test_section() -> str:
     """The record of the last self-test as a part of the page: no secrets, no host, no home."""
     record = read_record()
     if record is None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import typer
 
-from ppo_cli.cli.flags import Arguments, add_command, own_file, own_flag, switch
-from ppo_cli.cli.screen import aligned, make_screen, print_result
+from ppo_cli.cli.flags import Arguments, add_command, make_file_argument, make_flag, make_switch
+from ppo_cli.cli.screen import align_columns, make_screen, print_result
 from ppo_cli.config.models.bundled import prompt_files
 from ppo_cli.errors import ConfigError, Interrupted, RewardError
 
@@ -23,7 +23,7 @@ app = typer.Typer(
     epilog="Example: ppo prompts show math",
 )
 SHOWN_FLAGS = ("reward.api.", "data.prompt_key", "data.reward_fn_key")
-RULE = "─" * 30
+SEPARATOR = "─" * 30
 
 
 @app.command("list", epilog="Example: ppo prompts list")
@@ -46,7 +46,7 @@ def list_prompts(
         for t in prompts
     ]
     cells = [[t.name, f"v{t.version}", f"{t.scale!s:<5}", t.description] for t in prompts]
-    print_result(rows, lambda: "\n".join(aligned(cells, left_aligned=4)), as_json=as_json)
+    print_result(rows, lambda: "\n".join(align_columns(cells, left_aligned=4)), as_json=as_json)
 
 
 @app.command(epilog="Example: ppo prompts show math > mine.yaml")
@@ -84,7 +84,7 @@ def render(arguments: Arguments) -> None:
         "user": shown.question.user,
         "request": provider_call(config.reward.api, shown.question),
     }
-    print_result(facts, lambda: request_text(facts), as_json=arguments.extras["json"])
+    print_result(facts, lambda: format_request(facts), as_json=arguments.extras["json"])
 
 
 def rubric(arguments: Arguments) -> None:
@@ -114,14 +114,14 @@ def rubric(arguments: Arguments) -> None:
             "out": str(out),
             "one": for_whole_run,
         }
-    print_result(result, lambda: drafted_text(result), as_json=arguments.extras["json"])
+    print_result(result, lambda: format_draft_summary(result), as_json=arguments.extras["json"])
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} Run the same command again: what is there stays.")
     if result["failed"] and not result["written"]:
         raise RewardError("No draft could be read; try a stronger --rm_model.")
 
 
-def drafted_text(result: dict[str, Any]) -> str:
+def format_draft_summary(result: dict[str, Any]) -> str:
     """Return what drafting came to."""
     cost = "" if result["cost_usd"] is None else f", ${result['cost_usd']:.4f}"
     usage = f"{result['calls']:,} calls, {result['tokens']:,} tokens{cost}"
@@ -133,7 +133,7 @@ def drafted_text(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"  --rm_rubric {use}"])
 
 
-def request_text(facts: dict[str, Any]) -> str:
+def format_request(facts: dict[str, Any]) -> str:
     """Return a rendered request for people."""
     model, sent = facts["model"] or "no model chosen", facts["request"]
     lines = [
@@ -147,18 +147,23 @@ def request_text(facts: dict[str, Any]) -> str:
         )
     # The texts stand below, in full.
     texts = {facts["system"]: "(below)", facts["user"]: "(below)"}
-    parameters = json.dumps(_shortened(sent["arguments"], texts), ensure_ascii=False, indent=2)
+    parameters = json.dumps(_replace_texts(sent["arguments"], texts), ensure_ascii=False, indent=2)
     where = f"{sent['endpoint']}  {sent['method']}  mode {sent['mode']}"
-    lines += [f"{RULE} request", where, parameters]
-    lines += [f"{RULE} system", facts["system"] or "(none)", f"{RULE} user", facts["user"]]
+    lines += [f"{SEPARATOR} request", where, parameters]
+    lines += [
+        f"{SEPARATOR} system",
+        facts["system"] or "(none)",
+        f"{SEPARATOR} user",
+        facts["user"],
+    ]
     return "\n".join(lines)
 
 
-def _shortened(value: Any, texts: dict[str, str]) -> Any:
+def _replace_texts(value: Any, texts: dict[str, str]) -> Any:
     if isinstance(value, dict):
-        return {key: _shortened(item, texts) for key, item in value.items()}
+        return {key: _replace_texts(item, texts) for key, item in value.items()}
     if isinstance(value, list):
-        return [_shortened(item, texts) for item in value]
+        return [_replace_texts(item, texts) for item in value]
     return texts.get(value, value) if isinstance(value, str) and value else value
 
 
@@ -167,10 +172,10 @@ add_command(
     render,
     "Example: ppo prompts render rows.jsonl --row 3 --response 'x = 4' --rm_prompt_preset math",
     [
-        own_file("Data rows, or `embedded`.", required=True),
-        own_flag("row", int, 1, "Line or row of the file.", "INTEGER", min=1),
-        own_flag("response", str, None, "Response, if the row has no column.", "TEXT"),
-        switch("json", "Machine-readable, to stdout."),
+        make_file_argument("Data rows, or `embedded`.", required=True),
+        make_flag("row", int, 1, "Line or row of the file.", "INTEGER", min=1),
+        make_flag("response", str, None, "Response, if the row has no column.", "TEXT"),
+        make_switch("json", "Machine-readable, to stdout."),
     ],
     SHOWN_FLAGS,
 )
@@ -179,11 +184,11 @@ add_command(
     rubric,
     "Example: ppo prompts rubric rows.jsonl --out rubrics.jsonl --rm_model qwen-plus",
     [
-        own_file("Data rows, or `embedded`.", required=True),
-        own_flag("out", str, None, "Rows with extra_info.rubric; of --one a YAML file.", "FILE"),
-        switch("one", "One rubric for the whole run, from some of the rows."),
-        own_flag("criteria", int, 8, "Most criteria.", "N", min=1, max=20),
-        switch("json", "Machine-readable, to stdout."),
+        make_file_argument("Data rows, or `embedded`.", required=True),
+        make_flag("out", str, None, "Rows with extra_info.rubric; of --one a YAML file.", "FILE"),
+        make_switch("one", "One rubric for the whole run, from some of the rows."),
+        make_flag("criteria", int, 8, "Most criteria.", "N", min=1, max=20),
+        make_switch("json", "Machine-readable, to stdout."),
     ],
     SHOWN_FLAGS,
 )

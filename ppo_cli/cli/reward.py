@@ -14,8 +14,22 @@ from typing import Any
 import typer
 
 from ppo_cli.cli.app import Crash
-from ppo_cli.cli.flags import Arguments, add_command, own_file, own_flag, switch, taking
-from ppo_cli.cli.screen import clean, duration, make_screen, number, print_result, table
+from ppo_cli.cli.flags import (
+    Arguments,
+    add_command,
+    make_file_argument,
+    make_flag,
+    make_switch,
+    set_parameters,
+)
+from ppo_cli.cli.screen import (
+    format_duration,
+    format_number,
+    make_printable,
+    make_screen,
+    print_result,
+    titled_table,
+)
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, Interrupted, PpoError, RewardError, ppo
@@ -24,7 +38,7 @@ from ppo_cli.report.tracker import Screen
 BAR = 30
 Facts = Mapping[str, Any]
 Pairs = Sequence[tuple[str, str]]
-SPENT = {
+COST_COLUMNS = {
     "calls": "calls", "cached": "from the cache", "cost_usd": "cost", "tokens": "tokens",
     "tokens_in": "tokens in", "tokens_out": "tokens out",
 }  # fmt: skip
@@ -43,19 +57,19 @@ MODEL_COLUMNS = ("model", "$ in", "$ out", "reads", "until", "price by")
 
 def score_lines(summary: Facts) -> list[str]:
     """What a scored file came to."""
-    rows = _counts(summary)
+    rows = _count_rows(summary)
     if summary["scored"]:
-        rows += [(name, number(summary[name])) for name in ("mean", "std", "min", "max")]
-    lines = [*table("Scores", [*rows, *_spent(summary)]), *part_lines(summary)]
+        rows += [(name, format_number(summary[name])) for name in ("mean", "std", "min", "max")]
+    lines = [*titled_table("Scores", [*rows, *_cost_rows(summary)]), *part_lines(summary)]
     if summary["remarks"]:
         lines += ["", *(f"  - {sentence}" for sentence in summary["remarks"])]
-    lines += bars(summary["histogram"])
+    lines += histogram_lines(summary["histogram"])
     if summary["rankings"] is not None:
         lines += ["", *ranking_lines(summary["rankings"])]
     for title in ("best", "worst"):
         if summary[title]:
             lines += ["", title.capitalize()]
-            lines += [line for example in summary[title] for line in _example(example)]
+            lines += [line for example in summary[title] for line in _example_lines(example)]
     return [*lines, "", f"Written: {summary['out']}"]
 
 
@@ -63,73 +77,75 @@ def ranking_lines(facts: Facts) -> list[str]:
     """How far the new scores order responses as the earlier ones did."""
     of_prompts = f"among responses to one prompt ({facts['groups']:,} prompts)"
     pairs = [
-        (f"rank correlation, {facts['rows']:,} rows", number(facts["agreement"])),
-        (of_prompts, number(facts["within"])),
-        ("their pairs in reversed order", _percent(facts["turned"])),
+        (f"rank correlation, {facts['rows']:,} rows", format_number(facts["agreement"])),
+        (of_prompts, format_number(facts["within"])),
+        ("their pairs in reversed order", _format_percent(facts["turned"])),
     ]
     for step in facts["steps"] if len(facts["steps"]) > 1 else ():
-        means = f"{number(step['before'])} -> {number(step['now'])}, "
-        pairs.append((f"step {step['step']}, mean", f"{means}rank {number(step['agreement'])}"))
-    return table("Against the scores that were there", pairs)
+        means = f"{format_number(step['before'])} -> {format_number(step['now'])}, "
+        pairs.append(
+            (f"step {step['step']}, mean", f"{means}rank {format_number(step['agreement'])}")
+        )
+    return titled_table("Against the scores that were there", pairs)
 
 
 def part_lines(facts: Facts) -> list[str]:
     """The parts of a mixture side by side; of a reward alone only what it reports."""
     parts, mixed = facts["parts"], len(facts["parts"]) > 1
-    lines = ["", *_grid("Parts (raw scores)", parts, PART_COLUMNS)] if mixed else []
+    lines = ["", *_parts_table("Parts (raw scores)", parts, PART_COLUMNS)] if mixed else []
     if facts["reported"]:
-        lines += ["", *_grid("Reported only", facts["reported"], PART_COLUMNS)]
-    pairs = [(" with ".join(c["parts"]), number(c["value"])) for c in facts["correlations"]]
+        lines += ["", *_parts_table("Reported only", facts["reported"], PART_COLUMNS)]
+    pairs = [(" with ".join(c["parts"]), format_number(c["value"])) for c in facts["correlations"]]
     if mixed:
-        pairs.append(("total with length", number(facts["length"])))
-        lines += ["", *table("Correlations", pairs)]
+        pairs.append(("total with length", format_number(facts["length"])))
+        lines += ["", *titled_table("Correlations", pairs)]
     scales = [f"  {n}: {{{f['affine']}}}" for n, f in parts.items() if f["affine"] is not None]
     if scales and (mixed or "model" in parts):
         lines += ["", "To keep these scales for good, below composite_reward: parts:", *scales]
     return lines
 
 
-def _grid(title: str, rows: Mapping[str, Facts], columns: Mapping[str, str]) -> list[str]:
+def _parts_table(title: str, rows: Mapping[str, Facts], columns: Mapping[str, str]) -> list[str]:
     """A table with a line for each part; columns that no part has are left out."""
     present = {key: word for key, word in columns.items() if any(key in r for r in rows.values())}
     cells = [["", *present.values()]]
     for name, row in rows.items():
-        cells.append([name, *(_cell(key, row.get(key)) for key in present)])
-    return table(title, cells, left_aligned=1)
+        cells.append([name, *(_format_cell(key, row.get(key)) for key in present)])
+    return titled_table(title, cells, left_aligned=1)
 
 
-def _cell(key: str, value: Any) -> str:
+def _format_cell(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         value = value["value"]
     if key in ("weight", "share", "agree", "credited too much", "credited too little"):
-        return _percent(value)
-    return f"{value:,}" if isinstance(value, int) else number(value)
+        return _format_percent(value)
+    return f"{value:,}" if isinstance(value, int) else format_number(value)
 
 
-def _percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def _counts(summary: Facts) -> list[tuple[str, str]]:
+def _count_rows(summary: Facts) -> list[tuple[str, str]]:
     rows = [("rows", f"{summary['rows']:,}"), ("scored", f"{summary['scored']:,}")]
     failed = summary["failed"].items()
     return rows + [(f"failed: {cause}", f"{count:,}") for cause, count in failed]
 
 
-def _spent(facts: Facts) -> Pairs:
-    rows = [("time", duration(facts["seconds"]))]
-    for key, word in SPENT.items():
+def _cost_rows(facts: Facts) -> Pairs:
+    rows = [("time", format_duration(facts["seconds"]))]
+    for key, word in COST_COLUMNS.items():
         value = facts.get(key)
         if value is not None:
             rows.append((word, f"${value:.4f}" if key == "cost_usd" else f"{value:,.0f}"))
     return rows
 
 
-def bars(histogram: Sequence[Facts]) -> list[str]:
+def histogram_lines(histogram: Sequence[Facts]) -> list[str]:
     """A bar of text for each level, highest first."""
     if not histogram:
         return []
-    names = [_level(level) for level in histogram]
+    names = [_format_level(level) for level in histogram]
     width = max(map(len, names))
     largest = max(level["count"] for level in histogram)
     lines = ["", "Scores by level"]
@@ -140,39 +156,48 @@ def bars(histogram: Sequence[Facts]) -> list[str]:
     return lines
 
 
-def _level(level: Facts) -> str:
-    low, high = number(level["from"]), number(level["to"])
+def _format_level(level: Facts) -> str:
+    low, high = format_number(level["from"]), format_number(level["to"])
     return low if level["from"] == level["to"] else f"{low} to {high}"
 
 
-def _example(example: Facts) -> list[str]:
-    lines = [f"  {number(example['score'])}  {example['row']}: {example['response']}"]
+def _example_lines(example: Facts) -> list[str]:
+    lines = [f"  {format_number(example['score'])}  {example['row']}: {example['response']}"]
     return lines + ([f"         because: {example['reason']}"] if example["reason"] else [])
 
 
 def calibration_lines(result: Facts) -> list[str]:
     """What calibration found: a table, then a sentence for each finding."""
-    rows = [*_counts(result), ("labels", result["labels"]), *_spent(result["spent"])]
-    lines = table("Rows", rows)
-    lines += ["", *table("Against the labels (95 % interval)", _estimates(result["agreement"]))]
+    rows = [*_count_rows(result), ("labels", result["labels"]), *_cost_rows(result["spent"])]
+    lines = titled_table("Rows", rows)
+    lines += [
+        "",
+        *titled_table("Against the labels (95 % interval)", _estimate_rows(result["agreement"])),
+    ]
     for name, facts in result["parts"].items():
         if "agreement" in facts:
             title = f"Of {name} alone"
-            lines += ["", *table(title, _estimates(facts["agreement"]))]
+            lines += ["", *titled_table(title, _estimate_rows(facts["agreement"]))]
     lines += part_lines(result)
     if result["criteria"]:
-        lines += ["", *_grid("Criteria (credits from 0 to 1)", result["criteria"], CRITERIA)]
-    lines += ["", *table("Bias (rank correlation with the score)", _estimates(result["bias"]))]
+        lines += ["", *_parts_table("Criteria (credits from 0 to 1)", result["criteria"], CRITERIA)]
+    lines += [
+        "",
+        *titled_table("Bias (rank correlation with the score)", _estimate_rows(result["bias"])),
+    ]
     if result["repeated"] is not None:
-        lines += ["", *table("Repeated verdicts", _repeated(result["repeated"]))]
+        lines += ["", *titled_table("Repeated verdicts", _repeated_rows(result["repeated"]))]
     for name, facts in result["parts"].items():
         if facts.get("repeated") is not None:
-            lines += ["", *table(f"Repeated verdicts of {name}", _repeated(facts["repeated"]))]
-    lines += ["", *table("For 1,000 responses", _thousand(result["per_1000"]))]
+            lines += [
+                "",
+                *titled_table(f"Repeated verdicts of {name}", _repeated_rows(facts["repeated"])),
+            ]
+    lines += ["", *titled_table("For 1,000 responses", _cost_per_1000_rows(result["per_1000"]))]
     return [*lines, "", "In words", *(f"  - {line}" for line in result["advice"])]
 
 
-def _estimates(estimates: Mapping[str, Facts]) -> Pairs:
+def _estimate_rows(estimates: Mapping[str, Facts]) -> Pairs:
     rows = []
     for name, facts in estimates.items():
         if facts["value"] is None:
@@ -180,27 +205,27 @@ def _estimates(estimates: Mapping[str, Facts]) -> Pairs:
             continue
         interval = ""
         if facts["low"] is not None:
-            interval = f"  [{number(facts['low'])}, {number(facts['high'])}]"
-        at = f"  at {number(facts['at'])}" if facts.get("at") is not None else ""
-        rows.append((name, f"{number(facts['value'])}{interval}{at}"))
+            interval = f"  [{format_number(facts['low'])}, {format_number(facts['high'])}]"
+        at = f"  at {format_number(facts['at'])}" if facts.get("at") is not None else ""
+        rows.append((name, f"{format_number(facts['value'])}{interval}{at}"))
     return rows
 
 
-def _repeated(facts: Facts) -> Pairs:
+def _repeated_rows(facts: Facts) -> Pairs:
     return [
         ("rows", f"{facts['rows']:,} x {facts['verdicts']}"),
         ("exactly the same", f"{facts['same']:.0%} of pairs"),
-        ("mean difference", number(facts["mean_gap"])),
-        ("largest difference", number(facts["largest_gap"])),
+        ("mean difference", format_number(facts["mean_gap"])),
+        ("largest difference", format_number(facts["largest_gap"])),
     ]
 
 
-def _thousand(facts: Facts) -> Pairs:
+def _cost_per_1000_rows(facts: Facts) -> Pairs:
     if not facts:
         return [("unknown", "every verdict came from the cache")]
-    rows = [(word, facts.get(key)) for key, word in (("seconds", "seconds"), *SPENT.items())]
+    rows = [(word, facts.get(key)) for key, word in (("seconds", "seconds"), *COST_COLUMNS.items())]
     return [
-        (word, f"${value:.3f}" if word == "cost" else number(value))
+        (word, f"${value:.3f}" if word == "cost" else format_number(value))
         for word, value in rows
         if value is not None
     ]
@@ -212,23 +237,23 @@ def audit_lines(result: Facts) -> list[str]:
     lines = [f"Audit of {result['reward']}", ""]
     for check in result["checks"]:
         lines.append(f"{verdicts[check['passed']]}  {check['name']}: {check['said']}")
-        lines += _worst(check["worst"], failed=check["passed"] is False)
-    spent = ", ".join(f"{word} {value}" for word, value in _spent(result["spent"]))
+        lines += _worst_case_lines(check["worst"], failed=check["passed"] is False)
+    spent = ", ".join(f"{word} {value}" for word, value in _cost_rows(result["spent"]))
     return [*lines, "", f"{result['asked']:,} verdicts; {spent}."]
 
 
-def _worst(case: Facts | None, *, failed: bool) -> list[str]:
+def _worst_case_lines(case: Facts | None, *, failed: bool) -> list[str]:
     """The worst case of a check: all of it where it failed, else what came nearest."""
     if case is None:
         return []
     if failed:
-        return [f"      {word}: {_shown(case[word])}" for word in case if case[word] != ""]
-    return [f"      nearest: {_shown(case['got'])} for {_shown(case['sent'])}"]
+        return [f"      {word}: {_format_value(case[word])}" for word in case if case[word] != ""]
+    return [f"      nearest: {_format_value(case['got'])} for {_format_value(case['sent'])}"]
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, float):
-        return number(value)
+        return format_number(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -241,7 +266,7 @@ reward_app = typer.Typer(
 
 def score(arguments: Arguments) -> None:
     """Score the responses of a file or a run, by the same path as training."""
-    config, screen = _settings(arguments)
+    config, screen = _resolve_settings(arguments)
     from ppo_cli.data_sets.files import find_saved
     from ppo_cli.scoring.rows import (
         check_out,
@@ -293,7 +318,7 @@ def score(arguments: Arguments) -> None:
         **summarise_scores(responses.rows, scoring, config.reward),
         "rankings": compare_rankings(responses.rows, scoring.scores),
     }
-    _print(arguments, summary, score_lines)
+    _print_result(arguments, summary, score_lines)
     if scoring.stopped:
         done = f"{summary['scored']} of {summary['rows']} rows have a score in {out}."
         raise Interrupted(f"{scoring.stopped} {done} {resume_advice(config.reward)}")
@@ -302,12 +327,12 @@ def score(arguments: Arguments) -> None:
         warning = f"{lost} of {summary['rows']} rows could not be scored; `failure` says why."
         if arguments.extras["batch"]:
             warning += " Run the same command without --batch to ask for them directly."
-        print(clean(warning), file=sys.stderr)
+        print(make_printable(warning), file=sys.stderr)
 
 
 def calibrate(arguments: Arguments) -> None:
     """Hold a reward's scores against labels that people gave."""
-    config, screen = _settings(arguments)
+    config, screen = _resolve_settings(arguments)
     from ppo_cli.extras.trust.calibrate import calibrate as run_calibration
     from ppo_cli.extras.trust.criteria import LABEL_VALUE, add_label_values, read_marks
     from ppo_cli.scoring.rows import read_labels, read_responses
@@ -333,14 +358,14 @@ def calibrate(arguments: Arguments) -> None:
             result = run_calibration(
                 reward, config.reward, labelled, repeat=repeat, screen=screen, marks=marks
             )
-    _print(arguments, {"file": responses.source, **result}, calibration_lines)
+    _print_result(arguments, {"file": responses.source, **result}, calibration_lines)
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
 
 
 def audit(arguments: Arguments) -> None:
     """Attack a reward with worthless and hostile replies; exit 2 when a check fails."""
-    config, screen = _settings(arguments)
+    config, screen = _resolve_settings(arguments)
     from ppo_cli.extras.trust.attacks import load_items
     from ppo_cli.extras.trust.audit import audit as run_audit
     from ppo_cli.extras.trust.audit import open_without_gate
@@ -359,7 +384,7 @@ def audit(arguments: Arguments) -> None:
         open_without_gate(config.reward, items, Callbacks(note=screen.note)) as reward,
     ):
         result = run_audit(reward, config.reward, items, screen=screen)
-    _print(arguments, result, audit_lines)
+    _print_result(arguments, result, audit_lines)
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
     failed = [check["name"] for check in result["checks"] if check["passed"] is False]
@@ -390,7 +415,7 @@ def _listing_lines(listing: Facts) -> list[str]:
     rows = listing["models"]
     count = "no list" if rows is None else f"{len(rows):,} models"
     cells = [MODEL_COLUMNS, *map(_model_cells, rows)] if rows else []
-    lines = table(f"{listing['provider']}: {count}", cells, left_aligned=1)
+    lines = titled_table(f"{listing['provider']}: {count}", cells, left_aligned=1)
     return lines + [f"  {note}" for note in listing["notes"]]
 
 
@@ -400,7 +425,7 @@ def _model_cells(row: dict[str, Any]) -> list[str]:
     return [row["model"], *amounts, reads, row["until"] or "-", row["source"] or "-"]
 
 
-def _settings(arguments: Arguments) -> tuple[Config, Screen]:
+def _resolve_settings(arguments: Arguments) -> tuple[Config, Screen]:
     """The checked settings, and a screen on stderr: stdout is for the result."""
     resolved = arguments.resolve()
     if "file" in arguments.extras and not arguments.extras["file"]:
@@ -422,54 +447,56 @@ def _settings(arguments: Arguments) -> tuple[Config, Screen]:
     return config, screen
 
 
-def _print(
+def _print_result(
     arguments: Arguments, result: dict[str, Any], lines: Callable[[dict[str, Any]], list[str]]
 ) -> None:
     print_result(result, lambda: "\n".join(lines(result)), as_json=arguments.extras["json"])
 
 
-def _add(run: Callable[[Arguments], None], example: str, *extras: inspect.Parameter) -> None:
+def _add_reward_command(
+    run: Callable[[Arguments], None], example: str, *extras: inspect.Parameter
+) -> None:
     """Register a command whose help lists the settings of the reward."""
     add_command(reward_app, run, example, [*extras, *_COMMON], ("reward.",))
 
 
 _COMMON = (
-    switch("batch", "Ask by the provider's batch interface: at half the price, within a day."),
-    own_flag("batch_hours", float, 25.0, "Hours to wait for a batch.", "X", min=0.0001),
-    switch("json", "Print JSON."),
+    make_switch("batch", "Ask by the provider's batch interface: at half the price, within a day."),
+    make_flag("batch_hours", float, 25.0, "Hours to wait for a batch.", "X", min=0.0001),
+    make_switch("json", "Print JSON."),
 )
-_FILE = own_file("Rows with a `response`: JSON, JSONL (.gz too), parquet, or a hub set.")
-_RESPONSE_KEY = own_flag(
+_FILE = make_file_argument("Rows with a `response`: JSON, JSONL (.gz too), parquet, or a hub set.")
+_RESPONSE_KEY = make_flag(
     "response_key", str, "response", "Column that holds the responses.", "COLUMN"
 )
-_add(
+_add_reward_command(
     score,
     "Example: ppo reward score answers.jsonl --use_api_reward --rm_model qwen-plus",
     _FILE,
-    own_flag("out", str, None, "Where the scores go; unset, FILE.scored.jsonl beside it.", "OUT"),
-    own_flag(
+    make_flag("out", str, None, "Where the scores go; unset, FILE.scored.jsonl beside it.", "OUT"),
+    make_flag(
         "step", list[int], None, "With a run's folder as FILE: its steps; unset, the last.", "N"
     ),
     _RESPONSE_KEY,
 )
-_add(
+_add_reward_command(
     calibrate,
     "Example: ppo reward calibrate answers.jsonl --labels good --use_api_reward",
     _FILE,
-    own_flag("labels", str, None, "Column that holds the labels.", "COLUMN"),
-    own_flag(
+    make_flag("labels", str, None, "Column that holds the labels.", "COLUMN"),
+    make_flag(
         "criteria_labels", str, None, "Column with labels of criteria: {name: true}.", "COLUMN"
     ),
-    own_flag("positive", str, None, "Which of two labels is the good one.", "VALUE"),
-    own_flag("repeat", int, 3, "Fresh verdicts on each of up to 50 rows; 0: none.", "N"),
+    make_flag("positive", str, None, "Which of two labels is the good one.", "VALUE"),
+    make_flag("repeat", int, 3, "Fresh verdicts on each of up to 50 rows; 0: none.", "N"),
     _RESPONSE_KEY,
 )
-_add(
+_add_reward_command(
     audit,
     "Example: ppo reward audit --use_api_reward --rm_prompt_preset math",
-    own_flag("data", str, None, "Rows to attack with, in place of the bundled ones.", "FILE"),
-    own_flag("rows", int, 6, "Most rows to attack with.", "N"),
-    own_flag("items", str, None, "Bundled rows: math, code, dialogue or safety.", "NAME"),
+    make_flag("data", str, None, "Rows to attack with, in place of the bundled ones.", "FILE"),
+    make_flag("rows", int, 6, "Most rows to attack with.", "N"),
+    make_flag("items", str, None, "Bundled rows: math, code, dialogue or safety.", "NAME"),
 )
 
 
@@ -477,60 +504,60 @@ add_command(
     reward_app,
     models,
     "Example: ppo reward models --rm_api_type openai",
-    [switch("json", "Print JSON.")],
+    [make_switch("json", "Print JSON.")],
     ("reward.api.",),
 )
 FIT_EXAMPLE = "Example: ppo reward fit --data pairs.jsonl --model Qwen/Qwen2.5-0.5B --out my_rm"
 
 FIT_FLAGS = [
-    own_flag(
+    make_flag(
         "data", list[str], None,
         "Pairs: prompt, chosen, rejected, or two transcripts; repeatable. JSON, JSONL (.gz too), "
         "parquet, or a hub set.", "FILE",
     ),
-    own_flag(
+    make_flag(
         "model", str, None,
         "Causal language model to start from: folder, hub name, or `embedded`.", "PATH",
     ),
-    own_flag("out", str, "./reward_model", "Folder for the reward model.", "DIR"),
-    own_flag("val_data", list[str], None, "Held-out pairs; repeatable.", "FILE"),
-    own_flag(
+    make_flag("out", str, "./reward_model", "Folder for the reward model.", "DIR"),
+    make_flag("val_data", list[str], None, "Held-out pairs; repeatable.", "FILE"),
+    make_flag(
         "val_share", float, None,
         "Share of the pairs that is held out, by prompt; at most 2000 pairs.", "X",
         min=0.0, max=1.0, show_default="0.1",
     ),
-    own_flag("epochs", int, 1, "Passes over the pairs.", min=1),
-    own_flag("max_steps", int, None, "Most steps.", min=1),
-    own_flag(
+    make_flag("epochs", int, 1, "Passes over the pairs.", min=1),
+    make_flag("max_steps", int, None, "Most steps.", min=1),
+    make_flag(
         "lr", float, None, "Peak learning rate.", min=0.0, max=1.0,
         show_default="1e-5; 1e-3 for the head alone or a tiny model",
     ),
-    own_flag("warmup", float, 0.05, "Share of the steps with a rising rate.", min=0.0, max=1.0),
-    own_flag("batch_size", int, 32, "Pairs in a step.", min=1),
-    own_flag(
+    make_flag("warmup", float, 0.05, "Share of the steps with a rising rate.", min=0.0, max=1.0),
+    make_flag("batch_size", int, 32, "Pairs in a step.", min=1),
+    make_flag(
         "batch_tokens", int, 16384, "Tokens in memory at once; does not change the result.", min=16
     ),
-    own_flag(
+    make_flag(
         "max_length", int, None,
         "Most tokens of prompt and response; longer pairs are left out, never cut.", min=8,
         show_default="2048, or less if the model reads less",
     ),
-    switch("freeze_body", "Train the head alone: quick, and often less good."),
-    own_flag("center", float, 0.0, "Keep scores around 0; 0.01 is a usual weight.", min=0.0),
-    own_flag(
+    make_switch("freeze_body", "Train the head alone: quick, and often less good."),
+    make_flag("center", float, 0.0, "Keep scores around 0; 0.01 is a usual weight.", min=0.0),
+    make_flag(
         "dtype", str, None,
         "Precision of the computation: float32 or bfloat16; weights stay float32.", "WORD",
         show_default="bfloat16 on a GPU, else float32",
     ),
-    own_flag(
+    make_flag(
         "template", str, None,
         "Chat template for a model without one: transcript, chatml, or a Jinja file.", "NAME|FILE",
     ),
-    own_flag("seed", int, 42, "Seed of head, split and order.", min=0),
-    switch("skip_bad_rows", "Leave bad rows out instead of stopping."),
-    switch("overwrite", "Replace the fitted model that --out holds."),
-    switch("json", "Print JSON."),
-    switch("debug", "Show tracebacks."),
+    make_flag("seed", int, 42, "Seed of head, split and order.", min=0),
+    make_switch("skip_bad_rows", "Leave bad rows out instead of stopping."),
+    make_switch("overwrite", "Replace the fitted model that --out holds."),
+    make_switch("json", "Print JSON."),
+    make_switch("debug", "Show tracebacks."),
 ]  # fmt: skip
 RECIPE = (
     "epochs", "max_steps", "lr", "warmup", "batch_size", "batch_tokens", "center", "freeze_body",
@@ -540,7 +567,7 @@ RECIPE = (
 
 def fit_model(**typed: Any) -> None:
     """Train a reward model from pairs of responses (Bradley-Terry)."""
-    if problems := _problems(typed):
+    if problems := _find_fit_problems(typed):
         raise ConfigError(problems)
     from ppo_cli.extras.fitting.fit import fit as run_fit
     from ppo_cli.extras.fitting.training import FitSettings, Recipe
@@ -563,10 +590,10 @@ def fit_model(**typed: Any) -> None:
         raise Crash(Path()) from bug
     finally:
         screen.close()
-    print_result(record, lambda: fit_text(record), as_json=typed["json"])
+    print_result(record, lambda: format_fit(record), as_json=typed["json"])
 
 
-def _problems(typed: Mapping[str, Any]) -> list[str]:
+def _find_fit_problems(typed: Mapping[str, Any]) -> list[str]:
     """Say what is missing, before anything heavy is imported; all at once."""
     problems = []
     if not typed["data"]:
@@ -584,7 +611,7 @@ def _problems(typed: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def fit_text(record: dict[str, Any]) -> str:
+def format_fit(record: dict[str, Any]) -> str:
     """Return what the fit came to, and what to do with it."""
     before, after, pairs = record["before"], record["after"], record["pairs"]
     mean, std = record["scores"]["mean"], record["scores"]["std"]
@@ -600,12 +627,12 @@ def fit_text(record: dict[str, Any]) -> str:
         f"Use it:  {ppo('train')} --reward_model {record['out']}",
         f"In a mixture, under its part: scaling: affine, mean: {mean:.4g}, std: {std:.4g}",
     ]
-    if warning := doubt_warning(after["accuracy"], pairs["held_out"]):
+    if warning := warn_if_like_guessing(after["accuracy"], pairs["held_out"]):
         lines.insert(1, warning)
     return "\n".join(lines)
 
 
-def doubt_warning(accuracy: float, held_out: int) -> str | None:
+def warn_if_like_guessing(accuracy: float, held_out: int) -> str | None:
     """Say when an accuracy is within what guessing gives (two standard errors)."""
     if accuracy - 0.5 > 2 * math.sqrt(0.25 / held_out):
         return None
@@ -615,4 +642,4 @@ def doubt_warning(accuracy: float, held_out: int) -> str | None:
     )
 
 
-reward_app.command("fit", epilog=FIT_EXAMPLE)(taking(fit_model, FIT_FLAGS))
+reward_app.command("fit", epilog=FIT_EXAMPLE)(set_parameters(fit_model, FIT_FLAGS))

@@ -32,7 +32,7 @@ from rich.text import Text
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
-from ppo_cli.report.metrics import mixture_parts
+from ppo_cli.report.metrics import mixture_part_means
 from ppo_cli.report.tracker import Advance, Screen, Summary
 from ppo_cli.run_folder import plain
 from ppo_cli.signals import redirect_to_devnull
@@ -47,8 +47,8 @@ COLUMNS = {
     "entropy": "entropy",
     "response_length_mean": "length",
 }
-NOT_ON_A_LINE = {"policy_loss"}  # near 0 by its very construction
-NOISE = 1e-6  # smaller numbers of a step are rounding
+HIDDEN_COLUMNS = {"policy_loss"}  # near 0 by its very construction
+ROUNDED_TO_ZERO = 1e-6  # smaller numbers of a step are rounding
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.:-=+*#"
 CURVE_WIDTH = 40
@@ -56,7 +56,7 @@ ROUNDING = 1e-12  # below this a sum of normalised numbers is nothing else
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def clean(text: str) -> str:
+def make_printable(text: str) -> str:
     """Return text that is safe to show: no secrets, and control codes as their numbers.
 
     Responses are written by a model, and may hold codes that would repaint the terminal.
@@ -65,7 +65,7 @@ def clean(text: str) -> str:
     return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", printable)
 
 
-def fit(text: str, encoding: str | None) -> str:
+def replace_unencodable(text: str, encoding: str | None) -> str:
     """Return the text with a question mark for each character that an output cannot show."""
     name = encoding or "utf-8"
     return text.encode(name, "replace").decode(name)
@@ -90,7 +90,7 @@ def print_result(result: Any, text: Callable[[], str], *, as_json: bool) -> None
 
 def print_text(text: str) -> None:
     """Print text for people: no secrets, no control codes, nothing that the output cannot show."""
-    print(fit(clean(text), sys.stdout.encoding), flush=True)
+    print(replace_unencodable(make_printable(text), sys.stdout.encoding), flush=True)
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
@@ -101,7 +101,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
     print(text if readable else json.dumps(shown, indent=indent), flush=True)
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Return about three significant digits; a dash for what was not measured."""
     if value is None or not math.isfinite(value):
         return "-"
@@ -121,20 +121,20 @@ def step_line(
     """
     fields = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     for key, word in COLUMNS.items():
-        if key in metrics and key not in NOT_ON_A_LINE:
-            parts = _parts(metrics) if key == "reward_mean" else ""
-            shown = number(0.0 if abs(metrics[key]) < NOISE else metrics[key])
+        if key in metrics and key not in HIDDEN_COLUMNS:
+            parts = _format_parts(metrics) if key == "reward_mean" else ""
+            shown = format_number(0.0 if abs(metrics[key]) < ROUNDED_TO_ZERO else metrics[key])
             fields.append(f"{word} {shown}{parts}")
     if (value := validation_value(metrics)) is not None:
-        fields.append(f"val {number(value)}{_parts(metrics, 'val/')}")
+        fields.append(f"val {format_number(value)}{_format_parts(metrics, 'val/')}")
     if "time/step_s" in metrics:
         fields.append(f"{metrics['time/step_s']:.1f} s")
     if metrics.get("time/left_s"):
-        fields.append(f"{duration(metrics['time/left_s'])} left")
-    return _broken(fields, width) if width else "  ".join(fields)
+        fields.append(f"{format_duration(metrics['time/left_s'])} left")
+    return _wrap_fields(fields, width) if width else "  ".join(fields)
 
 
-def _broken(fields: Sequence[str], width: int) -> str:
+def _wrap_fields(fields: Sequence[str], width: int) -> str:
     lines = [fields[0]]
     for word in fields[1:]:
         if len(lines[-1]) + 2 + len(word) <= width:
@@ -144,10 +144,10 @@ def _broken(fields: Sequence[str], width: int) -> str:
     return "\n".join(lines)
 
 
-def _parts(metrics: Mapping[str, float], prefix: str = "") -> str:
+def _format_parts(metrics: Mapping[str, float], prefix: str = "") -> str:
     """Return the raw means of a mixture's parts: its total has a scale of its own."""
-    means = mixture_parts(metrics, prefix)
-    return f" ({', '.join(f'{n} {number(v)}' for n, v in means.items())})" if means else ""
+    means = mixture_part_means(metrics, prefix)
+    return f" ({', '.join(f'{n} {format_number(v)}' for n, v in means.items())})" if means else ""
 
 
 def validation_value(metrics: Mapping[str, float]) -> float | None:
@@ -172,7 +172,7 @@ def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
     return "".join(marks[round((v - low) * scale)] for v in means)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return `42 s`, `3 min 5 s` or `2 h 10 min`."""
     total = round(seconds)
     if total < 60:
@@ -181,7 +181,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def aligned(rows: Sequence[Sequence[str]], left_aligned: int = 2) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], left_aligned: int = 2) -> list[str]:
     """Pad cells to their column's width; the first `left_aligned` columns are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -193,14 +193,14 @@ def aligned(rows: Sequence[Sequence[str]], left_aligned: int = 2) -> list[str]:
     ]
 
 
-def table(title: str, rows: Sequence[Sequence[str]], left_aligned: int = 2) -> list[str]:
-    """A title, and below it the rows as `aligned` gives them, indented."""
-    return [title, *(f"  {line}" for line in aligned(rows, left_aligned))]
+def titled_table(title: str, rows: Sequence[Sequence[str]], left_aligned: int = 2) -> list[str]:
+    """Return a title, and below it the rows of `align_columns`, indented."""
+    return [title, *(f"  {line}" for line in align_columns(rows, left_aligned))]
 
 
-def _change(before: float | None, after: float, arrow: str, declined: bool) -> str:
+def _format_change(before: float | None, after: float, arrow: str, declined: bool) -> str:
     """Return `0.5 → 0.9`; one number where it was measured once."""
-    first, last = number(before), number(after)
+    first, last = format_number(before), format_number(after)
     if before is None or math.isnan(before):
         return last
     return f"{first} {arrow} {last}{' (declined)' if declined else ''}"
@@ -209,12 +209,12 @@ def _change(before: float | None, after: float, arrow: str, declined: bool) -> s
 def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     """Return what a run came to, line by line."""
     arrow = "->" if ascii_only else "→"
-    rows = [("steps", f"{summary.steps} in {duration(summary.wall_seconds)}")]
+    rows = [("steps", f"{summary.steps} in {format_duration(summary.wall_seconds)}")]
     if summary.session is not None:
         steps, seconds = summary.session
-        rows[0] = ("steps", f"{rows[0][1]} (this session: {steps} in {duration(seconds)})")
+        rows[0] = ("steps", f"{rows[0][1]} (this session: {steps} in {format_duration(seconds)})")
     for name, before, after in summary.measures:
-        rows.append((name, _change(before, after, arrow, name in summary.declined)))
+        rows.append((name, _format_change(before, after, arrow, name in summary.declined)))
     if summary.judge:
         rows.append(("judge", summary.judge))
     if len(summary.rewards) > 1:
@@ -222,15 +222,15 @@ def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     if summary.model_dir is not None:
         rows.append(("model", str(summary.model_dir)))
     rows.append(("run folder", str(summary.run_dir)))
-    lines = aligned(rows)
+    lines = align_columns(rows)
     if summary.warning:
         lines += ["", f"warning: {summary.warning}"]
     if summary.next_steps:
         lines += ["", "What next:", *(f"  {line}" for line in summary.next_steps)]
-    return [clean(line) for line in lines]
+    return [make_printable(line) for line in lines]
 
 
-class Unread(Interrupted):
+class OutputClosed(Interrupted):
     """The reader of the output has closed it."""
 
 
@@ -272,16 +272,20 @@ class PlainScreen(Screen):
 
     def _print(self, text: str) -> None:
         try:
-            print(fit(clean(text), self._file.encoding), file=self._file, flush=True)
+            print(
+                replace_unencodable(make_printable(text), self._file.encoding),
+                file=self._file,
+                flush=True,
+            )
         except BrokenPipeError:
             # What is still to be written would fail once more as the program ends.
             redirect_to_devnull(self._file.fileno())
-            raise Unread(
+            raise OutputClosed(
                 "The reader of this output has closed it. Write the output to a file with `> FILE`."
             ) from None
 
 
-class _TimeLeft(TimeRemainingColumn):
+class _TimeLeftColumn(TimeRemainingColumn):
     """The time left: of a phase from its speed, of the run from its own estimate."""
 
     max_refresh = 0.5
@@ -307,8 +311,8 @@ class QuietScreen(PlainScreen):
 
 
 CURVES = ("reward_mean", "kl_divergence", "clip_fraction", "entropy", "response_length_mean")
-SMALL = 20  # rows of a terminal below which only the bars are shown
-LONGEST = 400  # characters of a text in the view
+MIN_VIEW_HEIGHT = 20  # rows of a terminal below which only the bars are shown
+MAX_TEXT_CHARS = 400  # characters of a text in the view
 KEPT_LINES = 20  # printed again after the width has changed
 
 
@@ -346,7 +350,7 @@ class TerminalScreen(Screen):
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            _TimeLeft(),
+            _TimeLeftColumn(),
             console=console,
             speed_estimate_period=3600.0,  # of a phase: its parts may take minutes
             expand=True,
@@ -359,11 +363,11 @@ class TerminalScreen(Screen):
         self._sample: list[str] = []
         self._warning = ""
         self._printed: deque[tuple[str, str]] = deque(maxlen=KEPT_LINES)
-        self._live = self._new_view()
+        self._live = self._make_live()
 
-    def _new_view(self) -> Live:
+    def _make_live(self) -> Live:
         return Live(
-            console=self._console, get_renderable=self._view, transient=True,
+            console=self._console, get_renderable=self._render_view, transient=True,
             vertical_overflow="crop",
         )  # fmt: skip
 
@@ -382,9 +386,9 @@ class TerminalScreen(Screen):
             nonlocal done
             done += count
             self._progress.update(task, completed=done)
-            self._follow_width()
+            self._redraw_if_resized()
 
-        self._follow_width()
+        self._redraw_if_resized()
         self._live.refresh()
         yield advance
         self._progress.update(task, total=max(total or 1, done), completed=max(total or 1, done))
@@ -432,31 +436,36 @@ class TerminalScreen(Screen):
         """Take the view away."""
         self._live.stop()
 
-    def _view(self) -> Group:
+    def _render_view(self) -> Group:
         bars = self._progress.get_renderable()
-        if self._console.height < SMALL or not self._curves:
+        if self._console.height < MIN_VIEW_HEIGHT or not self._curves:
             return Group(bars)
         plain = not can_show(BLOCKS, self._console.encoding)
         rows = [
-            f"{name:<8}{sparkline(values, ascii_only=plain)} {number(values[-1])}"
+            f"{name:<8}{sparkline(values, ascii_only=plain)} {format_number(values[-1])}"
             for name, values in self._curves.items()
             if len(values) > 1
         ]
-        lines = [self._line(row) for row in rows]
+        lines = [self._make_row(row) for row in rows]
         if self._judge:
-            lines.append(self._line(self._judge))
+            lines.append(self._make_row(self._judge))
         if self._sample:
-            lines += [self._line(text, "dim") for text in self._sample]
+            lines += [self._make_row(text, "dim") for text in self._sample]
         if self._warning:
-            lines.append(self._line(f"warning: {self._warning}", "yellow"))
+            lines.append(self._make_row(f"warning: {self._warning}", "yellow"))
         return Group(*lines, bars)
 
-    def _line(self, text: str, style: str = "") -> Text:
+    def _make_row(self, text: str, style: str = "") -> Text:
         """One row of the view: what is longer is cut, so that nothing wraps."""
-        line = re.sub(r"\s*[\n\t]\s*", " ", clean(text))
-        return Text(fit(line, self._console.encoding), style, no_wrap=True, overflow="ellipsis")
+        line = re.sub(r"\s*[\n\t]\s*", " ", make_printable(text))
+        return Text(
+            replace_unencodable(line, self._console.encoding),
+            style,
+            no_wrap=True,
+            overflow="ellipsis",
+        )
 
-    def _follow_width(self) -> None:
+    def _redraw_if_resized(self) -> None:
         """Draw all of it again where the width has changed: terminals wrap what they had."""
         if self._console.width == self._width:
             return
@@ -465,22 +474,22 @@ class TerminalScreen(Screen):
         self._console.clear()
         for text, style in list(self._printed):
             self._console.print(Text(text, style=style))
-        self._live = self._new_view()  # the old one would erase as many lines as it had
+        self._live = self._make_live()  # the old one would erase as many lines as it had
         self._live.start()
 
     def _print(self, text: str, style: str = "") -> None:
-        self._follow_width()
-        self._printed.append((clean(text), style))
-        self._console.print(Text(clean(text), style=style), soft_wrap=True)
+        self._redraw_if_resized()
+        self._printed.append((make_printable(text), style))
+        self._console.print(Text(make_printable(text), style=style), soft_wrap=True)
 
 
 def sample_lines(line: Mapping[str, Any]) -> list[str]:
     """The end of a prompt, the response, and how it scored: a line each."""
-    score = "failed" if line["score"] is None else f"score {number(line['score'])}"
+    score = "failed" if line["score"] is None else f"score {format_number(line['score'])}"
     why = line["failure"] or line["reason"] or ""
-    prompt = " ".join(str(line["prompt"])[-LONGEST:].split())
+    prompt = " ".join(str(line["prompt"])[-MAX_TEXT_CHARS:].split())
     return [
         f"prompt    {prompt[-60:]}",
-        f"response  {line['response'][:LONGEST]}",
-        f"{score:<9} {why[:LONGEST]}",
+        f"response  {line['response'][:MAX_TEXT_CHARS]}",
+        f"{score:<9} {why[:MAX_TEXT_CHARS]}",
     ]

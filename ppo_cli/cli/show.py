@@ -15,15 +15,28 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ppo_cli.cli.flags import own_flag, own_word, switch, taking
-from ppo_cli.cli.screen import COLUMNS, aligned, number, print_result, table, validation_value
+from ppo_cli.cli.flags import make_argument, make_flag, make_switch, set_parameters
+from ppo_cli.cli.screen import (
+    COLUMNS,
+    align_columns,
+    format_number,
+    print_result,
+    titled_table,
+    validation_value,
+)
 from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.errors import ConfigError, DataError, ExhaustedBudget, Interrupted, UserError, ppo
-from ppo_cli.report.drift import judge_drift, people_of
-from ppo_cli.report.health import limits_of
-from ppo_cli.report.metrics import budget_to_finish, dollars, judge_totals, recent, resume_line
-from ppo_cli.report.page.run_data import config_of, settings_of
+from ppo_cli.report.drift import measure_judge_drift, read_opinions
+from ppo_cli.report.health import make_limits
+from ppo_cli.report.metrics import (
+    describe_judge_totals,
+    estimate_budget,
+    extend_budget,
+    format_dollars,
+    recent_statistics,
+)
+from ppo_cli.report.page.run_data import read_run_config, read_settings
 from ppo_cli.run_folder import (
     LOCK,
     METRICS_FILE,
@@ -39,10 +52,10 @@ from ppo_cli.run_folder import (
     run_settings,
 )
 
-MOST_STEPS = 20
-MOST_PROMPTS = 3
+DEFAULT_STEPS = 20
+DEFAULT_PROMPTS = 3
 RECENT = 10
-OWN = ("trainer.output_dir", "trainer.resume_mode")  # differ between any two runs
+ALWAYS_DIFFERENT = ("trainer.output_dir", "trainer.resume_mode")  # differ between any two runs
 Line = Mapping[str, Any]
 
 
@@ -68,14 +81,14 @@ def show(
     if len(folders) > 1:
         if csv is not None or summary:
             raise ConfigError("--csv and --summary take one run; name one.")
-        compared = compare_runs(folders, step, val, worst or MOST_PROMPTS)
+        compared = compare_runs(folders, step, val, worst or DEFAULT_PROMPTS)
         print_result(compared, lambda: comparison_text(compared), as_json=json)
     elif summary:
-        means = recent(read_metrics(run))
+        means = recent_statistics(read_metrics(run))
         print_result(means, lambda: recent_table(means), as_json=json)
     elif step is not None or worst is not None or val:
         lines = read_rollouts(run, step, "val" if val else "train")
-        chosen = lines if worst is None else worst_first(lines)[:worst]
+        chosen = lines if worst is None else sort_worst_first(lines)[:worst]
         print_result(chosen, lambda: "\n\n".join(map(rollout_text, chosen)), as_json=json)
     elif csv is not None:
         typer.echo(steps_csv(read_metrics(run), csv))
@@ -93,20 +106,20 @@ def compare_runs(
     The prompts are those whose scores lie furthest apart. Answers are of one step: the newest
     validation that all have, or else the newest training step, unless `step` and `val` say which.
     """
-    settings = [settings_of(run)[0] for run in folders]
+    settings = [read_settings(run)[0] for run in folders]
     chosen = {key for run_values in settings for key, _, origin in run_values if origin != DEFAULT}
     settings_by_run = [{key: value for key, value, _ in run_values} for run_values in settings]
     keys = [
         key
         for key in dict.fromkeys(k for values_of_run in settings_by_run for k in values_of_run)
-        if key not in OWN
+        if key not in ALWAYS_DIFFERENT
     ]
     values = {key: [values_of_run.get(key) for values_of_run in settings_by_run] for key in keys}
     # What an older version did not know yet is no difference from a default.
     differing = {k for k, v in values.items() if len(set(v)) > 1 and (None not in v or k in chosen)}
     histories = [read_metrics(run) for run in folders]
     validated = [[v for v in map(validation_value, h) if v is not None] for h in histories]
-    metrics = [recent(history, RECENT) for history in histories]
+    metrics = [recent_statistics(history, RECENT) for history in histories]
     names = sorted({name for run_means in metrics for name in run_means if name.endswith("_mean")})
     return {
         "runs": [str(run) for run in folders],
@@ -115,11 +128,11 @@ def compare_runs(
         "metrics": {
             n.removesuffix("_mean"): [run_means.get(n) for run_means in metrics] for n in names
         },
-        "prompts": same_prompts(folders, step, val)[:max_prompts],
+        "prompts": pair_answers(folders, step, val)[:max_prompts],
     }
 
 
-def same_prompts(folders: Sequence[Path], step: int | None, val: bool) -> list[dict[str, Any]]:
+def pair_answers(folders: Sequence[Path], step: int | None, val: bool) -> list[dict[str, Any]]:
     """The answers of all runs to the prompts that all have, furthest apart in score first."""
     for split in ("val",) if val else ("train",) if step is not None else ("val", "train"):
         common = set.intersection(*(set(rollout_steps(run, split)) for run in folders))
@@ -157,15 +170,21 @@ def comparison_text(compared: Mapping[str, Any]) -> str:
     ):
         rows = [["", *runs]]
         for name, values in part.items():
-            cells = (number(v) if isinstance(v, float | int) else str(v or "-") for v in values)
+            cells = (
+                format_number(v) if isinstance(v, float | int) else str(v or "-") for v in values
+            )
             rows.append([name, *cells])
-        lines += [*table(title, rows, left_aligned=1), ""] if part else [f"{title}: none", ""]
+        lines += (
+            [*titled_table(title, rows, left_aligned=1), ""] if part else [f"{title}: none", ""]
+        )
     if not compared["prompts"]:
         lines.append("No step whose responses all of them have answers the same prompts.")
     for row in compared["prompts"]:
-        lines += [f"--- step {row['step']}, {row['split']}", *block("prompt", row["prompt"])]
+        lines += [f"--- step {row['step']}, {row['split']}", *indent_block("prompt", row["prompt"])]
         for run, answer in zip(runs, row["answers"], strict=True):
-            lines += block(f"{run}, score {number(answer['score'])}", answer["response"])
+            lines += indent_block(
+                f"{run}, score {format_number(answer['score'])}", answer["response"]
+            )
     return "\n".join(lines)
 
 
@@ -198,25 +217,25 @@ def read_rollouts(run: Path, step: int | None, split: str) -> list[dict[str, Any
     file = rollout_file(run, chosen_step, split)
     lines = read_lines(file)
     for at, line in enumerate(lines, start=1):
-        if wrong := _wrong_type(line):
+        if wrong := _find_wrong_type(line):
             raise DataError(f"{file}, response {at}: {wrong}.")
     return [{"step": chosen_step} | line for line in lines]
 
 
 # What a response is sorted, matched and counted by; the rest is shown as it is.
-_TYPES: dict[str, tuple[type, ...]] = {
+FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "score": (int, float), "parts": (dict,), "uid": (str, int), "sample": (int,), "prompt": (str,),
 }  # fmt: skip
 
 
-def _wrong_type(line: Line) -> str:
+def _find_wrong_type(line: Line) -> str:
     """Name the first field whose value is of another type than a run writes; empty if none is."""
     parts = line.get("parts")
     inner = (
         {f"parts.{name}": part for name, part in parts.items()} if isinstance(parts, dict) else {}
     )
     raw = {f"{name}.raw": part.get("raw") for name, part in inner.items() if isinstance(part, dict)}
-    fields = [(name, line.get(name), kinds) for name, kinds in _TYPES.items()]
+    fields = [(name, line.get(name), kinds) for name, kinds in FIELD_TYPES.items()]
     fields += [(name, part, (dict,)) for name, part in inner.items()]
     fields += [(name, value, (int, float)) for name, value in raw.items()]
     for name, value, kinds in fields:
@@ -225,30 +244,30 @@ def _wrong_type(line: Line) -> str:
     return ""
 
 
-def worst_first(lines: Sequence[Line]) -> list[Line]:
+def sort_worst_first(lines: Sequence[Line]) -> list[Line]:
     """Sort by score, lowest first; those without a score at the end."""
     return sorted(lines, key=lambda x: (x.get("score") is None, x.get("score") or 0.0))
 
 
 def steps_text(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str:
     """Return the table of steps, and what the judges of the whole run did."""
-    judge = judge_totals(run, history)
+    judge = describe_judge_totals(run, history)
     blocks = [
         steps_table(steps),
         *([f"judge: {judge}"] if judge else []),
         *drift_lines(run, history),
     ]
     if not any(line["step"] > 0 for line in history) and paid_calls(run):
-        blocks.append(how_to_go_on(run, history))
+        blocks.append(describe_resume(run, history))
     return "\n\n".join(blocks)
 
 
 def drift_lines(run: Path, history: Sequence[Line]) -> list[str]:
     """Return how far the judge has drifted from what watches it, where that can be told."""
-    config, _ = config_of(run)
+    config, _ = read_run_config(run)
     if config is None:
         return []
-    drift = judge_drift(history, limits_of(config).watched, people_of(run, config))
+    drift = measure_judge_drift(history, make_limits(config).watched, read_opinions(run, config))
     if drift is None:
         return []
     return [
@@ -257,7 +276,7 @@ def drift_lines(run: Path, history: Sequence[Line]) -> list[str]:
     ]
 
 
-def how_to_go_on(run: Path, history: Sequence[Line]) -> str:
+def describe_resume(run: Path, history: Sequence[Line]) -> str:
     """Name the command for a run that spent money and has no step, with a budget to finish it."""
     file = run / "config.yaml"
     if not file.exists():
@@ -273,9 +292,9 @@ def how_to_go_on(run: Path, history: Sequence[Line]) -> str:
     ):
         used = ExhaustedBudget(flag, spent, len(calls), 0.0)
         steps, rows = sums["total_steps"] or 0, sums["validation_rows"] or 0
-        if limit and spent and budget_to_finish(used, config, history, steps, rows) > limit:
+        if limit and spent and estimate_budget(used, config, history, steps, rows) > limit:
             stop = Interrupted("", used_up=used)
-            command = resume_line(command, stop, config, history, steps, rows)
+            command = extend_budget(command, stop, config, history, steps, rows)
     return f"Go on with: {command}"
 
 
@@ -299,44 +318,47 @@ def steps_table(steps: Sequence[Line]) -> str:
         return "No step is finished yet."
     keys = [k for k in COLUMNS if any(line.get(k) is not None for line in steps)]
     rows = [["step", *(COLUMNS[k] for k in keys)]]
-    rows += [[str(line["step"]), *(number(line.get(k)) for k in keys)] for line in steps]
+    rows += [[str(line["step"]), *(format_number(line.get(k)) for k in keys)] for line in steps]
     values = [validation_value(line) for line in steps]
     if any(v is not None for v in values):
-        for row, cell in zip(rows, ["val", *map(number, values)], strict=True):
+        for row, cell in zip(rows, ["val", *map(format_number, values)], strict=True):
             row.append(cell)
-    return "\n".join(aligned(rows, left_aligned=0))
+    return "\n".join(align_columns(rows, left_aligned=0))
 
 
 def recent_table(means: Mapping[str, float]) -> str:
-    """Return what `recent` gives as a table of metric, mean and deviation."""
+    """Return the result of `recent_statistics` as a table of metric, mean and deviation."""
     names = [key.removesuffix("_std") for key in means if key.endswith("_std")]
     if not names:
         return "No step is finished yet."
     rows = [["metric", f"{'mean':>8}", f"{'std':>8}"]]
     rows += [
-        [name, *(number(means[f"{name}_{what}"]) for what in ("mean", "std"))] for name in names
+        [name, *(format_number(means[f"{name}_{what}"]) for what in ("mean", "std"))]
+        for name in names
     ]
-    return "\n".join(aligned(rows, left_aligned=1))
+    return "\n".join(align_columns(rows, left_aligned=1))
 
 
 def rollout_text(line: Line) -> str:
     """Return one response with its score, as text."""
     score = line.get("score")
-    scored = "no score" if score is None else f"score {number(score)}"
+    scored = "no score" if score is None else f"score {format_number(score)}"
     head = [f"step {line['step']}", scored, f"{line.get('tokens', '?')} tokens"]
     head += ["cut off"] if line.get("finish_reason") == "length" else []
     head += [f"data_source {line['data_source']}"] if line.get("data_source") else []
     blocks = [("failure", "failure"), ("reason", "reason"), ("ground truth", "ground_truth")]
-    lines = ["--- " + ", ".join(head), *block("prompt", line.get("prompt"))]
-    lines += block("response", line.get("response"))
-    lines += [row for name, key in blocks for row in block(name, line.get(key))]
+    lines = ["--- " + ", ".join(head), *indent_block("prompt", line.get("prompt"))]
+    lines += indent_block("response", line.get("response"))
+    lines += [row for name, key in blocks for row in indent_block(name, line.get(key))]
     parts = {n: p.get("raw") for n, p in (line.get("parts") or {}).items()}
     if len(parts) > 1:
-        lines += block("parts", ", ".join(f"{n} {number(v)}" for n, v in parts.items()))
+        lines += indent_block(
+            "parts", ", ".join(f"{n} {format_number(v)}" for n, v in parts.items())
+        )
     return "\n".join(lines)
 
 
-def block(name: str, value: Any) -> list[str]:
+def indent_block(name: str, value: Any) -> list[str]:
     """Return a named piece of text, its lines indented; nothing for an empty one."""
     if value is None or value == "":
         return []
@@ -345,25 +367,25 @@ def block(name: str, value: Any) -> list[str]:
 
 
 SHOW_FLAGS = [
-    own_word(
+    make_argument(
         "runs", "[RUN]...", "Run folder: the --output_dir of a run; several are compared.",
         several=True, shown="outputs",
     ),
-    own_flag("step", int, None, "Show the responses of this step.", min=0),
-    own_flag("worst", int, None, "Show the N responses with the lowest scores.", min=1),
-    switch("val", "Show validation responses."),
-    own_flag("last", int, MOST_STEPS, "Rows of the table of steps.", min=1),
-    switch("summary", "Show mean and deviation over the last 100 steps."),
-    switch("json", "Print JSON."),
-    own_flag("csv", str, None, "All steps as CSV, to stdout or into a file.", "[FILE.csv]"),
+    make_flag("step", int, None, "Show the responses of this step.", min=0),
+    make_flag("worst", int, None, "Show the N responses with the lowest scores.", min=1),
+    make_switch("val", "Show validation responses."),
+    make_flag("last", int, DEFAULT_STEPS, "Rows of the table of steps.", min=1),
+    make_switch("summary", "Show mean and deviation over the last 100 steps."),
+    make_switch("json", "Print JSON."),
+    make_flag("csv", str, None, "All steps as CSV, to stdout or into a file.", "[FILE.csv]"),
 ]  # fmt: skip
 show_app = typer.Typer(add_completion=False)
 show_app.command(cls=ShowCommand, epilog="Example: ppo show outputs --worst 5")(
-    taking(show, SHOW_FLAGS)
+    set_parameters(show, SHOW_FLAGS)
 )
 
 
-DEEPEST = 3  # folders below DIR
+MAX_DEPTH = 3  # folders below DIR
 
 
 def runs(
@@ -391,7 +413,7 @@ def find_runs(folder: Path, depth: int = 0) -> list[Path]:
     """The run folders here and below; what is in a run, earlier runs too, is a part of it."""
     if (folder / METRICS_FILE).exists():
         return [folder]
-    if depth == DEEPEST:
+    if depth == MAX_DEPTH:
         return []
     inner: list[Path] = []
     with suppress(OSError):
@@ -444,11 +466,11 @@ def runs_table(run_list: list[dict[str, Any]]) -> str:
         total = f"/{run['total_steps']}" if run["total_steps"] else ""
         rows.append([
             run["run"], run["state"], f"{run['step']}{total}", str(run["saved_step"] or "-"),
-            number(run["reward"]), number(run["validation"]),
-            dollars(run["cost_usd"]) if run["cost_usd"] else "-",
+            format_number(run["reward"]), format_number(run["validation"]),
+            format_dollars(run["cost_usd"]) if run["cost_usd"] else "-",
             time.strftime("%Y-%m-%d %H:%M", time.localtime(run["changed"])),
         ])  # fmt: skip
-    return "\n".join(aligned(rows))
+    return "\n".join(align_columns(rows))
 
 
 runs_app = typer.Typer(add_completion=False)

@@ -20,7 +20,7 @@ import typer
 
 from ppo_cli.allocator import pause_garbage_collection
 from ppo_cli.cli.app import Crash
-from ppo_cli.cli.flags import Arguments, add_command, own_flag, switch
+from ppo_cli.cli.flags import Arguments, add_command, make_flag, make_switch
 from ppo_cli.config.checks.devices import missing_gpus
 from ppo_cli.config.checks.models import damaged_models
 from ppo_cli.config.checks.rewards import missing_keys
@@ -69,9 +69,9 @@ if TYPE_CHECKING:
     from ppo_cli.run.simulate import Simulation
 
 NO_FORECAST = "no forecast: "
-MOST_ROWS = 4_000  # a plan takes less than a second, however many rows there are
+MAX_PLAN_ROWS = 4_000  # a plan takes less than a second, however many rows there are
 SPLITS: tuple[DataSplit, ...] = ("train", "val")
-Read = Callable[[DataSplit], Sequence[Prompt]]
+PromptReader = Callable[[DataSplit], Sequence[Prompt]]
 PLAN_EPILOG = (
     "Example: ppo plan --preset gsm8k --batch_size 128   or, for programs: ppo plan --json"
 )
@@ -80,15 +80,15 @@ PLAN_EPILOG = (
 def plan(arguments: Arguments) -> None:
     """Show every setting with its origin, and the batch arithmetic."""
     if arguments.on_verl:
-        from ppo_cli.cli.bridge import plan_there
+        from ppo_cli.cli.bridge import print_verl_plan
 
-        plan_there(arguments)
+        print_verl_plan(arguments)
         return
-    resolved = add_second_judge(forked(arguments), os.environ)
-    read = reader(resolved.config)
+    resolved = add_second_judge(resolve_with_fork(arguments), os.environ)
+    read = make_prompt_reader(resolved.config)
     resolved = replace(resolved, notes=(*resolved.notes, *_lr_notes(resolved.config)))
-    problems = [*refusals(resolved), *refused_checkpoint(resolved.config)]
-    problems = list(dict.fromkeys([*problems, *refused_rows(resolved.config, read)]))
+    problems = [*find_refusals(resolved), *find_checkpoint_refusal(resolved.config)]
+    problems = list(dict.fromkeys([*problems, *find_row_refusals(resolved.config, read)]))
     if refused_settings(resolved):  # there is nothing to lay out
         raise ConfigError(problems)
     with assume_gpu_memory(arguments.extras["device_memory"]):
@@ -98,12 +98,12 @@ def plan(arguments: Arguments) -> None:
 
 
 def _show_plan(
-    resolved: Resolved, read: Read, extras: Mapping[str, Any], problems: Sequence[str]
+    resolved: Resolved, read: PromptReader, extras: Mapping[str, Any], problems: Sequence[str]
 ) -> None:
     if extras["json"]:
         from ppo_cli.cli.screen import print_json
 
-        plan_of_run, judge = _lay_out(resolved, read)
+        plan_of_run, judge = _make_full_plan(resolved, read)
         facts = plan_of_run.as_dict() | judge.facts
         if extras["simulate"]:
             facts["simulation"] = _simulate(resolved.config).as_dict()
@@ -130,18 +130,18 @@ def _simulate(config: Config) -> Simulation:
 
 def _lr_notes(config: Config) -> Iterator[str]:
     """Yield how the learning rate jumps where the run goes on from a checkpoint."""
-    from ppo_cli.report.metrics import lr_jumps
+    from ppo_cli.report.metrics import find_lr_jumps
 
     store = CheckpointStore(Path(config.trainer.output_dir).expanduser() / "checkpoints", None)
-    with suppress(ModelError):  # `refused_checkpoint` reports it
+    with suppress(ModelError):  # `find_checkpoint_refusal` reports it
         checkpoint = find_resume(store, config.trainer.resume_mode)
         total = batch_arithmetic(config)["total_steps"]
         if checkpoint is not None and total:
-            for jump in lr_jumps(config, checkpoint, total):
+            for jump in find_lr_jumps(config, checkpoint, total):
                 yield f"The run goes on from {checkpoint}: {jump}."
 
 
-def forked(arguments: Arguments) -> Resolved:
+def resolve_with_fork(arguments: Arguments) -> Resolved:
     """Resolve; with `--fork RUN[@STEP]` over that run's settings, from its checkpoint, elsewhere.
 
     Once the fork has a checkpoint of its own, `--resume auto` goes on from that.
@@ -152,9 +152,11 @@ def forked(arguments: Arguments) -> Resolved:
         try:
             return arguments.resolve_node()
         except ConfigError as error:
-            from ppo_cli.cli.bridge import runs_there
+            from ppo_cli.cli.bridge import suggest_verl
 
-            raise ConfigError([*error.problems, *runs_there(arguments, error.problems)]) from error
+            raise ConfigError(
+                [*error.problems, *suggest_verl(arguments, error.problems)]
+            ) from error
     if not word.strip():
         raise ConfigError("--fork names no run; name one, or RUN@STEP, or leave it out.")
     source = find_source(word)
@@ -178,7 +180,7 @@ def forked(arguments: Arguments) -> Resolved:
     return resolved
 
 
-def refusals(resolved: Resolved) -> list[str]:
+def find_refusals(resolved: Resolved) -> list[str]:
     """Return why a run would end before it begins, as far as no model has to be loaded for it.
 
     GPUs and keys may be absent where a run is only planned: they are remarks of a plan.
@@ -193,7 +195,7 @@ def refusals(resolved: Resolved) -> list[str]:
     return [redact(line) for line in dict.fromkeys(problems)]
 
 
-def reader(config: Config) -> Read:
+def make_prompt_reader(config: Config) -> PromptReader:
     """Return what reads the first MOST_ROWS prompts of a split that are on this disk, once."""
 
     def read(split: DataSplit) -> list[Prompt]:
@@ -216,11 +218,11 @@ def _first_rows(config: Config, split: DataSplit) -> list[RowSet]:
         prompt_key=config.data.prompt_key,
         source_key=config.data.reward_fn_key,
         max_samples=max_samples,
-        at_most=MOST_ROWS,
+        at_most=MAX_PLAN_ROWS,
     )
 
 
-def _refused_by_template(config: Config, splits: Sequence[DataSplit]) -> Iterator[str]:
+def _find_template_refusals(config: Config, splits: Sequence[DataSplit]) -> Iterator[str]:
     """Yield why the chat template of a model on this disk refuses the first rows, if it does."""
     folder = Path(model_folder(config.model.path or "")).expanduser()
     if not folder.is_dir():
@@ -242,7 +244,7 @@ def _refused_by_template(config: Config, splits: Sequence[DataSplit]) -> Iterato
         )
 
 
-def refused_checkpoint(config: Config) -> list[str]:
+def find_checkpoint_refusal(config: Config) -> list[str]:
     """Return why the checkpoint that `--resume` or `--fork` names cannot be resumed."""
     mode = config.trainer.resume_mode
     if config.trainer.node_rank or mode in ("auto", "never"):
@@ -257,7 +259,7 @@ def refused_checkpoint(config: Config) -> list[str]:
     return [redact(line) for line in collect_problems([check])]
 
 
-def refused_rows(config: Config, read: Read) -> list[str]:
+def find_row_refusals(config: Config, read: PromptReader) -> list[str]:
     """Return why a run would end once it has read its rows: bad, too few, or without truths."""
     if config.trainer.node_rank:
         return []
@@ -278,20 +280,20 @@ def refused_rows(config: Config, read: Read) -> list[str]:
         far = any(is_hub_name(name) for files in named.values() for name in files)
         problems += collect_problems(row_checks(config.reward, prompts, all_known=not far))
         local = [split for split in SPLITS if not all(map(is_hub_name, named[split]))]
-        problems += _refused_by_template(config, local)
+        problems += _find_template_refusals(config, local)
     return [redact(line) for line in dict.fromkeys(problems)]
 
 
-def unread_rows(config: Config) -> list[str]:
+def describe_unread_rows(config: Config) -> list[str]:
     """Say of which files a plan has read the first rows only."""
     notices = []
     for files in (split_files(config, split)[0] for split in SPLITS):
         counts = [count_rows(name) or 0 for name in files]
-        if sum(counts) > MOST_ROWS:
+        if sum(counts) > MAX_PLAN_ROWS:
             line = ppo(shlex.join(["data", "check", *files]))
             notices.append(
-                f"Only the first {MOST_ROWS:,} of {sum(counts):,} rows were read for this plan; "
-                f"`{line}` checks them all."
+                f"Only the first {MAX_PLAN_ROWS:,} of {sum(counts):,} rows were read for this "
+                f"plan; `{line}` checks them all."
             )
     return notices
 
@@ -316,19 +318,21 @@ def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
 
 
 def print_plan(
-    resolved: Resolved, read: Read, *, every: bool = False, problems: Sequence[str] = ()
+    resolved: Resolved, read: PromptReader, *, every: bool = False, problems: Sequence[str] = ()
 ) -> None:
     """Print the plan for people: what was set first, then what it comes to.
 
     Without `every`, settings at their default are counted only. Problems are printed later and
     are left out of the notes.
     """
-    plan_of_run, judge = _lay_out(resolved, read)
+    plan_of_run, judge = _make_full_plan(resolved, read)
     rows = [
-        (k, _shown(v), o) for k, (v, o) in plan_of_run.values.items() if every or o != "default"
+        (k, _format_value(v), o)
+        for k, (v, o) in plan_of_run.values.items()
+        if every or o != "default"
     ]
     rows.sort(key=lambda row: row[2] == "default")
-    lines = ["Settings", *_columns(rows)]
+    lines = ["Settings", *_format_settings(rows)]
     if hidden := len(plan_of_run.values) - len(rows):
         lines.append(f"  and {hidden} at their default (--all shows them)")
     parts = {
@@ -345,21 +349,21 @@ def print_plan(
     print("\n".join(lines), flush=True)
 
 
-def _lay_out(resolved: Resolved, read: Read) -> tuple[Plan, PlanPart]:
+def _make_full_plan(resolved: Resolved, read: PromptReader) -> tuple[Plan, PlanPart]:
     """Return the plan of a run and what its judges will take."""
     plan_of_run = make_plan(resolved)
-    notes = (*plan_of_run.notes, *unread_rows(resolved.config))
-    time = _step_time(resolved.config, plan_of_run.arithmetic["total_steps"])
+    notes = (*plan_of_run.notes, *describe_unread_rows(resolved.config))
+    time = _forecast_step_time(resolved.config, plan_of_run.arithmetic["total_steps"])
     plan_of_run = replace(
         plan_of_run,
         notes=notes,
         arithmetic=plan_of_run.arithmetic | time.facts,
         sentences=(*plan_of_run.sentences, *time.sentences),
     )
-    return plan_of_run, _judge_plan(resolved.config, read)
+    return plan_of_run, _forecast_judges(resolved.config, read)
 
 
-def _step_time(config: Config, steps: int | None) -> PlanPart:
+def _forecast_step_time(config: Config, steps: int | None) -> PlanPart:
     """Forecast the time of a step from the run in the output folder, if it is of the same model."""
     run = Path(config.trainer.output_dir).expanduser()
     unknown = PlanPart(
@@ -390,7 +394,7 @@ def _step_time(config: Config, steps: int | None) -> PlanPart:
     return PlanPart((sentence,), {"step_seconds": step})
 
 
-def _judge_plan(config: Config, read: Read) -> PlanPart:
+def _forecast_judges(config: Config, read: PromptReader) -> PlanPart:
     """Forecast what judges take, or say why not; empty without any."""
     judges = judges_of(config.reward)
     if not judges:
@@ -421,7 +425,7 @@ def _judge_plan(config: Config, read: Read) -> PlanPart:
     return PlanPart(tuple(lines), {"judge": facts_of_all})
 
 
-def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
+def _format_settings(rows: list[tuple[str, str, str]]) -> list[str]:
     if not rows:
         return []
     first = max(len(row[0]) for row in rows)
@@ -429,17 +433,17 @@ def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
     return [f"  {key:<{first}}  {value:<{second}}  {origin}" for key, value, origin in rows]
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return "unset"
     if isinstance(value, list):
-        return ", ".join(_shown(item) for item in value) or "none"
+        return ", ".join(_format_value(item) for item in value) or "none"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_shown(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {_format_value(item)}' for key, item in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-FORK = own_flag(
+FORK = make_flag(
     "fork", str, None, "Start a new run from a checkpoint of another, with its settings.",
     "RUN[@STEP]",
 )  # fmt: skip
@@ -449,14 +453,14 @@ add_command(
     plan,
     PLAN_EPILOG,
     [
-        switch("all", "Also the settings at their default."),
+        make_switch("all", "Also the settings at their default."),
         FORK,
-        switch("json", "Machine-readable, to stdout."),
-        switch(
+        make_switch("json", "Machine-readable, to stdout."),
+        make_switch(
             "simulate",
             "Also run a step without numbers, and measure what it takes of a GPU (minutes).",
         ),
-        own_flag(
+        make_flag(
             "device_memory", str, None, "What each GPU has, if they are elsewhere: 80GB.", "SIZE"
         ),
     ],
@@ -472,16 +476,16 @@ TRAIN_EPILOG = (
 def train(arguments: Arguments) -> None:
     """Train a model with PPO."""
     if arguments.on_verl:
-        from ppo_cli.cli.bridge import plan_there, train_there
+        from ppo_cli.cli.bridge import print_verl_plan, train_on_verl
 
-        (plan_there if arguments.extras["dry_run"] else train_there)(arguments)
+        (print_verl_plan if arguments.extras["dry_run"] else train_on_verl)(arguments)
         return
-    resolved = add_second_judge(forked(arguments), os.environ)
-    problems = refusals(resolved)
+    resolved = add_second_judge(resolve_with_fork(arguments), os.environ)
+    problems = find_refusals(resolved)
     if arguments.extras["dry_run"]:
-        read = reader(resolved.config)
-        problems += refused_checkpoint(resolved.config)
-        problems = list(dict.fromkeys([*problems, *refused_rows(resolved.config, read)]))
+        read = make_prompt_reader(resolved.config)
+        problems += find_checkpoint_refusal(resolved.config)
+        problems = list(dict.fromkeys([*problems, *find_row_refusals(resolved.config, read)]))
         if not refused_settings(resolved):
             print_plan(resolved, read, problems=problems)
     elif not resolved.config.trainer.node_rank:
@@ -490,11 +494,11 @@ def train(arguments: Arguments) -> None:
     if problems:
         raise ConfigError(problems)
     if not arguments.extras["dry_run"]:
-        _run(resolved, quiet=bool(arguments.extras["quiet"]))
+        _run_training(resolved, quiet=bool(arguments.extras["quiet"]))
 
 
-def _run(resolved: Resolved, *, quiet: bool) -> None:
-    from ppo_cli.cli.screen import Unread, make_screen
+def _run_training(resolved: Resolved, *, quiet: bool) -> None:
+    from ppo_cli.cli.screen import OutputClosed, make_screen
 
     screen = make_screen(quiet=quiet)
     if resolved.config.trainer.node_rank:
@@ -504,8 +508,8 @@ def _run(resolved: Resolved, *, quiet: bool) -> None:
     for note in (*resolved.notes, *remarks(resolved)):
         screen.note(note)
     try:
-        _drive(resolved, screen)
-    except Unread as error:
+        _train_on_nodes(resolved, screen)
+    except OutputClosed as error:
         raise Interrupted(f"{error} What was saved goes on with --resume auto.") from error
     except Exception as error:
         # The parser would end without a word for any pipe that broke.
@@ -515,7 +519,7 @@ def _run(resolved: Resolved, *, quiet: bool) -> None:
         raise Crash(Path(resolved.config.trainer.output_dir)) from error
 
 
-def _drive(resolved: Resolved, screen: Screen) -> None:
+def _train_on_nodes(resolved: Resolved, screen: Screen) -> None:
     """Train from here, with the other nodes where there are any."""
     screen.note("Importing torch and transformers")  # takes seconds, in which nothing else is shown
     several = resolved.config.trainer.nnodes > 1 or os.environ.get("RAY_ADDRESS", "").strip()
@@ -542,8 +546,8 @@ add_command(
     train,
     TRAIN_EPILOG,
     [
-        switch("dry_run", "Print the plan and stop."),
-        switch("quiet", "Print warnings and the summary only."),
+        make_switch("dry_run", "Print the plan and stop."),
+        make_switch("quiet", "Print warnings and the summary only."),
         FORK,
     ],
 )

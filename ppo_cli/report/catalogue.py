@@ -40,12 +40,12 @@ class Metric:
         return self.key.count("/") == key.count("/") and fnmatchcase(key, self.key)
 
 
-def _entropy(limits: Limits, values: Series) -> Band:
+def _entropy_band(limits: Limits, values: Series) -> Band:
     early = [v for v in values[:3] if v is not None]
     return (limits.entropy_share * sum(early) / len(early), None) if early else (None, None)
 
 
-_STEADY = "Jumps by ten: once is harmless; if they come again, lower "
+_JUMP_ADVICE = "Jumps by ten: once is harmless; if they come again, lower "
 METRICS = (
     Metric("reward_mean", "Reward", "reward", "Mean score of the responses of a step.",
            "Should rise. If not: look at the worst responses, then --lr and the reward."),
@@ -65,7 +65,7 @@ METRICS = (
     Metric("ppo_ratio", "Ratio", "ratio", "New probability of a token over the old one.",
            "lower --lr or --ppo_epochs", lambda limits, _: limits.ppo_ratio, low_counts=True),
     Metric("entropy", "Entropy", "entropy", "How varied the responses are.",
-           "raise actor.entropy_coeff or --temperature, or lower --lr", _entropy),
+           "raise actor.entropy_coeff or --temperature, or lower --lr", _entropy_band),
     Metric("value_loss", "Value loss", "value loss", "Error of the critic.",
            "Should fall, then follow the reward. If it rises, lower --critic_lr."),
     Metric("explained_variance", "Explained variance", "explained variance",
@@ -73,7 +73,8 @@ METRICS = (
            "raise --critic_lr or --critic_epochs, or set trainer.critic_warmup",
            lambda *_: (0.0, 1.0)),
     Metric("policy_loss", "Policy loss"),
-    Metric("grad_norm", "Gradient norm", "gradient norm", "Before clipping.", f"{_STEADY}--lr."),
+    Metric("grad_norm", "Gradient norm", "gradient norm", "Before clipping.",
+           f"{_JUMP_ADVICE}--lr."),
     Metric("critic_grad_norm", "Gradient norm"),
     Metric("response_length_mean", "Response length", "length", "Mean tokens of a response.",
            "If it grows without reward: --overlong_buffer; the judge may like length."),
@@ -138,15 +139,15 @@ METRICS = (
 )  # fmt: skip
 
 
-def place_of(key: str) -> int:
+def find_position(key: str) -> int:
     """Where the entry of a key stands in METRICS; its length where none names the key."""
     return next((i for i, m in enumerate(METRICS) if m.matches(key)), len(METRICS))
 
 
-def plots_of(keys: Iterable[str]) -> list[dict[str, Any]]:
+def list_plots(keys: Iterable[str]) -> list[dict[str, Any]]:
     """The plots that keys need, in the order of METRICS; what no entry names comes last."""
     plots: dict[str, dict[str, Any]] = {}
-    for place, key in sorted((place_of(key), key) for key in keys):
+    for place, key in sorted((find_position(key), key) for key in keys):
         catalogued = place < len(METRICS)
         title = METRICS[place].plot if catalogued else key
         stacked = catalogued and METRICS[place].stacked
@@ -155,34 +156,34 @@ def plots_of(keys: Iterable[str]) -> list[dict[str, Any]]:
     return list(plots.values())
 
 
-def tiles_of(
+def make_tiles(
     series: Mapping[str, Series], steps: Sequence[int], limits: Limits
 ) -> list[dict[str, Any]]:
     """The small pictures of a run: value, range, since when it is out of it, what to change."""
     tiles = []
-    for place, key in sorted((place_of(key), key) for key in series):
+    for place, key in sorted((find_position(key), key) for key in series):
         if place == len(METRICS) or not METRICS[place].tile:
             continue
         metric, values = METRICS[place], series[key]
         low, high = metric.band(limits, values) if metric.band else (None, None)
         tiles.append({
             "key": key,
-            "title": f"{metric.tile}{_which(key)}",
+            "title": f"{metric.tile}{_judge_suffix(key)}",
             "what": metric.what,
             "change": metric.change.format(kl_setting=limits.kl_setting),
             "band": [low, high],
-            **_outside(values, steps, low if metric.low_counts else None, high),
+            **_compare_with_band(values, steps, low if metric.low_counts else None, high),
         })  # fmt: skip
     return tiles
 
 
-def _which(key: str) -> str:
+def _judge_suffix(key: str) -> str:
     """Which judge of several a key speaks of: `, style` for `judge_style/calls`."""
     judge = key.partition("/")[0].partition("judge_")[2]
     return f", {judge}" if judge else ""
 
 
-def _outside(
+def _compare_with_band(
     values: Series, steps: Sequence[int], low: float | None, high: float | None
 ) -> dict[str, Any]:
     """The newest value, on which side of the range it lies, and since which step."""

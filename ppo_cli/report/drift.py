@@ -13,7 +13,7 @@ from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.reward import parse_scale_bounds
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import DataError
-from ppo_cli.report.labels import labels_in_run
+from ppo_cli.report.labels import read_labels_with_scores
 
 History = Sequence[Mapping[str, Any]]
 Pair = tuple[float, float]  # the judge's score and the watcher's, of one response or one step
@@ -44,7 +44,7 @@ class Drift(NamedTuple):
         return self.amount > max(DRIFTED, 3 * self.noise) and self.rise < self.amount
 
 
-def judge_drift(
+def measure_judge_drift(
     history: History, watched: tuple[str, str] | None = None, people: Sequence[Opinion] = ()
 ) -> Drift | None:
     """Return the drift up to the last step; None while too little has been seen twice.
@@ -62,14 +62,14 @@ def judge_drift(
         early = [(opinion.judge, opinion.label) for opinion in labelled if opinion.step <= middle]
         late = [(opinion.judge, opinion.label) for opinion in labelled if opinion.step > middle]
         if min(len(early), len(late)) >= DRIFT_STEPS:
-            return _between(early, late, "the labels that people gave")
-    pairs = [pair for line in steps if (pair := _seen_twice(line, watched))]
+            return _measure_drift(early, late, "the labels that people gave")
+    pairs = [pair for line in steps if (pair := _pair_scores(line, watched))]
     if len(pairs) < 2 * DRIFT_STEPS:
         return None
-    return _between(pairs[:DRIFT_STEPS], pairs[-DRIFT_STEPS:], "those of what watches it")
+    return _measure_drift(pairs[:DRIFT_STEPS], pairs[-DRIFT_STEPS:], "those of what watches it")
 
 
-def people_of(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
+def read_opinions(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
     """Return what people said in the page of a run's responses, and the score of its judge.
 
     Empty where no judge scores, where its scores only order the responses to one prompt, and where
@@ -80,7 +80,7 @@ def people_of(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
         return ()
     api, part, opinions = judges[0].settings, judges[0].part, list[Opinion]()
     try:
-        lines = labels_in_run(run_dir)
+        lines = read_labels_with_scores(run_dir)
     except DataError:  # what people have put there must not end a run
         return ()
     for line in lines:
@@ -88,7 +88,9 @@ def people_of(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
             parts = line.get("parts")
             part_score = parts.get(part) if isinstance(parts, dict) else None
             line["score"] = part_score.get("raw") if isinstance(part_score, dict) else None
-        step, score, label = (_finite(line.get(name)) for name in ("step", "score", "label"))
+        step, score, label = (
+            _finite_or_none(line.get(name)) for name in ("step", "score", "label")
+        )
         if step and score is not None and label is not None:
             opinions.append(Opinion(int(step), score, label))
     own_prompt = api.prompt_file is not None or api.scoring_prompt is not None
@@ -106,7 +108,7 @@ def people_of(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
     )
 
 
-def _finite(value: Any) -> float | None:
+def _finite_or_none(value: Any) -> float | None:
     """A number of a file that people may edit; None for all else, which must not end a run."""
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
@@ -115,7 +117,7 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _seen_twice(line: Mapping[str, Any], watched: tuple[str, str] | None) -> Pair | None:
+def _pair_scores(line: Mapping[str, Any], watched: tuple[str, str] | None) -> Pair | None:
     """A judge's mean of a step, and that of a second judge, or else of a rule, on the same."""
     stage = next((k[:-12] for k in line if k.endswith("/monitor_gap")), None)
     if stage is not None:
@@ -127,7 +129,7 @@ def _seen_twice(line: Mapping[str, Any], watched: tuple[str, str] | None) -> Pai
     return None if judge is None or rule is None else (judge, rule)
 
 
-def _between(first: Sequence[Pair], last: Sequence[Pair], watcher: str) -> Drift:
+def _measure_drift(first: Sequence[Pair], last: Sequence[Pair], watcher: str) -> Drift:
     before, now = ([judge - other for judge, other in part] for part in (first, last))
     rise = fmean(other for _, other in last) - fmean(other for _, other in first)
     noise = math.sqrt(pvariance(before) / len(before) + pvariance(now) / len(now))

@@ -2,7 +2,7 @@
 
 A new check is one function and one line in _CHECKS.
 
-`find_trouble` is pure and looks at the present step; `HealthWatch` limits repeated warnings.
+`find_troubles` is pure and looks at the last step; `HealthWatch` limits repeated warnings.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ppo_cli.config.derived import compute_dtype
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ppo
-from ppo_cli.report.drift import DRIFTED, History, Opinion, judge_drift
+from ppo_cli.report.drift import DRIFTED, History, Opinion, measure_judge_drift
 
 SETTLE_STEPS = 5  # the first steps say little
-LONG = 20  # steps after which something slow counts as stuck
+STUCK_STEPS = 20  # steps after which something slow counts as stuck
 LOST_REWARD = 0.1  # share of its best reward, below which a collapsed policy has none left
 REPEAT_AFTER = 50  # steps between two lines about the same trouble
-FAR = 10.0  # times a limit at which one step is enough
+EXTREME_FACTOR = 10.0  # times a limit at which one step is enough
 SIGNS_OF_COLLAPSE = ("kl_high", "entropy", "ratio", "clip_high", "reward_same", "grad_norm")
 CALM_STEPS = 5  # steps without a trouble after which it counts as new
 
@@ -54,7 +54,7 @@ class Limits:
     people: tuple[Opinion, ...] = ()  # labels given in the page
 
 
-def limits_of(config: Config) -> Limits:
+def make_limits(config: Config) -> Limits:
     """Take from a config what the limits depend on."""
     actor, algorithm = config.actor, config.algorithm
     mini_batches = math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size)
@@ -72,11 +72,11 @@ def limits_of(config: Config) -> Limits:
         run_dir=shlex.quote(config.trainer.output_dir),
         lr=actor.optim.lr,
         judged=bool(judges_of(config.reward) or models_of(config.reward)),
-        watched=_watched(config),
+        watched=_first_judge_and_rule(config),
     )
 
 
-def _watched(config: Config) -> tuple[str, str] | None:
+def _first_judge_and_rule(config: Config) -> tuple[str, str] | None:
     """The first judge and the first rule of a mixture that has both."""
     parts = mixture_of(config.reward)
     first = {part.kind: part.name for part in reversed(parts)}
@@ -94,7 +94,7 @@ def _reward_advice(config: Config) -> str:
     return f"check {', and '.join(flags)}"
 
 
-def find_trouble(history: History, limits: Limits) -> dict[str, str]:
+def find_troubles(history: History, limits: Limits) -> dict[str, str]:
     """Kind of trouble -> the line about it, for the last step of `history`.
 
     A metric that is missing or was not finite gives no line of its own.
@@ -124,7 +124,7 @@ class HealthWatch:
             return []
         step, lines = int(history[-1]["step"]), []
         limits = replace(self._limits, saved=tuple(saved), people=tuple(people))
-        for kind, line in find_trouble(history, limits).items():
+        for kind, line in find_troubles(history, limits).items():
             is_new = step - self._seen.get(kind, -REPEAT_AFTER) > CALM_STEPS
             if is_new or step - self._reported.get(kind, -REPEAT_AFTER) >= REPEAT_AFTER:
                 lines.append(line)
@@ -133,17 +133,17 @@ class HealthWatch:
         return lines
 
 
-def _last(steps: History, key: str, count: int) -> list[float]:
+def _last_values(steps: History, key: str, count: int) -> list[float]:
     """The last `count` values of a metric; empty unless each of these steps has one."""
     values = [line.get(key) for line in steps[-count:]]
     finite = [float(v) for v in values if v is not None and math.isfinite(v)]
     return finite if len(finite) == count else []
 
 
-def _reward_stands_still(steps: History) -> bool:
+def _reward_is_flat(steps: History) -> bool:
     """Whether the second half differs from the first by no more than chance."""
-    rewards = _last(steps, "reward_mean", LONG)
-    half = LONG // 2
+    rewards = _last_values(steps, "reward_mean", STUCK_STEPS)
+    half = STUCK_STEPS // 2
     first, second = rewards[:half], rewards[half:]
     if not rewards:
         return False
@@ -157,7 +157,7 @@ def _collapsed(steps: History, limits: Limits) -> str:
     reward, kl, entropy = (now.get(k) for k in ("reward_mean", "kl_divergence", "entropy"))
     had = max((float(s.get("entropy") or 0.0) for s in earlier), default=0.0)
     silent = entropy is not None and entropy < limits.entropy_share * had
-    far = kl is not None and kl > FAR * limits.kl[1]
+    far = kl is not None and kl > EXTREME_FACTOR * limits.kl[1]
     if not (silent or far):
         return ""
     before = [float(s["reward_mean"]) for s in earlier if s.get("reward_mean") is not None]
@@ -183,10 +183,10 @@ def _collapsed(steps: History, limits: Limits) -> str:
 
 def _kl_high(steps: History, limits: Limits) -> str:
     """Far above the limit at once; a little above when it stays and does not pay."""
-    newest, two = _last(steps, "kl_divergence", 1), _last(steps, "kl_divergence", 2)
+    newest, two = _last_values(steps, "kl_divergence", 1), _last_values(steps, "kl_divergence", 2)
     if not newest:
         return ""
-    if newest[0] <= FAR * limits.kl[1]:
+    if newest[0] <= EXTREME_FACTOR * limits.kl[1]:
         lasts = len(steps) >= SETTLE_STEPS and bool(two) and min(two) > limits.kl[1]
         if not lasts or distance_pays(steps, limits):
             return ""
@@ -208,9 +208,9 @@ def distance_pays(steps: History, limits: Limits) -> bool:
 
 
 def _kl_low(steps: History, limits: Limits) -> str:
-    kl = _last(steps, "kl_divergence", LONG)
-    learning = len(steps) > limits.warmup_steps + LONG
-    if not (learning and kl and max(kl) < limits.kl[0] and _reward_stands_still(steps)):
+    kl = _last_values(steps, "kl_divergence", STUCK_STEPS)
+    learning = len(steps) > limits.warmup_steps + STUCK_STEPS
+    if not (learning and kl and max(kl) < limits.kl[0] and _reward_is_flat(steps)):
         return ""
     return (
         f"kl {kl[-1]:.2g} stays below {limits.kl[0]:g} and reward does not move: "
@@ -219,7 +219,7 @@ def _kl_low(steps: History, limits: Limits) -> str:
 
 
 def _clip_high(steps: History, limits: Limits) -> str:
-    clipped = _last(steps, "clip_fraction", 2)
+    clipped = _last_values(steps, "clip_fraction", 2)
     if not clipped or min(clipped) <= limits.clip_fraction[1]:
         return ""
     return (
@@ -230,9 +230,11 @@ def _clip_high(steps: History, limits: Limits) -> str:
 
 def _clip_low(steps: History, limits: Limits) -> str:
     # One update a step is on-policy, where nothing can be clipped.
-    clipped = _last(steps, "clip_fraction", LONG) if limits.updates_per_step > 1 else []
+    clipped = (
+        _last_values(steps, "clip_fraction", STUCK_STEPS) if limits.updates_per_step > 1 else []
+    )
     low = bool(clipped) and max(clipped) < limits.clip_fraction[0]
-    if not (low and len(steps) > limits.warmup_steps + LONG and _reward_stands_still(steps)):
+    if not (low and len(steps) > limits.warmup_steps + STUCK_STEPS and _reward_is_flat(steps)):
         return ""
     return (
         f"clip {clipped[-1]:.2g} has stayed below {limits.clip_fraction[0]:g} while "
@@ -241,7 +243,7 @@ def _clip_low(steps: History, limits: Limits) -> str:
 
 
 def _ratio_off(steps: History, limits: Limits) -> str:
-    ratio, (low, high) = _last(steps, "ppo_ratio", 1), limits.ppo_ratio
+    ratio, (low, high) = _last_values(steps, "ppo_ratio", 1), limits.ppo_ratio
     if not ratio or low <= ratio[0] <= high:
         return ""
     return (
@@ -251,7 +253,7 @@ def _ratio_off(steps: History, limits: Limits) -> str:
 
 
 def _sampler_differs(steps: History, limits: Limits) -> str:
-    gap = _last(steps, "rollout/logprob_diff", 1)
+    gap = _last_values(steps, "rollout/logprob_diff", 1)
     if not gap or gap[0] <= limits.logprob_diff:
         return ""
     finding = f"rollout/logprob_diff {gap[0]:.2g} is above {limits.logprob_diff:g}: "
@@ -265,10 +267,13 @@ def _sampler_differs(steps: History, limits: Limits) -> str:
 
 
 def _reward_same(steps: History, limits: Limits) -> str:
-    mean = _last(steps, "reward_mean", 1)
+    mean = _last_values(steps, "reward_mean", 1)
     # Rewards that are all 0 have an explanation of their own, which comes before this.
     count = 3 if mean and mean[0] else 2 * SETTLE_STEPS
-    spread, means = _last(steps, "score/std", count), _last(steps, "reward_mean", count)
+    spread, means = (
+        _last_values(steps, "score/std", count),
+        _last_values(steps, "reward_mean", count),
+    )
     if not spread or not means or max(spread) > 1e-9 or max(means) - min(means) > 1e-9:
         return ""
     return (
@@ -279,12 +284,12 @@ def _reward_same(steps: History, limits: Limits) -> str:
 
 
 def _entropy_collapse(steps: History, limits: Limits) -> str:
-    early, late = _last(steps[:3], "entropy", 3), _last(steps, "entropy", 3)
+    early, late = _last_values(steps[:3], "entropy", 3), _last_values(steps, "entropy", 3)
     if len(steps) < 2 * SETTLE_STEPS or not early or not late:
         return ""
     if fmean(late) >= limits.entropy_share * fmean(early):
         return ""
-    mean, low, high = (_last(steps, n, 1) for n in ("reward_mean", "score/min", "score/max"))
+    mean, low, high = (_last_values(steps, n, 1) for n in ("reward_mean", "score/min", "score/max"))
     # Where nearly all responses get the best reward, low entropy is success.
     if mean and low and high and mean[0] >= high[0] - 0.1 * (high[0] - low[0]):
         return ""
@@ -296,19 +301,19 @@ def _entropy_collapse(steps: History, limits: Limits) -> str:
 
 
 def _critic_stuck(steps: History, limits: Limits) -> str:
-    explained = _last(steps, "explained_variance", LONG)
+    explained = _last_values(steps, "explained_variance", STUCK_STEPS)
     if not explained or max(explained) > 0:
         return ""
     return (
-        f"explained_variance has been at or below 0 for {LONG} steps ({explained[-1]:.2f} now): "
-        "the critic does not learn. Raise --critic_lr or --critic_epochs, or set "
+        f"explained_variance has been at or below 0 for {STUCK_STEPS} steps ({explained[-1]:.2f} "
+        "now): the critic does not learn. Raise --critic_lr or --critic_epochs, or set "
         "trainer.critic_warmup."
     )
 
 
 def _grad_spike(key: str, flag: str) -> Callable[[History, Limits], str]:
     def check(steps: History, limits: Limits) -> str:
-        norm, before = _last(steps, key, 1), _last(steps[:-1], key, 2 * SETTLE_STEPS)
+        norm, before = _last_values(steps, key, 1), _last_values(steps[:-1], key, 2 * SETTLE_STEPS)
         if not norm or not before:
             return ""
         usual = median(before)
@@ -334,7 +339,7 @@ def _not_finite(steps: History, limits: Limits) -> str:
 
 
 def _too_long(steps: History, limits: Limits) -> str:
-    cut = _last(steps, "response_length/clip_ratio", 3)
+    cut = _last_values(steps, "response_length/clip_ratio", 3)
     if not cut or min(cut) <= limits.truncated_share:
         return ""
     return (
@@ -345,7 +350,7 @@ def _too_long(steps: History, limits: Limits) -> str:
 
 
 def _never_answers(steps: History, limits: Limits) -> str:
-    open_ = _last(steps, "thought/unclosed_share", 3)
+    open_ = _last_values(steps, "thought/unclosed_share", 3)
     if not open_ or min(open_) <= limits.truncated_share:
         return ""
     return (
@@ -367,20 +372,21 @@ def _scores_failed(steps: History, limits: Limits) -> str:
 
 
 def _judge_fooled(steps: History, limits: Limits) -> str:
-    worst = _last(steps, "judge/canary_max", 1)
+    worst = _last_values(steps, "judge/canary_max", 1)
     if not worst or worst[0] <= 0.3:
         return ""
     return (
         f"The judge gave {worst[0]:.2f} to a reply without any content: the model may learn to say "
-        f"nothing. Try another --rm_model or prompt; `{_audit(limits)}` shows which ones resist."
+        f"nothing. Try another --rm_model or prompt; `{_audit_command(limits)}` shows which ones "
+        "resist."
     )
 
 
-def _audit(limits: Limits) -> str:
+def _audit_command(limits: Limits) -> str:
     return ppo(f"reward audit --config {limits.run_dir}/config.yaml")
 
 
-_UNREAD = {
+_UNREAD_ADVICE = {
     "truncated": "Raise --rm_max_tokens, or take an --rm_model that does not think aloud.",
     "thought": (
         "Switch the judge's thinking off, start its server with a reasoning parser, or take "
@@ -404,13 +410,13 @@ def _replies_unread(steps: History, limits: Limits) -> str:
             cause = max(causes, key=lambda name: float(causes[name] or 0.0), default="form")
             return (
                 f"{share:.0%} of the judge's replies could not be read (most often: {cause}) and "
-                f"were asked again. {_UNREAD.get(cause, 'Take another --rm_model.')}"
+                f"were asked again. {_UNREAD_ADVICE.get(cause, 'Take another --rm_model.')}"
             )
     return ""
 
 
 def _monitor_silent(steps: History, limits: Limits) -> str:
-    failed = _last(steps, "judge/monitor_failed", 2)
+    failed = _last_values(steps, "judge/monitor_failed", 2)
     if not failed or steps[-1].get("judge/monitor_mean") is not None:
         return ""
     return (
@@ -420,14 +426,14 @@ def _monitor_silent(steps: History, limits: Limits) -> str:
 
 
 def _judge_drifts(steps: History, limits: Limits) -> str:
-    drift = judge_drift(steps, limits.watched, limits.people)
+    drift = measure_judge_drift(steps, limits.watched, limits.people)
     if drift is None or not drift.alarming:
         return ""
     return (
         f"The judge's scores have risen by {drift.amount:.2f} more than {drift.watcher}, which "
         f"moved by {drift.rise:+.2f}: the model learns to please the judge. Read its best "
         "responses, take an earlier checkpoint, or change the judge's prompt; "
-        f"`{_audit(limits)}` tests it."
+        f"`{_audit_command(limits)}` tests it."
     )
 
 
@@ -441,17 +447,18 @@ def _judge_changed(steps: History, limits: Limits) -> str:
     return (
         f"The judge's scores of the same labelled responses have moved by {moved:+.2f} since they "
         "were first read: what answers under its name is not what it was. Name a version of the "
-        f"model that stays (--rm_model); `{_audit(limits)}` tests it."
+        f"model that stays (--rm_model); `{_audit_command(limits)}` tests it."
     )
 
 
 def _judge_likes_length(steps: History, limits: Limits) -> str:
-    correlations = _last(steps, "judge/length_correlation", 2 * SETTLE_STEPS)
+    correlations = _last_values(steps, "judge/length_correlation", 2 * SETTLE_STEPS)
     if not correlations or fmean(correlations) <= 0.6:
         return ""
     return (
         f"The judge's scores go with length (correlation {fmean(correlations):.2f}): the model may "
-        f"learn to ramble. Ask in the judge's prompt to ignore length; `{_audit(limits)}` tests it."
+        "learn to ramble. Ask in the judge's prompt to ignore length; "
+        f"`{_audit_command(limits)}` tests it."
     )
 
 
@@ -477,31 +484,32 @@ def _part_dominated(steps: History, limits: Limits) -> str:
     return ""
 
 
-def _criteria(steps: History) -> dict[str, list[float]]:
+def _criterion_credits(steps: History) -> dict[str, list[float]]:
     """The last credits of each criterion that all steps have."""
     keys = [k for k in steps[-1] if k.startswith("rubric/") and k != "rubric/hurdle_missed"]
-    return {key[7:]: values for key in keys if (values := _last(steps, key, LONG))}
+    return {key[7:]: values for key in keys if (values := _last_values(steps, key, STUCK_STEPS))}
 
 
 def _criterion_stuck(steps: History, limits: Limits) -> str:
-    for name, values in _criteria(steps).items():
+    for name, values in _criterion_credits(steps).items():
         if min(values) == max(values) and values[0] in (0.0, 1.0):
             credit = "had its full credit" if values[0] else "had no credit"
             return (
-                f"The criterion '{name}' {credit} in every response of the last {LONG} steps, so "
-                "it does not tell responses apart. Reword it in --rm_rubric, or remove it."
+                f"The criterion '{name}' {credit} in every response of the last {STUCK_STEPS} "
+                "steps, so it does not distinguish responses. Reword it in --rm_rubric, or "
+                "remove it."
             )
     return ""
 
 
 def _criterion_against(steps: History, limits: Limits) -> str:
-    rewards = _last(steps, "reward_mean", LONG)
-    for name, values in _criteria(steps).items():
+    rewards = _last_values(steps, "reward_mean", STUCK_STEPS)
+    for name, values in _criterion_credits(steps).items():
         moved = min(max(values) - min(values), max(rewards, default=0) - min(rewards, default=0))
         if moved > 0.1 and (coefficient := correlation(values, rewards)) < -0.6:
             return (
                 f"The criterion '{name}' falls where the reward rises "
-                f"(correlation {coefficient:.2f} over {LONG} steps): the others "
+                f"(correlation {coefficient:.2f} over {STUCK_STEPS} steps): the others "
                 "are learned at its cost. Raise its weight in --rm_rubric, or make it a must."
             )
     return ""
@@ -540,7 +548,7 @@ def _memory_ran_out(steps: History, limits: Limits) -> str:
             "tokens": f"{tokens}={{:g}}",
         }
         for unit, key in keys.items():
-            for limit in _last(steps, f"{name}/micro_batch_{unit}", 1):
+            for limit in _last_values(steps, f"{name}/micro_batch_{unit}", 1):
                 lines.append(
                     f"Memory ran out: {name} micro-batches now hold {limit:g} {unit}. Set "
                     f"{key.format(limit)} to start there next time."

@@ -42,23 +42,23 @@ def read_labels(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
-def labels_of(run_dir: Path) -> dict[str, dict[str, Any]]:
+def read_labels_by_place(run_dir: Path) -> dict[str, dict[str, Any]]:
     """The labels by the place where their response is now, as the page names it."""
     return {
         f"{label['split']}:{label['step']}:{line}": label
         for label in read_labels(run_dir)
-        for line in _scores_of(run_dir, label) or ()
+        for line in _find_scores(run_dir, label) or ()
     }
 
 
-def labels_in_run(run_dir: Path) -> list[dict[str, Any]]:
+def read_labels_with_scores(run_dir: Path) -> list[dict[str, Any]]:
     """The labels, each with the score and the parts that its response has in the run now.
 
     Those whose step was done again with other responses are left out.
     """
     labels = []
     for label in read_labels(run_dir):
-        scores = _scores_of(run_dir, label)
+        scores = _find_scores(run_dir, label)
         if scores is None:
             labels.append(label)
         elif scores:
@@ -66,7 +66,7 @@ def labels_in_run(run_dir: Path) -> list[dict[str, Any]]:
     return labels
 
 
-def _scores_of(run_dir: Path, label: Mapping[str, Any]) -> Mapping[int, dict[str, Any]] | None:
+def _find_scores(run_dir: Path, label: Mapping[str, Any]) -> Mapping[int, dict[str, Any]] | None:
     """The lines and scores of a label's response in the file of its step; None where unknown."""
     split, step = label.get("split"), label.get("step")
     if "response_id" not in label or split not in PREFIXES or not isinstance(step, int):
@@ -76,12 +76,14 @@ def _scores_of(run_dir: Path, label: Mapping[str, Any]) -> Mapping[int, dict[str
         state = file.stat()
     except FileNotFoundError:
         return None
-    scores = _scores(file, split, step, state.st_size, state.st_mtime_ns)
+    scores = _read_scores(file, split, step, state.st_size, state.st_mtime_ns)
     return scores.get(str(label["response_id"]), {})
 
 
 @lru_cache(maxsize=1024)
-def _scores(file: Path, split: str, step: int, *state: int) -> dict[str, dict[int, dict[str, Any]]]:
+def _read_scores(
+    file: Path, split: str, step: int, *state: int
+) -> dict[str, dict[int, dict[str, Any]]]:
     """Lines and scores of a step's responses by their ids; `state` changes when the file does."""
     scores: dict[str, dict[int, dict[str, Any]]] = {}
     for number, line in enumerate(read_lines(file)):

@@ -113,7 +113,7 @@ class RunSink(Sink):
     """
 
     package: str
-    mend: str  # what to do where it does not start
+    advice: str  # what to do where it does not start
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         self._run_dir = run_dir
@@ -122,26 +122,26 @@ class RunSink(Sink):
         self._name = config.trainer.experiment_name
         self._config = plain(mask_secrets(config.model_dump(mode="json")))
         self._run: Any = None
-        self._last = -1
+        self._last_step = -1
 
     def open(self, step: int, *, resumed: bool) -> None:
         """Start a run, or go on with the one that this run folder belongs to."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        run_id, self._last = "", -1
+        run_id, self._last_step = "", -1
         if resumed and (self._folder / "run_id").exists():
             run_id = (self._folder / "run_id").read_text()
-            self._last = int((self._folder / "last_step").read_text())
+            self._last_step = int((self._folder / "last_step").read_text())
         try:
             self._run, name = self._start(run_id)
         except Exception as error:  # each package has errors of its own
             raise UserError(
-                f"{self.package} did not start ({redact(first_line(error))}). {self.mend}, "
+                f"{self.package} did not start ({redact(first_line(error))}). {self.advice}, "
                 f"or leave {self.package} out of --logger."
             ) from error
-        self._note("last_step", str(self._last))
-        self._note("run_id", name)
+        self._write_state("last_step", str(self._last_step))
+        self._write_state("run_id", name)
 
-    def _note(self, name: str, text: str) -> None:
+    def _write_state(self, name: str, text: str) -> None:
         with atomic_replace(self._folder / name) as fresh:
             fresh.write_text(text)
 
@@ -151,10 +151,10 @@ class RunSink(Sink):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one step, unless an earlier session has."""
-        if step > self._last:
+        if step > self._last_step:
             self._log(step, metrics)
-            self._last = step
-            self._note("last_step", str(step))
+            self._last_step = step
+            self._write_state("last_step", str(step))
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -170,7 +170,7 @@ class WandbSink(RunSink):
     """A Weights & Biases run; `WANDB_MODE=offline` keeps it on this machine."""
 
     package = "wandb"
-    mend = "Log in with `wandb login`, or set WANDB_MODE=offline"
+    advice = "Log in with `wandb login`, or set WANDB_MODE=offline"
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         import wandb
@@ -208,7 +208,7 @@ class TrackioSink(RunSink):
     """A trackio run, in TRACKIO_DIR on this machine; `trackio show` is its page."""
 
     package = "trackio"
-    mend = "Look at TRACKIO_DIR"
+    advice = "Look at TRACKIO_DIR"
 
     def _start(self, run_id: str) -> tuple[Any, str]:
         import trackio
@@ -226,7 +226,7 @@ class SwanlabSink(RunSink):
     """A SwanLab experiment; `SWANLAB_MODE=offline` keeps it on this machine."""
 
     package = "swanlab"
-    mend = "Log in with `swanlab login`, or set SWANLAB_MODE=offline"
+    advice = "Log in with `swanlab login`, or set SWANLAB_MODE=offline"
 
     def _start(self, run_id: str) -> tuple[Any, str]:
         import swanlab
@@ -243,8 +243,8 @@ class MlflowSink(RunSink):
     """An MLflow run at MLFLOW_TRACKING_URI; without one, in `mlflow/` of the run folder."""
 
     package = "mlflow"
-    mend = "Look at MLFLOW_TRACKING_URI"
-    _AT_ONCE = 100  # parameters that a call takes
+    advice = "Look at MLFLOW_TRACKING_URI"
+    _PARAMS_PER_CALL = 100  # parameters that a call takes
 
     def _start(self, run_id: str) -> tuple[Any, str]:
         from mlflow import MlflowClient
@@ -259,9 +259,11 @@ class MlflowSink(RunSink):
         existing = client.get_experiment_by_name(self._project)
         experiment = existing.experiment_id if existing else client.create_experiment(self._project)
         self._id = client.create_run(experiment, run_name=self._name).info.run_id
-        params = [Param(key, str(value)[:500]) for key, value in _flat("", self._config)]
-        for start in range(0, len(params), self._AT_ONCE):
-            client.log_batch(self._id, params=params[start : start + self._AT_ONCE])
+        params = [
+            Param(key, str(value)[:500]) for key, value in _flatten_settings("", self._config)
+        ]
+        for start in range(0, len(params), self._PARAMS_PER_CALL):
+            client.log_batch(self._id, params=params[start : start + self._PARAMS_PER_CALL])
         return client, self._id
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -281,14 +283,14 @@ class MlflowSink(RunSink):
             client.set_terminated(self._id)
 
 
-def _flat(key: str, value: Any) -> list[tuple[str, Any]]:
+def _flatten_settings(key: str, value: Any) -> list[tuple[str, Any]]:
     """Settings by dotted key."""
     if not isinstance(value, Mapping):
         return [(key, value)]
     return [
         pair
         for name, inner in value.items()
-        for pair in _flat(f"{key}.{name}" if key else name, inner)
+        for pair in _flatten_settings(f"{key}.{name}" if key else name, inner)
     ]
 
 

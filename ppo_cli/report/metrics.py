@@ -20,7 +20,7 @@ from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, ppo, replace_flag
 from ppo_cli.records import Scored
-from ppo_cli.report.health import find_trouble, limits_of
+from ppo_cli.report.health import find_troubles, make_limits
 from ppo_cli.report.tracker import Summary
 from ppo_cli.run_folder import STEP_NAME, paid_calls, read_metrics
 from ppo_cli.spending import IN_FLIGHT
@@ -102,7 +102,7 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
         if s.score.value is not None and s.score.judged:
             for name, part in s.score.parts.items():
                 if part.raw is not None:
-                    groups[_metric_of(name)].append(part.raw)
+                    groups[_metric_name(name)].append(part.raw)
             if prefix:
                 source = s.rollout.prompt.data_source or "unnamed"
                 groups[f"reward_mean/{source}"].append(s.score.value)
@@ -129,12 +129,12 @@ def _thought_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
     return {f"{prefix}{name}": value for name, value in lengths.items()}
 
 
-def _metric_of(part: str) -> str:
+def _metric_name(part: str) -> str:
     """What a part of a score is called as a metric; a criterion is a measure of its own."""
     return f"rubric/{part.replace('rubric/', '', 1)}" if "rubric/" in part else f"reward/{part}"
 
 
-def recent(lines: Sequence[Mapping[str, Any]], max_steps: int = 100) -> dict[str, float]:
+def recent_statistics(lines: Sequence[Mapping[str, Any]], max_steps: int = 100) -> dict[str, float]:
     """Mean and standard deviation of each main metric over the last `max_steps` training steps.
 
     Keys are `<metric>_mean` and `<metric>_std`; main metrics are those without a `/`. What a
@@ -152,7 +152,7 @@ def recent(lines: Sequence[Mapping[str, Any]], max_steps: int = 100) -> dict[str
     return statistics
 
 
-def mixture_parts(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def mixture_part_means(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """The raw mean of each part of a mixture, by name; nothing where rewards are not mixed."""
     start, end = f"{prefix}reward/", "/weight"
     names = [k[len(start) : -len(end)] for k in metrics if k.startswith(start) and k.endswith(end)]
@@ -170,10 +170,10 @@ def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
 
 Lines = Sequence[Mapping[str, Any]]
 ROUNDING = 1e-6  # a mean of z-scores is 0 but for this
-ENOUGH_STEPS = 6  # before that, noise cannot be distinguished from a decline
+MIN_DECLINE_STEPS = 6  # before that, noise cannot be distinguished from a decline
 TO_DEVIATION = 1.4826  # median absolute value of a normal variable -> its standard deviation
-MARGIN = 1.2  # of a budget: later responses may be longer
-_JUDGE = re.compile(r"(?:val/)?judge(?:_[^/]+)?/(retries|cached)")
+BUDGET_MARGIN = 1.2  # of a budget: later responses may be longer
+_JUDGE_COUNTER = re.compile(r"(?:val/)?judge(?:_[^/]+)?/(retries|cached)")
 
 
 def summarise(
@@ -185,16 +185,18 @@ def summarise(
     resume_command: str,
 ) -> Summary:
     """Compare the first and the last steps of a run; `session` is steps and seconds of this one."""
-    measured = [line for line in history if _has(line, "reward_mean")]
-    validations = [line for line in history if _has(line, "val/reward_mean")]
-    rewards = _rewards(measured)
+    measured = [line for line in history if _is_measured(line, "reward_mean")]
+    validations = [line for line in history if _is_measured(line, "val/reward_mean")]
+    rewards = _step_rewards(measured)
     few = max(1, len(measured) // 10)
-    first, last = _parts(measured[:few]), _parts(measured[-few:])
+    first, last = _part_means(measured[:few]), _part_means(measured[-few:])
     if rewards:
         first = {"reward": fmean(rewards[:few])} | first
         last = {"reward": fmean(rewards[-few:])} | last
     rows = [(first, last, len(measured))]
-    rows.append((_validation(validations[:1]), _validation(validations[-1:]), len(validations)))
+    rows.append(
+        (_validation_means(validations[:1]), _validation_means(validations[-1:]), len(validations))
+    )
     model_dir = run_dir / "checkpoints" / "latest" / "actor"
     steps = int(history[-1]["step"]) if history else 0
     seconds = max(session[1], float(history[-1].get("time/run_s") or 0.0) if history else 0.0)
@@ -211,13 +213,13 @@ def summarise(
         wall_seconds=seconds,
         next_steps=_next_steps(config, run_dir, history, resume_command),
         session=session if session[0] < steps else None,
-        judge=judge_totals(run_dir, history),
-        declined=_declined(config, rewards, measured, validations, few),
-        warning=find_trouble(history, limits_of(config)).get("collapsed", ""),
+        judge=describe_judge_totals(run_dir, history),
+        declined=_find_declined(config, rewards, measured, validations, few),
+        warning=find_troubles(history, make_limits(config)).get("collapsed", ""),
     )
 
 
-def _declined(
+def _find_declined(
     config: Config, rewards: Sequence[float], measured: Lines, validations: Lines, few: int
 ) -> frozenset[str]:
     """Name the measures that fell by more than twice the standard error of the difference.
@@ -227,11 +229,11 @@ def _declined(
     """
     fell = set()
     series = {"reward": rewards}
-    for name in _parts(measured):
-        means = [_parts([line]).get(name) for line in measured]
+    for name in _part_means(measured):
+        means = [_part_means([line]).get(name) for line in measured]
         series[name] = [value for value in means if value is not None]
     for name, values in series.items():
-        if len(values) < ENOUGH_STEPS:
+        if len(values) < MIN_DECLINE_STEPS:
             continue
         jumps = median(abs(b - a) for a, b in pairwise(values))
         error = TO_DEVIATION * jumps / math.sqrt(2) * math.sqrt(2 / few)
@@ -250,7 +252,7 @@ def _declined(
 def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:
     """Raise RewardError when no response of the whole run got a score: nothing was learned."""
     steps = [line for line in history if line["step"] > 0]
-    if not steps or any(_has(line, "reward_mean") for line in steps):
+    if not steps or any(_is_measured(line, "reward_mean") for line in steps):
         return
     look = ppo(f"show {shlex.quote(str(run_dir))} --worst 5")
     raise RewardError(
@@ -260,7 +262,7 @@ def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:
     )
 
 
-def judge_totals(run_dir: Path, history: Lines) -> str:
+def describe_judge_totals(run_dir: Path, history: Lines) -> str:
     """Say what the judges of a run did and cost; empty where none was asked.
 
     Calls and cost are those of the paid calls on record, of steps that were cut short too.
@@ -271,7 +273,7 @@ def judge_totals(run_dir: Path, history: Lines) -> str:
     sums: Counter[str] = Counter()
     for line in history:
         for key, value in line.items():
-            if (match := _JUDGE.fullmatch(key)) and value is not None:
+            if (match := _JUDGE_COUNTER.fullmatch(key)) and value is not None:
                 sums[match[1]] += value
     if not calls and not sums["cached"]:
         return ""
@@ -288,10 +290,10 @@ def judge_totals(run_dir: Path, history: Lines) -> str:
     )
     if unscored:
         clauses.append(f"{unscored:,.0f} responses without a score")
-    return ", ".join([*clauses, dollars(sum(float(call["usd"]) for call in calls))])
+    return ", ".join([*clauses, format_dollars(sum(float(call["usd"]) for call in calls))])
 
 
-def resume_line(
+def extend_budget(
     command: str,
     stop: Interrupted,
     config: Config,
@@ -308,11 +310,11 @@ def resume_line(
     flag = stop.used_up.flag
     key = next(key.name for key in table().values() if key.flag == flag)
     command = re.sub(rf" {re.escape(key)}=[^ ]+", "", command)  # it would count above the flag
-    enough = budget_to_finish(stop.used_up, config, history, total_steps, rows)
+    enough = estimate_budget(stop.used_up, config, history, total_steps, rows)
     return replace_flag(command, flag, f"{enough:.12g}")
 
 
-def budget_to_finish(
+def estimate_budget(
     used: ExhaustedBudget, config: Config, history: Lines, total_steps: int, rows: int
 ) -> float:
     """What the whole run is expected to take of a budget, a fifth more, as two digits.
@@ -330,51 +332,51 @@ def budget_to_finish(
     total_calls = total_steps * a_step + (sums["validation_rounds"] or 0) * a_round
     each = used.spent / done if used.spent else used.next
     expected = used.spent + each * max(0, total_calls - done)
-    need = max(MARGIN * expected, used.spent) + used.next
+    need = max(BUDGET_MARGIN * expected, used.spent) + used.next
     digit = math.pow(10, math.floor(math.log10(need)) - 1)
     return math.ceil(need / digit) * digit
 
 
-def dollars(amount: float) -> str:
+def format_dollars(amount: float) -> str:
     """Return an amount with two significant digits at least: `$12.50`, `$0.0021`."""
     if amount >= 0.0995:
         return f"${amount:,.2f}"
     return f"${amount:.2g}" if amount >= 1e-4 or not amount else f"${amount:.1e}"
 
 
-def _has(line: Mapping[str, Any], name: str) -> bool:
+def _is_measured(line: Mapping[str, Any], name: str) -> bool:
     return line.get(name) is not None
 
 
-def _rewards(lines: Lines) -> tuple[float, ...]:
+def _step_rewards(lines: Lines) -> tuple[float, ...]:
     """The mean reward of each step; nothing for z-scored mixtures, whose mean is 0 by itself."""
     rewards = tuple(float(line["reward_mean"]) for line in lines)
-    mixed = any(mixture_parts(line) for line in lines)
+    mixed = any(mixture_part_means(line) for line in lines)
     return () if mixed and max(map(abs, rewards)) < ROUNDING else rewards
 
 
-def _parts(lines: Lines) -> dict[str, float]:
+def _part_means(lines: Lines) -> dict[str, float]:
     """The raw mean of each part of a mixture over some steps."""
     values: dict[str, list[float]] = defaultdict(list)
     for line in lines:
-        for name, value in mixture_parts(line).items():
+        for name, value in mixture_part_means(line).items():
             values[f"reward {name}"].append(value)
     return {name: sum(means) / len(means) for name, means in values.items()}
 
 
-def _validation(lines: Lines) -> dict[str, float]:
+def _validation_means(lines: Lines) -> dict[str, float]:
     statistics: dict[str, float] = {}
     for line in lines:
         # Of right-or-wrong scores the mean is the accuracy: one name is enough.
-        name = "accuracy" if _has(line, "val/accuracy") else "reward_mean"
-        parts = mixture_parts(line, "val/")
+        name = "accuracy" if _is_measured(line, "val/accuracy") else "reward_mean"
+        parts = mixture_part_means(line, "val/")
         if not parts or abs(line[f"val/{name}"]) > ROUNDING:
             statistics[f"validation {name}"] = float(line[f"val/{name}"])
         statistics |= {f"validation {n}": v for n, v in parts.items()}
     return statistics
 
 
-def lr_jumps(config: Config, checkpoint: Path, total_steps: int) -> list[str]:
+def find_lr_jumps(config: Config, checkpoint: Path, total_steps: int) -> list[str]:
     """Return how the learning rate jumps where a run of `total_steps` goes on from a checkpoint."""
     name = STEP_NAME.match(checkpoint.name)
     lines = read_metrics(checkpoint.parents[1]) if name else []

@@ -18,8 +18,8 @@ from typing import Any
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.records import Scored
-from ppo_cli.report.drift import judge_drift, people_of
-from ppo_cli.report.health import HealthWatch, limits_of
+from ppo_cli.report.drift import measure_judge_drift, read_opinions
+from ppo_cli.report.health import HealthWatch, make_limits
 from ppo_cli.report.loggers import make_sinks
 from ppo_cli.run_folder import (
     METRICS_FILE,
@@ -106,10 +106,10 @@ class Tracker:
         self._sinks = make_sinks(loggers, run_dir, config)
         self._sinks_open = False
         self._config = config
-        self._limits = limits_of(config)
+        self._limits = make_limits(config)
         self._watch = HealthWatch(self._limits)
         self._history = read_metrics(run_dir)
-        self._clock = _Clock(self._history)
+        self._clock = _RunClock(self._history)
         self._seconds: dict[str, float] = defaultdict(float)
         self._validations: dict[int, dict[str, float]] = {}
 
@@ -125,8 +125,8 @@ class Tracker:
 
     def resume_at(self, step: int) -> None:
         """Forget what was logged past `step`: that work will be done again."""
-        with self._telling_disk_errors():
-            self._keep_lines(step)
+        with self._report_disk_errors():
+            self._drop_lines_after(step)
             drop_rollouts_past(self._run_dir, step)
         self._clock.resumed = bool(self._history)
         if self._sinks_open:  # opened anew, loggers pass over what they had of those steps
@@ -147,8 +147,8 @@ class Tracker:
 
     def rollouts(self, step: int, scored: Sequence[Scored], split: str = "train") -> None:
         """Write every response of a step with its score, whole or not at all."""
-        lines = [rollout_line(step, s) for s in scored]
-        with self._telling_disk_errors():
+        lines = [make_rollout_line(step, s) for s in scored]
+        with self._report_disk_errors():
             replace_lines(rollout_file(self._run_dir, step, split), lines)
         for sink in self._sinks if split == "train" else ():
             sink.rollouts(lines)
@@ -168,13 +168,13 @@ class Tracker:
         if "time/step_s" in merged:
             merged |= self._clock.after_step(merged, self._total_steps - step)
         earlier = [line for line in self._history if line["step"] < step]
-        people = people_of(self._run_dir, self._config)
+        people = read_opinions(self._run_dir, self._config)
         line = {"step": step, **merged}
-        if drift := judge_drift([*earlier, line], self._limits.watched, people):
+        if drift := measure_judge_drift([*earlier, line], self._limits.watched, people):
             merged["judge/drift"] = drift.amount
-        line = self._write(step, merged)
+        line = self._write_line(step, merged)
         if self._console:
-            self.screen.step(step, self._total_steps, _numbers(line))
+            self.screen.step(step, self._total_steps, _numeric_values(line))
         saved = [int(p.name[5:]) for p in self._run_dir.glob("checkpoints/step_*")]
         for warning in self._watch.check(self._history, saved, people):
             self.screen.health(warning)
@@ -182,10 +182,10 @@ class Tracker:
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep validation metrics for the line of their step; step 0 has a line of its own."""
         if step == 0:
-            line = self._write(step, self._seconds | dict(metrics))
+            line = self._write_line(step, self._seconds | dict(metrics))
             self._seconds = defaultdict(float)
             if self._console:
-                self.screen.step(step, self._total_steps, _numbers(line))
+                self.screen.step(step, self._total_steps, _numeric_values(line))
         else:
             self._validations[step] = {**self._validations.get(step, {}), **metrics}
 
@@ -196,28 +196,28 @@ class Tracker:
             sink.close()
         self.screen.close()
 
-    def _write(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    def _write_line(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         line: dict[str, Any] = {"step": step}
         line |= plain(dict(sorted(metrics.items())))
         resumed = bool(self._history)
-        with self._telling_disk_errors():
+        with self._report_disk_errors():
             if resumed and self._history[-1]["step"] >= step:
-                self._keep_lines(step - 1)
+                self._drop_lines_after(step - 1)
             append_line(self._run_dir / METRICS_FILE, line)
         self._history.append(line)
         for sink in self._sinks:
             if not self._sinks_open:
                 sink.open(step, resumed=resumed)
-            sink.write(step, _numbers(line))
+            sink.write(step, _numeric_values(line))
         self._sinks_open = True
         return line
 
-    def _keep_lines(self, last_step: int) -> None:
+    def _drop_lines_after(self, last_step: int) -> None:
         self._history = [line for line in read_metrics(self._run_dir) if line["step"] <= last_step]
         replace_lines(self._run_dir / METRICS_FILE, self._history)
 
     @contextmanager
-    def _telling_disk_errors(self) -> Iterator[None]:
+    def _report_disk_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -228,7 +228,7 @@ class Tracker:
             ) from error
 
 
-class _Clock:
+class _RunClock:
     """The seconds of a run over all its sessions, and how many are left."""
 
     def __init__(self, history: Sequence[Mapping[str, Any]]) -> None:
@@ -257,7 +257,7 @@ class _Clock:
         }
 
 
-def rollout_line(step: int, scored: Scored) -> dict[str, Any]:
+def make_rollout_line(step: int, scored: Scored) -> dict[str, Any]:
     """One response, its score and all that the scorer said of it, as a line of a rollout file."""
     rollout, score, prompt = scored.rollout, scored.score, scored.rollout.prompt
     line: dict[str, Any] = {
@@ -285,5 +285,5 @@ def rollout_line(step: int, scored: Scored) -> dict[str, Any]:
     return line
 
 
-def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+def _numeric_values(line: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in line.items() if v is not None and k != "step"}

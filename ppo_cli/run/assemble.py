@@ -48,7 +48,7 @@ from ppo_cli.loop import load, run
 from ppo_cli.records import Prompt, Scored
 from ppo_cli.redact import redact
 from ppo_cli.report.loggers import check_loggers
-from ppo_cli.report.metrics import lr_jumps, refuse_unscored, resume_line, summarise
+from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.rewards.base import Host, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
@@ -522,7 +522,7 @@ def _start_reward(
         if isinstance(stop, Interrupted):
             history = [] if start.is_new_run else read_metrics(start.folder.path)
             rows = len(start.val_prompts)
-            command = resume_line(command, stop, config, history, start.total_steps, rows)
+            command = extend_budget(command, stop, config, history, start.total_steps, rows)
         raise Interrupted(f"{stop} Go on with: {command}") from stop
 
 
@@ -537,7 +537,7 @@ def _load_initial_state(job: Job, resume_from: Path | None, screen: Screen) -> R
             "--max_steps or --epochs; to start again, use --resume never or another --output_dir."
         )
         return None
-    jumps = lr_jumps(job.config, resume_from, job.total_steps)
+    jumps = find_lr_jumps(job.config, resume_from, job.total_steps)
     screen.note("; ".join([f"Going on after step {state.step}, from {resume_from}", *jumps]))
     return state
 

@@ -43,7 +43,7 @@ from ppo_cli.engine.models.lora import ADAPTER_CONFIG
 from ppo_cli.errors import ConfigError, Interrupted, MissingPart, UserError, first_line
 from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.redact import redact
-from ppo_cli.report.tracker import Screen, rollout_line
+from ppo_cli.report.tracker import Screen, make_rollout_line
 from ppo_cli.run.assemble import load_tokenizer, prompt_settings, read_prompts
 from ppo_cli.run.identity import describe_changes, digest_rows, digest_value, setting_values
 from ppo_cli.run_folder import ModelSource, RunFolder, append_line, plain, read_lines, replace_lines
@@ -193,7 +193,7 @@ class _ScoredRows:
 
     def add(self, scored: Scored) -> None:
         """Write a row; thread-safe, because any thread may deliver a score."""
-        line = {k: v for k, v in rollout_line(0, scored).items() if k != "step"}
+        line = {k: v for k, v in make_rollout_line(0, scored).items() if k != "step"}
         with self._lock:
             append_line(self.file, line)
             self.done[scored.rollout.key] = plain(line)

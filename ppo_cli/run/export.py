@@ -35,8 +35,8 @@ from ppo_cli.errors import (
     shell_name,
 )
 from ppo_cli.redact import mask_secrets, redact
-from ppo_cli.report.metrics import Lines, judge_totals, mixture_parts, summarise
-from ppo_cli.report.page.run_data import config_of, settings_of
+from ppo_cli.report.metrics import Lines, describe_judge_totals, mixture_part_means, summarise
+from ppo_cli.report.page.run_data import read_run_config, read_settings
 from ppo_cli.run_folder import STEP_NAME, find_model, has_model, plain, read_metrics
 
 CARD, CURVE = "README.md", "curve.svg"
@@ -61,14 +61,14 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
 
     Everything is read from the run folder and from files of the base model on this machine.
     """
-    config, _ = config_of(run)
+    config, _ = read_run_config(run)
     metrics = read_metrics(run)
     history = [line for line in metrics if line["step"] <= step]
     picture = draw_curve(_curve_series(history))
     if picture:
         (out / CURVE).write_text(picture, encoding="utf-8")
     # Front matter, and settings that differ from the defaults.
-    settings, written_by = settings_of(run)
+    settings, written_by = read_settings(run)
     values = {key: value for key, value, _ in settings}
     base = str(yaml.safe_load(values.get("model.path", "null")) or UNKNOWN)
     front, base_lines = _describe_base(base)
@@ -92,7 +92,7 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
             ["## Reward", "", *(_describe_reward(config) if config else [UNREADABLE])],
             ["## Results", "", *_results_table(run, history, config)],
             [f"![Reward by step]({CURVE})"] if picture else [],
-            ["Judges of the entire run: " + (judge_totals(run, metrics) or "none asked") + "."],
+            [f"Judges of the entire run: {describe_judge_totals(run, metrics) or 'none asked'}."],
             ["## Settings that differ from the defaults", "", "```yaml", *chosen, "```"],
             ["## Versions", "", written_by or UNKNOWN],
         ) if lines),
@@ -201,7 +201,7 @@ def _public_value(key: str, value: str) -> str:
 def _curve_series(history: Lines) -> dict[str, Points]:
     """Return the series of the curve: the reward (or a mixture's parts) and the validation."""
     # Parts of a mixture replace the total reward.
-    kinds = {name for line in history for name in mixture_parts(line)}
+    kinds = {name for line in history for name in mixture_part_means(line)}
     series: dict[str, list[tuple[int, float]]] = {}
     for line in history:
         part_rewards = {f"reward {name}": line.get(f"reward/{name}") for name in sorted(kinds)}

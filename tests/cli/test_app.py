@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from ppo_cli.cli import app as app_module
-from ppo_cli.cli.app import COMMANDS, Crash, exit_code_of, main
+from ppo_cli.cli.app import COMMANDS, Crash, main, print_error
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.run import Config
@@ -331,7 +331,7 @@ def test_a_traceback_that_cannot_be_kept_is_shown(capsys: pytest.CaptureFixture[
     Path("file").touch()
     crash = Crash(Path("file"))
     crash.__cause__ = ZeroDivisionError("x")
-    assert exit_code_of(crash) == 1
+    assert print_error(crash) == 1
     assert "ZeroDivisionError: x" in capsys.readouterr().err
 
 
@@ -373,7 +373,7 @@ def test_too_little_address_space_is_a_matter_of_memory(limit_kib: int, tmp_path
 
 def test_a_full_memory_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
     for error in (MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")):
-        assert exit_code_of(error) == node_exit_code(error) == 2
+        assert print_error(error) == node_exit_code(error) == 2
         output = capsys.readouterr().err
         assert output.startswith("error: out of memory") and "a smaller model" in output
-    assert exit_code_of(RuntimeError("could not create a primitive")) == 1
+    assert print_error(RuntimeError("could not create a primitive")) == 1

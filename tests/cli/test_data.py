@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from ppo_cli.cli.app import main
-from ppo_cli.cli.data import Finding, Report, print_report, remarks
+from ppo_cli.cli.data import Finding, Report, list_remarks, print_report
 from ppo_cli.data_sets.files import Place, RowProblem
 from ppo_cli.data_sets.rows import load_rows
 
@@ -168,5 +168,5 @@ def test_very_many_bad_rows_and_sources_are_cut(capsys: pytest.CaptureFixture[st
 
 
 def test_remarks_keep_to_a_few_examples() -> None:
-    lines = remarks(report(duplicates=Finding(7, ("b", "c")), unused_columns=("x", "y")))
+    lines = list_remarks(report(duplicates=Finding(7, ("b", "c")), unused_columns=("x", "y")))
     assert lines == ["7 prompts were seen before: b; c, …", "Columns that nothing reads: x, y."]

@@ -219,7 +219,7 @@ def test_what_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_names_the_doctor_where_it_may_be_the_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ppo_cli.cli.app import exit_code_of
+    from ppo_cli.cli.app import print_error
 
     monkeypatch.setenv("PPO_COMMAND", "ppo")
     for error, named in (
@@ -228,5 +228,5 @@ def test_a_run_names_the_doctor_where_it_may_be_the_machine(
         (ImportError("libnccl.so.2: cannot open shared object file"), True),
         (ValueError("7 is no number"), False),
     ):
-        exit_code_of(error)
+        print_error(error)
         assert ("`ppo doctor`" in capsys.readouterr().err) is named, error

@@ -16,7 +16,7 @@ import pytest
 import typer
 import yaml
 
-from ppo_cli.cli.app import app, main, same_spelling
+from ppo_cli.cli.app import app, main, normalize_flag
 from ppo_cli.config import layers, placement
 from ppo_cli.config.checks import devices, runner
 
@@ -89,7 +89,7 @@ def words_of(line: str) -> tuple[dict[str, str], list[str]]:
 def parse(args: list[str]) -> None:
     """Read a command line as `ppo` would, and run nothing; raises what is wrong with it."""
     context = typer.Context(
-        typer.main.get_command(app), info_name="ppo", token_normalize_func=same_spelling
+        typer.main.get_command(app), info_name="ppo", token_normalize_func=normalize_flag
     )
     command = context.command
     while hasattr(command, "resolve_command") and args:

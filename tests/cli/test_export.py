@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ppo_cli.cli.app import main
-from ppo_cli.cli.evaluate import amount
+from ppo_cli.cli.evaluate import format_count
 from ppo_cli.config.models.bundled import bundled_path
 
 ROOT = Path(__file__).parents[2]
@@ -288,7 +288,7 @@ def test_a_full_disk_is_told(
 
 
 def test_counts_are_said_as_people_do() -> None:
-    assert [amount(n) for n in (999, 1_500, 494_032_768, 7_615_616_512)] == [
+    assert [format_count(n) for n in (999, 1_500, 494_032_768, 7_615_616_512)] == [
         "999 ", "1.5 k", "494 M", "7.62 B",
     ]  # fmt: skip
-    assert amount(988_000_000_000, "G") + "B" == "988 GB"
+    assert format_count(988_000_000_000, "G") + "B" == "988 GB"

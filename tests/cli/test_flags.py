@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from ppo_cli.cli.app import listed, main, translate, unknown_flag
-from ppo_cli.cli.flags import flag_keys, help_line, spread
+from ppo_cli.cli.app import describe_unknown_flag, load_foreign_flags, main, replace_aliases
+from ppo_cli.cli.flags import flag_keys, help_line, repeat_list_flags
 from ppo_cli.config.layers import DATA_FOLDER
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.verl.translator import VERSION
@@ -129,7 +129,7 @@ def test_every_variable_gives_its_setting_and_there_are_no_others() -> None:
 def test_every_alias_and_every_pointer_leads_to_what_there_is() -> None:
     known_names = {key.flag for key in table().values() if key.flag} | set(table())
     known_names |= {DATA_FOLDER, VERSION}
-    aliases, pointers = listed()["aliases"], listed()["pointers"]
+    aliases, pointers = load_foreign_flags()["aliases"], load_foreign_flags()["pointers"]
     assert {name: to for name, to in aliases.items() if to not in known_names} == {}
     assert set(aliases) & set(flag_keys()) == set()
     assert set(pointers) & (set(flag_keys()) | set(aliases)) == set()
@@ -150,7 +150,7 @@ def test_every_alias_and_every_pointer_leads_to_what_there_is() -> None:
     ],
 )
 def test_flags_of_other_programs(typed: str, meant: str) -> None:
-    assert translate(typed.split()) == meant.split()
+    assert replace_aliases(typed.split()) == meant.split()
 
 
 def test_an_unknown_flag_is_told_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_an_unknown_flag_is_told_with_what_to_use(monkeypatch: pytest.MonkeyPatc
         "--config-path": "no flag --config-path: there is no Hydra here",
         "--push_to_hub": "`/a/ppo export`",
     }.items():
-        suggestion = unknown_flag(flag, flags)
+        suggestion = describe_unknown_flag(flag, flags)
         assert suggestion in suggestion and suggestion[-1] in ".?", suggestion
 
 
@@ -227,7 +227,7 @@ def test_a_flags_help_gives_key_range_default_and_variable(name: str, fragment: 
     ],
 )
 def test_a_list_flag_takes_several_values(typed: str, meant: str) -> None:
-    assert spread(typed.split()) == meant.split()
+    assert repeat_list_flags(typed.split()) == meant.split()
 
 
 def test_the_help_is_whole_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.cli.reward import bars, calibration_lines, part_lines
+from ppo_cli.cli.reward import calibration_lines, histogram_lines, part_lines
 from ppo_cli.errors import UserError
 from tests.scoring.commands import read, run_reward
 
@@ -278,10 +278,12 @@ def test_columns_of_any_name_are_read_by_every_command(
 
 
 def test_bars() -> None:
-    lines = bars([{"from": 1.0, "to": 1.0, "count": 60}, {"from": 0.0, "to": 0.5, "count": 1}])
+    lines = histogram_lines(
+        [{"from": 1.0, "to": 1.0, "count": 60}, {"from": 0.0, "to": 0.5, "count": 1}]
+    )
     assert lines[2].split() == ["1.000", "#" * 30, "60"]
     assert lines[3].split() == ["0.000", "to", "0.500", "#", "1"]
-    assert bars([]) == []
+    assert histogram_lines([]) == []
 
 
 def test_calibration_of_nothing_fresh() -> None:

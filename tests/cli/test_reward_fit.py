@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.cli.reward import doubt_warning
+from ppo_cli.cli.reward import warn_if_like_guessing
 from ppo_cli.extras.fitting.training import FitSettings, Recipe
 
 
@@ -127,4 +127,4 @@ def test_a_folder_with_other_files_is_refused_before_anything_is_read(
 def test_an_accuracy_like_that_of_guessing_is_doubted(
     accuracy: float, held_out: int, doubt: bool
 ) -> None:
-    assert (doubt_warning(accuracy, held_out) is not None) == doubt
+    assert (warn_if_like_guessing(accuracy, held_out) is not None) == doubt

@@ -24,12 +24,12 @@ from ppo_cli.cli.screen import (
     ASCII_BLOCKS,
     BLOCKS,
     COLUMNS,
+    OutputClosed,
     PlainScreen,
-    Unread,
-    clean,
-    duration,
+    format_duration,
+    format_number,
+    make_printable,
     make_screen,
-    number,
     sparkline,
     step_line,
     summary_lines,
@@ -243,7 +243,7 @@ def test_a_screen_that_nobody_reads_ends_the_run() -> None:
     os.close(reading)
     with os.fdopen(writing, "w") as file:
         screen = PlainScreen(file)
-        with pytest.raises(Unread, match="has closed it"):
+        with pytest.raises(OutputClosed, match="has closed it"):
             screen.note("words")
         screen.note("more words")  # lead nowhere, as what is left at the end does
 
@@ -312,7 +312,7 @@ def test_a_summary_says_one_number_once_and_a_decline_as_such() -> None:
     ],
 )  # fmt: skip
 def test_numbers(value: float | None, shown: str) -> None:
-    assert number(value) == shown
+    assert format_number(value) == shown
 
 
 def test_sparkline() -> None:
@@ -325,13 +325,13 @@ def test_sparkline() -> None:
 
 
 def test_durations() -> None:
-    assert [duration(s) for s in (0.4, 59.6, 61, 3600, 7800)] == [
+    assert [format_duration(s) for s in (0.4, 59.6, 61, 3600, 7800)] == [
         "0 s", "1 min 0 s", "1 min 1 s", "1 h 0 min", "2 h 10 min",
     ]  # fmt: skip
 
 
 def test_shown_text_has_no_control_codes_secrets_or_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "top-secret-1")
-    assert clean("a\x1b[31m\x07\r\x9b\tb\nc") == "a\\x1b[31m\\x07\\x0d\\x9b\tb\nc"
-    assert clean("key top-secret-1") == "key ***"
-    assert clean("half \ud83d") == "half ?"
+    assert make_printable("a\x1b[31m\x07\r\x9b\tb\nc") == "a\\x1b[31m\\x07\\x0d\\x9b\tb\nc"
+    assert make_printable("key top-secret-1") == "key ***"
+    assert make_printable("half \ud83d") == "half ?"

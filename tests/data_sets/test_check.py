@@ -10,14 +10,14 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from ppo_cli.cli.data import Report, examine, percentiles
+from ppo_cli.cli.data import Report, examine_files, percentiles
 from ppo_cli.data_sets.prompts import Renderer
 
 
 def look(tokenizer: Any, path: Path, *lines: object, limit: int = 100) -> Report:
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("\n".join(texts), encoding="utf-8")
-    return examine([str(path)], Renderer(tokenizer), max_prompt_length=limit)
+    return examine_files([str(path)], Renderer(tokenizer), max_prompt_length=limit)
 
 
 def test_counts(tokenizer: Any, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_row_with_two_problems_is_one_bad_row(tokenizer: Any, tmp_path: Path) 
     broken = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"prompt": broken, "ground_truth": broken}), path)
-    report = examine([str(path)], Renderer(tokenizer), max_prompt_length=100)
+    report = examine_files([str(path)], Renderer(tokenizer), max_prompt_length=100)
     assert [p.column for p in report.bad_rows] == ["prompt", "ground_truth"]
     assert (report.rows, report.usable, report.bad) == (2, 1, 1)
 
@@ -67,7 +67,7 @@ def test_repeats_over_two_files_are_seen(tokenizer: Any, tmp_path: Path) -> None
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text('{"prompt": [{"role": "user", "content": "q"}]}\n')
     files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
-    report = examine(files, Renderer(tokenizer), max_prompt_length=100)
+    report = examine_files(files, Renderer(tokenizer), max_prompt_length=100)
     assert report.duplicates.examples == (f"{files[1]} line 1 repeats {files[0]} line 1",)
     long = [{"prompt": "b" * 90}] * 50
     report = look(tokenizer, tmp_path / "a.jsonl", {"prompt": "a"}, *long, limit=60)

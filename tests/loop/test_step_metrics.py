@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
-from ppo_cli.report.metrics import StepSums, explained_variance, recent, score_metrics
+from ppo_cli.report.metrics import StepSums, explained_variance, recent_statistics, score_metrics
 
 
 def scored(value: float | None, length: int = 2, source: str = "a", cut: bool = False) -> Scored:
@@ -32,12 +32,12 @@ def test_failed_scores_are_counted_and_left_out() -> None:
 def test_recent_looks_at_the_last_hundred_steps_and_at_main_metrics() -> None:
     lines = [{"step": s, "loss": float(s), "val/reward_mean": 1.0} for s in range(151)]
     lines[150] |= {"loss": None, "kl": 3.0}
-    result = recent(lines)
+    result = recent_statistics(lines)
     assert result["loss_mean"] == 100.0  # steps 51 to 149: the last measured nothing
     assert result["loss_std"] == pytest.approx(math.sqrt((99**2 - 1) / 12))
     assert result["kl_mean"] == 3.0 and result["kl_std"] == 0.0
     assert set(result) == {"loss_mean", "loss_std", "kl_mean", "kl_std"}
-    assert recent(lines[:1]) == {}
+    assert recent_statistics(lines[:1]) == {}
 
 
 def test_nothing_scored_gives_no_reward_at_all() -> None:

@@ -20,7 +20,7 @@ from ppo_cli.cli.show import show_app
 from ppo_cli.config.schema.run import Config
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.page.run_data import RunData
-from ppo_cli.report.page.server import PageServer, report
+from ppo_cli.report.page.server import PageServer, render_report
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run.export import write_card
 from ppo_cli.run_folder import METRICS_FILE, read_metrics, rollout_file
@@ -101,7 +101,7 @@ def test_a_page_of_files_that_hold_keys_is_whole_without_them(run: Path, tmp_pat
         {"uid": f"u{n}", "sample": 0, "prompt": t, "response": t} for n, t in enumerate(SNIPPETS)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = report([RunData(tmp_path, "run")])
+    text = render_report([RunData(tmp_path, "run")])
     block = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert block
     check_rows(json.loads(block[1])["rows"][0])

@@ -10,15 +10,15 @@ import pytest
 from ppo_cli.cli.screen import COLUMNS
 from ppo_cli.config.schema.run import Config
 from ppo_cli.report import health
-from ppo_cli.report.drift import Opinion, judge_drift
+from ppo_cli.report.drift import Opinion, measure_judge_drift
 from ppo_cli.report.health import (
     CALM_STEPS,
-    LONG,
     REPEAT_AFTER,
+    STUCK_STEPS,
     HealthWatch,
     Limits,
-    find_trouble,
-    limits_of,
+    find_troubles,
+    make_limits,
 )
 
 GOOD = {
@@ -40,7 +40,7 @@ def always(**values: Any) -> Change:
 
 
 def kinds(count: int, change: Change, limits: Limits | None = None) -> set[str]:
-    return set(find_trouble(history(count, change), limits or Limits()))
+    return set(find_troubles(history(count, change), limits or Limits()))
 
 
 FLAT = {"reward_mean": 0.3}
@@ -104,7 +104,7 @@ def test_trouble_is_named_with_what_to_change_in_the_words_of_the_step_line() ->
     assert set(FIRING) == set(health._CHECKS), "every kind of trouble is tried here"
     warnings = []
     for kind, (count, change, flag) in FIRING.items():
-        findings = find_trouble(history(count, change), Limits())
+        findings = find_troubles(history(count, change), Limits())
         assert set(findings) == {kind}
         assert flag in findings[kind]
         warnings.append(findings[kind])
@@ -114,7 +114,7 @@ def test_trouble_is_named_with_what_to_change_in_the_words_of_the_step_line() ->
 
 def test_drift_is_what_a_judge_rises_beyond_what_watches_it() -> None:
     def drift(change: Change, count: int = 30) -> float | None:
-        drift = judge_drift(history(count, change), ("judge", "rule"))
+        drift = measure_judge_drift(history(count, change), ("judge", "rule"))
         return drift and drift.amount
 
     assert drift(lambda s: watched(0.3 + 0.02 * s, 0.5)) == pytest.approx(0.4)
@@ -131,7 +131,9 @@ def test_drift_is_what_a_judge_rises_beyond_what_watches_it() -> None:
     config = Config.model_validate(
         {"reward": {"parts": ("judge:0.5", "rule:0.5"), "api": {"model": "m"}}}
     )
-    assert limits_of(config).watched == ("judge", "rule") and limits_of(Config()).watched is None
+    assert (
+        make_limits(config).watched == ("judge", "rule") and make_limits(Config()).watched is None
+    )
 
 
 def people(late: float, noise: float = 0.0, last: int = 100) -> tuple[Opinion, ...]:
@@ -143,19 +145,21 @@ def people(late: float, noise: float = 0.0, last: int = 100) -> tuple[Opinion, .
 
 def test_labels_of_people_come_before_a_second_judge() -> None:
     def drift(opinions: Sequence[Opinion], steps: int = 100) -> float | None:
-        drift = judge_drift(history(steps, lambda s: watched(0.5, 0.5)), None, opinions)
+        drift = measure_judge_drift(history(steps, lambda s: watched(0.5, 0.5)), None, opinions)
         return drift and drift.amount
 
     assert drift(people(0.3)) == pytest.approx(0.3)
     assert drift(people(0.3)[1:]) == pytest.approx(0.0), "too few: the second judge counts"
     assert drift(people(0.3), steps=50) == pytest.approx(0.0), "steps that are still to come"
-    assert judge_drift(history(100), None, [Opinion(7, 0.9, 0.5)] * 40) is None, "all of one step"
+    assert measure_judge_drift(history(100), None, [Opinion(7, 0.9, 0.5)] * 40) is None, (
+        "all of one step"
+    )
     for opinions, alarm in ((people(0.3), True), (people(0.05), False), (people(0.3, 0.4), False)):
-        findings = find_trouble(history(100), Limits(people=opinions))
+        findings = find_troubles(history(100), Limits(people=opinions))
         assert ("judge_drift" in findings) is alarm
     assert (
         "more than the labels that people gave"
-        in find_trouble(history(100), Limits(people=people(0.3)))["judge_drift"]
+        in find_troubles(history(100), Limits(people=people(0.3)))["judge_drift"]
     )
 
 
@@ -187,8 +191,8 @@ def test_a_collapse_is_told_apart_from_a_hard_task() -> None:
 
 
 def test_some_distance_is_fine_while_a_rule_pays_for_it() -> None:
-    rule = limits_of(Config())
-    judge = limits_of(Config.model_validate({"reward": {"api": {"enable": True}}}))
+    rule = make_limits(Config())
+    judge = make_limits(Config.model_validate({"reward": {"api": {"enable": True}}}))
     away = always(kl_divergence=0.2)
     assert kinds(9, away, rule) == set() and kinds(9, away, judge) == {"kl_high"}
     assert kinds(9, always(kl_divergence=0.2, **FLAT), rule) == {"kl_high"}
@@ -202,21 +206,21 @@ def test_advice_on_a_reward_names_what_scores() -> None:
         ({"function": "a.py"}, "--reward_function", "--rule"),
         ({"rule": "exact"}, "--rule", "--reward_function"),
     ):
-        line = find_trouble(same, limits_of(Config.model_validate({"reward": reward})))
+        line = find_troubles(same, make_limits(Config.model_validate({"reward": reward})))
         assert named in line["reward_same"] and other not in line["reward_same"]
 
 
 def test_commands_in_advice_name_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PPO_COMMAND", "/venv/bin/ppo")
-    limits = limits_of(Config.model_validate({"trainer": {"output_dir": "my run"}}))
+    limits = make_limits(Config.model_validate({"trainer": {"output_dir": "my run"}}))
     same = history(3, always(score__std=0.0, reward_mean=1.0))
-    assert "`/venv/bin/ppo show 'my run' --worst 5`" in find_trouble(same, limits)["reward_same"]
-    (fooled,) = find_trouble(history(1, always(judge__canary_max=0.6)), limits).values()
+    assert "`/venv/bin/ppo show 'my run' --worst 5`" in find_troubles(same, limits)["reward_same"]
+    (fooled,) = find_troubles(history(1, always(judge__canary_max=0.6)), limits).values()
     assert "`/venv/bin/ppo reward audit --config 'my run'/config.yaml`" in fooled
 
 
 def test_the_part_without_a_scale_is_named_be_it_loud_or_quiet() -> None:
-    finding = find_trouble(history(1, mixed(0.05, std=0.05, scaled=1.0)), Limits())[
+    finding = find_troubles(history(1, mixed(0.05, std=0.05, scaled=1.0)), Limits())[
         "part_dominated"
     ]
     assert "'rule' is dominated: it makes 5%" in finding and "scaling of 'rule'" in finding
@@ -233,7 +237,7 @@ SILENT: dict[str, tuple[int, Change]] = {
     "high kl in the first steps": (4, always(kl_divergence=0.2)),
     "one high kl": (9, lambda s: {"kl_divergence": 0.2 if s == 9 else 0.02}),
     "low kl while the reward climbs": (60, always(kl_divergence=1e-5)),
-    "low kl for a short while": (LONG, always(kl_divergence=1e-5, **FLAT)),
+    "low kl for a short while": (STUCK_STEPS, always(kl_divergence=1e-5, **FLAT)),
     "one high clip": (5, lambda s: {"clip_fraction": 0.5 if s == 5 else 0.2}),
     "low clip while the reward climbs": (60, always(clip_fraction=0.0)),
     "same reward twice": (2, always(score__std=0.0, reward_mean=1.0)),
@@ -242,7 +246,7 @@ SILENT: dict[str, tuple[int, Change]] = {
         30,
         lambda s: {"entropy": 2.0 if s < 9 else 0.01, "reward_mean": min(1.0, 0.1 * s)},
     ),
-    "critic not learning yet": (LONG - 1, always(explained_variance=-0.5)),
+    "critic not learning yet": (STUCK_STEPS - 1, always(explained_variance=-0.5)),
     "critic above 0 now and then": (40, lambda s: {"explained_variance": 0.1 if s % 9 else -1}),
     "a small gradient that grew": (12, lambda s: {"grad_norm": 0.9 if s == 12 else 0.01}),
     "long responses once": (9, lambda s: {"response_length/clip_ratio": 0.9 if s == 9 else 0.1}),
@@ -264,7 +268,7 @@ SILENT: dict[str, tuple[int, Change]] = {
 def test_silence() -> None:
     kinds_by_case = {case: kinds(*case_args) for case, case_args in SILENT.items()}
     assert {case: case_kinds for case, case_kinds in kinds_by_case.items() if case_kinds} == {}
-    assert find_trouble([{"step": 0, "val/accuracy": 0.1}, {"step": 1}], Limits()) == {}
+    assert find_troubles([{"step": 0, "val/accuracy": 0.1}, {"step": 1}], Limits()) == {}
 
 
 def test_limits_on_both_sides_of_the_ratio() -> None:
@@ -284,9 +288,9 @@ def test_limits_on_both_sides_of_the_ratio() -> None:
 def test_how_far_the_sampler_may_be_off(
     settings: dict[str, Any], limit: float, advice: str
 ) -> None:
-    limits = limits_of(Config.model_validate(settings))
+    limits = make_limits(Config.model_validate(settings))
     assert kinds(1, always(rollout__logprob_diff=0.9 * limit), limits) == set()
-    (line,) = find_trouble(history(1, always(rollout__logprob_diff=1.1 * limit)), limits).values()
+    (line,) = find_troubles(history(1, always(rollout__logprob_diff=1.1 * limit)), limits).values()
     assert advice in line
 
 
@@ -299,15 +303,15 @@ def test_advice_follows_the_settings() -> None:
             "trainer": {"critic_warmup": 15},
         }
     )
-    limits = limits_of(config)
-    findings = find_trouble(history(6, always(kl_divergence=2.0)), limits)
+    limits = make_limits(config)
+    findings = find_troubles(history(6, always(kl_divergence=2.0)), limits)
     assert "actor.kl_loss_coef" in findings["kl_high"]
-    findings = find_trouble(history(3, always(response_length__clip_ratio=0.9)), limits)
+    findings = find_troubles(history(3, always(response_length__clip_ratio=0.9)), limits)
     assert "77 tokens" in findings["too_long"]
     # One update a step can clip nothing; no update in the warm-up moves nothing.
     assert kinds(60, always(clip_fraction=0.0, **FLAT), limits) == set()
     twice = {"actor": {"ppo_mini_batch_size": 256, "ppo_epochs": 2}}
-    limits_of_two = limits_of(Config.model_validate(twice))
+    limits_of_two = make_limits(Config.model_validate(twice))
     assert kinds(60, always(clip_fraction=0.0, **FLAT), limits_of_two) == {"clip_low"}
     flat_history = always(kl_divergence=0.0, **FLAT)
     assert kinds(30, flat_history, limits) == set() and kinds(40, flat_history, limits) == {

@@ -12,8 +12,8 @@ import pytest
 
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
-from ppo_cli.report.drift import people_of
-from ppo_cli.report.labels import labels_in_run, labels_of, write_label
+from ppo_cli.report.drift import read_opinions
+from ppo_cli.report.labels import read_labels_by_place, read_labels_with_scores, write_label
 from ppo_cli.report.page.rollouts import Rollouts, set_label
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import LABELS_FILE, read_lines, replace_lines, rollout_file
@@ -90,7 +90,7 @@ def resume(folder: Path) -> None:
 
 def shown_labels(folder: Path) -> list[tuple[str, str]]:
     """The response of each row that the page marks as labelled, and that of its label."""
-    rollouts, labels = Rollouts(folder), labels_of(folder)
+    rollouts, labels = Rollouts(folder), read_labels_by_place(folder)
     rows = rollouts.read(rollouts.rows(), None)
     return [(row["response"], labels[row["id"]]["response"]) for row in rows if row["id"] in labels]
 
@@ -108,7 +108,7 @@ def test_labels_stay_with_their_responses_when_a_run_goes_on_from_an_earlier_ste
     pairs = shown_labels(folder)
     assert len(pairs) == 24 + 12
     assert all(shown == labelled for shown, labelled in pairs)
-    assert len(labels_in_run(folder)) == 36
+    assert len(read_labels_with_scores(folder)) == 36
     assert len(read_lines(folder / LABELS_FILE)) == 48, "labels of other responses are kept"
     with pytest.raises(UserError, match="not in the run any more"):
         set_label(rollouts, stale["id"], stale["response_id"], 0.0, "")
@@ -122,13 +122,13 @@ def test_the_drift_of_a_judge_counts_labels_of_responses_in_the_run(tmp_path: Pa
     for row in rollouts.rows():
         set_label(rollouts, row.id, None, 1.0, "")
     config = Config.model_validate({"reward": {"api": {"enable": True, "model": "m"}}})
-    assert [p.step for p in people_of(folder, config)].count(5) == 8
+    assert [p.step for p in read_opinions(folder, config)].count(5) == 8
     resume(folder)
-    assert [p.step for p in people_of(folder, config)].count(5) == 4
+    assert [p.step for p in read_opinions(folder, config)].count(5) == 4
     lines = read_lines(rollout_file(folder, 1))
     lines[0]["score"] = 0.25  # another judge gave it to the same response
     replace_lines(rollout_file(folder, 1), lines)
-    assert people_of(folder, config)[0].judge == 0.25
+    assert read_opinions(folder, config)[0].judge == 0.25
 
 
 def test_labels_of_earlier_versions_are_read_and_removed(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_labels_of_earlier_versions_are_read_and_removed(tmp_path: Path) -> None
         del line["response_id"]
     by_hand = {"step": 1, "score": 0.5, "label": 1}
     replace_lines(folder / LABELS_FILE, [*old, by_hand])
-    assert list(labels_of(folder).values()) == lines
+    assert list(read_labels_by_place(folder).values()) == lines
     set_label(rollouts, lines[1]["id"], lines[1]["response_id"], None, "")
     assert read_lines(folder / LABELS_FILE) == [lines[0], lines[2], by_hand]
 
@@ -154,7 +154,7 @@ def test_a_label_stays_where_an_editor_marked_the_file_as_utf8(tmp_path: Path) -
     file = folder / LABELS_FILE
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     set_label(rollouts, "train:1:1", None, 0.0, "")
-    assert set(labels_of(folder)) == {"train:1:0", "train:1:1"}
+    assert set(read_labels_by_place(folder)) == {"train:1:0", "train:1:1"}
 
 
 def test_a_label_that_cannot_be_written_is_said_to_be_lost(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import pytest
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, ppo, replace_flag
 from ppo_cli.report.metrics import (
-    dollars,
-    judge_totals,
-    lr_jumps,
+    describe_judge_totals,
+    extend_budget,
+    find_lr_jumps,
+    format_dollars,
     refuse_unscored,
-    resume_line,
     summarise,
 )
 from ppo_cli.report.tracker import Summary
@@ -66,19 +66,21 @@ def test_calls_are_counted_over_judges_sessions_and_validations(tmp_path: Path) 
         {"step": 1, "judge/cached": 3.0, "judge/retries": 4.0, "judge_safety/retries": 1.0,
          "score/failed": 2.0, "judge/cached_share": 9.0},
     ]  # fmt: skip
-    assert judge_totals(tmp_path, history) == (
+    assert describe_judge_totals(tmp_path, history) == (
         "4 calls, 3 failed (timeout 2, http_503 1), 5 retries, 5 verdicts reused, "
         "3 responses without a score, $1.00"
     )
     (tmp_path / "judge_calls.in_flight").write_text(
         '{"id": "a-7", "outcome": "in_flight", "usd": 0.5}\n'
     )
-    assert judge_totals(tmp_path, history).startswith(
+    assert describe_judge_totals(tmp_path, history).startswith(
         "5 calls, 1 in flight (at their worst case), 3 failed"
     )
-    assert judge_totals(tmp_path, history).endswith("$1.50")
-    assert judge_totals(tmp_path / "none", history[:0]) == ""
-    assert judge_totals(tmp_path / "none", history[:1]).startswith("0 calls, 2 verdicts reused")
+    assert describe_judge_totals(tmp_path, history).endswith("$1.50")
+    assert describe_judge_totals(tmp_path / "none", history[:0]) == ""
+    assert describe_judge_totals(tmp_path / "none", history[:1]).startswith(
+        "0 calls, 2 verdicts reused"
+    )
 
 
 def mixture(step: int, total: float, judge: float) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def test_a_learning_rate_is_compared_with_that_of_the_checkpoints_step(tmp_path:
     lines = [{"step": step, "actor/lr": step * 1e-3} for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     config = Config.model_validate({"actor": {"optim": {"lr": 1e-2}}})
-    (jump,) = lr_jumps(config, tmp_path / "checkpoints" / "step_000002", 4)
+    (jump,) = find_lr_jumps(config, tmp_path / "checkpoints" / "step_000002", 4)
     assert "rises from 0.002 at step 2 to 0.01 at step 3" in jump
 
 
@@ -191,7 +193,7 @@ def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
     def budget(used: ExhaustedBudget, done: int, validated: bool, rows: int) -> list[str]:
         history = [{"step": n, "reward_mean": 0.5} for n in range(1, done + 1)]
         history = [{"step": 0, "val/reward_mean": 0.1}, *history] if validated else history
-        line = resume_line(
+        line = extend_budget(
             "ppo train --rm_budget_usd=1 reward.api.budget_usd=2 --lr 1",
             Interrupted("", used_up=used), config, history, 20, rows,
         )  # fmt: skip
@@ -214,7 +216,7 @@ def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
     assert budget(ExhaustedBudget("--rm_budget_usd", 0.12, 24, 0.5), 1, False, 0)[1] == "2.9"
     used = ExhaustedBudget("--rm_budget_tokens", 4_000, 40, 90)
     assert budget(used, 4, False, 0) == ["--rm_budget_tokens", "25000"]
-    plain = resume_line("ppo train", Interrupted("down"), config, [], 20, 0)
+    plain = extend_budget("ppo train", Interrupted("down"), config, [], 20, 0)
     assert plain == "ppo train"
 
 
@@ -269,4 +271,4 @@ def test_small_amounts_are_not_nothing() -> None:
         0.00001: "$1.0e-05",
         0.0: "$0",
     }
-    assert {amount: dollars(amount) for amount in shown} == shown
+    assert {amount: format_dollars(amount) for amount in shown} == shown

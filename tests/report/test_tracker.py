@@ -12,7 +12,7 @@ import pytest
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
-from ppo_cli.report.drift import people_of
+from ppo_cli.report.drift import read_opinions
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import replace_lines
 
@@ -114,7 +114,7 @@ def test_labels_that_cannot_be_read_for_certain_say_nothing(tmp_path: Path) -> N
 
     def people(**api: Any) -> int:
         config = Config.model_validate({"reward": {"api": JUDGED | api}})
-        return len(people_of(tmp_path, config))
+        return len(read_opinions(tmp_path, config))
 
     api = {"scoring_prompt": "Rate {response} from 1 to 5."}
     assert (people(), people(**api), people(**api, scale="1-5")) == (29, 0, 29)

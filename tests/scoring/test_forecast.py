@@ -12,7 +12,7 @@ import pytest
 
 import ppo_cli
 from ppo_cli.cli.app import main
-from ppo_cli.cli.train import reader
+from ppo_cli.cli.train import make_prompt_reader
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.run import Config
@@ -48,7 +48,7 @@ def config(*overrides: str) -> Config:
 
 def foretell(*overrides: str) -> Forecast:
     settings = config(*overrides)
-    return forecast(settings, reader(settings))
+    return forecast(settings, make_prompt_reader(settings))
 
 
 def test_calls_are_the_plans_times_the_votes() -> None:

@@ -252,10 +252,10 @@ def test_the_wanted_model_gives_the_sizes_of_layers(tmp_path: Path) -> None:
         "num_key_value_heads": 2, "num_hidden_layers": 24, "intermediate_size": 4864,
         "vocab_size": 151936, "hidden_act": "silu",
     }))  # fmt: skip
-    shape = doctor._wanted_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
+    shape = doctor._read_layer_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
     assert (shape.heads, shape.kv_heads, shape.head_size) == (14, 2, 64)
     assert shape.vocabulary == 151_936
-    assert doctor._wanted_shape(Config()).model == "Qwen2.5-7B"
+    assert doctor._read_layer_shape(Config()).model == "Qwen2.5-7B"
 
 
 def test_what_a_failure_prevents_is_told_as_skipped() -> None:

@@ -24,10 +24,10 @@ from ppo_cli.run_folder import (
 )
 from ppo_cli.thoughts import find_thoughts
 
-SNIPPET = 200  # characters of a text in the table
-MOST_TEXT = 100_000  # characters of a text in the reading pane, unless all of it is asked for
-SAMPLE_TEXT = 20_000  # characters of a text in a report
-MOST_THROUGH_TIME = 60  # responses of one prompt
+SNIPPET_CHARS = 200  # characters of a text in the table
+MAX_TEXT_CHARS = 100_000  # characters of a text in the reading pane, unless all of it is asked for
+MAX_REPORT_TEXT_CHARS = 20_000  # characters of a text in a report
+MAX_HISTORY = 60  # responses of one prompt
 SEARCH_S = 30.0  # of a pattern over all texts
 TEXTS = ("prompt", "response", "reason")
 
@@ -80,7 +80,7 @@ class Rollouts:
                 (split, step): state
                 for split in PREFIXES
                 for step in rollout_steps(self.folder, split)
-                if (state := _state(rollout_file(self.folder, step, split)))
+                if (state := _file_state(rollout_file(self.folder, step, split)))
             }
             unchanged = {
                 key: file for key, file in self._files.items() if states.get(key) == file[0]
@@ -89,13 +89,13 @@ class Rollouts:
             if len(unchanged) < len(self._files):  # a step was written anew
                 self._files, self._ends = unchanged, {}
                 for key, (_, rows) in unchanged.items():
-                    self._note_ends(key, rows)
+                    self._record_first_and_last(key, rows)
             unread = sorted(states.keys() - unchanged.keys(), key=lambda key: (key[1], key[0]))
             ends = time.monotonic() + seconds
             while unread:
                 key = unread.pop()
-                self._files[key] = (states[key], list(_index(self.folder, *key)))
-                self._note_ends(key, self._files[key][1])
+                self._files[key] = (states[key], list(_index_step(self.folder, *key)))
+                self._record_first_and_last(key, self._files[key][1])
                 if time.monotonic() > ends:
                     break
             self.unread = len(unread)
@@ -104,7 +104,7 @@ class Rollouts:
                 self.indexed_rows = [row for key in in_order for row in self._files[key][1]]
             return self.indexed_rows
 
-    def _note_ends(self, key: Place, rows: Iterable[Row]) -> None:
+    def _record_first_and_last(self, key: Place, rows: Iterable[Row]) -> None:
         """Keep of each prompt its first and its last step, with the mean scores there."""
         split, step = key
         scores: dict[str, list[float]] = defaultdict(list)
@@ -120,7 +120,7 @@ class Rollouts:
                 last, after = step, mean
             self._ends[split, uid] = (first, before, last, after)
 
-    def changed(self, row: Row) -> float:
+    def score_change(self, row: Row) -> float:
         """How far the mean score of a row's prompt went from its first step to its last."""
         _, before, _, after = self._ends.get((row.split, row.uid), (0, 0.0, 0, 0.0))
         return round(abs(after - before), 6)
@@ -131,7 +131,7 @@ class Rollouts:
         As `rows`, after so many seconds those of the newest steps only, unless texts are searched.
         """
         rows = self.rows(math.inf if query.get("pattern") else seconds)
-        fits = _filter(query)
+        fits = _make_filter(query)
         chosen = [row for row in rows if fits(row)]
         if pattern := query.get("pattern"):
             chosen = list(self._search(chosen, pattern, query.get("where", "")))
@@ -141,7 +141,7 @@ class Rollouts:
             "score": lambda r: r.score,
             "tokens": lambda r: r.tokens,
             "disputed": lambda r: r.disputed,
-            "changed": self.changed,
+            "changed": self.score_change,
         }
         if sort not in keys:
             raise UserError(f"Rows cannot be sorted by '{sort}'; sort by {', '.join(keys)}.")
@@ -159,23 +159,23 @@ class Rollouts:
             by_file[row.split, row.step].append(place)
         responses: list[dict[str, Any]] = [{}] * len(rows)
         for (split, step), places in by_file.items():
-            lines = _lines(self.folder, split, step)
+            lines = _read_step(self.folder, split, step)
             for place in places:
                 row = rows[place]
                 if row.line < len(lines):
-                    line = cut(lines[row.line], max_chars)
+                    line = truncate_texts(lines[row.line], max_chars)
                     full_line = lines[row.line] | {"split": split, "step": step}
                     responses[place] = line | {
                         "id": row.id, "response_id": response_id(full_line), "split": split,
-                        "step": step, "disputed": row.disputed, "changed": self.changed(row),
-                        "thoughts": _thoughts(line),
+                        "step": step, "disputed": row.disputed, "changed": self.score_change(row),
+                        "thoughts": _find_thought_spans(line),
                     }  # fmt: skip
         return responses
 
     def row_of_id(self, name: str) -> Row:
         """The row with this id; raises UserError when there is none."""
         split, _, rest = name.partition(":")
-        step, line = map(whole_number, rest.partition(":")[::2])
+        step, line = map(parse_whole_number, rest.partition(":")[::2])
         place = split, -1 if step is None else step
         self.rows(0.0)
         if place not in self._files:
@@ -188,7 +188,7 @@ class Rollouts:
     def through_time(self, row: Row) -> list[Row]:
         """Responses to the same prompt, oldest first, evenly thinned where there are many."""
         same = [r for r in self.rows() if r.uid == row.uid and r.split == row.split]
-        return spread(same, MOST_THROUGH_TIME)
+        return thin_evenly(same, MAX_HISTORY)
 
     def _search(self, rows: Sequence[Row], pattern: str, where: str) -> Iterator[Row]:
         """The rows in whose texts a pattern is found, whatever its case."""
@@ -205,7 +205,7 @@ class Rollouts:
         seconds_left = SEARCH_S
         try:
             for (split, step), group in by_file.items():
-                lines = _lines(self.folder, split, step)
+                lines = _read_step(self.folder, split, step)
                 start = time.monotonic()
                 for row in group:
                     line = lines[row.line] if row.line < len(lines) else {}
@@ -219,7 +219,7 @@ class Rollouts:
             raise UserError("The pattern takes too long on these texts.") from error
 
 
-def _thoughts(line: Mapping[str, Any]) -> list[tuple[int, int]]:
+def _find_thought_spans(line: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Where the thoughts of a response are in its text, as the page folds them away."""
     opened, text = str(line.get("opened") or ""), str(line.get("response") or "")
     thoughts = find_thoughts(opened + text, cut=line.get("finish_reason") == "length")
@@ -228,14 +228,14 @@ def _thoughts(line: Mapping[str, Any]) -> list[tuple[int, int]]:
     ]
 
 
-def _state(file: Path) -> tuple[int, int] | None:
+def _file_state(file: Path) -> tuple[int, int] | None:
     with suppress(FileNotFoundError):  # a run that goes on from an earlier step removes it
         state = file.stat()
         return state.st_size, state.st_mtime_ns
     return None
 
 
-def _lines(folder: Path, split: str, step: int) -> list[dict[str, Any]]:
+def _read_step(folder: Path, split: str, step: int) -> list[dict[str, Any]]:
     """The lines of a step; a link that leads out of the run folder is refused."""
     file = rollout_file(folder, step, split)
     if not file.resolve().is_relative_to(folder.resolve()):
@@ -243,25 +243,25 @@ def _lines(folder: Path, split: str, step: int) -> list[dict[str, Any]]:
     return read_lines(file)
 
 
-def _index(folder: Path, split: str, step: int) -> Iterator[Row]:
-    for number, line in enumerate(_lines(folder, split, step)):
+def _index_step(folder: Path, split: str, step: int) -> Iterator[Row]:
+    for number, line in enumerate(_read_step(folder, split, step)):
         score = line.get("score")
         yield Row(
             split, step, number,
-            str(line.get("uid", "")), _integer(line.get("sample")),
+            str(line.get("uid", "")), _integer_or_zero(line.get("sample")),
             str(line.get("data_source") or ""),
             float(score) if isinstance(score, int | float) else None,
-            str(line.get("failure") or ""), _integer(line.get("tokens")),
-            _disputed(line),
+            str(line.get("failure") or ""), _integer_or_zero(line.get("tokens")),
+            _dispute_gap(line),
             60 + sum(30 + (len(v) if isinstance(v, str) else 20) for v in line.values()),
         )  # fmt: skip
 
 
-def _integer(value: Any) -> int:
+def _integer_or_zero(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _disputed(line: Mapping[str, Any]) -> float:
+def _dispute_gap(line: Mapping[str, Any]) -> float:
     """The widest gap: between scaled parts, to the monitoring judge, twice the spread of votes."""
     parts = line.get("parts")
     scores = parts.values() if isinstance(parts, dict) else ()
@@ -276,10 +276,10 @@ def _disputed(line: Mapping[str, Any]) -> float:
     return round(max(gaps), 6)
 
 
-def _filter(query: Mapping[str, str]) -> Callable[[Row], bool]:
+def _make_filter(query: Mapping[str, str]) -> Callable[[Row], bool]:
     """Whether a row passes the filters that need no text."""
-    low, high = _number(query, "from_step"), _number(query, "to_step")
-    least, greatest = _number(query, "min"), _number(query, "max")
+    low, high = _parse_number(query, "from_step"), _parse_number(query, "to_step")
+    least, greatest = _parse_number(query, "min"), _parse_number(query, "max")
     split, source, why = (query.get(name, "") for name in ("split", "source", "why"))
     predicates: dict[str, Callable[[Row], bool]] = {
         "from_step": lambda row: low is None or row.step >= low,
@@ -295,7 +295,7 @@ def _filter(query: Mapping[str, str]) -> Callable[[Row], bool]:
     return lambda row: all(check(row) for check in checks)
 
 
-def _number(query: Mapping[str, str], name: str) -> float | None:
+def _parse_number(query: Mapping[str, str], name: str) -> float | None:
     text = query.get(name, "").strip()
     if not text:
         return None
@@ -305,12 +305,12 @@ def _number(query: Mapping[str, str], name: str) -> float | None:
     raise UserError(f"'{text}' is not a number ({name}).")
 
 
-def whole_number(text: str) -> int | None:
+def parse_whole_number(text: str) -> int | None:
     """The number of a step, a line or a place; None for all else."""
     return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
 
 
-def cut(line: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
+def truncate_texts(line: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
     """A line whose texts have at most so many characters; `cut` names the full length of each."""
     shortened, lengths = dict(line), {}
     for name, value in line.items():
@@ -319,15 +319,15 @@ def cut(line: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
     return shortened | ({"cut": lengths} if lengths else {})
 
 
-def brief(line: Mapping[str, Any]) -> dict[str, Any]:
+def make_table_row(line: Mapping[str, Any]) -> dict[str, Any]:
     """What the table shows of a row."""
     names = ("id", "response_id", "split", "step", "uid", "sample", "data_source", "score",
              "tokens", "changed", "disputed")  # fmt: skip
-    texts = {name: str(line.get(name) or "")[:SNIPPET] for name in (*TEXTS, "failure")}
+    texts = {name: str(line.get(name) or "")[:SNIPPET_CHARS] for name in (*TEXTS, "failure")}
     return {name: line.get(name) for name in names} | texts
 
 
-def spread(rows: Sequence[Row], count: int) -> list[Row]:
+def thin_evenly(rows: Sequence[Row], count: int) -> list[Row]:
     """At most so many rows, evenly over all of them, the first and the last among them."""
     if len(rows) <= count:
         return list(rows)
@@ -336,14 +336,14 @@ def spread(rows: Sequence[Row], count: int) -> list[Row]:
     )
 
 
-def sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
+def choose_sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
     """The rows that a report holds: all, or the most telling ones that fit.
 
     Half of the room goes to whole histories of prompts, a quarter to the best, worst, most
     disputed and failed ones, the rest to rows from every part of the run.
     """
     rows = rollouts.rows()
-    if sum(_cost(row) for row in rows) <= most_bytes:
+    if sum(_estimate_bytes(row) for row in rows) <= most_bytes:
         return list(rows)
     extremes = [
         sorted((r for r in rows if r.score is not None), key=lambda r: r.score or 0.0),
@@ -357,29 +357,29 @@ def sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
     # The most changed prompts first; those that changed alike in an order that is not the file's.
     prompts = sorted(
         histories,
-        key=lambda p: (-rollouts.changed(histories[p][0]), zlib.crc32(repr(p).encode())),
+        key=lambda p: (-rollouts.score_change(histories[p][0]), zlib.crc32(repr(p).encode())),
     )
-    mean = max(1.0, sum(map(_cost, rows)) / len(rows))
+    mean = max(1.0, sum(map(_estimate_bytes, rows)) / len(rows))
     wishes = (
         (most_bytes / 4, (row for group in zip_longest(*extremes) for row in group if row)),
-        (most_bytes / 4, iter(spread(rows, int(most_bytes / 4 / mean)))),
-        (most_bytes / 2, (row for p in prompts for row in spread(histories[p], MOST_THROUGH_TIME))),
+        (most_bytes / 4, iter(thin_evenly(rows, int(most_bytes / 4 / mean)))),
+        (most_bytes / 2, (row for p in prompts for row in thin_evenly(histories[p], MAX_HISTORY))),
     )  # fmt: skip
     chosen: dict[str, Row] = {}
     for room, wished in wishes:
         bytes_left = room
         for row in wished:
-            if row.id not in chosen and _cost(row) < room / 4:
-                bytes_left -= _cost(row)
+            if row.id not in chosen and _estimate_bytes(row) < room / 4:
+                bytes_left -= _estimate_bytes(row)
                 if bytes_left < 0:
                     break
                 chosen[row.id] = row
     return sorted(chosen.values(), key=lambda r: (r.step, r.split, r.line))
 
 
-def _cost(row: Row) -> float:
+def _estimate_bytes(row: Row) -> float:
     """About how many bytes a row takes in a report."""
-    return min(row.size, 3 * SAMPLE_TEXT)
+    return min(row.size, 3 * MAX_REPORT_TEXT_CHARS)
 
 
 def set_label(

@@ -13,10 +13,10 @@ from typing import Any
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
-from ppo_cli.report.catalogue import plots_of, tiles_of
-from ppo_cli.report.drift import Opinion, people_of
-from ppo_cli.report.health import CALM_STEPS, Limits, distance_pays, find_trouble, limits_of
-from ppo_cli.report.metrics import ROUNDING, dollars, judge_totals, summarise
+from ppo_cli.report.catalogue import list_plots, make_tiles
+from ppo_cli.report.drift import Opinion, read_opinions
+from ppo_cli.report.health import CALM_STEPS, Limits, distance_pays, find_troubles, make_limits
+from ppo_cli.report.metrics import ROUNDING, describe_judge_totals, format_dollars, summarise
 from ppo_cli.run_folder import (
     LABELS_FILE,
     METRICS_FILE,
@@ -29,12 +29,12 @@ from ppo_cli.run_folder import (
 )
 
 # The metric that a trouble shows in; others are marked in the reward.
-OF_TILES = {
+METRIC_OF_TROUBLE = {
     "kl_high": "kl_divergence", "clip_high": "clip_fraction", "ratio": "ppo_ratio",
     "entropy": "entropy", "critic": "explained_variance", "failed": "score/failed_share",
     "too_long": "response_length/clip_ratio", "sampler": "rollout/logprob_diff",
 }  # fmt: skip
-PAYS = "Fine while the reward rises: no judge or reward model scores here."
+KL_PAYS_NOTE = "Fine while the reward rises: no judge or reward model scores here."
 _SETTING = re.compile(r"^( *)([\w.-]+):(?: (.*?)  # (.*))?$")
 RESUMED = "perf/resumed"
 
@@ -69,31 +69,33 @@ class RunData:
 
     def _read(self) -> dict[str, Any]:
         history = read_metrics(self.folder)
-        config, note = config_of(self.folder)
+        config, note = read_run_config(self.folder)
         saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
-        limits = limits_of(config) if config else Limits()
-        people = people_of(self.folder, config) if config else ()
+        limits = make_limits(config) if config else Limits()
+        people = read_opinions(self.folder, config) if config else ()
         limits = replace(limits, saved=tuple(saved), people=people)
         steps = [int(line["step"]) for line in history]
-        keys = _telling({key for line in history for key in line} - {"step", RESUMED})
-        series = {key: [_short(line.get(key)) for line in history] for key in keys}
-        tiles = tiles_of(series, steps, limits)
+        keys = _drop_repeated_keys({key for line in history for key in line} - {"step", RESUMED})
+        series = {key: [_round_for_curve(line.get(key)) for line in history] for key in keys}
+        tiles = make_tiles(series, steps, limits)
         findings = self._findings(history, limits)
         far = any(span["kind"] == "kl_high" and span["now"] for span in findings)
         if not far and distance_pays([line for line in history if line["step"] > 0], limits):
             for tile in tiles:
                 if tile["key"] == "kl_divergence" and tile["side"] == "above":
-                    tile |= {"pays": True, "change": PAYS}
-        spent = _spent(self.folder, history)
-        settings, written_by = settings_of(self.folder)
+                    tile |= {"pays": True, "change": KL_PAYS_NOTE}
+        spent = _summarise_spending(self.folder, history)
+        settings, written_by = read_settings(self.folder)
         return {
             "name": self.name,
-            "sentence": sentence(self.folder, history, config, tiles, findings, spent["usd"]),
+            "sentence": summarise_in_sentence(
+                self.folder, history, config, tiles, findings, spent["usd"]
+            ),
             "note": note,
             "steps": steps,
             "total": batch_arithmetic(config)["total_steps"] if config else None,
             "series": series,
-            "plots": plots_of(keys),
+            "plots": list_plots(keys),
             "tiles": tiles,
             "findings": findings,
             "marks": {
@@ -114,7 +116,7 @@ class RunData:
         self._people = limits.people
         for end in range(len(self._troubles) + 1, len(history) + 1):
             part = history[:end]
-            self._troubles.append(find_trouble(part, limits) if part[-1]["step"] > 0 else {})
+            self._troubles.append(find_troubles(part, limits) if part[-1]["step"] > 0 else {})
         self._checked = list(history)
         spans: list[dict[str, Any]] = []
         last: dict[str, dict[str, Any]] = {}
@@ -124,7 +126,8 @@ class RunData:
                 span = last.get(kind)
                 if span is None or step - span["to"] > CALM_STEPS:
                     span = last[kind] = {
-                        "kind": kind, "from": step, "key": OF_TILES.get(kind, "reward_mean"),
+                        "kind": kind, "from": step,
+                        "key": METRIC_OF_TROUBLE.get(kind, "reward_mean"),
                     }  # fmt: skip
                     spans.append(span)
                 span |= {"to": step, "text": text}
@@ -133,7 +136,7 @@ class RunData:
         return spans
 
 
-def _telling(keys: set[str]) -> list[str]:
+def _drop_repeated_keys(keys: set[str]) -> list[str]:
     """The keys without those that repeat another: the only part of a reward is the reward."""
     for start in ("reward/", "val/reward/", "val/reward_mean/"):
         parts = {key for key in keys if re.fullmatch(f"{start}[^/]+", key)}
@@ -141,7 +144,7 @@ def _telling(keys: set[str]) -> list[str]:
     return sorted(keys - ({"val/reward_mean"} if "val/accuracy" in keys else set()))
 
 
-def sentence(
+def summarise_in_sentence(
     folder: Path,
     history: Sequence[Mapping[str, Any]],
     config: Config | None,
@@ -161,16 +164,16 @@ def sentence(
     )
     summary = summarise(history, folder, config or Config(), session=(0, 0.0), resume_command="")
     changes = [
-        f"{name} {_digits(after)}"
+        f"{name} {_format_value(after)}"
         if before is None
-        else f"{name} {_digits(before)} to {_digits(after)}"
+        else f"{name} {_format_value(before)} to {_format_value(after)}"
         + (" (it fell)" if name in summary.declined else "")
         for name, before, after in summary.measures
     ]
     clauses = [", ".join(changes[:3] or ["no reward yet"]) + f" in {length}"]
     outside = [tile for tile in tiles if tile["side"] and "pays" not in tile]
     clauses += [
-        f"{tile['title']} {_digits(tile['value'])}, {tile['side']} its range since step "
+        f"{tile['title']} {_format_value(tile['value'])}, {tile['side']} its range since step "
         f"{tile['since']}: {tile['change']}"
         for tile in outside
         if tile["key"] != "score/failed_share"
@@ -179,28 +182,28 @@ def sentence(
     clauses += [
         span["text"].split(". ")[0].rstrip(".")
         for span in findings
-        if span["now"] and OF_TILES.get(span["kind"]) not in covered
+        if span["now"] and METRIC_OF_TROUBLE.get(span["kind"]) not in covered
     ]
     failed = sum(int(line.get(f"{v}score/failed") or 0) for line in history for v in ("", "val/"))
     failing = f"{failed:,} response{'s' * (failed > 1)} without a score"
     failing = failing if failed else "nothing failed"
-    clauses.append(f"judge {dollars(usd)}, {failing}" if usd else failing)
+    clauses.append(f"judge {format_dollars(usd)}, {failing}" if usd else failing)
     return "; ".join(clauses)
 
 
-def _digits(value: float) -> str:
+def _format_value(value: float) -> str:
     """A number as people write it: two decimals, or two digits of a small one."""
     if abs(value) >= 0.1 or abs(value) < ROUNDING:
         return f"{abs(value) if abs(value) < ROUNDING else value:.2f}"
     return f"{value:.2g}"
 
 
-def _short(value: Any) -> float | None:
+def _round_for_curve(value: Any) -> float | None:
     """Six digits are more than a curve can show, and halve the page."""
     return None if value is None else float(f"{float(value):.6g}")
 
 
-def config_of(folder: Path) -> tuple[Config | None, str]:
+def read_run_config(folder: Path) -> tuple[Config | None, str]:
     """The settings of a run; None and why where they cannot be read."""
     if not (folder / "config.yaml").exists():
         return None, "The folder has no config.yaml: ranges are those of the default settings."
@@ -211,7 +214,7 @@ def config_of(folder: Path) -> tuple[Config | None, str]:
         return None, f"config.yaml cannot be read ({message}): ranges are those of the defaults."
 
 
-def settings_of(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
+def read_settings(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
     """Key, value and origin of each setting as config.yaml has them; and what wrote the file."""
     file = folder / "config.yaml"
     if not file.exists():
@@ -228,7 +231,7 @@ def settings_of(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
     return settings, written_by
 
 
-def _spent(folder: Path, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _summarise_spending(folder: Path, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Time, tokens, and what judges were paid."""
     calls = paid_calls(folder)
     models = Counter(str(call.get("model")) for call in calls)
@@ -240,7 +243,7 @@ def _spent(folder: Path, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     )
     usd = sum(float(call["usd"]) for call in calls)
     rows = [["time", f"{seconds:,.0f} s"], ["tokens trained on", f"{trained:,.0f}"]]
-    if totals := judge_totals(folder, history):
+    if totals := describe_judge_totals(folder, history):
         rows += [["judge", totals], ["judge models", ", ".join(models)]]
         rows += [["judge tokens", f"{tokens['input']:,} in, {tokens['output']:,} out"]]
     return {"usd": usd, "rows": rows}

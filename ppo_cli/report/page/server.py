@@ -29,31 +29,31 @@ from urllib.parse import parse_qsl, urlsplit
 
 from ppo_cli import __version__
 from ppo_cli.errors import UserError, ppo
-from ppo_cli.report.labels import labels_of
+from ppo_cli.report.labels import read_labels_by_place
 from ppo_cli.report.page.rollouts import (
-    MOST_TEXT,
-    SAMPLE_TEXT,
+    MAX_REPORT_TEXT_CHARS,
+    MAX_TEXT_CHARS,
     Rollouts,
-    brief,
-    sample,
+    choose_sample,
+    make_table_row,
+    parse_whole_number,
     set_label,
-    whole_number,
 )
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run_folder import LABELS_FILE, plain
 
-MOST_BYTES = 12_000_000  # of responses in a report, for all its runs
+MAX_REPORT_BYTES = 12_000_000  # of responses in a report, for all its runs
 SCRIPTS = ("base.js", "curves.js", "rollouts.js")
 
 
-def report(runs: Sequence[RunData], most_bytes: int = MOST_BYTES) -> str:
+def render_report(runs: Sequence[RunData], most_bytes: int = MAX_REPORT_BYTES) -> str:
     """The page as one file: it needs no server, no network and no other file."""
     rows, notes = [], []
     for run in runs:
         rollouts = Rollouts(run.folder)
         total = len(rollouts.rows())
-        chosen = sample(rollouts, most_bytes // len(runs))
-        rows.append(rollouts.read(chosen, SAMPLE_TEXT))
+        chosen = choose_sample(rollouts, most_bytes // len(runs))
+        rows.append(rollouts.read(chosen, MAX_REPORT_TEXT_CHARS))
         notes.append(
             f"{len(chosen):,} of {total:,} responses are in this file: whole histories of the "
             "prompts that changed most, the best, worst, most disputed and failed, and some of "
@@ -61,16 +61,16 @@ def report(runs: Sequence[RunData], most_bytes: int = MOST_BYTES) -> str:
             if len(chosen) < total
             else ""
         )
-    return page({
+    return render_page({
         "live": False,
         "runs": [run.read() for run in runs],
         "rows": rows,
         "notes": notes,
-        "labels": [labels_of(run.folder) for run in runs],
+        "labels": [read_labels_by_place(run.folder) for run in runs],
     })  # fmt: skip
 
 
-def page(data: Mapping[str, Any]) -> str:
+def render_page(data: Mapping[str, Any]) -> str:
     """The HTML of the page for this data; text of the data stays text."""
     package = files("ppo_cli.report.page")
     # The pictures of the overview come before Bokeh is read, which takes a moment.
@@ -79,9 +79,9 @@ def page(data: Mapping[str, Any]) -> str:
     blocks = [overview, *(path.read_text(encoding="utf-8") for path in bokeh_files()), later]
     facts = {"version": __version__} | dict(data)
     values = {
-        "CSP": policy(blocks, live=bool(data["live"])),
+        "CSP": make_security_policy(blocks, live=bool(data["live"])),
         "STYLE": package.joinpath("page.css").read_text(encoding="utf-8"),
-        "DATA": as_json(facts),
+        "DATA": encode_json(facts),
         "SCRIPTS": "\n".join(f"<script>{block}</script>" for block in blocks),
     }
     text = package.joinpath("page.html").read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def page(data: Mapping[str, Any]) -> str:
     )
 
 
-def as_json(value: Any) -> str:
+def encode_json(value: Any) -> str:
     """JSON that is safe within a script element: without `<`, `>`, `&` and line separators."""
     text = json.dumps(plain(value), ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
@@ -100,7 +100,7 @@ def as_json(value: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def policy(blocks: Sequence[str], *, live: bool) -> str:
+def make_security_policy(blocks: Sequence[str], *, live: bool) -> str:
     """The Content-Security-Policy: these scripts and nothing else run, nothing is loaded."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(block.encode()).digest()).decode()}'"
@@ -123,7 +123,7 @@ def bokeh_files() -> list[Path]:
 
 ROWS = 50  # of a page of the table
 ANSWER_S = 0.5  # then the table shows what is read so far, and the page asks again
-MOST_BODY = 100_000  # bytes of a label with its comment
+MAX_BODY_BYTES = 100_000  # bytes of a label with its comment
 BODY_S = 5.0  # for a client to send what it has announced
 ALLOW = {"Allow": "GET, POST"}
 HEADERS = {
@@ -199,11 +199,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the page or with the rows that it asks for."""
-        self._answer()
+        self._handle()
 
     def do_POST(self) -> None:
         """Take a label."""
-        self._answer()
+        self._handle()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request that the base class cannot parse; it is never the server's fault."""
@@ -212,50 +212,54 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(code if code < 500 else 400, message or HTTPStatus(code).phrase)
 
-    def _answer(self) -> None:
+    def _handle(self) -> None:
         try:
             self._check_host()
             path, query = self._read_target()
             if path not in ROUTES:
-                raise _Refusal(404, "There is nothing at this address.")
+                raise _HttpRefusal(404, "There is nothing at this address.")
             method, route = ROUTES[path]
             if self.command != method:
-                raise _Refusal(405, f"{path} takes {method} only.")
+                raise _HttpRefusal(405, f"{path} takes {method} only.")
             if method == "POST" and not self._same_origin():
-                raise _Refusal(403, "Labels are taken from the page itself only.")
+                raise _HttpRefusal(403, "Labels are taken from the page itself only.")
             route(self, query)
-        except _Refusal as refusal:
+        except _HttpRefusal as refusal:
             self._send(refusal.status, str(refusal), ALLOW if refusal.status == 405 else None)
         except UserError as error:
             self._send(400, str(error))
 
     def _check_host(self) -> None:
         if not self.server.allows_host(self.headers.get("Host", "")):
-            raise _Refusal(403, "This server answers only under the name of its own machine.")
+            raise _HttpRefusal(403, "This server answers only under the name of its own machine.")
 
     def _read_target(self) -> tuple[str, dict[str, str]]:
         """The path and the query of a request that has the token."""
         try:
             parts = urlsplit(self.path)
             self.path.encode("ascii")
-            if not self._knows_token(dict(parse_qsl(parts.query))):
-                raise _Refusal(403, "Open the address that `ppo view` printed: it holds a token.")
+            if not self._has_token(dict(parse_qsl(parts.query))):
+                raise _HttpRefusal(
+                    403, "Open the address that `ppo view` printed: it holds a token."
+                )
             return parts.path, dict(parse_qsl(parts.query, errors="strict"))
         except ValueError as error:
-            raise _Refusal(400, f"The address of the request cannot be read: {error}.") from error
+            raise _HttpRefusal(
+                400, f"The address of the request cannot be read: {error}."
+            ) from error
 
-    def _knows_token(self, query: Mapping[str, str]) -> bool:
+    def _has_token(self, query: Mapping[str, str]) -> bool:
         try:
             cookies = SimpleCookie(self.headers.get("Cookie", ""))
         except CookieError:
             cookies = SimpleCookie()
-        cookie = cookies.get(self._cookie)
+        cookie = cookies.get(self._cookie_name)
         tokens = [query.get("token", ""), cookie.value if cookie else ""]
         token = self.server.token.encode()
         return any(secrets.compare_digest(w.encode("utf-8", "replace"), token) for w in tokens)
 
     @property
-    def _cookie(self) -> str:
+    def _cookie_name(self) -> str:
         return f"ppo_view_{self.server.port}"  # cookies are shared by the ports of a machine
 
     def _same_origin(self) -> bool:
@@ -265,56 +269,58 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             return False
 
-    def _page(self, query: dict[str, str]) -> None:
+    def _serve_page(self, query: dict[str, str]) -> None:
         if "token" in query:  # the address without it may be shown, copied and kept
-            cookie = f"{self._cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            cookie = f"{self._cookie_name}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             self._send(303, "", {"Location": "/", "Set-Cookie": cookie})
             return
-        text = page({"live": True, **self._state()})
+        text = render_page({"live": True, **self._collect_state()})
         policy = text.split('http-equiv="Content-Security-Policy" content="', 1)[1].split('"')[0]
         self._send(
             200, text, {"Content-Security-Policy": f"{policy}; frame-ancestors 'none'"}, "text/html"
         )
 
-    def _state(self) -> dict[str, Any]:
+    def _collect_state(self) -> dict[str, Any]:
         runs = self.server.runs
         return {
             "seen": repr([run.version() for run in runs]),
             "runs": [run.read() for run in runs],
-            "labels": [labels_of(run.folder) for run in runs],
-            "calibrate": [_calibrate(run.folder) for run in runs],
+            "labels": [read_labels_by_place(run.folder) for run in runs],
+            "calibrate": [_calibrate_command(run.folder) for run in runs],
         }
 
-    def _runs(self, query: dict[str, str]) -> None:
+    def _serve_runs(self, query: dict[str, str]) -> None:
         """All about the runs but their responses; nothing where the page has seen it."""
         same = query.get("seen") == repr([run.version() for run in self.server.runs])
-        self._json({} if same else self._state())
+        self._send_json({} if same else self._collect_state())
 
-    def _rows(self, query: dict[str, str]) -> None:
-        rollouts = self._rollouts(query)
+    def _serve_rows(self, query: dict[str, str]) -> None:
+        rollouts = self._select_rollouts(query)
         chosen = rollouts.select(query, ANSWER_S)
-        offset = whole_number(query.get("offset", "0"))
+        offset = parse_whole_number(query.get("offset", "0"))
         if offset is None:
             raise UserError(f"'{query['offset']}' is not a whole number (offset).")
-        shown = [brief(x) for x in rollouts.read(chosen[offset : offset + ROWS], None) if x]
+        shown = [
+            make_table_row(x) for x in rollouts.read(chosen[offset : offset + ROWS], None) if x
+        ]
         sources = sorted({row.source for row in rollouts.indexed_rows})
-        self._json({
+        self._send_json({
             "total": len(chosen), "all": len(rollouts.indexed_rows), "rows": shown,
             "sources": sources,
             "unread": rollouts.unread,
         })  # fmt: skip
 
-    def _row(self, query: dict[str, str]) -> None:
-        rollouts = self._rollouts(query)
-        max_chars = None if query.get("whole") else MOST_TEXT
-        self._json(rollouts.read([rollouts.row_of_id(query.get("id", ""))], max_chars)[0])
+    def _serve_row(self, query: dict[str, str]) -> None:
+        rollouts = self._select_rollouts(query)
+        max_chars = None if query.get("whole") else MAX_TEXT_CHARS
+        self._send_json(rollouts.read([rollouts.row_of_id(query.get("id", ""))], max_chars)[0])
 
-    def _prompt(self, query: dict[str, str]) -> None:
-        rollouts = self._rollouts(query)
+    def _serve_prompt(self, query: dict[str, str]) -> None:
+        rollouts = self._select_rollouts(query)
         rows = rollouts.through_time(rollouts.row_of_id(query.get("id", "")))
-        self._json(rollouts.read(rows, SAMPLE_TEXT))
+        self._send_json(rollouts.read(rows, MAX_REPORT_TEXT_CHARS))
 
-    def _label(self, query: dict[str, str]) -> None:
+    def _take_label(self, query: dict[str, str]) -> None:
         body = self._read_body()
         try:
             sent = json.loads(body)
@@ -329,35 +335,35 @@ class _Handler(BaseHTTPRequestHandler):
                 'A label is JSON such as {"id": "train:1:0", "label": 1, "comment": ""}; '
                 "its label is a number or null."
             ) from error
-        self._json(set_label(self._rollouts(query), name, response, label, comment))
+        self._send_json(set_label(self._select_rollouts(query), name, response, label, comment))
 
     def _read_body(self) -> bytes:
-        """The body of a request; `_Refusal` where its length is not as announced."""
+        """Return the request body; raise `_HttpRefusal` if its length is not as announced."""
         lengths = set(self.headers.get_all("Content-Length", []))
         size = lengths.pop() if len(lengths) == 1 else ""
         if not re.fullmatch("[0-9]+", size):
-            raise _Refusal(400, "A label comes with one Content-Length.")
-        if len(size) > 9 or int(size) > MOST_BODY:
-            raise _Refusal(413, f"A label may have {MOST_BODY:,} bytes with its comment.")
+            raise _HttpRefusal(400, "A label comes with one Content-Length.")
+        if len(size) > 9 or int(size) > MAX_BODY_BYTES:
+            raise _HttpRefusal(413, f"A label may have {MAX_BODY_BYTES:,} bytes with its comment.")
         self.connection.settimeout(BODY_S)
         try:
             body = self.rfile.read(int(size))
         except TimeoutError:
             body = b""
         if len(body) < int(size):
-            raise _Refusal(400, "The body is shorter than its Content-Length.")
+            raise _HttpRefusal(400, "The body is shorter than its Content-Length.")
         self.connection.settimeout(self.timeout)
         return body
 
-    def _rollouts(self, query: Mapping[str, str]) -> Rollouts:
+    def _select_rollouts(self, query: Mapping[str, str]) -> Rollouts:
         number = query.get("run", "0")
-        place = whole_number(number)
+        place = parse_whole_number(number)
         if place is None or place >= len(self.server.rollouts):
             raise UserError(f"There is no run '{number}'.")
         return self.server.rollouts[place]
 
-    def _json(self, value: Any) -> None:
-        self._send(200, as_json(value), {}, "application/json")
+    def _send_json(self, value: Any) -> None:
+        self._send(200, encode_json(value), {}, "application/json")
 
     def _send(
         self,
@@ -379,9 +385,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
         if status >= 400:
-            self._drain()
+            self._discard_input()
 
-    def _drain(self) -> None:
+    def _discard_input(self) -> None:
         """Read what came with a refused request: closing before would take the answer back."""
         self.close_connection = True
         self.wfile.flush()
@@ -393,7 +399,7 @@ class _Handler(BaseHTTPRequestHandler):
                 pass
 
 
-class _Refusal(Exception):
+class _HttpRefusal(Exception):
     """Why a request gets another status than 200."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -403,16 +409,16 @@ class _Refusal(Exception):
 
 _Route = Callable[[_Handler, dict[str, str]], None]
 ROUTES: Mapping[str, tuple[str, _Route]] = {
-    "/": ("GET", _Handler._page),
-    "/api/runs": ("GET", _Handler._runs),
-    "/api/rows": ("GET", _Handler._rows),
-    "/api/row": ("GET", _Handler._row),
-    "/api/prompt": ("GET", _Handler._prompt),
-    "/api/label": ("POST", _Handler._label),
+    "/": ("GET", _Handler._serve_page),
+    "/api/runs": ("GET", _Handler._serve_runs),
+    "/api/rows": ("GET", _Handler._serve_rows),
+    "/api/row": ("GET", _Handler._serve_row),
+    "/api/prompt": ("GET", _Handler._serve_prompt),
+    "/api/label": ("POST", _Handler._take_label),
 }
 
 
-def _calibrate(folder: Path) -> str:
+def _calibrate_command(folder: Path) -> str:
     """The command that compares the reward of a run with the labels given in the page."""
     labels, config = (shlex.quote(str(folder / n)) for n in (LABELS_FILE, "config.yaml"))
     return ppo(f"reward calibrate {labels} --labels label --config {config}")

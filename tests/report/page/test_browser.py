@@ -13,7 +13,7 @@ import pytest
 
 from ppo_cli.config.schema.run import Config
 from ppo_cli.report.page.run_data import RunData
-from ppo_cli.report.page.server import PageServer, report
+from ppo_cli.report.page.server import PageServer, render_report
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import append_line, read_lines, replace_lines, rollout_file
 from tests.report.page.runs import HOSTILE, make_run
@@ -117,7 +117,7 @@ def look_through(browser: Any, total: int) -> None:
 
 def test_a_report_is_read_without_a_server(browser: Any, run: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    file.write_text(report([RunData(run, "run")]), encoding="utf-8")
+    file.write_text(render_report([RunData(run, "run")]), encoding="utf-8")
     browser.get(file.as_uri())
     look_through(browser, 39 * 8 + len(HOSTILE))
     fill(browser, "from_step", "40")
@@ -142,7 +142,7 @@ def test_on_a_phone_a_chosen_response_comes_into_view(
     browser: Any, run: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "report.html"
-    file.write_text(report([RunData(run, "run")]), encoding="utf-8")
+    file.write_text(render_report([RunData(run, "run")]), encoding="utf-8")
     browser.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True},

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.schema.run import Config
-from ppo_cli.report.catalogue import METRICS, plots_of, tiles_of
+from ppo_cli.report.catalogue import METRICS, list_plots, make_tiles
 from ppo_cli.report.health import Limits
-from ppo_cli.report.page.rollouts import Rollouts, sample
-from ppo_cli.report.page.run_data import PAYS, RunData
-from ppo_cli.report.page.server import report
+from ppo_cli.report.page.rollouts import Rollouts, choose_sample
+from ppo_cli.report.page.run_data import KL_PAYS_NOTE, RunData
+from ppo_cli.report.page.server import render_report
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import read_lines, read_metrics, replace_lines, rollout_file
 from tests.report.page.runs import HOSTILE, RAN, make_run
@@ -49,14 +49,14 @@ def test_a_high_kl_that_pays_asks_for_no_change(tmp_path: Path) -> None:
     assert "KL" not in run_data["sentence"]
     assert [span["kind"] for span in run_data["findings"]] == ["failed"]
     (kl,) = (tile for tile in run_data["tiles"] if tile["key"] == "kl_divergence")
-    assert kl["side"] == "above" and kl["change"] == PAYS
+    assert kl["side"] == "above" and kl["change"] == KL_PAYS_NOTE
 
 
 def test_hostile_texts_and_secrets_stay_out_of_the_markup(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "question 3")  # stands in a prompt, as a key might
-    text = report([RunData(run, "run")])
+    text = render_report([RunData(run, "run")])
     outside = re.sub(r'<script type="application/json".*?</script>', "", text, flags=re.DOTALL)
     assert RAN not in outside
     assert "evil.test" not in outside
@@ -108,15 +108,15 @@ def test_the_newest_steps_are_read_first_and_the_rest_by_and_by(tmp_path: Path) 
     assert rollouts.unread == 3
     assert rollouts.row_of_id("train:1:0").step == 1  # an older one that is asked for is read
     assert rollouts.rows() == all_rollouts.rows()
-    assert [rollouts.changed(row) for row in rollouts.rows()] == [
-        all_rollouts.changed(row) for row in all_rollouts.rows()
+    assert [rollouts.score_change(row) for row in rollouts.rows()] == [
+        all_rollouts.score_change(row) for row in all_rollouts.rows()
     ]
     row = all_rollouts.rows()[0]
-    assert all_rollouts.changed(row) == pytest.approx(3 / 12, abs=1e-6)
+    assert all_rollouts.score_change(row) == pytest.approx(3 / 12, abs=1e-6)
     file = folder / "rollouts" / "step_000004.jsonl"
     file.write_text(file.read_text().replace(f'"score": {4 / 12}', '"score": 0.0'))
     assert all_rollouts.rows(0.0)[-8].score == 0.0  # a step written anew is read anew
-    assert all_rollouts.changed(row) == pytest.approx(1 / 12, abs=1e-6)
+    assert all_rollouts.score_change(row) == pytest.approx(1 / 12, abs=1e-6)
 
 
 def test_thoughts_are_told_where_they_are(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_thoughts_are_told_where_they_are(tmp_path: Path) -> None:
 def test_a_report_of_a_long_run_is_a_sample_that_says_so(run: Path) -> None:
     rollouts = Rollouts(run)
     rows = rollouts.rows()
-    assert sample(rollouts, 10_000_000) == rows
-    chosen = sample(rollouts, 80_000)
+    assert choose_sample(rollouts, 10_000_000) == rows
+    chosen = choose_sample(rollouts, 80_000)
     assert 0 < len(chosen) < len(rows)
     ids = {row.id for row in chosen}
     ranked = sorted((row for row in rows if row.score is not None), key=lambda r: r.score or 0)
@@ -145,13 +145,13 @@ def test_a_report_of_a_long_run_is_a_sample_that_says_so(run: Path) -> None:
     assert {row.id for row in telling} <= ids
     assert {row.step for row in chosen} >= {1, 40}
     assert any(len({r.step for r in chosen if r.uid == f"train:{n}"}) == 40 for n in range(8))
-    data = data_of(report([RunData(run, "run")], most_bytes=80_000))
+    data = data_of(render_report([RunData(run, "run")], most_bytes=80_000))
     assert data["notes"][0].startswith(f"{len(data['rows'][0])} of {len(rows)} responses")
 
 
 def test_plots_follow_the_catalogue() -> None:
     keys = ["new/key", "judge_a/calls", "judge_b/calls", "reward/x", "reward/y", "reward/x/std"]
-    plots = {plot["title"]: plot for plot in plots_of([*keys, "reward_mean"])}
+    plots = {plot["title"]: plot for plot in list_plots([*keys, "reward_mean"])}
     assert next(iter(plots)) == METRICS[0].plot
     assert plots["Judge calls"]["keys"] == ["judge_a/calls", "judge_b/calls"]
     assert plots["Parts of the reward, raw"]["keys"] == ["reward/x", "reward/y"]
@@ -160,10 +160,10 @@ def test_plots_follow_the_catalogue() -> None:
 
 def test_a_tile_knows_since_when_it_is_outside() -> None:
     values = [0.5, 0.01, 0.2, None, 0.3]
-    (tile,) = tiles_of({"kl_divergence": values}, [1, 2, 3, 4, 5], Limits())
+    (tile,) = make_tiles({"kl_divergence": values}, [1, 2, 3, 4, 5], Limits())
     assert (tile["side"], tile["since"], tile["value"]) == ("above", 3, 0.3)
     assert tile["band"] == [0.001, 0.1]
-    (low,) = tiles_of({"kl_divergence": [0.0, 0.0]}, [1, 2], Limits())
+    (low,) = make_tiles({"kl_divergence": [0.0, 0.0]}, [1, 2], Limits())
     assert low["side"] == "", "a small KL harms nobody"
-    (ratio,) = tiles_of({"ppo_ratio": [1.0, 0.5]}, [1, 2], Limits())
+    (ratio,) = make_tiles({"ppo_ratio": [1.0, 0.5]}, [1, 2], Limits())
     assert (ratio["side"], ratio["since"]) == ("below", 2)

@@ -210,7 +210,7 @@ def test_labelled_responses_tell_when_the_judge_behind_a_name_changes(
     assert server.count == 32, "past the cache"
     later = read_at(reward, 6)
     lines = [{"step": step, **metrics} for step, metrics in enumerate((first, late, later), 1)]
-    trouble = health.find_trouble(lines, health.Limits())
+    trouble = health.find_troubles(lines, health.Limits())
     if changes:
         assert later["judge/label_drift"] == pytest.approx(0.5 * (4 / 9 - 1))
         assert later["judge/label_gap"] == pytest.approx(later["judge/label_drift"])
