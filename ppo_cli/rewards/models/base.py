@@ -120,6 +120,7 @@ def plan_batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
     batches: list[list[int]] = []
     for index in range(len(lengths)):
         batch = batches[-1] if batches else []
+        # The first sample is the longest of its batch, so all rows are padded to its length.
         if batch and (len(batch) + 1) * lengths[batch[0]] <= tokens:
             batch.append(index)
         else:
@@ -141,6 +142,7 @@ def pad(
         mask_BL[i, : len(sample.ids)] = True
         if sample.type_ids is not None:
             types_BL[i, : len(sample.ids)] = torch.tensor(sample.type_ids)
+    # A tokenizer marks types in all samples or in none, so the first one answers for the batch.
     typed = samples[0].type_ids is not None
     return ids_BL.to(device), mask_BL.to(device), types_BL.to(device) if typed else None
 
@@ -204,6 +206,8 @@ def _score_or_none(loaded: LoadedModel, samples: Sequence[Encoded]) -> Scores | 
     # Only running out of memory is handled; other errors are the model's.
     except Exception as error:
         if not is_out_of_memory(error):
+            # Outside the `except`, because the traceback would keep the batch's tensors alive until
+            # here.
             raise
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -319,6 +323,7 @@ def encode_pairs(
     for pair in pairs:
         good, bad = encode(pair.prompt, pair.good), encode(pair.prompt, pair.bad)
         if good is not None and bad is not None:
+            # A pair needs both answers: its direction is a comparison.
             usable.append(pair)
             samples += [good, bad]
     if not usable:
@@ -340,6 +345,7 @@ def check_direction(pairs: Sequence[Pair], scores: Sequence[float], doubt: str) 
     right = len(results) - len(wrong)
     if 2 * right > len(results):
         return f"Reward model tested: {right} of {len(results)} good answers above bad ones."
+    # The first wrong pair as an example: the user can judge it by reading.
     pair, good, bad = wrong[0]
     last_message = str(get_messages(pair.prompt)[-1]["content"])
     question, better, worse = (shorten(text, 80) for text in (last_message, pair.good, pair.bad))
@@ -363,6 +369,7 @@ def raise_if_strict(mode: str, tell: Tell) -> Iterator[None]:
 
 def _short_truth(prompt: Prompt) -> str | None:
     truth = prompt.ground_truth
+    # Python's bool is an int, and "True" is not an answer that a model could prefer.
     if isinstance(truth, bool) or not isinstance(truth, (str, int, float)):
         return None
     text = str(truth).strip()

@@ -69,6 +69,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._where: dict[str, Any] = {}  # name -> open safetensors file, or the tensor itself
+        # Every read marks its tensor: what is left over at the end shows a wrong adapter.
         self._used: set[str] = set()  # names for `check_all_used`
         for file in weight_files(folder):
             self._open(file)
@@ -229,6 +230,7 @@ def load_module(
         ignore_mismatched_sizes=True,
     )
     folder = checkpoint.folder
+    # Each kind of mismatch has its own message, with what to do about it.
     if missing := info["missing_keys"]:
         raise ModelError(
             f"{folder} lacks {list_names(prefix + name for name in missing)}: download the "
@@ -285,6 +287,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], folder: object) -> None:
 
 def _body_names(checkpoint: Checkpoint, prefix: str, bare: nn.Module) -> list[str]:
     """Return the names of the body: by prefix, or without one by its top-level modules."""
+    # Without a prefix, the names of the top-level modules separate the body from the head.
     body_names = set(bare.state_dict())
     stems = (prefix,) if prefix else tuple({name.split(".")[0] + "." for name in body_names})
     return [

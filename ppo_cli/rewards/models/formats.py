@@ -64,6 +64,7 @@ def question_of(messages: Sequence[Message]) -> str:
 
 # Characters that may mark a broken control word: Unicode's private use area.
 MARKS = tuple(map(chr, range(0xE000, 0xE100)))  # Unicode's private use area
+# <think>, </think> and their relatives: models write them as part of the answer.
 REASONING = re.compile(r"</?\w*think\w*>")
 # Texts to find out whether a tokenizer treats the start of a text like any other place.
 PROBES = ("hello", " hello", "\nhello", "(a) b", "Was 3 + 4 = 7?\n\n So it\tis. \n")
@@ -108,6 +109,7 @@ class PlainText:
         """
         if not any(self._word.search(text) for text in texts):
             return list(texts), ""
+        # The mark must not occur in the texts, because all its occurrences are removed later.
         written = set().union(*texts)
         mark = next((mark for mark in MARKS if mark not in written), None)
         if mark is None:
@@ -116,6 +118,8 @@ class PlainText:
 
     def encode(self, text: str, mark: str = "") -> tuple[int, ...]:
         """Tokenise a rendered template whose contents were returned by `break_words`."""
+        # Usual case: the contents hold no control words, so the whole text is tokenised in one
+        # call. The ids are trusted only if they hold exactly the template's control tokens.
         if not mark:
             ids = self._tokenise(text)
             if self._controls(ids) == self.count(text):
@@ -152,6 +156,7 @@ class PlainText:
 
     def _break(self, text: str, mark: str) -> str:
         parts, done = [], 0
+        # A lookahead also finds words that overlap; each is broken after its first character.
         for match in self._anywhere.finditer(text):
             parts.append(text[done : match.start() + 1])
             done = match.start() + 1
@@ -159,6 +164,7 @@ class PlainText:
 
     def _split(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield pairs of a text and the control word after it; the last one has no word."""
+        # Some added tokens swallow white space around them, so the text between loses it here too.
         done, eaten = 0, False
         for match in self._word.finditer(text):
             word = match.group()
@@ -218,8 +224,10 @@ def _control_words(tokenizer: Any, template_text: str) -> dict[str, int]:
     for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
         text = str(token)
         marks_turns = text in template_text and not REASONING.fullmatch(text)
+        # Special tokens, and tokens that the template uses to separate turns.
         if token.special or marks_turns:
             control_words[text] = int(token_id)
+    # Single characters and white space occur in ordinary text.
     return {word: token for word, token in control_words.items() if len(word) > 1 and word.strip()}
 
 
@@ -262,6 +270,7 @@ class TextFormat(ABC):
         return ids
 
     def _cut(self, messages: Sequence[Message], response: str) -> tuple[int, ...]:
+        # Drop the oldest turns first; the last question is cut only if that is not enough.
         for fewer in shorter_conversations(messages):
             ids = self.ids_of(fewer, response)
             if len(ids) <= self.max_length:
@@ -300,6 +309,7 @@ def too_long(response: int, sample: int, max_tokens: int) -> TooLong:
     )
 
 
+# A sample for the check that a chat template shows both question and answer.
 QUESTION, ANSWER = "Is 17 a prime number?", "Yes: nothing but 1 and 17 divides it."
 
 
@@ -346,6 +356,7 @@ class ChatFormat(TextFormat):
         message = (
             f"The chat template of the reward model {self._path} refuses a conversation: {reason}."
         )
+        # Try the conversation without its system message, to name the setting that helps.
         rest = [m for m in conversation if m["role"] not in SYSTEM_ROLES]
         if len(rest) == len(conversation):
             roles = ", ".join(m["role"] for m in conversation)
@@ -361,6 +372,7 @@ class ChatFormat(TextFormat):
         )
 
 
+# The text that Starling-RM's authors trained on, and the places that a template has.
 STARLING = "<s>[INST] {prompt} </s> [/INST] {response}</s>"
 PLACE = re.compile(r"\{(prompt|response)\}")
 
@@ -431,10 +443,12 @@ def _added_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that a tokenizer adds before and after any text."""
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     full = list(tokenizer("a")["input_ids"])
+    # Find where the plain text starts in the ids: what surrounds it are the added tokens.
     start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
     return tuple(full[:start]), tuple(full[start + len(bare) :])
 
 
+# Pairs that the found layout must reproduce: plain, with punctuation, with white space at the ends.
 SAMPLES = (("a", "b"), ("Is 17 a prime number?", "Yes: nothing divides it. "), (" c\n", "d d"))
 
 Kinds = tuple[int, ...]
@@ -482,6 +496,7 @@ class PairFormat:
         shown = select_messages(self._settings, messages)
         question = self.plain.encode_untrusted(question_of(shown))
         answer = self.plain.encode_untrusted(response)
+        # Only the question is cut; an answer that does not fit by itself is refused here.
         least = len(self._layout.join((), answer).ids)
         if least > self.max_length:
             raise too_long(len(answer), least, self.max_length)
@@ -497,6 +512,7 @@ class PairFormat:
         encoding = self._tokenizer(*SAMPLES[0])
         ids = tuple(encoding["input_ids"])
         question_start = _find(ids, first, 0)
+        # Where each text starts and ends in the ids of the pair.
         two = _find(ids, second, question_start + len(first))
         end = two + len(second)
         after = question_start + len(first)

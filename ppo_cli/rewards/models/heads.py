@@ -141,6 +141,7 @@ def linear_head(
     checkpoint: Checkpoint, stem: str, hidden: int, *, bias: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """Return the weight (O, H) of a head, and with `bias` its bias if the checkpoint has one."""
+    # The head is read in float32, independent of the body's dtype.
     names = [f"{stem}.weight"]
     if bias and f"{stem}.bias" in checkpoint.names:
         names.append(f"{stem}.bias")
@@ -287,6 +288,7 @@ class GatedRewards(nn.Module):
         self._temperature = temperature
         self._header = tuple(header)
         self._names = tuple(names)
+        # Each layer of the gate has a weight and a bias, hence the half.
         layers = sum(name.startswith("gating.layers.") for name in head) // 2
         self.weights = nn.ParameterList(head[f"gating.layers.{i}.weight"] for i in range(layers))
         self.biases = nn.ParameterList(head[f"gating.layers.{i}.bias"] for i in range(layers))
@@ -314,6 +316,7 @@ class GatedRewards(nn.Module):
 def find_last(ids_BL: Tensor, mask_BL: Tensor, pattern: Sequence[int]) -> Tensor:
     """Return the start of the last occurrence of `pattern` in each row; -1 for none."""
     width = len(pattern)
+    # A batch shorter than the pattern has no window at all.
     if ids_BL.shape[1] < width:
         return ids_BL.new_full((len(ids_BL),), -1)
     pattern_ids = ids_BL.new_tensor(pattern)
@@ -364,6 +367,7 @@ def _expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     objectives = int(_field(config, "num_objectives", len(OBJECTIVES)))
     hidden_layers = int(_field(config, "gating_n_hidden", 3))
     wide = int(_field(config, "gating_hidden_dim", 1024))
+    # Layer sizes of the gate: from the hidden state over its hidden layers to the objectives.
     sizes = [config.hidden_size, *[wide] * hidden_layers, objectives]
     shapes: dict[str, tuple[int, ...]] = {
         "regression_layer.weight": (objectives, config.hidden_size),
@@ -407,6 +411,7 @@ HEADS = {
     "pair": Head(load_encoder, PairFormat, 512),
 }  # fmt: skip
 
+# Positions of a body whose config and tokenizer give no limit.
 _DEFAULT_LIMIT = 2048
 _FIELDS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length")
 # transformers reports a missing limit of a tokenizer as a huge number.
@@ -426,6 +431,7 @@ def hard_limit(config: Any, tokenizer: Any) -> int:
 
 def _position_offset(config: Any) -> int:
     """Return the positions lost to padding: RoBERTa's positions start after the pad token's id."""
+    # Families that derive their positions from RoBERTa's.
     kin = ("roberta", "camembert", "longformer", "mpnet", "xmod", "data2vec-text", "ibert")
     if any(word in config.model_type for word in kin):
         return int(config.pad_token_id or 0) + 1
@@ -448,6 +454,7 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
     tokenizer = load_part(AutoTokenizer, source, what, advice)
     checkpoint = Checkpoint(folder)
     head = HEADS[choice.adapter]
+    # Load, and name the cause of a failure: too little memory on the device, or a damaged file.
     try:
         network = head.load(Parts(checkpoint, config, dtype, tokenizer, settings.outputs))
         checkpoint.check_all_used(choice.adapter)

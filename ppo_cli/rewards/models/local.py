@@ -42,6 +42,7 @@ from ppo_cli.rewards.models.formats import ControlToken, format_for
 from ppo_cli.rewards.models.heads import HEADS, load_reward_model
 
 Load = Callable[[ModelReward], LoadedModel]
+# Metrics that are passed on as they are counted; rates are computed from the others.
 COUNTS = ("samples", "failed", "prompts_cut", "batches", "seconds")
 # Relative difference allowed between a sample's score alone and in a batch.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -81,11 +82,14 @@ class ModelScorer:
     def load(self, prompts: Sequence[Prompt]) -> str:
         """Load the model, check that its format accepts these prompts; returns a line to show."""
         loaded, format_ = self._ready()
+        # Try every kind of prompt now: a template that refuses one should stop the start, not a
+        # step.
         for prompt in prompts:
             try:
                 format_.encode(get_messages(prompt), "Yes.")
             except (TooLong, ControlToken):
                 continue  # only this sample will fail
+        # The samples of this check are not counted as cut.
         format_.prompts_cut = 0
         self._offload()
         dtype = str(body_dtype(loaded.network.module)).removeprefix("torch.")
@@ -158,6 +162,7 @@ class ModelScorer:
 
     def _ready(self) -> tuple[LoadedModel, Format]:
         if self._model is None:
+            # Loaded on first use; a new process after a loss loads the model again.
             loaded = self._load(self._settings)
             self._home = next(loaded.network.module.parameters()).device
             format_ = format_for(
@@ -333,6 +338,7 @@ class LocalModelReward(Reward):
 
     def close(self) -> None:
         """Finish the current batch, cancel the rest and free the model."""
+        # Closing twice is allowed.
         if self._closed:
             return
         self._closed = True
@@ -367,6 +373,7 @@ class LocalModelReward(Reward):
             for entry in entries:
                 if not entry.future.done():
                     entry.future.set_exception(error)
+            # The process is gone: close its host now, so that the next round starts another one.
             if isinstance(error, WorkerLost):
                 self._close_host()
         finally:
@@ -387,6 +394,7 @@ class LocalModelReward(Reward):
         for entry, failure in zip(entries, encoded.failures, strict=True):
             if failure is not None:
                 self._resolve(entry, Score.failed(failure))
+        # Ask for batches until the host has no more, or nobody waits for the round any longer.
         while not self._closed and not _is_cancelled(entries):
             reply: tuple[Batch, int] | None = host.call("next_batch")
             if reply is None:
@@ -405,6 +413,7 @@ class LocalModelReward(Reward):
                 self._resolve(entries[index], self._score_of(row, encoded.adapter))
 
     def _score_of(self, row: Row, adapter: str) -> Score:
+        # A score that is not finite fails alone; the adapter may know a usual cause.
         if bad := _not_finite(row):
             reasons = (f"the reward model gave {bad[1]} as {bad[0]}", HEADS[adapter].not_finite)
             return Score.failed("; ".join(filter(None, reasons)))

@@ -80,6 +80,7 @@ def unreadable(message: str) -> RemoteError:
 
 
 def as_list(value: Any, count: int, where: str) -> list[Any]:
+    # A reply of another length cannot be matched to the samples.
     """Return a list of exactly `count` items, or raise RemoteError."""
     if not isinstance(value, list):
         raise unreadable(f"{where} should be a list, but is {shorten_repr(value)}")
@@ -121,12 +122,14 @@ def read_outputs(values: Any, weights: Sequence[float]) -> Row:
             f"The served reward model gives {len(values)} outputs, and reward.model.outputs has "
             f"{len(weights)} weights. Give one weight for each (for good/bad classes: [-1, 1])."
         )
+    # A head with one output needs no weights.
     if not weights:
         return read_score(values[0])
     numbers = tuple(number for value in values if (number := finite_float(value)) is not None)
     if len(numbers) < len(values):
         return Row(None, f"no number: the server's outputs are {shorten_repr(values)}")
     total = sum(weight * number for weight, number in zip(weights, numbers, strict=True))
+    # Finite numbers may still add up to more than a float holds.
     return Row(total, outputs=numbers) if math.isfinite(total) else read_score(total)
 
 
@@ -211,6 +214,7 @@ class Writer:
                 what = "too long" if isinstance(error, TooLong) else "control token"
                 raise UnfitError(f"{what}: {error}") from None
             return Sample(messages, response, ids=encoded.ids)
+        # The other forms send text, so control tokens in the response are broken up.
         plain, replaced = break_control_tokens(response)
         self._neutralised += replaced > 0
         question = question_of(messages)
@@ -223,6 +227,8 @@ class Writer:
     def _text(
         self, prompt: Prompt, messages: Sequence[Message], question: str, response: str
     ) -> str:
+        # Three forms, the most exact first: the tokenizer's template, the user's template, and the
+        # policy's own text.
         if self._format is not None:
             tokens, limit = len(self._format.ids_of(messages, response)), self._settings.max_length
             if limit is not None and tokens > limit:
@@ -235,6 +241,7 @@ class Writer:
 
 
 def _plain_json(value: Any) -> Any:
+    # A ground truth that is not JSON (NaN, a date) is sent as its text.
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
@@ -289,6 +296,7 @@ class OpenRlhf:
 
     def __init__(self, settings: ModelReward) -> None:
         path = settings.path or ""
+        # An address without a path is the server's; a full one is used as it is.
         bare = urlsplit(path).path in {"", "/"}
         self.url = endpoint(path, "/get_reward") if bare else path
 
@@ -320,6 +328,7 @@ Protocol = Vllm | OpenRlhf
 def endpoint(address: str, path: str, drop: tuple[str, ...] = ()) -> str:
     """Append `path` to an address that does not end in it; endings in `drop` are removed first."""
     parts = urlsplit(address)
+    # Users give the server's address, its /v1 or the full endpoint: all become the endpoint.
     base = parts.path.rstrip("/")
     for ending in (*drop, path):
         base = base.removesuffix(ending)

@@ -124,6 +124,7 @@ class ServedModelClient(RemoteClient[_ServedCall, list[Row]]):
 
     async def score(self, samples: Sequence[Sample]) -> list[Row]:
         """Score samples; raises only what must stop the run."""
+        # A limit that an earlier rejection has shown: do not run into it again.
         if self._max_rows is not None and len(samples) > self._max_rows:
             return await self._score_halves(samples)
         attempts = ATTEMPTS_OF_MANY if len(samples) > 1 else ATTEMPTS_OF_ONE
@@ -161,6 +162,7 @@ class ServedModelClient(RemoteClient[_ServedCall, list[Row]]):
         return first + second
 
     def _pause_after(self, call: _ServedCall, error: RemoteError) -> float:
+        # A malformed reply is tried again at once, without the pauses of an outage.
         if error.kind is Failure.UNPARSED and call.attempts < ATTEMPTS_OF_FORM:
             pause = 0.0
         else:
@@ -225,6 +227,7 @@ class ServedModelClient(RemoteClient[_ServedCall, list[Row]]):
             if self._key:
                 headers["Authorization"] = f"Bearer {self._key}"
             settings = {"verify": _certificates()} | client_settings(self._protocol.url)
+            # The client's own queue limits concurrency, so httpx does not.
             limits = httpx.Limits(max_connections=None)
             self._http = httpx.AsyncClient(
                 headers=headers, timeout=self._timeout, limits=limits, **settings
@@ -253,6 +256,7 @@ def _certificates() -> ssl.SSLContext:
 
 def read_model_name(listed: object, tell: Tell) -> str:
     """Return the model's name from the answer of /v1/models."""
+    # Accept only a list of objects with names: another server may answer at this path.
     data = listed.get("data") if isinstance(listed, dict) else None
     items = data if isinstance(data, list) else []
     ids = [item.get("id") for item in items if isinstance(item, dict)]
