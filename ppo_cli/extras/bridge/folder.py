@@ -29,8 +29,10 @@ from ppo_cli.run_folder import RunFolder
 from ppo_cli.scoring.sources import row_checks
 
 RAY_WITH_TOKENS = "2.60"  # earlier versions ignore RAY_AUTH_MODE
+# Variables that boto3 reads, for judges whose requests it signs.
 AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+# The file that verl loads its reward function from; the function is in rewards.py next to this.
 REWARD = '''\
 """Scores responses for verl by the settings in config.yaml next to this file."""
 
@@ -40,6 +42,7 @@ from ppo_cli.extras.bridge.rewards import reward_function
 
 compute_score = reward_function(Path(__file__).resolve().parent, {where!r})
 '''
+# The start of every node's script. Values in single braces are filled in by `node_scripts`.
 HEAD = """\
 #!/usr/bin/env bash
 # {what}
@@ -108,6 +111,8 @@ sys.exit(tuple(map(int, v("ray").split(".")[:2])) < ({ray_numbers}))' || {{
 # With this variable Ray uses 127.0.0.1 as this machine's address, and only listens there.
 ALONE = """
     export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"""
+# Node 0: start Ray unless RAY_ADDRESS names one, wait for all nodes, train, then read the results
+# back. A file `stopped` is the reward server's request to end the run.
 FIRST = """\
 rm -f "$here/{stopped}"
 mkdir -p "$here/verl"
@@ -163,6 +168,7 @@ if [ -e "$here/{stopped}" ]; then
 fi
 exit "$status"
 """
+# Other nodes: try to join until node 0 has started Ray's head, then run until it ends.
 OTHER = """\
 open_ray_folder
 trap end_ray EXIT
@@ -195,6 +201,7 @@ def write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> li
     (folder / "data").mkdir(exist_ok=True)
     for name, rows in prompts.items():
         write_rows(folder / name, rows, Path(name).stem)
+    # The node scripts come last: a folder with a script has everything else.
     texts = {
         "config.yaml": config_yaml(resolved),
         "overrides": "".join(f"{line}\n" for line in bridged.lines(folder)),
@@ -221,6 +228,8 @@ def node_scripts(config: Config) -> dict[str, str]:
     """Return the script of each node; node 0 starts Ray's head, waits for the others and trains."""
     trainer = config.trainer
     alone = trainer.nnodes == 1
+    # Several nodes need an address that all can reach; the script's user must give one if the
+    # settings do not.
     needed = '"${MASTER_ADDR:?set MASTER_ADDR to the address of node 0}"'
     configured = shlex.quote(trainer.master_addr or "127.0.0.1")
     several = f"${{MASTER_ADDR:-{configured}}}" if trainer.master_addr else needed
@@ -249,6 +258,7 @@ def key_variables(config: Config) -> list[str]:
     kinds = {*(judge.type for judge in judges), *(monitor.type for monitor in monitors)}
     signed = AWS_KEYS if any(JUDGES[kind].signs == "boto3" for kind in kinds) else ()
     usual = (name for api in JUDGES.values() for name in api.keys)
+    # The providers' usual variables are included: a judge may read them without being told to.
     return sorted({*usual, *signed, *filter(None, named)})
 
 
@@ -287,6 +297,7 @@ def _verl_row(prompt: Prompt, split: str, index: int) -> dict[str, Any]:
     truth = "" if prompt.ground_truth is None else str(prompt.ground_truth)
     return {
         "data_source": prompt.data_source,
+        # Content and role only: verl's rows have no place for the other fields of a message.
         "prompt": [{"role": m["role"], "content": m["content"]} for m in prompt.messages],
         "ability": "",
         "reward_model": {"style": "rule", "ground_truth": truth},

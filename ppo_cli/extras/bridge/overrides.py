@@ -38,6 +38,7 @@ NEVER: Final = 1_000_000_000  # a step interval longer than any run
 NO_LIMIT: Final = 1e9  # for limits that we can turn off and verl cannot
 TRAIN, VAL = "data/train.parquet", "data/val.parquet"
 Values = dict[str, Any]
+# Engines of verl besides FSDP, which appear as groups in the names of its settings.
 GROUPS: Final = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed")
 
 
@@ -46,6 +47,7 @@ def verl_names() -> frozenset[str]:
     """Return the full names of verl 0.9.1's settings that have a value."""
     path = Path(__file__).parents[2] / "config" / "verl" / "verl_defaults.json"
     names: set[str] = set()
+    # Each version lists the settings that it adds and drops; `main` is not released.
     for version, row in json.loads(path.read_text(encoding="utf-8"))["versions"].items():
         if version != "main":
             names = (names | row["set"].keys()) - set(row["gone"])
@@ -58,12 +60,14 @@ def verl_names_by_key() -> dict[str, tuple[str, ...]]:
     names = foreign_names()
     names_by_key: dict[str, list[str]] = {}
     for key in table():
+        # All names that verl's configs use for this key: the same one, tied ones and renamed ones.
         olds = [key, *(old for old, target in names.tied.items() if target == key)]
         for old, news in names.renamed.items():
             if key in news:
                 olds.append(old)
             groups = [new[:-1] for new in news if new.endswith(".*") and key.startswith(new[:-1])]
             olds += [old[:-1] + key.removeprefix(group) for group in groups]
+        # Names with and without the wrapper; only those that verl 0.9.1 has count.
         verl = [name for old in olds for name in (WRAPPER + old, old) if name in verl_names()]
         names_by_key[key] = [
             name for name in dict.fromkeys(verl) if not name.endswith("warmup_style")
@@ -75,7 +79,9 @@ def verl_names_by_key() -> dict[str, tuple[str, ...]]:
 WRITERS: Final[dict[str, Callable[[Config], Values]]] = {}
 
 
-def _translates(names: str) -> Callable[[Callable[[Config], Values]], Callable[[Config], Values]]:
+def _register_writer(
+    names: str,
+) -> Callable[[Callable[[Config], Values]], Callable[[Config], Values]]:
     """Decorator: register a function in WRITERS for the settings in `names`."""
 
     def declare(write: Callable[[Config], Values]) -> Callable[[Config], Values]:
@@ -85,7 +91,7 @@ def _translates(names: str) -> Callable[[Callable[[Config], Values]], Callable[[
     return declare
 
 
-def _sharding_of_all(part: str, value: Any) -> Values:
+def _repeat_sharding(part: str, value: Any) -> Values:
     """Return the same sharding setting for actor, critic and reference."""
     return {
         f"actor_rollout_ref.actor.fsdp_config.{part}": value,
@@ -94,8 +100,8 @@ def _sharding_of_all(part: str, value: Any) -> Values:
     }
 
 
-@_translates("model.path critic.model.path")
-def _models(config: Config) -> Values:
+@_register_writer("model.path critic.model.path")
+def _write_models(config: Config) -> Values:
     """Write models as absolute paths; all use the actor's tokenizer."""
     actor, critic = _resolve_model_path(config.model.path), _resolve_model_path(critic_path(config))
     return {
@@ -113,26 +119,26 @@ def _resolve_model_path(path: str) -> str:
     return str(folder.resolve()) if folder.is_dir() else path
 
 
-@_translates("model.dtype")
-def _precision(config: Config) -> Values:
+@_register_writer("model.dtype")
+def _write_precision(config: Config) -> Values:
     """Compute in the configured precision, keep weights in float32. verl only runs on GPUs."""
     dtype = config.model.dtype or "bfloat16"
     computed = {"param_dtype": dtype, "reduce_dtype": "float32", "buffer_dtype": "float32"}
     return (
-        _sharding_of_all("dtype", dtype)
-        | _sharding_of_all("model_dtype", "float32")
+        _repeat_sharding("dtype", dtype)
+        | _repeat_sharding("model_dtype", "float32")
         # The engine uses this group; verl's files omit it, and its default is bf16.
         | {
             name: value
             for part, precision in computed.items()
-            for name, value in _sharding_of_all(f"mixed_precision.{part}", precision).items()
+            for name, value in _repeat_sharding(f"mixed_precision.{part}", precision).items()
         }
         | {"actor_rollout_ref.rollout.dtype": dtype}
     )
 
 
-@_translates("model.attn_implementation model.packing")
-def _attention(config: Config) -> Values:
+@_register_writer("model.attn_implementation model.packing")
+def _write_attention(config: Config) -> Values:
     """Write the attention kernel; rows are packed if set, by default with flash attention."""
     kernel = config.model.attn_implementation or "sdpa"
     packed = config.model.packing
@@ -147,9 +153,10 @@ def _attention(config: Config) -> Values:
     }
 
 
-@_translates("model.enable_gradient_checkpointing critic.model.enable_gradient_checkpointing")
-def _recompute(config: Config) -> Values:
+@_register_writer("model.enable_gradient_checkpointing critic.model.enable_gradient_checkpointing")
+def _write_checkpointing(config: Config) -> Values:
     actor = config.model.enable_gradient_checkpointing
+    # Unset means that our engine decides by memory; verl needs a value.
     critic = config.critic.model.enable_gradient_checkpointing
     actor = True if actor is None else actor
     return {
@@ -158,12 +165,12 @@ def _recompute(config: Config) -> Values:
     }
 
 
-@_translates(
+@_register_writer(
     "actor.ppo_micro_batch_size_per_gpu critic.ppo_micro_batch_size_per_gpu "
     "actor.ppo_max_token_len_per_gpu critic.ppo_max_token_len_per_gpu "
     "ref.log_prob_max_token_len_per_gpu"
 )
-def _micro_batches(config: Config) -> Values:
+def _write_micro_batches(config: Config) -> Values:
     """Micro-batches by tokens if no size is set, else by size; log-probs always by tokens.
 
     verl requires a size for log-probs if the actor has one, although it does not use it.
@@ -185,10 +192,11 @@ def _micro_batches(config: Config) -> Values:
     return values
 
 
-@_translates("actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c")
-def _clips(config: Config) -> Values:
+@_register_writer("actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c")
+def _write_clip_ratios(config: Config) -> Values:
     actor = "actor_rollout_ref.actor"
     bound = config.actor.clip_ratio_c
+    # verl always applies the dual clip, so "none" becomes a bound that is never reached.
     return {
         f"{actor}.clip_ratio": config.actor.clip_ratio,
         f"{actor}.clip_ratio_low": lower_clip(config.actor),
@@ -197,8 +205,8 @@ def _clips(config: Config) -> Values:
     }
 
 
-@_translates("model.lora_rank model.lora_alpha critic.model.lora_alpha")
-def _lora(config: Config) -> Values:
+@_register_writer("model.lora_rank model.lora_alpha critic.model.lora_alpha")
+def _write_lora(config: Config) -> Values:
     """With LoRA the sampler loads the base weights; otherwise the trainer sends all weights."""
     rank = config.model.lora_rank
     return {
@@ -209,12 +217,13 @@ def _lora(config: Config) -> Values:
     }
 
 
-@_translates(
+@_register_writer(
     "actor.optim.optimizer critic.optim.optimizer actor.optim.eps critic.optim.eps "
     "actor.grad_clip critic.grad_clip actor.loss_scale_factor critic.loss_scale_factor"
 )
-def _updates(config: Config) -> Values:
+def _write_optimizers(config: Config) -> Values:
     """Write each optimizer's package and epsilon, the gradient clipping and the loss scale."""
+    # The package in which verl finds each of our optimizers.
     impl = {"AdamW": "torch.optim", "AdamW8bit": "bitsandbytes.optim"}
     values: Values = {}
     for name, part in (("actor_rollout_ref.actor", config.actor), ("critic", config.critic)):
@@ -225,11 +234,11 @@ def _updates(config: Config) -> Values:
     return values
 
 
-@_translates(
+@_register_writer(
     "data.val_files data.val_max_samples trainer.save_freq trainer.test_freq "
     "trainer.val_before_train"
 )
-def _validation(config: Config) -> Values:
+def _write_validation(config: Config) -> Values:
     """Translate -1, which means "at the end" in our settings and "never" in verl's."""
     often, has_files = config.trainer.test_freq, bool(config.data.val_files)
     save = config.trainer.save_freq
@@ -243,21 +252,22 @@ def _validation(config: Config) -> Values:
     }
 
 
-@_translates("trainer.resume_mode")
-def _resume(config: Config) -> Values:
+@_register_writer("trainer.resume_mode")
+def _write_resume(config: Config) -> Values:
     mode = config.trainer.resume_mode
+    # A path that is neither word is a checkpoint to resume from.
     word = {"auto": "auto", "never": "disable"}.get(mode, "resume_path")
     path = str(Path(mode).expanduser().resolve()) if word == "resume_path" else None
     return {"trainer.resume_mode": word, "trainer.resume_from_path": path}
 
 
-@_translates(
+@_register_writer(
     "algorithm.filter_groups.metric algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights "
     "algorithm.rollout_correction.rollout_is_threshold "
     "algorithm.rollout_correction.rollout_is_threshold_lower "
     "algorithm.rollout_correction.bypass_mode"
 )
-def _algorithm(config: Config) -> Values:
+def _write_algorithm(config: Config) -> Values:
     """verl's `reward` includes penalties; its `score` is the reward function's value."""
     algorithm, correction = config.algorithm, config.algorithm.rollout_correction
     metric = algorithm.filter_groups.metric or "score"
@@ -274,8 +284,8 @@ def _algorithm(config: Config) -> Values:
     }
 
 
-@_translates("reward.shaping.overlong_buffer reward.shaping.overlong_penalty")
-def _overlong(config: Config) -> Values:
+@_register_writer("reward.shaping.overlong_buffer reward.shaping.overlong_penalty")
+def _write_overlong(config: Config) -> Values:
     """The penalty of long responses is done by verl's dapo manager, which counts tokens."""
     shaping = config.reward.shaping
     if shaping.overlong_buffer is None:
@@ -296,13 +306,13 @@ def _as_whole_number(number: float | None) -> float | None:
     return int(number) if number is not None and float(number).is_integer() else number
 
 
-@_translates(
+@_register_writer(
     "data.train_files data.train_max_samples data.prompt_key data.reward_fn_key rollout.name "
     "rollout.seed rollout.val_kwargs.temperature critic.ppo_mini_batch_size trainer.logger "
     "trainer.critic_warmup trainer.output_dir "
     "data.apply_chat_template_kwargs rollout.engine_kwargs.vllm"
 )
-def _others(config: Config) -> Values:
+def _write_others(config: Config) -> Values:
     """One-line translations: files, columns, filled-in defaults, and free-form groups."""
     sampler, temperature = "actor_rollout_ref.rollout", config.rollout.val_kwargs.temperature
     template, vllm = config.data.apply_chat_template_kwargs, config.rollout.engine_kwargs.vllm
@@ -394,6 +404,7 @@ class VerlOverrides:
     def lines(self, folder: Path) -> list[str]:
         """Return the arguments of `main_ppo`; files are paths in `folder`."""
         below = {k: str(folder / v) if k in FILES else v for k, v in self.values.items()}
+        # Hydra needs ++ for a setting that is not in verl's own files.
         added = {name: "" if name in verl_names() else "++" for name in below}
         return [*(f"{added[k]}{k}={to_hydra(v)}" for k, v in below.items()), *self.verl_words]
 
@@ -423,6 +434,7 @@ def build_overrides(config: Config, verl_words: Sequence[str] = ()) -> VerlOverr
     # Settings that need a function; then verl's other engines; explicit overrides win.
     for write in dict.fromkeys(WRITERS.values()):
         values |= write(config)
+    # An override of the user's wins over the same setting of ours.
     words_by_name = {word.lstrip("+~").partition("=")[0]: word for word in verl_words}
     other = re.sub(".*=", "", words_by_name.get("model_engine", "dp"))
     if other not in ("dp", "fsdp"):
@@ -446,6 +458,7 @@ MEGATRON_NAMES: Final = {
 
 def _rename_for_engine(values: Values, engine: str) -> Iterator[tuple[str, Any]]:
     """Drop settings that only FSDP has; rename those that Megatron has under other names."""
+    # Sort each setting: kept as it is, renamed for Megatron, or dropped.
     for name, value in values.items():
         group, _, leaf = name.rpartition(".")
         sharding = ".fsdp_config" in group or group.startswith("critic.fsdp")
@@ -453,6 +466,7 @@ def _rename_for_engine(values: Values, engine: str) -> Iterator[tuple[str, Any]]
         if not (sharding or optim or leaf in ("strategy", "grad_clip")):
             yield name, value
         elif engine == "megatron" and leaf in MEGATRON_NAMES:
+            # Megatron takes the minimum as a rate, and we have it as a share of the peak rate.
             lr = values.get(f"{group}.lr", 0.0)
             of = f"{group.rpartition('.')[0]}.megatron" if sharding else group
             yield f"{of}.{MEGATRON_NAMES[leaf]}", value * lr if leaf == "min_lr_ratio" else value
@@ -460,6 +474,7 @@ def _rename_for_engine(values: Values, engine: str) -> Iterator[tuple[str, Any]]
 
 def _find_refusals(config: Config, verl_words: Sequence[str]) -> Iterator[str]:
     """Yield what must be set for verl, and what verl does not support."""
+    # GPUs and engine first; then judges and reward models that would need a GPU.
     if not config.trainer.n_gpus_per_node:
         yield "verl trains on GPUs: name how many each node has with --n_gpus 8."
     bare_words = {word.lstrip("+").removeprefix(WRAPPER) for word in verl_words}
@@ -513,6 +528,7 @@ def _display(value: Any) -> str:
 
 def is_verl_only(word: str) -> bool:
     """Whether an override is for a setting that only verl has; it is passed on unchanged."""
+    # A key of ours is verl's only if its value is one that we do not offer.
     name, equals, value = word.partition("=")
     bare = name.lstrip("+")
     unwrapped = bare.removeprefix(WRAPPER)
@@ -524,12 +540,15 @@ def is_verl_only(word: str) -> bool:
         return bool(key.choices) and not key.is_list and value.strip("'\"").lower() not in choices
     if unwrapped == "trainer.device":
         return True
+    # Settings that we translate are ours, in their old names too.
     names = foreign_names()
     translated = unwrapped in TRANSLATIONS or unwrapped in names.tied or unwrapped in names.renamed
     if translated or unwrapped.startswith(
         ("custom_reward_function.", "reward.custom_reward_function.")
     ):
         return False
+    # Otherwise it is verl's if verl has the name, if the user adds it, or if it is of another
+    # engine.
     full = (bare, WRAPPER + unwrapped)
     known_there = any(name in verl_names() for name in full) or bare == "model_engine"
     return known_there or name.startswith("+") or any(f".{g}." in f".{unwrapped}." for g in GROUPS)
@@ -538,6 +557,7 @@ def is_verl_only(word: str) -> bool:
 def score_columns(config: Config) -> tuple[str, ...]:
     """Return the parts of a score that are separate columns of verl's extra info in all rows."""
     reward, algorithm = config.reward, config.algorithm
+    # Without a mixture the only part is named after its kind.
     parts = [part.name for part in mixture_of(reward)]
     if not parts:
         parts = ["judge"] if reward.api.enable else ["model"] if reward.model.path else []

@@ -47,6 +47,7 @@ ROW = "ppo_cli"  # key in extra_info for data that verl does not pass to reward 
 KEYS_FILE = ".judge_keys"  # lines NAME=VALUE, mode 0600, deleted when the server has read it
 STOPPED = "stopped"  # file with the reason why the run must end
 SCORES, MEASURED = "verl/scores.jsonl", "verl/judge.jsonl"
+# Above any batch: a call may wait until its whole round is complete.
 MAX_CONCURRENT_CALLS = 100_000  # concurrent calls of the server
 QUIET_S = 2.0  # without a new response, before the round is closed and failures are imputed
 # Longer for parts that are scaled over a whole step: verl's samplers may pause.
@@ -61,6 +62,7 @@ def reward_function(folder: Path, where: str) -> Function:
     server: Any = None
 
     async def compute_score(
+        # The names of these parameters are verl's; it passes them by keyword.
         data_source: str,
         solution_str: str,
         ground_truth: Any,
@@ -83,6 +85,7 @@ def _connect_server(folder: Path, where: str) -> Any:
     """Return the job's server; the first caller starts it, on the head node if there is one."""
     import ray
 
+    # Any amount of the head's resource places the actor there; it uses no CPU of the job.
     at_head = {HEAD: 0.001} if HEAD in ray.cluster_resources() else {}
     options: dict[str, Any] = {
         "name": NAME, "get_if_exists": True, "num_cpus": 0, "resources": at_head,
@@ -96,6 +99,7 @@ class RewardServer:
 
     def __init__(self, folder: str, where: str) -> None:
         self._folder = Path(folder)
+        # Relative paths and keys must be in place before the settings are read.
         os.chdir(where)
         os.environ.update(read_and_delete_keys(self._folder))
         self._config = run_settings(self._folder)
@@ -127,7 +131,7 @@ class RewardServer:
         self._raise_if_stopped()
         assert self._reward is not None
         if self._watching is None:
-            self._watching = asyncio.create_task(self._settle_when_quiet())
+            self._watching = asyncio.create_task(self._end_round_when_quiet())
         # Submit, and end the round when the step's batch is complete.
         prompt, split = decode_row(row)
         self._begin_round(split)
@@ -138,7 +142,7 @@ class RewardServer:
         self._open.add(future)
         self._last = time.monotonic()
         if split == "train" and self._trained % self._step_size == 0:
-            self._settle()
+            self._end_round()
         # An error of the reward stops the whole run; a failed score is imputed.
         try:
             score = await future
@@ -155,10 +159,11 @@ class RewardServer:
     def _begin_round(self, split: str) -> None:
         """Start a round when the split changes, or after as many responses as verl's batch has."""
         if split != self._split:
-            self._settle()
+            self._end_round()
             self._split = split
         if split != "train":
             return
+        # The first response of a batch starts the next step.
         if self._trained % self._step_size == 0:
             self._log_measurements()
             self._step += 1
@@ -168,14 +173,16 @@ class RewardServer:
             self._reward.begin_step(self._step)
         self._trained += 1
 
-    async def _settle_when_quiet(self) -> None:
+    async def _end_round_when_quiet(self) -> None:
         """End the round when no new response has arrived for a while."""
+        # Poll, because verl does not announce the end of a batch that is not full (validation, the
+        # last one).
         while True:
             await asyncio.sleep(0.2)
             if self._open and time.monotonic() - self._last > self._quiet_s:
-                self._settle()
+                self._end_round()
 
-    def _settle(self) -> None:
+    def _end_round(self) -> None:
         assert self._reward is not None
         self._reward.end_round("train" if self._split == "train" else "validation")
         self._last = time.monotonic()
@@ -187,6 +194,7 @@ class RewardServer:
             append_line(self._folder / MEASURED, {"step": self._step, **measured})
 
     def _stop(self, error: PpoError) -> None:
+        # Only the first reason is written; later errors usually follow from it.
         if not (self._folder / STOPPED).exists():
             (self._folder / STOPPED).write_text(f"{redact(str(error))}\n", encoding="utf-8")
 
@@ -220,6 +228,7 @@ class ScoreImputation:
         raw = {name: part.raw for name, part in score.parts.items()} | {"score": score.value}
         values: dict[str, float] = {}
         put_in = False
+        # Fill in each column: verl needs a number in all of them, for every sample.
         for name in self._names:
             value = raw.get(name)
             if value is None:
@@ -227,6 +236,7 @@ class ScoreImputation:
                 put_in = put_in or name == "score"
                 continue
             values[name] = float(value)
+            # Only judged scores enter the means; imputed ones would repeat them.
             if score.judged:
                 self._of_prompt[uid][name].append(values[name])
                 self._of_all[name] = self._of_all[name].merge(Moments.from_values([values[name]]))
@@ -263,6 +273,7 @@ def read_prompts(folder: Path) -> list[Prompt]:
     import pyarrow.parquet as pq
 
     rows: list[str] = []
+    # Both files, because the reward checks its rows when it starts.
     for name in (TRAIN, VAL):
         if (folder / name).exists():
             column = pq.read_table(folder / name, columns=["extra_info"]).column("extra_info")
@@ -316,15 +327,17 @@ def read_back(folder: Path) -> tuple[int, int]:
     """
     if not (folder / "overrides").exists():
         raise DataError(f"{folder} is not a folder of `ppo bridge verl`: it has no file overrides.")
+    # Metrics: one line per step, the latest start wins.
     steps = {int(line["step"]): line for line in _metric_lines(folder)}
     if not steps:
         raise DataError(f"{folder}: verl has not logged a step yet ({LOGS} has none).")
     replace_lines(folder / METRICS_FILE, [steps[number] for number in sorted(steps)])
+    # Scores by response and ground truth, because verl's dump has no ids.
     scores: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for line in reversed(
         read_lines(folder / SCORES)
     ):  # reversed, so that pop() takes the earliest of equal responses
-        scores[line["response"], _truth(line)].append(line)
+        scores[line["response"], _ground_truth_text(line)].append(line)
     count = 0
     for dump in sorted((folder / DUMPS).glob("*.jsonl"), key=lambda path: int(path.stem)):
         lines = [_rollout_line(line, scores) for line in read_lines(dump)]
@@ -344,7 +357,7 @@ def _metric_lines(folder: Path) -> Iterator[dict[str, Any]]:
             yield measured[line["step"]] | values | {"step": line["step"]}
 
 
-def _truth(line: dict[str, Any]) -> str:
+def _ground_truth_text(line: dict[str, Any]) -> str:
     return "" if line["ground_truth"] is None else str(line["ground_truth"])
 
 
@@ -353,6 +366,7 @@ def _rollout_line(
 ) -> dict[str, Any]:
     """Return a response of verl's dump with our score, parts and facts, if we scored it."""
     truth = str(dumped.get("gts") or "")
+    # verl's own fields first; they remain where we did not score the response.
     line = {
         "step": dumped["step"], "uid": dumped.get("uid", ""), "sample": 0,
         "prompt": dumped["input"], "response": dumped["output"], "ground_truth": truth,

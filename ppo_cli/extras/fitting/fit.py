@@ -71,6 +71,7 @@ class ModelFolder:
         refuse_out_address(out)
         self.path = out.expanduser()
         self._place = self.path.resolve()
+        # A fit replaces the whole folder, so refuse one with files that it did not write.
         if self._place.exists() and not self._place.is_dir():
             raise ConfigError(f"--out {self.path} is a file; name a folder.")
         if self._place.is_dir() and any(self._place.iterdir()):
@@ -84,6 +85,8 @@ class ModelFolder:
                     f"--out {self.path} already has a fitted model. Name another folder, or "
                     "replace the model with --overwrite."
                 )
+        # The nearest folder that exists must allow writing: a long fit would fail at its end
+        # otherwise.
         parent = next(p for p in self._place.parents if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise ConfigError(f"--out {self.path}: the folder {parent} cannot be written.")
@@ -125,6 +128,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     folder = ModelFolder(settings.out, overwrite=settings.overwrite)
     split, dropped = read_split(settings, screen)
     recipe = settings.recipe
+    # Incomplete weights are found now, before anything is loaded.
     require_intact_model(
         Path(model_folder(settings.model)).expanduser(),
         lambda other: replace_path(settings.model, str(other)),
@@ -160,12 +164,14 @@ def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, Counter[st
     if not loaded.pairs:
         raise DataError("--data has no usable pairs.")
     dropped = Counter(loaded.dropped)
+    # Without held-out data, hold out a share of the prompts.
     if not settings.val_data:
         return split_by_prompt(loaded.pairs, settings.val_share, settings.recipe.seed), dropped
     held_out = load_pairs(settings.val_data, skip_bad_rows=settings.skip_bad_rows)
     show_notes(screen, held_out.notes)
     if not held_out.pairs:
         raise DataError("--val_data has no usable pairs.")
+    # A prompt in both files would make the held-out accuracy too good.
     split = exclude_held_out(loaded.pairs, held_out.pairs)
     if shared := len(loaded.pairs) - len(split.train):
         screen.note(f"{plural(shared, 'pair')} left out: the prompt is in --val_data too.")
@@ -189,6 +195,7 @@ class Fit:
         self._network = network
         self._settings, self._folder, self._screen = settings, folder, screen
         self._train, self._held_out, self._dropped = train, held_out, dropped
+        # Read at once, so that the saved model has the files of the one that was loaded.
         self._files = model_files(network.module, network.tokenizer)
         self._lr = choose_lr(settings.recipe, self._network.size())
         self._total = count_steps(len(train), settings.recipe)
@@ -200,6 +207,7 @@ class Fit:
 
     def run(self) -> dict[str, Any]:
         """Run all steps, or stop after a signal; the best model is saved in the folder."""
+        # Announce what is trained, on how much, and at which rate.
         recipe = self._settings.recipe
         show_notes(self._screen, self._network.notes)
         size = self._network.size()
@@ -211,6 +219,8 @@ class Fit:
             f"lr {self._lr:g}{chosen}."
         )
         with StopOnSignal(self._screen.note) as stop:
+            # The model before the fit is the base of comparison; scores that are not finite end it
+            # here.
             self._before = self._measure()
             if not math.isfinite(self._before.loss):
                 raise ModelError(
@@ -227,6 +237,7 @@ class Fit:
             )
         record = self._record(finished=not reason)
         self._folder.finish(record)
+        # The saved model is the best so far; its record tells whether the fit was finished.
         if reason and self._best:
             raise Interrupted(
                 f"{self._stop_text(reason)} {self._folder.path} holds the best model so far (step "
@@ -241,6 +252,7 @@ class Fit:
 
     def _train_steps(self, stopped: Callable[[], str | None]) -> None:
         recipe, total = self._settings.recipe, self._total
+        # Spread the log lines and the measurements evenly over the steps.
         every = max(1, total // STEP_LINES)
         marks = {round(total * (i + 1) / MEASUREMENTS) for i in range(MEASUREMENTS)} | {total}
         with self._screen.phase("fit", total) as advance:
@@ -261,6 +273,7 @@ class Fit:
                     )
                 if self._step in marks:
                     self._measure_and_save()
+        # A stop between two measurements: measure the last weights too.
         if self._step and self._step not in marks:
             self._measure_and_save()
 
@@ -268,6 +281,7 @@ class Fit:
         """Measure on the held-out pairs, and save the model if it is the best so far."""
         figures = self._measure()
         self._history.append({"step": self._step, **asdict(figures)})
+        # Scores that are not finite never replace a model.
         better = math.isfinite(figures.loss) and figures.better_than(self._best)
         self._screen.note(self._figures_line(figures) + ("; kept" if better else ""))
         if better:

@@ -41,6 +41,7 @@ from ppo_cli.rewards.models.base import Encoded, Format
 from ppo_cli.rewards.models.formats import ControlToken, format_for
 
 Messages = tuple[Message, ...]
+# Names of the columns, as in most published sets of pairs.
 RESPONSE, SCORE = "response", "score"
 CHOSEN, REJECTED, PROMPT, MARGIN = "chosen", "rejected", "prompt", "margin"
 PROBLEMS_SHOWN = 5  # in an error message
@@ -88,6 +89,7 @@ def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSe
     notes: list[str] = []
     for source in sources:
         raw = read_source(source)
+        # Find the prompt's column by its usual name or an alias.
         names = list(dict.fromkeys(name for _, record in raw.records for name in record))
         prompt = PROMPT if PROMPT in names else sole(PROMPT_ALIASES, names)
         if prompt not in (PROMPT, ""):
@@ -129,6 +131,7 @@ def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSe
         notes.append(
             f"{plural(dropped['equal'], 'pair')} left out: chosen and rejected are the same text."
         )
+    # Empty responses may be meant (a model that says nothing), so they only get a note.
     if empty := sum(not (p.chosen.strip() and p.rejected.strip()) for p in usable):
         notes.append(f"{plural(empty, 'pair')} with an empty response; kept.")
     return PairSet(usable, tuple(notes), dropped)
@@ -140,11 +143,13 @@ def pairs_from_scores(raw: Records, prompt: str) -> tuple[list[Pair], list[RowPr
     Equal texts count once, and equal scores do not form a pair.
     """
     rows, problems = read_records(raw, partial(read_scored, prompt=prompt))
+    # Group by prompt, and within it by response: the first score of equal texts counts.
     groups: dict[str, dict[str, tuple[float, Place, Messages]]] = {}
     for place, messages, response, score in rows:
         if score is not None:
             group = groups.setdefault(prompt_key(messages), {})
             group.setdefault(response, (score, place, messages))
+    # Every two responses of different scores form a pair, the higher one chosen.
     pairs = [
         Pair(place, messages, better, worse)
         for group in groups.values()
@@ -170,6 +175,7 @@ def read_scored(
     if not isinstance(response, str):
         raise RowError(RESPONSE, f"is {name_type(response)}, not text")
     score = as_plain(record.get(SCORE))
+    # True and false are numbers in Python, but not scores.
     number = isinstance(score, int | float) and not isinstance(score, bool)
     if score is not None and not (number and math.isfinite(score)):
         raise RowError(SCORE, f"is {score!r}, not a number")
@@ -179,6 +185,7 @@ def read_scored(
 def read_pair(place: Place, record: Record, prompt: str) -> Pair:
     """Turn one record into a pair; RowError if it is bad."""
     refuse_media(record)
+    # Each side is a reply, with the turns before it if the column holds a dialogue.
     chosen_before, chosen = read_side(record.get(CHOSEN), CHOSEN)
     rejected_before, rejected = read_side(record.get(REJECTED), REJECTED)
     question = read_plain(record.get(prompt), prompt) if prompt else None
@@ -188,6 +195,8 @@ def read_pair(place: Place, record: Record, prompt: str) -> Pair:
         if len(chosen_before) == len(messages) + 1 and chosen_before[0]["role"] == "system":
             messages = (chosen_before[0], *messages)
         for before, column in ((chosen_before, CHOSEN), (rejected_before, REJECTED)):
+            # Dialogues must continue the prompt, or the pair would compare replies to different
+            # questions.
             if before and plain_turns(before) != plain_turns(messages):
                 problem = "has other turns than `prompt` before its reply; they must be equal"
                 raise RowError(column, problem)
@@ -199,6 +208,7 @@ def read_pair(place: Place, record: Record, prompt: str) -> Pair:
 def read_side(value: Any, column: str) -> tuple[Messages, str]:
     """Return the turns before a response (none for a plain text) and the response."""
     plain = read_plain(value, column)
+    # Three forms: plain text, a transcript with speakers, or a list of messages.
     if isinstance(plain, str):
         if not is_transcript(plain):
             return (), plain
@@ -218,6 +228,7 @@ def read_prompt_column(value: Any, column: str) -> Messages:
     prompt = read_prompt(value, column)
     if not isinstance(prompt, str):
         return prompt
+    # hh-rlhf's prompts are transcripts; an empty last turn of the assistant is left out.
     if prompt.startswith("\n\nHuman:"):
         turns = [dict(m) for m in split_transcript(prompt) if m["content"]]
         return read_messages(turns, column)
@@ -231,6 +242,7 @@ def shared_opening(chosen: Messages, rejected: Messages) -> Messages:
             raise RowError(column, "is only a reply, and the row has no prompt")
     chosen_turns, rejected_turns = plain_turns(chosen), plain_turns(rejected)
     if chosen_turns != rejected_turns:
+        # Name the first turn that differs: dialogues may be long.
         same = [a == b for a, b in zip(chosen_turns, rejected_turns, strict=False)]
         first = same.index(False) if False in same else len(same)
         raise RowError(
@@ -277,6 +289,7 @@ def split_by_prompt(pairs: Sequence[Pair], share: float, seed: int) -> Split:
     """Hold out about `share` of the pairs, at most MAX_HELD_OUT; a prompt's pairs stay together."""
     if not 0 < share < 1:
         raise DataError(f"--val_share {share}: give a share between 0 and 1, such as 0.1.")
+    # Sorted, so that the split depends on the seed and not on the order of the rows.
     prompts = sorted({pair.prompt_id for pair in pairs})
     if len(prompts) < 2:
         raise DataError(
@@ -313,6 +326,7 @@ def exclude_held_out(pairs: Sequence[Pair], held_out: Sequence[Pair]) -> Split:
     return Split(train, tuple(held_out))
 
 
+# Far above any sample; lengths are checked after encoding.
 NO_LIMIT = 10**9  # tokens
 
 
@@ -355,6 +369,7 @@ def encode_pairs(
     too_long: list[str] = []
     refused: list[str] = []
     for pair in pairs:
+        # One sample that cannot be encoded drops its pair, since a comparison needs both.
         try:
             both = (
                 form.encode(pair.messages, pair.chosen),

@@ -45,6 +45,7 @@ TRANSCRIPT = (
     "{%- if add_generation_prompt -%}{{- '\\n\\nAssistant: ' -}}{%- else -%}"
     "{{- eos_token -}}{%- endif -%}"
 )
+# The format of ChatML.
 CHATML = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
@@ -71,6 +72,7 @@ def read_template(template: str) -> str:
     if template in TEMPLATES:
         return TEMPLATES[template]
     text = template
+    # Without template syntax it is the name of a file.
     if "{{" not in template and "{%" not in template:
         path = Path(template).expanduser()
         if not path.is_file():
@@ -82,6 +84,7 @@ def read_template(template: str) -> str:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"--template {template} cannot be read as text ({error}).") from error
+    # A template that ignores `messages` would render every pair alike.
     if "messages" not in text:
         raise ModelError(
             f"--template {template} does not name `messages`: it is not a Jinja chat template."
@@ -90,6 +93,7 @@ def read_template(template: str) -> str:
 
 
 DEFAULT_MAX_LENGTH = 2048  # tokens of a sample
+# Added where a tokenizer has no pad token other than its end token.
 PAD_TOKEN = "<|pad|>"
 
 
@@ -129,6 +133,7 @@ class ScoreNetwork:
         return last_BH(hidden_BLH, mask_BL)
 
     def _head(self, hidden_BH: Tensor) -> Tensor:
+        # The head computes in float32, also under autocast.
         with torch.autocast(hidden_BH.device.type, enabled=False):
             scores: Tensor = self.module.score(hidden_BH).squeeze(-1)
         return scores
@@ -153,11 +158,13 @@ def load_to_fit(
     model, fresh = load_classifier(path)
     generator = torch.Generator().manual_seed(seed)
     pad = choose_pad(tokenizer, model)
+    # A head that was loaded continues; a new one needs a start.
     if fresh:
         start_head(model.score, generator, zero=frozen)
     if frozen:
         model.base_model.requires_grad_(False)
     model.to(compute.device)
+    # Evaluation mode: the fit runs without dropout.
     model.eval()
     longest = choose_max_length(model.config, tokenizer, max_length)
     notes = () if fresh else (f"{path} already has a score head: the fit continues from it.",)
@@ -167,6 +174,7 @@ def load_to_fit(
 def load_classifier(path: str) -> tuple[Any, bool]:
     """Load a sequence classifier with one output; also return whether its head is new."""
     config = load_config(path, "--model", False)
+    # The head's size and label, which transformers writes into the saved config.
     config.num_labels = 1
     config.id2label, config.label2id = {0: "score"}, {"score": 0}
     model, fresh = load_weights(
@@ -203,6 +211,7 @@ def start_head(head: nn.Linear, generator: torch.Generator, *, zero: bool) -> No
 def choose_pad(tokenizer: Any, model: Any) -> int:
     """Give tokenizer and model a pad token other than the end token; returns its id."""
     if pad_token_id(tokenizer) == tokenizer.eos_token_id:
+        # Prefer the unknown token, which exists already, unless it is BOS or EOS too.
         unused = tokenizer.unk_token
         usable = unused is not None and unused not in (tokenizer.eos_token, tokenizer.bos_token)
         if usable:
@@ -228,6 +237,7 @@ def choose_max_length(config: Any, tokenizer: Any, max_length: int | None) -> in
 
 
 SMALL_MODEL = 10_000_000  # parameters, below which a model takes the rate of a head
+# Rates for a head alone, for a small model, and for all weights of a usual one.
 HEAD_LR, SMALL_LR, USUAL_LR = 1e-3, 1e-3, 1e-5
 
 
@@ -282,6 +292,7 @@ def pair_losses(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor, center: 
     The second keeps scores around 0 (Eisenstein et al. 2023, 2312.09244), as the first does not
     change when all scores of a prompt move together.
     """
+    # A margin asks for a lead of that size before the loss becomes small.
     losses_P = -F.logsigmoid(chosen_P - rejected_P - margin_P)
     if center:
         losses_P = losses_P + center * (chosen_P + rejected_P) ** 2
@@ -321,6 +332,7 @@ def measure(
 
 def summarise_pairs(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor) -> Figures:
     """Compute the figures of scored pairs; a tie counts half in the accuracy."""
+    # In float64, because means of many pairs are compared with each other.
     chosen_P, rejected_P = chosen_P.double(), rejected_P.double()
     all_B = torch.cat([chosen_P, rejected_P])
     right_P = (chosen_P > rejected_P).double() + 0.5 * (chosen_P == rejected_P).double()
@@ -384,6 +396,7 @@ class Trainer:
         norm, updated = self._optimizer.apply()
         margin_P = torch.tensor([pair.margin for pair in pairs])
         loss = float(pair_losses(chosen_P, rejected_P, margin_P, self._recipe.center).mean())
+        # Single bad steps are skipped; several in a row mean that training has diverged.
         self._nonfinite_steps = 0 if updated else self._nonfinite_steps + 1
         self.skipped += not updated
         if self._nonfinite_steps == MAX_NONFINITE_STEPS:
@@ -407,10 +420,12 @@ class Trainer:
         return scores[0], scores[1]
 
     def _backward_group(self, pairs: Sequence[EncodedPair], step_pairs: int) -> Tensor:
+        # Chosen first, then rejected, so that one view separates them.
         samples = [p.chosen for p in pairs] + [p.rejected for p in pairs]
         both = self.network.score_samples(samples).view(2, len(pairs))
         margin_P = torch.tensor([pair.margin for pair in pairs], device=both.device)
         losses_P = pair_losses(both[0], both[1], margin_P, self._recipe.center)
+        # Divided by the pairs of the whole step, so that the micro-batches add up to its mean.
         (losses_P.sum() / step_pairs).backward()
         return both.detach().cpu()
 

@@ -84,6 +84,7 @@ def check_judge(
 
 def _check_rendering(template: Template, api: ApiReward, item: Item) -> Check:
     """A response that names template variables must not be filled in."""
+    # Replace the row's ground truth by a text that cannot be in the prompt or response by chance.
     name = "ground truth in the request"
     extra_info = {**item.prompt.extra_info, "answer": SECRET}
     prompt = user_prompt("leak", item.prompt.text, SECRET, "", extra_info)
@@ -93,6 +94,7 @@ def _check_rendering(template: Template, api: ApiReward, item: Item) -> Check:
         question = template.question(material, api)
         return (question.system + question.user).count(SECRET)
 
+    # How often the secret is in the request anyway, compared with each response that asks for it.
     plain = count("no answer")
     counts = {text: count(text) for text in LEAKS}
     cases = tuple({"sent": text, "got": n, "wanted": plain} for text, n in counts.items())
@@ -114,6 +116,7 @@ def _check_gate(api: ApiReward, items: Sequence[Item]) -> Check:
         }
         for reply in (*GATED_REPLIES, text)
     )
+    # The gate has two faults: it lets an empty reply through, or it rejects a good answer.
     open_to = [case for case in cases if case["got"] == "passed on to the judge"]
     real = [i for i in items if i.good and no_content_reason(i.prompt.text, i.good) is not None]
     if real:
@@ -200,6 +203,7 @@ def plan_trials(
     items: Sequence[Item], template: Template | None, settings: RewardSettings
 ) -> dict[str, list[tr.Trial]]:
     """All trials, by the check that they belong to."""
+    # The attacks depend on the reward: on the scale that it uses, and on whether it reads language.
     scale = None if template is None else template.scale
     reads = bool(judges_of(settings) or models_of(settings))
     judge = single_judge(settings)
@@ -215,6 +219,8 @@ def plan_trials(
         GOOD_AGAINST_BAD: tr.good_against_bad_trials(items),
         "graded": tr.graded_trials(items),
     }
+    # Worked cases come with a judge prompt; behind a gate (only_if) the judge may not see them, so
+    # none are planned.
     if template is not None and template.cases:
         written = template.written_for or template.scale
         part = None if judge is None else judge.part
@@ -225,6 +231,7 @@ def plan_trials(
     return plan
 
 
+# What each check claims, for scores between 0 and 1.
 CLAIMS: dict[str, str] = {
     "master keys": f"replies without content score at most {tr.MAX_WORTHLESS}",
     "prompt injection": "a bad answer gains nothing by instructions to the judge",
@@ -235,6 +242,7 @@ CLAIMS: dict[str, str] = {
 }
 
 
+# The same for rewards with their own scale, whose claims cannot name a number.
 OWN_SCALE_CLAIMS: dict[str, str] = {
     "master keys": "replies without content score nearer to a bad answer than to a good one",
     "ground truth in the response": "variable names in a response earn no more than a bad answer",
@@ -254,6 +262,7 @@ def check_trials(
         gated = "the judge only scores what its gate (only_if) passes"
         why = "these rows have no good and bad answers to compare"
         return Check(name, None, gated if name == WORKED_CASES else why)
+    # A part of a mixture is measured between 0 and 1, and needs no unit.
     of_part = trials[0].part is not None
     if ruler.unit is None and not of_part:
         if name != GOOD_AGAINST_BAD:
@@ -284,6 +293,8 @@ def _check_criteria(
     if not parts:
         return []
     name, trials = "criteria under attack", [*plan["prompt injection"], *plan["padding"]]
+    # Compare the credits of each attacked response with those of the response that it is built
+    # from.
     tried = [(t, scores[t.keys[0]], scores[t.keys[1]]) for t in trials]
     facts = criteria.find_raised_criteria(tried, parts)
     if not facts["decided"]:
@@ -303,6 +314,7 @@ def _check_repeats(repeated: Sequence[tuple[str, str]], repeats: Repeats, ruler:
         return Check(name, None, "these rows have no response to repeat")
     if not repeats.verdicts:
         return Check(name, None, "all parts of this mixture are deterministic")
+    # Only responses with both verdicts can differ; a failed verdict is counted in another check.
     pairs = [
         (abs(values[0] - values[1]), part, place, text, list(values))
         for part, verdicts in repeats.verdicts.items()
@@ -333,6 +345,7 @@ def _check_spread(
         for t in trials
         if (v := judged_value(scores[t.keys[0]])) is not None
     ]
+    # Rounded, so that levels that differ by floating-point error count once.
     used = sorted({round(v, 6) for v in values})
     levels = len(used)
     if len(values) < 3:

@@ -94,6 +94,7 @@ def write_advice(result: Facts) -> list[str]:
     """Return one sentence per finding, the most important first."""
     kind, agreement = result.get("kind", "judge"), result["agreement"]
     auc, rank, sentences = agreement["AUC"], agreement["Spearman"], []
+    # First what limits the figures, then agreement, parts and criteria, and last bias and noise.
     if lost := result["rows"] - result["scored"]:
         share = lost / result["rows"]
         sentences.append(f"{share:.0%} of the rows got no score; the figures are about the others.")
@@ -149,6 +150,7 @@ def _part_sentences(result: Facts) -> list[str]:
     for name, facts in result.get("parts", {}).items():
         auc = facts.get("agreement", {}).get("AUC", {})
         value = auc.get("value")
+        # A part with a negative weight is meant to contradict the labels.
         if value is None or mixture_auc is None or facts["weight_given"] < 0:
             continue
         if value > mixture_auc + MIN_AUC_GAIN:
@@ -170,6 +172,7 @@ def _auc_sentence(facts: Facts, kind: str) -> str:
     if facts["value"] is None:
         return f"AUC: {facts['why']}."
     start = f"AUC {_format_interval(facts)}: "
+    # An interval that includes 0.5 says more than the value, so it is asked first.
     if facts["low"] is not None and facts["low"] <= 0.5 <= facts["high"]:
         return start + f"not distinguishable from chance; {STRONGER_ADVICE[kind]}, or more rows."
     if facts["value"] < 0.5:
@@ -182,6 +185,8 @@ def _auc_sentence(facts: Facts, kind: str) -> str:
 
 
 def _length_sentence(bias: Facts, kind: str) -> str:
+    # Better answers are often longer, so the correlation at equal labels is preferred where it
+    # exists.
     facts = bias["length, labels held equal"]
     if facts["value"] is None:
         facts = bias["length"]
@@ -291,6 +296,7 @@ def calibrate(
         ),
         "stopped": redact(repeats.stopped),
     }
+    # For each part of a mixture: its own agreement with the labels, and how steady it is.
     if result["kind"] == "mixture":
         for name, column in part_columns(settings, scoring.scores).items():
             alone = label_agreement(_scored_columns(labelled, column))
@@ -364,6 +370,7 @@ def _pair_accuracy(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
     Reward models are trained for this: their scores of different prompts need not compare. The
     interval resamples whole prompts. Empty if no prompt has better and worse answers.
     """
+    # Count per prompt first: whole prompts are resampled below.
     counts = [
         _count_ordered_pairs(columns.scores[rows], columns.labels[rows])
         for rows in _group_by_prompt(columns.prompts)
@@ -384,6 +391,7 @@ def _pair_accuracy(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
 
 def _count_ordered_pairs(scores: Floats, labels: Floats) -> tuple[float, float]:
     """Pairs with different labels: how many the scores order correctly, and how many exist."""
+    # All pairs at once: row i is labelled better than row j.
     better, worse = np.nonzero(labels[:, None] > labels[None, :])
     gaps = scores[better] - scores[worse]
     return float((gaps > 0).sum() + (gaps == 0).sum() / 2), float(len(gaps))
@@ -403,6 +411,7 @@ def score_biases(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
             flat or constant_reason("label", columns.labels),
         ),
     }
+    # With several answers per prompt, position is measured among them instead of in the file.
     groups = _group_by_prompt(columns.prompts)
     if not groups:
         correlations["position in the file"] = estimate(
@@ -440,6 +449,7 @@ def per_thousand(
     Extrapolated from the new verdicts of this command, repeats included; `paid_calls` is the
     number of their calls. Fewer rows than `at_once` take as long as `at_once` rows.
     """
+    # Cached verdicts cost nothing now, so they are not part of the extrapolation.
     fresh = [s for s in scoring.scores if judged_value(s) is not None and not is_cached(s)]
     responses = len(fresh) + repeats / votes
     if not responses:
@@ -496,6 +506,7 @@ def repeat_random_sources(
 
 def remaining_budget(api: ApiReward, name: str, before: Mapping[str, float]) -> ApiReward:
     """A judge's settings with the budget that the first scoring left; Interrupted if none."""
+    # A single judge's spending has no name; a judge in a mixture has its own.
     judges = spending_by_judge(before)
     spent = judges.get(f"judge_{name}") or judges.get("judge", {})
     tokens = spent.get("tokens_in", 0.0) + spent.get("tokens_out", 0.0)
@@ -523,6 +534,7 @@ def repeat_verdicts(
             repeat = [past_cache(rollout, times)] if past_cache else []
             pending.append(repeat or [reward.submit(rollout) for _ in range(times)])
         reward.end_round()
+        # Wait in short steps, so that Ctrl-C is noticed.
         for futures in pending:
             while wait(futures, timeout=1.0).not_done:
                 pass

@@ -84,6 +84,7 @@ def read_marks(responses: ResponseSet, column: str, settings: RewardSettings) ->
     problems = []
     cells = column_cells(responses, column, "--criteria_labels")
     for n, (row, cell) in enumerate(zip(responses.rows, cells, strict=True)):
+        # Criteria of all judges by name: a label is looked up in any of them.
         criteria = {c.name: c for of_judge in rubrics.values() for c in of_judge[n].criteria}
         try:
             marks[row.place] = dict(_read_row_marks(cell, criteria))
@@ -102,6 +103,7 @@ def _read_row_marks(cell: Any, criteria: Mapping[str, Criterion]) -> Iterator[tu
         raise ValueError(
             f"is {name_type(cell)}, not an object such as {{'{next(iter(criteria))}': …}}"
         )
+    # A row may have labels for some of its criteria; null counts as no label.
     for name, value in cell.items():
         if name not in criteria:
             raise ValueError(
@@ -125,6 +127,7 @@ def add_label_values(responses: ResponseSet, marks: Marks, settings: RewardSetti
         )
     rows = []
     for row, rubric in zip(responses.rows, *rubrics.values(), strict=True):
+        # A rubric's value needs all of its criteria, so a row with a missing label has none.
         row_marks = [marks[row.place].get(criterion.name) for criterion in rubric.criteria]
         grades = [grade for grade in row_marks if grade is not None]
         worth = rubric.value(grades) if len(grades) == len(row_marks) else None
@@ -155,6 +158,7 @@ def grade_criteria(
                 )
                 entry.rows.append(n)
                 entry.credits.append(credits[criterion.name])
+                # The weighted credits of the other criteria, for the correlation "with the rest".
                 entry.rest.append(
                     math.fsum(
                         c.weight * credits[c.name] for c in rubric.criteria if c is not criterion
@@ -189,6 +193,7 @@ def criteria_facts(
 ) -> dict[str, dict[str, Any]]:
     """Figures of each criterion; with labels of criteria, figures of all together come last."""
     every = grade_criteria(settings, rows, scores, marks)
+    # Criteria of few rows are left out of the list, but count in the figures of all together.
     facts = {
         name: _criterion_facts(entry, labels)
         for name, entry in every.items()
@@ -210,6 +215,7 @@ def _criterion_facts(entry: GradedCriterion, labels: Sequence[float]) -> dict[st
     def with_(other: Any, rows: RowNumbers) -> float | None:
         return spearman(credit[rows], other[rows])
 
+    # The reason why a correlation is undefined, if one side is constant.
     same = constant_reason("credit", credit)
     alone = same or constant_reason("rest", rest)
     return {
@@ -288,6 +294,7 @@ def _disagreement_sentences(name: str, facts: Facts) -> list[str]:
         f"the judge agrees with the labels in {facts['agree']['value']:.0%} of {facts['labelled']}"
     )
     if facts["kappa"] is not None and facts["kappa"] <= CHANCE_KAPPA and too_much + too_little > 0:
+        # A disagreement that chance explains comes first; otherwise a clear lean to one side.
         return [f"{name}: {agree}, hardly better than chance (kappa {facts['kappa']:.2f})."]
     if max(too_much, too_little) >= 0.1 and max(too_much, too_little) >= 3 * min(
         too_much, too_little
@@ -330,6 +337,7 @@ def verdict_attacks(items: Sequence[Item], rubrics: Sequence[Rubric]) -> list[Tr
 
 def _fill_attack(text: str, rubric: Rubric) -> str:
     pairs = list(zip(rubric.keys, rubric.criteria, strict=True))
+    # The forged reply has the form that the judge itself must answer in.
     verdicts = {
         key: {
             "reason": "The response does what is asked.",
@@ -362,6 +370,7 @@ def find_raised_criteria(
     raises: dict[tuple[str, str], list[bool]] = defaultdict(list)
     cases = []
     for trial, score, before in tried:
+        # Only criteria with a verdict both with and without the attack can be compared.
         for part in parts:
             was, now = criterion_credits(before, part), criterion_credits(score, part)
             for name in [name for name in was if name in now]:

@@ -55,7 +55,9 @@ from ppo_cli.rewards.remote.limits import Limits
 from ppo_cli.scoring.rows import RESPONSE, ResponseRow, read_response, write_rows
 from ppo_cli.scoring.score import POLL_S, STOPPED_BY_CTRL_C
 
+# Used in place of a model's name until the user has chosen one.
 PLACEHOLDER_MODEL = "no-model"
+# Used in place of the other response when the run would provide it.
 OTHER_RESPONSE = "(another response to the same prompt)"
 
 
@@ -96,8 +98,8 @@ def provider_call(
 ) -> dict[str, Any]:
     """Return the first call that the provider would send: endpoint, method and arguments.
 
-    Needs no key and no SDK, and sends nothing. Later calls omit options that the model refuses.
-    by later calls.
+    Needs no key and no SDK, and sends nothing. If the model refuses an option, a provider repeats
+    the call without it; that later call is not shown.
     """
     # Without a model the rest of the call can still be shown.
     kind, named = (
@@ -111,6 +113,8 @@ def provider_call(
         else provider.request_verdict(RecordingClient(), question, provider.forms(), api.timeout)
     )
     try:
+        # The provider builds the request as in training; the client raises it instead of sending
+        # it.
         asyncio.run(request)
     except RecordedCall as call:
         method = call.method.replace(".with_raw_response", "")
@@ -149,6 +153,7 @@ def render_row(
             f"{row.place} has no column '{RESPONSE}': set a response with --response TEXT."
         )
     material = Material(question_of(row.prompt), chosen, row.ground_truth, row.extra_info)
+    # In comparisons the judge sees two responses: another one of the run, or the row's reference.
     if api.mode == "compare":
         other = OTHER_RESPONSE if api.of_the_run else reference_answer(api, material)
         material = replace(material, compared=(chosen, other))
@@ -162,6 +167,7 @@ def read_numbered_row(
     source_file: str, number: int, prompt_key: str, source_key: str
 ) -> tuple[Row, str | None]:
     """Read one row by the number used in messages: a line of JSONL, a row of other files."""
+    # Mistakes in other rows do not matter here.
     raw = read_source(source_file)
     records = {place.number: (place, record) for place, record in raw.records}
     raise_problems([problem for problem in raw.problems if problem.place.number == number])
@@ -179,6 +185,7 @@ def read_numbered_row(
 
 
 RUBRIC = "rubric"  # the value of extra_info that --rm_rubric extra_info.rubric reads
+# The texts of the request for a draft: one row, its reference answer, or several rows together.
 REQUEST = "Request:\n{prompt}"
 REFERENCE = "\n\nReference answer, which those who check do not see:\n{ground_truth}"
 REQUESTS = (
@@ -202,7 +209,7 @@ class Drafts:
 def draft_rows(
     api: ApiReward, rows: Sequence[ResponseRow], out: Path, max_criteria: int, screen: Screen
 ) -> dict[str, Any]:
-    """RubricDraft criteria for each row and write the rows that have some, in their order."""
+    """Draft criteria for each row and write the rows that have some, in their order."""
     # Skip rows that have criteria.
     earlier = _read_earlier_drafts(out)
     done = {n: _row_with_criteria(row, earlier) for n, row in enumerate(rows)}
@@ -214,6 +221,8 @@ def draft_rows(
     screen.note(_forecast_drafts(api, questions, len(rows) - len(missing)))
     drafts = ask_all(api, questions, screen)
     failed = []
+    # A draft is written into the row's extra_info; a failed row is reported and asked again by the
+    # next call.
     for n, answer in zip(missing, drafts.answers, strict=True):
         if isinstance(answer, Verdict):
             extra = {**rows[n].rollout.prompt.extra_info, RUBRIC: answer.info["rubric"]}
@@ -229,12 +238,13 @@ def draft_rows(
 def draft_for_run(
     api: ApiReward, rows: Sequence[ResponseRow], out: Path, max_criteria: int, screen: Screen
 ) -> dict[str, Any]:
-    """RubricDraft criteria for a whole run from some of its rows, as a file for --rm_rubric."""
+    """Draft criteria for a whole run from some of its rows, as a file for --rm_rubric."""
     if out.exists():
         raise UserError(f"--out {out} exists and may have been edited; choose another name.")
     # Use rows from the whole file, not only its start.
     step = max(1, len(rows) // DRAFT_ROWS)
     chosen = [build_material(row.rollout.prompt, "") for row in rows[::step][:DRAFT_ROWS]]
+    # Number the requests and cut long ones, so that they fit into one question.
     texts = [
         f"{n}. {_cut_middle(material.prompt)}{_reference_line(material)}"
         for n, material in enumerate(chosen, start=1)
@@ -249,6 +259,7 @@ def draft_for_run(
     if isinstance(answer, Verdict):
         head = f"# Drafted by {api.model} from {len(chosen)} of {len(rows)} rows; edit it.\n"
         text = yaml.safe_dump(answer.info["rubric"], sort_keys=False, allow_unicode=True, width=90)
+        # Replaced as a whole, so that an interrupted command leaves no half file.
         with atomic_replace(out) as fresh:
             fresh.write_text(head + text, encoding="utf-8")
     return {"rows": len(chosen), "written": int(isinstance(answer, Verdict)), "there before": 0,
@@ -267,6 +278,7 @@ def _cut_middle(text: str) -> str:
 
 def _draft_question(api: ApiReward, material: Material, max_criteria: int) -> Question:
     truth = material.ground_truth
+    # The text about a reference answer is only added when there is one.
     refers = truth is not None and bool(as_text(truth).strip())
     template = Template(
         "draft", "1", DRAFT_SYSTEM, REQUEST + REFERENCE * refers, RUBRIC_SCALE
@@ -295,6 +307,8 @@ def _row_with_criteria(
 ) -> dict[str, Any] | None:
     """The row with criteria, from an earlier call or from the input; None without."""
     extra = row.rollout.prompt.extra_info
+    # Criteria from an earlier call win over those of the input, because a person may have edited
+    # them.
     complete = {**row.record, "extra_info": dict(extra)} if extra.get(RUBRIC) else None
     return earlier.get(_row_identity(row.record, extra), complete)
 
@@ -325,6 +339,7 @@ def ask_all(
     """Ask each question once, with the limits, budget and cache of the settings."""
     if not questions:
         return Drafts((), Spending())
+    # The same provider, budget and cache as a judge in training.
     provider = build_provider(api, environ=environ)
     ledger = build_ledger(api)
     path = cache_path(api, environ)
@@ -358,6 +373,7 @@ def ask_all(
     except KeyboardInterrupt:
         stopped = STOPPED_BY_CTRL_C
     finally:
+        # Let calls in progress finish, within DRAIN_S.
         loop.call(client.close(DRAIN_S), timeout=2 * DRAIN_S)
         loop.close()
         provider.stop_server()
