@@ -40,6 +40,7 @@ from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.scoring.rows import read_held_out
 
+# Rows that are rendered for a forecast; more would take long and change the means little.
 SAMPLE = 200
 # UTF-8 bytes per token for the low and the high figure. The ledger's estimate is an upper bound,
 # about twice what prose takes: right for a budget, too high for a forecast.
@@ -117,11 +118,13 @@ class Forecast:
         """Return the earliest and the latest step at which a budget ends the run."""
         if self.run is None or self.steps is None:
             return None
+        # A budget ends the run at the step where the run's share of it is used up.
         ratios = [
             (budget / high, budget / low) for budget, low, high in self._budgets() if low and high
         ]
         if not ratios or min(first for first, _ in ratios) >= 1:
             return None
+        # The smallest budget counts, in the expensive case and in the cheap one.
         early, late = (min(shares) for shares in zip(*ratios, strict=True))
         return max(1, int(self.steps * early)), min(self.steps, max(1, int(self.steps * late)))
 
@@ -154,6 +157,8 @@ class Forecast:
     def lines(self) -> list[str]:
         """Return the forecast as lines for the terminal."""
         api, price = self.config.reward.api, self.price
+        # The judge's bill for the run if its length is known, else for one step; then what may
+        # change it.
         each = ""
         if price is not None:
             each = (
@@ -171,6 +176,7 @@ class Forecast:
             )
         lines += self._model_warnings()
         lines += self._budget_lines()
+        # A second judge sees a share of the responses once, not once per vote.
         if api.monitor.model is not None:
             monitor, share = monitor_settings(api), api.monitor.share
             line = _usage_line(usage.times(share / api.votes), find_price(monitor))
@@ -191,6 +197,7 @@ class Forecast:
         assert api.model is not None
         if api.base_url is None and (near := model_hint(api.type, api.model)):
             yield f"{api.model} is in no list of {api.type}'s models.{near}"
+        # Prompts that the model cannot read fail at its provider, so say it before the run.
         listed = look_up_model(api)
         tokens = round(longest.total / max(1, self.a_step.calls))
         if listed is not None and listed.context is not None and tokens > listed.context:
@@ -207,6 +214,7 @@ class Forecast:
                 f"the price of {api.model} is unknown: set --rm_price_input and --rm_price_output "
                 "(US dollars for a million tokens), or a file with --rm_prices"
             )
+        # Only budgets that are set, under the names of their flags.
         set_ = {"--rm_budget_usd": api.budget_usd, "--rm_budget_tokens": api.budget_tokens}
         named = " and ".join(f"{flag} {budget:,.12g}" for flag, budget in set_.items() if budget)
         if not named or self.run is None or not list(self._budgets()):
@@ -224,6 +232,7 @@ class Forecast:
 
     def assumptions(self) -> str:
         """Return the assumptions behind the figures, in one sentence."""
+        # The figures of a single call show which lengths were assumed.
         short, full = _response_tokens(self.config)
         low, high, calls = self.a_step.low, self.a_step.high, max(1, self.a_step.calls)
         brief, long = round(low.output / calls), round(high.output / calls)
@@ -266,11 +275,13 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     # The run: training calls, validation, labelled responses and format checks.
     run = None
     if calls is not None and validation is not None:
+        # Training calls without validation's, since the two read different rows.
         run = a_call.times((calls - validation) * votes * requests)
         if validation:
             bill = _usage_per_call(template, chosen_val, config, alone)
             run += bill.times(validation * votes * alone)
     labelled = len(read_held_out(api.monitor.labels)) if api.monitor.labels is not None else 0
+    # The labelled responses are scored at the start, and again every `labels_every` steps.
     labelled *= 1 + (sums["total_steps"] or 0) // api.monitor.labels_every
     checks = len(format_checks(api, template)) if api.canary_every else 0
     if run is not None:
@@ -296,6 +307,7 @@ def _usage_per_call(
 ) -> UsageRange:
     """Return the mean usage of a request with `responses` responses, of half and of full length."""
     api = config.reward.api
+    # One request per rubric, or one per criterion if each is asked separately.
     materials = [build_material(prompt, "") for prompt in prompts]
     check_rows(api, template, materials)
     of = rubric_reader(api)
@@ -314,6 +326,7 @@ def _usage_per_call(
             for prompt, each in zip(prompts, rubrics_of_calls, strict=True)
         )
 
+    # Low: short responses and many bytes per token; high: full length, few bytes, and overhead.
     low, high = input_bytes(short * coarse) / coarse, input_bytes(full * fine) / fine
     return UsageRange(
         calls, TokenCount(low, brief), TokenCount(high + calls * REQUEST_OVERHEAD, long)
@@ -325,6 +338,7 @@ def _input_bytes(
     responses: int,
 ) -> int:  # fmt: skip
     """Return the UTF-8 bytes of a request with `responses` responses of `length` characters."""
+    # Filler text: only its length matters.
     text = ("and so on " * (length // 10 + 1))[:length]
     material = build_material(prompt, *[text] * responses)
     question = template.question(material, api, nonce="0" * 16, rubric=rubric)
@@ -379,6 +393,7 @@ def list_models(
     The providers are those of the reward's judges, else the one named `kind`, else all with a key.
     `problem` says why listing failed; `models` is None if there is no list.
     """
+    # The reward's judges come first, then the provider that the user names, then all with a key.
     judges = [judge.settings for judge in judges_of(settings)]
     named = [settings.api.model_copy(update={"type": kind})] if kind else []
     for api in judges or named or [ApiReward(type=name) for name in providers_with_keys(environ)]:
@@ -388,6 +403,7 @@ def list_models(
 def providers_with_keys(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield the judge types for which the environment has a key."""
     for name, provider in JUDGES.items():
+        # A provider is ready with a key, or if it needs none but its SDK's settings are there.
         keyed = any(environ.get(key, "").strip() for key in provider.keys)
         ready = provider.needs and provider.keyless
         if (keyed or ready) and not missing_sdk_settings(
@@ -420,6 +436,7 @@ def _list_provider(api: ApiReward, environ: Mapping[str, str]) -> dict[str, Any]
         names = asyncio.run(_fetch_and_close(provider))
     except (UserError, JudgeError) as error:
         return listing | {"problem": redact(str(error))}
+    # What to say about the configured model; a provider may have no list.
     if api.model:
         listing["notes"].append(describe_availability(api.model, names))
     elif names is None:

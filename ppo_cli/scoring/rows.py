@@ -42,6 +42,7 @@ from ppo_cli.run_folder import rollout_file, rollout_steps
 RESPONSE = "response"
 # Other programs' names for the response column, suggested when it is missing.
 RESPONSE_ALIASES = ("completion", "output", "generation", "solution_str", "reply", "prediction")
+# Columns that scoring writes; those of an earlier scoring are replaced.
 SCORE_COLUMNS = ("score", "failure", "reason", "parts", "info")
 
 
@@ -99,6 +100,7 @@ def read_responses(
             raise RowError(response_key, "is missing or null")
         prompt = prompt_of(raw.label, read_row(place, record, columns))
         prompt = replace(prompt, opened=str(record.get("opened") or ""))
+        # A response that reached the token limit has no end token, which penalties depend on.
         cut = record.get("finish_reason") == "length"
         return ResponseRow(place, record, rollout_of(prompt, response or "", cut=cut))
 
@@ -115,6 +117,7 @@ def read_responses(
 
 def read_run_responses(run: Path, steps: Sequence[int]) -> ResponseSet:
     """Read the training responses of some steps of a run; without steps, of its last one."""
+    # Check the steps, then read the files of all of them as one set.
     available = rollout_steps(run)
     if absent := [step for step in steps if step not in available]:
         hint = (
@@ -141,6 +144,7 @@ def read_response(record: Record, column: str = RESPONSE) -> str | None:
 
 def _group_by_prompt(rows: Sequence[ResponseRow]) -> Iterator[ResponseRow]:
     """Number rows with the same prompt as samples of one prompt, as in training."""
+    # The same conversation gets the uid of its first row.
     uids: dict[str, str] = {}
     count: Counter[str] = Counter()
     for row in rows:
@@ -175,6 +179,7 @@ def default_out(source: str) -> Path:
 
 
 def check_out(out: Path, source: str) -> None:
+    # Every reason why the file could not be written at the end.
     """Raise UserError when `out` cannot be written, before any paid call."""
     if out.is_dir():
         raise UserError(f"--out {out} is a folder; name a file in it.")
@@ -191,6 +196,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     lines = (json.dumps(as_plain(row), ensure_ascii=False, default=str) + "\n" for row in rows)
     try:
         with atomic_replace(path) as fresh, fresh.open("wb") as file:
+            # Half a surrogate pair is not valid UTF-8, so it is escaped.
             file.writelines(line.encode("utf-8", "backslashreplace") for line in lines)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
@@ -266,6 +272,7 @@ def read_held_out(file: str) -> list[tuple[Rollout, float]]:
     Raises DataError for bad rows, or for too few labels to tell a change from chance.
     """
     labelled = read_labels(read_responses(file), "label")
+    # A response that is in the file twice counts once, with its last label.
     once = {(r.rollout.prompt.text, r.rollout.text): i for i, r in enumerate(labelled.rows)}
     rows = [(labelled.rows[i].rollout, float(labelled.values[i])) for i in once.values()]
     if (count := len(rows)) < MIN_HELD_OUT:
@@ -289,6 +296,7 @@ def _label_problem(value: Any) -> str:
 def _positive_label(labels: Sequence[str], column: str, positive: str | None) -> str:
     kinds = list(dict.fromkeys(labels))
     shown = ", ".join(kinds[:MAX_LABELS_SHOWN])
+    # A word that the user names wins; otherwise two words, one of which means "good".
     if positive is not None:
         label = positive.strip().casefold()
         if label not in kinds:

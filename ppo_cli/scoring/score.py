@@ -87,6 +87,7 @@ def open_reward(
         )
     # Turn the monitors off in every judge, then build the reward.
     sources = {prompt.data_source for prompt in prompts}
+    # The self-test only warns here: a bad model shows in the scores.
     quiet = override_all(settings, "judge", MONITORS_OFF)
     if settings.model.self_test == "strict":
         quiet = override_all(quiet, "model", {"self_test": "warn"})
@@ -95,6 +96,7 @@ def open_reward(
         if folder is not None:
             reward.attach(folder)
         reward.start(prompts, tell=watch.note)
+        # The format check costs calls, so it is only worth them for many rows.
         allowed = any(judge.settings.canary_every for judge in judges_of(settings))
         if check_format and allowed and len(prompts) >= MANY_ROWS:
             reward.check_format(watch.note)
@@ -108,7 +110,8 @@ def score_all(
 ) -> Scoring:
     """Submit all rollouts as one step and wait for their scores.
 
-    `rollouts` may be a generator that is still sampling. After a stop, rollouts of a sequence that
+    `rollouts` may be a generator that is still sampling. After a stop, the rollouts of a sequence
+    that were not submitted get a failed score.
     """
     started = time.monotonic()
     arrived: SimpleQueue[Future[Score]] = SimpleQueue()
@@ -119,6 +122,8 @@ def score_all(
         reward.begin_step(0)
         for rollout in rollouts:
             futures.append(reward.submit(rollout))
+            # Callbacks run on the thread that finishes a score; the queue brings the futures back
+            # to this one.
             futures[-1].add_done_callback(partial(_deliver, watch, rollout, arrived))
         reward.end_round(kind)
         _wait_for_all(reward, len(futures), arrived, watch)
@@ -128,6 +133,7 @@ def score_all(
         stopped = STOPPED_BY_CTRL_C
     # Read the metrics after a stop too: finished and cancelled calls are billed.
     metrics = final_metrics(reward, stopped)
+    # Each reward model reports its own count of shortened prompts.
     cut = sum(int(value) for name, value in metrics.items() if name.endswith("/prompts_cut"))
     if cut:
         watch.note(f"{cut} prompts were cut to fit the reward model, from the left.")
@@ -165,6 +171,7 @@ def _wait_for_all(
     reward: Reward, pending: int, arrived: SimpleQueue[Future[Score]], watch: Callbacks
 ) -> None:
     """Wait for `pending` futures; raises the exception of a future."""
+    # Show the reason for a pause once, until it changes.
     noted: str | None = None
     while pending:
         try:
@@ -196,6 +203,7 @@ def resume_advice(settings: RewardSettings) -> str:
 
 
 def scored_row(row: ResponseRow, score: Score) -> dict[str, Any]:
+    # A score's columns in the form that JSON and tables can hold.
     """The row of the file, with the columns of its score added."""
     columns: dict[str, Any] = plain(
         {
@@ -226,6 +234,7 @@ def failure_cause(score: Score) -> str:
 def shorten(text: str, max_chars: int = SHORT_CHARS) -> str:
     """The text on one line, redacted; a long text loses its middle."""
     line = " ".join(redact(text).split())
+    # Half of the space for each end, minus the ellipsis between them.
     half = (max_chars - 3) // 2
     return line if len(line) <= max_chars else f"{line[:half]} … {line[-half:]}"
 
@@ -263,6 +272,7 @@ def scoring_spending(scores: Sequence[Score], scoring: Scoring) -> dict[str, Any
 
 def cached_verdicts(score: Score) -> list[bool]:
     """For each judge of a score, whether its verdict came from the cache."""
+    # A mixture has a verdict per judge, a single judge its own.
     verdicts = score.mixture.values() or [score]
     return [bool(verdict.info["cached"]) for verdict in verdicts if "cached" in verdict.info]
 
@@ -306,6 +316,7 @@ def part_column(scores: Sequence[Score], name: str | None) -> PartColumn:
         None if p is None or lost else p.raw for p, lost in zip(values, imputed, strict=True)
     )
     scaled = tuple(None if p is None else p.scaled for p in values)
+    # No scaled value: the part failed. No raw one, but a scaled one: its gate decided.
     failed = sum(p is not None and p.scaled is None for p in values) + sum(imputed)
     gated = sum(p is not None and p.raw is None and p.scaled is not None for p in values)
     return PartColumn(raw, scaled, failed, gated)
@@ -317,6 +328,7 @@ def part_facts(
     """Figures of each part, reported values, and correlations between parts and with length."""
     lengths = [float(len(rollout.text)) for rollout in rollouts]
     parts = mixture_of(settings)
+    # Figures of each part alone, then how they add up in the mixture.
     columns = part_columns(settings, scores)
     facts_by_part = {name: _column_facts(column, lengths) for name, column in columns.items()}
     for name, facts in _weights_and_shares(parts, columns).items():
@@ -386,6 +398,7 @@ def _weights_and_shares(
     parts: Sequence[MixPart], columns: Mapping[str, PartColumn]
 ) -> dict[str, dict[str, Any]]:
     """Each part's configured weight and its actual share of the spread, as in a run's metrics."""
+    # A part's pull is its weight times the spread of its scaled scores.
     spreads = {
         p.name: abs(p.weight) * Moments.from_values(columns[p.name].scaled).std for p in parts
     }
@@ -402,9 +415,11 @@ def _weights_and_shares(
 
 
 def _reported_moments(
-    scores: Sequence[Score], columns: Mapping[str, PartColumn]
+    scores: Sequence[Score],
+    columns: Mapping[str, PartColumn],
 ) -> dict[str, dict[str, float | None]]:
     """Moments of values that sources only report, such as the objectives of a reward model."""
+    # Values without a scaling are not part of the score; they are only reported.
     names = dict.fromkeys(
         name
         for score in scores
@@ -444,6 +459,7 @@ def summarise_scores(
 ) -> dict[str, Any]:
     """The summary of a scored file, as shown on the screen and by `--json`."""
     scores = scoring.scores
+    # Failed and imputed scores are counted, but are not in the figures.
     values = [value for s in scores if (value := judged_value(s)) is not None]
     return {
         "rows": len(rows),
@@ -480,6 +496,7 @@ def histogram(values: Sequence[float]) -> list[dict[str, Any]]:
 
 
 def _best_and_worst(rows: Sequence[ResponseRow], scores: Sequence[Score]) -> dict[str, Any]:
+    # Equal scores keep the order of the file.
     order = sorted(
         (i for i, s in enumerate(scores) if judged_value(s) is not None),
         key=lambda i: (scores[i].value, i),

@@ -31,6 +31,7 @@ from ppo_cli.redact import redact_url
 
 def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
     """Yield checks that raise RewardError for a missing file, rule or price."""
+    # Rules and functions first: their checks are the cheapest.
     for rule in rules_of(settings):
         if rule.function is not None:
             yield partial(_check_function, rule.function, rule.function_kwargs)
@@ -38,6 +39,7 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
             from ppo_cli.rewards.rules import get_rule
 
             yield partial(get_rule, rule.rule)
+    # Judges: the prompt, the criteria, the prices, and the labelled responses of a monitor.
     for judge in judges_of(settings):
         from ppo_cli.rewards.judge.prompt import load_template, rubric_reader
 
@@ -63,6 +65,7 @@ def row_checks(
 
     With `all_known` the prompts are all rows; otherwise other rows may have what these lack.
     """
+    # Rules chosen by data_source need one for each source; a named rule needs its columns.
     for rules in rules_of(settings):
         from ppo_cli.rewards.rules import RULES, check_prompts, check_sources, get_rule
 
@@ -79,6 +82,7 @@ def _check_prices(settings: ApiReward) -> None:
     from ppo_cli.rewards.judge.costs import build_ledger, share_ledger
     from ppo_cli.rewards.judge.providers import monitor_settings
 
+    # Building the ledger checks the prices; the second judge needs a price too.
     ledger = build_ledger(settings)
     if settings.monitor.model is not None:
         share_ledger(ledger, monitor_settings(settings))
@@ -142,8 +146,10 @@ def override_all(
     settings: RewardSettings, kind: Literal["judge", "model"], values: Mapping[str, Any]
 ) -> RewardSettings:
     """Return the reward with `values` set in every judge or model, in mixture parts too."""
+    # The settings of a mixture's parts inherit from these.
     section = "api" if kind == "judge" else kind
     update: dict[str, Any] = {section: override_section(getattr(settings, section), values)}
+    # The parts are written again as overrides, since a part is resolved from its own settings.
     if parts := mixture_of(settings):
         overrides = {p.name: p.model_dump(exclude={"name"}, exclude_unset=True) for p in parts}
         # A part inherits what it does not set: remove its values, and the new ones apply.
@@ -165,6 +171,7 @@ def use_batch_api(settings: RewardSettings, hours: float) -> RewardSettings:
     judges, problems = judges_of(settings), []
     if not judges:
         problems.append("--batch needs a judge behind an API; this reward has none.")
+    # Each judge needs a provider with a batch API, a mode other than decision, and a cache.
     for judge in judges:
         api = judge.settings
         kind = effective_provider(api.type, os.environ)
@@ -186,6 +193,7 @@ def random_sources(settings: RewardSettings) -> dict[str, RewardSettings]:
 
     Judges and functions may; reward models and built-in rules are deterministic.
     """
+    # Without a mixture there is one source, named after the kind of the reward.
     parts = mixture_of(settings)
     if not parts:
         kind = reward_kind(settings)
@@ -203,6 +211,7 @@ def random_sources(settings: RewardSettings) -> dict[str, RewardSettings]:
 
 def verdicts_per_response(settings: RewardSettings) -> int:
     """The most verdicts that one response takes: each vote of each judge, and each other part."""
+    # Each part that is not a judge counts as one verdict.
     votes = sum(judge.settings.votes for judge in judges_of(settings))
     others = sum(part.kind != "judge" for part in mixture_of(settings))
     return max(1, votes + others)
@@ -220,6 +229,7 @@ def describe_reward(settings: RewardSettings) -> str:
     parts = mixture_of(settings)
     if not parts:
         return _describe_source(reward_kind(settings), settings.api, settings.model, settings)
+    # Name what is behind each part: judge and prompt, model and adapter, rule or function.
     judges = {judge.part: judge.settings for judge in judges_of(settings)}
     behind = "; ".join(
         f"{part.name}: "

@@ -49,6 +49,7 @@ def find_levels(values: ArrayLike) -> tuple[NDArray[Any], NDArray[np.intp]]:
     Small whole numbers are their own level numbers, without sorting: resampling is fast.
     """
     x = np.asarray(values)
+    # Level numbers as input, as in a resample: they count as levels themselves.
     if x.size and x.dtype.kind == "i" and x.min() >= 0 and x.max() <= 4 * x.size:
         return np.arange(x.max() + 1), x.astype(np.intp)
     levels, numbers = np.unique(x, return_inverse=True)
@@ -63,6 +64,7 @@ def level_numbers(values: ArrayLike) -> NDArray[np.intp]:
 def ranks(values: ArrayLike) -> Floats:
     """Return ranks from 1; equal values share their mean rank."""
     _, numbers = find_levels(values)
+    # The mean rank of a level: its last rank, minus half of its other members.
     counts = np.bincount(numbers)
     means = np.cumsum(counts) - (counts - 1) / 2.0
     return as_floats(means[numbers])
@@ -72,6 +74,7 @@ def pearson(x: ArrayLike, y: ArrayLike) -> float | None:
     """Linear correlation; None when one side is constant or there are fewer than 2 values."""
     a, b = as_floats(x), as_floats(y)
     if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        # Constant columns were excluded above, but the size may still underflow to 0.
         return None
     a, b = a - a.mean(), b - b.mean()
     size = np.sqrt((a @ a) * (b @ b))
@@ -104,6 +107,7 @@ def auc(scores: ArrayLike, positive: ArrayLike) -> float | None:
     """Share of (positive, negative) pairs in which the positive has the higher score; ties half."""
     good = np.asarray(positive, dtype=bool)
     count = int(good.sum())
+    # From the rank sum of the positives (Mann-Whitney U).
     others = len(good) - count
     if not count or not others:
         return None
@@ -134,6 +138,7 @@ def best_threshold(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float
     above = positives.sum() - np.concatenate([[0.0], np.cumsum(positives)])
     right = below + above
     best = int(np.argmax(right))
+    # The lowest candidate is the lowest score, at which all rows are positive.
     edges = np.concatenate([[levels[0]], (levels[1:] + levels[:-1]) / 2, [np.inf]])
     return float(edges[best]), float(right[best] / len(good))
 
@@ -162,6 +167,7 @@ def bootstrap(
     # Resample rows with replacement (Efron & Tibshirani 1993, percentile interval).
     drawn = [statistic(random.integers(0, count, count)) for _ in range(times)]
     defined = [v for v in drawn if v is not None]
+    # Too many undefined resamples would bias the interval.
     if len(defined) * 2 < times:
         return Estimate(value)
     low, high = np.quantile(defined, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -184,6 +190,7 @@ def verdict_agreement(verdicts: Sequence[Sequence[float]]) -> dict[str, Any] | N
 
     Returns the number of rows, the share of equal pairs, and the mean and largest gap.
     """
+    # Each row gives all pairs of its verdicts; the rows then count alike.
     rows = [as_floats(v) for v in verdicts if len(v) > 1]
     if not rows:
         return None
@@ -201,6 +208,7 @@ def estimate_or_reason(
     rows: int, statistic: Callable[[RowNumbers], float | None], why_not: str, *, share: bool = False
 ) -> dict[str, Any]:
     """An estimate as a dict; its `why` is the reason when there is no value."""
+    # Few rows first: that reason is more useful than the others.
     if rows < MIN_ROWS:
         why_not = f"{rows} rows with a score; at least {MIN_ROWS} are needed"
     if why_not:
@@ -267,6 +275,7 @@ def model_facts(answers: ScoresByPrompt, threshold: float | None) -> dict[str, A
     binary = all(score in (0.0, 1.0) for score in scores)
     if threshold is None and binary:
         threshold = 1.0
+    # pass@k for powers of two, and for the largest number of samples.
     max_samples = max((len(values) for values in by_prompt), default=0)
     passes = {}
     if threshold is not None:
@@ -305,10 +314,12 @@ def sign_flip_p(gaps: Floats, seed: int = 0) -> float | None:
     """Two-sided p-value for paired differences centred on 0; exact for few, else sampled."""
     if not len(gaps):
         return None
+    # A prompt without a difference is the same under every flip.
     gaps = gaps[gaps != 0]
     # A flipped sum equal up to rounding counts as large.
     observed = abs(gaps.sum()) - 1e-9
     if len(gaps) <= MAX_EXACT:
+        # Row i of the matrix has the signs in the bits of i.
         flips = 1 - 2 * (np.arange(2 ** len(gaps))[:, None] >> np.arange(len(gaps)) & 1)
         return float(np.mean(np.abs(flips @ gaps) >= observed))
     # Too many to try all: sample flips in blocks of bounded memory.
@@ -319,6 +330,7 @@ def sign_flip_p(gaps: Floats, seed: int = 0) -> float | None:
         flips = random.integers(0, 2, (min(rows, FLIPS - tried), len(gaps)), dtype=np.int8) * 2 - 1
         larger += int((np.abs(flips @ gaps) >= observed).sum())
         tried += len(flips)
+    # With one added to both, a sampled p-value is never 0.
     return (larger + 1) / (tried + 1)
 
 
@@ -340,6 +352,7 @@ def compare_models(
         }
         for name, all_ in models
     ]
+    # The first model is compared with each of the others.
     (first, mine), *others = models
     differences = [
         {
@@ -358,6 +371,7 @@ def compare_rankings(rows: Sequence[ResponseRow], scores: Sequence[Score]) -> di
     `within` is the mean rank correlation among responses to one prompt of one step, which is
     what a group estimator learns from; `turned` is the share of their pairs with reversed order.
     """
+    # Only rows that had a score before and have one now.
     pairs = [
         (row.record.get("step"), row.rollout.prompt.uid, float(row.record["score"]), value)
         for row, score in zip(rows, scores, strict=True)
