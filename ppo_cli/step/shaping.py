@@ -86,24 +86,26 @@ def shape_scores(
 
     Greedy baselines use the same scale but do not change it.
     """
+    # Penalties first, then one scale for all samples, then normalisation and clipping.
     penalties = [compute_penalties(settings, sample.rollout, longest) for sample in scored]
     lowered = [_subtract_penalties(s, t) for s, t in zip(scored, penalties, strict=True)]
     if settings.normalize == "running":
-        moments = moments.merge(_moments(lowered))
-    scale = _scale(settings, lowered, moments)
+        moments = moments.merge(_judged_moments(lowered))
+    scale = _compute_scale(settings, lowered, moments)
     ready = tuple(_normalise_and_clip(settings, sample, scale) for sample in lowered)
     greedy = None if baselines is None else tuple(
         _normalise_and_clip(settings, _subtract_penalties(b, penalty), scale)
         for b in baselines
         for penalty in [compute_penalties(settings, b.rollout, longest)]
     )  # fmt: skip
-    if not _is_on(settings):
+    if not _is_shaping_enabled(settings):
         return ShapedScores(tuple(scored), greedy, tuple(scored), {}, moments)
+    # The log keeps the original score, with the effects next to it.
     logged = tuple(
         _add_shaping_info(sample, t, r.score.value)
         for sample, t, r in zip(scored, penalties, ready, strict=True)
     )
-    metrics = _metrics(settings, penalties, lowered, ready, scale)
+    metrics = _shaping_metrics(settings, penalties, lowered, ready, scale)
     return ShapedScores(ready, greedy, logged, metrics, moments)
 
 
@@ -111,6 +113,7 @@ def compute_penalties(settings: Shaping, rollout: Rollout, longest: int) -> dict
     """The configured penalties by name, each at most 0."""
     penalties: dict[str, float] = {}
     length = len(rollout.token_ids)
+    # Length: the penalty grows over the last tokens before the limit.
     if settings.overlong_buffer is not None:
         share = overlong_share(length, longest, settings.overlong_buffer)
         penalties["overlong"] = -settings.overlong_penalty * share
@@ -120,6 +123,7 @@ def compute_penalties(settings: Shaping, rollout: Rollout, longest: int) -> dict
     if settings.repetition_penalty is not None:
         share = repeated_share(rollout.token_ids, settings.repetition_ngram)
         penalties["repetition"] = -settings.repetition_penalty * share
+    # Budgets of thought and answer: no penalty up to the budget, the full one at twice the budget.
     thought = rollout.thought_tokens
     budgets = {
         "thought": (thought, settings.thought_budget),
@@ -142,11 +146,12 @@ def overlong_share(length: int, longest: int, buffer: int) -> float:
 
 def repeated_share(token_ids: Sequence[int], n: int) -> float:
     """Share of n-grams that occurred before in the response; 0 if it is shorter than n."""
+    # Each n-gram counts once; what is left over are repetitions.
     grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def _is_on(settings: Shaping) -> bool:
+def _is_shaping_enabled(settings: Shaping) -> bool:
     penalties = (
         settings.overlong_buffer, settings.missing_eos_penalty, settings.repetition_penalty,
         settings.thought_budget, settings.answer_budget,
@@ -163,15 +168,15 @@ def _subtract_penalties(sample: Scored, penalties: Mapping[str, float]) -> Score
     return Scored(sample.rollout, replace(sample.score, value=value + sum(penalties.values())))
 
 
-def _moments(scored: Sequence[Scored]) -> Moments:
+def _judged_moments(scored: Sequence[Scored]) -> Moments:
     # Imputed values do not count.
     return Moments.from_values(s.score.value for s in scored if s.score.judged)
 
 
-def _scale(settings: Shaping, scored: Sequence[Scored], running: Moments) -> Affine:
+def _compute_scale(settings: Shaping, scored: Sequence[Scored], running: Moments) -> Affine:
     if settings.normalize == "off":
         return Affine()
-    return standardise(running if settings.normalize == "running" else _moments(scored))
+    return standardise(running if settings.normalize == "running" else _judged_moments(scored))
 
 
 def _normalise_and_clip(settings: Shaping, sample: Scored, scale: Affine) -> Scored:
@@ -179,6 +184,7 @@ def _normalise_and_clip(settings: Shaping, sample: Scored, scale: Affine) -> Sco
     value = sample.score.value
     if value is None:
         return sample
+    # Inner rewards are only scaled: the centre is subtracted once, from the whole score.
     value = clip(scale.of(value), settings.reward_clip)
     steps = tuple(PlacedReward(s.end, scale.slope * s.value, s.unit) for s in sample.score.steps)
     return Scored(sample.rollout, replace(sample.score, value=value, steps=steps))
@@ -193,7 +199,7 @@ def _add_shaping_info(
     return Scored(sample.rollout, replace(sample.score, info=info))
 
 
-def _metrics(
+def _shaping_metrics(
     settings: Shaping,
     penalties: Sequence[Mapping[str, float]],
     lowered: Sequence[Scored],
@@ -205,6 +211,7 @@ def _metrics(
     if not rows:
         return {}
     metrics: dict[str, float] = {}
+    # Every row has the same penalties, so the first one has the names.
     for name in penalties[0]:
         values = [penalties[i][name] for i in rows]
         metrics[f"shaping/{name}_mean"] = sum(values) / len(rows)
@@ -213,14 +220,15 @@ def _metrics(
         metrics["shaping/mean"] = scale.centre
         metrics["shaping/std"] = 1 / scale.slope if scale.slope else 0.0
     if settings.reward_clip is not None:
-        scaled = [scale.of(_value(lowered[i])) for i in rows]
+        # Count clipped rewards before clipping: afterwards they look like any value at the limit.
+        scaled = [scale.of(_score_value(lowered[i])) for i in rows]
         cut = sum(abs(x) > settings.reward_clip for x in scaled)
         metrics["shaping/clipped_share"] = cut / len(rows)
-    metrics["shaping/reward_mean"] = sum(_value(ready[i]) for i in rows) / len(rows)
+    metrics["shaping/reward_mean"] = sum(_score_value(ready[i]) for i in rows) / len(rows)
     return metrics
 
 
-def _value(sample: Scored) -> float:
+def _score_value(sample: Scored) -> float:
     return sample.score.value or 0.0
 
 
@@ -249,17 +257,17 @@ def shape_step(
     """
     # Which rows count: those with a score, a baseline and all parts that the estimator needs.
     algorithm = config.algorithm
-    scores_B, valid_B = _scores(scored, baselines)
+    scores_B, valid_B = _score_tensors(scored, baselines)
     parts_BK = None
     if ESTIMATORS[algorithm.adv_estimator].parts:
-        parts_BK, found_B = _named_parts(algorithm.gdpo_reward_keys, scored)
+        parts_BK, found_B = _part_tensors(algorithm.gdpo_reward_keys, scored)
         valid_B = valid_B & found_B
     mask_BT = annotated.response_mask_BT & valid_B[:, None]
     # Rewards of tokens: placed rewards, the rest at the last token, minus the KL penalty.
     inner_BT = _place_inner_rewards(placed, mask_BT)
     rest_B = scores_B - inner_BT.sum(1)
     rewards_BT = inner_BT + place_scores(rest_B, annotated.response_len_B, mask_BT)
-    kl_BT, metrics, next_kl_coef = _kl(algorithm, annotated, mask_BT, kl_coef)
+    kl_BT, metrics, next_kl_coef = _compute_kl(algorithm, annotated, mask_BT, kl_coef)
     if kl_BT is not None:
         rewards_BT = penalise(rewards_BT, kl_BT, mask_BT, kl_coef)
     # Advantages and returns by the configured estimator.
@@ -285,7 +293,7 @@ def shape_step(
         token_rewards_BT=rewards_BT,
         advantages_BT=advantages_BT,
         returns_BT=returns_BT,
-        is_weight_BT=_importance(config, annotated, mask_BT),
+        is_weight_BT=_compute_importance_weights(config, annotated, mask_BT),
     )
     if limits := rejections(config):  # masked in the losses only: their rewards are valid
         old_BT, sampler_BT = annotated.old_logprobs_BT, annotated.sampler_logprobs_BT
@@ -293,25 +301,27 @@ def shape_step(
         rejected = mask_BT & ~kept_BT
         metrics["rollout/rejected_share"] = float(rejected.sum() / mask_BT.sum().clamp_min(1))
         batch = replace(batch, response_mask_BT=kept_BT)
-    return ShapedStep(batch, metrics | _statistics(batch), next_kl_coef)
+    return ShapedStep(batch, metrics | _step_metrics(batch), next_kl_coef)
 
 
-def _scores(
+def _score_tensors(
     scored: Sequence[Scored], baselines: Sequence[float | None] | None
 ) -> tuple[Tensor, Tensor]:
     values = [s.score.value for s in scored]
+    # A row without its baseline has no advantage in ReMax.
     if baselines is not None:
         values = [None if b is None else v for v, b in zip(values, baselines, strict=True)]
     valid_B = torch.tensor([v is not None for v in values])
     return torch.tensor([0.0 if v is None else float(v) for v in values]), valid_B
 
 
-def _named_parts(names: Sequence[str], scored: Sequence[Scored]) -> tuple[Tensor, Tensor]:
+def _part_tensors(names: Sequence[str], scored: Sequence[Scored]) -> tuple[Tensor, Tensor]:
     """Parts of the scores by name (B, K), and which rows have all of them.
 
     Raises RewardError if no row has one of them.
     """
-    raw = [[_part(s.score, name) for name in names] for s in scored]
+    raw = [[_part_value(s.score, name) for name in names] for s in scored]
+    # A part that no row has is a wrong name, not a failed score.
     for k, name in enumerate(names):
         judged = [i for i, s in enumerate(scored) if s.score.value is not None]
         if judged and all(raw[i][k] is None for i in judged):
@@ -325,7 +335,7 @@ def _named_parts(names: Sequence[str], scored: Sequence[Scored]) -> tuple[Tensor
     return torch.tensor([[float(x or 0) for x in row] for row in raw]), found_B
 
 
-def _part(score: Score, name: str) -> float | None:
+def _part_value(score: Score, name: str) -> float | None:
     if score.value is None:
         return None
     return (
@@ -337,18 +347,20 @@ def _place_inner_rewards(placed: Sequence[Sequence[Placed]], mask_BT: Tensor) ->
     """Rewards within the responses (B, T), at their tokens; 0 at masked tokens."""
     inner_BT = torch.zeros(mask_BT.shape)
     for row, places in enumerate(placed):
+        # Several rewards at one token add up.
         for token, value in places:
             inner_BT[row, token] += value
     return torch.where(mask_BT, inner_BT, 0.0)
 
 
-def _kl(
+def _compute_kl(
     algorithm: Algorithm, batch: AnnotatedBatch, mask_BT: Tensor, kl_coef: float
 ) -> tuple[Tensor | None, dict[str, float], float]:
     """KL penalty per token (None without), its metrics, and the coefficient of the next step."""
     # Without a row with a score there is nothing to measure.
     if batch.ref_logprobs_BT is None or not bool(mask_BT.any()):
         return None, {}, kl_coef
+    # The metric is always the k3 estimate, independent of the penalty's own.
     k3_BT = token_kl(batch.old_logprobs_BT, batch.ref_logprobs_BT, "k3")
     metrics = {"kl_divergence": float(mean_kl(k3_BT, mask_BT))}
     if not algorithm.use_kl_in_reward:
@@ -368,7 +380,8 @@ def _kl(
     return kl_BT, metrics, kl_coef
 
 
-def _importance(config: Config, batch: AnnotatedBatch, mask_BT: Tensor) -> Tensor:
+def _compute_importance_weights(config: Config, batch: AnnotatedBatch, mask_BT: Tensor) -> Tensor:
+    # Without a level the weights are 1.
     correction, level = config.algorithm.rollout_correction, rollout_is(config)
     if level is None:
         return torch.ones_like(batch.old_logprobs_BT)
@@ -383,7 +396,7 @@ def _importance(config: Config, batch: AnnotatedBatch, mask_BT: Tensor) -> Tenso
     )
 
 
-def _statistics(batch: TrainBatch) -> dict[str, float]:
+def _step_metrics(batch: TrainBatch) -> dict[str, float]:
     mask_BT = batch.loss_mask_BT
     if not bool(mask_BT.any()):
         return {}

@@ -49,6 +49,7 @@ FORMAT_BEFORE_NUMBERS = 1  # of checkpoints without a format number
 MAX_UNSCORED_STEPS = 3  # steps in a row without any score, after which the run stops
 
 
+# Numbers of the random streams, a part of each seed: changing one changes every run.
 TRAIN, BASELINE, VALIDATION, SHUFFLE = range(4)  # random streams
 
 
@@ -169,6 +170,7 @@ class RunState:
     def read(cls, folder: Path, *, order: PromptOrder, reward: Reward) -> RunState:
         """Restore what `write` wrote; ModelError if the checkpoint is damaged."""
         state = read_state(folder)
+        # Order and reward restore themselves; unknown fields of the run are ignored.
         order.load_state_dict(state["order"])
         reward.load_state_dict(state["reward"])
         names = {f.name for f in fields(cls)}
@@ -184,6 +186,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     path = folder / "state" / STATE_FILE
     try:
         state: dict[str, Any] = json.loads(path.read_text())
+        # The format comes first: other formats have other fields.
         saved_format = state.get("format", FORMAT_BEFORE_NUMBERS)
         if saved_format == FORMAT:
             state["run"]["step"], state["order"], state["reward"], state["fingerprint"]
@@ -204,6 +207,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def train_sampling(config: Config, step: int, turn: int = 0) -> Sampling:
     """Sampling settings of a training step; `turn` is the batch number in dynamic sampling."""
+    # The first batch of a step has the same seed with and without dynamic sampling.
     r, batch_key = config.rollout, (turn,) if turn else ()
     return Sampling(
         temperature=r.temperature,
@@ -281,15 +285,16 @@ def _sample_dynamically(job: Job, step: int) -> StepSample:
 def _has_signal(config: Config, group: Sequence[Scored]) -> bool:
     """Whether the responses to a prompt differ in algorithm.filter_groups.metric.
 
-    Imputed scores and parts that were not asked do not count.
-    asked.
+    Imputed scores and parts without a value do not count.
     """
+    # A missing value does not count as a difference.
     values = {_filter_value(config, sample) for sample in group if sample.score.judged}
     return len(values - {None}) > 1
 
 
 def _filter_value(config: Config, sample: Scored) -> float | None:
     name = config.algorithm.filter_groups.metric
+    # `acc` is a part where the reward returns one, and the score otherwise.
     if name in (None, "score") or (name == "acc" and name not in sample.score.parts):
         return sample.score.value
     if name in ("seq_reward", "seq_final_reward"):
@@ -317,6 +322,7 @@ def sample_rollouts(
             pairs.append((rollout, job.reward.submit(rollout)))
             job.in_flight.append(pairs[-1][1])
             advance(1)
+    # All responses are submitted: rewards may now compare them with each other.
     job.reward.end_round(kind)
     pairs.sort(key=lambda pair: (place[pair[0].prompt.uid], pair[0].sample))
     return [rollout for rollout, _ in pairs], [future for _, future in pairs]
@@ -353,6 +359,7 @@ def sample_references(job: Job) -> None:
     prompts = job.reward.prompts_for_reference(job.prompts)
     if not prompts:
         return
+    # In batches as large as a training step's.
     size, references = gen_batch(job.config) * job.config.rollout.n, list[Rollout]()
     with job.tracker.phase("first responses", len(prompts)) as advance:
         for start in range(0, len(prompts), size):
@@ -402,6 +409,7 @@ def baselines_by_row(
 
 def raise_if_reward_only_raises(job: Job, scored: Sequence[Scored]) -> None:
     """Raise RewardError if the reward has raised an error for every response of the run so far."""
+    # A reward that has worked before, in training or validation, is not broken as a whole.
     names = ("reward_mean", "val/reward_mean")
     before = any(line.get(name) is not None for line in job.tracker.history for name in names)
     if before or not all(s.score.failure.startswith("raised ") for s in scored):
@@ -423,6 +431,7 @@ def check_sampler_weights(job: Job, metrics: Mapping[str, float]) -> None:
     weights, and their samplers never sleep.
     """
     config, gap = job.config, metrics.get("rollout/logprob_diff")
+    # Only after the first publishes of this process, and with equal weights on both sides.
     if gap is None or len(job.published) >= CHECKED_STEPS or config.trainer.async_steps:
         return
     if sampler_name(config) != "vllm":
@@ -444,6 +453,7 @@ def check_sampler_weights(job: Job, metrics: Mapping[str, float]) -> None:
 def explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) -> None:
     """Show a diagnosis when the first steps have no score, or only zeros."""
     judged = [s for s in scored if s.score.judged]
+    # Without any score, explain it once, in the first such step.
     if not judged:
         text = job.diagnose(scored) if state.unscored_steps == 1 else None
         if text:
@@ -455,6 +465,8 @@ def explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) -> 
     state.zero_steps += 1
     # After an earlier reward the task is not too hard: health checks report on the policy.
     before = any(line.get("reward_mean") for line in job.tracker.history)
+    # Explained twice: at the second step of zeros, and once more if nothing has changed by the
+    # 20th.
     if state.zero_steps in (2, 20) and not before:
         text = job.diagnose(judged)
         if text:
@@ -499,6 +511,7 @@ def _mini_batches(
     config: Config, step: int, epoch: int, prompts: int, batch: TrainBatch, role: str
 ) -> Iterator[Tensor]:
     """Yield row indices of mini-batches of `prompts` times rollout.n rows; the last may be less."""
+    # Actor and critic have their own orders, each derived from the run's seed.
     settings = config.actor if role == "actor" else config.critic
     order = np.arange(len(batch))
     if settings.shuffle:
