@@ -12,6 +12,7 @@ from ppo_cli.self_test.results import Outcome
 
 # Devices that a check applies to.
 BOTH, GPUS = ("cpu", "cuda"), ("cuda",)
+# The package of the checks, in which MODULE:NAME is looked up.
 ROOM = "ppo_cli.self_test.checks"
 
 
@@ -109,5 +110,6 @@ def list_proven(outcomes: list[Outcome]) -> list[Feature]:
     """Return the features that all of their checks have proven."""
     # A feature may have several checks, and needs all of them.
     proven_by = {outcome.check: outcome.proven for outcome in outcomes}
+    # Which checks must prove each feature.
     provers = {f: [check.name for check in CHECKS if f in check.proves] for f in FEATURES}
     return [f for f in FEATURES if all(f in proven_by.get(name, ()) for name in provers[f])]

@@ -19,6 +19,7 @@ Figure = float | int | str
 class LayerShape:
     """Sizes of the model to train that kernels depend on."""
 
+    # The defaults are a common model, for a self-test without a model to train.
     heads: int = 28
     kv_heads: int = 4
     head_size: int = 128
@@ -66,6 +67,7 @@ class Results:
     def compare(self, name: str, gap: float, limit: float) -> None:
         """Require a gap to be at most `limit`; NaN is a difference."""
         self._count += 1
+        # Negated, because NaN compares as false.
         if not gap <= limit:
             self._differences.append(f"{name} by {gap:.2g} (limit {limit:.2g})")
         if limit > 0 and gap / limit >= self._largest[1] / self._largest[2]:
@@ -111,6 +113,7 @@ class Results:
             closest = f"; closest to its limit: {name} {gap:.1g} of {limit:.1g}" if name else ""
             skips = "".join(f"; {reason}" for reason in self._skips)
             detail = f"{self._count} comparisons{closest}{skips}"
+        # A CPU proves nothing about the features of a GPU.
         proven = tuple(self._proven) if device == "cuda" else ()
         return Outcome(check, state, redact(detail), figures=self.figures, proven=proven)
 

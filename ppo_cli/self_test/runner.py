@@ -48,6 +48,7 @@ def run_checks(
     tell: Callable[[Progress], None] = lambda p: None,
 ) -> Iterator[Outcome]:
     """Yield the outcome of each check as soon as it ends."""
+    # Only the checks that run count in the estimate of the time left.
     applicable = [check for check in checks if not why_not_applicable(check, setup)]
     declared_s, done_s, measured_s = sum(check.seconds for check in applicable), 0.0, 0.0
     for number, check in enumerate(checks, 1):
@@ -80,6 +81,7 @@ def run_check(check: Check, setup: Setup) -> Outcome:
     _start_server()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ppo-self-test-", ignore_cleanup_errors=True) as folder:
+        # A private folder and pipe; the child is killed with all that it has started.
         receiver, sender = context.Pipe(duplex=False)
         setup = replace(setup, folder=Path(folder))
         process = context.Process(target=_run_in_process, args=(check, setup, sender))
@@ -103,6 +105,7 @@ def _start_server() -> None:
 
 
 def _await_outcome(check: Check, process: Any, pipe: Connection, folder: Path) -> Outcome:
+    # Wait for a result or for the end of the process, whichever comes first.
     if not wait([pipe, process.sentinel], check.limit_s):
         return Outcome(check.name, "failed", f"no result within {check.limit_s:g} s")
     with contextlib.suppress(EOFError):
@@ -133,8 +136,10 @@ def _run_in_process(check: Check, setup: Setup, pipe: Connection) -> None:
     """Run a check in this (forked) process and send its outcome."""
     import torch
 
+    # A new session, so that everything that the check starts can be killed with it.
     os.setsid()
     torch.set_num_threads(1)  # the models are tiny: threads would wait for each other
+    # In case nobody is left to kill it.
     signal.alarm(int(check.limit_s + GRACE_S))
     try:
         log = os.open(setup.folder / "log", os.O_WRONLY | os.O_CREAT, 0o600)
@@ -153,6 +158,7 @@ def compute_outcome(check: Check, setup: Setup) -> Outcome:
     try:
         getattr(importlib.import_module(f"{ROOM}.{module}"), name)(setup, results)
     except Exception as error:
+        # Keep the figures so far; an error proves nothing.
         failed = results.outcome(check.name, setup.device)
         return replace(failed, state="failed", detail=describe_error(error), proven=())
     return results.outcome(check.name, setup.device)
