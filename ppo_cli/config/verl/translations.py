@@ -43,6 +43,7 @@ class Expectation:
 
 def normalize(raw: Any) -> str:
     """Return a value in one spelling: 1e-3 equals 0.001, and None equals nothing."""
+    # The spellings of "nothing" in YAML, Hydra and Python.
     text = re.sub(r"[\s'\"]", "", str(raw)).lower()
     if text in ("", "none", "[]", "{}"):
         return "null"
@@ -136,7 +137,7 @@ TRANSLATIONS: Final[
 Translation = Callable[[TranslationState, Entry, Any], None]
 
 
-def _count(raw: Any) -> int:
+def _parse_count(raw: Any) -> int:
     try:
         number = int(str(raw))
     except ValueError:
@@ -146,7 +147,7 @@ def _count(raw: Any) -> int:
     return number
 
 
-def _translates(
+def _register_translation(
     names: str, read: Callable[[Any], Any] = lambda raw: raw, *, null: bool = True
 ) -> Callable[[Translation], Translation]:
     """Declare a function that translates these names; PART stands for actor and critic.
@@ -178,12 +179,14 @@ def _translates(
 def _rename_values(names: str, values: Mapping[str, Any], target: str = "") -> None:
     """Declare names of `target`, or of our setting of the same name, with other words."""
 
-    @_translates(names)
+    @_register_translation(names)
     def put(state: TranslationState, entry: Entry, raw: Any) -> None:
+        # Words that have no translation are passed on; the schema then checks them.
         word = "null" if is_unset(raw) else str(raw).strip().lower()
         state.put(entry, target or entry.name, values.get(word, raw))
 
 
+# Values that only have another name here.
 _rename_values("PART.optim.optimizer", {"adamw": "AdamW", "adamw8bit": "AdamW8bit"})
 _rename_values("PART.optim.lr_warmup_steps", {"null": "-1"})
 _rename_values("PART.optim.min_lr_ratio", {"null": "0.0"})
@@ -198,9 +201,10 @@ _rename_values(
 )  # fmt: skip
 
 
-@_translates("PART.use_dynamic_bsz training.use_dynamic_batchsize", read_switch)
-def _dynamic(state: TranslationState, entry: Entry, on: bool) -> None:
+@_register_translation("PART.use_dynamic_bsz training.use_dynamic_batchsize", read_switch)
+def _translate_dynamic_batches(state: TranslationState, entry: Entry, on: bool) -> None:
     """Token budgets cut micro-batches when dynamic batches are on, unless a size is set."""
+    # `training.use_dynamic_batchsize` is for both models.
     named = entry.name.partition(".")[0]
     for part in ("actor", "critic") if named == "training" else (named,):
         state.dynamic[part] = on
@@ -216,9 +220,10 @@ def _is_set(name: str, value: Lookup) -> bool:
     return value(name) is not None
 
 
-@_translates("PART.ppo_micro_batch_size_per_gpu")
-def _micro(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation("PART.ppo_micro_batch_size_per_gpu")
+def _translate_micro_batch_size(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Set the size of a micro-batch; with token budgets it is ignored, as in verl."""
+    # Known only at the end: another layer may switch dynamic batches on.
     part = entry.name.partition(".")[0]
     state.put(
         entry, entry.name, DerivedValue(lambda value: None if state.dynamic.get(part) else raw)
@@ -226,8 +231,8 @@ def _micro(state: TranslationState, entry: Entry, raw: Any) -> None:
     state.sized[part] = entry
 
 
-@_translates("PART.ppo_micro_batch_size", _count, null=False)
-def _global_micro(state: TranslationState, entry: Entry, total: int) -> None:
+@_register_translation("PART.ppo_micro_batch_size", _parse_count, null=False)
+def _translate_total_micro_batch(state: TranslationState, entry: Entry, total: int) -> None:
     """Divide the deprecated total size by the number of ranks, as verl did."""
     part = entry.name.partition(".")[0]
     target = f"{part}.ppo_micro_batch_size_per_gpu"
@@ -236,7 +241,7 @@ def _global_micro(state: TranslationState, entry: Entry, total: int) -> None:
         if state.dynamic.get(part):
             return None
         # Known only when all layers are translated.
-        ranks = _ranks(value, state.environ)
+        ranks = _count_ranks(value, state.environ)
         if total % ranks:
             raise ValueError(
                 f"{entry.name} {total} is not divisible by {ranks} ranks; set {target} instead."
@@ -250,24 +255,24 @@ def _budget_of(part: str) -> str:
     return "reward.model.batch_tokens" if part == "reward_model" else BUDGET
 
 
-@_translates(
+@_register_translation(
     "rollout.log_prob_max_token_len_per_gpu ref.log_prob_max_token_len_per_gpu "
     "critic.forward_max_token_len_per_gpu reward_model.forward_max_token_len_per_gpu",
-    _count, null=False,
+    _parse_count, null=False,
 )  # fmt: skip
-def _tokens(state: TranslationState, entry: Entry, count: int) -> None:
+def _translate_token_budget(state: TranslationState, entry: Entry, count: int) -> None:
     """Set a token budget; the smallest of several wins."""
     state.put(entry, _budget_of(entry.name.partition(".")[0]), DerivedValue(lambda value: count))
 
 
-@_translates(
+@_register_translation(
     "rollout.log_prob_micro_batch_size_per_gpu rollout.log_prob_micro_batch_size "
     "ref.log_prob_micro_batch_size_per_gpu ref.log_prob_micro_batch_size "
     "critic.forward_micro_batch_size_per_gpu critic.forward_micro_batch_size "
     "reward_model.micro_batch_size_per_gpu reward_model.micro_batch_size",
-    _count, null=False,
+    _parse_count, null=False,
 )  # fmt: skip
-def _rows(state: TranslationState, entry: Entry, count: int) -> None:
+def _translate_row_budget(state: TranslationState, entry: Entry, count: int) -> None:
     """Turn a number of sequences into the token budget of that many longest sequences.
 
     With token budgets it is ignored, as in verl.
@@ -282,9 +287,10 @@ def _rows(state: TranslationState, entry: Entry, count: int) -> None:
         longest = value("data.max_prompt_length") + value("data.max_response_length")
         if target != BUDGET:
             longest = value("reward.model.max_length") or longest
-        rows = max(1, count // _ranks(value, state.environ)) if shared else count
+        rows = max(1, count // _count_ranks(value, state.environ)) if shared else count
         return rows * int(longest)
 
+    # The budget is shared by several computations, so say what has set it.
     if target == BUDGET:
         state.note(
             entry,
@@ -294,7 +300,7 @@ def _rows(state: TranslationState, entry: Entry, count: int) -> None:
     state.put(entry, target, DerivedValue(budget))
 
 
-def _ranks(value: Lookup, environ: Mapping[str, str]) -> int:
+def _count_ranks(value: Lookup, environ: Mapping[str, str]) -> int:
     """Return the ranks that share rows, from settings that are not yet a whole configuration."""
     gpus, workers = value("trainer.n_gpus_per_node"), value("trainer.num_workers")
     # The same rules as in placement.py, on values that are not validated yet.
@@ -313,8 +319,8 @@ def _ranks(value: Lookup, environ: Mapping[str, str]) -> int:
     return max(1, ranks // int(value("trainer.tensor_parallel_size")))
 
 
-@_translates("distributed.data_parallel_size", _count)
-def _data_parallel(state: TranslationState, entry: Entry, size: int) -> None:
+@_register_translation("distributed.data_parallel_size", _parse_count)
+def _translate_data_parallel(state: TranslationState, entry: Entry, size: int) -> None:
     """Set the number of devices from the ranks that share rows.
 
     That number times the ranks that split each layer is all that train: GPUs where some are visible
@@ -323,6 +329,7 @@ def _data_parallel(state: TranslationState, entry: Entry, size: int) -> None:
     # GPUs or worker processes, as this machine has them.
     on_gpus = gpu_count(state.environ) > 0
 
+    # Computed late, because any layer may set devices, nodes or a placement.
     def ranks(value: Lookup) -> int:
         return size * int(value("trainer.tensor_parallel_size"))
 
@@ -338,6 +345,7 @@ def _data_parallel(state: TranslationState, entry: Entry, size: int) -> None:
         placed = value("trainer.placement") is not None or value("trainer.async_steps")
         return bool(placed) or device_count == ranks(value)
 
+    # A number of devices in the same layer wins over this one.
     key = f"trainer.{'n_gpus_per_node' if on_gpus else 'num_workers'}"
     state.put(entry, key, DerivedValue(devices, yields=True))
     state.demand(
@@ -348,10 +356,11 @@ def _data_parallel(state: TranslationState, entry: Entry, size: int) -> None:
     )
 
 
-@_translates("rollout.val_kwargs.do_sample", read_switch)
-def _greedy_validation(state: TranslationState, entry: Entry, on: bool) -> None:
+@_register_translation("rollout.val_kwargs.do_sample", read_switch)
+def _translate_validation_sampling(state: TranslationState, entry: Entry, on: bool) -> None:
     """Without sampling, validation has temperature 0."""
     if not on:
+        # A greedy validation needs a temperature of 0, a sampled one a temperature above it.
         state.put(entry, "rollout.val_kwargs.temperature", "0")
         return
     state.demand(
@@ -361,16 +370,17 @@ def _greedy_validation(state: TranslationState, entry: Entry, on: bool) -> None:
     )
 
 
-@_translates("trainer.logger", parse_list)
-def _logger(state: TranslationState, entry: Entry, loggers: list[Any]) -> None:
+@_register_translation("trainer.logger", parse_list)
+def _translate_logger(state: TranslationState, entry: Entry, loggers: list[Any]) -> None:
     """Drop `file`: metrics.jsonl is always written."""
     state.put(entry, entry.name, [word for word in loggers if word != "file"])
 
 
-@_translates("trainer.resume_mode")
-def _resume_mode(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation("trainer.resume_mode")
+def _translate_resume_mode(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Translate resume_path (with the path set elsewhere) and disable."""
     word = str(raw).strip()
+    # The path comes from another key, perhaps in another layer.
     if word == "resume_path":
         state.resume_by_path = True
 
@@ -383,9 +393,10 @@ def _resume_mode(state: TranslationState, entry: Entry, raw: Any) -> None:
     state.put(entry, entry.name, "never" if word == "disable" else raw)
 
 
-@_translates("trainer.resume_from_path", null=False)
-def _resume_from(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation("trainer.resume_from_path", null=False)
+def _translate_resume_path(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Remember the checkpoint for trainer.resume_mode=resume_path."""
+    # False means no checkpoint.
     if str(raw).strip().lower() == "false":
         return
     state.resume_path = str(raw)
@@ -397,8 +408,8 @@ def _resume_from(state: TranslationState, entry: Entry, raw: Any) -> None:
     )
 
 
-@_translates("reward_model.enable reward.reward_model.enable", read_switch, null=False)
-def _reward_model_on(state: TranslationState, entry: Entry, on: bool) -> None:
+@_register_translation("reward_model.enable reward.reward_model.enable", read_switch, null=False)
+def _translate_reward_model_switch(state: TranslationState, entry: Entry, on: bool) -> None:
     """The switch of a reward model must agree with its path."""
     state.demand(
         entry,
@@ -409,8 +420,8 @@ def _reward_model_on(state: TranslationState, entry: Entry, on: bool) -> None:
     )
 
 
-@_translates("critic.enable", read_switch, null=False)
-def _critic_on(state: TranslationState, entry: Entry, on: bool) -> None:
+@_register_translation("critic.enable", read_switch, null=False)
+def _translate_critic_switch(state: TranslationState, entry: Entry, on: bool) -> None:
     """A critic is trained exactly when the estimator is gae."""
     state.demand(
         entry,
@@ -420,9 +431,12 @@ def _critic_on(state: TranslationState, entry: Entry, on: bool) -> None:
     )
 
 
-@_translates("reward_model.reward_manager reward.reward_manager reward.reward_manager.name")
-def _reward_manager(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation(
+    "reward_model.reward_manager reward.reward_manager reward.reward_manager.name"
+)
+def _translate_reward_manager(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Accept the managers whose behaviour is built in; name the setting for the others."""
+    # `dapo` is a switch and a penalty: the penalty has its own setting here.
     name = str(raw).strip()
     if name == "dapo":
         state.note(entry, "the over-long penalty of dapo is reward.shaping.overlong_buffer")
@@ -441,8 +455,8 @@ _OVERLONG = (
 )
 
 
-@_translates(_OVERLONG.format("enable"), read_switch)
-def _overlong_on(state: TranslationState, entry: Entry, on: bool) -> None:
+@_register_translation(_OVERLONG.format("enable"), read_switch)
+def _translate_overlong_switch(state: TranslationState, entry: Entry, on: bool) -> None:
     """The switch of the over-long penalty needs the length of its buffer."""
     state.overlong_on = on
     state.demand(
@@ -453,45 +467,50 @@ def _overlong_on(state: TranslationState, entry: Entry, on: bool) -> None:
     )
 
 
-@_translates(_OVERLONG.format("len"))
-def _overlong_buffer(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation(_OVERLONG.format("len"))
+def _translate_overlong_buffer(state: TranslationState, entry: Entry, raw: Any) -> None:
     """The length counts once the penalty is switched on, in any layer."""
+    # Late, because the switch may be in a later layer.
     late = DerivedValue(lambda value: raw if state.overlong_on else None)
     state.put(entry, "reward.shaping.overlong_buffer", late)
 
 
-@_translates(_OVERLONG.format("penalty_factor"))
-def _overlong_penalty(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation(_OVERLONG.format("penalty_factor"))
+def _translate_overlong_penalty(state: TranslationState, entry: Entry, raw: Any) -> None:
     """The factor counts once the penalty is switched on, in any layer."""
     key = "reward.shaping.overlong_penalty"
     late = DerivedValue(lambda value: raw if state.overlong_on else table()[key].default)
     state.put(entry, key, late)
 
 
-@_translates(
+@_register_translation(
     "custom_reward_function.path reward.custom_reward_function.path "
     "custom_reward_function.name reward.custom_reward_function.name",
     null=False,
 )
-def _function(state: TranslationState, entry: Entry, raw: Any) -> None:
+def _translate_reward_function(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Remember file and name of a reward function; the translator joins them."""
     state.function[entry.name.rpartition(".")[2]] = entry
 
 
-@_translates(
+@_register_translation(
     "PART.checkpoint.contents PART.checkpoint.save_contents PART.checkpoint.load_contents",
     parse_list,
 )
-def _saved(state: TranslationState, entry: Entry, contents: list[Any]) -> None:
+def _translate_checkpoint_contents(
+    state: TranslationState, entry: Entry, contents: list[Any]
+) -> None:
     """A checkpoint always contains everything that verl lets one choose."""
+    # Less than everything is accepted with a remark: nothing is lost by saving more.
     if not {"model", "optimizer", "extra"} <= set(map(str, contents)):
         remark = "a checkpoint always holds model (as a Hugging Face folder), optimizer and extra"
         state.note(entry, remark)
 
 
-@_translates("trainer.device")
-def _device(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation("trainer.device")
+def _translate_device(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Accept the device that this machine has."""
+    # Only this machine's device is right; another one would be a mistake of the line.
     device = "cuda" if gpu_count(state.environ) else "cpu"
     if str(raw).strip() != device:
         state.problem(
@@ -501,8 +520,8 @@ def _device(state: TranslationState, entry: Entry, raw: Any) -> None:
         )
 
 
-@_translates("trainer.critic_warmup")
-def _critic_warmup(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation("trainer.critic_warmup")
+def _translate_critic_warmup(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Subtract 1: verl counts steps from 1 and trains the actor from step N on."""
     if state.verl and str(raw).strip().isdigit() and int(raw) > 0:
         state.note(entry, f"the actor trains from step {raw} on, as in verl")
@@ -510,24 +529,25 @@ def _critic_warmup(state: TranslationState, entry: Entry, raw: Any) -> None:
     state.put(entry, entry.name, raw)
 
 
-@_translates(
+@_register_translation(
     "model.use_remove_padding actor.use_remove_padding critic.model.use_remove_padding", read_switch
 )
-def _packing(state: TranslationState, entry: Entry, on: bool) -> None:
+def _translate_packing(state: TranslationState, entry: Entry, on: bool) -> None:
     """Rows are packed when every model that sets it asks for it."""
     state.put(entry, "model.packing", DerivedValue(lambda value: on))
 
 
-@_translates("trainer.save_freq trainer.test_freq")
-def _frequency(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation("trainer.save_freq trainer.test_freq")
+def _translate_frequency(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Read `False`, and verl's 0, as never."""
+    # verl's 0 is "never", ours is refused.
     off = ("false", "null", "none", *(("0",) if state.verl else ()))
     never = str(raw).strip().lower() in off
     state.put(entry, entry.name, "-1" if never else raw)
 
 
-@_translates("model.lora_alpha critic.model.lora_alpha")
-def _lora_alpha(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation("model.lora_alpha critic.model.lora_alpha")
+def _translate_lora_alpha(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Read verl's `lora_alpha=0` with `lora_rank=0` as no LoRA."""
     # verl writes both as 0 when LoRA is off.
     off = state.verl and str(raw).strip() in ("0", "0.0")
@@ -537,8 +557,8 @@ def _lora_alpha(state: TranslationState, entry: Entry, raw: Any) -> None:
     state.put(entry, entry.name, late if off else raw)
 
 
-@_translates("model.exclude_modules critic.model.exclude_modules", null=False)
-def _exclude_modules(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation("model.exclude_modules critic.model.exclude_modules", null=False)
+def _translate_excluded_modules(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Excluding modules is not offered; without LoRA it does not matter."""
     model = entry.name.removesuffix("exclude_modules")
     state.demand(
@@ -548,8 +568,10 @@ def _exclude_modules(state: TranslationState, entry: Entry, raw: Any) -> None:
     )
 
 
-@_translates("rollout.max_model_len rollout.engine_kwargs.vllm.max_model_len", _count, null=False)
-def _sampler_length(state: TranslationState, entry: Entry, length: int) -> None:
+@_register_translation(
+    "rollout.max_model_len rollout.engine_kwargs.vllm.max_model_len", _parse_count, null=False
+)
+def _translate_sampler_length(state: TranslationState, entry: Entry, length: int) -> None:
     """The sampler length follows from prompt and response; verl may allow more."""
     state.demand(
         entry,
@@ -559,18 +581,19 @@ def _sampler_length(state: TranslationState, entry: Entry, length: int) -> None:
     )
 
 
-@_translates(
+@_register_translation(
     "rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache "
     "rollout.engine_kwargs.vllm.mm_processor_cache_gb"
 )
-def _text_only(state: TranslationState, entry: Entry, raw: Any) -> None:
+def _translate_multimodal_caches(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Accept settings of multimodal caches."""
     state.tell(entry, "models here read text only, so it changes nothing")
 
 
-@_translates("rollout.dtype ref.fsdp_config.dtype")
-def _same_dtype(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation("rollout.dtype ref.fsdp_config.dtype")
+def _translate_sampler_dtype(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Trainer, reference and sampler compute in one precision."""
+    # One precision for all, so the value must agree with --dtype.
     word = PRECISIONS.get(str(raw), str(raw))
     if word not in ("bfloat16", "float32", "auto"):
         allowed = "--dtype takes bfloat16 or float32 for both trainer and sampler"
@@ -592,8 +615,8 @@ _VERLS_OWN: Final = (
 )  # fmt: skip
 
 
-@_translates("algorithm.adv_estimator actor.policy_loss.loss_mode")
-def _method(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation("algorithm.adv_estimator actor.policy_loss.loss_mode")
+def _translate_method(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Accept estimators and policy losses, also by verl's other names."""
     name = str(raw).strip()
     if name in _VERLS_OWN:
@@ -604,11 +627,12 @@ def _method(state: TranslationState, entry: Entry, raw: Any) -> None:
         plain, summed = "algorithm.norm_adv_by_std_in_grpo", "actor.loss_agg_mode"
         state.put(entry, plain, DerivedValue(lambda value: "false", yields=True))
         state.put(entry, summed, DerivedValue(lambda value: "seq-mean-token-sum-norm", yields=True))
+    # The vectorised variant computes the same numbers.
     state.put(entry, entry.name, "grpo" if name in ("dr_grpo", "grpo_vectorized") else raw)
 
 
-@_translates("PART.optim.optimizer_impl")
-def _optimizer_package(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation("PART.optim.optimizer_impl")
+def _translate_optimizer_package(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Accept the packages with the same optimizers: torch has no 8-bit AdamW."""
     key = entry.name.removesuffix("_impl")
     if raw not in ("torch.optim", "bitsandbytes.optim"):
@@ -622,15 +646,16 @@ def _optimizer_package(state: TranslationState, entry: Entry, raw: Any) -> None:
     )
 
 
-@_translates("algorithm.filter_groups.metric")
-def _group_metric(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation("algorithm.filter_groups.metric")
+def _translate_group_metric(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Translate verl's `reward`, its default metric, which includes penalties."""
+    # verl's own default is not a choice of the user's.
     is_default = state.verl and (is_unset(raw) or raw == "reward")
     state.put(entry, entry.name, "seq_reward" if is_default else raw)
 
 
-@_translates("algorithm.rollout_correction.rollout_is_threshold", null=False)
-def _window(state: TranslationState, entry: Entry, raw: Any) -> None:
+@_register_translation("algorithm.rollout_correction.rollout_is_threshold", null=False)
+def _translate_importance_window(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Read `low_high` as the two thresholds of a window."""
     # `0.5_2.0` is a window, a single number its upper end.
     low, window, high = str(raw).partition("_")

@@ -34,6 +34,7 @@ from ppo_cli.config.verl.translations import (
 
 # verl puts model, actor, rollout and ref into this group.
 WRAPPER = "actor_rollout_ref."
+# verl's spellings of a switch.
 ON: Final = ("true", "1")
 OFF: Final = ("false", "null", "none", "0")
 
@@ -59,6 +60,7 @@ def foreign_names() -> ForeignNames:
     read = tomllib.loads(Path(__file__).with_name("verl.toml").read_text(encoding="utf-8"))
     spellings = {"on": ON, "off": OFF}
 
+    # Expand PART, so that each row has a full name.
     def spelt(rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         for name, text in rows.items():
             parts = ("actor", "critic", "ref") if name.startswith("PART.") else ("PART",)
@@ -97,8 +99,9 @@ def verl_file_values() -> dict[str, set[str]]:
     for row in read["versions"].values():
         for name, value in row["set"].items():
             file_values[name.removeprefix(WRAPPER)].add(normalize(value))
+    # A renamed setting keeps verl's values under our name.
     for name in list(file_values):
-        for target in _renamed(name):
+        for target in _find_renamed(name):
             file_values[target] |= file_values[name]
     return dict(file_values)
 
@@ -120,6 +123,7 @@ def detect_generation(layers: Sequence[Sequence[Entry]], problems: list[str]) ->
     They are verl's when `verl` names a version or a key has the wrapper. Without a version, it is
     the newest one that knows all keys.
     """
+    # verl's names are known by the wrapper, or the user names a version.
     entries = [entry for layer in layers for entry in layer]
     named = [entry for entry in entries if entry.name == VERSION and not is_unset(entry.raw)]
     if not named and not any(entry.name.startswith(WRAPPER) for entry in entries):
@@ -151,6 +155,7 @@ def detect_generation(layers: Sequence[Sequence[Entry]], problems: list[str]) ->
 
 def default_layer(generation: Generation) -> list[Entry]:
     """Return verl's defaults as a layer, for the settings whose default differs here."""
+    # Each generation lists what it changes, so add them up to this one.
     values: dict[str, Any] = {}
     for first, changed in foreign_names().defaults.items():
         values |= changed
@@ -191,7 +196,8 @@ def translate(layers: Layers, environ: Mapping[str, str]) -> bool:
     # Switches of verl matter only for names that are not ours.
     entries = [entry for layer in layers.layers for entry in layer]
     if any(find_key(entry.name) is None for entry in entries):
-        translator.switched_on |= {name for entry in entries for name in _switches(entry)}
+        translator.switched_on |= {name for entry in entries for name in _list_switches(entry)}
+    # Layers with our own names stay as they are; then compute what depends on other settings.
     translated = [
         translator.translate(layer) if any(map(_is_foreign, layer)) else layer
         for layer in layers.layers
@@ -213,6 +219,7 @@ def _compute_derived(
     layers: list[list[Entry]], report: Layers, expectations: Sequence[Expectation]
 ) -> list[list[Entry]]:
     """Return the layers with plain values in place of derived ones; check what entries expect."""
+    # Only the winning entries count for other settings.
     merged = [entry for entry in merge_layers(layers).values() if find_key(entry.name) is not None]
     values: dict[str, Any] = {}
 
@@ -232,6 +239,7 @@ def _compute_derived(
         raw: Any = Reset()
         try:
             result = entry.raw.compute(value)
+            # None unsets a setting that may be unset, and otherwise returns it to its default.
             if result is not None or table()[entry.name].optional:
                 raw = result
                 values[entry.name] = read_entry(Entry(entry.name, raw, entry.origin))
@@ -252,10 +260,11 @@ def _compute_derived(
     ]
 
 
-def _switches(entry: Entry) -> tuple[str, ...]:
+def _list_switches(entry: Entry) -> tuple[str, ...]:
     """Return what an entry switches on: `rollout.mtp.enable`, `model_engine=veomni`."""
+    # A switch counts under each of its names, alone and with its value.
     word, entry_name = normalize(entry.raw), entry.name.removeprefix(WRAPPER)
-    names = () if word in (*OFF, "disabled", "sync") else _renamed(entry_name) or (entry_name,)
+    names = () if word in (*OFF, "disabled", "sync") else _find_renamed(entry_name) or (entry_name,)
     return tuple(on for name in names for on in (name, f"{name}={word}"))
 
 
@@ -264,13 +273,14 @@ class Translator(TranslationState):
 
     def translate(self, layer: Sequence[Entry]) -> list[Entry]:
         """Return the layer in our own names; what has to be said about it is added to the lists."""
+        # Per layer: what it has set, and the parts of a reward function.
         self._settings = {}
         self.function = {}
         for entry in layer:
             self.entry_name = entry.name
             name = entry.name.removeprefix(WRAPPER)
             self._translate_entry(Entry(name, entry.raw, entry.origin))
-        self._function()
+        self._join_function()
         # Dynamic batches make a set size meaningless, which deserves a remark.
         for part in self.sized.keys() & {part for part, on in self.dynamic.items() if on}:
             remark = f"{part}.use_dynamic_bsz is on, so {part}.ppo_max_token_len_per_gpu counts"
@@ -297,7 +307,7 @@ class Translator(TranslationState):
             return
         # A value that refers to other settings.
         if isinstance(entry.raw, str) and "${" in entry.raw:
-            names = (name,) if find_key(name) is not None else _renamed(name)
+            names = (name,) if find_key(name) is not None else _find_renamed(name)
             follows = _parse_reference(entry.raw)
             for target in names if follows else ():
                 self.put(entry, target, follows)
@@ -306,7 +316,7 @@ class Translator(TranslationState):
                 self.problem(entry, problem)
         elif isinstance(entry.raw, Reset):
             # `~key`: only what is a setting of ours, by any of its names, can be taken back.
-            for target in _renamed(name) or (name,):
+            for target in _find_renamed(name) or (name,):
                 self.put(entry, target, entry.raw)
         elif name in TRANSLATIONS:
             TRANSLATIONS[name](self, entry)
@@ -319,9 +329,10 @@ class Translator(TranslationState):
         """Look a foreign name up in the tables, from the most to the least specific."""
         # A value that verl's own files have asks for nothing.
         own_value = normalize(entry.raw) in verl_file_values().get(name, ())
-        if renamed := _renamed(name):
+        if renamed := _find_renamed(name):
             for target in renamed:
                 key = find_key(target)
+                # A target that is not ours is a foreign name itself, and is looked up in turn.
                 if key is None and not own_value:
                     self._translate_entry(Entry(target, entry.raw, entry.origin))
                 elif key is not None and (key.optional or not is_unset(entry.raw)):
@@ -363,6 +374,7 @@ class Translator(TranslationState):
 
     def _require_same(self, entry: Entry, target: str) -> None:
         """Require that a foreign name has the same value as the setting it is tied to."""
+        # Unset values and verl's -1 follow the other setting anyway.
         if is_unset(entry.raw) or str(entry.raw) == "-1":
             return
         # Seeds: all draws follow from one, so other seeds cannot be honoured.
@@ -379,7 +391,7 @@ class Translator(TranslationState):
             "instead.",
         )
 
-    def _function(self) -> None:
+    def _join_function(self) -> None:
         """Join verl's path and name of a reward function."""
         # The file may be named in one entry and the function in another.
         file, name = self.function.get("path"), self.function.get("name")
@@ -414,8 +426,9 @@ def _parse_reference(text: str) -> DerivedValue | None:
     return DerivedValue(compute)
 
 
-def _renamed(name: str) -> tuple[str, ...]:
+def _find_renamed(name: str) -> tuple[str, ...]:
     """Return the names of our settings for a foreign name; () when it has no other name."""
+    # An exact name first, then groups that end in `.*`.
     renamed = foreign_names().renamed
     if name in renamed:
         return renamed[name]
@@ -429,6 +442,7 @@ def _nearest_row(rows: Mapping[str, str], name: str) -> str:
     """Return the text for a name, or for the nearest group that contains it."""
     if name in rows:
         return rows[name]
+    # From the longest group to the shortest.
     parts = name.split(".")
     groups = (".".join(parts[:cut]) + ".*" for cut in range(len(parts), 0, -1))
     return next((rows[group] for group in groups if group in rows), "")
