@@ -77,6 +77,7 @@ def rejections(config: Config) -> list[tuple[str, float | None, float]]:
     Names and limits are two comma-separated lists: `token_k1,seq_mean_k3` and `0.5_2.0,0.1`. A k1
     rejection bounds a ratio from both sides, others have a highest value.
     """
+    # Two lists in one text each, as verl writes them.
     settings, key = config.algorithm.rollout_correction, "algorithm.rollout_correction.rollout_rs"
     names = [word.strip() for word in (settings.rollout_rs or "").split(",") if word.strip()]
     limits = [w.strip() for w in (settings.rollout_rs_threshold or "").split(",") if w.strip()]
@@ -88,6 +89,7 @@ def rejections(config: Config) -> list[tuple[str, float | None, float]]:
     limits = limits * len(names) if len(limits) == 1 else limits
     if len(limits) != len(names):
         raise ValueError(f"{key}_threshold has {len(limits)} values for {len(names)} of {key}.")
+    # Read each limit in the form that its name allows, and refuse the others with an example.
     limits_of: list[tuple[str, float | None, float]] = []
     for name, limit in zip(names, limits, strict=True):
         try:
@@ -139,6 +141,7 @@ def micro_batch_tokens(config: Config, configured: int | None) -> int:
     weights are gathered for each micro-batch.
     """
     if configured is not None:
+        # With several ranks, each micro-batch gathers the weights, so a larger one costs less time.
         return configured
     gathered_once = learner_ranks(config) == 1 or config.actor.fsdp_config.stays_whole
     return 2048 if gathered_once and not gpus_per_node(config) else 16384
@@ -195,6 +198,7 @@ def describe_missing_rows(config: Config, rows: int) -> str | None:
 
 def fit_batches(rows: int, batch: int, mini: int) -> tuple[int, int]:
     """Return batch and mini-batch for few rows; the number of mini-batches stays if possible."""
+    # Keep the number of mini-batches where there is at least one row for each.
     smaller = max(1, rows // (parts := max(1, batch // mini)))
     return (min(rows, smaller * parts), smaller) if rows >= parts else (rows, 1)
 

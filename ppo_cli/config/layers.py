@@ -119,6 +119,7 @@ def read_settings_text(path: Path, label: str) -> str:
 
 def yaml_problem(error: yaml.YAMLError, label: str) -> str:
     """Return why a file is not YAML, with the line."""
+    # The line of the problem, and of the construct that it is in, if YAML names them.
     if not isinstance(error, yaml.MarkedYAMLError):
         return f"{label}: not valid YAML: {error}."
     mark, began = error.problem_mark or error.context_mark, error.context_mark
@@ -153,6 +154,7 @@ def _flatten_yaml(
 def _find_duplicates(entries: list[Entry]) -> list[str]:
     first: dict[str, Entry] = {}
     problems = []
+    # YAML keeps the last of two equal keys silently, so compare the flat names.
     for entry in entries:
         earlier = first.setdefault(entry.name, entry)
         if earlier is not entry:
@@ -170,6 +172,7 @@ def _raw_value(node: yaml.Node) -> Any:
         return {key.value: _raw_value(value) for key, value in node.value}
     if node.tag.endswith(":null"):
         return None
+    # A quoted text stays a text: "null" in quotes is not empty.
     style = node.style if isinstance(node, yaml.ScalarNode) else None
     return Quoted(node.value) if style in ("'", '"', "|", ">") else node.value
 
@@ -188,6 +191,7 @@ SECTIONS = {
 }
 # Files that are read in the folder where a run starts, once it has a judge or a reward model.
 JUDGE_FILE, MODEL_FILE = "api_reward_config.yaml", "reward_model_config.yaml"
+# Words in the name of a key that is meant for a secret.
 _SECRET = re.compile(r"(?:^|_)(?:api_?keys?|key|token|secret|password)$|^authorization$", re.I)
 _VARIABLE = re.compile(r"\$\{?(?:oc\.env:)?([A-Za-z_]\w*)\}?")
 
@@ -213,6 +217,7 @@ def read_reward_file(path: Path, label: str) -> list[Entry]:
         problems.append(
             f"{label}: the file holds no setting. Write settings such as 'api_reward:'."
         )
+    # Translate each section's name, and refuse secrets, unknown keys, and a file within a file.
     for entry in file_entries:
         section, _, key = entry.name.removeprefix("reward.").partition(".")
         name = ".".join(filter(None, (SECTIONS.get(section, f"reward.{section}"), key)))
@@ -234,6 +239,7 @@ def read_reward_file(path: Path, label: str) -> list[Entry]:
 
 def _holds_secret(name: str) -> bool:
     """Tell whether a key is meant for a secret; parts and function arguments have free names."""
+    # Below composite.parts, the part's name and its source come first; they are not keys.
     parts = name.replace("-", "_").split(".")
     if parts[1] == "composite":
         parts = parts[4:]
@@ -242,6 +248,7 @@ def _holds_secret(name: str) -> bool:
 
 def _refuse_secret(entry: Entry, file_entries: list[Entry]) -> str:
     """Say where a key belongs; the message does not repeat its value."""
+    # Name the variable of the provider that the file chooses, or of all providers.
     raw_values = {e.name.rsplit(".", 1)[-1]: str(e.raw) for e in file_entries}
     provider = JUDGES.get(raw_values.get("type", ""))
     usual = provider.keys if provider else [api.keys[0] for api in JUDGES.values() if api.keys]
@@ -263,6 +270,7 @@ def _refuse_unknown(entry: Entry, name: str) -> str:
         return f"{entry.name} is a group of settings; write them below it, such as {leaf}."
     if find_key(entry.name) is not None and entry.name != REWARD_FILE:
         return f"{entry.name} is not a setting of the reward; put it in a --config file."
+    # The nearest name: in the same group, then among the sections, then the same leaf elsewhere.
     group, _, leaf = name.rpartition(".")
     keys = [key for key in table() if key.startswith("reward.")]
     siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == group]
@@ -433,6 +441,7 @@ def _read_overrides(gathered: Layers, overrides: Sequence[str]) -> list[Entry]:
                 "actor.clip_ratio=0.1."
             )
             continue
+        # Overrides are in order: a key that comes twice takes its last value, with a note.
         entry = Entry(name, unquote(raw), "override")
         earlier = next((e for e in entries if e.name == name), entry)
         if earlier.raw != entry.raw and not isinstance(earlier.raw, Reset):
@@ -463,6 +472,7 @@ def _expand_data_path(low: list[list[Entry]], high: list[list[Entry]]) -> None:
 
 def _split_files(folder: str, splits: Sequence[str]) -> list[str]:
     """Return the files of the first of these splits in a folder: test.parquet, test-00000-of-…"""
+    # A saved data set has its splits inside; any other folder has files named after them.
     path = Path(folder).expanduser()
     saved = saved_splits(path)
     if split := next((split for split in splits if split in saved), None):
@@ -489,6 +499,7 @@ def _insert_reward_file(
         return layers
     place, entry = naming[-1]
     label = str(entry.raw)
+    # Named by a high layer, the file is still below all of them.
     inside = gathered.read(Path(label), label, read_reward_file)
     place = min(place, len(low))
     return [*layers[:place], inside, *layers[place:]]

@@ -90,6 +90,7 @@ class Condition:
 
 def read_condition(text: str) -> Condition:
     """Return the condition in `format >= 1`; ValueError says how to write it."""
+    # One comparison only; the number must be finite.
     match = _CONDITION.fullmatch(text)
     number = math.nan
     if match is not None:
@@ -162,7 +163,7 @@ def read_settings(
     for name, raw in _flatten(raw_values, keys):
         try:
             if name not in keys:
-                raise ValueError(_unknown(name, keys))
+                raise ValueError(_describe_unknown_key(name, keys))
             values[name] = read_value(keys[name], raw)
         except ValueError as error:
             problems.append((name, str(error)))
@@ -182,6 +183,7 @@ def read_settings(
 
 def override_section(base: S, values: Mapping[str, Any], fresh: Collection[str] = ()) -> S:
     """Return a section with these values replaced; settings in `fresh` return to their defaults."""
+    # Reset what belongs to another provider or checkpoint, then put the new values in.
     tree = {k: v for k, v in base.model_dump().items() if k not in fresh}
     for name, value in values.items():
         set_nested(tree, name, value)
@@ -200,8 +202,9 @@ def _flatten(
             yield name, raw
 
 
-def _unknown(name: str, keys: Mapping[str, Key]) -> str:
+def _describe_unknown_key(name: str, keys: Mapping[str, Key]) -> str:
     leaves = {key.rsplit(".", 1)[-1]: key for key in keys}
+    # Compare with full names first, then with their last words.
     near = did_you_mean(name, keys) or did_you_mean(name.rsplit(".", 1)[-1], leaves)
     choices = "" if near else f" Known: {', '.join(k for k in keys if '.' not in k)}."
     return f"there is no such setting.{near}{choices}"
@@ -229,8 +232,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 @dataclass(frozen=True)
 class Mixture:
-    """The parts that could be read, and what is wrong; `set_by` names the keys that set each "
-    "part."""
+    """The parts that could be read, and what is wrong; `set_by` has the keys that set each part."""
 
     parts: tuple[MixPart, ...] = ()
     clashes: tuple[Clash, ...] = ()
@@ -269,12 +271,13 @@ class _MixtureReader:
         self._clashes: list[Clash] = []
 
     def read(self) -> Mixture:
+        # The order decides who names a part first: flags, then parts, then weights.
         for text in self._reward.parts:
-            self._flag(text)
+            self._read_flag(text)
         for name, raw_settings in self._reward.composite.parts.items():
-            self._settings(str(name), raw_settings)
+            self._read_part_settings(str(name), raw_settings)
         for word, raw in self._reward.composite.weights.items():
-            self._weight(str(word), raw)
+            self._read_weight(str(word), raw)
         parts = [
             part for draft in self._parts.values() if (part := self._build_part(draft)) is not None
         ]
@@ -284,11 +287,11 @@ class _MixtureReader:
     def _report(self, key: str, text: str, *other_keys: str) -> None:
         self._clashes.append(Clash((key, *other_keys), text))
 
-    def _flag(self, text: str) -> None:
+    def _read_flag(self, text: str) -> None:
         """Read one --reward: `judge:0.5` or `rule:format:0.2`."""
         # KIND:WEIGHT or KIND:NAME:WEIGHT.
         kind, *rest = (word.strip() for word in text.split(":"))
-        weight = _number(rest[-1]) if 1 <= len(rest) <= 2 else None
+        weight = _parse_number(rest[-1]) if 1 <= len(rest) <= 2 else None
         name = rest[0] if len(rest) == 2 else kind
         # The first problem of the text is reported.
         problem = ""
@@ -310,9 +313,9 @@ class _MixtureReader:
         if problem:
             self._report(FLAG, f"--reward {text}: {problem}")
         elif weight is not None and self._check_name(name, FLAG, f"--reward {text}"):
-            self._add_weight(self._part(name, FLAG, kind), weight, "--reward", FLAG)
+            self._add_weight(self._get_draft(name, FLAG, kind), weight, "--reward", FLAG)
 
-    def _part(self, name: str, key: str, kind: str | None = None) -> _PartDraft:
+    def _get_draft(self, name: str, key: str, kind: str | None = None) -> _PartDraft:
         """Return the draft of a part, and record that this key sets it."""
         # Parts are in the order of their first mention.
         part = self._parts.setdefault(name, _PartDraft(name, kind))
@@ -324,6 +327,7 @@ class _MixtureReader:
 
     def _check_name(self, name: str, key: str, where: str) -> bool:
         rule = "a small letter first, then small letters, digits, _ or -"
+        # A part's name becomes a key of the settings, so it must not look like a secret's.
         if _NAME.fullmatch(name):
             if mask_secrets({name: 1}) == {name: 1}:
                 return True
@@ -331,11 +335,11 @@ class _MixtureReader:
         self._report(key, f"{where}: '{name}' cannot name a part: {rule}.")
         return False
 
-    def _settings(self, name: str, raw_settings: Any) -> None:
+    def _read_part_settings(self, name: str, raw_settings: Any) -> None:
         """Read the settings of one part in composite.parts."""
         key = f"{PARTS}.{name}"
         # `parts.judge: 0.5` is short for its weight.
-        if _number(raw_settings) is not None:
+        if _parse_number(raw_settings) is not None:
             raw_settings = {"weight": raw_settings}
         if raw_settings is not None and not isinstance(raw_settings, Mapping):
             self._report(
@@ -344,14 +348,14 @@ class _MixtureReader:
             return
         if not self._check_name(name, key, PARTS):
             return
-        part = self._part(name, key)
+        part = self._get_draft(name, key)
         allowed = set(MixPart.model_fields) - {"name"}
         raw_settings = dict(raw_settings or {})
         # `model: DIR` and `judge: NAME` are short for the main setting of each.
         for word, leaf in (("model", "path"), ("judge", "model")):  # `model: DIR`, `judge: NAME`
             if isinstance(raw_settings.get(word), str):
                 raw_settings[word] = {leaf: raw_settings[word]}
-        values = self._read(MixPart, raw_settings, key, allowed)
+        values = self._read_section(MixPart, raw_settings, key, allowed)
         weight, kind = values.pop("weight", None), values.pop("kind", None)
         if weight is not None:
             self._add_weight(part, weight, f"{key}.weight", f"{key}.weight")
@@ -372,7 +376,7 @@ class _MixtureReader:
         else:
             self._check_source(part, key)
 
-    def _read(
+    def _read_section(
         self,
         section: type[Section],
         raw_values: Mapping[str, Any],
@@ -386,8 +390,8 @@ class _MixtureReader:
         return values
 
     def _check_source(self, part: _PartDraft, key: str) -> None:
-        """Refuse settings of another kind, and two sources for one part; read its judge or "
-        "model."""
+        """Refuse settings of another kind and two sources; read the part's judge or model."""
+        # Each source belongs to one kind of part.
         for word, kind in SOURCE_KINDS.items():
             if word in part.settings and kind != part.kind:
                 problem = (
@@ -396,20 +400,23 @@ class _MixtureReader:
                 self._report(f"{key}.{word}", f"{key}.{word}: {problem}; leave it out.")
         if part.settings.get("rule") and part.settings.get("function"):
             self._report(f"{key}.rule", f"{key} has a rule and a function; keep one.")
+        # Read the part's own judge or model as a section, to report its problems by key.
         for word, section in (("judge", ApiReward), ("model", ModelReward)):
             if raw_values := part.settings.get(word):
                 allowed = [name for name in keys_of(section) if name != "enable"]
-                part.settings[word] = self._read(section, raw_values, f"{key}.{word}", allowed)
+                part.settings[word] = self._read_section(
+                    section, raw_values, f"{key}.{word}", allowed
+                )
 
-    def _weight(self, word: str, raw: Any) -> None:
+    def _read_weight(self, word: str, raw: Any) -> None:
         """Read one entry of composite.weights: the name of a part, or of a score."""
         key = f"{WEIGHTS}.{word}"
-        weight = _number(raw)
+        weight = _parse_number(raw)
         if weight is None:
             self._report(key, f"{key}: '{raw}' is not a number; write a weight such as 0.5.")
             return
         if name := self._find_part(word, key):
-            part = self._part(name, key, name if name in KINDS else None)
+            part = self._get_draft(name, key, name if name in KINDS else None)
             self._add_weight(part, weight, key, key)
 
     def _find_part(self, word: str, key: str) -> str:
@@ -417,6 +424,7 @@ class _MixtureReader:
         # A part's name wins over the name of a score.
         if word in self._parts or word in KINDS:
             return word
+        # `rm_score` is ambiguous; other words name a kind, which must have one part at most.
         kind = self._ambiguous_kind() if word in AMBIGUOUS_SCORES else SCORE_NAMES.get(word)
         names = [part.name for part in self._parts.values() if part.kind == kind]
         if kind and len(names) <= 1:
@@ -438,8 +446,7 @@ class _MixtureReader:
         return ""
 
     def _ambiguous_kind(self) -> str | None:
-        """Return the kind that `rm_score` means: the reward model if there is one, else the "
-        "judge."""
+        """Return the kind that `rm_score` means: the reward model if any, else the judge."""
         kinds = {part.kind for part in self._parts.values()}
         if self._reward.model.path is not None or "model" in kinds:
             return "model"
@@ -447,6 +454,7 @@ class _MixtureReader:
 
     def _build_part(self, part: _PartDraft) -> MixPart | None:
         """Return the finished part; None when its kind is unknown."""
+        # A weight may be set in several places if all agree.
         if len({weight for weight, _, _ in part.weights}) > 1:
             weights = " and ".join(text for _, text, _ in part.weights)
             self._report(
@@ -474,7 +482,7 @@ class _MixtureReader:
         )
 
 
-def _number(raw: Any) -> float | None:
+def _parse_number(raw: Any) -> float | None:
     """Return a finite number; None for anything else."""
     values, _ = read_settings(MixPart, {"weight": raw}, ("weight",))
     return values.get("weight")
@@ -515,6 +523,7 @@ def model_settings(reward: Reward, part: MixPart) -> ModelReward:
 
 def rule_settings(reward: Reward, part: MixPart) -> Reward:
     """Return a reward of one rule or function: the part's own, else the run's."""
+    # Without other sources, so that the rule scores alone.
     alone = {"api": ApiReward(), "model": ModelReward(), "composite": Composite(), "parts": ()}
     if part.rule is None and part.function is None:
         kwargs = reward.function_kwargs | part.function_kwargs
@@ -530,14 +539,15 @@ def rule_settings(reward: Reward, part: MixPart) -> Reward:
 def mixture_line(parts: tuple[MixPart, ...]) -> str:
     """Return a mixture in one line: `total = 0.7 x zscore(model) + 0.3 x rule`."""
     formula = ""
+    # A negative weight shows as a minus, also at the start.
     for part in parts:
         sign = "-" if part.weight < 0 else "+" if formula else ""
         gap = " " if formula and sign else ""
-        formula += f"{gap}{sign}{gap}{abs(part.weight):g} x {_scaled(part)}"
+        formula += f"{gap}{sign}{gap}{abs(part.weight):g} x {_format_scaling(part)}"
     return f"total = {formula}"
 
 
-def _scaled(part: MixPart) -> str:
+def _format_scaling(part: MixPart) -> str:
     """Return how a part's raw score is scaled, cut and gated, as a formula."""
     scaled = part.name if part.scaling == "none" else f"{part.scaling}({part.name})"
     clipped = f"clip({scaled}, {part.clip:g})" if part.clip is not None else scaled

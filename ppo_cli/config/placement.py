@@ -42,17 +42,18 @@ _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 def read_placement(text: str) -> Roles:
     """Return the sorted devices of each role; ValueError says what is wrong with the text."""
+    # A role holds for all numbers up to the next role: `train:0-3,5,rollout:6`.
     devices_of: dict[Role, list[int]] = {}
     role: Role | None = None
     for piece in filter(None, (part.strip() for part in text.split(","))):
         name, colon, numbers = piece.rpartition(":")
         if colon:
-            role = _role(name.strip())
+            role = _parse_role(name.strip())
         if role is None:
             how = "write ROLE:DEVICES for each role, such as train:0-5,rollout:6-7"
             how = f"write train:{piece}" if _RANGE.fullmatch(piece) else how
             raise ValueError(f"'{piece}' comes before any role; {how}")
-        devices_of.setdefault(role, []).extend(_numbers(numbers.strip()))
+        devices_of.setdefault(role, []).extend(_parse_range(numbers.strip()))
     # A device may have several roles, but each only once.
     for name, devices in devices_of.items():
         twice = sorted({device for device in devices if devices.count(device) > 1})
@@ -63,6 +64,7 @@ def read_placement(text: str) -> Roles:
 
 def format_devices(devices: tuple[int, ...]) -> str:
     """Write device numbers as `read_placement` takes them: `0-5,7`."""
+    # Group consecutive numbers into ranges.
     runs: list[list[int]] = []
     for device in devices:
         if runs and device == runs[-1][-1] + 1:
@@ -72,7 +74,7 @@ def format_devices(devices: tuple[int, ...]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _role(name: str) -> Role:
+def _parse_role(name: str) -> Role:
     for role in ROLES:
         if name == role:
             return role
@@ -80,7 +82,7 @@ def _role(name: str) -> Role:
     raise ValueError(f"there is no role '{name}'.{near}")
 
 
-def _numbers(text: str) -> range:
+def _parse_range(text: str) -> range:
     match = _RANGE.fullmatch(text)
     if match is None:
         raise ValueError(f"'{text}' is not a device; write a number or a range, such as 0-5")
@@ -103,6 +105,7 @@ def gpus_per_node(config: Config, gpus: int | None = None) -> int:
 
     `gpus` is the number visible here; None counts them.
     """
+    # As set; otherwise none with worker processes, and by default what one sampler needs.
     configured = config.trainer.n_gpus_per_node
     if configured is not None:
         return configured
@@ -142,6 +145,7 @@ def sampler_name(config: Config, gpus: int | None = None) -> Literal["hf", "vllm
     """Return the sampler: vllm when Ray runs on GPUs and vLLM is installed, unless it is set."""
     if config.rollout.name is not None:
         return "vllm" if config.rollout.name == "vllm" else "hf"
+    # vLLM is only chosen where it can run: in a separate process on a GPU.
     may = engine_name(config, gpus) == "ray" and gpus_per_node(config, gpus) > 0
     return "vllm" if may and has_package("vllm") else "hf"
 
@@ -158,6 +162,7 @@ def weight_transfer(config: Config, gpus: int | None = None) -> Transfer:
     """
     if config.rollout.weight_transfer != "auto":
         return config.rollout.weight_transfer
+    # The fastest way is used if it is proven; copies through host memory always work.
     way = fastest_transfer(config, gpus)
     works = way == "memory" or is_proven("transfer_ipc" if way == "ipc" else "transfer_nccl")
     return way if works else "memory"
@@ -193,6 +198,7 @@ def expands_segments(config: Config) -> bool:
 def shared_samplers(config: Config) -> Literal["all", "some", "none"]:
     """Return how many of the sampling devices also train; ValueError as in `train_devices`."""
     if config.trainer.placement is None:
+        # Async samplers have their own devices; otherwise all share.
         return "none" if config.trainer.async_steps else "all"
     roles = read_placement(config.trainer.placement)
     train, rollout = {*roles.get("train", ())}, {*roles.get("rollout", ())}
@@ -225,6 +231,7 @@ def _count_sampling_gpus(config: Config, gpus: int) -> int:
     span = config.rollout.tensor_model_parallel_size
     # The GPUs that train must divide into groups of ranks.
     group = config.trainer.tensor_parallel_size * max(1, config.actor.fsdp_config.fsdp_size)
+    # A quarter in whole samplers, then the next larger number that leaves full groups.
     start = max(span, gpus // 4 // span * span)
     fitting = (n for n in range(start, gpus, span) if (gpus - n) % group == 0)
     return min(next(fitting, start), gpus)
@@ -259,6 +266,7 @@ class Placement:
     @property
     def sleepers(self) -> tuple[int, ...]:
         """Numbers of the samplers on a device that trains; they sleep while it trains."""
+        # A sampler sleeps if any of its devices trains.
         train = {*self.train}
         return tuple(i for i, devices in enumerate(self.rollout) if train & {*devices})
 
@@ -279,13 +287,16 @@ def placement_of(config: Config, gpus: int | None = None) -> Placement:
     else:
         roles = _default_roles(config, train_devices(config, gpus), per_node * nodes)
     train, rollout = roles.get("train", ()), roles.get("rollout", ())
-    reward = roles.get("reward") or _reward_devices(config, train, rollout, per_node)
+    reward = roles.get("reward") or _choose_reward_devices(config, train, rollout, per_node)
+    # Consecutive devices form a sampler.
     samplers = tuple(rollout[at : at + span] for at in range(0, len(rollout), span))
     return Placement(nodes, per_node, train, samplers, reward, judge=roles.get("judge", ()))
 
 
 def _default_roles(config: Config, train: tuple[int, ...], gpus: int) -> Roles:
     """Place roles without --placement: GPUs do both; on the CPU each process has its own slot."""
+    # The CPU's samplers follow the slots that train; async samplers have the GPUs that do not
+    # train.
     first = len(train)
     if gpus == 0:
         slots = range(first, first + (config.rollout.num_samplers or 1))
@@ -296,7 +307,7 @@ def _default_roles(config: Config, train: tuple[int, ...], gpus: int) -> Roles:
     }
 
 
-def _reward_devices(
+def _choose_reward_devices(
     config: Config, train: tuple[int, ...], rollout: tuple[int, ...], per_node: int
 ) -> tuple[int, ...]:
     """Give reward models the last GPU that trains, or the first free slot."""
@@ -402,6 +413,7 @@ def device_plan(config: Config, gpus: int | None = None) -> PlanPart:
 
 def _describe_gpus(gpus: Sequence[Gpu]) -> list[str]:
     """Name the GPUs of this node that are used, with their memory."""
+    # Equal GPUs are named once, different ones each.
     shown = [f"{gpu.name}, {gpu.memory_bytes / 2**30:.3g} GiB" for gpu in gpus]
     if len(set(shown)) < 2:
         return [f"{_count_noun(len(gpus), 'GPU')} here: {name}" for name in shown[:1]]

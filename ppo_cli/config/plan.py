@@ -76,6 +76,7 @@ def add_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolved
         if key not in used_keys and environ.get(key, "").strip()
     ]
     if not available:
+        # The first candidate in the order of _PUBLIC whose key is set.
         return resolved
     kind, key = available[0]
     model, share = JUDGES[kind].example, judges[0].monitor.share
@@ -121,6 +122,7 @@ def restore_second_judge(
     if then.get(f"{_MONITOR}.required") == "false":
         values = {name: str(then[f"{_MONITOR}.{name}"]) for name in ("type", "model")}
     changed = _set_monitor(resolved, values, "as the run began")
+    # Say something only if the second judge changes.
     now = changed.config.reward.api.monitor
     if now == monitor:
         return resolved
@@ -132,6 +134,7 @@ def restore_second_judge(
 
 def _is_public(kind: str, api: ApiReward | None, environ: Mapping[str, str]) -> bool:
     """Return whether a judge is at the public address of its provider."""
+    # Variables that change a provider's address make it as private as a base_url does.
     moved = any(environ.get(name, "").strip() for name in JUDGES[kind].url_variables)
     own_address = api is not None and api.base_url is not None
     return (
@@ -152,6 +155,7 @@ def _set_monitor(resolved: Resolved, values: Mapping[str, Any], origin: str) -> 
     return replace(resolved, config=config, origins=origins)
 
 
+# What the plan shows of a part; its source is shown next to it.
 SHOWN_FIELDS = ("name", "kind", "weight", "scaling", "mean", "std", "clip", "only_if", "on_failure")
 
 
@@ -218,6 +222,7 @@ def make_plan(resolved: Resolved) -> Plan:
 
     ConfigError has the settings that would keep a run from starting on any machine.
     """
+    # Refuse what would stop a run anywhere, before anything is computed.
     if wrong := refused_settings(resolved):
         raise ConfigError(wrong)
     sums = batch_arithmetic(resolved.config)
@@ -254,7 +259,7 @@ def batch_arithmetic(config: Config) -> dict[str, int | None]:
         "train_rows": rows,
     }
     # Optimizer steps of each model.
-    steps = _steps(config, rows)
+    steps = _count_steps(config, rows)
     sums["total_steps"] = steps
     sums |= _count_updates("actor", config, config.actor, config.actor.ppo_mini_batch_size)
     if uses_critic(config):
@@ -263,7 +268,7 @@ def batch_arithmetic(config: Config) -> dict[str, int | None]:
         a_step = sums.get(f"{who}_optimizer_steps_per_step")
         if a_step is not None:
             sums[f"{who}_optimizer_steps"] = _multiply(a_step, steps)
-    calls = _reward_calls(config, steps)
+    calls = _count_reward_calls(config, steps)
     # Dynamic sampling may sample several batches for one step.
     groups = config.algorithm.filter_groups
     if groups.enable:
@@ -277,27 +282,30 @@ def batch_arithmetic(config: Config) -> dict[str, int | None]:
 
 
 def _count_updates(who: str, config: Config, part: Trained, mini: int) -> dict[str, int]:
+    # Mini-batches are given in prompts, and a model reads responses.
     sequences = mini * config.rollout.n
     epochs: int = value_of(config, f"{who}.ppo_epochs")
     minis = config.data.train_batch_size // mini
     return {
         f"{who}_mini_batches_per_epoch": minis,
         f"{who}_mini_batch_responses": sequences,
-        f"{who}_micro_batches_at_most": _micro_batches(config, part, sequences),
+        f"{who}_micro_batches_at_most": _count_micro_batches(config, part, sequences),
         f"{who}_epochs": epochs,
         f"{who}_optimizer_steps_per_step": minis * epochs,
     }
 
 
-def _micro_batches(config: Config, part: Trained, sequences: int) -> int:
+def _count_micro_batches(config: Config, part: Trained, sequences: int) -> int:
     """Return the micro-batches of one rank if every response has the maximum length."""
+    # Per rank: its share of the responses, in micro-batches of a fixed size or of a token budget.
     rank_sequences = math.ceil(sequences / data_ranks(config))
     longest = config.data.max_prompt_length + config.data.max_response_length
     fits = max(1, micro_batch_tokens(config, part.ppo_max_token_len_per_gpu) // longest)
     return math.ceil(rank_sequences / (part.ppo_micro_batch_size_per_gpu or fits))
 
 
-def _steps(config: Config, rows: int | None) -> int | None:
+def _count_steps(config: Config, rows: int | None) -> int | None:
+    # As set, else the whole batches of all epochs.
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
     if rows is None:
@@ -305,13 +313,13 @@ def _steps(config: Config, rows: int | None) -> int | None:
     return config.trainer.total_epochs * (rows // gen_batch(config))
 
 
-def _reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:
+def _count_reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:
     a_step = gen_batch(config) * config.rollout.n
     # remax also scores a greedy response to each prompt.
     if ESTIMATORS[config.algorithm.adv_estimator].baseline:
         a_step += config.data.train_batch_size
     # Validation calls.
-    rounds = _validations(config, steps) if config.data.val_files else 0
+    rounds = _count_validations(config, steps) if config.data.val_files else 0
     rows = val_rows(config)
     a_round = _multiply(config.rollout.val_kwargs.n, rows)
     validation = _multiply(a_round, rounds) if rounds != 0 else 0
@@ -326,10 +334,11 @@ def _reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:
     }
 
 
-def _validations(config: Config, steps: int | None) -> int | None:
+def _count_validations(config: Config, steps: int | None) -> int | None:
     """Return how often the run validates: at the start, every test_freq steps, at the end."""
     if steps is None:
         return None
+    # A last step that test_freq does not divide is validated too.
     start = int(config.trainer.val_before_train)
     freq = config.trainer.test_freq
     if freq < 1:
@@ -383,6 +392,7 @@ def _describe_arithmetic(sums: dict[str, int | None]) -> list[str]:
         "reward: {reward_calls} calls in all, "
         + (none if sums["validation_rounds"] == 0 else validations)
     )
+    # Counts that are unknown before the run say so.
     texts = {k: "unknown" if v is None else f"{v:,}" for k, v in sums.items()}
     return [_singular(line.format(**texts)) for line in lines]
 
@@ -427,6 +437,7 @@ _OnOneLine.add_representer(str, _OnOneLine.represent_str)
 
 
 def _as_yaml(value: Any) -> str:
+    # Flow style on one line: a comment with the origin follows it.
     text: str = yaml.dump(
         value, Dumper=_OnOneLine, default_flow_style=True, width=10**9, allow_unicode=True,
         line_break="\n", sort_keys=False,

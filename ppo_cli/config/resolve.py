@@ -66,13 +66,14 @@ def resolve(
     names where variables in `environ` really come from, such as SLURM.
     """
     sources = (flags, preset, config_files, overrides, environ, origins)
-    draft = _merge(read_layers(*sources, run=run), environ)
-    config = _build(draft)
+    draft = _merge_layers(read_layers(*sources, run=run), environ)
+    config = _build_config(draft)
     # Only the merged settings tell whether a judge or a reward model wants its file in this folder.
     if files := find_reward_files(config.reward, named=REWARD_FILE in draft.entries):
-        draft = _merge(read_layers(*sources, reward_files=files, run=run), environ)
-        config = _build(draft)
+        draft = _merge_layers(read_layers(*sources, reward_files=files, run=run), environ)
+        config = _build_config(draft)
         draft.notes += (f"Settings of the reward are read from {f} in this folder." for f in files)
+    # Clashes are looked for in the final sizes, and secrets are hidden before anything is shown.
     config = _fit_batches(draft, config)
     hide_settings(config.model_dump())
     # A clash of settings that could not be read would only repeat that problem.
@@ -83,13 +84,14 @@ def resolve(
     if draft.problems:
         raise ConfigError([redact(line, environ) for line in dict.fromkeys(draft.problems)])
     notes = tuple(dict.fromkeys(draft.notes))
-    return Resolved(config, _origins(draft.entries), notes, verl=draft.verl)
+    return Resolved(config, _list_origins(draft.entries), notes, verl=draft.verl)
 
 
 def _fit_batches(draft: _Draft, config: Config) -> Config:
     """Lower batch sizes that nobody chose to the number of rows and the batch, and add a note."""
     rows, batch = train_rows(config), config.data.train_batch_size
     mini = config.actor.ppo_mini_batch_size
+    # Sizes of a preset or of verl's defaults count as not chosen.
     chosen = {
         name
         for name in BATCHES
@@ -106,10 +108,11 @@ def _fit_batches(draft: _Draft, config: Config) -> Config:
             return config
         sizes, why = {BATCHES[1]: batch}, f"a batch of {batch}"
         draft.notes.append(f"--mini_batch_size is lowered to the batch of {batch} prompts.")
+    # The new sizes are entries too, so that the plan shows where they are from.
     for name, size in sizes.items():
         draft.entries[name] = Entry(name, size, why)
     draft.values |= sizes
-    return _validate(draft)
+    return _validate_config(draft)
 
 
 @dataclass
@@ -124,7 +127,7 @@ class _Draft:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def _merge(layers: Layers, environ: Mapping[str, str]) -> _Draft:
+def _merge_layers(layers: Layers, environ: Mapping[str, str]) -> _Draft:
     """Translate foreign names, then let each layer win over those before it."""
     verl = translate(layers, environ)
     accepted = [list(_accept_entries(layer, layers, verl)) for layer in layers.layers]
@@ -141,6 +144,7 @@ def _accept_entries(layer: list[Entry], layers: Layers, verl: bool) -> Iterator[
         elif not (key.consent and entry.origin.startswith(RUN_ORIGIN)):
             yield entry
         elif str(entry.raw).lower() not in NO:
+            # A consent that the run had: a person must give it again.
             layers.notes.append(
                 f"{entry.origin}: {key.name} is not taken from a run. If you allow it, add "
                 f"{key.name}={entry.raw} to the command."
@@ -154,14 +158,15 @@ def _describe_unknown(name: str, *, verl: bool) -> str:
     return f"there is no setting '{name}'.{suggest_key(name, strict=verl)}"
 
 
-def _build(draft: _Draft) -> Config:
+def _build_config(draft: _Draft) -> Config:
     """Read all values, fill in defaults that depend on other settings, and validate."""
+    # Values first: defaults and validation depend on them.
     for entry in draft.entries.values():
         _read_value(draft, entry)
     _default_judge_model(draft)
     _default_kl_in_reward(draft)
     _check_free_keys(draft)
-    return _validate(draft)
+    return _validate_config(draft)
 
 
 def _check_free_keys(draft: _Draft) -> None:
@@ -174,9 +179,10 @@ def _check_free_keys(draft: _Draft) -> None:
 
 
 def _default_judge_model(draft: _Draft) -> None:
+    # Only where a judge is on, without a model, and its provider has a default.
     """Choose the provider's default model for a judge that has none."""
-    kind = _value(draft, "reward.api.type")
-    unnamed = _value(draft, "reward.api.enable") and not _value(draft, "reward.api.model")
+    kind = _get_value(draft, "reward.api.type")
+    unnamed = _get_value(draft, "reward.api.enable") and not _get_value(draft, "reward.api.model")
     model = JUDGES[kind].default
     if not unnamed or model is None or "reward.api.model" in draft.broken:
         return
@@ -186,9 +192,10 @@ def _default_judge_model(draft: _Draft) -> None:
 
 def _default_kl_in_reward(draft: _Draft) -> None:
     """With a KL loss or gdpo, the KL is not in the reward as well unless it is set."""
-    name, estimator = "algorithm.use_kl_in_reward", _value(draft, "algorithm.adv_estimator")
+    name, estimator = "algorithm.use_kl_in_reward", _get_value(draft, "algorithm.adv_estimator")
+    # These two change the default only; a setting of the user's stays.
     parts = estimator in ESTIMATORS and ESTIMATORS[estimator].parts
-    if (_value(draft, "actor.use_kl_loss") or parts) and name not in draft.entries:
+    if (_get_value(draft, "actor.use_kl_loss") or parts) and name not in draft.entries:
         why = f"default with {'gdpo' if parts else 'actor.use_kl_loss'}"
         _set_default(draft, name, "false", why)
 
@@ -198,7 +205,7 @@ def _set_default(draft: _Draft, name: str, raw: str, origin: str) -> None:
     _read_value(draft, entry)
 
 
-def _value(draft: _Draft, name: str) -> Any:
+def _get_value(draft: _Draft, name: str) -> Any:
     return draft.values.get(name, table()[name].default)
 
 
@@ -209,6 +216,7 @@ def _read_value(draft: _Draft, entry: Entry) -> None:
     except ValueError as error:
         key = find_key(entry.name)
         assert key is not None
+        # The range helps with numbers; choices are in the message already.
         allowed = describe_range(key)
         tail = f" ({allowed})" if allowed and not (key.choices or "UTF-8" in str(error)) else ""
         problem = f"{error}{tail}"
@@ -222,8 +230,9 @@ def _reject(draft: _Draft, name: str, problem: str) -> None:
     draft.values.pop(name, None)
 
 
-def _validate(draft: _Draft) -> Config:
+def _validate_config(draft: _Draft) -> Config:
     """Return the configuration; values that pydantic refuses are reported and left out."""
+    # A second try without the refused values, so that the other checks can still run.
     try:
         return Config.model_validate(nest_values(draft.values))
     except ValidationError as error:
@@ -232,8 +241,9 @@ def _validate(draft: _Draft) -> Config:
     return Config.model_validate(nest_values(draft.values))
 
 
-def _origins(entries: Mapping[str, Entry]) -> dict[str, str]:
+def _list_origins(entries: Mapping[str, Entry]) -> dict[str, str]:
     origins = dict.fromkeys(table(), DEFAULT)
+    # Free-form keys count for the setting that they are below.
     for name, entry in entries.items():
         key = find_key(name)
         assert key is not None
@@ -249,6 +259,7 @@ def _origins_of(draft: _Draft, names: Sequence[str]) -> str:
 
 def _find_entry(entries: Mapping[str, Entry], name: str) -> Entry | None:
     """Return the entry that set a value: by its name, as part of a group, or as a group."""
+    # From the full name to its groups, then a value below it.
     parts = name.split(".")
     for cut in range(len(parts), 1, -1):
         if (entry := entries.get(".".join(parts[:cut]))) is not None:

@@ -27,6 +27,7 @@ def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
         return (step + 1) / (warmup + 1)
     if optim.lr_scheduler_type == "constant":
         return 1.0
+    # The half cosine from 1 to 0 over the steps after the warm-up, scaled to end at the minimum.
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
@@ -42,6 +43,7 @@ def describe_lr_jumps(
     step = int(last_line["step"])
     for name, optim in (("actor", config.actor.optim), ("critic", config.critic.optim)):
         rate = last_line.get(f"{name}/lr")
+        # The rates of the last step and of the next one by the schedule that is to be used now.
         before, after = (optim.lr * lr_factor(i, total_steps, optim) for i in (step - 1, step))
         if rate is None or step >= total_steps:
             continue

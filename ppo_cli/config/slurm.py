@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 
 from ppo_cli.errors import ConfigError
 
+# Variables of a node, by the names that ppo reads, and the settings that they set.
 KEYS = {
     "NNODES": "trainer.nnodes",
     "NODE_RANK": "trainer.node_rank",
     "MASTER_ADDR": "trainer.master_addr",
     "N_GPUS": "trainer.n_gpus_per_node",
 }
+# A limit for short forms such as a-[1-999999999], which would fill the memory.
 MOST_HOSTS = 100_000
+# How to start one process per node, for the messages.
 _SRUN = "srun --ntasks-per-node=1 ./train.sh …"
 
 
@@ -33,10 +36,11 @@ class NodeVariables:
 
 def node_variables(environ: Mapping[str, str], set_keys: Collection[str] = ()) -> NodeVariables:
     """Read the node from SLURM; `set_keys` are the keys that flags or files have set already."""
+    # Without NNODES, ranks of a launcher would each start a whole run.
     env = {name: text.strip() for name, text in environ.items() if text.strip()}
     if "NNODES" not in env and "trainer.nnodes" not in set_keys:
         _refuse_ranks(env)
-    slurm = _slurm(env)
+    slurm = _read_slurm_step(env)
     missing = {
         name: value
         for name, value in slurm.items()
@@ -61,8 +65,8 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[str]:
 def expand_hosts(listed: str) -> list[str]:
     """Expand SLURM's short form: `a-[1-3,05],b` is a-1 a-2 a-3 a-05 b."""
     hosts: list[str] = []
-    for item in _split(listed):
-        hosts += _expand(item, listed)
+    for item in _split_hosts(listed):
+        hosts += _expand_item(item, listed)
         if len(hosts) > MOST_HOSTS:
             raise ConfigError(f"the node list '{listed[:80]}' names more than {MOST_HOSTS} hosts.")
     return hosts
@@ -70,21 +74,26 @@ def expand_hosts(listed: str) -> list[str]:
 
 def outside_step(environ: Mapping[str, str]) -> bool:
     """Whether this is a SLURM job of several nodes in which the line runs on one alone."""
-    return _count(_first(environ, _NODES)[0]) > 1 and not environ.get("SLURM_STEP_ID", "")
+    return _parse_count(_first_variable(environ, _NODES)[0]) > 1 and not environ.get(
+        "SLURM_STEP_ID", ""
+    )
 
 
+# The number of nodes, from the step to the job: a step may use fewer nodes than its job.
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 
 
-def _slurm(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    nodes, origin = _first(env, _NODES)
+def _read_slurm_step(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    nodes, origin = _first_variable(env, _NODES)
+    # Outside a step there is no node id, and nothing to read.
     if env.get("SLURM_NODEID") is None or not nodes:
         return {}
     _refuse_tasks(env)
     # Settings of one's own say how many nodes there are: then SLURM's count means nothing.
-    if _count(env.get("NNODES", nodes)) <= 1:
+    if _parse_count(env.get("NNODES", nodes)) <= 1:
         return {}
     variables = {"NNODES": (nodes, origin), "NODE_RANK": (env["SLURM_NODEID"], "SLURM_NODEID")}
+    # The first host of the list has node id 0.
     hosts = slurm_hosts(env)
     if hosts:
         variables["MASTER_ADDR"] = (hosts[0], "SLURM_JOB_NODELIST")
@@ -97,9 +106,11 @@ def _slurm(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 def _refuse_tasks(env: Mapping[str, str]) -> None:
     """Name a step that starts the line several times on a node, before they all start."""
     in_step = env.get("SLURM_STEP_TASKS_PER_NODE", "")
-    outside = env.get("SLURM_NTASKS_PER_NODE", "1") if _count(env.get("SLURM_NNODES")) > 1 else "1"
-    tasks = max((_count(part) for part in (in_step or outside).split(",")), default=1)
-    local = _count(env.get("SLURM_LOCALID"))
+    outside = (
+        env.get("SLURM_NTASKS_PER_NODE", "1") if _parse_count(env.get("SLURM_NNODES")) > 1 else "1"
+    )
+    tasks = max((_parse_count(part) for part in (in_step or outside).split(",")), default=1)
+    local = _parse_count(env.get("SLURM_LOCALID"))
     if tasks > 1 or local > 0:
         many = f"{tasks} times" if tasks > 1 else f"several times (SLURM_LOCALID {local})"
         raise ConfigError(
@@ -110,7 +121,7 @@ def _refuse_tasks(env: Mapping[str, str]) -> None:
 
 def _refuse_ranks(env: Mapping[str, str]) -> None:
     """Name a start by torchrun and the like, which would run the whole run once a rank."""
-    world = _count(env.get("WORLD_SIZE"))
+    world = _parse_count(env.get("WORLD_SIZE"))
     if world < 2 or "RANK" not in env:
         return
     seen = " ".join(
@@ -126,33 +137,34 @@ def _refuse_ranks(env: Mapping[str, str]) -> None:
     )
 
 
-def _first(env: Mapping[str, str], names: Collection[str]) -> tuple[str, str]:
+def _first_variable(env: Mapping[str, str], names: Collection[str]) -> tuple[str, str]:
     return next(((env[n], n) for n in names if env.get(n, "").strip()), ("", ""))
 
 
-def _count(text: str | None) -> int:
+def _parse_count(text: str | None) -> int:
     """Return the number at the start of `4(x2)`; 0 where there is none."""
     match = re.match(r"\s*(\d{1,9})", text or "")
     return int(match.group(1)) if match else 0
 
 
-def _split(listed: str) -> list[str]:
+def _split_hosts(listed: str) -> list[str]:
     """Split at the commas outside brackets."""
     return [item for item in re.split(r",(?![^\[]*\])", listed) if item.strip()]
 
 
-def _expand(item: str, listed: str) -> list[str]:
+def _expand_item(item: str, listed: str) -> list[str]:
+    # A prefix, numbers in brackets, and a rest that may have brackets again.
     match = re.fullmatch(r"([^\[\]]*)\[([\d,-]+)\](.*)", item.strip())
     if match is None:
         if "[" in item or "]" in item:
             raise ConfigError(f"the node list '{listed[:80]}' cannot be read.")
         return [item.strip()]
     before, numbers, after = match.groups()
-    rests = _expand(after, listed) if after else [""]
-    return [f"{before}{n}{rest}" for n in _numbers(numbers, listed) for rest in rests]
+    rests = _expand_item(after, listed) if after else [""]
+    return [f"{before}{n}{rest}" for n in _expand_numbers(numbers, listed) for rest in rests]
 
 
-def _numbers(text: str, listed: str) -> list[str]:
+def _expand_numbers(text: str, listed: str) -> list[str]:
     numbers: list[str] = []
     for part in text.split(","):
         low, dash, high = part.partition("-")
