@@ -60,6 +60,7 @@ def missing_parts(
 ) -> list[str]:
     """Return a sentence for each requested thing that this machine or program does not have."""
     config, visible = resolved.config, gpu_count() if gpus is None else gpus
+    # What this machine lacks first: it may be the reason for the rest.
     return [
         *(missing_gpus(config, visible, environ) if config.trainer.engine != "verl" else []),
         *unusable_gpus(config, visible, environ),
@@ -71,6 +72,7 @@ def missing_parts(
 def refused_settings(resolved: Resolved, gpus: int | None = None) -> list[str]:
     """Return a sentence for each setting that no machine can honour, or that has no effect."""
     visible = gpu_count() if gpus is None else gpus
+    # What no machine supports, then what has no effect in this run.
     return [*unsupported_settings(resolved.config), *find_unused(resolved, visible)[0]]
 
 
@@ -96,6 +98,7 @@ def remarks(
 
 def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for each missing input: models, prompts, keys, reward models."""
+    # Files and keys that the run reads; their contents are checked when it starts.
     problems = [
         *broken_models(config),
         *missing_keys(config, environ),

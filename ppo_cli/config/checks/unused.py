@@ -36,6 +36,7 @@ def _all_judges(holds: Callable[[ApiReward], bool]) -> Callable[[Config], bool]:
     """Return a condition: some judge scores, and `holds` is true of all of them."""
 
     def when(config: Config) -> bool:
+        # With several judges, a setting counts if one of them uses it.
         judges = judges_of(config.reward)
         return bool(judges) and all(holds(judge.settings) for judge in judges)
 
@@ -47,6 +48,7 @@ def _all_models(served: bool) -> Callable[[Config], bool]:
 
     def when(config: Config) -> bool:
         models = models_of(config.reward)
+        # Served and local models have different settings; with both kinds, each setting has a use.
         return bool(models) and all(is_url(model.settings.path or "") is served for model in models)
 
     return when
@@ -55,6 +57,7 @@ def _all_models(served: bool) -> Callable[[Config], bool]:
 def _run_model_unused(config: Config) -> bool:
     """Whether a mixture never uses the run's own reward model."""
     reward = config.reward
+    # A part with a path has another model than the run's.
     parts = mixture_of(reward)
     return bool(parts) and not any(p.kind == "model" and "path" not in p.model for p in parts)
 
@@ -69,6 +72,7 @@ def _run_rule_unused(config: Config) -> bool:
 def _runs_no_code(config: Config) -> bool:
     """Whether no rule runs code for certain; a rule chosen by data_source may."""
     rules = rules_of(config.reward)
+    # A function may run code too, but not by the rule `code`.
     return all(r.function is not None or r.rule not in (None, "code") for r in rules)
 
 
@@ -79,6 +83,7 @@ def _one_process(config: Config) -> bool:
 
 # By the name that a setting's declaration gives as `unused`.
 UNUSED: Final[dict[str, Unused]] = {
+    # Parts that are missing: judge, reward model, rule, code.
     "no_judge": Unused(
         "no LLM judge scores this run (reward.api.enable is off); leave it out",
         lambda c: not judges_of(c.reward),
@@ -117,6 +122,7 @@ UNUSED: Final[dict[str, Unused]] = {
         "no criteria are given; set --rm_rubric, or leave it out",
         _all_judges(lambda api: api.rubric is None),
     ),
+    # Judges that do not read the setting: their kind of answer, prompt or comparison replaces it.
     "fixed_scale": Unused(
         "criteria (reward.api.rubric) and comparisons come to a score from 0 to 1; leave it out",
         _all_judges(lambda api: api.mode == "compare" or api.rubric is not None),
@@ -153,6 +159,7 @@ UNUSED: Final[dict[str, Unused]] = {
         "a call has ended by then (reward.api.timeout); set a shorter time, or leave it out",
         _all_judges(lambda api: (api.hedge_after or 0) >= api.timeout),
     ),
+    # The run's own rule or model, next to a mixture whose parts all name others.
     "every_rule_its_own": Unused(
         "no part of the mixture is scored by it; add --reward rule:0.5, or leave it out",
         _run_rule_unused,
@@ -175,6 +182,7 @@ UNUSED: Final[dict[str, Unused]] = {
         "the mixture is off (reward.composite.enable false); leave that out, or this",
         lambda c: c.reward.composite.enable is False,
     ),
+    # Penalties that are off.
     "no_overlong_buffer": Unused(
         "the over-long penalty is off; set --overlong_buffer TOKENS, or leave it out",
         lambda c: c.reward.shaping.overlong_buffer is None,
@@ -189,6 +197,7 @@ UNUSED: Final[dict[str, Unused]] = {
         "the repetition penalty is off; set --repetition_penalty, or leave it out",
         lambda c: c.reward.shaping.repetition_penalty is None,
     ),
+    # Samplers and devices: these concern memory and speed, so most of them are only remarked on.
     "hf_sampler": Unused(
         "the hf sampler has no such setting; use --rollout_name vllm, or leave it out",
         lambda c: sampler_name(c) == "hf",
@@ -224,6 +233,7 @@ UNUSED: Final[dict[str, Unused]] = {
         lambda c: c.rollout.n == 1 or c.model.packing is False,
         tuning=True,
     ),
+    # LoRA and processes.
     "no_lora": Unused(
         "without LoRA (model.lora_rank 0) it changes nothing; leave it out",
         lambda c: c.model.lora_rank == 0,
@@ -239,6 +249,7 @@ UNUSED: Final[dict[str, Unused]] = {
     "one_node": Unused(
         "with one node it changes nothing; leave it out", lambda c: c.trainer.nnodes == 1
     ),
+    # Estimators and losses without such a parameter.
     "no_critic": Unused(
         "only the estimator gae uses it; set --adv_estimator gae, or leave it out",
         lambda c: not uses_critic(c),
@@ -268,6 +279,7 @@ UNUSED: Final[dict[str, Unused]] = {
         "only the policy loss kl_cov uses it; set --policy_loss kl_cov, or leave it out",
         lambda c: c.actor.policy_loss.loss_mode != "kl_cov",
     ),
+    # The KL to the reference, and what compares sampler and trainer.
     "no_kl_in_reward": Unused(
         "the KL in the reward is off; set algorithm.use_kl_in_reward=true, or leave it out",
         lambda c: not c.algorithm.use_kl_in_reward,
@@ -310,6 +322,7 @@ def find_unused(resolved: Resolved, gpus: int | None = None) -> tuple[list[str],
     applies = cache(lambda name: UNUSED[name].applies(counted))
     for name, key in table().items():
         origin = resolved.origins[name]
+        # A default, and a value that equals it, was not chosen by anybody.
         if origin.startswith((DEFAULT, "verl ")) or value_of(config, name) == key.default:
             continue
         # The setting's own condition first, then those of its sections.

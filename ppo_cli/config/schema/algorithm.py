@@ -50,6 +50,7 @@ def setting(
     run folder: people give it again. `unused` names the condition in config/checks/unused.py under
     which the setting has no effect; "" means that conditions of its section do not apply to it.
     """
+    # Facts for other modules, stored with the field; unset ones are left out.
     facts = {
         "flag": flag, "env": env, "usual": usual, "identity": identity, "files": files or None,
         "consent": consent or None, "unused": unused,
@@ -61,6 +62,7 @@ def setting(
 def section(kind: type[Section], *, unused: str | None = None) -> Any:
     """Declare a nested section with its own defaults; `unused` applies to all settings in it."""
     extra: Any = {"unused": unused} if unused else None
+    # The first line of the class is the help text of its section.
     summary = (kind.__doc__ or "").splitlines()[0]
     return Field(default_factory=kind, description=summary, json_schema_extra=extra)
 
@@ -85,6 +87,7 @@ def check_not_zero(number: int) -> None:
 NotZero = Annotated[int, checked(check_not_zero)]
 
 
+# With a decay of 1 the moments would never change.
 def _check_betas(betas: tuple[float, float]) -> None:
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(
@@ -181,6 +184,7 @@ class Trained(Section):
     strategy: Literal["fsdp2", "fsdp", "megatron"] = setting(
         "fsdp2", "Sharding back end.", identity="start"
     )
+    # Size of a micro-batch: sequences, or a token budget.
     ppo_micro_batch_size_per_gpu: int | None = setting(
         None, "Sequences in a micro-batch; unset lets the token budget decide.", ge=1,
         identity="start",
@@ -192,6 +196,7 @@ class Trained(Section):
         ge=16,
         identity="start",
     )
+    # Rows, gradients and the aggregation of the loss.
     shuffle: bool = setting(True, "Reshuffle rows before each epoch over the batch.")
     grad_clip: float = setting(1.0, "Largest gradient norm; 0 turns it off.", ge=0.0)
     clip_grad_value: float | None = setting(
@@ -213,6 +218,7 @@ class PolicyLoss(Section):
         "seq-mean-token-mean), cispo, gpg, clip_cov, kl_cov or geo_mean.",
         flag="--policy_loss",
     )
+    # clip_cov and kl_cov: the tokens that they take, and their penalty.
     clip_cov_ratio: float = setting(
         0.0002,
         "Share of tokens that clip_cov takes out of the loss.",
@@ -355,6 +361,7 @@ class KlControl(Section):
     """The coefficient of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = setting("fixed", "Fixed, or steered to target_kl.")
+    # The controller multiplies the coefficient towards the target (arXiv 1909.08593).
     kl_coef: float = setting(
         0.001, "Weight of the KL penalty; with adaptive, where it starts.", flag="--kl_coef",
         env="KL_COEF", usual=(0.0, 0.5), ge=0.0, unused="no_kl_in_reward",
@@ -391,6 +398,7 @@ class RolloutCorrection(Section):
     rollout_is_batch_normalize: bool = setting(
         False, "Scale the weights to mean 1.", unused="no_importance_weights"
     )
+    # Rejection: tokens or sequences whose mismatch is too large leave the loss.
     rollout_rs: str | None = setting(
         None,
         "What is taken out of the loss: token_k1, token_k2, token_k3, or seq_sum_, seq_mean_ (k1 "
@@ -434,6 +442,7 @@ class Algorithm(Section):
         "gae", "Advantage estimator; only gae trains a critic.", flag="--adv_estimator",
         env="ADV_ESTIMATOR", identity="checkpoint",
     )  # fmt: skip
+    # Discount, and GAE's lambda (arXiv 1506.02438).
     gamma: float = setting(
         1.0, "Discount.", flag="--gamma", env="GAE_GAMMA", usual=(0.9, 1.0), ge=0.0, le=1.0
     )
@@ -450,6 +459,7 @@ class Algorithm(Section):
     whiten_advantages: bool = setting(
         True, "Whiten GAE advantages over the whole batch.", unused="no_critic"
     )
+    # Group estimators: GRPO and GDPO.
     norm_adv_by_std_in_grpo: bool = setting(
         True, "Divide by the group's spread in GRPO and GDPO.", unused="not_grpo"
     )

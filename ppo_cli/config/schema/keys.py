@@ -51,6 +51,7 @@ class Key:
     @property
     def is_list(self) -> bool:
         """Whether several values may be given."""
+        # pydantic's type of a list is a tuple of any length; a pair has a fixed one.
         return get_origin(self.kind) is tuple and get_args(self.kind)[1:] == (...,)
 
     @property
@@ -95,6 +96,7 @@ def find_key(name: str) -> Key | None:
     settings = table()
     if name in settings:
         return settings[name]
+    # From the longest group to the shortest: only a group with free-form keys takes any name.
     parts = name.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         owner = settings.get(".".join(parts[:cut]))
@@ -121,6 +123,7 @@ def suggest_key(name: str, *, strict: bool = False) -> str:
         # A flag's name, then the same last word in another group.
         if key.flag and leaf == key.flag.removeprefix("--"):
             return f" Did you mean '{key.name}' ({key.flag})?"
+    # The same leaf in one other group is most likely meant.
     same_leaf = [k for k in settings if k.rsplit(".", 1)[-1] == leaf]
     if len(same_leaf) == 1:
         return f" Did you mean '{same_leaf[0]}'?"
@@ -141,6 +144,7 @@ def value_of(config: Config, key: str) -> Any:
 def set_nested(tree: dict[str, Any], name: str, value: Any) -> str:
     """Put a value into a tree of groups; return the name of a plain value that blocks it, or ""."""
     *path, leaf = name.split(".")
+    # An unset group on the way is created; a plain value on the way blocks the name.
     for depth, part in enumerate(path):
         if tree.get(part) is None:
             tree[part] = {}
@@ -243,6 +247,7 @@ def _key(name: str, field: FieldInfo, identity: Identity, unused: tuple[str, ...
 def _without_none(kind: Any) -> tuple[Any, bool]:
     if get_origin(kind) not in (Union, types.UnionType):
         return kind, False
+    # `X | None` is an optional X; what is left may still be a union.
     rest = tuple(a for a in get_args(kind) if a is not type(None))
     optional = len(rest) < len(get_args(kind))
     return (rest[0] if len(rest) == 1 else Union[rest]), optional  # noqa: UP007

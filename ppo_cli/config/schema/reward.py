@@ -13,6 +13,7 @@ from ppo_cli.config.schema.algorithm import Identity, Section, checked, section,
 from ppo_cli.errors import did_you_mean
 from ppo_cli.redact import redact, redact_url
 
+# Choices come from the tables of adapters and judges; type checkers see plain text.
 if TYPE_CHECKING:
     Adapter = str
     JudgeType = str
@@ -29,6 +30,7 @@ _SCALE = re.compile(r"\s*(-?\d{1,6})\s*(?:-|–|—|~|:|to|\.\.\.?)\s*(-?\d{1,6}
 _MOST_LEVELS = 1001
 # What responses are compared with, other than a column of the row.
 COMPARED = ("pairs", "list", "base", "ground_truth")
+# Text of the row, such as extra_info.reference; and devices as torch names them.
 _OF_ROW = re.compile(r"extra_info(\.[\w-]{1,80})+")
 DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
 
@@ -68,6 +70,7 @@ def check_judge_address(url: str) -> None:
 
 
 def _check_variable_name(name: str) -> None:
+    # A text that the redactor would hide is a key, not the name of a variable.
     if not re.fullmatch(r"[A-Za-z_]\w*", name) or redact(name) != name:
         raise ValueError("takes the name of a variable, such as OPENAI_API_KEY, not the key itself")
 
@@ -98,6 +101,7 @@ def _check_not_blank(name: str) -> None:
 
 
 def _check_template(template: str) -> None:
+    # The prompt may be left out, the response may not.
     if "{response}" not in template:
         raise ValueError(
             "has no {response}, so every response would get one score; write it as '{prompt} "
@@ -119,6 +123,7 @@ class Monitor(Section):
     """A second judge that is only compared with the first; its scores reward nothing."""
 
     identity: ClassVar[Identity] = "start"
+    # Which second judge, and whether a run needs it.
     type: JudgeType = setting(
         "openai",
         "Provider of the monitoring judge.",
@@ -143,6 +148,7 @@ class Monitor(Section):
     key_env: Variable = setting(
         None, "Variable that holds the monitoring judge's key.", unused="no_monitor"
     )
+    # What the second judge reads, and what the judge itself reads again.
     share: float = setting(
         0.1, "Share of the responses that the second judge reads too.",
         flag="--rm_monitor_share", gt=0.0, le=1.0, unused="no_monitor",
@@ -161,6 +167,7 @@ class Monitor(Section):
 class LocalJudge(Section):
     """The vLLM server of a judge that the run starts itself (type local)."""
 
+    # Where its server runs, and how much of the machine it takes.
     devices: tuple[int, ...] = setting(
         (), "GPUs of the judge; unset: those that --placement names for judge.", identity="start"
     )
@@ -184,6 +191,7 @@ class LocalJudge(Section):
 class ApiReward(Section):
     """An LLM judge behind a provider's API."""
 
+    # Which judge, and how it is reached.
     enable: bool = setting(
         False, "Let an LLM judge score responses.", flag="--use_api_reward", unused=""
     )
@@ -253,6 +261,7 @@ class ApiReward(Section):
         None, "Most calls to compare the responses to one prompt in pairs; unset: each pair in "
         "both orders.", flag="--rm_compare_calls", ge=2, unused="not_in_pairs",
     )  # fmt: skip
+    # What the judge sees of a response.
     reasoning: Literal["strip", "keep"] = setting(
         "strip", "Reasoning blocks of a response: strip or keep them.", flag="--rm_reasoning"
     )
@@ -263,6 +272,7 @@ class ApiReward(Section):
     gate: bool = setting(
         True, "Give responses without content the lowest score, without a call.", flag="--rm_gate"
     )
+    # Sampling of the verdict.
     temperature: float | None = setting(
         None, "Sampling temperature of the judge; unset: 0, or 0.7 with several votes.",
         flag="--rm_temperature", ge=0.0, le=2.0, unused="decision_endpoint",
@@ -275,6 +285,7 @@ class ApiReward(Section):
         unused="decision_endpoint",
     )
     votes: int = setting(1, "Independent verdicts a response.", flag="--rm_votes", ge=1, le=64)
+    # Time and rate of calls.
     timeout: float = setting(
         60.0, "Seconds that one call may take.", flag="--rm_timeout", gt=0.0, identity="start"
     )
@@ -362,6 +373,7 @@ class ApiReward(Section):
 class ModelReward(Section):
     """A local or served reward model."""
 
+    # Which model, and how it is read.
     path: str | None = setting(
         None, "Reward model: folder, hub name or URL.", flag="--reward_model",
         env="REWARD_MODEL_PATH", unused="every_model_its_own",
@@ -377,6 +389,7 @@ class ModelReward(Section):
         None,
         "Tokenizer, when it is not in the folder of the model (served models: for the template).",
     )
+    # Where it computes, and how much at once.
     dtype: Literal["float32", "bfloat16"] | None = setting(
         None,
         "Precision of the body (the head is float32); unset: bfloat16 on a GPU, else float32.",
@@ -401,6 +414,7 @@ class ModelReward(Section):
         identity="start",
         unused="model_is_served",
     )
+    # How a sample is rendered.
     system_prompt: Literal["keep", "drop"] = setting(
         "keep", "System messages of a prompt: shown to the reward model, or not."
     )
@@ -417,6 +431,7 @@ class ModelReward(Section):
         "strict", "Check before the run that good answers score above bad ones; warn only tells.",
         flag="--reward_model_self_test", identity="start",
     )  # fmt: skip
+    # A served model: key, name and requests.
     key_env: Variable = setting(
         None,
         "Variable that holds the key of a served model.",
@@ -461,6 +476,7 @@ class ModelReward(Section):
 class Code(Section):
     """How the rule `code` runs the tests of a row."""
 
+    # How tests become a score, and in which sandbox they run.
     score: Literal["all", "share"] = setting(
         "all", "1 when all tests pass, or the share of tests that pass.", flag="--code_score"
     )
@@ -472,6 +488,7 @@ class Code(Section):
         False, "Without a sandbox run code all the same, with limits only: not safe.",
         flag="--allow_unsandboxed", identity="start", consent=True,
     )  # fmt: skip
+    # Limits of one response.
     timeout: float = setting(10.0, "Seconds that the tests of one response may take.", gt=0.0)
     cpu_seconds: int = setting(10, "Processor seconds of one response.", ge=1)
     memory_mb: int = setting(512, "Memory of one response.", ge=64)
@@ -494,6 +511,7 @@ class Composite(Section):
 class Shaping(Section):
     """Penalties and scaling of scores before advantages; validation scores stay raw."""
 
+    # Penalties by length, by a cut response and by repetition.
     overlong_buffer: int | None = setting(
         None, "Tokens before max_response_length over which the penalty grows (DAPO); unset: off.",
         flag="--overlong_buffer", ge=1,
@@ -528,6 +546,7 @@ class Shaping(Section):
         1.0, "Penalty at twice the budget of a thought or an answer.", flag="--budget_penalty",
         ge=0.0, unused="no_budget",
     )  # fmt: skip
+    # Clipping and normalisation, after the penalties.
     reward_clip: float | None = setting(
         None, "Rewards are cut at minus and plus this; unset: off.", flag="--reward_clip", gt=0.0
     )
@@ -540,6 +559,7 @@ class Shaping(Section):
 class Reward(Section):
     """Where scores come from; unset, rules chosen by each row's data_source."""
 
+    # Rules and functions, and the processes that run them.
     function: str | None = setting(
         None, "Python file with compute_score: FILE[:NAME].", flag="--reward_function",
         env="REWARD_FUNCTION", unused="every_rule_its_own",
@@ -567,6 +587,7 @@ class Reward(Section):
         identity="start",
         unused="no_rule",
     )
+    # Mixtures and files.
     parts: tuple[str, ...] = setting(
         (),
         "Mixture KIND[:NAME]:WEIGHT, repeatable (judge, model, rule).",
@@ -577,6 +598,7 @@ class Reward(Section):
         None, "YAML file that sets up the judge, or another reward.", flag="--reward_config",
         identity="start",
     )  # fmt: skip
+    # Sections of each kind of source.
     api: ApiReward = section(ApiReward, unused="no_judge")
     model: ModelReward = section(ModelReward, unused="no_reward_model")
     code: Code = section(Code, unused="no_code")

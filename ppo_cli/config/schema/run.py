@@ -34,6 +34,7 @@ Sleep = Literal["keep", "offload", "discard"]
 class Model(Section):
     """The model to train."""
 
+    # The model and the precision that it computes in.
     path: str = setting(
         DEFAULT_MODEL, "Model folder or hub name.", flag="--model", env="MODEL_PATH", min_length=1,
         identity="checkpoint",
@@ -155,6 +156,7 @@ class Data(Section):
     apply_chat_template_kwargs: dict[str, Any] = setting(
         {}, "Arguments of the chat template, such as {enable_thinking: false}."
     )
+    # Less than all rows, for trials.
     train_max_samples: NotZero = setting(
         -1, "Use only the first N training rows; -1 is all.", ge=-1
     )
@@ -266,6 +268,7 @@ class Rollout(Section):
     val_kwargs: ValSampling = section(ValSampling)
 
 
+# Steps are checked as text, because ranges are kept as they are written.
 def _check_steps(steps: tuple[str, ...]) -> None:
     for word in steps:
         first, dash, last = word.partition("-")
@@ -317,6 +320,7 @@ class Trainer(Section):
     logger: tuple[
         Literal["console", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"], ...
     ] = setting(("console",), "Where metrics go beside metrics.jsonl.", flag="--logger")
+    # Names for trackers.
     project_name: str = setting("ppo-cli", "Project name for W&B.")
     experiment_name: str = setting("ppo", "Run name for W&B.")
     max_nonfinite_steps: int = setting(

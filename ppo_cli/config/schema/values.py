@@ -39,6 +39,7 @@ def unquote(raw: str) -> str:
     """Return the text of a variable or an override, without quotes that surround all of it."""
     text = raw.strip()
     mark = text[:1]
+    # The closing quote must be the last character: 'a' or 'b' is not one quoted text.
     if len(text) >= 2 and mark in ("'", '"') and text.find(mark, 1) == len(text) - 1:
         return Quoted(text[1:-1])
     return text
@@ -199,6 +200,7 @@ def _number(raw: Any) -> float:
 
 def _integer(raw: Any) -> int:
     text = _scalar(raw, "a whole number")
+    # Integers are read without a float, which would round large ones.
     try:
         return int("" if isinstance(raw, bool) or "_" in text else text)
     except ValueError:
@@ -244,6 +246,7 @@ def parse_list(raw: Any, *, text: bool = False) -> list[Any]:
 
     With `text`, a comma inside quotes belongs to the item.
     """
+    # A tuple is read item by item, a list is taken as it is, and text is split at commas.
     if isinstance(raw, tuple):
         return [part for item in raw for part in parse_list(item, text=text)]
     if isinstance(raw, list):
@@ -292,6 +295,7 @@ def _join_existing(parts: list[Any], join: Callable[[int, int], list[str]]) -> l
         name, after = parts[first], first + 1
         # The longest run of parts that is an existing name.
         for end in range(len(parts), first + 1, -1):
+            # A quoted part is complete: it never joins its neighbours.
             if any(isinstance(part, Quoted) for part in parts[first:end]):
                 continue
             texts = [text.strip() for text in join(first, end)]
@@ -323,6 +327,7 @@ def _parse_flow_list(raw: str) -> list[Any]:
 
 
 def _mapping(raw: Any) -> dict[str, Any]:
+    # Text is read as YAML, so that a variable or an override can hold a group.
     value = raw
     if isinstance(raw, str):
         try:
