@@ -16,6 +16,7 @@ __all__ = ["Run", "__version__", "load_run", "plan", "train"]
 
 def __getattr__(name: str) -> Any:
     """Import what the library offers when it is asked for: `import ppo_cli` alone is quick."""
+    # The library imports most of the program, so it waits until it is used.
     if name in ("Run", "load_run", "plan", "train"):
         from ppo_cli import library
 

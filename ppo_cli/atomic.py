@@ -48,6 +48,7 @@ def move_into_place(fresh: Path, path: Path) -> None:
     # A folder cannot be replaced by a rename: the old one gets another name first.
     old = _set_aside(path) if path.is_dir() and not path.is_symlink() else None
     os.replace(fresh, path)
+    # The rename is on the disk only after its folder is synced too.
     _sync(path.parent)
     if old is not None:
         delete(old)

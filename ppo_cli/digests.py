@@ -22,6 +22,7 @@ from ppo_cli.errors import ModelError, replace_flag
 MANIFEST: Final = "digests.json"
 # The state of a run names the manifest, so that a missing manifest is noticed.
 NAMED_IN: Final = "state/run.json"
+# Files that are hashed at the same time.
 THREADS: Final = 8
 # Added files with these suffixes are damage, because a loader would read them. Others are notes.
 LOADABLE_SUFFIXES: Final = {".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".py"}
@@ -73,6 +74,7 @@ def find_damage(checkpoint: Path, below: str = "") -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST} cannot be read ({error})"]
     if recorded is None:
+        # The state of a run must exist, with or without a manifest.
         if below == NAMED_IN and not (checkpoint / below).is_file():
             return [f"{below} is missing"]
         return [f"{MANIFEST} is missing"] if _names_manifest(checkpoint) else []

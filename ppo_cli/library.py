@@ -52,6 +52,7 @@ class Run:
     @property
     def metrics(self) -> pandas.DataFrame:
         """A row per step, a column per metric; indexed by step, 0 for the first validation."""
+        # Only this property and the next one need pandas.
         import pandas
 
         return pandas.DataFrame(read_metrics(self.path)).set_index("step")
@@ -61,6 +62,7 @@ class Run:
         """A row per response of all steps: step, split (train or val), prompt, response, score …"""
         import pandas
 
+        # Training steps first, then validations; each row says which one it is from.
         rows = [
             {"step": step, "split": split} | line
             for split in ("train", "val")
@@ -107,6 +109,7 @@ def train(
     ones win. `screen` shows the progress; without one nothing is printed.
     """
     resolved = _resolve(preset, config, overrides or {}, settings)
+    # The checks of `ppo train`, before anything heavy is imported.
     problems = [
         *missing_gpus(resolved.config),
         *missing_keys(resolved.config, os.environ),
@@ -116,6 +119,7 @@ def train(
     ]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
+    # Imported here, because this loads torch.
     from ppo_cli.report.tracker import Screen
     from ppo_cli.run.assemble import train as train_now
 
@@ -129,18 +133,21 @@ def _resolve(
     overrides: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> Resolved:
+    # Flags by name: the library's arguments are the flags without dashes.
     flags = {key.flag.removeprefix("--"): key.name for key in table().values() if key.flag}
     if unknown := [name for name in settings if name not in flags]:
         raise ConfigError(
             [f"There is no setting {name}; give those without a flag as overrides={{…}}."
              for name in unknown]
         )  # fmt: skip
+    # A function cannot be written into config.yaml, from which a run resumes.
     values = {**settings, **overrides}
     if functions := [name for name, value in values.items() if callable(value)]:
         raise ConfigError(
             [f"{name} is a function; write it into a file, and name that: {name}='FILE.py:NAME'."
              for name in functions]
         )  # fmt: skip
+    # The origin of each value, for messages and the plan.
     named = {flags[name]: (value, f"argument {name}") for name, value in settings.items()}
     named |= {key: (value, f"override {key}") for key, value in overrides.items()}
     resolved = resolve(
@@ -157,6 +164,7 @@ def _as_typed(value: Any) -> Any:
     """Convert a value to what the config layers read: text, or a list of text."""
     if isinstance(value, list | tuple):
         return [_as_typed(item) for item in value]
+    # str(True) is "True", and YAML's word is "true".
     if isinstance(value, bool):
         return str(value).lower()
     return value if value is None or isinstance(value, str | dict) else str(value)

@@ -33,6 +33,7 @@ class Moments:
 
     def merge(self, other: Moments) -> Moments:
         """Return the moments of both together (Chan et al. 1983, eq. 1.5)."""
+        # An empty side has no mean to compare with.
         if not other.count:
             return self
         if not self.count:

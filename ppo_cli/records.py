@@ -56,12 +56,14 @@ class Rollout:
     the tokens before its answer, 0 without a thought.
     """
 
+    # Which sample of the prompt it is, and what was sampled.
     prompt: Prompt
     sample: int
     token_ids: tuple[int, ...]
     sampler_logprobs: NDArray[np.float32]
     text: str
     finish_reason: FinishReason
+    # Where it comes from: the weights, the thought, the random numbers and earlier steps.
     weight_version: int = 0
     thought_tokens: int = 0
     seed: int = 0
@@ -153,6 +155,7 @@ class Score:
     @property
     def facts(self) -> dict[str, Any]:
         """What a log contains of this score besides value, failure, reason and parts."""
+        # Facts of the whole score first; people's `info` comes last.
         facts: dict[str, Any] = {"judge_reply": self.reply} if self.reply else {}
         if self.gated:
             facts["gated"] = True

@@ -42,6 +42,7 @@ from ppo_cli.spending import in_flight_file, merge_calls
 if TYPE_CHECKING:
     from ppo_cli.config.schema.run import Config
 
+# Names in a run folder; report and library read them too.
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS = "rollouts"
 PREFIXES = {"train": "step", "val": "val"}
@@ -81,6 +82,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return []
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    # A killed run may leave half a line.
     for row in text.split("\n"):
         try:
             line = json.loads(row)
@@ -109,6 +111,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         file.write(_encode(line))
+        # Synced, so that a line that was reported survives a crash of the machine.
         file.flush()
         os.fsync(file.fileno())
 
@@ -117,6 +120,7 @@ def replace_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write a file of lines atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_replace(path) as fresh, fresh.open("wb") as file:
+        # One redactor for all lines of the file.
         clean = build_redactor()
         file.writelines(_encode(line, clean) for line in lines)
 
@@ -163,6 +167,7 @@ def _encode(line: Mapping[str, Any], clean: Callable[[str], str] | None = None) 
 
 LABELS_FILE = "labels.jsonl"  # labels that people gave responses in the page
 WRITTEN_BY = "# Written by "  # first line of config.yaml, followed by versions and machine
+# What `set_aside` moves: everything that belongs to one run.
 PARTS = (
     "metrics.jsonl", "rollouts", "checkpoints", "config.yaml", "tensorboard", "report.html",
     LABELS_FILE,
@@ -177,6 +182,7 @@ def paid_calls(run_dir: Path) -> list[dict[str, Any]]:
 
     Calls in flight count with their highest cost.
     """
+    # A run killed before its first call ended has only the file of calls in flight.
     files = sorted({file.with_suffix(".jsonl") for file in run_dir.glob(SPENT)})
     return [
         call
@@ -189,6 +195,7 @@ def check_run_folder(run: Path) -> None:
     """Raise DataError if a folder is not a run."""
     if not run.is_dir():
         raise DataError(f"{run}: there is no such folder. RUN is the --output_dir of a run.")
+    # A run that only spent money so far counts as a run too.
     begun = (run / METRICS_FILE).exists() or (run / "rollouts").is_dir()
     if not begun and not paid_calls(run):
         raise DataError(
@@ -217,9 +224,11 @@ class RunFolder:
 
     def prepare(self) -> None:
         """Create the folder and test that it can be written; UserError if not."""
+        # Remember which folders are new, to remove them if the run never starts.
         self._created = [p for p in (self.path, *self.path.parents) if not p.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            # A disk may be full or read-only although the folder exists: write something.
             with tempfile.TemporaryFile(dir=self.path) as probe:
                 probe.write(b"x" * 4096)
         except (FileExistsError, NotADirectoryError) as error:
@@ -264,6 +273,8 @@ class RunFolder:
                 claim = (self.path / LOCK).open("a")
                 try:
                     fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # The file may have been deleted and created again between opening and locking
+                    # it.
                     if os.path.samestat(os.fstat(claim.fileno()), (self.path / LOCK).stat()):
                         return claim
                 except BlockingIOError:
@@ -299,6 +310,7 @@ class RunFolder:
             present += sorted(self.path.glob(SPENT))
         if not present:
             return None
+        # The first free number.
         number = 1
         while (self.path / f"earlier_{number}").exists():
             number += 1
@@ -309,6 +321,7 @@ class RunFolder:
         return earlier
 
 
+# Names of checkpoints, the files that show a model, and the text of safetensors' disk errors.
 STEP_NAME = re.compile(r"^step_(\d{6,})$")
 MODEL_FILES = ("config.json", "adapter_config.json")
 SAFETENSORS_DISK_ERROR = re.compile(r"([^:\s][^:]*) \(os error \d+\)")
@@ -345,6 +358,7 @@ class CheckpointStore:
         points to this checkpoint, which pruning then keeps. Waits for the previous checkpoint.
         """
         self.wait_for_save()
+        # Leftovers of a failed save would be in the way of the new one.
         self._sweep()
         final = self._folder(step)
         with self._remove_if_failed(step):
@@ -358,6 +372,8 @@ class CheckpointStore:
             try:
                 with self._remove_if_failed(step):
                     filled.result()
+                    # The checkpoint appears under its name only when it is complete and has its
+                    # digests.
                     write_manifest(unfinished_path(final))
                     move_into_place(unfinished_path(final), final)
                     self._link("latest", final.name)
@@ -401,6 +417,7 @@ class CheckpointStore:
             yield
         except BaseException as error:
             with suppress(OSError):
+                # Free the space first: a full disk may be the cause.
                 delete(unfinished_path(self._folder(step)))
             cause = _disk_failure(error)
             if cause is None:
@@ -416,6 +433,7 @@ class CheckpointStore:
         if self._keep is None:
             return
         spared = {self._link_target("latest"), self._link_target("best")}
+        # The newest `keep` are not in this slice; `latest` and `best` may point to older ones.
         for step in self.steps()[: -self._keep]:
             folder = self._folder(step)
             if folder.name not in spared:
@@ -426,6 +444,7 @@ class CheckpointStore:
         for later in self.steps():
             if later > step:
                 delete_atomically(self._folder(later))
+        # The links may point to what was just deleted.
         for link in ("latest", "best"):
             path = self.directory / link
             if path.is_symlink() and not path.exists():
@@ -497,8 +516,10 @@ def find_source(word: str) -> ModelSource:
     """The model that MODEL, RUN, RUN@STEP or a checkpoint means; ModelError if there is none."""
     path, which = word, ""
     if "@" in word and not Path(word).expanduser().exists():
+        # An @ separates the checkpoint, unless it is part of an existing path.
         path, _, which = word.rpartition("@")
     folder = Path(path).expanduser()
+    # A model folder or a hub name is used as it is.
     if not which and (not folder.is_dir() or (folder / "config.json").exists()):
         check_folder(path, "MODEL")
         return ModelSource(word, model_folder(path))
@@ -515,6 +536,7 @@ def find_model(source: Path, checkpoint: str | None, *, critic: bool) -> Path:
             f"There is no folder {source}.{did_you_mean(source.name, near)} Name a run (an "
             "--output_dir) or a checkpoint."
         )
+    # A run folder, one checkpoint, or one model: tried in this order.
     store = _find_store(source)
     if store is not None:
         return _model_in_checkpoint(_choose_checkpoint(store, checkpoint), critic=critic)
@@ -545,6 +567,7 @@ def _choose_checkpoint(store: CheckpointStore, checkpoint: str | None) -> Path:
     """The checkpoint that `--checkpoint best|latest|10|step_000010|PATH` means."""
     newest = store.newest()
     assert newest is not None
+    # By a fixed word, by step, by name, or by path.
     if checkpoint is None or checkpoint == "latest":
         return newest
     if checkpoint.isdigit():
@@ -571,6 +594,7 @@ def _model_in_checkpoint(checkpoint: Path, *, critic: bool) -> Path:
     folder = checkpoint / ("critic" if critic else "actor")
     if has_model(folder):
         return folder
+    # A damaged checkpoint gets its own message first.
     require_intact(checkpoint, below=folder.name)
     if critic and has_model(checkpoint / "actor"):
         raise ModelError(f"{checkpoint} has no critic: its advantage estimator does not use one.")

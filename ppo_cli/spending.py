@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+# Suffix of the file of calls in flight, and the word for a cost that is only bounded.
 IN_FLIGHT = "in_flight"
 UPPER_BOUND = "upper bound"
 

@@ -80,6 +80,7 @@ def _check_sampler(config: Config, results: Results, *, sleeps: bool = False) ->
     limit = LIMITS[str(config.model.dtype)]
     sampler = build_sampler(config, tokenizer)
     try:
+        # Compare with the exact model, greedy and with each way of drawing.
         with results.part("responses"):
             for name, sampling in {"greedy": GREEDY, **DRAWS}.items():
                 rollouts = _sample(sampler, prompts, sampling)

@@ -50,6 +50,7 @@ def check_sandbox(setup: Setup, results: Results) -> None:
     except RewardError as error:
         results.skip(f"code rewards cannot run here: {first_line(error)}")
         return
+    # A secret in our environment, which the sandbox must not pass on.
     os.environ[SECRET] = "1"
     try:
         with results.part("answers"):
@@ -61,6 +62,7 @@ def check_sandbox(setup: Setup, results: Results) -> None:
 
 
 def _check_answers(pool: CodePool, results: Results) -> None:
+    # Tests that one program passes, one fails in part, and one tries to leave early.
     tests = ["assert double(2) == 4", "assert double(-1) == -2"]
     scores = {
         "right": _run(pool, "def double(x):\n    return 2 * x", tests),
@@ -82,6 +84,7 @@ def _check_escape(pool: CodePool, folder: Path, results: Results) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         outside = [str(secret), str(folder), listener.getsockname()[1], os.getpid()]
         program = f"{SPY}\nimport json\nprint(json.dumps(escape({outside!r})))"
+        # Outside the sandbox every escape must work, or the test inside would prove nothing.
         free = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         escapes: list[str] = json.loads(free.stdout)
         results.require(f"outside the program only {escapes}", len(escapes) == ESCAPES)

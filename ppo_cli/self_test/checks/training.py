@@ -60,6 +60,7 @@ def check_training(setup: Setup, results: Results) -> None:
 def check_run(name: str, config: Config, results: Results) -> None:
     """Compare a few steps of a run with the formulas."""
     limit = LIMITS[str(config.model.dtype)]
+    # The learner and the formulas start from the same weights and read the same batch.
     learner = make_learner(config)
     formulas = Formulas(learner, config)
     batch = make_batch(learner.policy.model.config.vocab_size)
