@@ -1,1 +1,1 @@
-"""Commands, flags and screen output. Nothing heavy at module level."""
+"""Commands, flags and screen output. No heavy imports at module level."""

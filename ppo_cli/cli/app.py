@@ -1,8 +1,8 @@
 """The `ppo` command: finds the sub-command, and turns every outcome into an exit code.
 
-Sub-commands are imported when they are called, so that `ppo --help` stays quick.
-Flags that people know from TRL, Hugging Face's Trainer, OpenRLHF and torchrun are listed in
-foreign_flags.toml: where one means the same here it is an alias, else a sentence says what to use.
+Sub-commands are imported when they are called, so that `ppo --help` stays fast.
+foreign_flags.toml lists flags of TRL, Hugging Face's Trainer, OpenRLHF and torchrun. A flag with
+the same meaning is an alias; for the others a sentence says what to use.
 """
 
 from __future__ import annotations
@@ -45,19 +45,23 @@ from ppo_cli.errors import (
 )
 from ppo_cli.redact import redact
 
-SUGGESTION_CUTOFF = 0.75  # below this share of equal letters a suggestion only confuses
+# difflib's similarity, from 0 to 1. Suggestions below it are rarely what was meant.
+SUGGESTION_CUTOFF = 0.75
 
 
 @cache
 def load_foreign_flags() -> dict[str, dict[str, str]]:
-    """Return `aliases` and `pointers`: by flag what means the same, and what to do instead."""
+    """Read foreign_flags.toml: `aliases` (flag -> our flag) and `pointers` (flag -> advice)."""
     import tomllib
 
     return tomllib.loads(Path(__file__).with_name("foreign_flags.toml").read_text("utf-8"))
 
 
 def replace_aliases(args: Sequence[str]) -> list[str]:
-    """Replace each alias by what it stands for; a setting without a flag becomes KEY=VALUE."""
+    """Replace flags of other programs by ours; a setting without a flag becomes KEY=VALUE.
+
+    Everything after a `--` is returned unchanged.
+    """
     out: list[str] = []
     rest = list(args)
     while rest:
@@ -68,6 +72,7 @@ def replace_aliases(args: Sequence[str]) -> list[str]:
         alias = word.startswith("--") and load_foreign_flags()["aliases"].get(
             name.replace("-", "_")
         )
+        # An alias is a flag of ours, or the key of a setting, which takes the value after `=`.
         if not alias:
             out.append(word)
         elif alias.startswith("--"):
@@ -80,7 +85,7 @@ def replace_aliases(args: Sequence[str]) -> list[str]:
 
 
 def describe_unknown_flag(flag: str, flags: Iterable[str]) -> str:
-    """Say that a flag does not exist, and what to use: a known one, or nothing that is far off."""
+    """Return the error for an unknown flag, with advice or a similar flag if there is one."""
     name = flag.lstrip("-").replace("-", "_")
     names = {word.lstrip("-"): word for word in flags}
     aliases, pointers = load_foreign_flags()["aliases"], load_foreign_flags()["pointers"]
@@ -95,13 +100,15 @@ def describe_unknown_flag(flag: str, flags: Iterable[str]) -> str:
     return f"{problem}. Did you mean '{names.get(near[0]) or aliases[near[0]]}'?"
 
 
+# Tracebacks of bugs outside of a run go to its logs/, as --output_dir has the same default.
 DEFAULT_FOLDER = Path("outputs")
-_DOCTOR_ADVICE = "It may be this machine: `{}` looks for what it lacks."
+_DOCTOR_ADVICE = "The cause may be this machine: run `{}`."
+# Words in the message of a bug that point to drivers or system libraries.
 _MACHINE_ERROR = re.compile(r"\b(CUDA|NCCL|cuBLAS|driver|GLIBC|shared (object|memory))\b", re.I)
 
 
 class Crash(Exception):
-    """A bug inside a run; its cause is the bug, `folder` is the run's."""
+    """A bug inside a run: `__cause__` is the original error, `folder` the run folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -109,15 +116,20 @@ class Crash(Exception):
 
 
 def print_error(error: BaseException, *, debug: bool = False) -> int:
-    """Print the error on stderr as its kind requires and return the exit code."""
+    """Print an error on stderr, with advice that fits its type, and return the exit code.
+
+    Unexpected errors are bugs: their traceback goes to a file. `debug` prints it as well.
+    """
     bug = error.__cause__ if isinstance(error, Crash) and error.__cause__ else error
     if debug:
         _print_stderr("".join(traceback.format_exception(bug)).rstrip())
+    # Errors with a message for the user.
     if isinstance(bug, UserError):
         _print_stderr(_list_problems(bug))
         if "out of memory" in str(bug).lower() and (limit := describe_address_space()):
             _print_stderr(limit)
         return bug.exit_code
+    # Memory ran out: any library may have raised it, so the advice is general.
     if is_out_of_memory(bug):
         limit = describe_address_space()
         _print_stderr(
@@ -129,17 +141,20 @@ def print_error(error: BaseException, *, debug: bool = False) -> int:
     if (usage := _describe_usage_error(bug)) is not None:
         _print_stderr(usage)
         return EXIT_USER
+    # The run stopped but can be resumed, or it lost one of its machines.
     if isinstance(bug, Interrupted | WorkerLost):
         _print_stderr(str(bug))
         if isinstance(bug, WorkerLost):
             _print_stderr(_DOCTOR_ADVICE.format(ppo("doctor")))
         return bug.exit_code
+    # A file that cannot be written.
     if isinstance(bug, OSError) and bug.errno in DISK_ERRNOS and not isinstance(bug, PpoError):
         full = bug.errno in FULL_DISK_ERRNOS
         mend = "Free some space, or write elsewhere" if full else "Choose a place that you may use"
         why = os.strerror(bug.errno or 0).lower()
         _print_stderr(f"error: {bug.filename or 'writing'}: {why}. {mend} (--output_dir).")
         return EXIT_USER
+    # Everything else is a bug: save the traceback, which a report needs.
     folder = error.folder if isinstance(error, Crash) else DEFAULT_FOLDER
     _print_stderr(f"This is a bug in ppo-cli: {type(bug).__name__}: {bug}")
     _print_stderr(save_traceback(bug, folder))
@@ -149,7 +164,7 @@ def print_error(error: BaseException, *, debug: bool = False) -> int:
 
 
 def _list_problems(error: UserError) -> str:
-    """Count the problems of the settings; any other error is one, however many its lines."""
+    """Return an error's text; several problems with settings become a counted list."""
     lines = error.problems if isinstance(error, ConfigError) else ()
     if len(lines) < 2:
         return f"error: {error}"
@@ -157,22 +172,23 @@ def _list_problems(error: UserError) -> str:
 
 
 def _describe_usage_error(error: BaseException) -> str | None:
-    """Return the message for a command line that the parser refused; None for other errors.
-
-    Recognised by their attributes: the parser's error classes are not part of typer's interface.
-    """
+    """Return the message for a command line that the parser refused; None for other errors."""
+    # typer 0.29 bundles click but does not export its error classes: only their attributes
+    # identify them.
     if not hasattr(error, "format_message"):
         return None
     message = str(error.format_message())
-    # pydantic's words for a value that is no number
-    message = re.sub(r"Input should be a valid (\w+), unable to parse.*", r"this is no \1", message)
-    if "Usage:" in message:  # a group without its command answers with its help
+    # pydantic's message for a value that is not a number
+    message = re.sub(
+        r"Input should be a valid (\w+), unable to parse.*", r"this is not a valid \1", message
+    )
+    if "Usage:" in message:  # a group that is called without a command: this is its help
         return message
     flag = getattr(error, "option_name", None)
     if hasattr(error, "possibilities"):
         message = f"there is no flag {flag}.{did_you_mean(str(flag), error.possibilities or ())}"
     context = getattr(error, "ctx", None)
-    if not message and context:  # a group without its command: its help is printed by now
+    if not message and context:  # a group without a command; its help is already printed
         message = f"name one of its commands: {', '.join(context.command.commands)}"
     command = context.command_path.partition(" ")[2] if context else "COMMAND"
     stop = "" if message.endswith((".", "?")) else "."
@@ -180,7 +196,10 @@ def _describe_usage_error(error: BaseException) -> str | None:
 
 
 def save_traceback(bug: BaseException, folder: Path) -> str:
-    """Write the traceback into the run's logs and say where it is."""
+    """Write the traceback to the run's logs and return a sentence with its path.
+
+    Returns the traceback itself if the file cannot be written.
+    """
     text = redact("".join(traceback.format_exception(bug)))
     path = folder / "logs" / f"crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
     try:
@@ -192,24 +211,27 @@ def save_traceback(bug: BaseException, folder: Path) -> str:
 
 
 def _print_stderr(text: str) -> None:
+    """Print text on stderr without secrets; a closed stream is ignored."""
     with suppress(BrokenPipeError):  # the reader has closed the stream
         print(redact(text), file=sys.stderr)
 
 
-# Rounds that an OpenMP thread spins before it sleeps: about half a millisecond. libgomp's own
-# 300,000 burn the CPU time that the other threads need to arrive when other work wants the CPUs.
+# Rounds that an OpenMP thread spins before it sleeps: about half a millisecond. libgomp's default
+# of 300,000 wastes CPU time that the other threads need when the CPUs are shared.
 OPENMP_SPINS = "10000"
-NO_WORK_FLAGS = {"-h", "--help", "--dry_run", "--dry-run"}  # with these a command computes nothing
-MIN_ADDRESS_SPACE = 192 * 2**20  # `ppo reward score --rule` takes 190 MiB of addresses
+# With one of these flags a command computes nothing, so jemalloc and memory checks are not needed.
+NO_WORK_FLAGS = {"-h", "--help", "--dry_run", "--dry-run"}
+# Measured: `ppo reward score --rule` takes 190 MiB of addresses.
+MIN_ADDRESS_SPACE = 192 * 2**20
 ABOUT = "Train language models with PPO from one command."
 EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
-# Command -> module and Typer app in it, and the line of the help.
+# Command -> (module:Typer app, its line in the help).
 COMMANDS = {
     "train": ("train:train_app", "Train a model with PPO."),
     "plan": ("train:plan_app", "Show every setting with its origin, and the batch arithmetic."),
-    "doctor": ("doctor:doctor_app", "Look for what this machine lacks, and say what mends it."),
+    "doctor": ("doctor:doctor_app", "Check this machine and suggest fixes."),
     "presets": ("explain:presets_app", "List the presets, show one, or copy one."),
-    "explain": ("explain:explain_app", "Say what a setting or a metric is."),
+    "explain": ("explain:explain_app", "Explain a setting or a metric."),
     "prompts": (
         "prompts:app",
         "List and show judge prompts, or render the request for a data row.",
@@ -234,26 +256,26 @@ COMMANDS = {
     "data": ("data:data_app", "Check or prepare prompt files."),
     "reward": (
         "reward:reward_app",
-        "Score files with a reward, hold it against labels, or attack it.",
+        "Score files with a reward, compare it with labels, or test it with attacks.",
     ),
 }
 
 
 class LazyGroup(TyperGroup):
-    """Lists its commands by name and imports only the one that is called."""
+    """The group of all commands; it imports only the command that is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in the order of the table."""
+        """Return the command names in the order of COMMANDS."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a placeholder that is enough for the list in the help."""
+        """Return a placeholder with the help line, without importing the command."""
         if cmd_name not in COMMANDS:
             return None
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import the command that was called; an unknown one fails with the nearest name."""
+        """Import the command that was called; an unknown one fails with the most similar name."""
         name = args[0]
         if name not in COMMANDS:
             ctx.fail(f"There is no command '{name}'.{did_you_mean(name, COMMANDS)}")
@@ -261,16 +283,18 @@ class LazyGroup(TyperGroup):
         member = getattr(importlib.import_module(f"ppo_cli.cli.{module}"), attribute)
         command: Any = typer.main.get_command(member)
         command.name = name
+        # click keeps the last of repeated values silently.
         for note in find_repeated_flags(command, args[1:]):
             typer.echo(note, err=True)
         return name, command, args[1:]
 
 
 def find_repeated_flags(command: Any, args: Sequence[str]) -> list[str]:
-    """A note for each flag that is given with different values; flags that take a list repeat.
+    """Return a note for each flag with several different values; list flags may repeat.
 
     The last value counts, as scripts that end in `"$@"` expect.
     """
+    # Descend to the sub-command: `reward score` has its own flags.
     while isinstance(command, TyperGroup):
         names = [word for word in args if word in command.commands]
         if not names:
@@ -279,6 +303,7 @@ def find_repeated_flags(command: Any, args: Sequence[str]) -> list[str]:
     flags = {
         normalize_flag(word): p for p in command.params for word in [*p.opts, *p.secondary_opts]
     }
+    # Collect the values of each flag in the order of the line.
     values_by_flag: dict[str, list[str]] = {}
     typed = iter(replace_aliases(args))
     for word in typed:
@@ -302,13 +327,13 @@ def find_repeated_flags(command: Any, args: Sequence[str]) -> list[str]:
 
 
 def normalize_flag(word: str) -> str:
-    """Read `--batch-size` as `--batch_size`: both spellings of every flag are one."""
+    """Return a flag with underscores: `--batch-size` and `--batch_size` are the same flag."""
     return word.replace("-", "_")
 
 
 app = typer.Typer(
     cls=LazyGroup,
-    rich_markup_mode=None,  # plain help needs a tenth of a second, rich help three
+    rich_markup_mode=None,  # plain help takes 0.1 s, rich help 0.3 s
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={
@@ -319,6 +344,7 @@ app = typer.Typer(
 
 
 def _print_version(requested: bool) -> None:
+    """Print the version and exit, if `--version` is on the line."""
     if requested:
         typer.echo(f"ppo-cli {__version__}")
         raise typer.Exit()
@@ -331,11 +357,11 @@ def _declare_global_options(
     ),
     debug: bool = typer.Option(False, "--debug", help="Show tracebacks."),
 ) -> None:
-    """Hold the options that stand before the command; main reads --debug itself."""
+    """Declare the options before the command for the help; `main` itself reads --debug."""
 
 
 def _check_address_space(args: Sequence[str]) -> None:
-    """Refuse a limit under which numpy's library waits for memory for ever instead of failing."""
+    """Raise UserError for an address space so small that numpy's OpenBLAS would hang at import."""
     limit = address_space()
     if (
         limit is not None
@@ -346,10 +372,15 @@ def _check_address_space(args: Sequence[str]) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Replace closed streams with the null device: files opened later would take their numbers."""
+    """Replace closed standard streams with the null device.
+
+    Otherwise the next opened file would get number 0, 1 or 2, and output would end up in it.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            nowhere = os.open(
+                os.devnull, os.O_RDWR
+            )  # gets the lowest free number, the one of the closed stream
             os.set_inheritable(nowhere, nowhere <= 2)
             setattr(sys, name, os.fdopen(nowhere, mode, closefd=False))
 
@@ -357,11 +388,12 @@ def _open_closed_streams() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `ppo` and return its exit code: 0 done, 1 bug, 2 user's mistake, 3 resumable."""
     args = list(sys.argv[1:] if argv is None else argv)
-    # It may stand anywhere before a `--`, and no command has to know it.
+    # --debug may be anywhere before a `--`, and commands need not declare it.
     own_args = args[: args.index("--")] if "--" in args else args
     debug = "--debug" in own_args
     args = [word for word in own_args if word != "--debug"] + args[len(own_args) :]
     _open_closed_streams()
+    # Training runs again under jemalloc, which needs an environment variable at process start.
     if argv is None and args[:1] in (["train"], ["eval"]) and not NO_WORK_FLAGS & set(args):
         from ppo_cli.allocator import start_with_jemalloc
 
@@ -374,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args=args or ["--help"], prog_name="ppo", standalone_mode=False
         )
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # `| head` has read all that it wants
+        if isinstance(end.__context__, BrokenPipeError):  # `| head` has read enough
             return EXIT_DONE
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:

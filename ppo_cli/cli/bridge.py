@@ -1,4 +1,4 @@
-"""`ppo bridge verl` and `ppo bridge read`; and `--engine verl` of `ppo train` and `ppo plan`."""
+"""`ppo bridge verl`, `ppo bridge read`, and `--engine verl` of `ppo train` and `ppo plan`."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ app = typer.Typer(
 
 
 def verl(arguments: Arguments) -> None:
-    """Write what verl 0.9.1 needs to train with these settings; settings of verl pass through."""
+    """Write the scripts for verl 0.9.1 with these settings; settings of verl pass through."""
     if arguments.extras["out"] is None:
         raise ConfigError("Name the folder to write: ppo bridge verl --out DIR ...")
     refuse_out_address(arguments.extras["out"])
     resolved, bridged = resolve_for_verl(arguments)
     files = _write_folder(Path(arguments.extras["out"]), resolved, bridged)
+    # Programs get the overrides, people the commands to run next.
     if arguments.extras["json"]:
         from ppo_cli.cli.screen import print_json
 
@@ -75,10 +76,10 @@ add_command(
 
 @app.command(epilog="Example: ppo bridge read DIR && ppo show DIR")
 def read(
-    folder: str = typer.Argument(metavar="DIR", help="Folder that `ppo bridge verl` wrote."),
+    folder: str = typer.Argument(metavar="DIR", help="Folder written by `ppo bridge verl`."),
     as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
 ) -> None:
-    """Turn what verl logged into metrics.jsonl and rollouts/, for ppo show and ppo view."""
+    """Convert verl's logs to metrics.jsonl and rollouts/, for ppo show and ppo view."""
     from ppo_cli.extras.bridge.rewards import read_back
 
     steps, responses = read_back(Path(folder))
@@ -91,7 +92,7 @@ def read(
 
 
 def print_verl_plan(arguments: Arguments) -> None:
-    """Print the overrides of verl that a line comes to."""
+    """Print the settings of a command line as overrides for verl, one per line."""
     from ppo_cli.cli.screen import print_result
 
     resolved, bridged = resolve_for_verl(arguments)
@@ -104,32 +105,40 @@ def print_verl_plan(arguments: Arguments) -> None:
 
 
 def train_on_verl(arguments: Arguments) -> None:
-    """Write the folder, and run this node's script; verl must be installed here."""
+    """Write verl's scripts to the run folder, run the script of this node, and exit with its code.
+
+    Raises MissingPart without verl and vLLM, and UserError if node 0 writes no script in time.
+    """
     resolved, bridged = resolve_for_verl(arguments)
     from ppo_cli.extras.bridge.folder import missing_verl, next_steps
 
     trainer = resolved.config.trainer
     folder, rank = Path(trainer.output_dir).expanduser().resolve(), trainer.node_rank or 0
     script = folder / f"node_{rank}.sh"
+    # Node 0 writes the scripts of all nodes to the shared disk.
     if rank == 0:
         files = _write_folder(folder, resolved, bridged)
         print("\n".join([*resolved.notes, next_steps(files, trainer.nnodes)[0]]), flush=True)
     if missing := missing_verl([name for name in ("verl", "vllm") if has_package(name)]):
-        raise MissingPart(f"{missing} {folder} is written: bash {script} starts it there.")
+        raise MissingPart(f"{missing} {folder} is written; start the training with: bash {script}")
+    # The other nodes wait for the file.
     ends = time.monotonic() + trainer.node_timeout
     while not script.exists():
         if time.monotonic() > ends:
-            raise UserError(f"{script} did not come: node 0 writes it, to a disk that all see.")
+            raise UserError(
+                f"{script} did not appear in time: node 0 writes it to a disk that all nodes share."
+            )
         time.sleep(1.0)
     environ = {"PYTHON": sys.executable, "MASTER_PORT": str(trainer.master_port), **os.environ}
     raise typer.Exit(subprocess.call(["bash", str(script)], env=environ))
 
 
 def suggest_verl(arguments: Arguments, problems: Sequence[str]) -> Iterator[str]:
-    """Say of a refused line how what verl alone has runs there."""
+    """Yield advice to run on verl, if a refused line has settings that only verl knows."""
     from ppo_cli.config.verl.translator import WRAPPER
     from ppo_cli.extras.bridge.overrides import is_verl_only
 
+    # Only settings that the problems mention: the others were accepted.
     text = " ".join(problems)
     flags = (f"{name}={value}" for name, (value, _) in arguments.flags.items())
     verl_words = [word for word in (*flags, *arguments.overrides) if is_verl_only(word)]
@@ -139,17 +148,22 @@ def suggest_verl(arguments: Arguments, problems: Sequence[str]) -> Iterator[str]
         others = f" and {len(verl_names) - 2} more" if len(verl_names) > 2 else ""
         line, folder = ppo("train --engine verl"), ppo("bridge verl --out DIR")
         yield (
-            f"verl has {', '.join(verl_names[:2])}{others}: `{line} ...` runs this line on its "
-            f"engine, and `{folder} ...` writes what to start there."
+            f"verl has {', '.join(verl_names[:2])}{others}: `{line} ...` runs this line on verl, "
+            f"and `{folder} ...` writes the scripts for it."
         )
 
 
 def resolve_for_verl(arguments: Arguments) -> tuple[Resolved, VerlOverrides]:
-    """Resolve a line, and write it in verl's words; raises ConfigError with all problems."""
+    """Return the settings of a line and verl's overrides for them.
+
+    Raises one ConfigError with all problems.
+    """
     from ppo_cli.extras.bridge.overrides import build_overrides, is_verl_only
 
+    # Settings that only verl has are passed on as they are.
     verl_overrides = tuple(word for word in arguments.overrides if is_verl_only(word))
     rest = tuple(word for word in arguments.overrides if word not in verl_overrides)
+    # Rules of other engines, such as limits on GPUs, do not apply.
     flags = {**arguments.flags, "trainer.engine": ("verl", "--engine verl")}
     resolved = replace(arguments, flags=flags, overrides=rest).resolve_node()
     bridged = build_overrides(resolved.config, verl_overrides)
@@ -160,10 +174,14 @@ def resolve_for_verl(arguments: Arguments) -> tuple[Resolved, VerlOverrides]:
 
 
 def _find_missing_inputs(resolved: Resolved) -> Iterator[str]:
-    """Say what the rewards lack; a key may be on the machine that trains only."""
+    """Yield the files and packages that the rewards miss.
+
+    API keys may be missing: they may be set only on the machine that trains.
+    """
     from ppo_cli.scoring.sources import file_checks
 
     config = resolved.config
+    # Everything but keys must be present here, as verl starts the reward in its own processes.
     allowed = missing_keys(config, os.environ)
     yield from (line for line in missing_inputs(config) if line not in allowed)
     yield from damaged_models(config)
@@ -172,17 +190,18 @@ def _find_missing_inputs(resolved: Resolved) -> Iterator[str]:
 
 
 def _write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> Sequence[Path]:
+    """Write the scripts of all nodes and return their paths; refuses a folder of another run."""
     from ppo_cli.extras.bridge.folder import write_folder
 
     folder = folder.expanduser()
-    # verl goes on from its own checkpoints, whatever the settings are by then.
+    # verl resumes from its own checkpoints even if the settings have changed.
     if resolved.config.trainer.resume_mode == "auto" and (folder / "verl").is_dir():
         _check_same_run(folder, resolved.config)
     return write_folder(folder, resolved, bridged)
 
 
 def _check_same_run(folder: Path, config: Config) -> None:
-    """Raise ConfigError where a folder holds a run on verl that other settings began."""
+    """Raise ConfigError if the folder holds a verl run that was started with other settings."""
     from ppo_cli.run.identity import ROWS, describe_changes, setting_values
 
     def values(config: Config) -> dict[str, Any]:
@@ -190,6 +209,6 @@ def _check_same_run(folder: Path, config: Config) -> None:
 
     if other := describe_changes(values(run_settings(folder)), values(config)):
         raise ConfigError(
-            f"{folder} holds a run on verl with another {other}. Name another folder, or begin "
-            "again in this one with --resume never."
+            f"{folder} holds a run on verl with another {other}. Name another folder, or start "
+            "from scratch in this one with --resume never."
         )

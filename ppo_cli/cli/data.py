@@ -28,13 +28,13 @@ from ppo_cli.data_sets.sources import is_hub_name
 from ppo_cli.errors import EXIT_USER, ppo
 from ppo_cli.run_folder import plain
 
-EXAMPLES = 5
-PERCENTILES = (50, 90, 95, 99)
+EXAMPLES = 5  # rows that a finding names
+PERCENTILES = (50, 90, 95, 99)  # of lengths
 
 
 @dataclass(frozen=True)
 class Finding:
-    """How many rows share a trait, and the first few of them in words."""
+    """Number of rows with a property, and a description of the first few."""
 
     count: int
     examples: tuple[str, ...]
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt as the model reads it."""
+    """One prompt as the model reads it, with its place (file and row) and its answer."""
 
     place: str
     rendered: str
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything found in the files; lengths are None when there is no usable row."""
+    """Result of a check of prompt files; lengths are None if there is no usable row."""
 
     files: tuple[str, ...]
     rows: int
@@ -73,11 +73,11 @@ class Report:
 
     @property
     def bad(self) -> int:
-        """The number of rows that cannot be used."""
+        """Number of rows that cannot be used; a row with several problems counts once."""
         return len({problem.place for problem in self.bad_rows})
 
     def to_json(self) -> str:
-        """Return the report as JSON, every bad row included."""
+        """Return the report as JSON text, with every bad row."""
         shown = asdict(self)
         shown["bad_rows"] = [
             {
@@ -99,14 +99,17 @@ def examine_files(
     prompt_key: str = "prompt",
     source_key: str = "data_source",
 ) -> Report:
-    """Read every row of the files and report; only a file that cannot be read raises."""
+    """Check every row of the files; raises DataError only for files that cannot be read."""
+    # First the format of the rows, then the chat template and the tokenizer.
     sets = [load_rows(s, prompt_key=prompt_key, source_key=source_key) for s in sources]
     rows = [row for row_set in sets for row in row_set.rows]
     rendered, refused = renderer.render(rows)
     problems = [problem for row_set in sets for problem in row_set.problems] + refused
     usable = [item.row for item in rendered]
+    # Usable rows that deserve a remark.
     with_control_words = [item for item in rendered if item.control_words]
     long = [item for item in rendered if len(item.token_ids) > max_prompt_length]
+    # The first prompt is shown in full.
     sample = None
     if rendered:
         item, row = rendered[0], rendered[0].row
@@ -136,15 +139,16 @@ def examine_files(
 
 
 def make_finding(examples: Sequence[str]) -> Finding:
-    """Count the rows and keep the first few."""
+    """Return a Finding with the number of rows and the first few of them."""
     return Finding(len(examples), tuple(examples[:EXAMPLES]))
 
 
 def describe_repeated_prompts(rows: Sequence[Row]) -> list[str]:
-    """Name the rows whose prompt stood in an earlier row, with that row."""
+    """Return a sentence for each row whose prompt is the same as that of an earlier row."""
     first: dict[str, Row] = {}
     sentences = []
     for row in rows:
+        # Message lists cannot be dictionary keys.
         key = row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt, default=str)
         if key in first:
             sentences.append(f"{row.place} repeats {first[key].place}")
@@ -154,42 +158,47 @@ def describe_repeated_prompts(rows: Sequence[Row]) -> list[str]:
 
 
 def count_characters(row: Row) -> int:
-    """Return the length of a prompt's text, the template left out."""
+    """Return the length of a prompt in characters, without the chat template."""
     if isinstance(row.prompt, str):
         return len(row.prompt)
     return sum(len(message["content"]) for message in row.prompt)
 
 
 def percentiles(lengths: Sequence[int]) -> dict[str, int] | None:
-    """Return the shortest, the percentiles and the longest; None for no lengths."""
+    """Return minimum, percentiles and maximum by name; None without lengths."""
     if not lengths:
         return None
+    # "higher" gives a length that some row has, not an interpolated one.
     values = np.percentile(lengths, PERCENTILES, method="higher")
     middle = {f"p{p}": int(v) for p, v in zip(PERCENTILES, values, strict=True)}
     return {"min": min(lengths), **middle, "max": max(lengths)}
 
 
+# Limits of the printed report; --json has everything.
 MAX_BAD_ROWS = 50
+# The table of data sources.
 MAX_SOURCES = 20
 MAX_TRUTH_CHARS = 1000  # characters
 Table = Sequence[tuple[str, str]]
 
 
 def print_report(report: Report, model: str, training: Sequence[str]) -> None:
-    """Print the tables, the remarks, the bad rows and one rendered prompt.
+    """Print tables, remarks, bad rows, one rendered prompt and a closing line.
 
-    `training` is what training would say of the rows.
+    `training` has the remarks that `ppo train` would make about these rows.
     """
     tables = {
         "Rows": summary_rows(report),
         "Rows by data_source": source_rows(report.data_sources),
         f"Prompt length (tokens of {model})": length_rows(report),
     }
+    # Tables first; one without rows is left out.
     for title, rows in tables.items():
         if rows:
             print_text("\n".join([*titled_table(title, rows), ""]))
     print_lines("Please note", [*training, *list_remarks(report)])
     print_lines("Bad rows", bad_row_lines(report))
+    # One prompt with all control tokens, so that the template can be checked by eye.
     if report.sample is not None:
         sample = report.sample
         truth = json.dumps(sample.ground_truth, ensure_ascii=False, default=str)
@@ -202,7 +211,7 @@ def print_report(report: Report, model: str, training: Sequence[str]) -> None:
 
 
 def summary_rows(report: Report) -> Table:
-    """Return the counts of the whole check."""
+    """Return the counts of the check as (name, value) rows."""
     return [
         ("files", ", ".join(report.files)),
         ("rows", f"{report.rows:,}"),
@@ -215,15 +224,16 @@ def summary_rows(report: Report) -> Table:
 
 
 def source_rows(sources: Mapping[str, int]) -> Table:
-    """Return the count of each data_source, the most frequent first."""
+    """Return the number of rows of each data_source, the most frequent first."""
     rows = [(name or "(none)", f"{count:,}") for name, count in sources.items()]
+    # Rare sources share one row.
     rest = sum(list(sources.values())[MAX_SOURCES:])
     remainder = [(f"{len(rows) - MAX_SOURCES} more", f"{rest:,}")] if rest else []
     return rows[:MAX_SOURCES] + remainder
 
 
 def length_rows(report: Report) -> Table:
-    """Return the length percentiles in characters and tokens."""
+    """Return the percentiles of prompt lengths in tokens and characters; empty without rows."""
     if report.characters is None or report.tokens is None:
         return []
     tokens = report.tokens
@@ -234,23 +244,24 @@ def length_rows(report: Report) -> Table:
 
 
 def list_remarks(report: Report) -> list[str]:
-    """Return what is not wrong but worth knowing."""
+    """Return remarks on rows that can be used but may surprise, one sentence each."""
     lines = list(report.notes)
     if report.missing_ground_truth.count:
         lines.append(
             count_line("rows have no ground truth; rules need one", report.missing_ground_truth)
         )
     if report.duplicates.count:
-        lines.append(count_line("prompts were seen before", report.duplicates))
+        lines.append(count_line("prompts are repeated", report.duplicates))
+    # Not an error here: the limit of the training run may be another one.
     if report.overlong.count:
         what = f"prompts exceed {report.max_prompt_length} tokens; training stops at them unless "
         what += "--max_prompt_length is raised, data.filter_overlong_prompts=true or "
         lines.append(count_line(what + "data.truncation=left|right", report.overlong))
     if report.control_words.count:
-        what = "prompts hold words that this tokenizer turns into control tokens"
+        what = "prompts contain text that this tokenizer turns into control tokens"
         lines.append(count_line(what, report.control_words))
     if report.unused_columns:
-        lines.append(f"Columns that nothing reads: {', '.join(report.unused_columns)}.")
+        lines.append(f"Columns that are not read: {', '.join(report.unused_columns)}.")
     return lines
 
 
@@ -261,39 +272,42 @@ def count_line(what: str, finding: Finding) -> str:
 
 
 def bad_row_lines(report: Report) -> list[str]:
-    """Name the bad rows of each cause, the first ones of very many."""
+    """Return a line for each kind of problem with its rows; at most MAX_BAD_ROWS lines."""
     lines = group_problems(report.bad_rows, MAX_BAD_ROWS)
     hidden = len(lines) - MAX_BAD_ROWS
     if hidden <= 0:
         return lines
-    return [*lines[:MAX_BAD_ROWS], f"and {hidden:,} more; --json names them all"]
+    return [*lines[:MAX_BAD_ROWS], f"and {hidden:,} more; --json lists them all"]
 
 
 def closing_line(report: Report) -> str:
-    """Return the last line: ready, or how many rows to correct."""
+    """Return the last line of the report: all rows are usable, or how many are bad."""
     if report.bad:
         return f"{report.bad:,} of {report.rows:,} rows are bad; correct or remove them."
     return f"All {report.rows:,} rows can be used."
 
 
 def print_lines(title: str, lines: Iterable[str]) -> None:
-    """Print a titled list; an empty one not at all."""
+    """Print a title and a list; nothing if the list is empty."""
     shown = [f"  - {line}" for line in lines]
     if shown:
         print_text("\n".join([title, *shown, ""]))
 
 
 def print_prepared(files: Sequence[PreparedFile]) -> None:
-    """Print what was written and the command that uses it."""
+    """Print the files that were written, and the commands that use them."""
     for file in files:
         print_text(f"{file.path}: {file.rows:,} rows")
     for note in filter(None, (file.note for file in files)):
         print_text(note)
+    # The next command, with the flags for the splits that exist.
     paths = {file.split: file.path for file in files}
     flags = ["--train_files", str(paths["train"])] if "train" in paths else []
+    # Sets have a validation or a test split, or neither.
     held_out = next((split for split in ("val", "test") if split in paths), None)
     flags += ["--val_files", str(paths[held_out])] if held_out else []
     print_text(f"Next: {ppo('train')} {shlex.join(flags)}")
+    # Preference pairs train a reward model.
     if pairs := next((paths[split] for split in paths if split.startswith("pairs_")), None):
         command = shlex.join(["--data", str(pairs), "--model", "MODEL", "--out", "my_rm"])
         print_text(f"Or:   {ppo('reward fit')} {command}")
@@ -305,6 +319,7 @@ data_app = typer.Typer(
     add_completion=False,
 )
 
+# Help texts show the defaults of a training run.
 _DEFAULTS = Data()
 
 
@@ -318,7 +333,7 @@ def check(
     raw: bool,
     json: bool,
 ) -> None:
-    """Count rows, sources and lengths, name bad rows, show one prompt; exit 2 on bad rows."""
+    """Count rows, sources and lengths, list bad rows, show one prompt; exit 2 on bad rows."""
     named = prompt_files(files, "train")
     for file in named:  # before the import, which takes seconds
         if not is_hub_name(file):
@@ -362,7 +377,7 @@ CHECK_FLAGS = [
         "reward_fn_key", str, _DEFAULTS.reward_fn_key, "Column that chooses the reward rule."
     ),
     make_flag("system_prompt", str, None, "Put in front of prompts without a system message."),
-    make_switch("raw", "No chat template: prompts are used as they stand."),
+    make_switch("raw", "No chat template: prompts are used unchanged."),
     make_switch("json", "Print JSON."),
 ]  # fmt: skip
 data_app.command(
@@ -371,19 +386,18 @@ data_app.command(
 
 
 def _training_remarks(report: Report, model: str | None) -> list[str]:
-    """What `ppo train` would say of these rows with its defaults."""
+    """Return the remarks that `ppo train` with default settings would make about these rows."""
     from ppo_cli.scoring.sources import find_missing_rule
 
     lines = []
     if model is None:
-        lines.append(
-            "Tokens are counted with the model that ships with ppo-cli; name yours with --model."
-        )
+        lines.append("Tokens are counted with the bundled model; name yours with --model.")
+    # A training run lowers its batch size to the number of rows.
     if 0 < report.usable < _DEFAULTS.train_batch_size:
         mini = Actor().ppo_mini_batch_size
         lines.append(describe_lowered_batches(report.usable, _DEFAULTS.train_batch_size, mini))
     if refused := find_missing_rule(report.data_sources):
-        lines.append(f"Training by rules refuses these rows. {refused} A judge needs neither.")
+        lines.append(f"Training with rules refuses these rows. {refused} A judge needs neither.")
     return lines
 
 
@@ -399,11 +413,12 @@ def prepare(
         str | None,
         typer.Option("--source", help="File or folder with the original rows, or a hub set."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write a well-known set as verl-style parquet files, ready for --train_files."""
     files = run_prepare(name, source=source, out=out, force=force)
+    # Programs need the paths; people also the next command.
     if as_json:
         shown = [
             {"split": f.split, "path": str(f.path), "rows": f.rows}

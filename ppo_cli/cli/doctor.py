@@ -1,4 +1,4 @@
-"""`ppo doctor`: what this machine lacks; with `--self_test`, whether its numbers are right."""
+"""`ppo doctor`: checks this machine; `--self_test` compares its numbers with the CPU's."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
     from ppo_cli.self_test.results import LayerShape, Outcome
     from ppo_cli.self_test.runner import Progress
 
+# State of an outcome -> the word in the table.
 STATES = {"ok": "ok", "differs": "differs", "failed": "failed", "skipped": "does not apply"}
 
 
 def doctor(arguments: Arguments) -> None:
-    """Look at Python, packages, GPUs, vLLM, Ray, memory, disk, hub, sandboxes and judges.
+    """Check Python, packages, GPUs, vLLM, Ray, memory, disk, hub, sandboxes and judges.
 
-    Each line says ok, warn or fail, and what mends it. The exit code is 2 where one fails.
-    The flags of a training run are taken too: then its output folder and judges are looked at.
-    With --self_test the program's parts run on these devices instead, for about two minutes, and
-    their numbers are compared with the CPU's in float64; --model gives the sizes of layers.
+    Each line says ok, warn or fail, and suggests a fix. The exit code is 2 if a check fails.
+    With the flags of a training run, its output folder and its judges are checked as well.
+    --self_test runs the program's parts on these devices instead, for about two minutes, and
+    compares their numbers with the CPU's in float64; --model sets the sizes of the layers.
     """
     config = arguments.resolve().config
     as_json = bool(arguments.extras["json"])
@@ -44,6 +45,7 @@ def doctor(arguments: Arguments) -> None:
     from ppo_cli.cli.screen import print_json, print_text
     from ppo_cli.run.doctor import examine
 
+    # A check may take seconds, so each finding is printed at once.
     findings = []
     for finding in examine(config, os.environ, probe=arguments.extras["probe"]):
         findings.append(finding)
@@ -58,11 +60,13 @@ def doctor(arguments: Arguments) -> None:
 
 
 def _run_self_test(config: Config, *, as_json: bool) -> None:
+    """Run all checks of the self-test, write their record, print them; exit 2 if one fails."""
     from ppo_cli.cli.screen import print_json, print_text
     from ppo_cli.config.machine.device_record import require_writable, write_record
     from ppo_cli.self_test.results import Setup
     from ppo_cli.self_test.runner import make_record, run_checks
 
+    # CUDA reads its variables once, so the order of the GPUs is set before torch is imported.
     gpus = len(list_gpus())
     pin_gpu_order(os.environ)
     if fault := find_gpu_fault(gpus or 1):
@@ -70,13 +74,17 @@ def _run_self_test(config: Config, *, as_json: bool) -> None:
     try:
         require_writable()
     except UserError as error:
-        print(f"This self-test leaves no record: {error}.", file=sys.stderr, flush=True)
+        print(
+            f"The result of this self-test cannot be saved: {error}.", file=sys.stderr, flush=True
+        )
     setup = Setup("cuda" if gpus else "cpu", gpus, Path(), _read_layer_shape(config))
     started = time.monotonic()
+    # The checks themselves, with progress on stderr.
     outcomes = list(run_checks(setup, tell=_print_progress))
     _clear_progress()
     record = make_record(outcomes)
     path, reason = None, None
+    # A self-test that passed counts even if its record cannot be saved.
     try:
         path = str(write_record(record))
     except UserError as error:
@@ -99,19 +107,20 @@ def _run_self_test(config: Config, *, as_json: bool) -> None:
 
 
 def _read_layer_shape(config: Config) -> LayerShape:
-    """The sizes of the layers of --model, where it is another than the bundled one."""
+    """Return the layer sizes of --model; the defaults for the bundled model."""
     from ppo_cli.self_test.results import LayerShape
 
     path = config.model.path
     shape = None if path == EMBEDDED else Shape.from_config(read_config(path))
     if shape is None:
         return LayerShape()
+    # Query heads share key heads in many models, so both are counted in heads of the same size.
     size = shape.queries // shape.heads
     return LayerShape(shape.heads, shape.keys // size, size, shape.vocabulary, path)
 
 
 def _print_progress(progress: Progress) -> None:
-    """One line that is written over on a terminal; a line for each check elsewhere."""
+    """Print progress to stderr: a line that is overwritten on a terminal, else one per check."""
     time_left = f"about {progress.seconds_left:.0f} s left"
     line = f"self-test {progress.number}/{progress.count}: {progress.check}, {time_left}"
     _clear_progress()
@@ -119,11 +128,13 @@ def _print_progress(progress: Progress) -> None:
 
 
 def _clear_progress() -> None:
+    """Erase the progress line of a terminal."""
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _format_outcomes(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the outcomes as a table: check, outcome, seconds, what was compared."""
     from ppo_cli.cli.screen import align_columns
 
     rows = [["check", "outcome", "seconds", "what was compared"]]
@@ -136,12 +147,14 @@ def _format_outcomes(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _count_outcomes(outcomes: Sequence[Outcome], shape: LayerShape, device: str) -> list[str]:
+    """Return a sentence with the number of outcomes in each state."""
     counts = {s: sum(outcome.state == s for outcome in outcomes) for s in STATES}
     counts_by_state = [f"{count} {STATES[state]}" for state, count in counts.items() if count]
     kind = "the CPU" if device == "cpu" else "GPUs"
     return [f"On {kind}, with layers of {shape.model}: {', '.join(counts_by_state)}"]
 
 
+# The help lists the settings that the checks read; other flags of a run are accepted too.
 doctor_app = typer.Typer(add_completion=False)
 add_command(
     doctor_app,

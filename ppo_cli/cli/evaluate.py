@@ -1,4 +1,4 @@
-"""`ppo eval`, `ppo generate`, `ppo export`: scores, answers and one folder of a trained model."""
+"""`ppo eval`, `ppo generate`, `ppo export`: score a model, sample from it, write it to a folder."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ from ppo_cli.run_folder import ModelSource, find_source
 if TYPE_CHECKING:
     from ppo_cli.run.evaluate import SampledModel
 
-TRAINING_NOTES = (EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE)  # nothing is trained here
+# Notes about training, which are not shown here.
+TRAINING_NOTES = (EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE)
+# If one of these is set on the command line, it holds for evaluation too.
 SAMPLING_KEYS = ("rollout.temperature", "rollout.top_p", "rollout.top_k")
 
-# Where a run was trained says nothing of where its model is sampled from.
+# A run's model may be sampled on other devices than it was trained on.
 DROP_DEVICE_SETTINGS = tuple(f"~trainer.{name}" for name in (
     "engine", "n_gpus_per_node", "nnodes", "node_rank", "num_workers", "placement",
 ))  # fmt: skip
@@ -46,9 +48,10 @@ DROP_DEVICE_SETTINGS = tuple(f"~trainer.{name}" for name in (
 def evaluate(arguments: Arguments) -> None:
     """Score the responses of models to prompts; two or more models are compared.
 
-    Of a RUN, the settings of the first are the defaults: reward, prompts, sampling, template.
+    The settings of the first RUN are the defaults: reward, prompts, sampling, template.
     """
     extras = arguments.extras
+    # Which models, and which settings.
     names, overrides = split_models_and_overrides(arguments.overrides)
     if not names:
         raise ConfigError(f"Name a model or a run: {ppo('eval outputs')}.")
@@ -62,25 +65,28 @@ def evaluate(arguments: Arguments) -> None:
     resolved = resolve_model_settings(arguments, sources)
     config = resolved.config
     problems = describe_repeated_models(sources)
+    # lm-eval brings its own rows and scores, so the other flags have no meaning.
     if extras["tasks"]:
         others = [name for name in ("data", "n", "greedy", "right", "out") if extras[name]]
         if others:
-            problems.append(f"--tasks are lm-eval's own rows and scores: leave --{others[0]} out.")
+            problems.append(f"--tasks uses lm-eval's rows and scores: leave --{others[0]} out.")
         if problems:
             raise ConfigError(problems)
         _run_lm_eval(arguments, config, sources)
         return
+    # Everything that is wrong with the flags, before anything heavy is imported.
     if extras["right"] is not None and not math.isfinite(extras["right"]):
         problems.append(f"--right {extras['right']}: give a score, such as 0.5.")
     if not config.data.val_files or resolved.origins["data.val_files"].startswith("bundled"):
-        problems.append("Name the rows to answer with --data FILE; `--data embedded` is sums.")
+        problems.append("Name the rows to answer with --data FILE; `--data embedded` has sums.")
     several = extras["n"] or config.rollout.val_kwargs.n
     if extras["greedy"] and several > 1:
-        problems.append("--greedy gives one response a prompt: leave it or --n out.")
+        problems.append("--greedy gives one response per prompt: leave out --greedy or --n.")
     if problems:
         raise ConfigError(problems)
     from ppo_cli.cli.screen import make_screen, print_result
 
+    # Importing torch creates many objects; collecting garbage meanwhile would only slow it down.
     with pause_garbage_collection():
         from ppo_cli.run.evaluate import eval_sampling, evaluate
 
@@ -97,18 +103,21 @@ def evaluate(arguments: Arguments) -> None:
         report = evaluate(config, sources, sampling, screen, out=out, threshold=extras["right"])
     print_result(report, lambda: format_evaluation(report), as_json=extras["json"])
     if report["stopped"]:
-        raise Interrupted(f"{report['stopped']} Scores are kept: run the command again to go on.")
+        raise Interrupted(
+            f"{report['stopped']} Scores are saved: run the same command to continue."
+        )
     for model in report["models"]:
+        # The last entry is the sum over all data sources.
         every = list(model["sources"].values())[-1]
         if every["failed"] == every["responses"]:
             raise RewardError(
                 f"No response of {model['name']} has a score: {next(iter(model['failures']))}. "
-                f"Each row in {model['rows']} says why; the same command asks again."
+                f"Each row in {model['rows']} says why; run the same command to try again."
             )
 
 
 def _run_lm_eval(arguments: Arguments, config: Config, sources: Sequence[ModelSource]) -> None:
-    """Print what lm-eval's tasks come to."""
+    """Evaluate the models on lm-eval's tasks and print a table, or JSON."""
     from ppo_cli.cli.screen import align_columns, make_screen, print_result
     from ppo_cli.run.evaluate import evaluate_tasks
 
@@ -116,6 +125,7 @@ def _run_lm_eval(arguments: Arguments, config: Config, sources: Sequence[ModelSo
     screen = make_screen(sys.stderr)
     with closing(screen):
         report = evaluate_tasks(config, sources, names, screen)
+    # One row for each model, task and metric.
     rows = [["", "task", "metric", "value", "stderr"]]
     for model in report["models"]:
         for task, metrics in model["tasks"].items():
@@ -128,9 +138,10 @@ def _run_lm_eval(arguments: Arguments, config: Config, sources: Sequence[ModelSo
 
 
 def _find_intact_model(word: str) -> ModelSource:
-    """Return the model that a word means; raises ModelError also where its files are damaged."""
+    """Return the model of a word (folder, hub name, run); ModelError if its files are damaged."""
     source = find_source(word)
 
+    # The advice of the error is this command line with another model.
     def retry(model: Path) -> str:
         return replace_path(word, str(model if source.run is None else model.parent))
 
@@ -139,7 +150,7 @@ def _find_intact_model(word: str) -> ModelSource:
 
 
 def describe_repeated_models(sources: Sequence[ModelSource]) -> list[str]:
-    """Say which models were named more than once, by whatever words."""
+    """Return a problem for each model that is named twice, even by different names."""
     name_of_path: dict[str, str] = {}
     problems = []
     for source in sources:
@@ -154,10 +165,13 @@ def describe_repeated_models(sources: Sequence[ModelSource]) -> list[str]:
 
 
 def split_models_and_overrides(args: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Sort the words of a line: an override is KEY=VALUE or ~KEY, unless it is a path."""
+    """Split a line's arguments into models and overrides.
+
+    An override is KEY=VALUE or ~KEY, unless a path with that name exists.
+    """
 
     def overrides(word: str) -> bool:
-        # Path.expanduser would raise for ~reward.rule: that is nobody's home.
+        # Path.expanduser would raise for ~reward.rule, as no user has that name.
         is_path = os.path.exists(os.path.expanduser(word.rpartition("@")[0] or word))
         return not is_path and ("=" in word or (word.startswith("~") and "/" not in word))
 
@@ -168,14 +182,15 @@ def split_models_and_overrides(args: Sequence[str]) -> tuple[list[str], tuple[st
 
 
 def resolve_model_settings(arguments: Arguments, sources: Sequence[ModelSource]) -> Resolved:
-    """Resolve what was typed over the settings of the first run, or over those of a first model.
+    """Resolve a command line over the settings of the first run, or for the first model.
 
-    What was trained on many devices is sampled from on one. Nothing is trained here, so a limit
-    of training rows is one of the rows that are answered.
+    Settings of devices are not taken from the run. `data.train_max_samples` is read as
+    `data.val_max_samples`, as nothing is trained.
     """
     run = next((source.run for source in sources if source.run is not None), None)
     flags = {**arguments.flags, "model.path": (sources[0].path, f"model {sources[0].name}")}
     preset = arguments.preset
+    # Users limit rows by the setting they know from training.
     rows = "data.train_max_samples=", "data.val_max_samples="
     arguments = replace(
         arguments, overrides=tuple(text.replace(*rows) for text in arguments.overrides)
@@ -190,15 +205,16 @@ def resolve_model_settings(arguments: Arguments, sources: Sequence[ModelSource])
 
 
 def format_evaluation(report: Mapping[str, Any]) -> str:
-    """The result as text: a table for each model, then the differences."""
+    """Return an evaluation as text: a table for each model, then the differences between models."""
     from ppo_cli.cli.screen import format_number, titled_table
 
     s = report["sampling"]
     drawn = f"temperature {s['temperature']:g}" if s["temperature"] else "greedy"
-    lines = [f"Rows in {report['out']}; {s['n']} a prompt, {drawn}; 95 % intervals over prompts."]
+    lines = [f"Rows in {report['out']}; {s['n']} per prompt, {drawn}; 95 % intervals over prompts."]
     for model in report["models"]:
         rows = [["", "prompts", "", "value", "95 %"]]
         for source, facts in model["sources"].items():
+            # The name of the data source and its prompts are only in its first row.
             measures = {f"mean@{s['n']}": facts["mean"]}
             measures |= {f"pass@{k}": of_k for k, of_k in facts["pass"].items()}
             for i, (name, estimate) in enumerate(measures.items()):
@@ -211,6 +227,7 @@ def format_evaluation(report: Mapping[str, Any]) -> str:
             lines.append(f"  {facts['failed']} of {facts['responses']} have no score: {why}")
         if spent := ", ".join(f"{k} {format_number(v)}" for k, v in model["spent"].items()):
             lines.append(f"  judge: {spent}")
+    # Paired differences of each two models on the same prompts.
     for gap in report["differences"]:
         rows = [["", "prompts", "difference", "95 %", "p"]]
         for source, facts in gap["sources"].items():
@@ -222,26 +239,29 @@ def format_evaluation(report: Mapping[str, Any]) -> str:
 
 
 def _format_interval(facts: Mapping[str, Any], sign: str = "") -> list[str]:
+    """Return two cells, value and confidence interval; `sign` "+" shows plus signs."""
     value, low, high = (facts[name] for name in ("value", "low", "high"))
     within = "" if low is None else f"[{low:{sign}.3f}, {high:{sign}.3f}]"
     return ["-" if value is None else f"{value:{sign}.3f}", within]
 
 
 def generate(arguments: Arguments) -> None:
-    """Let a model answer: one prompt, a file of them, or you in a chat (Ctrl-D ends it)."""
+    """Let a model answer one prompt, a file of prompts, or you in a chat (Ctrl-D ends it)."""
     extras = arguments.extras
     model, prompt = extras["source"], extras["prompt"]
+    # The argument after the model may be a prompt or the first override.
     if prompt and "=" in prompt and find_key(prompt.partition("=")[0]) is not None:
         arguments, prompt = replace(arguments, overrides=(prompt, *arguments.overrides)), None
     problems = []
     if not model:
         problems.append(f"Name a model or a run: {ppo('generate outputs')}.")
     if prompt and extras["data"]:
-        problems.append("A prompt and --data FILE both say what is asked; keep one.")
+        problems.append("A prompt and --data FILE cannot be combined; keep one.")
     if extras["out"] and not extras["data"]:
-        problems.append("--out takes the answers to --data FILE; name the file.")
+        problems.append("--out is for the answers to --data FILE; name that file too.")
     if problems:
         raise ConfigError(problems)
+    # Check the model and --out before the imports, which take seconds.
     source = _find_intact_model(model)
     config = resolve_model_settings(arguments, [source]).config
     from ppo_cli.scoring.rows import check_out, write_rows
@@ -253,6 +273,7 @@ def generate(arguments: Arguments) -> None:
 
     sampling = eval_sampling(config, extras["n"] or 1, greedy=extras["greedy"], as_trained=True)
     screen = make_screen(sys.stderr)  # stdout is for the answers
+    # A file of prompts, one prompt, or a chat.
     with closing(screen), closing(SampledModel(config, source)) as sampled:
         if extras["data"]:
             prompts, notes = sampled.read(prompt_files([extras["data"]], "val"))
@@ -278,10 +299,16 @@ def generate(arguments: Arguments) -> None:
 def chat(
     sampled: SampledModel, answer: Callable[[Prompt], dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Answer line by line until the input ends; with a chat template, what was said stays said."""
+    """Read prompts from stdin line by line and yield each answer as a row, until the input ends.
+
+    With a chat template earlier turns are part of the prompt; the oldest ones are dropped when it
+    gets too long.
+    """
     history: list[Message] = []
     if not sampled.uses_template:
-        print("This model has no chat template: it continues each line by itself.", file=sys.stderr)
+        print(
+            "This model has no chat template: it continues each line separately.", file=sys.stderr
+        )
     while True:
         try:
             line = read_text(lambda: input("> " if sys.stdin.isatty() else ""))
@@ -291,6 +318,7 @@ def chat(
             continue
         prompt = None if sampled.uses_template else sampled.prompt(line)
         history.append({"role": "user", "content": line})
+        # Drop the oldest question with its answer until the prompt fits.
         while prompt is None:
             try:
                 prompt = sampled.prompt(history)
@@ -305,7 +333,7 @@ def chat(
 
 
 def read_text(read: Callable[[], str]) -> str:
-    """What was typed; raises DataError where it is not text."""
+    """Return the text that `read` returns; DataError if the input is not valid text."""
     try:
         return read()
     except UnicodeDecodeError as error:
@@ -313,6 +341,7 @@ def read_text(read: Callable[[], str]) -> str:
 
 
 def _print_rows(rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
+    """Print the responses, or the entire rows as JSON lines."""
     from ppo_cli.cli.screen import print_json, print_text
 
     for row in rows:
@@ -342,11 +371,11 @@ add_command(
             "NAMES",
         ),
         make_flag(
-            "n", int, None, "Responses a prompt; more than 1 are drawn as in training.", "N", min=1
+            "n", int, None, "Responses per prompt; several are sampled as in training.", "N", min=1
         ),
         _GREEDY,
-        make_flag("right", float, None, "Score from which a response counts for pass@k.", "X"),
-        make_flag("out", str, None, "Folder for the rows; unset, one below ./evals.", "DIR"),
+        make_flag("right", float, None, "Score from which a response is right for pass@k.", "X"),
+        make_flag("out", str, None, "Folder for the rows; unset, a folder in ./evals.", "DIR"),
         _JSON,
     ],
     _SHOWN,
@@ -359,9 +388,9 @@ add_command(
     [
         make_argument("source", "MODEL|RUN[@STEP]", "Folder, hub name, `embedded`, or a run."),
         make_argument("prompt", "[PROMPT]", "What to answer; `-` reads it from the input."),
-        make_flag("data", str, None, "Rows to answer, in place of a prompt.", "FILE"),
+        make_flag("data", str, None, "Rows to answer, instead of a prompt.", "FILE"),
         make_flag("out", str, None, "JSONL file for the answers to --data.", "FILE"),
-        make_flag("n", int, 1, "Responses a prompt.", "N", min=1),
+        make_flag("n", int, 1, "Responses per prompt.", "N", min=1),
         _GREEDY,
         _JSON,
     ],
@@ -369,21 +398,21 @@ add_command(
 )
 
 
-def export(source: str, out: Path, json: bool, **how: Any) -> None:
+def export(source: str, out: Path, json: bool, **options: Any) -> None:
     """Write a trained model as one Hugging Face folder, tokenizer and chat template included.
 
     A LoRA adapter is merged into its base. Weights stay in float32 unless --dtype says otherwise.
-    The model of a run gets a card, README.md: base model, data, reward, settings, results, cost.
+    The model of a run gets a README.md: base model, data, reward, settings, results, cost.
     """
     from ppo_cli.cli.screen import print_result
     from ppo_cli.run.export import export as run_export
 
-    record = run_export(Path(source), out, **how)
+    record = run_export(Path(source), out, **options)
     print_result(record, lambda: format_export(record), as_json=json)
 
 
 def format_export(record: dict[str, Any]) -> str:
-    """Return what was written, from where, and what to do with it."""
+    """Return a summary of an export: folder, source, size, and the command that uses it."""
     step = "" if record["step"] is None else f" (step {record['step']})"
     files = len(record["files"])
     lines = [
@@ -392,6 +421,7 @@ def format_export(record: dict[str, Any]) -> str:
         f"  parameters  {format_count(record['parameters']).strip()}, {record['dtype']}",
         f"  size        {format_count(record['bytes'], 'G')}B in {files} file{'s' * (files > 1)}",
     ]
+    # Lines that only some exports have.
     if record["card"]:
         lines.append("  card        README.md")
     if record["pushed"]:
@@ -404,7 +434,7 @@ def format_export(record: dict[str, Any]) -> str:
 
 
 def format_count(count: int, billions: str = "B") -> str:
-    """Return a count as people say it: 494 M."""
+    """Return a count with three digits and a unit: `494 M`."""
     for size, unit in ((1e9, billions), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -414,7 +444,7 @@ def format_count(count: int, billions: str = "B") -> str:
 EXPORT_FLAGS = [
     make_argument(
         "source", "RUN_OR_CHECKPOINT",
-        "Run folder (its latest checkpoint is taken), checkpoint, or model folder in one.",
+        "Run folder (for its latest checkpoint), checkpoint, or a model folder inside one.",
         required=True,
     ),
     make_flag("out", Path, ..., "Folder to write; new or empty.", "DIR", show_default=False),
@@ -425,7 +455,7 @@ EXPORT_FLAGS = [
     ),
     make_flag(
         "dtype", Literal["float32", "bfloat16"], None,
-        "Type of the weights; bfloat16 takes half the space, and is what servers compute in.",
+        "Type of the weights; bfloat16 takes half the space, and servers compute in it.",
         show_default="as it was saved: float32",
     ),
     make_switch("critic", "Export the critic, not the actor."),
@@ -439,7 +469,7 @@ EXPORT_FLAGS = [
         "push", str, None,
         "Upload the folder to this repository of the Hugging Face hub: NAME or OWNER/NAME.", "NAME",
     ),
-    make_switch("public", "Everybody can read what --push uploads; else private."),
+    make_switch("public", "Make the repository of --push public; private by default."),
     _JSON,
 ]  # fmt: skip
 export_app = typer.Typer(add_completion=False)

@@ -1,4 +1,4 @@
-"""`ppo explain`: what a setting or a metric is; `ppo presets`: list, show or copy a preset."""
+"""`ppo explain`: describes a setting or a metric; `ppo presets`: lists, shows, copies presets."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from ppo_cli.errors import ConfigError, did_you_mean, ppo
 from ppo_cli.report.catalogue import METRICS
 from ppo_cli.report.health import Limits
 
-# The words on a line of a step; a flag of the same name is asked for with its dashes.
+# Short metric names on the line of a step. For a flag of the same name users type the dashes.
 STEP_LINE_METRICS = {word: key for key, word in COLUMNS.items()} | {"val": "val/accuracy"}
+# Key of a fact -> its heading in the text.
 HEADINGS = {
     "key": "setting", "metric": "metric", "is": "is", "type": "type", "range": "range",
     "usual": "usual", "default": "default", "flag": "flag", "variable": "variable",
@@ -34,23 +35,25 @@ def explain(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a setting or a metric is: its range, what it goes with, what to change."""
+    """Explain a setting or a metric: its range, related settings, what to change."""
     meant = STEP_LINE_METRICS.get(name) or load_foreign_flags()["aliases"].get(
         name.lstrip("-"), name
     )
     facts = find_setting_facts(meant) or find_metric_facts(meant)
     if not facts:
+        # Suggest from settings, flags and metrics.
         names = [*(k.flag for k in table().values() if k.flag), *(m.key for m in METRICS)]
         near = suggest_key(name) or did_you_mean(name, [*table(), *names])
-        raise ConfigError(f"There is no setting and no metric '{name}'.{near}")
+        raise ConfigError(f"There is no setting or metric '{name}'.{near}")
     print_result(facts, lambda: format_facts(facts), as_json=as_json)
 
 
+# Python type of a setting -> description.
 KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 
 
 def describe_type(key: Key) -> str:
-    """What kind of value a setting takes, in words."""
+    """Return the type of a setting as text, such as `list: number, or unset`."""
     if get_origin(key.kind) is dict:
         return "group of values by name"
     kind = get_args(key.kind)[0] if key.is_list else key.kind
@@ -59,9 +62,10 @@ def describe_type(key: Key) -> str:
 
 
 def find_setting_facts(name: str) -> dict[str, Any]:
-    """Return the facts of a setting by its key, the key's end, flag or variable; {} for none."""
+    """Return a setting's facts by its key, the end of its key, flag or variable; {} if unknown."""
     spelt = "--" + name.removeprefix("--").replace("-", "_")
     key = next((k for k in table().values() if name == k.env or spelt == k.flag), find_key(name))
+    # `clip_ratio` means actor.clip_ratio, unless several keys end with the name.
     ending = [k for k in table().values() if k.name.endswith(f".{name}")]
     key = ending[0] if key is None and len(ending) == 1 else key
     if key is None:
@@ -85,9 +89,10 @@ def find_setting_facts(name: str) -> dict[str, Any]:
 
 
 def find_metric_facts(name: str) -> dict[str, Any]:
-    """What is known of a metric, that of a validation too; {} for none that is known."""
+    """Return a metric's facts, also for its validation name `val/...`; {} if it is unknown."""
     for key in (name, name.removeprefix("val/")):
         if metric := next((m for m in METRICS if m.matches(key)), None):
+            # Ranges of the default settings: no run is given here.
             limits = Limits()
             low, high = metric.band(limits, ()) if metric.band else (None, None)
             bounds = [(low, "at least"), (high, "at most")]
@@ -103,7 +108,7 @@ def find_metric_facts(name: str) -> dict[str, Any]:
 
 
 def format_facts(facts: dict[str, Any]) -> str:
-    """The facts as text, one a line."""
+    """Return facts as aligned lines of heading and value."""
     rows = []
     for what, fact in facts.items():
         for i, entry in enumerate(fact if isinstance(fact, list) else [fact]):
@@ -114,7 +119,7 @@ def format_facts(facts: dict[str, Any]) -> str:
 explain_app = typer.Typer(add_completion=False)
 explain_app.command(
     epilog="Example: ppo explain clip_ratio   or: ppo explain kl_divergence",
-    context_settings={"ignore_unknown_options": True},  # a flag may be what is asked for
+    context_settings={"ignore_unknown_options": True},  # `ppo explain --lr` asks about a flag
 )(explain)
 
 
@@ -130,7 +135,7 @@ presets_app = typer.Typer(
 def list_presets(
     as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
 ) -> None:
-    """List the presets with what each is for."""
+    """List the presets with the purpose of each."""
     comments = {name: _first_comment(name) for name in preset_names()}
     rows = []
     for name, comment in comments.items():
@@ -141,23 +146,24 @@ def list_presets(
 
 @presets_app.command(epilog="Example: ppo presets show embedded > mine.yaml")
 def show(name: str = typer.Argument(help="Name of a preset.")) -> None:
-    """Print a preset's file, comments and all."""
+    """Print the file of a preset with its comments."""
     print(preset_path(name).read_text(encoding="utf-8"), end="")
 
 
 @presets_app.command(epilog="Example: ppo presets copy embedded mine.yaml")
 def copy(
     name: Annotated[str, typer.Argument(help="Name of a preset.")],
-    file: Annotated[Path, typer.Argument(help="File to write; one that is there is kept.")],
+    file: Annotated[Path, typer.Argument(help="File to write; it must not exist.")],
     as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
 ) -> None:
-    """Copy a preset to a file of your own, comments and all, to edit and use with --config."""
+    """Copy a preset with its comments to a file, to edit and use with --config."""
     text = preset_path(name).read_text(encoding="utf-8")
     try:
+        # "x" fails if the file exists.
         with file.open("x", encoding="utf-8") as fresh:
             fresh.write(text)
     except FileExistsError:
-        raise ConfigError(f"{file} is there already; name another file.") from None
+        raise ConfigError(f"{file} exists already; name another file.") from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror or error}.") from error
     line = ppo(shlex.join(["train", "--config", str(file)]))
@@ -165,5 +171,6 @@ def copy(
 
 
 def _first_comment(name: str) -> str:
+    """Return the first line of a preset's file, which says what the preset is for."""
     first = preset_path(name).read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip()

@@ -1,7 +1,7 @@
-"""The command line's flags, made from the schema: one parameter for each marked setting.
+"""Builds the flags of commands from the schema: one parameter for each setting with a flag.
 
-Values stay text until the resolver reads them, so that all mistakes are reported at once
-and in the same words, wherever they come from.
+Values stay text until the resolver reads them. So all mistakes are reported at once, with the same
+messages for flags, files and variables.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.keys import Key, describe_range, table
 from ppo_cli.errors import ConfigError, ppo
 
-PANELS = {"ref": "Reference", "trainer": "Run"}  # the others are called as their group
-UNKNOWN_FLAGS = "ppo_cli.unknown_flags"  # where the parser's context keeps flags that do not exist
+# Group of settings -> its heading in the help; other groups have their own name.
+PANELS = {"ref": "Reference", "trainer": "Run"}
+# Key of click's `ctx.meta` under which the parser leaves the messages about unknown flags.
+UNKNOWN_FLAGS = "ppo_cli.unknown_flags"
+# Flags whose value has a form that the help should show.
 EXAMPLES = {
     "--train_files": "train.parquet",
     "--lr": "1e-6",
@@ -39,7 +42,11 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """What was typed after the command, not yet checked."""
+    """The arguments of a command, not yet checked.
+
+    `flags` has (value, origin) by key, `extras` the flags of the command itself, `unknown` the
+    messages about flags that do not exist.
+    """
 
     flags: Mapping[str, tuple[Any, str]]
     preset: str | None
@@ -47,16 +54,16 @@ class Arguments:
     overrides: tuple[str, ...]
     extras: Mapping[str, Any]
     unknown: tuple[str, ...] = ()
-    run: Path | None = None  # its settings are the defaults
+    run: Path | None = None  # a run folder whose settings are the defaults
 
     @property
     def on_verl(self) -> bool:
-        """Whether the line is to run on verl."""
+        """Whether the command line selects verl as the engine."""
         engine = self.flags.get("trainer.engine", ("",))[0]
         return engine == "verl" or "trainer.engine=verl" in self.overrides
 
     def resolve_node(self) -> Resolved:
-        """Put what was typed over the other layers, with what SLURM says of this node."""
+        """Resolve the arguments with the environment and SLURM's variables of this node."""
         from ppo_cli.config.slurm import node_variables
 
         around = node_variables(os.environ, set(self.flags))
@@ -67,9 +74,10 @@ class Arguments:
         environ: Mapping[str, str] | None = None,
         origins: Mapping[str, str] | None = None,
     ) -> Resolved:
-        """Put what was typed over the other layers; `origins` names the source of variables.
+        """Resolve the arguments over presets, files and variables to checked settings.
 
-        Raises one ConfigError with flags that do not exist and all that is wrong with the rest.
+        `origins` names the source of variables. Raises one ConfigError with the unknown flags and
+        all other problems.
         """
         try:
             resolved = resolve(
@@ -89,7 +97,7 @@ class Arguments:
 
 
 def flag_keys() -> dict[str, Key]:
-    """Return the settings that have a flag, by parameter name."""
+    """Return the settings that have a flag, by the name of the flag without dashes."""
     return {key.flag.removeprefix("--"): key for key in table().values() if key.flag}
 
 
@@ -100,36 +108,38 @@ def add_command(
     extras: Sequence[inspect.Parameter],
     shown: tuple[str, ...] = ("",),
 ) -> None:
-    """Register a command with flags of its own, `extras`, and every flag of the schema.
+    """Register a command with its own flags, `extras`, and every flag of the schema.
 
     The help lists the settings whose keys start with one of `shown`. The other flags are accepted
-    but hidden, so that the line of a training run can be reused.
+    but hidden, so that the command line of a training run can be reused.
     """
     keys = flag_keys()
     extra_names = {p.name for p in extras}
 
-    def command(ctx: typer.Context, **typed: Any) -> None:
+    def command(ctx: typer.Context, **values: Any) -> None:
+        # Flags that were not typed are None, and are left to the other layers.
         flags = {
-            key.name: (tuple(typed[name]) if key.is_list else typed[name], f"flag {key.flag}")
+            key.name: (tuple(values[name]) if key.is_list else values[name], f"flag {key.flag}")
             for name, key in keys.items()
-            if typed[name] not in (None, [], ())
+            if values[name] not in (None, [], ())
         }
         run(
             Arguments(
                 flags=flags,
-                preset=typed["preset"],
-                config_files=tuple(Path(p) for p in typed["config"] or ()),
-                overrides=tuple(typed["overrides"] or ()),
-                extras={name: typed[name] for name in extra_names},
+                preset=values["preset"],
+                config_files=tuple(Path(p) for p in values["config"] or ()),
+                overrides=tuple(values["overrides"] or ()),
+                extras={name: values[name] for name in extra_names},
                 unknown=ctx.meta.get(UNKNOWN_FLAGS, ()),
             )
         )
 
+    # typer reads the help from the docstring.
     command.__doc__ = run.__doc__
     flags = [_make_setting_flag(name, key) for name, key in keys.items()]
     for parameter in flags:
         parameter.default.hidden = not keys[parameter.name].name.startswith(shown)
-    # The file comes before the overrides, which take every word that is left.
+    # The file comes before the overrides, which take all remaining arguments.
     files = [p for p in extras if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     others = [p for p in extras if p not in files]
     layers = [p for p in _make_shared_parameters() if p.name not in extra_names]
@@ -140,21 +150,21 @@ def add_command(
 
 
 def set_parameters(run: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Any:
-    """Tell Typer which arguments and flags a function takes."""
+    """Set a function's signature, from which typer builds its arguments and flags; return it."""
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
 
 
 def make_switch(name: str, description: str) -> inspect.Parameter:
-    """Make an on-off flag of a command's own."""
+    """Return the parameter for an on-off flag `--name`, off by default."""
     return _keyword_parameter(name, bool, typer.Option(False, f"--{name}", help=description))
 
 
 def make_flag(
     name: str, kind: Any, default: Any, description: str, metavar: str | None = None, **options: Any
 ) -> inspect.Parameter:
-    """Make a flag of a command's own; without a default it may be left out.
+    """Return the parameter for a flag `--name` with a value; without a default it is optional.
 
     `options` are other arguments of typer.Option, such as `min`.
     """
@@ -164,7 +174,7 @@ def make_flag(
 
 
 def make_file_argument(description: str, *, required: bool = False) -> inspect.Parameter:
-    """Make the argument FILE of a command's own."""
+    """Return the parameter for the positional argument FILE."""
     return make_argument("file", "FILE", description, required=required)
 
 
@@ -177,9 +187,9 @@ def make_argument(
     several: bool = False,
     shown: str | bool = False,
 ) -> inspect.Parameter:
-    """Make an argument of a command's own; one named `overrides` takes all words.
+    """Return the parameter for a positional argument; with `several` it takes a list.
 
-    `shown` is what the help says of its default.
+    `shown` is the default as the help shows it.
     """
     kind: Any = list[str] if several else str
     default = ... if required else None
@@ -192,16 +202,17 @@ def make_argument(
 
 
 class SettingsCommand(TyperCommand):
-    """A command whose list flags may be followed by several values.
+    """A typer command whose list flags may be followed by several values.
 
-    Flags of other programs are read as their own; those that do not exist are kept in `ctx.meta`,
-    to be reported with all other mistakes.
+    Flags of other programs are replaced by ours. Messages about unknown flags go to `ctx.meta`, to
+    be reported with all other mistakes.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat a list flag before each of its values, then parse as usual."""
+        """Replace foreign flags, set unknown ones aside, repeat list flags; then parse as usual."""
         known_words, unknown = self._split_unknown_flags(replace_aliases(args))
         if unknown:
+            # The last message names the help, once for all of them.
             names = [n for p in self.params for n in (*p.opts, *p.secondary_opts) if n[:2] == "--"]
             messages = [describe_unknown_flag(flag, names) for flag in unknown]
             messages[-1] += f" See `{ppo(ctx.command_path.partition(' ')[2])} --help`."
@@ -211,12 +222,13 @@ class SettingsCommand(TyperCommand):
         return super().parse_args(ctx, repeat_list_flags(known_words))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print plain help: in rich tables of 80 columns long flags would be cut."""
+        """Print plain help: rich tables of 80 columns would cut long flags."""
         self.rich_markup_mode = None
         super().format_help(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """List the arguments, then the flags by what they set."""
+        """List the arguments, then the flags by group of settings."""
+        # click prints one list; group it by the panel of each parameter.
         panels: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
@@ -229,7 +241,11 @@ class SettingsCommand(TyperCommand):
                 formatter.write_dl(records, col_max=24)
 
     def _split_unknown_flags(self, args: list[str]) -> tuple[list[str], list[str]]:
-        """Take out flags that do not exist, with the values that follow them."""
+        """Split arguments into those with known flags, and the names of unknown flags.
+
+        Values that follow an unknown flag are dropped with it.
+        """
+        # Whether the argument after a flag is its value.
         takes_value = {
             name: not getattr(option, "is_flag", False)
             for option in self.params
@@ -244,11 +260,13 @@ class SettingsCommand(TyperCommand):
             flag = f"--{flag[2:]}"
             if word == "--":
                 return [*known_words, word, *rest], unknown
+            # A known flag keeps its value, even if the value looks like a flag.
             if not word.startswith("--") or flag in takes_value:
                 known_words.append(word)
                 if word.startswith("--") and takes_value[flag] and not equals and rest:
                     known_words.append(rest.pop(0))
                 continue
+            # The values of an unknown flag end at the next flag or override.
             unknown.append(word.partition("=")[0])
             while (
                 not equals and rest and not rest[0].startswith("--") and not _is_override(rest[0])
@@ -258,15 +276,19 @@ class SettingsCommand(TyperCommand):
 
 
 def _skip_check_when_absent(param: Any) -> None:
-    """Leave out the check of a flag that was not given: Typer's, of a hundred, take 0.1 s."""
-    check, may = param.process_value, not param.required
-    param.process_value = lambda ctx, value: None if value is None and may else check(ctx, value)
+    """Make a parameter skip its checks when the flag is absent: a hundred of them take 0.1 s."""
+    # `process_value` is a method of click's Parameter (tried with typer 0.29).
+    check, optional = param.process_value, not param.required
+    param.process_value = lambda ctx, value: (
+        None if value is None and optional else check(ctx, value)
+    )
 
 
 def repeat_list_flags(args: Sequence[str]) -> list[str]:
-    """Turn `--train_files a b` into `--train_files a --train_files b`."""
+    """Repeat list flags: `--train_files a b` becomes `--train_files a --train_files b`."""
     lists = {key.flag for key in flag_keys().values() if key.is_list}
     out: list[str] = []
+    # The list flag whose values follow, and how many of them came.
     current, value_count = "", 0
     for index, word in enumerate(args):
         if word == "--":
@@ -286,22 +308,26 @@ def repeat_list_flags(args: Sequence[str]) -> list[str]:
 
 
 def _is_override(word: str) -> bool:
+    """Whether an argument is KEY=VALUE or ~KEY; `~/path` is a path."""
     return "=" in word or (word.startswith("~") and "/" not in word)
 
 
 def _make_shared_parameters() -> list[inspect.Parameter]:
+    """Return the parameters of all commands with settings: overrides, --preset, --config, ..."""
     presets = ", ".join([*preset_names(), *ALIASES])
     description = "Any setting by its key: actor.clip_ratio=0.1"
     return [
         make_argument("overrides", "[KEY=VALUE]...", description, several=True),
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        make_flag("preset", str, None, f"A bundled start: {presets}.", "NAME"),
+        make_flag("preset", str, None, f"Bundled settings: {presets}.", "NAME"),
         make_flag("config", list[str], None, "YAML settings; repeatable, later wins.", "FILE"),
         make_switch("debug", "Show tracebacks."),
     ]
 
 
 def _make_setting_flag(name: str, key: Key) -> inspect.Parameter:
+    """Return the parameter for the flag of a setting; values other than booleans stay text."""
+    # Booleans become a pair of flags; lists take one value per repetition.
     group = key.name.partition(".")[0]
     kind = bool if key.kind is bool else list[str] if key.is_list else str
     option = typer.Option(
@@ -316,7 +342,8 @@ def _make_setting_flag(name: str, key: Key) -> inspect.Parameter:
 
 
 def help_line(key: Key) -> str:
-    """Return one setting's help: what it is, range, default, variable, key."""
+    """Return the help of a setting: description, key, range, default, variable, example."""
+    # Facts in brackets after the description; those that a setting does not have are left out.
     facts = [key.name]
     if describe_range(key):
         facts.append(describe_range(key))
@@ -329,6 +356,7 @@ def help_line(key: Key) -> str:
 
 
 def _format_default(default: Any) -> str:
+    """Return a default as the help shows it."""
     if default is None or default == ():
         return "unset"
     if isinstance(default, tuple):
@@ -337,6 +365,7 @@ def _format_default(default: Any) -> str:
 
 
 def _choose_metavar(key: Key) -> str:
+    """Return the placeholder for a setting's value in the help, such as `N` or `TEXT...`."""
     if key.choices:
         return "WORD..." if key.is_list else "WORD"
     kind = get_args(key.kind)[0] if get_origin(key.kind) is tuple else key.kind
@@ -345,6 +374,7 @@ def _choose_metavar(key: Key) -> str:
 
 
 def _keyword_parameter(name: str, annotation: Any, option: Any) -> inspect.Parameter:
+    """Return a keyword-only parameter with a typer option as its default."""
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation
     )

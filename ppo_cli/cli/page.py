@@ -1,4 +1,4 @@
-"""`ppo view` serves the page about runs on this machine; `ppo report` writes it as one file."""
+"""`ppo view` serves the page about runs on this machine; `ppo report` writes it to a file."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ppo_cli.errors import DataError, UserError, ppo
 from ppo_cli.redact import redact
 from ppo_cli.run_folder import METRICS_FILE, check_run_folder, read_metrics
 
+# On another --host the page is open to the network.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -41,9 +42,10 @@ def view(
 ) -> None:
     """Serve a page about runs: curves, responses, settings, findings; Ctrl-C ends it.
 
-    It follows a run that is under way. Labels that you give a response are kept in the run
-    folder, for `ppo reward calibrate`. The address holds a token: who has it can read the runs.
+    The page follows a running run. Labels that you give to responses are saved in the run folder,
+    for `ppo reward calibrate`. The address contains a token: whoever has it can read the runs.
     """
+    # Refuse wrong folders before the import of the server.
     folders = runs or [Path("outputs")]
     check_runs(folders, begun=True)
     from ppo_cli.report.page.server import PageServer, bokeh_files, open_runs
@@ -53,12 +55,15 @@ def view(
         server = PageServer(open_runs(folders), host, port)
     except OSError as error:
         raise UserError(
-            f"--host {host} --port {port} cannot be listened on ({error.strerror or error}). "
+            f"The server cannot listen on --host {host} --port {port} ({error.strerror or error}). "
             "Choose another --port, or leave it out for a free one."
         ) from error
+    # For a browser on another machine: ssh forwards the same port, so that the token's cookie
+    # fits.
     target = f"{getpass.getuser()}@{socket.gethostname()}"
     tunnel = f"ssh -N -L {server.port}:127.0.0.1:{server.port} {target}"
     with server:
+        # Print the address before serving, which blocks.
         if as_json:
             lines = [json.dumps({"url": server.url, "tunnel": tunnel})]
         else:
@@ -66,7 +71,9 @@ def view(
             if host in LOOPBACK:
                 lines.append(f"From another machine first: {tunnel}")
             else:
-                lines.append("Who has this address can read the runs, and nothing is encrypted.")
+                lines.append(
+                    "Anyone with this address can read the runs, and nothing is encrypted."
+                )
             lines.append("Ctrl-C ends it.")
         typer.echo("\n".join(lines))
         sys.stdout.flush()
@@ -89,15 +96,16 @@ def report(
 ) -> None:
     """Write the page about runs as one HTML file, to keep or to send.
 
-    It needs no network and no other file. Of a long run it holds a sample of the responses,
-    and says so; `ppo view` has them all.
+    It needs no network and no other file. For a long run it has a sample of the responses, and
+    says so; `ppo view` has all of them.
     """
     from ppo_cli.cli.screen import print_result
 
     check_runs(runs, begun=False)
+    # One run has an obvious place for its report.
     if out is None:
         if len(runs) > 1:
-            raise UserError("Several runs make one page: name its file with --out FILE.")
+            raise UserError("The page about several runs needs a file: name it with --out FILE.")
         out = runs[0] / "report.html"
     from ppo_cli.report.page.server import open_runs
     from ppo_cli.report.page.server import render_report as page_of
@@ -105,6 +113,7 @@ def report(
 
     check_out(out, str(runs[0]))
     section = make_self_test_section() if self_test else ""
+    # Write to a temporary file and rename it, so that a stop leaves no half page.
     data = open_runs(runs)
     text = page_of(data).replace("</body>", f"{section}</body>")
     try:
@@ -112,6 +121,7 @@ def report(
             fresh.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error.strerror or error}.") from error
+    # The result: how each run went, and where the page is.
     sentences = {run.name: run.read()["sentence"] for run in data}
     size = out.stat().st_size
     names = [
@@ -123,7 +133,10 @@ def report(
 
 
 def make_self_test_section() -> str:
-    """The record of the last self-test as a part of the page: no secrets, no host, no home."""
+    """Return this machine's self-test record as HTML, without secrets, host name and home folder.
+
+    Raises UserError if there is no record, or a damaged one.
+    """
     record = read_record()
     if record is None:
         path = record_path(DeviceKey.of_this_machine())
@@ -134,6 +147,7 @@ def make_self_test_section() -> str:
             f"--self_test: {what}. Make one with "
             f"`{ppo('doctor --self-test')}`, or leave --self_test out."
         )
+    # Reports are sent to others.
     text = redact(json.dumps(asdict(record), indent=1, ensure_ascii=False))
     for private, stand_in in ((socket.gethostname(), "HOST"), (str(Path.home()), "~")):
         text = text.replace(private, stand_in) if len(private) > 1 else text
@@ -141,9 +155,9 @@ def make_self_test_section() -> str:
 
 
 def check_runs(folders: list[Path], *, begun: bool) -> None:
-    """Raise one DataError that names every folder that is no run, or has no step yet.
+    """Raise one DataError that names every folder that is not a run, or has no step yet.
 
-    `begun`: a run that has written its settings and no step is enough.
+    With `begun`, a run that has written its settings but no step is accepted.
     """
     problems = []
     for folder in folders:

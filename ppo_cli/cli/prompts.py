@@ -1,4 +1,4 @@
-"""`ppo prompts`: judge prompts, the exact request to a judge, and criteria that one drafts."""
+"""`ppo prompts`: shows judge prompts and the exact request to a judge, and drafts criteria."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ app = typer.Typer(
     help="Show judge prompts, render the request for a data row, or have criteria drafted.",
     epilog="Example: ppo prompts show math",
 )
+# Settings that the help of `render` and `rubric` lists.
 SHOWN_FLAGS = ("reward.api.", "data.prompt_key", "data.reward_fn_key")
 SEPARATOR = "─" * 30
 
@@ -33,6 +34,7 @@ def list_prompts(
     """List the bundled judge prompts with their version and scale."""
     from ppo_cli.extras.trust.prompts import bundled_prompts
 
+    # JSON has everything, the table only what helps to choose.
     prompts = bundled_prompts()
     rows = [
         {
@@ -51,17 +53,18 @@ def list_prompts(
 
 @app.command(epilog="Example: ppo prompts show math > mine.yaml")
 def show(name: str = typer.Argument(help="Name of a judge prompt.")) -> None:
-    """Print a judge prompt's file, comments and all; a start for one of your own."""
+    """Print the file of a judge prompt with its comments, as a start for your own."""
     from ppo_cli.extras.trust.prompts import prompt_text
 
     print(prompt_text(name), end="")
 
 
 def render(arguments: Arguments) -> None:
-    """Show the exact request that a judge gets for one data row."""
+    """Show the exact request to a judge for one data row, without sending it."""
     resolved = arguments.resolve()
     from ppo_cli.extras.trust.prompts import provider_call, render_row
 
+    # Fill the judge prompt with the row and the response.
     config = resolved.config
     file = prompt_files([str(arguments.extras["file"])], "train")[0]
     shown = render_row(
@@ -72,6 +75,7 @@ def render(arguments: Arguments) -> None:
         prompt_key=config.data.prompt_key,
         source_key=config.data.reward_fn_key,
     )
+    # The request as the provider's SDK receives it.
     facts: dict[str, Any] = {
         "prompt": shown.template.name,
         "version": shown.template.version,
@@ -88,9 +92,10 @@ def render(arguments: Arguments) -> None:
 
 
 def rubric(arguments: Arguments) -> None:
-    """Have a judge draft criteria from questions and reference answers, for you to edit."""
+    """Let a judge draft criteria from questions and reference answers, for you to edit."""
     if not arguments.extras["out"]:
         raise ConfigError("Name the file for the drafts with --out FILE.")
+    # This command always uses a judge, so --use_api_reward is not needed.
     judged = {"reward.api.enable": ("true", "ppo prompts rubric"), **arguments.flags}
     config = replace(arguments, flags=judged).resolve().config
     from ppo_cli.extras.trust.prompts import draft_for_run, draft_rows
@@ -101,11 +106,13 @@ def rubric(arguments: Arguments) -> None:
     responses = read_responses(file, response_key=None, **keys)
     out = Path(str(arguments.extras["out"])).expanduser()
     check_out(out, file)
-    plain = {"mode": "text", "rubric": None, "votes": 1}  # a draft is neither score nor vote
+    # A draft is free text: settings for scores and votes do not apply.
+    plain = {"mode": "text", "rubric": None, "votes": 1}
     api, max_criteria = (
         config.reward.api.model_copy(update=plain),
         int(arguments.extras["criteria"]),
     )
+    # One rubric for all rows, or one for each row.
     for_whole_run = bool(arguments.extras["one"])
     draft = draft_for_run if for_whole_run else draft_rows
     with closing(make_screen(sys.stderr)) as screen:
@@ -116,13 +123,15 @@ def rubric(arguments: Arguments) -> None:
         }
     print_result(result, lambda: format_draft_summary(result), as_json=arguments.extras["json"])
     if result["stopped"]:
-        raise Interrupted(f"{result['stopped']} Run the same command again: what is there stays.")
+        raise Interrupted(
+            f"{result['stopped']} Run the same command again: finished drafts are kept."
+        )
     if result["failed"] and not result["written"]:
-        raise RewardError("No draft could be read; try a stronger --rm_model.")
+        raise RewardError("No draft could be parsed; try a stronger --rm_model.")
 
 
 def format_draft_summary(result: dict[str, Any]) -> str:
-    """Return what drafting came to."""
+    """Return the result of drafting as text: failures, cost, and the flag that uses the drafts."""
     cost = "" if result["cost_usd"] is None else f", ${result['cost_usd']:.4f}"
     usage = f"{result['calls']:,} calls, {result['tokens']:,} tokens{cost}"
     lines = [f"{failure['row']}: left out, {failure['why']}" for failure in result["failed"]]
@@ -134,7 +143,7 @@ def format_draft_summary(result: dict[str, Any]) -> str:
 
 
 def format_request(facts: dict[str, Any]) -> str:
-    """Return a rendered request for people."""
+    """Return a rendered request as text: parameters, system prompt and user prompt."""
     model, sent = facts["model"] or "no model chosen", facts["request"]
     lines = [
         f"Judge prompt {facts['prompt']} v{facts['version']}, scale {facts['scale']}, for "
@@ -145,7 +154,7 @@ def format_request(facts: dict[str, Any]) -> str:
             f"This response gets the lowest score (--rm_gate), without a call: "
             f"{facts['answered_without_a_call']}."
         )
-    # The texts stand below, in full.
+    # Long texts follow below the parameters.
     texts = {facts["system"]: "(below)", facts["user"]: "(below)"}
     parameters = json.dumps(_replace_texts(sent["arguments"], texts), ensure_ascii=False, indent=2)
     where = f"{sent['endpoint']}  {sent['method']}  mode {sent['mode']}"
@@ -160,6 +169,7 @@ def format_request(facts: dict[str, Any]) -> str:
 
 
 def _replace_texts(value: Any, texts: dict[str, str]) -> Any:
+    """Return a nested value in which each string that is a key of `texts` is replaced."""
     if isinstance(value, dict):
         return {key: _replace_texts(item, texts) for key, item in value.items()}
     if isinstance(value, list):
@@ -185,7 +195,7 @@ add_command(
     "Example: ppo prompts rubric rows.jsonl --out rubrics.jsonl --rm_model qwen-plus",
     [
         make_file_argument("Data rows, or `embedded`.", required=True),
-        make_flag("out", str, None, "Rows with extra_info.rubric; of --one a YAML file.", "FILE"),
+        make_flag("out", str, None, "Rows with extra_info.rubric; with --one a YAML file.", "FILE"),
         make_switch("one", "One rubric for the whole run, from some of the rows."),
         make_flag("criteria", int, 8, "Most criteria.", "N", min=1, max=20),
         make_switch("json", "Machine-readable, to stdout."),

@@ -35,13 +35,16 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, Interrupted, PpoError, RewardError, ppo
 from ppo_cli.report.tracker import Screen
 
+# Characters of the longest bar in a histogram.
 BAR = 30
 Facts = Mapping[str, Any]
 Pairs = Sequence[tuple[str, str]]
+# Key of a cost -> its name in tables.
 COST_COLUMNS = {
     "calls": "calls", "cached": "from the cache", "cost_usd": "cost", "tokens": "tokens",
     "tokens_in": "tokens in", "tokens_out": "tokens out",
 }  # fmt: skip
+# Columns of the tables about parts of a mixture and about criteria: key -> heading.
 PART_COLUMNS = {
     "weight": "weight", "share": "of the spread", "scored": "scored", "failed": "failed",
     "gated": "not asked", "mean": "mean", "std": "std", "min": "min", "max": "max",
@@ -52,18 +55,21 @@ CRITERIA = {
     "with the label": "with the label", "labelled": "labelled", "agree": "agree",
     "kappa": "kappa", "credited too much": "too kind", "credited too little": "too harsh",
 }  # fmt: skip
+# Prices are US dollars per million tokens; "reads" is the context length.
 MODEL_COLUMNS = ("model", "$ in", "$ out", "reads", "until", "price by")
 
 
 def score_lines(summary: Facts) -> list[str]:
-    """What a scored file came to."""
+    """Return the result of `ppo reward score` as lines: statistics, histogram, examples."""
     rows = _count_rows(summary)
     if summary["scored"]:
         rows += [(name, format_number(summary[name])) for name in ("mean", "std", "min", "max")]
+    # Numbers first, then remarks on them, then pictures and examples.
     lines = [*titled_table("Scores", [*rows, *_cost_rows(summary)]), *part_lines(summary)]
     if summary["remarks"]:
         lines += ["", *(f"  - {sentence}" for sentence in summary["remarks"])]
     lines += histogram_lines(summary["histogram"])
+    # The file had scores before: say how much the order has changed.
     if summary["rankings"] is not None:
         lines += ["", *ranking_lines(summary["rankings"])]
     for title in ("best", "worst"):
@@ -74,23 +80,24 @@ def score_lines(summary: Facts) -> list[str]:
 
 
 def ranking_lines(facts: Facts) -> list[str]:
-    """How far the new scores order responses as the earlier ones did."""
+    """Return a table that compares the order by the new scores with the order by the old ones."""
     of_prompts = f"among responses to one prompt ({facts['groups']:,} prompts)"
     pairs = [
         (f"rank correlation, {facts['rows']:,} rows", format_number(facts["agreement"])),
         (of_prompts, format_number(facts["within"])),
-        ("their pairs in reversed order", _format_percent(facts["turned"])),
+        ("pairs in reversed order", _format_percent(facts["turned"])),
     ]
+    # One row for each step of a run, if there are several.
     for step in facts["steps"] if len(facts["steps"]) > 1 else ():
         means = f"{format_number(step['before'])} -> {format_number(step['now'])}, "
         pairs.append(
             (f"step {step['step']}, mean", f"{means}rank {format_number(step['agreement'])}")
         )
-    return titled_table("Against the scores that were there", pairs)
+    return titled_table("Compared with the earlier scores", pairs)
 
 
 def part_lines(facts: Facts) -> list[str]:
-    """The parts of a mixture side by side; of a reward alone only what it reports."""
+    """Return tables of a mixture's parts and correlations; else only what a reward reports."""
     parts, mixed = facts["parts"], len(facts["parts"]) > 1
     lines = ["", *_parts_table("Parts (raw scores)", parts, PART_COLUMNS)] if mixed else []
     if facts["reported"]:
@@ -99,14 +106,19 @@ def part_lines(facts: Facts) -> list[str]:
     if mixed:
         pairs.append(("total with length", format_number(facts["length"])))
         lines += ["", *titled_table("Correlations", pairs)]
+    # Affine scalings with these numbers keep the scores comparable in later runs.
     scales = [f"  {n}: {{{f['affine']}}}" for n, f in parts.items() if f["affine"] is not None]
     if scales and (mixed or "model" in parts):
-        lines += ["", "To keep these scales for good, below composite_reward: parts:", *scales]
+        lines += [
+            "",
+            "To keep these scales in later runs, put below composite_reward: parts:",
+            *scales,
+        ]
     return lines
 
 
 def _parts_table(title: str, rows: Mapping[str, Facts], columns: Mapping[str, str]) -> list[str]:
-    """A table with a line for each part; columns that no part has are left out."""
+    """Return a table with a row for each part; columns without any value are left out."""
     present = {key: word for key, word in columns.items() if any(key in r for r in rows.values())}
     cells = [["", *present.values()]]
     for name, row in rows.items():
@@ -115,6 +127,8 @@ def _parts_table(title: str, rows: Mapping[str, Facts], columns: Mapping[str, st
 
 
 def _format_cell(key: str, value: Any) -> str:
+    """Return a value as its column shows it: a percentage, a count or a number."""
+    # An estimate with an interval: the table shows only its value.
     if isinstance(value, Mapping):
         value = value["value"]
     if key in ("weight", "share", "agree", "credited too much", "credited too little"):
@@ -123,16 +137,19 @@ def _format_cell(key: str, value: Any) -> str:
 
 
 def _format_percent(value: float | None) -> str:
+    """Return a share as a whole percentage, or a dash."""
     return "-" if value is None else f"{value:.0%}"
 
 
 def _count_rows(summary: Facts) -> list[tuple[str, str]]:
+    """Return table rows with the numbers of rows, of scores, and of failures by cause."""
     rows = [("rows", f"{summary['rows']:,}"), ("scored", f"{summary['scored']:,}")]
     failed = summary["failed"].items()
     return rows + [(f"failed: {cause}", f"{count:,}") for cause, count in failed]
 
 
 def _cost_rows(facts: Facts) -> Pairs:
+    """Return table rows with time, calls, tokens and cost; what is unknown is left out."""
     rows = [("time", format_duration(facts["seconds"]))]
     for key, word in COST_COLUMNS.items():
         value = facts.get(key)
@@ -142,7 +159,7 @@ def _cost_rows(facts: Facts) -> Pairs:
 
 
 def histogram_lines(histogram: Sequence[Facts]) -> list[str]:
-    """A bar of text for each level, highest first."""
+    """Return a bar of `#` for each level of a histogram, highest first; empty without levels."""
     if not histogram:
         return []
     names = [_format_level(level) for level in histogram]
@@ -151,33 +168,39 @@ def histogram_lines(histogram: Sequence[Facts]) -> list[str]:
     lines = ["", "Scores by level"]
     for name, level in zip(names, histogram, strict=True):
         size = round(BAR * level["count"] / largest)
+        # A level with any score has at least one character.
         bar = "#" * (size or bool(level["count"]))
         lines.append(f"  {name:>{width}}  {bar:<{BAR}} {level['count']:,}")
     return lines
 
 
 def _format_level(level: Facts) -> str:
+    """Return a level of a histogram as `LOW to HIGH`, or as one number."""
     low, high = format_number(level["from"]), format_number(level["to"])
     return low if level["from"] == level["to"] else f"{low} to {high}"
 
 
 def _example_lines(example: Facts) -> list[str]:
+    """Return the lines of an example: score, row and response, and the judge's reason."""
     lines = [f"  {format_number(example['score'])}  {example['row']}: {example['response']}"]
     return lines + ([f"         because: {example['reason']}"] if example["reason"] else [])
 
 
 def calibration_lines(result: Facts) -> list[str]:
-    """What calibration found: a table, then a sentence for each finding."""
+    """Return the result of `ppo reward calibrate` as lines: tables, then advice."""
     rows = [*_count_rows(result), ("labels", result["labels"]), *_cost_rows(result["spent"])]
     lines = titled_table("Rows", rows)
     lines += [
         "",
-        *titled_table("Against the labels (95 % interval)", _estimate_rows(result["agreement"])),
+        *titled_table(
+            "Compared with the labels (95 % interval)", _estimate_rows(result["agreement"])
+        ),
     ]
     for name, facts in result["parts"].items():
         if "agreement" in facts:
-            title = f"Of {name} alone"
+            title = f"Part {name} alone"
             lines += ["", *titled_table(title, _estimate_rows(facts["agreement"]))]
+    # How parts and criteria contribute.
     lines += part_lines(result)
     if result["criteria"]:
         lines += ["", *_parts_table("Criteria (credits from 0 to 1)", result["criteria"], CRITERIA)]
@@ -185,6 +208,7 @@ def calibration_lines(result: Facts) -> list[str]:
         "",
         *titled_table("Bias (rank correlation with the score)", _estimate_rows(result["bias"])),
     ]
+    # How much the verdicts vary when the judge is asked again.
     if result["repeated"] is not None:
         lines += ["", *titled_table("Repeated verdicts", _repeated_rows(result["repeated"]))]
     for name, facts in result["parts"].items():
@@ -193,11 +217,13 @@ def calibration_lines(result: Facts) -> list[str]:
                 "",
                 *titled_table(f"Repeated verdicts of {name}", _repeated_rows(facts["repeated"])),
             ]
+    # What a run would pay.
     lines += ["", *titled_table("For 1,000 responses", _cost_per_1000_rows(result["per_1000"]))]
-    return [*lines, "", "In words", *(f"  - {line}" for line in result["advice"])]
+    return [*lines, "", "Advice", *(f"  - {line}" for line in result["advice"])]
 
 
 def _estimate_rows(estimates: Mapping[str, Facts]) -> Pairs:
+    """Return table rows of estimates with their intervals; without a value they say why."""
     rows = []
     for name, facts in estimates.items():
         if facts["value"] is None:
@@ -206,12 +232,14 @@ def _estimate_rows(estimates: Mapping[str, Facts]) -> Pairs:
         interval = ""
         if facts["low"] is not None:
             interval = f"  [{format_number(facts['low'])}, {format_number(facts['high'])}]"
+        # Agreement with yes-no labels depends on a threshold: show it.
         at = f"  at {format_number(facts['at'])}" if facts.get("at") is not None else ""
         rows.append((name, f"{format_number(facts['value'])}{interval}{at}"))
     return rows
 
 
 def _repeated_rows(facts: Facts) -> Pairs:
+    """Return table rows on how much repeated verdicts on the same rows differ."""
     return [
         ("rows", f"{facts['rows']:,} x {facts['verdicts']}"),
         ("exactly the same", f"{facts['same']:.0%} of pairs"),
@@ -221,6 +249,8 @@ def _repeated_rows(facts: Facts) -> Pairs:
 
 
 def _cost_per_1000_rows(facts: Facts) -> Pairs:
+    """Return table rows with time and cost of 1,000 responses."""
+    # Cached verdicts cost nothing, so nothing can be extrapolated.
     if not facts:
         return [("unknown", "every verdict came from the cache")]
     rows = [(word, facts.get(key)) for key, word in (("seconds", "seconds"), *COST_COLUMNS.items())]
@@ -232,7 +262,8 @@ def _cost_per_1000_rows(facts: Facts) -> Pairs:
 
 
 def audit_lines(result: Facts) -> list[str]:
-    """The checks of an audit, each with its worst case."""
+    """Return the result of `ppo reward audit` as lines: each check with its worst case."""
+    # Checks that do not apply to this reward are skipped.
     verdicts = {True: "PASS", False: "FAIL", None: "skip"}
     lines = [f"Audit of {result['reward']}", ""]
     for check in result["checks"]:
@@ -243,29 +274,30 @@ def audit_lines(result: Facts) -> list[str]:
 
 
 def _worst_case_lines(case: Facts | None, *, failed: bool) -> list[str]:
-    """The worst case of a check: all of it where it failed, else what came nearest."""
+    """Return the lines of a check's worst case: all facts if the check failed, else one."""
     if case is None:
         return []
     if failed:
         return [f"      {word}: {_format_value(case[word])}" for word in case if case[word] != ""]
-    return [f"      nearest: {_format_value(case['got'])} for {_format_value(case['sent'])}"]
+    return [f"      closest: {_format_value(case['got'])} for {_format_value(case['sent'])}"]
 
 
 def _format_value(value: Any) -> str:
+    """Return a number with three digits, a text as it is, anything else as JSON."""
     if isinstance(value, float):
         return format_number(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 reward_app = typer.Typer(
-    help="Score files with a reward, hold it against labels, or attack it.",
+    help="Score files with a reward, compare it with labels, or test it with attacks.",
     no_args_is_help=True,
     add_completion=False,
 )
 
 
 def score(arguments: Arguments) -> None:
-    """Score the responses of a file or a run, by the same path as training."""
+    """Score the responses of a file or a run with the same code as in training."""
     config, screen = _resolve_settings(arguments)
     from ppo_cli.data_sets.files import find_saved
     from ppo_cli.scoring.rows import (
@@ -285,10 +317,11 @@ def score(arguments: Arguments) -> None:
     )
     from ppo_cli.scoring.statistics import compare_rankings
 
+    # Read the responses: from a run folder, or from any file with a column of responses.
     file, steps = str(arguments.extras["file"]), arguments.extras["step"] or ()
     run = Path(file).expanduser()
     if steps and not run.is_dir():
-        raise ConfigError(f"--step goes with the folder of a run, and {file} is none.")
+        raise ConfigError(f"--step needs the folder of a run, and {file} is not one.")
     if run.is_dir() and find_saved(file) is None:
         responses = read_run_responses(run, steps)
     else:
@@ -298,6 +331,7 @@ def score(arguments: Arguments) -> None:
             source_key=config.data.reward_fn_key,
             response_key=arguments.extras["response_key"],
         )
+    # Check that the result can be written before paying for verdicts.
     out = Path(arguments.extras["out"] or default_out(file)).expanduser()
     check_out(out, file)
     with closing(screen):
@@ -311,6 +345,7 @@ def score(arguments: Arguments) -> None:
             screen.phase("score", len(prompts)) as advance,
         ):
             scoring = score_all(reward, responses.rollouts, Callbacks(advance, screen.note))
+    # Write the scores even if scoring stopped early; then report.
     write_rows(out, [scored_row(r, s) for r, s in zip(responses.rows, scoring.scores, strict=True)])
     summary = {
         "file": responses.source,
@@ -319,19 +354,22 @@ def score(arguments: Arguments) -> None:
         "rankings": compare_rankings(responses.rows, scoring.scores),
     }
     _print_result(arguments, summary, score_lines)
+    # Exit code 3 if it can be continued; failed rows are only a warning.
     if scoring.stopped:
         done = f"{summary['scored']} of {summary['rows']} rows have a score in {out}."
         raise Interrupted(f"{scoring.stopped} {done} {resume_advice(config.reward)}")
     if summary["scored"] < summary["rows"]:
         lost = summary["rows"] - summary["scored"]
-        warning = f"{lost} of {summary['rows']} rows could not be scored; `failure` says why."
+        warning = (
+            f"{lost} of {summary['rows']} rows could not be scored; the column `failure` says why."
+        )
         if arguments.extras["batch"]:
             warning += " Run the same command without --batch to ask for them directly."
         print(make_printable(warning), file=sys.stderr)
 
 
 def calibrate(arguments: Arguments) -> None:
-    """Hold a reward's scores against labels that people gave."""
+    """Compare a reward's scores with labels from people."""
     config, screen = _resolve_settings(arguments)
     from ppo_cli.extras.trust.calibrate import calibrate as run_calibration
     from ppo_cli.extras.trust.criteria import LABEL_VALUE, add_label_values, read_marks
@@ -344,6 +382,7 @@ def calibrate(arguments: Arguments) -> None:
         source_key=config.data.reward_fn_key,
         response_key=arguments.extras["response_key"],
     )
+    # Labels of criteria add up to a label of the response, if it has none.
     labels, marked = arguments.extras["labels"], arguments.extras["criteria_labels"]
     marks = read_marks(responses, marked, config.reward) if marked else {}
     if not labels:
@@ -364,13 +403,14 @@ def calibrate(arguments: Arguments) -> None:
 
 
 def audit(arguments: Arguments) -> None:
-    """Attack a reward with worthless and hostile replies; exit 2 when a check fails."""
+    """Test a reward with worthless and hostile responses; exit 2 if a check fails."""
     config, screen = _resolve_settings(arguments)
     from ppo_cli.extras.trust.attacks import load_items
     from ppo_cli.extras.trust.audit import audit as run_audit
     from ppo_cli.extras.trust.audit import open_without_gate
     from ppo_cli.scoring.score import Callbacks, resume_advice
 
+    # Questions with right answers, from which attacks are built.
     items = load_items(
         config.reward,
         file=arguments.extras["data"],
@@ -387,6 +427,7 @@ def audit(arguments: Arguments) -> None:
     _print_result(arguments, result, audit_lines)
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
+    # A failed check is an error, so that scripts notice.
     failed = [check["name"] for check in result["checks"] if check["passed"] is False]
     check_count = sum(check["passed"] is not None for check in result["checks"])
     if failed:
@@ -394,15 +435,18 @@ def audit(arguments: Arguments) -> None:
 
 
 def models(arguments: Arguments) -> None:
-    """List the models that a judge's key may use, with price, limit and the day they go."""
+    """List the models that your judge keys may use, with prices, limits and end dates."""
     resolved = arguments.resolve()
     from ppo_cli.scoring.forecast import list_models
 
+    # Without --rm_api_type every provider with a key is asked.
     chosen = resolved.origins["reward.api.type"] != "default"
     kind = resolved.config.reward.api.type if chosen else None
     models = list(list_models(resolved.config.reward, kind))
     if not models:
-        raise ConfigError("No key of a judge is set: set one, or name a type with --rm_api_type.")
+        raise ConfigError(
+            "No API key of a judge is set: set one, or name a type with --rm_api_type."
+        )
     lines = [line for listing in models for line in _listing_lines(listing)]
     print_result(models, lambda: "\n".join(lines), as_json=arguments.extras["json"])
     if failed := [
@@ -412,6 +456,7 @@ def models(arguments: Arguments) -> None:
 
 
 def _listing_lines(listing: Facts) -> list[str]:
+    """Return the models of one provider as a table, with notes below."""
     rows = listing["models"]
     count = "no list" if rows is None else f"{len(rows):,} models"
     cells = [MODEL_COLUMNS, *map(_model_cells, rows)] if rows else []
@@ -420,14 +465,16 @@ def _listing_lines(listing: Facts) -> list[str]:
 
 
 def _model_cells(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a model: name, prices, context, end date, source of the price."""
     amounts = [f"{row[side]:g}" if row[side] is not None else "-" for side in ("input", "output")]
     reads = f"{row['context']:,}" if row["context"] else "-"
     return [row["model"], *amounts, reads, row["until"] or "-", row["source"] or "-"]
 
 
 def _resolve_settings(arguments: Arguments) -> tuple[Config, Screen]:
-    """The checked settings, and a screen on stderr: stdout is for the result."""
+    """Return the checked settings and a screen on stderr; stdout is for the result."""
     resolved = arguments.resolve()
+    # Arguments that the parser cannot require, as overrides may stand in their place.
     if "file" in arguments.extras and not arguments.extras["file"]:
         raise ConfigError("Name the FILE with the responses: JSON, JSONL or parquet.")
     if "labels" in arguments.extras and not any(
@@ -460,8 +507,11 @@ def _add_reward_command(
     add_command(reward_app, run, example, [*extras, *_COMMON], ("reward.",))
 
 
+# Flags of several commands.
 _COMMON = (
-    make_switch("batch", "Ask by the provider's batch interface: at half the price, within a day."),
+    make_switch(
+        "batch", "Use the provider's batch interface: half the price, results within a day."
+    ),
     make_flag("batch_hours", float, 25.0, "Hours to wait for a batch.", "X", min=0.0001),
     make_switch("json", "Print JSON."),
 )
@@ -473,7 +523,7 @@ _add_reward_command(
     score,
     "Example: ppo reward score answers.jsonl --use_api_reward --rm_model qwen-plus",
     _FILE,
-    make_flag("out", str, None, "Where the scores go; unset, FILE.scored.jsonl beside it.", "OUT"),
+    make_flag("out", str, None, "File for the scores; unset, FILE.scored.jsonl.", "OUT"),
     make_flag(
         "step", list[int], None, "With a run's folder as FILE: its steps; unset, the last.", "N"
     ),
@@ -487,15 +537,17 @@ _add_reward_command(
     make_flag(
         "criteria_labels", str, None, "Column with labels of criteria: {name: true}.", "COLUMN"
     ),
-    make_flag("positive", str, None, "Which of two labels is the good one.", "VALUE"),
+    make_flag("positive", str, None, "Which of two labels means good.", "VALUE"),
     make_flag("repeat", int, 3, "Fresh verdicts on each of up to 50 rows; 0: none.", "N"),
     _RESPONSE_KEY,
 )
 _add_reward_command(
     audit,
     "Example: ppo reward audit --use_api_reward --rm_prompt_preset math",
-    make_flag("data", str, None, "Rows to attack with, in place of the bundled ones.", "FILE"),
-    make_flag("rows", int, 6, "Most rows to attack with.", "N"),
+    make_flag(
+        "data", str, None, "Rows to build attacks from, instead of the bundled ones.", "FILE"
+    ),
+    make_flag("rows", int, 6, "Maximum number of rows to build attacks from.", "N"),
     make_flag("items", str, None, "Bundled rows: math, code, dialogue or safety.", "NAME"),
 )
 
@@ -527,7 +579,7 @@ FIT_FLAGS = [
         min=0.0, max=1.0, show_default="0.1",
     ),
     make_flag("epochs", int, 1, "Passes over the pairs.", min=1),
-    make_flag("max_steps", int, None, "Most steps.", min=1),
+    make_flag("max_steps", int, None, "Maximum number of steps.", min=1),
     make_flag(
         "lr", float, None, "Peak learning rate.", min=0.0, max=1.0,
         show_default="1e-5; 1e-3 for the head alone or a tiny model",
@@ -539,10 +591,10 @@ FIT_FLAGS = [
     ),
     make_flag(
         "max_length", int, None,
-        "Most tokens of prompt and response; longer pairs are left out, never cut.", min=8,
+        "Maximum tokens of prompt and response; longer pairs are left out, not cut.", min=8,
         show_default="2048, or less if the model reads less",
     ),
-    make_switch("freeze_body", "Train the head alone: quick, and often less good."),
+    make_switch("freeze_body", "Train only the head: faster, often less accurate."),
     make_flag("center", float, 0.0, "Keep scores around 0; 0.01 is a usual weight.", min=0.0),
     make_flag(
         "dtype", str, None,
@@ -559,6 +611,7 @@ FIT_FLAGS = [
     make_switch("json", "Print JSON."),
     make_switch("debug", "Show tracebacks."),
 ]  # fmt: skip
+# Flags that are fields of `Recipe`.
 RECIPE = (
     "epochs", "max_steps", "lr", "warmup", "batch_size", "batch_tokens", "center", "freeze_body",
     "dtype", "seed",
@@ -572,6 +625,7 @@ def fit_model(**typed: Any) -> None:
     from ppo_cli.extras.fitting.fit import fit as run_fit
     from ppo_cli.extras.fitting.training import FitSettings, Recipe
 
+    # --val_share has no default in the flag, so that a typed one is recognised next to --val_data.
     settings = FitSettings(
         data=tuple(typed["data"]),
         model=typed["model"],
@@ -594,7 +648,7 @@ def fit_model(**typed: Any) -> None:
 
 
 def _find_fit_problems(typed: Mapping[str, Any]) -> list[str]:
-    """Say what is missing, before anything heavy is imported; all at once."""
+    """Return all problems of the flags; called before heavy imports."""
     problems = []
     if not typed["data"]:
         problems.append("Name the pairs with --data FILE: JSON, JSONL or parquet, or a hub set.")
@@ -603,16 +657,16 @@ def _find_fit_problems(typed: Mapping[str, Any]) -> list[str]:
             "Name the model to start from with --model PATH: a folder, a hub name, or `embedded`."
         )
     if typed["val_data"] and typed["val_share"] is not None:
-        problems.append("--val_data and --val_share both say what is held out; keep one.")
+        problems.append("--val_data and --val_share both choose the held-out pairs; keep one.")
     if typed["lr"] == 0:
-        problems.append("--lr 0: give a rate above 0, or none.")
+        problems.append("--lr 0: give a rate above 0, or leave it out.")
     if typed["dtype"] not in (None, "float32", "bfloat16"):
         problems.append(f"--dtype {typed['dtype']}: give float32 or bfloat16.")
     return problems
 
 
 def format_fit(record: dict[str, Any]) -> str:
-    """Return what the fit came to, and what to do with it."""
+    """Return the result of a fit as text: scores before and after, and how to use the model."""
     before, after, pairs = record["before"], record["after"], record["pairs"]
     mean, std = record["scores"]["mean"], record["scores"]["std"]
     lines = [
@@ -625,7 +679,7 @@ def format_fit(record: dict[str, Any]) -> str:
         ),
         f"Scores of held-out responses: mean {mean:.4g}, std {std:.4g}.",
         f"Use it:  {ppo('train')} --reward_model {record['out']}",
-        f"In a mixture, under its part: scaling: affine, mean: {mean:.4g}, std: {std:.4g}",
+        f"In a mixture, set for its part: scaling: affine, mean: {mean:.4g}, std: {std:.4g}",
     ]
     if warning := warn_if_like_guessing(after["accuracy"], pairs["held_out"]):
         lines.insert(1, warning)
@@ -633,7 +687,8 @@ def format_fit(record: dict[str, Any]) -> str:
 
 
 def warn_if_like_guessing(accuracy: float, held_out: int) -> str | None:
-    """Say when an accuracy is within what guessing gives (two standard errors)."""
+    """Return a warning if an accuracy may come from guessing (two standard errors), else None."""
+    # Half of the pairs are right by chance, with this standard error.
     if accuracy - 0.5 > 2 * math.sqrt(0.25 / held_out):
         return None
     return (

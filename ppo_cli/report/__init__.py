@@ -1,1 +1,1 @@
-"""What a run reports: metrics, health findings, trackers."""
+"""Output of a run: metrics, health findings, loggers, and the page."""

@@ -47,7 +47,7 @@ def test_check_says_what_training_would_say(
     rows = [{"prompt": f"{i}?", "ground_truth": "2"} for i in range(9)]
     file = write(tmp_path / "a.jsonl", *rows)
     _, out, _ = run(capsys, "check", file)
-    assert "Tokens are counted with the model that ships with ppo-cli" in out
+    assert "Tokens are counted with the bundled model" in out
     assert "There are 9 training rows: --batch_size is lowered to 8" in out
     assert "The prompts have no data_source, which chooses the rule." in out
     named_sources = write(
@@ -169,4 +169,4 @@ def test_very_many_bad_rows_and_sources_are_cut(capsys: pytest.CaptureFixture[st
 
 def test_remarks_keep_to_a_few_examples() -> None:
     lines = list_remarks(report(duplicates=Finding(7, ("b", "c")), unused_columns=("x", "y")))
-    assert lines == ["7 prompts were seen before: b; c, …", "Columns that nothing reads: x, y."]
+    assert lines == ["7 prompts are repeated: b; c, …", "Columns that are not read: x, y."]

@@ -69,7 +69,7 @@ MISTAKES = {
         "show done --wurst 3", "no flag --wurst", "mean .--worst'.*ppo show --help"
     ),
     "text for a count of show": Mistake(
-        "show done --worst few", "'--worst': this is no integer", "ppo show --help"
+        "show done --worst few", "'--worst': this is not a valid integer", "ppo show --help"
     ),
     "preset": Mistake("train --preset embeded", "flag --preset.*'embeded'", "'embedded'"),
     "key": Mistake("train rolout.n=3", "'rolout.n'", "'rollout.n'"),
@@ -147,7 +147,7 @@ MISTAKES = {
     "report no run": Mistake("report model", "model", "--output_dir"),
     "report before a step": Mistake("report begun", "begun.*no step yet", "ppo view begun"),
     "report into no folder": Mistake("report done --out no/x.html", "no/x.html", "no folder no"),
-    "report of two": Mistake("report done done", "Several runs", "--out FILE"),
+    "report of two": Mistake("report done done", "several runs needs a file", "--out FILE"),
     "view no run": Mistake("view model", "model", "--output_dir"),
     "view on a port": Mistake("view done --host 192.0.2.1", "--host 192.0.2.1", "another --port"),
     "eval of nothing": Mistake("eval", "Name a model", "ppo eval outputs"),
@@ -161,7 +161,7 @@ MISTAKES = {
     "eval into a file": Mistake(
         "eval embedded --data good.jsonl --out file", "--out file: a file", "another folder"
     ),
-    "greedy and several": Mistake("eval embedded --greedy --n 2", "--greedy", "--n out"),
+    "greedy and several": Mistake("eval embedded --greedy --n 2", "--greedy", "or --n"),
     "runs of no folder": Mistake("runs no/such", "no/such", "run folders"),
     "runs without any": Mistake("runs model", "model holds no run", "config.yaml"),
     "a set not made yet": Mistake(
@@ -169,7 +169,7 @@ MISTAKES = {
     ),
     "a group alone": Mistake("presets", "list, show, copy", "presets --help"),
     "explain nothing": Mistake("explain clip_ratoi", "'clip_ratoi'", "'actor.clip_ratio'"),
-    "copy over a file": Mistake("presets copy embedded file", "file is there", "another"),
+    "copy over a file": Mistake("presets copy embedded file", "file exists", "another"),
     "copy no preset": Mistake("presets copy embeded new.yaml", "'embeded'", "'embedded'"),
     "fork of no run": Mistake(f"{TRAIN} --fork embedded", "--fork embedded", "RUN@STEP"),
     "fork before a checkpoint": Mistake(

@@ -57,7 +57,7 @@ def test_no_key_and_no_list_are_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["reward", "models"]) == 2
-    assert "No key of a judge is set" in capsys.readouterr().err
+    assert "No API key of a judge is set" in capsys.readouterr().err
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("AWS_BEARER_TOKEN_BEDROCK", SECRET)
     assert main(["reward", "models"]) == 0

@@ -90,7 +90,7 @@ def test_what_is_missing_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> 
     ("args", "message"),
     [
         (["--dtype", "float16"], "--dtype float16: give float32 or bfloat16."),
-        (["--val_data", "x.jsonl", "--val_share", "0.2"], "--val_data and --val_share both say"),
+        (["--val_data", "x.jsonl", "--val_share", "0.2"], "--val_data and --val_share both choose"),
         (["--model", "./no"], "--model: there is no model folder ./no."),
         (["--data", "no.jsonl"], "no.jsonl: no such file."),
         (["--val_share", "0"], "--val_share 0.0: give a share between 0 and 1"),

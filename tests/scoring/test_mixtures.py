@@ -191,7 +191,7 @@ def test_calibrate_looks_at_each_part_and_asks_its_judge_afresh(
     assert summary["spent"]["calls"] >= 48
     assert summary["agreement"]["accuracy at 0.5"]["value"] is None
     _, out, _ = run("calibrate", file, "--labels", "good", *judge)
-    assert "Of rule alone" in out and "Repeated verdicts of judge" in out
+    assert "Part rule alone" in out and "Repeated verdicts of judge" in out
 
 
 def test_fresh_verdicts_keep_to_the_budget(

@@ -260,7 +260,7 @@ def test_how_rankings_move_over_steps_of_a_run(tmp_path: Path, run: Run) -> None
 
 @pytest.mark.parametrize(
     ("extra_args", "message"),
-    [(["--step", "2"], "--step 2: .*There are 1, from 5 to 5"), (["FILE"], "goes with the folder")],
+    [(["--step", "2"], "--step 2: .*There are 1, from 5 to 5"), (["FILE"], "needs the folder")],
 )
 def test_steps_that_are_not_there_are_refused(
     extra_args: list[str], message: str, tmp_path: Path, run: Run
