@@ -105,6 +105,7 @@ def is_running(pid: int) -> bool:
 
 
 def _set_aside(folder: Path) -> Path:
+    """Rename a folder to a hidden name, and return that path."""
     renamed = folder.with_name(f"old-{folder.name}")
     _sweep_leftovers(renamed)
     old = unfinished_path(renamed)
@@ -113,6 +114,7 @@ def _set_aside(folder: Path) -> Path:
 
 
 def _sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

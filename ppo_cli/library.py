@@ -133,6 +133,7 @@ def _resolve(
     overrides: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> Resolved:
+    """Resolve the arguments of `plan` and `train`; ConfigError with all problems."""
     # Flags by name: the library's arguments are the flags without dashes.
     flags = {key.flag.removeprefix("--"): key.name for key in table().values() if key.flag}
     if unknown := [name for name in settings if name not in flags]:

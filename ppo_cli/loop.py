@@ -236,7 +236,7 @@ def _with_resume_command(job: Job, state: RunState, stop: Interrupted) -> Interr
 
 
 def _unscored_reason(state: RunState) -> str | None:
-    """Why a run should stop whose reward fails for every response; None if it should not."""
+    """Return why to stop a run whose reward fails for every response; None to continue."""
     if state.unscored_steps < MAX_UNSCORED_STEPS:
         return None
     return f"no response of {state.unscored_steps} steps in a row got a score; correct the reward"

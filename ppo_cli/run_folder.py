@@ -150,6 +150,7 @@ def plain(value: Any, clean: Callable[[str], str] | None = None) -> Any:
 
 
 def _with_clean_names(value: Mapping[Any, Any], clean: Callable[[str], str]) -> dict[str, Any]:
+    """Return a mapping with redacted names; equal names get a star."""
     fields: dict[str, Any] = {}
     for key, inner in value.items():
         name = clean(str(key))
@@ -266,6 +267,7 @@ class RunFolder:
                 claim.close()
 
     def _lock(self) -> IO[str] | None:
+        """Return the open lock file; None on file systems without locks."""
         with suppress(OSError):
             attempts = 3  # a reader that checks whether a run is active holds the lock briefly
             while True:
@@ -591,6 +593,7 @@ def _choose_checkpoint(store: CheckpointStore, checkpoint: str | None) -> Path:
 
 
 def _model_in_checkpoint(checkpoint: Path, *, critic: bool) -> Path:
+    """Return the actor's or critic's folder in a checkpoint; ModelError if missing."""
     folder = checkpoint / ("critic" if critic else "actor")
     if has_model(folder):
         return folder

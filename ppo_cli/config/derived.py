@@ -213,6 +213,7 @@ def describe_lowered_batches(rows: int, batch: int, mini: int) -> str:
 
 
 def _count_rows(names: Sequence[str], max_rows: int) -> int | None:
+    """Return the rows of these files, `max_rows` at most (-1: all); None if unknown."""
     counts = [count_rows(name) for name in names]
     if not counts or None in counts:
         return None

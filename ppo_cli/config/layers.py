@@ -93,7 +93,7 @@ def read_yaml(path: Path, label: str, example: str = "actor:") -> list[Entry]:
 def read_settings_text(path: Path, label: str) -> str:
     """Return the text of a file that a person wrote; ConfigError says why it cannot be read.
 
-    Never waits, as a pipe would have it, and never reads more than LARGEST_FILE.
+    Never waits for a pipe, and never reads more than MAX_FILE_BYTES.
     """
     try:
         # Look before opening: a pipe would block.
@@ -131,6 +131,7 @@ def yaml_problem(error: yaml.YAMLError, label: str) -> str:
 def _flatten_yaml(
     node: yaml.MappingNode, prefix: str, label: str, problems: list[str]
 ) -> list[Entry]:
+    """Return the entries of a YAML group by dotted name; adds what is wrong to `problems`."""
     entries: list[Entry] = []
     for key, value in node.value:
         where = f"{label} line {key.start_mark.line + 1}"
@@ -152,6 +153,7 @@ def _flatten_yaml(
 
 
 def _find_duplicates(entries: list[Entry]) -> list[str]:
+    """Return a problem for each setting that is in a file twice."""
     first: dict[str, Entry] = {}
     problems = []
     # YAML keeps the last of two equal keys silently, so compare the flat names.
@@ -166,6 +168,7 @@ def _find_duplicates(entries: list[Entry]) -> list[str]:
 
 
 def _raw_value(node: yaml.Node) -> Any:
+    """Return a YAML node as text, list or dict, without converting types."""
     if isinstance(node, yaml.SequenceNode):
         return [_raw_value(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
@@ -298,7 +301,7 @@ GPU_KEYS = frozenset({"trainer.n_gpus_per_node"})
 EMBEDDED_NOTE = (
     "No GPU and no --model: training the small model that ships with ppo-cli (preset embedded)."
 )
-# Where GPUs are asked for, that there is none is told when they are counted.
+# For a command that asks for GPUs: missing ones are reported when they are counted.
 EMBEDDED_NOTE_GPUS = EMBEDDED_NOTE.replace("No GPU and no", "No")
 PROMPTS_NOTE = (
     "No --train_files: training on the prompts that ship with ppo-cli, sums such as 93 + 58."
@@ -409,6 +412,7 @@ def _iterate_texts(value: Any) -> Iterator[str]:
 
 
 def _read_preset(gathered: Layers, name: str) -> list[Entry]:
+    """Return the entries of a preset; an unknown name becomes a problem."""
     try:
         return gathered.read(preset_path(name), f"preset {name}")
     except ConfigError as error:
@@ -427,6 +431,7 @@ def _read_variables(environ: Mapping[str, str], origins: Mapping[str, str]) -> l
 
 
 def _read_overrides(gathered: Layers, overrides: Sequence[str]) -> list[Entry]:
+    """Return the entries of `key=value` and `~key` arguments."""
     entries: list[Entry] = []
     for text in overrides:
         # `~key` resets, `+key=value` is Hydra's way to add.

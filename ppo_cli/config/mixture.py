@@ -203,6 +203,7 @@ def _flatten(
 
 
 def _describe_unknown_key(name: str, keys: Mapping[str, Key]) -> str:
+    """Return the message for a key that a section does not have, with the nearest one."""
     leaves = {key.rsplit(".", 1)[-1]: key for key in keys}
     # Compare with full names first, then with their last words.
     near = did_you_mean(name, keys) or did_you_mean(name.rsplit(".", 1)[-1], leaves)
@@ -326,6 +327,7 @@ class _MixtureReader:
         part.weights.append((weight, f"{weight:g} in {where}", key))
 
     def _check_name(self, name: str, key: str, where: str) -> bool:
+        """Return whether this can name a part; reports a name that cannot."""
         rule = "a small letter first, then small letters, digits, _ or -"
         # A part's name becomes a key of the settings, so it must not look like a secret's.
         if _NAME.fullmatch(name):
@@ -383,6 +385,7 @@ class _MixtureReader:
         key: str,
         allowed: Collection[str],
     ) -> dict[str, Any]:
+        """Return the typed settings of a section by dotted key; reports the wrong ones."""
         values, problems = read_settings(section, raw_values, allowed)
         for word, message in problems:
             end = "" if message[-1:] in ".?" else "."

@@ -75,6 +75,7 @@ def format_devices(devices: tuple[int, ...]) -> str:
 
 
 def _parse_role(name: str) -> Role:
+    """Return the role of this name; ValueError for another word."""
     for role in ROLES:
         if name == role:
             return role
@@ -83,6 +84,7 @@ def _parse_role(name: str) -> Role:
 
 
 def _parse_range(text: str) -> range:
+    """Return the device numbers in `3` or `0-5`; ValueError for another text."""
     match = _RANGE.fullmatch(text)
     if match is None:
         raise ValueError(f"'{text}' is not a device; write a number or a range, such as 0-5")
@@ -129,7 +131,7 @@ def engine_name(config: Config, gpus: int | None = None) -> Literal["local", "ra
         or trainer.nnodes > 1
         or (trainer.num_workers or 1) > 1
         or (per_node == 0 and (config.rollout.num_samplers or 1) > 1)
-        or config.rollout.name == "vllm"  # vLLM needs a process of its own
+        or config.rollout.name == "vllm"  # vLLM needs a separate process
         or trainer.placement is not None
         or trainer.async_steps > 0
     )
@@ -450,7 +452,7 @@ def judge_devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:
     """Return the GPUs of the judge that the run starts; empty on the CPU."""
     try:
         placed: Placement = placement_of(config, gpus)
-    except ValueError:  # told where placements are checked
+    except ValueError:  # reported where placements are checked
         return ()
     judge = local_judge(config)
     return placed.judge or (judge.settings.local.devices if judge else ())

@@ -65,9 +65,7 @@ def add_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolved
     named = resolved.origins[f"{_MONITOR}.type"] != DEFAULT
     candidates = (resolved.config.reward.api.monitor.type,) if named else _PUBLIC
     used_types = {api.type for api in judges}
-    used_keys = {
-        api.key_env for api in judges
-    }  # of the first judge, whatever the variable's name says
+    used_keys = {api.key_env for api in judges}  # variables with the judges' own keys
     available = [
         (kind, key)
         for kind in candidates
@@ -117,7 +115,7 @@ def restore_second_judge(
     except ConfigError:  # not of a run that this program has written
         return resolved
     names = ("type", "model", "required")
-    # None then, unless it had one that nobody chose.
+    # No second judge, unless the run had one by default.
     values: dict[str, Any] = {name: table()[f"{_MONITOR}.{name}"].default for name in names}
     if then.get(f"{_MONITOR}.required") == "false":
         values = {name: str(then[f"{_MONITOR}.{name}"]) for name in ("type", "model")}
@@ -282,6 +280,7 @@ def batch_arithmetic(config: Config) -> dict[str, int | None]:
 
 
 def _count_updates(who: str, config: Config, part: Trained, mini: int) -> dict[str, int]:
+    """Return mini-batches, epochs and optimizer steps of one model for a step."""
     # Mini-batches are given in prompts, and a model reads responses.
     sequences = mini * config.rollout.n
     epochs: int = value_of(config, f"{who}.ppo_epochs")
@@ -305,6 +304,7 @@ def _count_micro_batches(config: Config, part: Trained, sequences: int) -> int:
 
 
 def _count_steps(config: Config, rows: int | None) -> int | None:
+    """Return the number of training steps; None while the rows are unknown."""
     # As set, else the whole batches of all epochs.
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
@@ -314,6 +314,7 @@ def _count_steps(config: Config, rows: int | None) -> int | None:
 
 
 def _count_reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:
+    """Return the reward calls of a step, of validation, and of the run."""
     a_step = gen_batch(config) * config.rollout.n
     # remax also scores a greedy response to each prompt.
     if ESTIMATORS[config.algorithm.adv_estimator].baseline:
@@ -351,6 +352,7 @@ def _multiply(a: int | None, b: int | None) -> int | None:
 
 
 def _to_plain(value: Any) -> Any:
+    """Return a value as JSON, with secrets masked."""
     if isinstance(value, tuple):
         return [_to_plain(item) for item in value]
     if isinstance(value, dict):
@@ -414,6 +416,7 @@ def config_yaml(resolved: Resolved) -> str:
 
 
 def _yaml_lines(resolved: Resolved) -> Iterator[str]:
+    """Yield config.yaml line by line: groups, values and their origins."""
     opened: set[str] = set()
     for key, origin in resolved.origins.items():
         *groups, leaf = key.split(".")
@@ -437,6 +440,7 @@ _OnOneLine.add_representer(str, _OnOneLine.represent_str)
 
 
 def _as_yaml(value: Any) -> str:
+    """Return a value as YAML on one line."""
     # Flow style on one line: a comment with the origin follows it.
     text: str = yaml.dump(
         value, Dumper=_OnOneLine, default_flow_style=True, width=10**9, allow_unicode=True,

@@ -242,6 +242,7 @@ def _validate_config(draft: _Draft) -> Config:
 
 
 def _list_origins(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Return the origin of every setting by dotted name."""
     origins = dict.fromkeys(table(), DEFAULT)
     # Free-form keys count for the setting that they are below.
     for name, entry in entries.items():

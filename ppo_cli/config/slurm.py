@@ -28,7 +28,7 @@ _SRUN = "srun --ntasks-per-node=1 ./train.sh …"
 
 @dataclass(frozen=True)
 class NodeVariables:
-    """Variables to add to the environment, and for each the words that say where it is from."""
+    """Variables to add to the environment, and the origin of each for messages."""
 
     values: dict[str, str] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ def expand_hosts(listed: str) -> list[str]:
 
 
 def outside_step(environ: Mapping[str, str]) -> bool:
-    """Whether this is a SLURM job of several nodes in which the line runs on one alone."""
+    """Whether this is a SLURM job of several nodes, and the command runs outside a step."""
     return _parse_count(_first_variable(environ, _NODES)[0]) > 1 and not environ.get(
         "SLURM_STEP_ID", ""
     )
@@ -84,12 +84,13 @@ _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 
 
 def _read_slurm_step(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return variable -> (value, origin) of a SLURM step on several nodes; {} elsewhere."""
     nodes, origin = _first_variable(env, _NODES)
     # Outside a step there is no node id, and nothing to read.
     if env.get("SLURM_NODEID") is None or not nodes:
         return {}
     _refuse_tasks(env)
-    # Settings of one's own say how many nodes there are: then SLURM's count means nothing.
+    # NNODES wins over SLURM's count; a run on one node needs no variables.
     if _parse_count(env.get("NNODES", nodes)) <= 1:
         return {}
     variables = {"NNODES": (nodes, origin), "NODE_RANK": (env["SLURM_NODEID"], "SLURM_NODEID")}
@@ -104,7 +105,7 @@ def _read_slurm_step(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def _refuse_tasks(env: Mapping[str, str]) -> None:
-    """Name a step that starts the line several times on a node, before they all start."""
+    """Raise ConfigError for a SLURM step that starts the command several times on a node."""
     in_step = env.get("SLURM_STEP_TASKS_PER_NODE", "")
     outside = (
         env.get("SLURM_NTASKS_PER_NODE", "1") if _parse_count(env.get("SLURM_NNODES")) > 1 else "1"
@@ -120,7 +121,7 @@ def _refuse_tasks(env: Mapping[str, str]) -> None:
 
 
 def _refuse_ranks(env: Mapping[str, str]) -> None:
-    """Name a start by torchrun and the like, which would run the whole run once a rank."""
+    """Raise ConfigError for a start by torchrun, which would start a whole run in each rank."""
     world = _parse_count(env.get("WORLD_SIZE"))
     if world < 2 or "RANK" not in env:
         return
@@ -153,6 +154,7 @@ def _split_hosts(listed: str) -> list[str]:
 
 
 def _expand_item(item: str, listed: str) -> list[str]:
+    """Expand one item of a node list, such as `a-[1-3]x[1-2]`."""
     # A prefix, numbers in brackets, and a rest that may have brackets again.
     match = re.fullmatch(r"([^\[\]]*)\[([\d,-]+)\](.*)", item.strip())
     if match is None:
@@ -165,6 +167,7 @@ def _expand_item(item: str, listed: str) -> list[str]:
 
 
 def _expand_numbers(text: str, listed: str) -> list[str]:
+    """Expand `1-3,05` to texts; zeros in front stay."""
     numbers: list[str] = []
     for part in text.split(","):
         low, dash, high = part.partition("-")

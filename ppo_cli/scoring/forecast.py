@@ -430,6 +430,7 @@ def describe_availability(model: str, names: list[str] | None) -> str:
 
 
 def _list_provider(api: ApiReward, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the models of one provider as facts; `problem` if it could not be asked."""
     listing: dict[str, Any] = {"provider": api.type, "models": None, "notes": []}
     try:
         provider = build_provider(api, environ=environ)

@@ -286,6 +286,7 @@ def read_held_out(file: str) -> list[tuple[Rollout, float]]:
 
 
 def _label_problem(value: Any) -> str:
+    """Return what is wrong with a label; empty for a number, a truth value or a word."""
     if isinstance(value, float) and not math.isfinite(value):
         return "is NaN or infinite"
     if isinstance(value, bool | int | float | str):
@@ -294,6 +295,7 @@ def _label_problem(value: Any) -> str:
 
 
 def _positive_label(labels: Sequence[str], column: str, positive: str | None) -> str:
+    """Return the word that means "good"; DataError if that is unclear."""
     kinds = list(dict.fromkeys(labels))
     shown = ", ".join(kinds[:MAX_LABELS_SHOWN])
     # A word that the user names wins; otherwise two words, one of which means "good".

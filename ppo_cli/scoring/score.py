@@ -356,6 +356,7 @@ def part_columns(settings: RewardSettings, scores: Sequence[Score]) -> dict[str,
 
 
 def _column_facts(column: PartColumn, lengths: Sequence[float]) -> dict[str, Any]:
+    """Return counts, moments and the correlation with length of one part."""
     return {
         "scored": Moments.from_values(column.raw).count,
         "failed": column.failed,
@@ -367,6 +368,7 @@ def _column_facts(column: PartColumn, lengths: Sequence[float]) -> dict[str, Any
 
 
 def _moments(values: Values) -> dict[str, float | None]:
+    """Return mean, deviation, lowest and highest value."""
     valid = [v for v in values if v is not None]
     moments = Moments.from_values(valid)
     return {
@@ -385,10 +387,11 @@ def affine_line(values: Values) -> str | None:
     # The mean gets as many digits as the spread needs: a spread of 0.01 around 20 keeps its centre.
     digits = max(0, 2 - math.floor(math.log10(moments.std)))
     mean = round(moments.mean, digits) + 0.0
-    return f"scaling: affine, mean: {_plain(mean)}, std: {_plain(float(f'{moments.std:.3g}'))}"
+    std = float(f"{moments.std:.3g}")
+    return f"scaling: affine, mean: {_yaml_number(mean)}, std: {_yaml_number(std)}"
 
 
-def _plain(number: float) -> str:
+def _yaml_number(number: float) -> str:
     """A number in YAML syntax: YAML needs a decimal point before an exponent."""
     text = f"{number:.12g}"
     return text.replace("e", ".0e") if "e" in text and "." not in text else text
@@ -496,6 +499,7 @@ def histogram(values: Sequence[float]) -> list[dict[str, Any]]:
 
 
 def _best_and_worst(rows: Sequence[ResponseRow], scores: Sequence[Score]) -> dict[str, Any]:
+    """Return the rows with the highest and the lowest scores."""
     # Equal scores keep the order of the file.
     order = sorted(
         (i for i, s in enumerate(scores) if judged_value(s) is not None),
@@ -504,12 +508,15 @@ def _best_and_worst(rows: Sequence[ResponseRow], scores: Sequence[Score]) -> dic
     # Best and worst come from different halves, so that no row is in both.
     half = order[len(order) // 2 :]
     return {
-        "best": [_example(rows[i], scores[i]) for i in reversed(half[-EXAMPLES:])],
-        "worst": [_example(rows[i], scores[i]) for i in order[: min(EXAMPLES, len(order) // 2)]],
+        "best": [_describe_row(rows[i], scores[i]) for i in reversed(half[-EXAMPLES:])],
+        "worst": [
+            _describe_row(rows[i], scores[i]) for i in order[: min(EXAMPLES, len(order) // 2)]
+        ],
     }
 
 
-def _example(row: ResponseRow, score: Score) -> dict[str, Any]:
+def _describe_row(row: ResponseRow, score: Score) -> dict[str, Any]:
+    """Return a row as an example for the summary."""
     return {
         "row": str(row.place),
         "score": score.value,

@@ -79,6 +79,7 @@ def row_checks(
 
 
 def _check_prices(settings: ApiReward) -> None:
+    """Raise RewardError if a budget needs a price that is unknown."""
     from ppo_cli.rewards.judge.costs import build_ledger, share_ledger
     from ppo_cli.rewards.judge.providers import monitor_settings
 
@@ -245,6 +246,7 @@ def describe_reward(settings: RewardSettings) -> str:
 
 
 def _describe_source(kind: str, api: ApiReward, model: ModelReward, rule: RewardSettings) -> str:
+    """Return in a few words what scores: judge, model, function or rule."""
     if kind == "judge":
         from ppo_cli.rewards.judge.prompt import load_template
 

@@ -105,6 +105,7 @@ def _start_server() -> None:
 
 
 def _await_outcome(check: Check, process: Any, pipe: Connection, folder: Path) -> Outcome:
+    """Return the outcome that a check's process sends, or how the process failed."""
     # Wait for a result or for the end of the process, whichever comes first.
     if not wait([pipe, process.sentinel], check.limit_s):
         return Outcome(check.name, "failed", f"no result within {check.limit_s:g} s")

@@ -152,6 +152,7 @@ def repeated_share(token_ids: Sequence[int], n: int) -> float:
 
 
 def _is_shaping_enabled(settings: Shaping) -> bool:
+    """Return whether any penalty, the normalisation or the clipping is on."""
     penalties = (
         settings.overlong_buffer, settings.missing_eos_penalty, settings.repetition_penalty,
         settings.thought_budget, settings.answer_budget,
@@ -206,6 +207,7 @@ def _shaping_metrics(
     ready: Sequence[Scored],
     scale: Affine,
 ) -> dict[str, float]:
+    """Return the `shaping/…` metrics over the rows with a score."""
     # Means over the rows with a score.
     rows = [i for i, s in enumerate(ready) if s.score.value is not None]
     if not rows:
@@ -307,6 +309,7 @@ def shape_step(
 def _score_tensors(
     scored: Sequence[Scored], baselines: Sequence[float | None] | None
 ) -> tuple[Tensor, Tensor]:
+    """Return the scores (B,), 0 for failed ones, and which rows are valid."""
     values = [s.score.value for s in scored]
     # A row without its baseline has no advantage in ReMax.
     if baselines is not None:
@@ -336,6 +339,7 @@ def _part_tensors(names: Sequence[str], scored: Sequence[Scored]) -> tuple[Tenso
 
 
 def _part_value(score: Score, name: str) -> float | None:
+    """Return the raw value of a named part; None if it is missing or the score failed."""
     if score.value is None:
         return None
     return (
@@ -381,6 +385,7 @@ def _compute_kl(
 
 
 def _compute_importance_weights(config: Config, batch: AnnotatedBatch, mask_BT: Tensor) -> Tensor:
+    """Return the importance weights (B, T) for the sampler's mismatch; 1 if off."""
     # Without a level the weights are 1.
     correction, level = config.algorithm.rollout_correction, rollout_is(config)
     if level is None:
@@ -397,6 +402,7 @@ def _compute_importance_weights(config: Config, batch: AnnotatedBatch, mask_BT: 
 
 
 def _step_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Return metrics of the batch over its unmasked tokens."""
     mask_BT = batch.loss_mask_BT
     if not bool(mask_BT.any()):
         return {}

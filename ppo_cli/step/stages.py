@@ -293,6 +293,7 @@ def _has_signal(config: Config, group: Sequence[Scored]) -> bool:
 
 
 def _filter_value(config: Config, sample: Scored) -> float | None:
+    """Return the value by which dynamic sampling compares responses."""
     name = config.algorithm.filter_groups.metric
     # `acc` is a part where the reward returns one, and the score otherwise.
     if name in (None, "score") or (name == "acc" and name not in sample.score.parts):
@@ -372,6 +373,7 @@ def sample_references(job: Job) -> None:
 
 
 def _greedy_sampling(job: Job, step: int) -> Sampling:
+    """Return sampling settings of one greedy response."""
     return Sampling(
         temperature=0.0,
         max_tokens=job.config.data.max_response_length,
@@ -492,6 +494,7 @@ def update(job: Job, state: RunState, batch: TrainBatch) -> StepSums:
 
 
 def _update_actor(job: Job, state: RunState, batch: TrainBatch, sums: StepSums) -> None:
+    """Train the actor in epochs of mini-batches, until target_kl stops it."""
     settings = job.config.actor
     size = settings.ppo_mini_batch_size
     with job.tracker.phase("update actor", settings.ppo_epochs) as advance:

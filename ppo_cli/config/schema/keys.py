@@ -189,13 +189,15 @@ def describe_range(key: Key) -> str:
     comparisons = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     # pydantic keeps limits in metadata objects with one attribute each.
     limits = [
-        f"{comparisons[name]} {_shown(limit)}" for name, limit in key.limits if name in comparisons
+        f"{comparisons[name]} {_format_limit(limit)}"
+        for name, limit in key.limits
+        if name in comparisons
     ]
     limits += ["not empty" for name, _ in key.limits if name == "min_length"]
     return ", ".join(limits)
 
 
-def _shown(limit: float) -> str:
+def _format_limit(limit: float) -> str:
     return f"{limit:g}" if isinstance(limit, float) else str(limit)
 
 
@@ -214,11 +216,11 @@ def _collect_keys(
         if isinstance(kind, type) and issubclass(kind, Section):
             keys += _collect_keys(kind, f"{dotted}.", unused)
         else:
-            keys.append((dotted, _key(dotted, field, section.identity, unused)))
+            keys.append((dotted, _build_key(dotted, field, section.identity, unused)))
     return keys
 
 
-def _key(name: str, field: FieldInfo, identity: Identity, unused: tuple[str, ...]) -> Key:
+def _build_key(name: str, field: FieldInfo, identity: Identity, unused: tuple[str, ...]) -> Key:
     kind, optional = _without_none(field.annotation)
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     limits = [
@@ -245,6 +247,7 @@ def _key(name: str, field: FieldInfo, identity: Identity, unused: tuple[str, ...
 
 
 def _without_none(kind: Any) -> tuple[Any, bool]:
+    """Return a type without None, and whether None was part of it."""
     if get_origin(kind) not in (Union, types.UnionType):
         return kind, False
     # `X | None` is an optional X; what is left may still be a union.

@@ -270,6 +270,7 @@ class Rollout(Section):
 
 # Steps are checked as text, because ranges are kept as they are written.
 def _check_steps(steps: tuple[str, ...]) -> None:
+    """Raise ValueError for words that are neither a step nor a range of steps."""
     for word in steps:
         first, dash, last = word.partition("-")
         numbers = [first, last] if dash else [first]

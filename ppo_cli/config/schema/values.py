@@ -60,14 +60,14 @@ def read_value(key: Key, raw: Any) -> Any:
         return None if key.optional else ()
     if raw is None:
         raise ValueError("cannot be null")
-    return _read(key.kind, list_files(raw) if key.files else raw)
+    return _read_kind(key.kind, list_files(raw) if key.files else raw)
 
 
 def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> yaml.Node | None:
     """Parse a YAML document; raises YAMLError, also for aliases that do not come to an end.
 
-    An anchor may be used again, but neither inside itself nor so often that the whole would have
-    more than MOST_NODES values.
+    An anchor may be repeated, but neither inside itself nor so often that the document would have
+    more than MAX_YAML_NODES values.
     """
     try:
         root: yaml.Node | None = yaml.compose(text, Loader=loader)
@@ -150,33 +150,34 @@ def read_free(raw: Any) -> Any:
         raise ValueError(f"'{raw}' is not a value; put text that has signs into quotes") from None
 
 
-def _read(kind: Any, raw: Any) -> Any:
+def _read_kind(kind: Any, raw: Any) -> Any:
     # By the declared type: a choice, a list, text or several texts, a group, or a scalar.
     origin = get_origin(kind)
     if origin is Literal:
-        return _choice(tuple(get_args(kind)), raw)
+        return _read_choice(tuple(get_args(kind)), raw)
     if origin is tuple:
-        return _list(get_args(kind), raw)
+        return _read_list(get_args(kind), raw)
     if origin in (Union, types.UnionType):
-        several = isinstance(raw, list | tuple) or _bracketed(raw)
+        several = isinstance(raw, list | tuple) or _is_bracketed(raw)
         several = several or ("," in str(raw) and not isinstance(raw, Quoted))
-        return _list((str, ...), raw) if several else _text(raw)
+        return _read_list((str, ...), raw) if several else _read_text(raw)
     if origin is dict:
-        return _mapping(raw)
+        return _read_mapping(raw)
     return _SCALARS[kind](raw)
 
 
-def _scalar(raw: Any, expected: str) -> str:
+def _read_scalar(raw: Any, expected: str) -> str:
     if isinstance(raw, list | tuple | dict):
         raise ValueError(f"is a {'group' if isinstance(raw, dict) else 'list'}, not {expected}")
     return str(raw).strip()
 
 
-def _text(raw: Any) -> str:
-    return _utf8(_scalar(raw, "one text"))
+def _read_text(raw: Any) -> str:
+    return _check_utf8(_read_scalar(raw, "one text"))
 
 
-def _utf8(text: str) -> str:
+def _check_utf8(text: str) -> str:
+    """Return a text unchanged; ValueError if it cannot be written as UTF-8."""
     # NUL and lone surrogates would break files and HTTP bodies later.
     if not text.isprintable() and re.search("[\0\ud800-\udfff]", text):
         shown = text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
@@ -184,8 +185,8 @@ def _utf8(text: str) -> str:
     return text
 
 
-def _number(raw: Any) -> float:
-    text = _scalar(raw, "a number")
+def _read_number(raw: Any) -> float:
+    text = _read_scalar(raw, "a number")
     try:
         value = float(text)
     except ValueError:
@@ -198,14 +199,14 @@ def _number(raw: Any) -> float:
     return value
 
 
-def _integer(raw: Any) -> int:
-    text = _scalar(raw, "a whole number")
+def _read_integer(raw: Any) -> int:
+    text = _read_scalar(raw, "a whole number")
     # Integers are read without a float, which would round large ones.
     try:
         return int("" if isinstance(raw, bool) or "_" in text else text)
     except ValueError:
         pass
-    value = _number(raw)
+    value = _read_number(raw)
     if value != int(value):
         raise ValueError(f"'{text}' is not a whole number")
     return int(value)
@@ -213,7 +214,7 @@ def _integer(raw: Any) -> int:
 
 def read_switch(raw: Any) -> bool:
     """Return the bool of `true`, `off` and similar words; ValueError for anything else."""
-    text = _scalar(raw, "true or false")
+    text = _read_scalar(raw, "true or false")
     if text.lower() in YES:
         return True
     if text.lower() in NO:
@@ -221,8 +222,8 @@ def read_switch(raw: Any) -> bool:
     raise ValueError(f"'{text}' is neither true nor false")
 
 
-def _choice(choices: tuple[Any, ...], raw: Any) -> Any:
-    text = _scalar(raw, "one word")
+def _read_choice(choices: tuple[Any, ...], raw: Any) -> Any:
+    text = _read_scalar(raw, "one word")
     if text in choices:
         return text
     offered = offered_choices(choices)
@@ -230,15 +231,17 @@ def _choice(choices: tuple[Any, ...], raw: Any) -> Any:
     raise ValueError(f"'{text}' is not one of {', '.join(offered)}.{advice}")
 
 
-def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
+def _read_list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
     parts = parse_list(raw, text=items[0] is str)
     if items[1:] == (...,):
         if items[0] is str:  # in quotes, spaces around an item belong to it
-            return tuple(_utf8(str(p)) if isinstance(p, Quoted) else _text(p) for p in parts)
-        return tuple(_read(items[0], part) for part in parts)
+            return tuple(
+                _check_utf8(str(p)) if isinstance(p, Quoted) else _read_text(p) for p in parts
+            )
+        return tuple(_read_kind(items[0], part) for part in parts)
     if len(parts) != len(items):
         raise ValueError(f"takes {len(items)} values, not {len(parts)}")
-    return tuple(_read(kind, part) for kind, part in zip(items, parts, strict=True))
+    return tuple(_read_kind(kind, part) for kind, part in zip(items, parts, strict=True))
 
 
 def parse_list(raw: Any, *, text: bool = False) -> list[Any]:
@@ -253,7 +256,7 @@ def parse_list(raw: Any, *, text: bool = False) -> list[Any]:
         return raw
     if not isinstance(raw, str):
         return [raw]
-    if _bracketed(raw):
+    if _is_bracketed(raw):
         return _parse_flow_list(raw)
     if text and isinstance(raw, Quoted):
         return [raw]
@@ -268,12 +271,12 @@ def list_files(raw: Any) -> list[Any]:
     if isinstance(raw, tuple):
         return [name for item in raw for name in list_files(item)]
     # Parts that are separate already, joined again where a comma belongs to a name.
-    if not isinstance(raw, str) or (isinstance(raw, Quoted) and not _bracketed(raw)):
+    if not isinstance(raw, str) or (isinstance(raw, Quoted) and not _is_bracketed(raw)):
         parts = parse_list(raw, text=True)
         return _join_existing(
             parts, lambda first, end: [sep.join(parts[first:end]) for sep in (",", ", ")]
         )
-    if not _bracketed(raw):
+    if not _is_bracketed(raw):
         pieces = raw.split(",")
         return _join_existing(pieces, lambda first, end: [",".join(pieces[first:end])])
     parse_list(raw)  # refuses what is not a list
@@ -314,7 +317,7 @@ def _exists(name: str) -> bool:
     return os.path.exists(os.path.expanduser(name)) or os.path.isdir(os.path.expanduser(folder))
 
 
-def _bracketed(raw: Any) -> bool:
+def _is_bracketed(raw: Any) -> bool:
     return isinstance(raw, str) and raw[:1] in ("[", "(") and raw[-1:] in ("]", ")")
 
 
@@ -326,7 +329,7 @@ def _parse_flow_list(raw: str) -> list[Any]:
     return [Quoted(item) for item in parsed]
 
 
-def _mapping(raw: Any) -> dict[str, Any]:
+def _read_mapping(raw: Any) -> dict[str, Any]:
     # Text is read as YAML, so that a variable or an override can hold a group.
     value = raw
     if isinstance(raw, str):
@@ -341,8 +344,8 @@ def _mapping(raw: Any) -> dict[str, Any]:
 
 # How each scalar type is read.
 _SCALARS: dict[Any, Callable[[Any], Any]] = {
-    str: _text,
-    float: _number,
-    int: _integer,
+    str: _read_text,
+    float: _read_number,
+    int: _read_integer,
     bool: read_switch,
 }

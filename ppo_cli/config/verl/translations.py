@@ -138,6 +138,7 @@ Translation = Callable[[TranslationState, Entry, Any], None]
 
 
 def _parse_count(raw: Any) -> int:
+    """Return a whole number of at least 1; ValueError for anything else."""
     try:
         number = int(str(raw))
     except ValueError:

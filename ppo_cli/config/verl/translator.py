@@ -166,7 +166,7 @@ def default_layer(generation: Generation) -> list[Entry]:
 
 
 def describe_defaults(generation: Generation) -> str:
-    """Return the note that says whose defaults a command line in verl's spelling has."""
+    """Return the note about the defaults of a command line with verl's names."""
     note = (
         f"These are verl's settings: those that are left out are as in verl {generation.first}, "
         "but devices, loggers and the sizes of micro-batches are chosen here."
@@ -183,8 +183,8 @@ def describe_defaults(generation: Generation) -> str:
 def translate(layers: Layers, environ: Mapping[str, str]) -> bool:
     """Replace the foreign names in the layers by our settings with plain values.
 
-    Return whether the settings are verl's, whose defaults then are the lowest layer. Layers that
-    have our own names alone stay as they are.
+    Returns whether the settings are verl's; then verl's defaults become the lowest layer. Layers
+    with only our own names stay as they are.
     """
     if not any(_is_foreign(entry) for layer in layers.layers for entry in layer):
         return False
@@ -210,7 +210,7 @@ def translate(layers: Layers, environ: Mapping[str, str]) -> bool:
 
 
 def _is_foreign(entry: Entry) -> bool:
-    """Tell whether an entry is not simply one of our settings with a value of its own."""
+    """Return whether an entry is anything but one of our settings with a plain value."""
     refers = isinstance(entry.raw, str) and "${" in entry.raw
     return refers or entry.name in TRANSLATIONS or find_key(entry.name) is None
 
@@ -272,7 +272,7 @@ class Translator(TranslationState):
     """Translates one layer after the other into our names."""
 
     def translate(self, layer: Sequence[Entry]) -> list[Entry]:
-        """Return the layer in our own names; what has to be said about it is added to the lists."""
+        """Return the layer under our own names; adds problems and notes to the lists."""
         # Per layer: what it has set, and the parts of a reward function.
         self._settings = {}
         self.function = {}

@@ -258,7 +258,7 @@ def key_variables(config: Config) -> list[str]:
     kinds = {*(judge.type for judge in judges), *(monitor.type for monitor in monitors)}
     signed = AWS_KEYS if any(JUDGES[kind].signs == "boto3" for kind in kinds) else ()
     usual = (name for api in JUDGES.values() for name in api.keys)
-    # The providers' usual variables are included: a judge may read them without being told to.
+    # The providers' usual variables are included: a judge without key_env reads them.
     return sorted({*usual, *signed, *filter(None, named)})
 
 
@@ -294,6 +294,7 @@ def _add_system_prompt(prompt: Prompt, system: str | None) -> Prompt:
 
 
 def _verl_row(prompt: Prompt, split: str, index: int) -> dict[str, Any]:
+    """Return a prompt as a row of verl's parquet files."""
     truth = "" if prompt.ground_truth is None else str(prompt.ground_truth)
     return {
         "data_source": prompt.data_source,

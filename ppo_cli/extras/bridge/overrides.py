@@ -155,6 +155,7 @@ def _write_attention(config: Config) -> Values:
 
 @_register_writer("model.enable_gradient_checkpointing critic.model.enable_gradient_checkpointing")
 def _write_checkpointing(config: Config) -> Values:
+    """Write gradient checkpointing of actor and critic; unset is on for verl."""
     actor = config.model.enable_gradient_checkpointing
     # Unset means that our engine decides by memory; verl needs a value.
     critic = config.critic.model.enable_gradient_checkpointing
@@ -194,6 +195,7 @@ def _write_micro_batches(config: Config) -> Values:
 
 @_register_writer("actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c")
 def _write_clip_ratios(config: Config) -> Values:
+    """Write both clip ranges and the dual-clip bound."""
     actor = "actor_rollout_ref.actor"
     bound = config.actor.clip_ratio_c
     # verl always applies the dual clip, so "none" becomes a bound that is never reached.
@@ -254,6 +256,7 @@ def _write_validation(config: Config) -> Values:
 
 @_register_writer("trainer.resume_mode")
 def _write_resume(config: Config) -> Values:
+    """Write the resume mode; a path becomes resume_path with the checkpoint."""
     mode = config.trainer.resume_mode
     # A path that is neither word is a checkpoint to resume from.
     word = {"auto": "auto", "never": "disable"}.get(mode, "resume_path")

@@ -235,7 +235,7 @@ class Fit:
             raise Interrupted(
                 f"{self._stop_text(reason)} Nothing was saved; run the same command again."
             )
-        record = self._record(finished=not reason)
+        record = self._build_record(finished=not reason)
         self._folder.finish(record)
         # The saved model is the best so far; its record tells whether the fit was finished.
         if reason and self._best:
@@ -251,6 +251,7 @@ class Fit:
         return f"{reason}: stopped after {self._step} of {self._total} steps."
 
     def _train_steps(self, stopped: Callable[[], str | None]) -> None:
+        """Run the steps of the fit, with measurements in between, until the end or a stop."""
         recipe, total = self._settings.recipe, self._total
         # Spread the log lines and the measurements evenly over the steps.
         every = max(1, total // STEP_LINES)
@@ -286,7 +287,7 @@ class Fit:
         self._screen.note(self._figures_line(figures) + ("; kept" if better else ""))
         if better:
             self._best, self._best_step = figures, self._step
-            record = self._record(finished=False)
+            record = self._build_record(finished=False)
             self._folder.write(self._save, record)
 
     def _save(self, folder: Path) -> None:
@@ -304,7 +305,8 @@ class Fit:
             f"accuracy {figures.accuracy:.3f}  margin {figures.margin:+.3f}"
         )
 
-    def _record(self, *, finished: bool) -> dict[str, Any]:
+    def _build_record(self, *, finished: bool) -> dict[str, Any]:
+        """Return the record of the fit, which is written as fit.json."""
         assert self._best is not None and self._before is not None
         return {
             "model": self._settings.model,

@@ -116,23 +116,25 @@ class ScoreNetwork:
     def score_samples(self, samples: Sequence[Encoded]) -> Tensor:
         """Score samples of any length: (B,) in float32."""
         if not self.frozen:
-            return self._head(self._read_BH(samples))
+            return self._apply_head(self._compute_last_hidden_BH(samples))
         # The body does not change: compute each sample's last hidden state once.
         fresh = {s.ids: s for s in samples if s.ids not in self._cached_hidden}
         if fresh:
             with torch.no_grad():
-                for ids, hidden_H in zip(fresh, self._read_BH(list(fresh.values())), strict=True):
+                for ids, hidden_H in zip(
+                    fresh, self._compute_last_hidden_BH(list(fresh.values())), strict=True
+                ):
                     self._cached_hidden[ids] = hidden_H.cpu()
         hidden_BH = torch.stack([self._cached_hidden[s.ids] for s in samples])
-        return self._head(hidden_BH.to(self.compute.device))
+        return self._apply_head(hidden_BH.to(self.compute.device))
 
-    def _read_BH(self, samples: Sequence[Encoded]) -> Tensor:
+    def _compute_last_hidden_BH(self, samples: Sequence[Encoded]) -> Tensor:
         ids_BL, mask_BL, _ = pad(samples, self.pad_token_id, self.compute.device)
         with self.compute.autocast():
             hidden_BLH = hidden_states(self.module.base_model, ids_BL, mask_BL)
         return last_BH(hidden_BLH, mask_BL)
 
-    def _head(self, hidden_BH: Tensor) -> Tensor:
+    def _apply_head(self, hidden_BH: Tensor) -> Tensor:
         # The head computes in float32, also under autocast.
         with torch.autocast(hidden_BH.device.type, enabled=False):
             scores: Tensor = self.module.score(hidden_BH).squeeze(-1)
@@ -420,6 +422,7 @@ class Trainer:
         return scores[0], scores[1]
 
     def _backward_group(self, pairs: Sequence[EncodedPair], step_pairs: int) -> Tensor:
+        """Run one micro-batch backwards; returns its scores, chosen and rejected (2, P)."""
         # Chosen first, then rejected, so that one view separates them.
         samples = [p.chosen for p in pairs] + [p.rejected for p in pairs]
         both = self.network.score_samples(samples).view(2, len(pairs))

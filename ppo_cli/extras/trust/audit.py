@@ -104,6 +104,7 @@ def _check_rendering(template: Template, api: ApiReward, item: Item) -> Check:
 
 
 def _check_gate(api: ApiReward, items: Sequence[Item]) -> Check:
+    """Check that the content-free gate rejects empty replies and passes good answers."""
     name = "content-free gate"
     if not api.gate:
         return Check(name, None, "it is off (--rm_gate)")
@@ -309,6 +310,7 @@ def _check_criteria(
 
 
 def _check_repeats(repeated: Sequence[tuple[str, str]], repeats: Repeats, ruler: Ruler) -> Check:
+    """Check that two new verdicts on one response differ little."""
     name = "same answer twice"
     if not repeated:
         return Check(name, None, "these rows have no response to repeat")
@@ -338,6 +340,7 @@ def _check_repeats(repeated: Sequence[tuple[str, str]], repeats: Repeats, ruler:
 def _check_spread(
     trials: Sequence[tr.Trial], scores: Mapping[Key, Score], ruler: Ruler, *, fine: bool
 ) -> Check:
+    """Check that good, partial and bad answers get different scores."""
     name = "spread of scores"
     # On a reward's own scale prompts differ in level; subtract it, as it is not a spread.
     values = [
@@ -359,6 +362,7 @@ def _check_spread(
 
 
 def _check_readable(scores: Mapping[Key, Score]) -> Check:
+    """Check that few replies of the judge gave no score."""
     lost = [(key, s) for key, s in scores.items() if judged_value(s) is None]
     share = len(lost) / len(scores)
     summary = f"{share:.0%} of the replies gave no score; allowed: {MAX_UNREADABLE:.0%}"

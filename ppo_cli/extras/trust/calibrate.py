@@ -169,6 +169,7 @@ def _format_interval(facts: Facts) -> str:
 
 
 def _auc_sentence(facts: Facts, kind: str) -> str:
+    """Return what the AUC says about the reward, and what to do."""
     if facts["value"] is None:
         return f"AUC: {facts['why']}."
     start = f"AUC {_format_interval(facts)}: "
@@ -185,6 +186,7 @@ def _auc_sentence(facts: Facts, kind: str) -> str:
 
 
 def _length_sentence(bias: Facts, kind: str) -> str:
+    """Return whether scores follow the length of answers."""
     # Better answers are often longer, so the correlation at equal labels is preferred where it
     # exists.
     facts = bias["length, labels held equal"]
@@ -207,6 +209,7 @@ def _is_biased(facts: Facts) -> bool:
 
 
 def _repeats_sentence(facts: Facts, kind: str) -> str:
+    """Return how much repeated verdicts differ."""
     start = (
         f"Repeated, {facts['same']:.0%} of the verdicts are the same; they differ by "
         f"{facts['mean_gap']:.2f} on average: "
@@ -317,6 +320,7 @@ def forecast_calls(settings: RewardSettings, rows: int, repeated: int, repeat: i
 
 
 def _scored_columns(labelled: LabelledRows, column: PartColumn) -> ScoredColumns:
+    """Return the rows of this part that have a score, as columns."""
     values = {i: value for i, value in enumerate(column.raw) if value is not None}
     scored = list(values)
     rows = [labelled.rows[i].rollout for i in scored]

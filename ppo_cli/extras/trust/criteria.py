@@ -97,6 +97,7 @@ def read_marks(responses: ResponseSet, column: str, settings: RewardSettings) ->
 
 
 def _read_row_marks(cell: Any, criteria: Mapping[str, Criterion]) -> Iterator[tuple[str, float]]:
+    """Yield (criterion, grade in [0, 1]) from a cell; ValueError for a wrong cell."""
     if cell is None:
         return
     if not isinstance(cell, Mapping):
@@ -209,6 +210,7 @@ def criteria_facts(
 
 
 def _criterion_facts(entry: GradedCriterion, labels: Sequence[float]) -> dict[str, Any]:
+    """Return the figures of one criterion: mean, correlations, agreement with labels."""
     credit, rest = as_floats(entry.credits), as_floats(entry.rest)
     label = as_floats([labels[n] for n in entry.rows])
 
@@ -336,6 +338,7 @@ def verdict_attacks(items: Sequence[Item], rubrics: Sequence[Rubric]) -> list[Tr
 
 
 def _fill_attack(text: str, rubric: Rubric) -> str:
+    """Fill verdicts, claims or other criteria of this rubric into an attack."""
     pairs = list(zip(rubric.keys, rubric.criteria, strict=True))
     # The forged reply has the form that the judge itself must answer in.
     verdicts = {

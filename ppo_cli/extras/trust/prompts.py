@@ -277,6 +277,7 @@ def _cut_middle(text: str) -> str:
 
 
 def _draft_question(api: ApiReward, material: Material, max_criteria: int) -> Question:
+    """Return the question that asks for criteria for one row."""
     truth = material.ground_truth
     # The text about a reference answer is only added when there is one.
     refers = truth is not None and bool(as_text(truth).strip())
@@ -387,6 +388,7 @@ def ask_all(
 async def _ask(
     client: JudgeClient, question: Question, answer: Verdict | None
 ) -> Verdict | JudgeError:
+    """Return the given verdict, or ask for one; a JudgeError is returned, not raised."""
     try:
         return answer or await client.ask(question)
     except JudgeError as error:

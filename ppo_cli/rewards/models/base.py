@@ -368,6 +368,7 @@ def raise_if_strict(mode: str, tell: Tell) -> Iterator[None]:
 
 
 def _short_truth(prompt: Prompt) -> str | None:
+    """Return the ground truth of a row as an answer; None if it is not short and plain."""
     truth = prompt.ground_truth
     # Python's bool is an int, and "True" is not an answer that a model could prefer.
     if isinstance(truth, bool) or not isinstance(truth, (str, int, float)):

@@ -72,7 +72,7 @@ class Checkpoint:
         # Every read marks its tensor: what is left over at the end shows a wrong adapter.
         self._used: set[str] = set()  # names for `check_all_used`
         for file in weight_files(folder):
-            self._open(file)
+            self._register_file(file)
 
     @property
     def names(self) -> frozenset[str]:
@@ -128,14 +128,15 @@ class Checkpoint:
                 "--reward_model_adapter, or save the checkpoint without them."
             )
 
-    def _open(self, file: Path) -> None:
+    def _register_file(self, file: Path) -> None:
+        """Register the tensors of a weight file; ModelError if it cannot be read."""
         try:
             if file.suffix == SAFETENSORS:
                 opened = safe_open(file, framework="pt")
                 names = opened.keys()  # type: ignore[no-untyped-call]
                 self._where.update(dict.fromkeys(names, opened))
             else:
-                self._where.update(_state_dict(file))
+                self._where.update(_read_state_dict(file))
         except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
             raise ModelError(f"{file} does not load: {first_line(error)}.") from error
         except pickle.UnpicklingError as error:
@@ -159,7 +160,7 @@ def list_names(names: Iterable[str], limit: int = 4) -> str:
     return ", ".join(every[:limit]) + suffix
 
 
-def _state_dict(file: Path) -> dict[str, Tensor]:
+def _read_state_dict(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a file of torch.save, memory-mapped if its layout allows it."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

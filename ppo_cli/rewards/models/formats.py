@@ -114,7 +114,7 @@ class PlainText:
         mark = next((mark for mark in MARKS if mark not in written), None)
         if mark is None:
             raise ControlToken("the sample contains all of Unicode's private characters")
-        return [self._break(text, mark) for text in texts], mark
+        return [self._break_text(text, mark) for text in texts], mark
 
     def encode(self, text: str, mark: str = "") -> tuple[int, ...]:
         """Tokenise a rendered template whose contents were returned by `break_words`."""
@@ -122,7 +122,7 @@ class PlainText:
         # call. The ids are trusted only if they hold exactly the template's control tokens.
         if not mark:
             ids = self._tokenise(text)
-            if self._controls(ids) == self.count(text):
+            if self._count_controls(ids) == self.count(text):
                 return tuple(ids)
         return self.encode_in_pieces(text, mark)
 
@@ -134,9 +134,9 @@ class PlainText:
     def encode_in_pieces(self, text: str, mark: str = "") -> tuple[int, ...]:
         """Tokenise control words and the text between them separately."""
         ids: list[int] = []
-        for between, word in self._split(text):
+        for between, word in self._split_at_words(text):
             if between:
-                ids += self._without_controls(between, mark, at_start=not ids)
+                ids += self._tokenise_without_controls(between, mark, at_start=not ids)
             if word:
                 ids.append(self._ids[word])
         return tuple(ids)
@@ -154,7 +154,8 @@ class PlainText:
         """Count the control words in a text that become control tokens."""
         return sum(self._ids[word] in self._control_ids for word in self._word.findall(text))
 
-    def _break(self, text: str, mark: str) -> str:
+    def _break_text(self, text: str, mark: str) -> str:
+        """Insert the mark after the first character of each control word."""
         parts, done = [], 0
         # A lookahead also finds words that overlap; each is broken after its first character.
         for match in self._anywhere.finditer(text):
@@ -162,7 +163,7 @@ class PlainText:
             done = match.start() + 1
         return mark.join([*parts, text[done:]])
 
-    def _split(self, text: str) -> Iterator[tuple[str, str]]:
+    def _split_at_words(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield pairs of a text and the control word after it; the last one has no word."""
         # Some added tokens swallow white space around them, so the text between loses it here too.
         done, eaten = 0, False
@@ -174,20 +175,20 @@ class PlainText:
             done, eaten = match.end(), word in self._eats_after
         yield (text[done:].lstrip() if eaten else text[done:]), ""
 
-    def _without_controls(self, text: str, mark: str, *, at_start: bool) -> list[int]:
+    def _tokenise_without_controls(self, text: str, mark: str, *, at_start: bool) -> list[int]:
         """Tokenise text between control words so that no control token comes out."""
         # At best in one call without special tokens; otherwise in pieces around each mark.
         if self._borders_are_free:
             unmarked = text.replace(mark, "") if mark else text
             ids = self._tokenise(unmarked, split_special_tokens=True)
-            if not self._controls(ids):
+            if not self._count_controls(ids):
                 return ids
         ids = []
         for piece in text.split(mark) if mark else [text]:
-            ids += self._piece(piece, at_start=at_start and not ids)
+            ids += self._tokenise_piece(piece, at_start=at_start and not ids)
         return ids
 
-    def _piece(self, text: str, *, at_start: bool) -> list[int]:
+    def _tokenise_piece(self, text: str, *, at_start: bool) -> list[int]:
         """Tokenise text without control words; halve it while a control token still appears.
 
         A tokenizer that normalises (full-width letters, upper case) finds control words that the
@@ -197,20 +198,20 @@ class PlainText:
             return []
         alone = at_start or self._borders_are_free
         ids = self._tokenise(text) if alone else self._tokenise_after_anchor(text)
-        if not self._controls(ids):
+        if not self._count_controls(ids):
             return ids
         if len(text) == 1:
             raise ControlToken(f"{text!r} is a control token of the reward model's tokenizer")
         half = len(text) // 2
-        first = self._piece(text[:half], at_start=at_start)
-        return first + self._piece(text[half:], at_start=False)
+        first = self._tokenise_piece(text[:half], at_start=at_start)
+        return first + self._tokenise_piece(text[half:], at_start=False)
 
     def _tokenise_after_anchor(self, text: str) -> list[int]:
         """Tokenise text as after a control word, not as at the start of a text."""
         ids = self._tokenise(self._anchor + text)
         return ids[1:] if self._anchor else ids
 
-    def _controls(self, ids: Sequence[int]) -> int:
+    def _count_controls(self, ids: Sequence[int]) -> int:
         return sum(token in self._control_ids for token in ids)
 
     def _tokenise(self, text: str, **options: Any) -> list[int]:
@@ -250,7 +251,7 @@ class TextFormat(ABC):
         chosen = select_messages(self._settings, messages)
         ids = self.ids_of(chosen, response)
         if len(ids) > self.max_length:
-            ids = self._cut(chosen, response)
+            ids = self._cut_prompt(chosen, response)
             self.prompts_cut += 1
         return Encoded(ids)
 
@@ -269,7 +270,8 @@ class TextFormat(ABC):
             ids = ids[1:]
         return ids
 
-    def _cut(self, messages: Sequence[Message], response: str) -> tuple[int, ...]:
+    def _cut_prompt(self, messages: Sequence[Message], response: str) -> tuple[int, ...]:
+        """Return the ids of a sample whose prompt is cut until it fits; raises TooLong."""
         # Drop the oldest turns first; the last question is cut only if that is not enough.
         for fewer in shorter_conversations(messages):
             ids = self.ids_of(fewer, response)
@@ -294,6 +296,7 @@ class TextFormat(ABC):
         return self._ids_from(messages, response, high)
 
     def _ids_from(self, messages: Sequence[Message], response: str, start: int) -> tuple[int, ...]:
+        """Return the ids with the last question cut to its characters from `start` on."""
         if not messages:
             return self.ids_of(messages, response)
         last = messages[-1]
@@ -384,15 +387,15 @@ class LiteralFormat(TextFormat):
         self, tokenizer: Any, template: str, settings: ModelReward, max_length: int
     ) -> None:
         self._template = template
-        sample = self._fill("a", "b")
+        sample = self._fill_template("a", "b")
         super().__init__(PlainText(tokenizer, sample), settings, max_length)
         self.plain.check(sample)
 
     def render(self, messages: Sequence[Message], response: str) -> str:
         """Return the template with question and response."""
-        return self._fill(question_of(messages), response)
+        return self._fill_template(question_of(messages), response)
 
-    def _fill(self, prompt: str, response: str) -> str:
+    def _fill_template(self, prompt: str, response: str) -> str:
         values = {"prompt": prompt, "response": response}
         return PLACE.sub(lambda place: values[place[1]], self._template)
 
@@ -407,7 +410,7 @@ class StarlingFormat(LiteralFormat):
     def __init__(self, tokenizer: Any, settings: ModelReward, max_length: int) -> None:
         self._before, self._after = _added_tokens(tokenizer)
         super().__init__(tokenizer, STARLING, settings, max_length)
-        ids = self.plain.encode(self._fill("a", "b"))
+        ids = self.plain.encode(self._fill_template("a", "b"))
         if ids[0] != tokenizer.bos_token_id or ids.count(tokenizer.eos_token_id) != 2:
             raise RewardError(
                 "Starling's prompt begins with <s> and has two </s>, but they are not BOS and EOS "
@@ -464,6 +467,7 @@ class _Layout:
     types: tuple[Kinds, int, Kinds, int, Kinds] | None
 
     def join(self, question: Kinds, answer: Kinds) -> Encoded:
+        """Return the sample of a question and an answer."""
         ids = self.before + question + self.between + answer + self.after
         if self.types is None:
             return Encoded(ids)
@@ -489,7 +493,7 @@ class PairFormat:
                 self.plain.encode_untrusted(question), self.plain.encode_untrusted(answer)
             )
             if sample.ids != tuple(expected["input_ids"]):
-                raise _unreadable()
+                raise _build_layout_error()
 
     def encode(self, messages: Sequence[Message], response: str) -> Encoded:
         """Encode one sample; raises TooLong."""
@@ -511,9 +515,9 @@ class PairFormat:
         first, second = (self.plain.encode_untrusted(text) for text in SAMPLES[0])
         encoding = self._tokenizer(*SAMPLES[0])
         ids = tuple(encoding["input_ids"])
-        question_start = _find(ids, first, 0)
+        question_start = _find_ids(ids, first, 0)
         # Where each text starts and ends in the ids of the pair.
-        two = _find(ids, second, question_start + len(first))
+        two = _find_ids(ids, second, question_start + len(first))
         end = two + len(second)
         after = question_start + len(first)
         types = None
@@ -523,14 +527,14 @@ class PairFormat:
         return _Layout(ids[:question_start], ids[after:two], ids[end:], types)
 
 
-def _find(ids: Kinds, part: Kinds, start: int) -> int:
+def _find_ids(ids: Kinds, part: Kinds, start: int) -> int:
     for place in range(start, len(ids) - len(part) + 1):
         if ids[place : place + len(part)] == part:
             return place
-    raise _unreadable()
+    raise _build_layout_error()
 
 
-def _unreadable() -> RewardError:
+def _build_layout_error() -> RewardError:
     return RewardError(
         "The reward model's tokenizer joins a question and an answer in an unknown way. "
         "Set reward.model.template to a text with {prompt} and {response} instead."

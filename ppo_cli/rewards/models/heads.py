@@ -206,7 +206,7 @@ class Encoder(nn.Module):
 def load_encoder(parts: Parts) -> Network:
     """Load an encoder's sequence classifier, with its head in float32."""
     checkpoint, config = parts.checkpoint, parts.config
-    kind = _class_of(config, checkpoint)
+    kind = _find_classifier_class(config, checkpoint)
     # The number of outputs is the checkpoint's: a config may have transformers' default of 2.
     outputs = ("classifier.weight", "classifier.out_proj.weight")
     output_name = next((name for name in outputs if name in checkpoint.names), None)
@@ -232,7 +232,8 @@ def load_encoder(parts: Parts) -> Network:
     return LeftPacked(Encoder(module, rows))
 
 
-def _class_of(config: Any, checkpoint: Checkpoint) -> Any:
+def _find_classifier_class(config: Any, checkpoint: Checkpoint) -> Any:
+    """Return transformers' sequence classifier for a config; ModelError if there is none."""
     kinds = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     if type(config) not in kinds:
         raise ModelError(
@@ -342,7 +343,7 @@ def load_armorm(parts: Parts) -> Network:
                 f"config.json requires {list(shape)}: config and weights are not of one model."
             )
     body = load_body(checkpoint, config, parts.dtype)
-    temperature = float(_field(config, "gating_temperature", 10.0))
+    temperature = float(_get_field(config, "gating_temperature", 10.0))
     count = len(head["regression_layer.weight"])
     # The published names, or numbers if the model has another number of objectives.
     names = OBJECTIVES if count == len(OBJECTIVES) else [f"objective_{i}" for i in range(count)]
@@ -364,9 +365,9 @@ def header_ids(tokenizer: Any) -> tuple[int, ...]:
 
 def _expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of ArmoRM's tensors by its config."""
-    objectives = int(_field(config, "num_objectives", len(OBJECTIVES)))
-    hidden_layers = int(_field(config, "gating_n_hidden", 3))
-    wide = int(_field(config, "gating_hidden_dim", 1024))
+    objectives = int(_get_field(config, "num_objectives", len(OBJECTIVES)))
+    hidden_layers = int(_get_field(config, "gating_n_hidden", 3))
+    wide = int(_get_field(config, "gating_hidden_dim", 1024))
     # Layer sizes of the gate: from the hidden state over its hidden layers to the objectives.
     sizes = [config.hidden_size, *[wide] * hidden_layers, objectives]
     shapes: dict[str, tuple[int, ...]] = {
@@ -380,7 +381,7 @@ def _expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _field(config: Any, name: str, default: float) -> float:
+def _get_field(config: Any, name: str, default: float) -> float:
     """Return a field of ArmoRM's config; the defaults are those of its published class."""
     value = vars(config).get(name)
     return default if value is None else float(value)
@@ -445,7 +446,7 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
     half = device.type == "cuda" and has_bfloat16(list_gpus()[:1])
     usual = "bfloat16" if half else "float32"
     dtype: torch.dtype = getattr(torch, settings.dtype or usual)
-    folder = _folder(settings)
+    folder = _find_folder(settings)
     choice = choose_adapter(str(folder), settings.adapter)
     config = _load_config(folder, settings.tokenizer, choice)
     source = settings.tokenizer or str(folder)
@@ -490,7 +491,8 @@ def choose_device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _folder(settings: ModelReward) -> Path:
+def _find_folder(settings: ModelReward) -> Path:
+    """Return the local folder of the model; a hub model is downloaded."""
     path = str(settings.path)
     local = Path(path).expanduser()
     if local.is_dir():

@@ -410,9 +410,10 @@ class LocalModelReward(Reward):
             tally["seconds"] += now - started
             started = now
             for index, row in zip(batch.indices, batch.rows, strict=True):
-                self._resolve(entries[index], self._score_of(row, encoded.adapter))
+                self._resolve(entries[index], self._build_score(row, encoded.adapter))
 
-    def _score_of(self, row: Row, adapter: str) -> Score:
+    def _build_score(self, row: Row, adapter: str) -> Score:
+        """Return the score of a row; failed if a number of it is not finite."""
         # A score that is not finite fails alone; the adapter may know a usual cause.
         if bad := _not_finite(row):
             reasons = (f"the reward model gave {bad[1]} as {bad[0]}", HEADS[adapter].not_finite)
@@ -422,6 +423,7 @@ class LocalModelReward(Reward):
         return Score(row.score, parts=parts)
 
     def _resolve(self, entry: _Entry, score: Score) -> None:
+        """Set the result of a future and count it, unless the future was cancelled."""
         if entry.future.done():
             return  # cancelled meanwhile
         self._tally["samples"] += 1

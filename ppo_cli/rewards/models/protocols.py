@@ -218,15 +218,16 @@ class Writer:
         plain, replaced = break_control_tokens(response)
         self._neutralised += replaced > 0
         question = question_of(messages)
-        text = "" if self.chat else self._text(prompt, messages, question, plain)
+        text = "" if self.chat else self._render_text(prompt, messages, question, plain)
         return Sample(
             messages, plain, text=text, add_special_tokens=not begins_with_bos(text),
-            rendered=prompt.rendered, label=_plain_json(prompt.ground_truth),
+            rendered=prompt.rendered, label=_to_json_value(prompt.ground_truth),
         )  # fmt: skip
 
-    def _text(
+    def _render_text(
         self, prompt: Prompt, messages: Sequence[Message], question: str, response: str
     ) -> str:
+        """Return prompt and response as one text; raises UnfitError if it is too long."""
         # Three forms, the most exact first: the tokenizer's template, the user's template, and the
         # policy's own text.
         if self._format is not None:
@@ -240,7 +241,8 @@ class Writer:
         return prompt.rendered + response
 
 
-def _plain_json(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
+    """Return a value that JSON can hold: itself, or its text."""
     # A ground truth that is not JSON (NaN, a date) is sent as its text.
     try:
         json.dumps(value, allow_nan=False)

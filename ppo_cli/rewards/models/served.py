@@ -162,6 +162,7 @@ class ServedModelClient(RemoteClient[_ServedCall, list[Row]]):
         return first + second
 
     def _pause_after(self, call: _ServedCall, error: RemoteError) -> float:
+        """Return the pause before the next attempt; raises the error if there is none."""
         # A malformed reply is tried again at once, without the pauses of an outage.
         if error.kind is Failure.UNPARSED and call.attempts < ATTEMPTS_OF_FORM:
             pause = 0.0
@@ -171,6 +172,7 @@ class ServedModelClient(RemoteClient[_ServedCall, list[Row]]):
         return pause
 
     async def _attempt(self, call: _ServedCall) -> list[Row]:
+        """Send one request and return its rows; raises RemoteError."""
         began = self._clock()
         call.attempts += 1
         self.counters.requests += 1
@@ -220,6 +222,7 @@ class ServedModelClient(RemoteClient[_ServedCall, list[Row]]):
         return read_json(text)
 
     def _http_client(self) -> httpx.AsyncClient:
+        """Return the httpx client, which is created on first use."""
         import httpx
 
         if self._http is None:
@@ -236,6 +239,7 @@ class ServedModelClient(RemoteClient[_ServedCall, list[Row]]):
 
 
 def _status_error(status: int, text: str, headers: Mapping[str, str]) -> RemoteError:
+    """Return the error of a reply with an HTTP status other than 200."""
     headers = {name.lower(): value for name, value in headers.items()}
     message = redact(read_message(text))[:EXCERPT] or "empty body"
     if 300 <= status < 400:
@@ -286,7 +290,7 @@ async def check_raw(
         on = await score_each(client, samples)
         protocol.switch = (switch, False)
         off = await score_each(client, samples)
-        if _differ(off, on):
+        if _outputs_differ(off, on):
             return
     protocol.switch = (RAW_SWITCHES[0], False)
     # No switch changes anything: either the scores are raw, or always activated.
@@ -313,7 +317,8 @@ async def score_each(client: ServedModelClient, samples: Sequence[Sample]) -> li
     return [row for (row,) in rows]
 
 
-def _differ(first: Sequence[Row], second: Sequence[Row]) -> bool:
+def _outputs_differ(first: Sequence[Row], second: Sequence[Row]) -> bool:
+    """Return whether any output differs by more than EQUAL."""
     pairs = zip(first, second, strict=True)
     return any(
         abs(a - b) > EQUAL * max(1.0, abs(a))
@@ -372,7 +377,7 @@ class ServedModelReward(Reward):
             Vllm(settings, chat=self._writer.chat) if self.adapter == "vllm" else OpenRlhf(settings)
         )
         self._rows = settings.request_rows if self._protocol.may_batch else 1
-        self._key = _key_from(settings, environ)
+        self._key = _read_key(settings, environ)
         self._waiting: list[_Entry] = []
         self._in_flight: dict[asyncio.Task[None], list[_Entry]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -397,7 +402,7 @@ class ServedModelReward(Reward):
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Put one rollout into the next request, which leaves when it is full."""
         future: Future[Score] = Future()
-        self._loop.submit(self._take(rollout, future))
+        self._loop.submit(self._accept_rollout(rollout, future))
         return future
 
     def end_round(self, kind: RoundKind = "train") -> None:
@@ -428,6 +433,7 @@ class ServedModelReward(Reward):
     # --- the start ----------------------------------------------------------------------------
 
     def _new_client(self, prompts: Sequence[Prompt]) -> ServedModelClient:
+        """Return a client whose witness is a sample of these prompts."""
         question, good, _ = BUILT_IN[0]
         settings = self._settings
         return ServedModelClient(
@@ -468,6 +474,7 @@ class ServedModelReward(Reward):
             raise RewardError(explain(error)) from None
 
     async def _run_self_test(self, prompts: Sequence[Prompt], tell: Tell) -> None:
+        """Check for raw scores, then that good answers score above bad ones."""
         max_length = self._settings.max_length
         pairs, samples = encode_pairs(choose_pairs(prompts), self._write_if_fits, max_length)
         if isinstance(self._protocol, Vllm):
@@ -489,15 +496,16 @@ class ServedModelReward(Reward):
 
     # --- scoring ------------------------------------------------------------------------------
 
-    async def _take(self, rollout: Rollout, future: Future[Score]) -> None:
+    async def _accept_rollout(self, rollout: Rollout, future: Future[Score]) -> None:
+        """Write a rollout as a sample, and send a request when enough samples wait."""
         self._client.counters.samples += 1
         try:
             sample = self._writer.write(rollout.prompt, rollout.text)
         except UnfitError as error:
-            self._finish(future, Row(None, str(error)))
+            self._resolve_future(future, Row(None, str(error)))
             return
         except RewardError as error:  # the template refuses this conversation
-            self._finish(future, Row(None, f"not readable by the reward model: {error}"))
+            self._resolve_future(future, Row(None, f"not readable by the reward model: {error}"))
             return
         except Exception as error:
             future.set_exception(error)
@@ -514,6 +522,7 @@ class ServedModelReward(Reward):
         self._flush()
 
     def _flush(self) -> None:
+        """Send the waiting samples now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -531,12 +540,13 @@ class ServedModelReward(Reward):
         try:
             rows = await self._client.score([entry.sample for entry in entries])
         except Exception as error:
-            _end(entries, error)
+            _fail_entries(entries, error)
             return
         for entry, row in zip(entries, rows, strict=True):
-            self._finish(entry.future, row)
+            self._resolve_future(entry.future, row)
 
-    def _finish(self, future: Future[Score], row: Row) -> None:
+    def _resolve_future(self, future: Future[Score], row: Row) -> None:
+        """Set the score of one sample."""
         if row.value is None:
             self._client.counters.failed += 1
             score = Score.failed(row.failure)
@@ -553,6 +563,7 @@ class ServedModelReward(Reward):
         return {f"{self.name}/{name}": float(value) for name, value in metrics.items()}
 
     async def _close(self) -> None:
+        """Send or cancel what is left, and close the connections."""
         self._flush()
         # Requests in flight are cancelled; their futures get the reason.
         cut_short = dict(self._in_flight)
@@ -560,17 +571,18 @@ class ServedModelReward(Reward):
             task.cancel()
         await asyncio.gather(*cut_short, return_exceptions=True)
         for entries in cut_short.values():
-            _end([e for e in entries if not e.future.done()], Interrupted(_CLOSED))
+            _fail_entries([e for e in entries if not e.future.done()], Interrupted(_CLOSED))
         await self._client.close()
 
 
-def _end(entries: Sequence[_Entry], error: Exception) -> None:
+def _fail_entries(entries: Sequence[_Entry], error: Exception) -> None:
     for entry in entries:
         if entry.future.set_running_or_notify_cancel():
             entry.future.set_exception(error)
 
 
-def _key_from(settings: ModelReward, environ: Mapping[str, str]) -> str:
+def _read_key(settings: ModelReward, environ: Mapping[str, str]) -> str:
+    """Return the key from its variable; empty if none is named."""
     if settings.key_env is None:
         return ""
     key = environ.get(settings.key_env, "").strip()

@@ -201,7 +201,7 @@ def attend_in_float64(
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T / sqrt(d)) v of each row, written out: (L, h, d).
 
-    Row i goes on from the first `counts[i]` tokens of row `leads[i]`.
+    Row i continues the first `counts[i]` tokens of row `leads[i]`.
     """
     groups, size = len(query_hLd) // len(key_kLd), query_hLd.shape[-1]
     # Each row attends to its prefix in the lead row, and to itself.
@@ -239,7 +239,7 @@ def check_optimizer(setup: Setup, results: Results) -> None:
     )
     step = AdamWFormulas(exact)
     for turn in range(STEPS):
-        # Small beside eps, in which the square root ends, and large.
+        # Gradients that are small compared with eps, and large ones.
         scale = (1e-4, 1.0, 1e-3)[turn]
         grads = {
             n: (scale * torch.randn(s, generator=generator)).double() for n, s in shapes.items()

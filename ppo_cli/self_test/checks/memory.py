@@ -70,7 +70,7 @@ def check_expandable_segments(setup: Setup, results: Results) -> None:
 
 
 def _sum_elsewhere(numbers: torch.Tensor) -> float:
-    """Sum a tensor of this GPU in a process of its own, as vLLM's workers read weights."""
+    """Sum a tensor of this GPU in a separate process, as vLLM's workers read weights."""
     # A forked process cannot use CUDA.
     context = get_context("spawn")
     receiver, sender = context.Pipe()
