@@ -141,7 +141,7 @@ def _resolve(
             [f"There is no setting {name}; give those without a flag as overrides={{…}}."
              for name in unknown]
         )  # fmt: skip
-    # A function cannot be written into config.yaml, from which a run resumes.
+    # Settings are written to config.yaml, which cannot hold a function.
     values = {**settings, **overrides}
     if functions := [name for name, value in values.items() if callable(value)]:
         raise ConfigError(

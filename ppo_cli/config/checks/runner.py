@@ -60,7 +60,7 @@ def missing_parts(
 ) -> list[str]:
     """Return a sentence for each requested thing that this machine or program does not have."""
     config, visible = resolved.config, gpu_count() if gpus is None else gpus
-    # What this machine lacks first: it may be the reason for the rest.
+    # What this machine lacks, then what the settings ask for in vain.
     return [
         *(missing_gpus(config, visible, environ) if config.trainer.engine != "verl" else []),
         *unusable_gpus(config, visible, environ),
@@ -98,7 +98,7 @@ def remarks(
 
 def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for each missing input: models, prompts, keys, reward models."""
-    # Files and keys that the run reads; their contents are checked when it starts.
+    # Models, then the judges' keys and SDKs, then what reward models and a judge's server need.
     problems = [
         *broken_models(config),
         *missing_keys(config, environ),

@@ -322,7 +322,7 @@ def find_unused(resolved: Resolved, gpus: int | None = None) -> tuple[list[str],
     applies = cache(lambda name: UNUSED[name].applies(counted))
     for name, key in table().items():
         origin = resolved.origins[name]
-        # A default, and a value that equals it, was not chosen by anybody.
+        # Nobody chose a default, nor verl's; a value that equals the default changes nothing.
         if origin.startswith((DEFAULT, "verl ")) or value_of(config, name) == key.default:
             continue
         # The setting's own condition first, then those of its sections.
