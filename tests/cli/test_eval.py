@@ -303,9 +303,9 @@ def test_a_judge_is_asked_once_for_each_response_of_a_killed_eval(
         rows = read_lines(file)
         assert 0 < len(rows) < 12
         before = server.count
-        rows = run_json(capsys, *args[1:])
+        report = run_json(capsys, *args[1:])
         after = server.count
-    facts = rows["models"][0]["sources"]["ppo-cli/arithmetic"]
+    facts = report["models"][0]["sources"]["ppo-cli/arithmetic"]
     assert facts["responses"] == 12 and facts["failed"] == 0
     assert read_lines(file)[: len(rows)] == rows
     # Each start tries the judge out once; lost is what was under way as it was killed.

@@ -168,8 +168,8 @@ def test_an_unknown_flag_is_told_with_what_to_use(monkeypatch: pytest.MonkeyPatc
         "--config-path": "no flag --config-path: there is no Hydra here",
         "--push_to_hub": "`/a/ppo export`",
     }.items():
-        suggestion = describe_unknown_flag(flag, flags)
-        assert suggestion in suggestion and suggestion[-1] in ".?", suggestion
+        message = describe_unknown_flag(flag, flags)
+        assert suggestion in message and message[-1] in ".?", message
 
 
 def test_all_unknown_flags_are_told_at_once_with_the_rest(

@@ -156,12 +156,12 @@ RS = "algorithm.rollout_correction.rollout_rs=token_k1"
 def test_the_sampler_gives_old_logprobs_where_it_computes_as_the_actor_does(
     overrides: str, why: str, tmp_path: Path
 ) -> None:
-    for name, message in (
+    for name, model_config in (
         ("mixed", {"num_experts": 8}),
         ("nested", {"text_config": {"num_local_experts": 8}}),
     ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(message))
+        (tmp_path / name / "config.json").write_text(json.dumps(model_config))
     message = why_recompute_logprobs(settle(*overrides.split()).config, 0)
     assert why in message and bool(why) is bool(message)
 
