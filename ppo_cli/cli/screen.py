@@ -37,7 +37,7 @@ from ppo_cli.report.tracker import Advance, Screen, Summary
 from ppo_cli.run_folder import plain
 from ppo_cli.signals import redirect_to_devnull
 
-# Metric -> the word for it on a line.
+# Metric -> its name on the line of a step.
 COLUMNS = {
     "reward_mean": "reward",
     "kl_divergence": "kl",
@@ -47,32 +47,34 @@ COLUMNS = {
     "entropy": "entropy",
     "response_length_mean": "length",
 }
-HIDDEN_COLUMNS = {"policy_loss"}  # near 0 by its very construction
-ROUNDED_TO_ZERO = 1e-6  # smaller numbers of a step are rounding
+HIDDEN_COLUMNS = {"policy_loss"}  # always near 0, as advantages have mean 0
+ROUNDED_TO_ZERO = 1e-6  # smaller metrics of a step are rounding errors
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.:-=+*#"
 CURVE_WIDTH = 40
-ROUNDING = 1e-12  # below this a sum of normalised numbers is nothing else
+# Sums of normalised numbers that should be 0 are below this.
+ROUNDING = 1e-12
+# Control codes of terminals but tab and newline.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def make_printable(text: str) -> str:
-    """Return text that is safe to show: no secrets, and control codes as their numbers.
+    """Return text that is safe to print: without secrets, control codes escaped as `\\x1b`.
 
-    Responses are written by a model, and may hold codes that would repaint the terminal.
+    Models write responses, which may contain codes that change the terminal.
     """
     printable = redact(text).encode("utf-8", "replace").decode("utf-8")
     return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", printable)
 
 
 def replace_unencodable(text: str, encoding: str | None) -> str:
-    """Return the text with a question mark for each character that an output cannot show."""
+    """Replace characters that an encoding does not have by question marks."""
     name = encoding or "utf-8"
     return text.encode(name, "replace").decode(name)
 
 
 def can_show(text: str, encoding: str | None) -> bool:
-    """Whether an output of this encoding can show the text."""
+    """Whether an encoding has all characters of the text."""
     try:
         text.encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -81,7 +83,7 @@ def can_show(text: str, encoding: str | None) -> bool:
 
 
 def print_result(result: Any, text: Callable[[], str], *, as_json: bool) -> None:
-    """Print the result of a command: JSON for programs, or else the text for people."""
+    """Print the result of a command as JSON, or the text that `text` returns."""
     if as_json:
         print_json(result)
     else:
@@ -89,12 +91,12 @@ def print_result(result: Any, text: Callable[[], str], *, as_json: bool) -> None
 
 
 def print_text(text: str) -> None:
-    """Print text for people: no secrets, no control codes, nothing that the output cannot show."""
+    """Print text to stdout, without secrets, control codes and unencodable characters."""
     print(replace_unencodable(make_printable(text), sys.stdout.encoding), flush=True)
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    """Print JSON without secrets, in ASCII where the output cannot show its characters."""
+    """Print a value as JSON without secrets; in ASCII if stdout cannot encode its characters."""
     shown = plain(value)
     text = json.dumps(shown, ensure_ascii=False, indent=indent)
     readable = can_show(text, sys.stdout.encoding)
@@ -102,7 +104,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 
 def format_number(value: float | None) -> str:
-    """Return about three significant digits; a dash for what was not measured."""
+    """Return a number with about three significant digits; a dash for None, NaN and infinity."""
     if value is None or not math.isfinite(value):
         return "-"
     size = abs(value) if abs(value) > ROUNDING else 0.0
@@ -115,11 +117,13 @@ def format_number(value: float | None) -> str:
 def step_line(
     step: int, total_steps: int, metrics: Mapping[str, float], width: int | None = None
 ) -> str:
-    """Return one line for one step; what was not measured is left out.
+    """Return the metrics of a step as one line, without those that were not measured.
 
-    With a `width` in characters it is broken between fields, and what follows is indented.
+    With a `width` in characters the line is broken between fields.
     """
+    # Numbers near 0 would flicker between signs.
     fields = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    # Metrics in a fixed order, then validation and times.
     for key, word in COLUMNS.items():
         if key in metrics and key not in HIDDEN_COLUMNS:
             parts = _format_parts(metrics) if key == "reward_mean" else ""
@@ -135,6 +139,7 @@ def step_line(
 
 
 def _wrap_fields(fields: Sequence[str], width: int) -> str:
+    """Join fields to lines of at most `width` characters; later lines are indented."""
     lines = [fields[0]]
     for word in fields[1:]:
         if len(lines[-1]) + 2 + len(word) <= width:
@@ -145,13 +150,13 @@ def _wrap_fields(fields: Sequence[str], width: int) -> str:
 
 
 def _format_parts(metrics: Mapping[str, float], prefix: str = "") -> str:
-    """Return the raw means of a mixture's parts: its total has a scale of its own."""
+    """Return the raw means of a mixture's parts in brackets; empty if rewards are not mixed."""
     means = mixture_part_means(metrics, prefix)
     return f" ({', '.join(f'{n} {format_number(v)}' for n, v in means.items())})" if means else ""
 
 
 def validation_value(metrics: Mapping[str, float]) -> float | None:
-    """The one number of a validation: the accuracy where there is one, else the reward."""
+    """Return the main number of a validation: accuracy, else mean reward, else None."""
     for name in ("val/accuracy", "val/reward_mean"):
         if metrics.get(name) is not None:
             return metrics[name]
@@ -159,13 +164,15 @@ def validation_value(metrics: Mapping[str, float]) -> float | None:
 
 
 def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
-    """Draw a curve in one line; a long one is averaged down to its width."""
+    """Return a curve as one line of block characters; long curves are averaged to the width."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return ""
     count = min(CURVE_WIDTH, len(finite))
+    # Cut the values into groups of almost equal size, one for each character.
     cuts = [round(i * len(finite) / count) for i in range(count + 1)]
     means = [math.fsum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+    # Scale the means to the block heights; a flat curve gets the lowest block.
     low, high = min(means), max(means)
     marks = ASCII_BLOCKS if ascii_only else BLOCKS
     scale = (len(marks) - 1) / (high - low) if high > low else 0.0
@@ -199,7 +206,7 @@ def titled_table(title: str, rows: Sequence[Sequence[str]], left_aligned: int = 
 
 
 def _format_change(before: float | None, after: float, arrow: str, declined: bool) -> str:
-    """Return `0.5 → 0.9`; one number where it was measured once."""
+    """Return a change as `0.5 → 0.9`, or one number if it was measured once."""
     first, last = format_number(before), format_number(after)
     if before is None or math.isnan(before):
         return last
@@ -207,12 +214,14 @@ def _format_change(before: float | None, after: float, arrow: str, declined: boo
 
 
 def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
-    """Return what a run came to, line by line."""
+    """Return the summary of a run as printable lines."""
     arrow = "->" if ascii_only else "→"
+    # A resumed run shows the time of all sessions and of this one.
     rows = [("steps", f"{summary.steps} in {format_duration(summary.wall_seconds)}")]
     if summary.session is not None:
         steps, seconds = summary.session
         rows[0] = ("steps", f"{rows[0][1]} (this session: {steps} in {format_duration(seconds)})")
+    # What was measured, then the rows that only some runs have.
     for name, before, after in summary.measures:
         rows.append((name, _format_change(before, after, arrow, name in summary.declined)))
     if summary.judge:
@@ -223,6 +232,7 @@ def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
         rows.append(("model", str(summary.model_dir)))
     rows.append(("run folder", str(summary.run_dir)))
     lines = align_columns(rows)
+    # Sentences below the table.
     if summary.warning:
         lines += ["", f"warning: {summary.warning}"]
     if summary.next_steps:
@@ -231,17 +241,18 @@ def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
 
 
 class OutputClosed(Interrupted):
-    """The reader of the output has closed it."""
+    """Raised when the program that reads our output has closed the pipe."""
 
 
 def make_screen(file: TextIO | None = None, *, quiet: bool = False) -> Screen:
-    """Build the screen that fits a file, stdout by default: a view on a terminal, else lines.
+    """Return the screen for a file (default stdout): a live view on a terminal, else plain lines.
 
-    A quiet one prints warnings and the summary only.
+    `quiet` gives a screen that prints only warnings and the summary.
     """
     file = file or sys.stdout
     if quiet:
         return QuietScreen(file)
+    # A dumb terminal cannot move the cursor.
     if file.isatty() and os.environ.get("TERM") != "dumb":
         return TerminalScreen(Console(file=file, highlight=False))
     return PlainScreen(file)
@@ -266,11 +277,12 @@ class PlainScreen(Screen):
         self._print(f"warning: {text}")
 
     def summary(self, summary: Summary) -> None:
-        """Print what the run came to."""
+        """Print the summary of the run."""
         lines = summary_lines(summary, ascii_only=not can_show(BLOCKS + "→", self._file.encoding))
         self._print("\n".join(["", "Done", *(f"  {line}".rstrip() for line in lines)]))
 
     def _print(self, text: str) -> None:
+        """Print text; raise OutputClosed if nobody reads it any more."""
         try:
             print(
                 replace_unencodable(make_printable(text), self._file.encoding),
@@ -278,19 +290,20 @@ class PlainScreen(Screen):
                 flush=True,
             )
         except BrokenPipeError:
-            # What is still to be written would fail once more as the program ends.
+            # Python flushes stdout at exit, which would fail once more.
             redirect_to_devnull(self._file.fileno())
             raise OutputClosed(
-                "The reader of this output has closed it. Write the output to a file with `> FILE`."
+                "The program that reads this output has closed it. Write to a file with `> FILE`."
             ) from None
 
 
 class _TimeLeftColumn(TimeRemainingColumn):
-    """The time left: of a phase from its speed, of the run from its own estimate."""
+    """Progress column with the time left: of a phase by its speed, of the run as estimated."""
 
     max_refresh = 0.5
 
     def render(self, task: Task) -> Text:
+        """Return the time left as H:MM:SS."""
         ends = task.fields.get("ends")
         if ends is None or math.isnan(ends):
             return super().render(task)
@@ -301,7 +314,7 @@ class _TimeLeftColumn(TimeRemainingColumn):
 
 
 class QuietScreen(PlainScreen):
-    """Warnings and the summary, as plain lines."""
+    """A plain screen that prints only warnings and the summary."""
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Print nothing."""
@@ -310,37 +323,39 @@ class QuietScreen(PlainScreen):
         """Print nothing."""
 
 
+# Metrics that the live view draws.
 CURVES = ("reward_mean", "kl_divergence", "clip_fraction", "entropy", "response_length_mean")
 MIN_VIEW_HEIGHT = 20  # rows of a terminal below which only the bars are shown
 MAX_TEXT_CHARS = 400  # characters of a text in the view
-KEPT_LINES = 20  # printed again after the width has changed
+KEPT_LINES = 20  # lines that are printed again after the width has changed
 
 
 def judge_line(metrics: Mapping[str, float]) -> str:
-    """What the judges did in a step: calls, cache, errors, cost; empty without a judge."""
+    """Return a line about a step's judges: calls, cache, errors, cost; empty without judges."""
 
-    def of(name: str) -> list[float]:
+    # Several judges have prefixes such as `judge_style/`; their numbers are added up.
+    def values_of(name: str) -> list[float]:
         return [v for k, v in metrics.items() if re.fullmatch(rf"judge(_[^/]+)?/{name}", k)]
 
-    if not of("calls"):
+    if not values_of("calls"):
         return ""
-    calls, cached = math.fsum(of("calls")), math.fsum(of("cached"))
+    calls, cached = math.fsum(values_of("calls")), math.fsum(values_of("cached"))
     fields = [f"judge  {calls:.0f} calls"]
     if seconds := metrics.get("time/step_s"):
         fields[0] += f" ({calls / seconds:.1f}/s)"
     if calls + cached:
         fields.append(f"from the cache {cached / (calls + cached):.0%}")
-    fields.append(f"errors {max([0.0, *of('error_rate')]):.1%}")
-    if cost := math.fsum(of("cost_usd_total")):
+    fields.append(f"errors {max([0.0, *values_of('error_rate')]):.1%}")
+    if cost := math.fsum(values_of("cost_usd_total")):
         fields.append(f"${cost:.4g} so far")
     return "  ".join(fields)
 
 
 class TerminalScreen(Screen):
-    """Lines of steps that scroll, and below them a view of the present.
+    """A terminal screen: lines of steps scroll, and below them is a live view.
 
-    The view has a bar for each phase and for the run, curves of the steps so far, what the judges
-    do, one response with its score, and the last warning.
+    The view has a bar for each phase and for the run, curves of the steps so far, the judges'
+    calls, one response with its score, and the last warning.
     """
 
     def __init__(self, console: Console) -> None:
@@ -352,9 +367,10 @@ class TerminalScreen(Screen):
             TimeElapsedColumn(),
             _TimeLeftColumn(),
             console=console,
-            speed_estimate_period=3600.0,  # of a phase: its parts may take minutes
+            speed_estimate_period=3600.0,  # the parts of a phase may take minutes
             expand=True,
         )
+        # State of the view; `_printed` are the last lines above it.
         self._width = console.width
         self._phases: dict[str, TaskID] = {}
         self._total_task: TaskID | None = None
@@ -366,6 +382,7 @@ class TerminalScreen(Screen):
         self._live = self._make_live()
 
     def _make_live(self) -> Live:
+        """Return a rich Live display of the view, which disappears when it stops."""
         return Live(
             console=self._console, get_renderable=self._render_view, transient=True,
             vertical_overflow="crop",
@@ -373,8 +390,9 @@ class TerminalScreen(Screen):
 
     @contextmanager
     def phase(self, name: str, total: int | None) -> Iterator[Advance]:
-        """Show a bar that stays, full, until the step is over."""
+        """Show a progress bar for a phase; it stays until the step ends."""
         self._live.start()
+        # A phase that comes again in a step, such as micro-batches, reuses its bar.
         if name in self._phases:
             task = self._phases[name]
             self._progress.reset(task, total=total)
@@ -391,12 +409,14 @@ class TerminalScreen(Screen):
         self._redraw_if_resized()
         self._live.refresh()
         yield advance
+        # The phase is over: the bar is full even if the total was unknown.
         self._progress.update(task, total=max(total or 1, done), completed=max(total or 1, done))
         self._progress.stop_task(task)
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of a step, and bring the view up to it."""
+        """Print the line of a step, and update the view."""
         self._print(step_line(step, total_steps, metrics, self._console.width))
+        # The bars of this step go; the bar of the run moves on.
         for task in self._phases.values():
             self._progress.remove_task(task)
         self._phases.clear()
@@ -404,6 +424,7 @@ class TerminalScreen(Screen):
             self._total_task = self._progress.add_task("steps", total=total_steps, completed=step)
         ends = time.monotonic() + metrics.get("time/left_s", math.nan)
         self._progress.update(self._total_task, completed=step, ends=ends)
+        # Extend the curves.
         for name in CURVES:
             if name in metrics:
                 self._curves.setdefault(COLUMNS[name], []).append(metrics[name])
@@ -412,7 +433,7 @@ class TerminalScreen(Screen):
         self._judge = judge_line(metrics)
 
     def sample(self, line: Mapping[str, Any]) -> None:
-        """Keep one response for the view."""
+        """Show one response in the view."""
         self._sample = sample_lines(line)
 
     def note(self, text: str) -> None:
@@ -420,12 +441,12 @@ class TerminalScreen(Screen):
         self._print(text, style="dim")
 
     def health(self, text: str) -> None:
-        """Print a warning, and keep it in view."""
+        """Print a warning, and show it in the view until the next one."""
         self._warning = text
         self._print(f"warning: {text}", style="yellow")
 
     def summary(self, summary: Summary) -> None:
-        """Show what the run came to, in a frame."""
+        """Stop the view and print the summary of the run in a frame."""
         self._live.stop()
         plain = not can_show(BLOCKS + "→╭", self._console.encoding)
         body = Text("\n".join(summary_lines(summary, ascii_only=plain)))
@@ -433,10 +454,11 @@ class TerminalScreen(Screen):
         self._console.print(Panel(body, title="Done", title_align="left", box=frame, expand=False))
 
     def close(self) -> None:
-        """Take the view away."""
+        """Remove the view. Safe to call twice."""
         self._live.stop()
 
     def _render_view(self) -> Group:
+        """Return the view as rich renderables; rich calls this for each refresh."""
         bars = self._progress.get_renderable()
         if self._console.height < MIN_VIEW_HEIGHT or not self._curves:
             return Group(bars)
@@ -446,6 +468,7 @@ class TerminalScreen(Screen):
             for name, values in self._curves.items()
             if len(values) > 1
         ]
+        # Above the bars: curves, judges, a response, the last warning.
         lines = [self._make_row(row) for row in rows]
         if self._judge:
             lines.append(self._make_row(self._judge))
@@ -456,7 +479,7 @@ class TerminalScreen(Screen):
         return Group(*lines, bars)
 
     def _make_row(self, text: str, style: str = "") -> Text:
-        """One row of the view: what is longer is cut, so that nothing wraps."""
+        """Return one row of the view; long text is cut, so that it does not wrap."""
         line = re.sub(r"\s*[\n\t]\s*", " ", make_printable(text))
         return Text(
             replace_unencodable(line, self._console.encoding),
@@ -466,7 +489,7 @@ class TerminalScreen(Screen):
         )
 
     def _redraw_if_resized(self) -> None:
-        """Draw all of it again where the width has changed: terminals wrap what they had."""
+        """Clear and draw everything again if the width has changed, as terminals wrap old lines."""
         if self._console.width == self._width:
             return
         self._width = self._console.width
@@ -474,17 +497,18 @@ class TerminalScreen(Screen):
         self._console.clear()
         for text, style in list(self._printed):
             self._console.print(Text(text, style=style))
-        self._live = self._make_live()  # the old one would erase as many lines as it had
+        self._live = self._make_live()  # the old one would erase its old number of lines
         self._live.start()
 
     def _print(self, text: str, style: str = "") -> None:
+        """Print text above the view, and remember it for a redraw."""
         self._redraw_if_resized()
         self._printed.append((make_printable(text), style))
         self._console.print(Text(make_printable(text), style=style), soft_wrap=True)
 
 
 def sample_lines(line: Mapping[str, Any]) -> list[str]:
-    """The end of a prompt, the response, and how it scored: a line each."""
+    """Return three lines: the end of a prompt, the response, its score with the reason."""
     score = "failed" if line["score"] is None else f"score {format_number(line['score'])}"
     why = line["failure"] or line["reason"] or ""
     prompt = " ".join(str(line["prompt"])[-MAX_TEXT_CHARS:].split())

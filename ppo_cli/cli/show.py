@@ -1,4 +1,4 @@
-"""`ppo show` reads a run folder: its steps, or the responses of one; `ppo runs` lists the runs."""
+"""`ppo show` prints steps or responses of a run folder; `ppo runs` lists the runs in a folder."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ from ppo_cli.run_folder import (
     run_settings,
 )
 
+# Rows that are shown unless a flag says otherwise.
 DEFAULT_STEPS = 20
 DEFAULT_PROMPTS = 3
-RECENT = 10
-ALWAYS_DIFFERENT = ("trainer.output_dir", "trainer.resume_mode")  # differ between any two runs
+RECENT = 10  # steps whose means a comparison shows
+ALWAYS_DIFFERENT = ("trainer.output_dir", "trainer.resume_mode")  # left out of comparisons
 Line = Mapping[str, Any]
 
 
@@ -71,13 +72,14 @@ def show(
 ) -> None:
     """Show the steps of a run, or the responses of one step with their scores.
 
-    --worst without --step reads the newest step; responses without a score come last. Several
-    runs: the settings that differ, metrics side by side, and the answers to the same prompts.
+    --worst without --step reads the newest step; responses without a score come last. With
+    several runs: settings that differ, metrics side by side, and answers to the same prompts.
     """
     folders = [Path(run) for run in runs or ["outputs"]]
     for folder in folders:
         check_run_folder(folder)
     run = folders[0]
+    # The flags choose what is shown: a comparison, means, responses, CSV, or the table of steps.
     if len(folders) > 1:
         if csv is not None or summary:
             raise ConfigError("--csv and --summary take one run; name one.")
@@ -101,11 +103,12 @@ def show(
 def compare_runs(
     folders: Sequence[Path], step: int | None, val: bool, max_prompts: int
 ) -> dict[str, Any]:
-    """Settings that differ, means of the last 10 steps, and answers to the same prompts.
+    """Return settings that differ, means of the last 10 steps, and answers to the same prompts.
 
-    The prompts are those whose scores lie furthest apart. Answers are of one step: the newest
-    validation that all have, or else the newest training step, unless `step` and `val` say which.
+    The prompts are those whose scores differ most. Answers are from one step that all runs have:
+    the newest validation, else the newest training step, unless `step` and `val` say which.
     """
+    # Settings that differ.
     settings = [read_settings(run)[0] for run in folders]
     chosen = {key for run_values in settings for key, _, origin in run_values if origin != DEFAULT}
     settings_by_run = [{key: value for key, value, _ in run_values} for run_values in settings]
@@ -115,8 +118,9 @@ def compare_runs(
         if key not in ALWAYS_DIFFERENT
     ]
     values = {key: [values_of_run.get(key) for values_of_run in settings_by_run] for key in keys}
-    # What an older version did not know yet is no difference from a default.
+    # A setting that an older version did not have is not a difference from a default.
     differing = {k for k, v in values.items() if len(set(v)) > 1 and (None not in v or k in chosen)}
+    # Metrics side by side.
     histories = [read_metrics(run) for run in folders]
     validated = [[v for v in map(validation_value, h) if v is not None] for h in histories]
     metrics = [recent_statistics(history, RECENT) for history in histories]
@@ -133,13 +137,15 @@ def compare_runs(
 
 
 def pair_answers(folders: Sequence[Path], step: int | None, val: bool) -> list[dict[str, Any]]:
-    """The answers of all runs to the prompts that all have, furthest apart in score first."""
+    """Return the answers of all runs to their common prompts, largest score difference first."""
+    # The first split with a step that all runs have.
     for split in ("val",) if val else ("train",) if step is not None else ("val", "train"):
         common = set.intersection(*(set(rollout_steps(run, split)) for run in folders))
         if common and step in (None, *common):
             break
     else:
         return []
+    # Match answers by prompt and sample.
     at = max(common) if step is None else step
     answers = [
         {(x.get("uid"), x.get("sample"), x.get("prompt")): x for x in read_rollouts(run, at, split)}
@@ -160,9 +166,10 @@ def pair_answers(folders: Sequence[Path], step: int | None, val: bool) -> list[d
 
 
 def comparison_text(compared: Mapping[str, Any]) -> str:
-    """What `compare_runs` gives, as text."""
+    """Return the result of `compare_runs` as text."""
     runs = compared["runs"]
     lines = []
+    # Tables with a column for each run, then the answers below each other.
     for title, part in (
         ("Settings that differ", compared["settings"]),
         ("Newest validation", {"val": compared["validation"]}),
@@ -178,7 +185,7 @@ def comparison_text(compared: Mapping[str, Any]) -> str:
             [*titled_table(title, rows, left_aligned=1), ""] if part else [f"{title}: none", ""]
         )
     if not compared["prompts"]:
-        lines.append("No step whose responses all of them have answers the same prompts.")
+        lines.append("The runs have no step in which all answer the same prompts.")
     for row in compared["prompts"]:
         lines += [f"--- step {row['step']}, {row['split']}", *indent_block("prompt", row["prompt"])]
         for run, answer in zip(runs, row["answers"], strict=True):
@@ -189,10 +196,10 @@ def comparison_text(compared: Mapping[str, Any]) -> str:
 
 
 class ShowCommand(TyperCommand):
-    """A command whose --csv may stand without a file: then it is stdout."""
+    """A typer command whose --csv may have no file: then the CSV goes to stdout."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Give --csv the file `-` where no FILE.csv follows."""
+        """Insert `-` after a --csv that no FILE.csv follows, then parse as usual."""
         tokens: list[str] = []
         for word, following in pairwise([*args, ""]):
             tokens.append(word)
@@ -202,7 +209,10 @@ class ShowCommand(TyperCommand):
 
 
 def read_rollouts(run: Path, step: int | None, split: str) -> list[dict[str, Any]]:
-    """Read the responses of a step (None: the newest); raises DataError when there are none."""
+    """Return the responses of a step (None: the newest) as dictionaries.
+
+    Raises DataError if there are none, or if a field has the wrong type.
+    """
     steps = rollout_steps(run, split)
     kind = "validation responses" if split == "val" else "responses"
     if not steps:
@@ -215,6 +225,7 @@ def read_rollouts(run: Path, step: int | None, split: str) -> list[dict[str, Any
             f"to {steps[-1]}. The nearest is --step {near}."
         )
     file = rollout_file(run, chosen_step, split)
+    # Other programs may have written the file.
     lines = read_lines(file)
     for at, line in enumerate(lines, start=1):
         if wrong := _find_wrong_type(line):
@@ -222,48 +233,51 @@ def read_rollouts(run: Path, step: int | None, split: str) -> list[dict[str, Any
     return [{"step": chosen_step} | line for line in lines]
 
 
-# What a response is sorted, matched and counted by; the rest is shown as it is.
+# Fields that responses are sorted, matched and counted by; other fields may have any type.
 FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "score": (int, float), "parts": (dict,), "uid": (str, int), "sample": (int,), "prompt": (str,),
 }  # fmt: skip
 
 
 def _find_wrong_type(line: Line) -> str:
-    """Name the first field whose value is of another type than a run writes; empty if none is."""
+    """Return a message about the first field of a wrong type; empty if all are right."""
+    # Scores of parts are nested: parts.NAME.raw.
     parts = line.get("parts")
     inner = (
         {f"parts.{name}": part for name, part in parts.items()} if isinstance(parts, dict) else {}
     )
     raw = {f"{name}.raw": part.get("raw") for name, part in inner.items() if isinstance(part, dict)}
+    # All fields to check: of the response, of its parts, of their scores.
     fields = [(name, line.get(name), kinds) for name, kinds in FIELD_TYPES.items()]
     fields += [(name, part, (dict,)) for name, part in inner.items()]
     fields += [(name, value, (int, float)) for name, value in raw.items()]
     for name, value, kinds in fields:
         if value is not None and not isinstance(value, kinds):
-            return f"{name} is {json.dumps(value)}, of another type than a run writes"
+            return f"{name} is {json.dumps(value)}, which has the wrong type"
     return ""
 
 
 def sort_worst_first(lines: Sequence[Line]) -> list[Line]:
-    """Sort by score, lowest first; those without a score at the end."""
+    """Return responses by score, lowest first; those without a score come last."""
     return sorted(lines, key=lambda x: (x.get("score") is None, x.get("score") or 0.0))
 
 
 def steps_text(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str:
-    """Return the table of steps, and what the judges of the whole run did."""
+    """Return the table of steps, and below it the judges' totals and drift."""
     judge = describe_judge_totals(run, history)
     blocks = [
         steps_table(steps),
         *([f"judge: {judge}"] if judge else []),
         *drift_lines(run, history),
     ]
+    # Paid judge calls without a finished step: say how to use them.
     if not any(line["step"] > 0 for line in history) and paid_calls(run):
         blocks.append(describe_resume(run, history))
     return "\n\n".join(blocks)
 
 
 def drift_lines(run: Path, history: Sequence[Line]) -> list[str]:
-    """Return how far the judge has drifted from what watches it, where that can be told."""
+    """Return a line on how far the judge has drifted; empty if it cannot be measured."""
     config, _ = read_run_config(run)
     if config is None:
         return []
@@ -277,13 +291,17 @@ def drift_lines(run: Path, history: Sequence[Line]) -> list[str]:
 
 
 def describe_resume(run: Path, history: Sequence[Line]) -> str:
-    """Name the command for a run that spent money and has no step, with a budget to finish it."""
+    """Return how to resume a run that has paid for judge calls but has no step.
+
+    A budget that is too small to finish the run is raised in the command.
+    """
     file = run / "config.yaml"
     if not file.exists():
-        return "What was paid for counts when the command of this run is given again."
+        return "Paid verdicts are reused when the command of this run is run again."
     config = run_settings(run)
     arguments = ["train", "--config", str(file), "--output_dir", str(run), "--resume", "auto"]
     command, api, calls = ppo(shlex.join(arguments)), config.reward.api, paid_calls(run)
+    # Compare what is left of each budget with what the whole run needs.
     sums = batch_arithmetic(config)
     tokens = sum(call["input"] + call["output"] for call in calls)
     for flag, limit, spent in (
@@ -299,7 +317,7 @@ def describe_resume(run: Path, history: Sequence[Line]) -> str:
 
 
 def steps_csv(history: Sequence[Line], file: str) -> str:
-    """Write a row a step and a column a metric; return the CSV itself for the file `-`."""
+    """Write steps as CSV, a column per metric; return a summary, or the CSV for the file `-`."""
     import pandas
 
     frame = pandas.DataFrame(plain(list(history)))
@@ -313,9 +331,10 @@ def steps_csv(history: Sequence[Line], file: str) -> str:
 
 
 def steps_table(steps: Sequence[Line]) -> str:
-    """Return the steps as aligned columns; columns that no step has are left out."""
+    """Return steps as aligned columns; metrics that no step has are left out."""
     if not steps:
         return "No step is finished yet."
+    # The main metrics, then the validation if there was one.
     keys = [k for k in COLUMNS if any(line.get(k) is not None for line in steps)]
     rows = [["step", *(COLUMNS[k] for k in keys)]]
     rows += [[str(line["step"]), *(format_number(line.get(k)) for k in keys)] for line in steps]
@@ -340,9 +359,10 @@ def recent_table(means: Mapping[str, float]) -> str:
 
 
 def rollout_text(line: Line) -> str:
-    """Return one response with its score, as text."""
+    """Return a response as text: score, prompt, response, reason, ground truth, parts."""
     score = line.get("score")
     scored = "no score" if score is None else f"score {format_number(score)}"
+    # A heading with the facts, then blocks of text; empty ones are left out.
     head = [f"step {line['step']}", scored, f"{line.get('tokens', '?')} tokens"]
     head += ["cut off"] if line.get("finish_reason") == "length" else []
     head += [f"data_source {line['data_source']}"] if line.get("data_source") else []
@@ -350,6 +370,7 @@ def rollout_text(line: Line) -> str:
     lines = ["--- " + ", ".join(head), *indent_block("prompt", line.get("prompt"))]
     lines += indent_block("response", line.get("response"))
     lines += [row for name, key in blocks for row in indent_block(name, line.get(key))]
+    # The parts of a mixture; with a single part it is the score itself.
     parts = {n: p.get("raw") for n, p in (line.get("parts") or {}).items()}
     if len(parts) > 1:
         lines += indent_block(
@@ -359,7 +380,7 @@ def rollout_text(line: Line) -> str:
 
 
 def indent_block(name: str, value: Any) -> list[str]:
-    """Return a named piece of text, its lines indented; nothing for an empty one."""
+    """Return a heading and the indented lines of a text; empty for an empty value."""
     if value is None or value == "":
         return []
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -385,19 +406,19 @@ show_app.command(cls=ShowCommand, epilog="Example: ppo show outputs --worst 5")(
 )
 
 
-MAX_DEPTH = 3  # folders below DIR
+MAX_DEPTH = 3  # levels of folders below DIR in which runs are searched
 
 
 def runs(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder that holds run folders.")
+        Path, typer.Argument(metavar="DIR", help="Folder that contains run folders.")
     ] = Path(),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the runs in a folder and below it, the newest first."""
+    """List the runs in a folder and its subfolders, the newest first."""
     run_list: list[dict[str, Any]] = []
     if not folder.is_dir():
-        raise DataError(f"{folder}: there is no such folder. Name one that holds run folders.")
+        raise DataError(f"{folder}: no such folder. Name one that contains run folders.")
     for run in find_runs(folder):
         try:
             run_list.append(run_facts(run))
@@ -410,7 +431,7 @@ def runs(
 
 
 def find_runs(folder: Path, depth: int = 0) -> list[Path]:
-    """The run folders here and below; what is in a run, earlier runs too, is a part of it."""
+    """Return the run folders in a folder and below it; folders inside a run are not searched."""
     if (folder / METRICS_FILE).exists():
         return [folder]
     if depth == MAX_DEPTH:
@@ -422,8 +443,9 @@ def find_runs(folder: Path, depth: int = 0) -> list[Path]:
 
 
 def run_facts(run: Path) -> dict[str, Any]:
-    """State, steps, rewards, cost (dollars) and time of last change (Unix) of one run."""
+    """Return the facts of a run: state, steps, rewards, cost (dollars), last change (Unix time)."""
     lines, file = read_metrics(run), run / "config.yaml"
+    # Settings of an old version may not be readable; then the total is unknown.
     total = None
     with suppress(UserError):
         if file.exists():
@@ -431,6 +453,7 @@ def run_facts(run: Path) -> dict[str, Any]:
     step = max((int(line["step"]) for line in lines), default=0)
     rewards = [line["reward_mean"] for line in lines if line.get("reward_mean") is not None]
     values = [v for line in lines if (v := validation_value(line)) is not None]
+    # What --resume would start from.
     saved = CheckpointStore(run / "checkpoints", 1).newest()
     match = STEP_NAME.match(saved.name) if saved else None
     state = "running" if is_running(run) else "done" if total and step >= total else "stopped"
@@ -448,7 +471,7 @@ def run_facts(run: Path) -> dict[str, Any]:
 
 
 def is_running(run: Path) -> bool:
-    """Whether a process holds the run's claim."""
+    """Whether a process is running this run, which it shows by locking a file."""
     try:
         with (run / LOCK).open() as claim:
             fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -460,7 +483,8 @@ def is_running(run: Path) -> bool:
 
 
 def runs_table(run_list: list[dict[str, Any]]) -> str:
-    """The runs as aligned columns."""
+    """Return runs as aligned columns."""
+    # Unknown numbers are dashes; the time is local.
     rows = [["run", "state", "step", "saved", "reward", "val", "cost", "changed"]]
     for run in run_list:
         total = f"/{run['total_steps']}" if run["total_steps"] else ""

@@ -1,4 +1,4 @@
-"""`ppo plan`: what a run would do, and refuse; `ppo train` runs it."""
+"""`ppo plan` shows what a run would do and why it would be refused; `ppo train` runs it."""
 
 from __future__ import annotations
 
@@ -68,9 +68,11 @@ if TYPE_CHECKING:
     from ppo_cli.report.tracker import Screen
     from ppo_cli.run.simulate import Simulation
 
-NO_FORECAST = "no forecast: "
-MAX_PLAN_ROWS = 4_000  # a plan takes less than a second, however many rows there are
+NO_FORECAST = "no forecast: "  # start of a line about a judge whose cost is unknown
+# Rows that a plan reads, so that it takes less than a second for any number of rows.
+MAX_PLAN_ROWS = 4_000
 SPLITS: tuple[DataSplit, ...] = ("train", "val")
+# Reads the prompts of a split; a plan and its checks share what it has read.
 PromptReader = Callable[[DataSplit], Sequence[Prompt]]
 PLAN_EPILOG = (
     "Example: ppo plan --preset gsm8k --batch_size 128   or, for programs: ppo plan --json"
@@ -87,10 +89,12 @@ def plan(arguments: Arguments) -> None:
     resolved = add_second_judge(resolve_with_fork(arguments), os.environ)
     read = make_prompt_reader(resolved.config)
     resolved = replace(resolved, notes=(*resolved.notes, *_lr_notes(resolved.config)))
+    # Everything that would stop the run: settings and files, then rows, which take longer to read.
     problems = [*find_refusals(resolved), *find_checkpoint_refusal(resolved.config)]
     problems = list(dict.fromkeys([*problems, *find_row_refusals(resolved.config, read)]))
-    if refused_settings(resolved):  # there is nothing to lay out
+    if refused_settings(resolved):  # these settings have no plan
         raise ConfigError(problems)
+    # Print the plan even if the run would be refused.
     with assume_gpu_memory(arguments.extras["device_memory"]):
         _show_plan(resolved, read, arguments.extras, problems)
     if problems:
@@ -100,6 +104,7 @@ def plan(arguments: Arguments) -> None:
 def _show_plan(
     resolved: Resolved, read: PromptReader, extras: Mapping[str, Any], problems: Sequence[str]
 ) -> None:
+    """Print the plan as JSON or text, with a simulation if `--simulate` asks for one."""
     if extras["json"]:
         from ppo_cli.cli.screen import print_json
 
@@ -116,7 +121,7 @@ def _show_plan(
 
 
 def _simulate(config: Config) -> Simulation:
-    """Run the learner on tensors without numbers, and say on stderr how far it is."""
+    """Simulate a step of the learner on tensors without data; progress goes to stderr."""
     from ppo_cli.run.simulate import require_simulation, run_simulation
 
     require_simulation(config)
@@ -129,7 +134,7 @@ def _simulate(config: Config) -> Simulation:
 
 
 def _lr_notes(config: Config) -> Iterator[str]:
-    """Yield how the learning rate jumps where the run goes on from a checkpoint."""
+    """Yield notes on jumps of the learning rate if the run resumes from a checkpoint."""
     from ppo_cli.report.metrics import find_lr_jumps
 
     store = CheckpointStore(Path(config.trainer.output_dir).expanduser() / "checkpoints", None)
@@ -138,17 +143,18 @@ def _lr_notes(config: Config) -> Iterator[str]:
         total = batch_arithmetic(config)["total_steps"]
         if checkpoint is not None and total:
             for jump in find_lr_jumps(config, checkpoint, total):
-                yield f"The run goes on from {checkpoint}: {jump}."
+                yield f"The run resumes from {checkpoint}: {jump}."
 
 
 def resolve_with_fork(arguments: Arguments) -> Resolved:
-    """Resolve; with `--fork RUN[@STEP]` over that run's settings, from its checkpoint, elsewhere.
+    """Resolve the arguments; `--fork RUN[@STEP]` adds that run's settings, checkpoint, new folder.
 
-    Once the fork has a checkpoint of its own, `--resume auto` goes on from that.
+    Once the fork has its own checkpoint, `--resume auto` continues from that one. Raises
+    ConfigError if the word is not a run, or if the fork has no steps to do.
     """
     word = arguments.extras["fork"]
     if word is None:
-        # Resolve a line for this engine; a refusal of what verl has says how it runs there.
+        # A refusal of settings that verl has comes with advice to run on verl.
         try:
             return arguments.resolve_node()
         except ConfigError as error:
@@ -158,10 +164,11 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
                 [*error.problems, *suggest_verl(arguments, error.problems)]
             ) from error
     if not word.strip():
-        raise ConfigError("--fork names no run; name one, or RUN@STEP, or leave it out.")
+        raise ConfigError("--fork has no run: name one, or RUN@STEP, or leave --fork out.")
     source = find_source(word)
     if source.run is None:
-        raise ConfigError(f"--fork {word} is no run with a config.yaml; name one, or RUN@STEP.")
+        raise ConfigError(f"--fork {word} is not a run with a config.yaml; name one, or RUN@STEP.")
+    # The flags of the line win over the fork's checkpoint and folder.
     checkpoint = Path(source.path).parent
     flags = {
         "trainer.resume_mode": (str(checkpoint), f"--fork {word}"),
@@ -170,23 +177,24 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
     }
     resolved = replace(arguments, flags=flags, run=source.run).resolve_node()
     if Path(resolved.config.trainer.output_dir).expanduser().resolve() == source.run:
-        raise ConfigError(f"--fork {word} takes a folder of its own: another --output_dir.")
+        raise ConfigError(f"--fork {word} needs another folder: set another --output_dir.")
+    # Checkpoint folders are called step_NNNNNN.
     total, done = batch_arithmetic(resolved.config)["total_steps"], int(checkpoint.name[5:])
     if total and total <= done:
         raise ConfigError(
-            f"--fork {word} begins after step {done}, and this run ends with step {total}: raise "
+            f"--fork {word} starts after step {done}, but this run ends with step {total}: raise "
             f"--max_steps (or --epochs) above {done}."
         )
     return resolved
 
 
 def find_refusals(resolved: Resolved) -> list[str]:
-    """Return why a run would end before it begins, as far as no model has to be loaded for it.
+    """Return the reasons why a run would be refused that can be found without loading a model.
 
-    GPUs and keys may be absent where a run is only planned: they are remarks of a plan.
+    Missing GPUs and keys are left out: a plan may be made on another machine, and notes them.
     """
     config = resolved.config
-    if config.trainer.node_rank:  # node 0 has the files, and compares the rest
+    if config.trainer.node_rank:  # node 0 has the files, and compares the settings of all nodes
         return []
     allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
     missing = [*missing_parts(resolved), *missing_inputs(config)]
@@ -196,7 +204,7 @@ def find_refusals(resolved: Resolved) -> list[str]:
 
 
 def make_prompt_reader(config: Config) -> PromptReader:
-    """Return what reads the first MOST_ROWS prompts of a split that are on this disk, once."""
+    """Return a cached function that reads the first MAX_PLAN_ROWS local prompts of a split."""
 
     def read(split: DataSplit) -> list[Prompt]:
         from ppo_cli.data_sets.rows import prompt_of
@@ -209,7 +217,7 @@ def make_prompt_reader(config: Config) -> PromptReader:
 
 
 def _first_rows(config: Config, split: DataSplit) -> list[RowSet]:
-    """Read the first MOST_ROWS rows of a split that are on this disk."""
+    """Return the first MAX_PLAN_ROWS rows of a split's local files; hub sets are skipped."""
     from ppo_cli.data_sets.rows import load_sets
 
     files, max_samples = split_files(config, split)
@@ -223,16 +231,17 @@ def _first_rows(config: Config, split: DataSplit) -> list[RowSet]:
 
 
 def _find_template_refusals(config: Config, splits: Sequence[DataSplit]) -> Iterator[str]:
-    """Yield why the chat template of a model on this disk refuses the first rows, if it does."""
+    """Yield the problems of rendering the first rows with a local model's chat template."""
     folder = Path(model_folder(config.model.path or "")).expanduser()
     if not folder.is_dir():
         return
+    # Templates of models on the hub are not downloaded for a plan.
     sets = [_first_rows(config, split) for split in splits]
     raises = template_raises(folder) if config.data.apply_chat_template else None
     prompts = [row.prompt for split in sets for rows in split for row in rows.rows]
     plain = config.data.system_prompt is None and all(isinstance(text, str) for text in prompts)
     placeholders = has_placeholders(folder)
-    # The tokenizer takes seconds to load.
+    # The tokenizer takes seconds to load, so only templates that may refuse rows are tried.
     if raises or placeholders or (raises is None and not plain):
         from ppo_cli.data_sets.prompts import render_prompts
         from ppo_cli.run.assemble import load_tokenizer, prompt_settings
@@ -245,8 +254,9 @@ def _find_template_refusals(config: Config, splits: Sequence[DataSplit]) -> Iter
 
 
 def find_checkpoint_refusal(config: Config) -> list[str]:
-    """Return why the checkpoint that `--resume` or `--fork` names cannot be resumed."""
+    """Return the problems of the checkpoint named by `--resume` or `--fork`."""
     mode = config.trainer.resume_mode
+    # auto resumes only what is complete, and other nodes follow node 0.
     if config.trainer.node_rank or mode in ("auto", "never"):
         return []
 
@@ -260,22 +270,25 @@ def find_checkpoint_refusal(config: Config) -> list[str]:
 
 
 def find_row_refusals(config: Config, read: PromptReader) -> list[str]:
-    """Return why a run would end once it has read its rows: bad, too few, or without truths."""
+    """Return the problems of the data: rows that are bad, too few, or without ground truth."""
     if config.trainer.node_rank:
         return []
     from ppo_cli.scoring.sources import row_checks
 
     problems: list[str] = []
     prompts: list[Prompt] = []
+    # Format of the rows, for files on this disk.
     named = {split: split_files(config, split)[0] for split in SPLITS}
     for split, files in named.items():
         try:
             prompts += [] if all(map(is_hub_name, files)) else read(split)
         except UserError as error:
             problems.append(str(error))
+    # Enough rows for a batch.
     rows = train_rows(config)
     if rows and (shortage := describe_missing_rows(config, rows)):
         problems.append(shortage)
+    # Only with good rows: what the reward and the template need.
     if not problems and prompts:
         far = any(is_hub_name(name) for files in named.values() for name in files)
         problems += collect_problems(row_checks(config.reward, prompts, all_known=not far))
@@ -285,7 +298,7 @@ def find_row_refusals(config: Config, read: PromptReader) -> list[str]:
 
 
 def describe_unread_rows(config: Config) -> list[str]:
-    """Say of which files a plan has read the first rows only."""
+    """Return a note for each split of which the plan has read only the first rows."""
     notices = []
     for files in (split_files(config, split)[0] for split in SPLITS):
         counts = [count_rows(name) or 0 for name in files]
@@ -299,16 +312,18 @@ def describe_unread_rows(config: Config) -> list[str]:
 
 
 def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
-    """Yield what a run does first with each file and package that is named."""
+    """Yield functions that raise UserError if a file, model or package of the run is missing."""
     from ppo_cli.report.loggers import check_loggers
 
     for name in chain.from_iterable(split_files(config, split)[0] for split in SPLITS):
         if not is_hub_name(name):
             yield partial(check_readable, name)
+    # Models on this disk, by the flag that names them.
     models = {"--model": config.model.path, "--critic_model": config.critic.model.path}
     for flag, path in (models | {"ref.path": config.ref.path}).items():
         if path is not None:
             yield partial(check_folder, model_folder(path), flag)
+    # Files of the reward and packages of the loggers.
     rules = rules_of(config.reward)
     if judges_of(config.reward) or any(rule.function or rule.rule for rule in rules):
         from ppo_cli.scoring.sources import file_checks
@@ -320,10 +335,10 @@ def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
 def print_plan(
     resolved: Resolved, read: PromptReader, *, every: bool = False, problems: Sequence[str] = ()
 ) -> None:
-    """Print the plan for people: what was set first, then what it comes to.
+    """Print the plan as text: settings, then arithmetic, devices, memory, reward, judge and notes.
 
-    Without `every`, settings at their default are counted only. Problems are printed later and
-    are left out of the notes.
+    Without `every`, settings at their default are only counted. Problems are printed later, so
+    they are left out of the notes.
     """
     plan_of_run, judge = _make_full_plan(resolved, read)
     rows = [
@@ -331,6 +346,7 @@ def print_plan(
         for k, (v, o) in plan_of_run.values.items()
         if every or o != "default"
     ]
+    # Settings that somebody has set come first.
     rows.sort(key=lambda row: row[2] == "default")
     lines = ["Settings", *_format_settings(rows)]
     if hidden := len(plan_of_run.values) - len(rows):
@@ -343,6 +359,7 @@ def print_plan(
         "Judge": judge.sentences,
         "Notes": plan_of_run.notes,
     }
+    # Sections without sentences are left out.
     for title, sentences in parts.items():
         block = [f"  {s}" for s in sentences if s.removeprefix(NO_FORECAST) not in problems]
         lines += ["", title, *block] if block else []
@@ -350,7 +367,7 @@ def print_plan(
 
 
 def _make_full_plan(resolved: Resolved, read: PromptReader) -> tuple[Plan, PlanPart]:
-    """Return the plan of a run and what its judges will take."""
+    """Return the plan of a run with a time forecast and notes, and the judges' forecast."""
     plan_of_run = make_plan(resolved)
     notes = (*plan_of_run.notes, *describe_unread_rows(resolved.config))
     time = _forecast_step_time(resolved.config, plan_of_run.arithmetic["total_steps"])
@@ -364,18 +381,20 @@ def _make_full_plan(resolved: Resolved, read: PromptReader) -> tuple[Plan, PlanP
 
 
 def _forecast_step_time(config: Config, steps: int | None) -> PlanPart:
-    """Forecast the time of a step from the run in the output folder, if it is of the same model."""
+    """Forecast the seconds of a step from an earlier run of the same model in the output folder."""
     run = Path(config.trainer.output_dir).expanduser()
+    # Without such a run the time is unknown.
     unknown = PlanPart(
-        (f"time: not known, no run of this model was measured in {config.trainer.output_dir}",),
+        (f"time: unknown, {config.trainer.output_dir} has no earlier run of this model",),
         {"step_seconds": None},
     )
     if not (run / METRICS_FILE).is_file() or not (run / "config.yaml").is_file():
         return unknown
     try:
         entries = read_yaml(run / "config.yaml", "config.yaml")
-    except ConfigError:  # not of a run that this program has written
+    except ConfigError:  # the file is not from this program
         return unknown
+    # Scale the median by the number of responses in a step.
     then = {entry.name: str(entry.raw) for entry in entries}
     seconds = [m["time/step_s"] for m in read_metrics(run) if m.get("time/step_s") is not None]
     if not seconds or then.get("model.path") != config.model.path:
@@ -388,14 +407,14 @@ def _forecast_step_time(config: Config, steps: int | None) -> PlanPart:
     step = statistics.median(seconds) * now / before
     total = "" if steps is None else f", {step * steps / 60:.3g} min for {steps:,} steps"
     sentence = (
-        f"time: about {step:.3g} s a step{total}, by the median of {len(seconds)} steps of "
+        f"time: about {step:.3g} s per step{total}, from the median of {len(seconds)} steps of "
         f"{before} responses in {config.trainer.output_dir}"
     )
     return PlanPart((sentence,), {"step_seconds": step})
 
 
 def _forecast_judges(config: Config, read: PromptReader) -> PlanPart:
-    """Forecast what judges take, or say why not; empty without any."""
+    """Forecast calls, tokens and cost of the judges, or say why not; empty without judges."""
     judges = judges_of(config.reward)
     if not judges:
         return PlanPart((), {})
@@ -403,6 +422,7 @@ def _forecast_judges(config: Config, read: PromptReader) -> PlanPart:
 
     forecasts: dict[str, dict[str, Any]] = {}
     lines: list[str] = []
+    # Forecast each judge as if it were the only reward.
     for judge in judges:
         only = {
             "api": judge.settings, "parts": (), "composite": Composite(), "model": ModelReward(),
@@ -415,17 +435,19 @@ def _forecast_judges(config: Config, read: PromptReader) -> PlanPart:
             facts = {"problem": redact(str(error))}
             sentences = [f"{NO_FORECAST}{facts['problem']}"]
         if judge.only_if:
-            sentences.append(f"it is asked only if {judge.only_if}: so much at most")
+            sentences.append(f"it is asked only if {judge.only_if}, so this is the maximum")
             facts["only_if"] = judge.only_if
         several = judge.part not in (None, "judge")
         lines += [f"{judge.part}: {line}" for line in sentences] if several else sentences
         forecasts[judge.part or "judge"] = facts
+    # JSON keeps the form of a single judge; several are listed as well.
     first = next(iter(forecasts.values()))
     facts_of_all = first if len(judges) == 1 else first | {"judges": forecasts}
     return PlanPart(tuple(lines), {"judge": facts_of_all})
 
 
 def _format_settings(rows: list[tuple[str, str, str]]) -> list[str]:
+    """Return aligned lines of key, value and origin; long values do not widen their column."""
     if not rows:
         return []
     first = max(len(row[0]) for row in rows)
@@ -434,6 +456,7 @@ def _format_settings(rows: list[tuple[str, str, str]]) -> list[str]:
 
 
 def _format_value(value: object) -> str:
+    """Return a setting's value as the plan shows it."""
     if value is None:
         return "unset"
     if isinstance(value, list):
@@ -453,15 +476,19 @@ add_command(
     plan,
     PLAN_EPILOG,
     [
-        make_switch("all", "Also the settings at their default."),
+        make_switch("all", "Also show settings at their default."),
         FORK,
         make_switch("json", "Machine-readable, to stdout."),
         make_switch(
             "simulate",
-            "Also run a step without numbers, and measure what it takes of a GPU (minutes).",
+            "Also simulate a step without data, to measure the GPU memory it needs (minutes).",
         ),
         make_flag(
-            "device_memory", str, None, "What each GPU has, if they are elsewhere: 80GB.", "SIZE"
+            "device_memory",
+            str,
+            None,
+            "Memory of each GPU, if the plan is for other ones: 80GB.",
+            "SIZE",
         ),
     ],
 )
@@ -488,6 +515,7 @@ def train(arguments: Arguments) -> None:
         problems = list(dict.fromkeys([*problems, *find_row_refusals(resolved.config, read)]))
         if not refused_settings(resolved):
             print_plan(resolved, read, problems=problems)
+    # A dry run checks what `ppo plan` checks; a run also needs its GPUs and keys here.
     elif not resolved.config.trainer.node_rank:
         problems = [*missing_gpus(resolved.config), *missing_keys(resolved.config, os.environ),
                     *problems]  # fmt: skip
@@ -498,6 +526,10 @@ def train(arguments: Arguments) -> None:
 
 
 def _run_training(resolved: Resolved, *, quiet: bool) -> None:
+    """Run a training with a screen; nodes other than the first join its cluster and exit.
+
+    Raises Interrupted if the output was closed, and Crash for bugs.
+    """
     from ppo_cli.cli.screen import OutputClosed, make_screen
 
     screen = make_screen(quiet=quiet)
@@ -505,14 +537,17 @@ def _run_training(resolved: Resolved, *, quiet: bool) -> None:
         from ppo_cli.cluster.nodes import join_cluster
 
         raise typer.Exit(join_cluster(resolved.config, os.environ, screen.note))
+    # Notes that `ppo plan` shows in its last section.
     for note in (*resolved.notes, *remarks(resolved)):
         screen.note(note)
     try:
         _train_on_nodes(resolved, screen)
     except OutputClosed as error:
-        raise Interrupted(f"{error} What was saved goes on with --resume auto.") from error
+        raise Interrupted(
+            f"{error} Continue from the last checkpoint with --resume auto."
+        ) from error
     except Exception as error:
-        # The parser would end without a word for any pipe that broke.
+        # click exits silently on any BrokenPipeError, so that one is wrapped as well.
         expected = isinstance(error, (PpoError, OSError)) and not isinstance(error, BrokenPipeError)
         if expected:
             raise
@@ -520,8 +555,9 @@ def _run_training(resolved: Resolved, *, quiet: bool) -> None:
 
 
 def _train_on_nodes(resolved: Resolved, screen: Screen) -> None:
-    """Train from here, with the other nodes where there are any."""
+    """Start the training loop; on a Ray cluster for several nodes or with RAY_ADDRESS."""
     screen.note("Importing torch and transformers")  # takes seconds, in which nothing else is shown
+    # A local engine ignores the cluster.
     several = resolved.config.trainer.nnodes > 1 or os.environ.get("RAY_ADDRESS", "").strip()
     if not several or engine_name(resolved.config) == "local":
         train_now = _import_loop()
@@ -535,6 +571,7 @@ def _train_on_nodes(resolved: Resolved, screen: Screen) -> None:
 
 
 def _import_loop() -> Callable[..., None]:
+    """Import torch and the training loop, and return its `train` function."""
     with pause_garbage_collection():
         from ppo_cli.run.assemble import train as train_now
     return train_now

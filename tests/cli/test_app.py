@@ -147,7 +147,7 @@ Arithmetic
 4 micro-batches
   the run: 20 training rows, 6 steps, 12 actor optimizer steps
   reward: 96 calls in all, none of them for validation (--val_files)
-  time: not known, no run of this model was measured in ./outputs
+  time: unknown, ./outputs has no earlier run of this model
 
 Devices
   one process on the CPU trains and samples
@@ -178,9 +178,7 @@ def test_time_is_forecast_from_the_run_in_the_output_folder(
         assert document["arithmetic"]["step_seconds"] == seconds
     main(["plan", "--model", "a/b", "--max_steps", "20", *folder])
     output = capsys.readouterr().out
-    assert (
-        "about 6 s a step, 2 min for 20 steps, by the median of 3 steps of 16 responses" in output
-    )
+    assert "about 6 s per step, 2 min for 20 steps, from the median of 3 steps of 16" in output
 
 
 def test_all_shows_the_defaults_last(capsys: pytest.CaptureFixture[str]) -> None:

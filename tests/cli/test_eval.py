@@ -364,7 +364,7 @@ def test_a_fork_goes_on_elsewhere_with_other_settings(
     assert main([*args, "--resume", "auto", "--max_steps", "3"]) == 0
     assert "This run is complete: 3 of 3 steps" in capsys.readouterr().out
     assert main(["train", "--fork", "run", "--output_dir", "run"]) == 2
-    assert "--fork run takes a folder of its own" in capsys.readouterr().err
+    assert "--fork run needs another folder" in capsys.readouterr().err
     for command in ("train", "plan"):
         assert main([command, "--fork", "run", "--output_dir", "longer"]) == 2
         assert "raise --max_steps (or --epochs) above 2" in capsys.readouterr().err

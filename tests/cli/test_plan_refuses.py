@@ -80,7 +80,7 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
         "--use_api_reward --rm_api_type azure --rm_model m": "azure needs OPENAI_API_VERSION: the",
         "--use_api_reward --rm_monitor_type vertex --rm_monitor_model m": "GOOGLE_CLOUD_PROJECT: ",
         "--use_api_reward --rm_monitor_labels nope.jsonl": "nope.jsonl",
-        "--fork=": "--fork names no run; name one, or RUN@STEP, or leave it out.",
+        "--fork=": "--fork has no run: name one, or RUN@STEP, or leave --fork out.",
         "--logger wandb": "--logger wandb needs the package wandb",
         "critic.optim.optimizer=AdamW8bit": "pip install bitsandbytes",
         "--quantization nf4 --lora_rank 8": "model.quantization nf4 needs the package bitsandbytes",

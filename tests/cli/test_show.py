@@ -179,7 +179,7 @@ def test_a_run_that_spent_its_budget_before_its_first_step(
     assert main(["show", str(run)]) == 0
     output = capsys.readouterr().out
     assert "No step is finished yet." in output and "judge: 10 calls, $0.001" in output
-    assert "command of this run is given again" in output
+    assert "command of this run is run again" in output
     (run / "config.yaml").write_text(
         "data: {train_files: [embedded], val_files: []}\nmodel: {path: embedded}\n"
         "data.train_batch_size: 16\nactor.ppo_mini_batch_size: 16\n"
@@ -215,17 +215,17 @@ def test_two_runs_are_compared(run: Path, tmp_path_factory: pytest.TempPathFacto
     assert "actor.optim.lr" in text and "better" in text and "question a" not in text
     assert "\x1b" not in text
     assert "none" in show(run, run)
-    assert "No step whose responses" in show(run, other, "--step", 2)
+    assert "The runs have no step" in show(run, other, "--step", 2)
 
 
 def test_a_response_of_other_types_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = rollout_file(run, 25, "train")
     first = json.loads(file.read_text().splitlines()[0])
     for change, fragment in {
-        '{"score": "good"}': 'score is "good", of another type than a run writes',
-        '{"parts": {"judge": {"raw": "7"}}}': 'parts.judge.raw is "7", of another type',
-        '{"parts": {"judge": 7}}': "parts.judge is 7, of another type",
-        '{"uid": ["a"]}': 'uid is ["a"], of another type',
+        '{"score": "good"}': 'score is "good", which has the wrong type',
+        '{"parts": {"judge": {"raw": "7"}}}': 'parts.judge.raw is "7", which has the wrong type',
+        '{"parts": {"judge": 7}}': "parts.judge is 7, which has the wrong type",
+        '{"uid": ["a"]}': 'uid is ["a"], which has the wrong type',
     }.items():
         file.write_text("\n".join(json.dumps(row) for row in (first, first | json.loads(change))))
         for extra_args in (["--step", "25"], ["--worst", "2"], [str(run), "--step", "25"]):
