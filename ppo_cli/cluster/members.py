@@ -274,7 +274,7 @@ def reserve_nodes(
     if home := _home(gpus):
         bundles[0] |= {f"node:{home}": 0.001}  # the first node is this one: it has the run folder
     group = placement_group(bundles, strategy="STRICT_SPREAD" if count > 1 else "PACK")
-    ready, started, unpack_failure = group.ready(), time.monotonic(), time.monotonic()
+    ready, started, reported_at = group.ready(), time.monotonic(), time.monotonic()
     try:
         while not ray.wait([ready], timeout=TICK_S)[0]:
             waits.check(may_stop=True)
@@ -285,9 +285,9 @@ def reserve_nodes(
                     "nodes, or ask for fewer (--nnodes, --n_gpus); --node_timeout sets how long "
                     "to wait."
                 )
-            if now - unpack_failure > TELL_EVERY_S:
+            if now - reported_at > TELL_EVERY_S:
                 tell(describe_wait(count, gpus))
-                unpack_failure = now
+                reported_at = now
     except BaseException:
         if waits.trouble() is None:
             remove_placement_group(group)

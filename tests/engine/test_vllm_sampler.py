@@ -500,7 +500,7 @@ def test_what_does_not_fit_and_a_second_caller_are_refused(sampler: Make) -> Non
 IMPORTS = """
 import json, sys
 from pathlib import Path
-from ppo_cli.engine.vllm_sampler import VLLMSampler
+from ppo_cli.engine.samplers.vllm import VLLMSampler
 from ppo_cli.errors import MissingPart
 
 for text in json.loads(sys.argv[2]):

@@ -67,12 +67,18 @@ def test_paths_of_machines_are_seen() -> None:
 
 
 def test_scripts_can_be_run(root: Path) -> None:
-    for name in ("train.sh", "scripts/setup", "scripts/check", ".ci/run"):
+    for name in (
+        "train.sh",
+        "scripts/setup",
+        "scripts/check",
+        "scripts/check_processors",
+        ".ci/run",
+    ):
         assert (root / name).stat().st_mode & 0o100, f"{name} is not executable"
 
 
 def test_files_that_the_check_names_exist(root: Path) -> None:
-    check = (root / "scripts" / "check").read_text(encoding="utf-8")
+    check = (root / "scripts" / "check_processors").read_text(encoding="utf-8")
     groups = re.findall(r"(tests/\S*test_)\{(\S+)\}\.py", check)
     named = [f"{start}{name}.py" for start, names in groups for name in names.split(",")]
     assert len(named) > 10
