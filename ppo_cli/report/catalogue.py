@@ -1,4 +1,4 @@
-"""What the page knows of each metric: its plot, its healthy range, what to change outside of it.
+"""The table of metrics for the page: plot, description, healthy range, advice outside of it.
 
 A new metric is one entry in METRICS. The ranges are those of the health checks.
 """
@@ -19,11 +19,11 @@ Band = tuple[float | None, float | None]  # lowest and highest healthy value
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric, or all those that a pattern names.
+    """One metric, or all metrics that match a pattern.
 
-    `band` gives the healthy range from the limits of the run and from its own values. A value
-    below the range counts only where `low_counts`: a clip fraction of 0 harms nobody. A metric
-    with `tile` is one of the small pictures at the top; `tile` is its short name.
+    `band` computes the healthy range from the run's limits and the metric's values. A value below
+    the range is unhealthy only with `low_counts`: a clip fraction of 0 does no harm. A metric with
+    a `tile` (its short name) gets a tile, a small chart, at the top of the page.
     """
 
     key: str
@@ -36,17 +36,20 @@ class Metric:
     stacked: bool = False
 
     def matches(self, key: str) -> bool:
-        """Whether this entry speaks of a key; `*` stands for anything without a `/`."""
+        """Whether a metric's key matches this entry's pattern; `*` does not match a `/`."""
         return self.key.count("/") == key.count("/") and fnmatchcase(key, self.key)
 
 
 def _entropy_band(limits: Limits, values: Series) -> Band:
+    """Return the healthy range of the entropy: at least a share of its first three values."""
     early = [v for v in values[:3] if v is not None]
     return (limits.entropy_share * sum(early) / len(early), None) if early else (None, None)
 
 
 _JUMP_ADVICE = "Jumps by ten: once is harmless; if they come again, lower "
+# In the order of the page. Fields: key, plot, tile, description, advice, band.
 METRICS = (
+    # Rewards.
     Metric("reward_mean", "Reward", "reward", "Mean score of the responses of a step.",
            "Should rise. If not: look at the worst responses, then --lr and the reward."),
     Metric("reward/*", "Parts of the reward, raw"),
@@ -56,6 +59,7 @@ METRICS = (
     Metric("val/reward_mean", "Validation", "validation reward", "Mean score in validation.",
            "If it falls while the reward rises, the model learns the reward and not the task."),
     Metric("val/reward/*", "Parts of the reward in validation"),
+    # Policy and critic.
     Metric("kl_divergence", "KL to the reference", "KL", "Distance from the starting model.",
            "lower --lr or raise {kl_setting}", lambda limits, _: limits.kl),
     Metric("clip_fraction", "Clip fraction", "clip fraction",
@@ -76,6 +80,7 @@ METRICS = (
     Metric("grad_norm", "Gradient norm", "gradient norm", "Before clipping.",
            f"{_JUMP_ADVICE}--lr."),
     Metric("critic_grad_norm", "Gradient norm"),
+    # Lengths and thoughts.
     Metric("response_length_mean", "Response length", "length", "Mean tokens of a response.",
            "If it grows without reward: --overlong_buffer; the judge may like length."),
     Metric("response_length/max", "Response length"),
@@ -91,6 +96,7 @@ METRICS = (
            "raise --max_response_length, or set --thought_budget",
            lambda limits, _: (None, limits.truncated_share)),
     Metric("thought/share", "Thoughts not closed"),
+    # Scores, learning rates, and the sampler.
     Metric("score/failed_share", "Without a score", "no score", "Share of responses without one.",
            "filter the responses below by `failed`: the reasons are there", lambda *_: (None, 0.0)),
     Metric("actor/lr", "Learning rate"),
@@ -99,6 +105,7 @@ METRICS = (
            "Log-probability gap between sampler and trainer.",
            "compare with --rollout_name hf and --dtype float32",
            lambda limits, _: (None, limits.logprob_diff)),
+    # Judges; `judge*` also matches the second judge of a mixture, judge_NAME.
     Metric("judge*/error_rate", "Judge errors", "judge errors", "Share of calls that failed.",
            "the cause is in judge/errors: rate limit, time-out or key", lambda *_: (None, 0.05)),
     Metric("judge*/unread", "Judge errors"),
@@ -130,22 +137,24 @@ METRICS = (
     Metric("judge*/label_gap", "Judge on the same labelled responses"),
     Metric("judge*/label_correlation", "Judge and labels", "",
            "Correlation of the judge's scores with the labels that people gave."),
+    # Time.
     *(Metric(f"time/{phase}_s", "Seconds by phase", stacked=True) for phase in (
         "rollout", "reward_wait", "annotate", "advantages", "update_critic", "update_actor",
         "publish", "validate", "save")),
     Metric("perf/agree_s", "Seconds that ranks wait for each other between micro-batches"),
+    # Speed.
     Metric("perf/tokens_per_s", "Tokens a second", "tokens/s", "Prompt and response tokens.",
            "What makes a run slow: docs/troubleshooting.md#slow"),
 )  # fmt: skip
 
 
 def find_position(key: str) -> int:
-    """Where the entry of a key stands in METRICS; its length where none names the key."""
+    """Return the index in METRICS of a key's entry, or the length of METRICS without one."""
     return next((i for i, m in enumerate(METRICS) if m.matches(key)), len(METRICS))
 
 
 def list_plots(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """The plots that keys need, in the order of METRICS; what no entry names comes last."""
+    """Return the plots for metric keys in the order of METRICS; unlisted keys come last."""
     plots: dict[str, dict[str, Any]] = {}
     for place, key in sorted((find_position(key), key) for key in keys):
         catalogued = place < len(METRICS)
@@ -159,7 +168,7 @@ def list_plots(keys: Iterable[str]) -> list[dict[str, Any]]:
 def make_tiles(
     series: Mapping[str, Series], steps: Sequence[int], limits: Limits
 ) -> list[dict[str, Any]]:
-    """The small pictures of a run: value, range, since when it is out of it, what to change."""
+    """Return the tiles of a run: newest value, healthy range, since when it is outside, advice."""
     tiles = []
     for place, key in sorted((find_position(key), key) for key in series):
         if place == len(METRICS) or not METRICS[place].tile:
@@ -178,7 +187,7 @@ def make_tiles(
 
 
 def _judge_suffix(key: str) -> str:
-    """Which judge of several a key speaks of: `, style` for `judge_style/calls`."""
+    """Return a suffix for a title that names the judge: `, style` for `judge_style/calls`."""
     judge = key.partition("/")[0].partition("judge_")[2]
     return f", {judge}" if judge else ""
 
@@ -186,8 +195,9 @@ def _judge_suffix(key: str) -> str:
 def _compare_with_band(
     values: Series, steps: Sequence[int], low: float | None, high: float | None
 ) -> dict[str, Any]:
-    """The newest value, on which side of the range it lies, and since which step."""
+    """Return the newest value, its side (above, below or ""), and the first step on that side."""
     measured = [(step, v) for step, v in zip(steps, values, strict=True) if v is not None]
+    # The side of each value, then back from the newest until the side changes.
     sides = [
         "above" if high is not None and v > high else "below" if low is not None and v < low else ""
         for _, v in measured

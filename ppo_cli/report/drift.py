@@ -1,4 +1,4 @@
-"""How much more a judge's scores have risen than what watches it: people, a judge, a rule."""
+"""Drift of a judge: how much more its scores have risen than those of people or another scorer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from ppo_cli.errors import DataError
 from ppo_cli.report.labels import read_labels_with_scores
 
 History = Sequence[Mapping[str, Any]]
-Pair = tuple[float, float]  # the judge's score and the watcher's, of one response or one step
+# Scores of the judge and of its watcher (people, a second judge or a rule), for the same response
+# or step.
+Pair = tuple[float, float]
 
 DRIFT_STEPS = 10  # at each end of a run, between which a judge's drift is measured
-DRIFTED = 0.1  # the gap at which judges that are exploited were told (arXiv 2606.04923)
+DRIFTED = 0.1  # gap from which an exploited judge is recognised (arXiv 2606.04923)
 
 
 class Opinion(NamedTuple):
-    """What the judge and a person say of a response of this step, on [0, 1]."""
+    """Scores of the judge and a person for the same response of a step, on [0, 1]."""
 
     step: int
     judge: float
@@ -31,7 +33,11 @@ class Opinion(NamedTuple):
 
 
 class Drift(NamedTuple):
-    """What a judge has risen beyond its watcher, and the watcher itself; `noise` is one error."""
+    """How much more a judge's scores have risen than its watcher's.
+
+    `amount` is that difference, `rise` the watcher's own change, `noise` the standard error of
+    `amount`, and `watcher` a description for messages.
+    """
 
     amount: float
     rise: float
@@ -40,20 +46,21 @@ class Drift(NamedTuple):
 
     @property
     def alarming(self) -> bool:
-        """Whether it is large, beyond chance, and most of what the judge's score has gained."""
+        """Whether the drift is large, beyond chance, and more than half of the judge's gain."""
         return self.amount > max(DRIFTED, 3 * self.noise) and self.rise < self.amount
 
 
 def measure_judge_drift(
     history: History, watched: tuple[str, str] | None = None, people: Sequence[Opinion] = ()
 ) -> Drift | None:
-    """Return the drift up to the last step; None while too little has been seen twice.
+    """Return the judge's drift up to the last step; None if too little was scored twice.
 
-    People's labels are what counts where there are enough: ten in each half of the steps that
-    have some. Else it is the last ten steps against the first ten that a second judge has scored,
-    or a rule of the same mixture (`watched` names judge and rule).
+    People's labels are used if there are ten in each half of the labelled steps. Else the first
+    ten steps are compared with the last ten that a second judge has scored, or a rule of the same
+    mixture (`watched` names judge and rule).
     """
     steps = [line for line in history if line["step"] > 0]
+    # Labels of the future do not count, so that old steps can be checked again.
     labelled = [opinion for opinion in people if steps and opinion.step <= steps[-1]["step"]]
     if labelled:
         middle = (
@@ -63,17 +70,20 @@ def measure_judge_drift(
         late = [(opinion.judge, opinion.label) for opinion in labelled if opinion.step > middle]
         if min(len(early), len(late)) >= DRIFT_STEPS:
             return _measure_drift(early, late, "the labels that people gave")
+    # Without enough labels: a second judge or a rule.
     pairs = [pair for line in steps if (pair := _pair_scores(line, watched))]
     if len(pairs) < 2 * DRIFT_STEPS:
         return None
-    return _measure_drift(pairs[:DRIFT_STEPS], pairs[-DRIFT_STEPS:], "those of what watches it")
+    return _measure_drift(
+        pairs[:DRIFT_STEPS], pairs[-DRIFT_STEPS:], "those of its second judge or rule"
+    )
 
 
 def read_opinions(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
-    """Return what people said in the page of a run's responses, and the score of its judge.
+    """Return people's labels from the page, with the judge's scores of the same responses.
 
-    Empty where no judge scores, where its scores only order the responses to one prompt, and where
-    labels are on a scale that no setting names.
+    Empty without a judge, if its scores only order the responses to one prompt, or if labels are
+    on a scale that is not in the settings.
     """
     judges = judges_of(config.reward)
     if not judges or judges[0].settings.within_group:
@@ -81,9 +91,10 @@ def read_opinions(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
     api, part, opinions = judges[0].settings, judges[0].part, list[Opinion]()
     try:
         lines = read_labels_with_scores(run_dir)
-    except DataError:  # what people have put there must not end a run
+    except DataError:  # people may edit the file, which must not end a run
         return ()
     for line in lines:
+        # In a mixture the judge's part counts, not the total.
         if part is not None:
             parts = line.get("parts")
             part_score = parts.get(part) if isinstance(parts, dict) else None
@@ -99,7 +110,7 @@ def read_opinions(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
         and own_prompt
         and any(not 0 <= opinion.label <= 1 for opinion in opinions)
     ):
-        return ()  # on the scale of that prompt, which only the judge has read
+        return ()  # labels are on the scale in that prompt's text, which is unknown here
     labels = scale_labels(
         [opinion.label for opinion in opinions], *parse_scale_bounds(api.scale or "1-10")
     )
@@ -109,7 +120,7 @@ def read_opinions(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
 
 
 def _finite_or_none(value: Any) -> float | None:
-    """A number of a file that people may edit; None for all else, which must not end a run."""
+    """Return a value as a finite float; None for anything else, as people may edit the file."""
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:  # an integer of many digits
@@ -118,9 +129,10 @@ def _finite_or_none(value: Any) -> float | None:
 
 
 def _pair_scores(line: Mapping[str, Any], watched: tuple[str, str] | None) -> Pair | None:
-    """A judge's mean of a step, and that of a second judge, or else of a rule, on the same."""
+    """Return a step's mean scores of the judge and of a second judge or a rule; None without."""
     stage = next((k[:-12] for k in line if k.endswith("/monitor_gap")), None)
     if stage is not None:
+        # `monitor_gap` is the judge's mean minus the monitor's.
         gap, second = line[f"{stage}/monitor_gap"], line.get(f"{stage}/monitor_mean")
         return None if gap is None or second is None else (second + gap, second)
     if watched is None:
@@ -130,6 +142,7 @@ def _pair_scores(line: Mapping[str, Any], watched: tuple[str, str] | None) -> Pa
 
 
 def _measure_drift(first: Sequence[Pair], last: Sequence[Pair], watcher: str) -> Drift:
+    """Return the change of the gap between judge and watcher from `first` to `last`."""
     before, now = ([judge - other for judge, other in part] for part in (first, last))
     rise = fmean(other for _, other in last) - fmean(other for _, other in first)
     noise = math.sqrt(pvariance(before) / len(before) + pvariance(now) / len(now))

@@ -1,6 +1,7 @@
-"""Health checks on the metrics: what has left its range, and what to change.
+"""Health checks on metrics: which one has left its range, and what to change.
 
-A new check is one function and one line in _CHECKS.
+A new check is one function and one line in _CHECKS. A check returns its warning, or "" if all is
+well.
 
 `find_troubles` is pure and looks at the last step; `HealthWatch` limits repeated warnings.
 """
@@ -19,19 +20,22 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ppo
 from ppo_cli.report.drift import DRIFTED, History, Opinion, measure_judge_drift
 
-SETTLE_STEPS = 5  # the first steps say little
+# Steps and thresholds of the checks.
+SETTLE_STEPS = 5  # the first steps are too noisy to judge
 STUCK_STEPS = 20  # steps after which something slow counts as stuck
-LOST_REWARD = 0.1  # share of its best reward, below which a collapsed policy has none left
+LOST_REWARD = 0.1  # share of its best reward below which a policy has collapsed
 REPEAT_AFTER = 50  # steps between two lines about the same trouble
-EXTREME_FACTOR = 10.0  # times a limit at which one step is enough
+EXTREME_FACTOR = 10.0  # multiple of a limit at which a single step is enough for a warning
+# Checks that a collapse also triggers; they are not reported next to it.
 SIGNS_OF_COLLAPSE = ("kl_high", "entropy", "ratio", "clip_high", "reward_same", "grad_norm")
 CALM_STEPS = 5  # steps without a trouble after which it counts as new
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The ranges of a healthy run, and what of its settings decides which advice fits."""
+    """The ranges of a healthy run, and the settings on which the advice depends."""
 
+    # Usual ranges in PPO on language models: (lowest, highest) healthy value.
     kl: tuple[float, float] = (0.001, 0.1)
     clip_fraction: tuple[float, float] = (0.1, 0.3)
     ppo_ratio: tuple[float, float] = (0.8, 1.2)
@@ -45,19 +49,21 @@ class Limits:
     kl_setting: str = "--kl_coef"
     logprob_diff: float = 1e-3
     async_steps: int = 0
+    # For messages.
     reward_advice: str = "check --reward_function or --rule"
     run_dir: str = "outputs"  # quoted for a shell
     saved: tuple[int, ...] = ()  # steps with a checkpoint
     lr: float = 1e-6
-    judged: bool = True  # by a model or a judge, which may be fooled, rather than a rule
-    watched: tuple[str, str] | None = None  # a judge of a mixture, and the rule beside it
+    judged: bool = True  # scored by a model or a judge, which can be fooled, not by a rule
+    watched: tuple[str, str] | None = None  # names of a judge and a rule of the same mixture
     people: tuple[Opinion, ...] = ()  # labels given in the page
 
 
 def make_limits(config: Config) -> Limits:
-    """Take from a config what the limits depend on."""
+    """Return the limits for the settings of a run."""
     actor, algorithm = config.actor, config.algorithm
     mini_batches = math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size)
+    # bfloat16 and old weights make sampler and trainer differ more.
     rough = compute_dtype(config) == "bfloat16"
     in_loss_only = actor.use_kl_loss and not algorithm.use_kl_in_reward
     return Limits(
@@ -77,14 +83,14 @@ def make_limits(config: Config) -> Limits:
 
 
 def _first_judge_and_rule(config: Config) -> tuple[str, str] | None:
-    """The first judge and the first rule of a mixture that has both."""
+    """Return the names of a mixture's first judge and first rule; None unless it has both."""
     parts = mixture_of(config.reward)
     first = {part.kind: part.name for part in reversed(parts)}
     return (first["judge"], first["rule"]) if {"judge", "rule"} <= set(first) else None
 
 
 def _reward_advice(config: Config) -> str:
-    """What to look at when a reward says the same of every response."""
+    """Return advice for a reward that gives every response the same score."""
     kinds = [
         "--rm_prompt_preset, --rm_scale and --rm_model" if judges_of(config.reward) else "",
         "--reward_model" if models_of(config.reward) else "",
@@ -95,21 +101,21 @@ def _reward_advice(config: Config) -> str:
 
 
 def find_troubles(history: History, limits: Limits) -> dict[str, str]:
-    """Kind of trouble -> the line about it, for the last step of `history`.
+    """Run all checks for the last step of `history`; return warnings by kind of trouble.
 
-    A metric that is missing or was not finite gives no line of its own.
+    A metric that is missing or not finite gives no warning.
     """
     steps = [line for line in history if line["step"] > 0]
     if not steps:
         return {}
     findings = {kind: check(steps, limits) for kind, check in _CHECKS.items()}
-    if findings["collapsed"]:  # one cause for all of these
+    if findings["collapsed"]:  # it is the cause of these as well
         findings |= dict.fromkeys(SIGNS_OF_COLLAPSE, "")
     return {kind: line for kind, line in findings.items() if line}
 
 
 class HealthWatch:
-    """Reports each trouble when it appears, and again after a while or when it returns."""
+    """Reports each trouble when it appears, again after REPEAT_AFTER steps, and when it returns."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -119,12 +125,13 @@ class HealthWatch:
     def check(
         self, history: History, saved: Sequence[int] = (), people: Sequence[Opinion] = ()
     ) -> list[str]:
-        """The warnings to print now, after the last step; `saved` are steps with a checkpoint."""
+        """Return the warnings to print after the last step; `saved` are steps with a checkpoint."""
         if not history:
             return []
         step, lines = int(history[-1]["step"]), []
         limits = replace(self._limits, saved=tuple(saved), people=tuple(people))
         for kind, line in find_troubles(history, limits).items():
+            # A trouble is new if some calm steps came before it.
             is_new = step - self._seen.get(kind, -REPEAT_AFTER) > CALM_STEPS
             if is_new or step - self._reported.get(kind, -REPEAT_AFTER) >= REPEAT_AFTER:
                 lines.append(line)
@@ -134,25 +141,27 @@ class HealthWatch:
 
 
 def _last_values(steps: History, key: str, count: int) -> list[float]:
-    """The last `count` values of a metric; empty unless each of these steps has one."""
+    """Return the last `count` values of a metric; empty unless all of them are finite."""
     values = [line.get(key) for line in steps[-count:]]
     finite = [float(v) for v in values if v is not None and math.isfinite(v)]
     return finite if len(finite) == count else []
 
 
 def _reward_is_flat(steps: History) -> bool:
-    """Whether the second half differs from the first by no more than chance."""
+    """Whether the reward of the last 20 steps did not change: both halves differ only by chance."""
     rewards = _last_values(steps, "reward_mean", STUCK_STEPS)
     half = STUCK_STEPS // 2
     first, second = rewards[:half], rewards[half:]
     if not rewards:
         return False
+    # Two standard errors of the difference of the means.
     noise = math.sqrt(pvariance(first) / half + pvariance(second) / half)
     return abs(fmean(second) - fmean(first)) <= max(2 * noise, 1e-9)
 
 
 def _collapsed(steps: History, limits: Limits) -> str:
-    """A reward that was there and is gone, together with a KL far off or an entropy near 0."""
+    """Warn if the reward is lost and the KL is extreme or the entropy near 0."""
+    # One of two signs that the policy has changed completely.
     now, earlier = steps[-1], steps[:-1]
     reward, kl, entropy = (now.get(k) for k in ("reward_mean", "kl_divergence", "entropy"))
     had = max((float(s.get("entropy") or 0.0) for s in earlier), default=0.0)
@@ -160,6 +169,7 @@ def _collapsed(steps: History, limits: Limits) -> str:
     far = kl is not None and kl > EXTREME_FACTOR * limits.kl[1]
     if not (silent or far):
         return ""
+    # The reward must have been above the lowest score, and be near it again.
     before = [float(s["reward_mean"]) for s in earlier if s.get("reward_mean") is not None]
     lowest = [float(s["score/min"]) for s in steps if s.get("score/min") is not None]
     if reward is None or not before or not lowest:
@@ -167,10 +177,11 @@ def _collapsed(steps: History, limits: Limits) -> str:
     best, floor = max(before), min(lowest)
     if best <= floor or reward - floor > LOST_REWARD * (best - floor):
         return ""
+    # Advise to resume from the last checkpoint before the best reward.
     signs = [f"kl is {kl:.2g}"] * far + [f"entropy fell from {had:.2g} to {entropy:.2g}"] * silent
     good = max(s["step"] for s in earlier if s.get("reward_mean") == best)
     saved = max((step for step in limits.saved if step <= good), default=None)
-    restart = "start afresh with --resume never"
+    restart = "start from scratch with --resume never"
     if saved is not None:
         path = f"{limits.run_dir}/checkpoints/step_{saved:06d}"
         restart = f"resume from step {saved} with --resume {path}"
@@ -182,7 +193,7 @@ def _collapsed(steps: History, limits: Limits) -> str:
 
 
 def _kl_high(steps: History, limits: Limits) -> str:
-    """Far above the limit at once; a little above when it stays and does not pay."""
+    """Warn if the KL is extreme, or stays above the limit without a gain in reward."""
     newest, two = _last_values(steps, "kl_divergence", 1), _last_values(steps, "kl_divergence", 2)
     if not newest:
         return ""
@@ -197,7 +208,7 @@ def _kl_high(steps: History, limits: Limits) -> str:
 
 
 def distance_pays(steps: History, limits: Limits) -> bool:
-    """Whether some distance is worth it: the reward rises, and nothing that can be fooled gives it.
+    """Whether a high KL is fine: the reward rises, and it comes from rules, which cannot be fooled.
 
     `steps` are the finished steps, from 1 on.
     """
@@ -208,7 +219,9 @@ def distance_pays(steps: History, limits: Limits) -> bool:
 
 
 def _kl_low(steps: History, limits: Limits) -> str:
+    """Warn if KL and reward do not move, so the model hardly changes."""
     kl = _last_values(steps, "kl_divergence", STUCK_STEPS)
+    # During the critic's warm-up the policy does not move at all.
     learning = len(steps) > limits.warmup_steps + STUCK_STEPS
     if not (learning and kl and max(kl) < limits.kl[0] and _reward_is_flat(steps)):
         return ""
@@ -219,6 +232,7 @@ def _kl_low(steps: History, limits: Limits) -> str:
 
 
 def _clip_high(steps: History, limits: Limits) -> str:
+    """Warn if too many tokens were clipped in two steps."""
     clipped = _last_values(steps, "clip_fraction", 2)
     if not clipped or min(clipped) <= limits.clip_fraction[1]:
         return ""
@@ -229,7 +243,8 @@ def _clip_high(steps: History, limits: Limits) -> str:
 
 
 def _clip_low(steps: History, limits: Limits) -> str:
-    # One update a step is on-policy, where nothing can be clipped.
+    """Warn if few tokens are clipped while the reward does not move."""
+    # With one update per step training is on-policy: nothing can be clipped.
     clipped = (
         _last_values(steps, "clip_fraction", STUCK_STEPS) if limits.updates_per_step > 1 else []
     )
@@ -238,11 +253,12 @@ def _clip_low(steps: History, limits: Limits) -> str:
         return ""
     return (
         f"clip {clipped[-1]:.2g} has stayed below {limits.clip_fraction[0]:g} while "
-        "reward stands still: there may be room for a higher --lr or more --ppo_epochs."
+        "reward does not move: there may be room for a higher --lr or more --ppo_epochs."
     )
 
 
 def _ratio_off(steps: History, limits: Limits) -> str:
+    """Warn if the probability ratio of new and old policy leaves its range."""
     ratio, (low, high) = _last_values(steps, "ppo_ratio", 1), limits.ppo_ratio
     if not ratio or low <= ratio[0] <= high:
         return ""
@@ -253,6 +269,7 @@ def _ratio_off(steps: History, limits: Limits) -> str:
 
 
 def _sampler_differs(steps: History, limits: Limits) -> str:
+    """Warn if sampler and trainer compute different log-probs for the same tokens."""
     gap = _last_values(steps, "rollout/logprob_diff", 1)
     if not gap or gap[0] <= limits.logprob_diff:
         return ""
@@ -261,14 +278,15 @@ def _sampler_differs(steps: History, limits: Limits) -> str:
         return f"{finding}the responses come from weights too old. Lower --async_steps or --lr."
     return (
         f"{finding}sampler and trainer disagree on the same tokens, so the sampler lacks the "
-        "newest weights or computes otherwise. Compare with --rollout_name hf and --dtype float32; "
-        "algorithm.rollout_correction.rollout_is=token weighs it off."
+        "newest weights or computes differently. Compare with --rollout_name hf and --dtype "
+        "float32; algorithm.rollout_correction.rollout_is=token corrects for it."
     )
 
 
 def _reward_same(steps: History, limits: Limits) -> str:
+    """Warn if all responses of several steps got the same reward."""
     mean = _last_values(steps, "reward_mean", 1)
-    # Rewards that are all 0 have an explanation of their own, which comes before this.
+    # Rewards that are all 0 are common at the start, so wait longer.
     count = 3 if mean and mean[0] else 2 * SETTLE_STEPS
     spread, means = (
         _last_values(steps, "score/std", count),
@@ -284,11 +302,13 @@ def _reward_same(steps: History, limits: Limits) -> str:
 
 
 def _entropy_collapse(steps: History, limits: Limits) -> str:
+    """Warn if the entropy fell to a small share of its start without full success."""
     early, late = _last_values(steps[:3], "entropy", 3), _last_values(steps, "entropy", 3)
     if len(steps) < 2 * SETTLE_STEPS or not early or not late:
         return ""
     if fmean(late) >= limits.entropy_share * fmean(early):
         return ""
+    # Compare with the scores of this step only: the scale is not known here.
     mean, low, high = (_last_values(steps, n, 1) for n in ("reward_mean", "score/min", "score/max"))
     # Where nearly all responses get the best reward, low entropy is success.
     if mean and low and high and mean[0] >= high[0] - 0.1 * (high[0] - low[0]):
@@ -301,6 +321,7 @@ def _entropy_collapse(steps: History, limits: Limits) -> str:
 
 
 def _critic_stuck(steps: History, limits: Limits) -> str:
+    """Warn if the critic has explained nothing for many steps."""
     explained = _last_values(steps, "explained_variance", STUCK_STEPS)
     if not explained or max(explained) > 0:
         return ""
@@ -312,10 +333,13 @@ def _critic_stuck(steps: History, limits: Limits) -> str:
 
 
 def _grad_spike(key: str, flag: str) -> Callable[[History, Limits], str]:
+    """Return a check that warns if a gradient norm jumps; `flag` is the learning rate to lower."""
+
     def check(steps: History, limits: Limits) -> str:
         norm, before = _last_values(steps, key, 1), _last_values(steps[:-1], key, 2 * SETTLE_STEPS)
         if not norm or not before:
             return ""
+        # Early in a run norms vary, so a jump must also exceed the clip limit.
         usual = median(before)
         if norm[0] <= max(limits.spike * usual, limits.grad_clip):
             return ""
@@ -328,6 +352,7 @@ def _grad_spike(key: str, flag: str) -> Callable[[History, Limits], str]:
 
 
 def _not_finite(steps: History, limits: Limits) -> str:
+    """Warn if optimizer steps were skipped because of infinite or NaN gradients."""
     names = ("actor/skipped_steps", "critic/skipped_steps")
     skipped = sum(int(steps[-1].get(name) or 0) for name in names)
     if not skipped:
@@ -339,6 +364,7 @@ def _not_finite(steps: History, limits: Limits) -> str:
 
 
 def _too_long(steps: History, limits: Limits) -> str:
+    """Warn if most responses hit the length limit in three steps."""
     cut = _last_values(steps, "response_length/clip_ratio", 3)
     if not cut or min(cut) <= limits.truncated_share:
         return ""
@@ -350,17 +376,19 @@ def _too_long(steps: History, limits: Limits) -> str:
 
 
 def _never_answers(steps: History, limits: Limits) -> str:
+    """Warn if most responses of three steps end inside a thought."""
     open_ = _last_values(steps, "thought/unclosed_share", 3)
     if not open_ or min(open_) <= limits.truncated_share:
         return ""
     return (
         f"{open_[-1]:.0%} of the responses end within a thought, so they have no answer. Raise "
         "--max_response_length, set --thought_budget, or switch thinking off: "
-        "data.apply_chat_template_kwargs.enable_thinking=false, where the template knows it."
+        "data.apply_chat_template_kwargs.enable_thinking=false, if the template supports it."
     )
 
 
 def _scores_failed(steps: History, limits: Limits) -> str:
+    """Warn about responses without a score."""
     failed = int(steps[-1].get("score/failed") or 0)
     if not failed:
         return ""
@@ -372,6 +400,7 @@ def _scores_failed(steps: History, limits: Limits) -> str:
 
 
 def _judge_fooled(steps: History, limits: Limits) -> str:
+    """Warn if the judge gave a good score to an empty test reply (a canary)."""
     worst = _last_values(steps, "judge/canary_max", 1)
     if not worst or worst[0] <= 0.3:
         return ""
@@ -383,9 +412,11 @@ def _judge_fooled(steps: History, limits: Limits) -> str:
 
 
 def _audit_command(limits: Limits) -> str:
+    """Return the command that tests the judge of this run with attacks."""
     return ppo(f"reward audit --config {limits.run_dir}/config.yaml")
 
 
+# Cause of a reply that could not be parsed -> advice.
 _UNREAD_ADVICE = {
     "truncated": "Raise --rm_max_tokens, or take an --rm_model that does not think aloud.",
     "thought": (
@@ -395,18 +426,21 @@ _UNREAD_ADVICE = {
     "out_of_range": "Name one scale in --rm_scoring_prompt, the one of --rm_scale.",
     "ambiguous": "Ask in --rm_scoring_prompt for one score only.",
     "form": (
-        "Take an --rm_model (or a server) that keeps to a JSON schema, ask for no other form in "
+        "Use an --rm_model (or a server) that follows a JSON schema, ask for no other format in "
         "--rm_scoring_prompt, or set --rm_output text."
     ),
 }
 
 
 def _replies_unread(steps: History, limits: Limits) -> str:
+    """Warn if many replies of a judge could not be parsed, with advice for the main cause."""
     line = steps[-1]
     for key in line:
+        # Up to a tenth is normal, as unreadable replies are asked again.
         share = line[key] if key.startswith("judge") and key.endswith("/unread") else 0
         if share and share > 0.1:
             causes = {k[len(key) + 1 :]: line[k] for k in line if k.startswith(f"{key}/")}
+            # The most frequent cause decides the advice.
             cause = max(causes, key=lambda name: float(causes[name] or 0.0), default="form")
             return (
                 f"{share:.0%} of the judge's replies could not be read (most often: {cause}) and "
@@ -416,6 +450,7 @@ def _replies_unread(steps: History, limits: Limits) -> str:
 
 
 def _monitor_silent(steps: History, limits: Limits) -> str:
+    """Warn if the second judge, which only monitors, gave no verdict in two steps."""
     failed = _last_values(steps, "judge/monitor_failed", 2)
     if not failed or steps[-1].get("judge/monitor_mean") is not None:
         return ""
@@ -426,6 +461,7 @@ def _monitor_silent(steps: History, limits: Limits) -> str:
 
 
 def _judge_drifts(steps: History, limits: Limits) -> str:
+    """Warn if the judge's scores rise much more than those of people, a second judge or a rule."""
     drift = measure_judge_drift(steps, limits.watched, limits.people)
     if drift is None or not drift.alarming:
         return ""
@@ -438,7 +474,7 @@ def _judge_drifts(steps: History, limits: Limits) -> str:
 
 
 def _judge_changed(steps: History, limits: Limits) -> str:
-    """What the newest reading of labelled responses says, until there is another one."""
+    """Warn if the judge now scores the same labelled responses differently than at first."""
     keys = ((line, key) for line in reversed(steps) for key in line if key.endswith("/label_drift"))
     line, key = next(((line, key) for line, key in keys if line[key] is not None), ({}, ""))
     moved, noise = line.get(key, 0.0), line.get(key.replace("drift", "noise")) or 0.0
@@ -446,27 +482,32 @@ def _judge_changed(steps: History, limits: Limits) -> str:
         return ""
     return (
         f"The judge's scores of the same labelled responses have moved by {moved:+.2f} since they "
-        "were first read: what answers under its name is not what it was. Name a version of the "
-        f"model that stays (--rm_model); `{_audit_command(limits)}` tests it."
+        "were first read: the model behind its name has changed. Name a fixed version of the "
+        f"model (--rm_model); `{_audit_command(limits)}` tests it."
     )
 
 
 def _judge_likes_length(steps: History, limits: Limits) -> str:
+    """Warn if the judge's scores correlate with the length of responses."""
     correlations = _last_values(steps, "judge/length_correlation", 2 * SETTLE_STEPS)
     if not correlations or fmean(correlations) <= 0.6:
         return ""
     return (
-        f"The judge's scores go with length (correlation {fmean(correlations):.2f}): the model may "
+        f"The judge's scores correlate with length ( {fmean(correlations):.2f}): the model may "
         "learn to ramble. Ask in the judge's prompt to ignore length; "
         f"`{_audit_command(limits)}` tests it."
     )
 
 
 def _part_dominated(steps: History, limits: Limits) -> str:
-    """At the start only: later a part that is solved has no spread left, and rightly so."""
+    """Warn if a part of a mixture has much less influence than its weight says.
+
+    Only in the first steps: a part that is solved later rightly has no spread.
+    """
     if len(steps) > SETTLE_STEPS:
         return ""
     line = steps[-1]
+    # Names of the parts, from keys such as reward/NAME/share.
     names = [k[7:-6] for k in line if k.startswith("reward/") and k.endswith("/share")]
     for name in names:
         share, weight, std = (
@@ -474,6 +515,7 @@ def _part_dominated(steps: History, limits: Limits) -> str:
         )
         if std <= 1e-6 or share >= weight / 2:
             continue
+        # Advise to rescale whichever of the two has the more unusual scale.
         loud = max(names, key=lambda n: float(line.get(f"reward/{n}/share") or 0.0))
         scaled = {n: float(line.get(f"reward/{n}/scaled_std") or 0.0) for n in (loud, name)}
         raw = max(scaled, key=lambda n: abs(math.log(max(1e-9, scaled[n]))))
@@ -485,12 +527,14 @@ def _part_dominated(steps: History, limits: Limits) -> str:
 
 
 def _criterion_credits(steps: History) -> dict[str, list[float]]:
-    """The last credits of each criterion that all steps have."""
+    """Return the mean credits of each rubric criterion in the last 20 steps."""
+    # The share of missed hurdles is not a criterion.
     keys = [k for k in steps[-1] if k.startswith("rubric/") and k != "rubric/hurdle_missed"]
     return {key[7:]: values for key in keys if (values := _last_values(steps, key, STUCK_STEPS))}
 
 
 def _criterion_stuck(steps: History, limits: Limits) -> str:
+    """Warn about a criterion that every response meets, or none."""
     for name, values in _criterion_credits(steps).items():
         if min(values) == max(values) and values[0] in (0.0, 1.0):
             credit = "had its full credit" if values[0] else "had no credit"
@@ -503,12 +547,13 @@ def _criterion_stuck(steps: History, limits: Limits) -> str:
 
 
 def _criterion_against(steps: History, limits: Limits) -> str:
+    """Warn about a criterion whose credit falls while the reward rises."""
     rewards = _last_values(steps, "reward_mean", STUCK_STEPS)
     for name, values in _criterion_credits(steps).items():
         moved = min(max(values) - min(values), max(rewards, default=0) - min(rewards, default=0))
         if moved > 0.1 and (coefficient := correlation(values, rewards)) < -0.6:
             return (
-                f"The criterion '{name}' falls where the reward rises "
+                f"The criterion '{name}' falls while the reward rises "
                 f"(correlation {coefficient:.2f} over {STUCK_STEPS} steps): the others "
                 "are learned at its cost. Raise its weight in --rm_rubric, or make it a must."
             )
@@ -516,6 +561,7 @@ def _criterion_against(steps: History, limits: Limits) -> str:
 
 
 def _part_fails(steps: History, limits: Limits) -> str:
+    """Warn about a part of a mixture that gives many responses no score."""
     line = steps[-1]
     for key in line:
         share = line.get(key) if key.startswith("reward/") and key.endswith("/failed_share") else 0
@@ -528,6 +574,7 @@ def _part_fails(steps: History, limits: Limits) -> str:
 
 
 def _prompts_cut(steps: History, limits: Limits) -> str:
+    """Warn if prompts were shortened to fit a reward model."""
     cut_counts = [int(v) for k, v in steps[-1].items() if k.endswith("/prompts_cut") and v]
     if not cut_counts:
         return ""
@@ -538,8 +585,10 @@ def _prompts_cut(steps: History, limits: Limits) -> str:
 
 
 def _memory_ran_out(steps: History, limits: Limits) -> str:
+    """Return notes on micro-batches that were halved after an out-of-memory error."""
     lines = []
     for name in ("actor", "critic", "annotate"):
+        # The setting that starts the next run with the smaller size.
         tokens = f"{'ref.log_prob' if name == 'annotate' else f'{name}.ppo'}_max_token_len_per_gpu"
         keys = {
             "rows": f"a smaller {tokens}"
@@ -556,6 +605,7 @@ def _memory_ran_out(steps: History, limits: Limits) -> str:
     return " ".join(lines)
 
 
+# Kind of trouble -> check. The kinds are also keys of the page's findings.
 _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "collapsed": _collapsed, "not_finite": _not_finite, "memory": _memory_ran_out,
     "kl_high": _kl_high, "kl_low": _kl_low, "clip_high": _clip_high, "clip_low": _clip_low,

@@ -1,6 +1,6 @@
-"""Labels that people give responses in the page: `labels.jsonl` in the run folder.
+"""Labels that people give to responses in the page: `labels.jsonl` in the run folder.
 
-A label belongs to a response, not to a step and a line: when a run goes on from an earlier
+A label belongs to a response, not to a step and a line: when a run resumes from an earlier
 checkpoint, other responses take these places.
 """
 
@@ -18,23 +18,24 @@ from ppo_cli.digests import digest_text
 from ppo_cli.errors import DataError, UserError
 from ppo_cli.run_folder import LABELS_FILE, PREFIXES, read_lines, replace_lines, rollout_file
 
-LOCK = ".labels.lock"  # while a label is written
+LOCK = ".labels.lock"  # locked while a label is written
+# Fields whose digest is a response's id.
 IDENTITY = ("split", "step", "uid", "sample", "prompt", "response")
-# What a line has besides: all that `ppo reward calibrate --labels label` reads.
+# Other fields of a label's line, for `ppo reward calibrate --labels label`.
 FIELDS = (*IDENTITY, "ground_truth", "data_source", "score", "parts")
 
 
 def response_id(line: Mapping[str, Any]) -> str:
-    """Return what names a response for good: a digest of its texts and of where it is from."""
+    """Return the permanent id of a response: a digest of its texts, step and prompt."""
     parts = json.dumps([line.get(name) for name in IDENTITY], default=str)
     return digest_text(parts, 16)
 
 
 def read_labels(run_dir: Path) -> list[dict[str, Any]]:
-    """The labels of a run, each with the `response_id` of its response.
+    """Return the labels of a run, each with the `response_id` of its response.
 
-    Versions before the id wrote the same texts. A line without a response, which somebody wrote
-    by hand, has none.
+    Lines of older versions get an id from their texts. Lines that people wrote without a response
+    have none.
     """
     lines = read_lines(run_dir / LABELS_FILE)
     return [
@@ -43,7 +44,7 @@ def read_labels(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_labels_by_place(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """The labels by the place where their response is now, as the page names it."""
+    """Return labels by the current place of their response, `split:step:line`."""
     return {
         f"{label['split']}:{label['step']}:{line}": label
         for label in read_labels(run_dir)
@@ -52,9 +53,9 @@ def read_labels_by_place(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_labels_with_scores(run_dir: Path) -> list[dict[str, Any]]:
-    """The labels, each with the score and the parts that its response has in the run now.
+    """Return labels with the current score and parts of their response.
 
-    Those whose step was done again with other responses are left out.
+    Labels whose step was repeated with other responses are left out.
     """
     labels = []
     for label in read_labels(run_dir):
@@ -67,12 +68,13 @@ def read_labels_with_scores(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _find_scores(run_dir: Path, label: Mapping[str, Any]) -> Mapping[int, dict[str, Any]] | None:
-    """The lines and scores of a label's response in the file of its step; None where unknown."""
+    """Return line numbers and scores of a label's response in its step's file; None if unknown."""
     split, step = label.get("split"), label.get("step")
     if "response_id" not in label or split not in PREFIXES or not isinstance(step, int):
         return None
     file = rollout_file(run_dir, step, split)
     try:
+        # A resumed run may have removed the file.
         state = file.stat()
     except FileNotFoundError:
         return None
@@ -84,7 +86,7 @@ def _find_scores(run_dir: Path, label: Mapping[str, Any]) -> Mapping[int, dict[s
 def _read_scores(
     file: Path, split: str, step: int, *state: int
 ) -> dict[str, dict[int, dict[str, Any]]]:
-    """Lines and scores of a step's responses by their ids; `state` changes when the file does."""
+    """Return scores by response id and line; `state` renews the cache if the file changes."""
     scores: dict[str, dict[int, dict[str, Any]]] = {}
     for number, line in enumerate(read_lines(file)):
         name = response_id(line | {"split": split, "step": step})
@@ -96,13 +98,15 @@ def _read_scores(
 def write_label(
     run_dir: Path, response: Mapping[str, Any], label: float | None, comment: str
 ) -> dict[str, Any]:
-    """Keep the label or comment of a response and return its line; without both it is removed.
+    """Save the label or comment of a response and return its line; without both it is removed.
 
-    `response` is a line of the run with its `id`, `split`, `step` and `response_id`.
+    `response` is a line of the run with its `id`, `split`, `step` and `response_id`. Raises
+    UserError if the file cannot be written.
     """
     try:
         with _lock(run_dir):
             labels = read_labels(run_dir)
+            # A response has one label: replace an earlier one.
             others = [x for x in labels if x.get("response_id") != response["response_id"]]
             line: dict[str, Any] = {}
             if label is not None or comment:
@@ -118,7 +122,8 @@ def write_label(
 
 @contextmanager
 def _lock(run_dir: Path) -> Iterator[None]:
-    """Let one thread of one process at a time change the labels of a run."""
+    """Hold the lock of a run's labels, across threads and processes."""
     with (run_dir / LOCK).open("a") as file:
+        # Closing the file releases the lock.
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,7 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, W&B, trackio, MLflow and SwanLab.
+"""Loggers besides metrics.jsonl: TensorBoard, W&B, trackio, MLflow and SwanLab.
 
-Each is a class here, named as its package in `SINKS`; the packages are imported where they are
-used. All but TensorBoard have runs of their own, and a resumed run goes on in the same one.
+Each is a class, listed in `SINKS` by the name of its package; packages are imported only when they
+are used. All but TensorBoard have their own runs, and a resumed run continues the same one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from ppo_cli.errors import MissingPart, UserError, first_line
 from ppo_cli.redact import mask_secrets, redact
 from ppo_cli.run_folder import plain
 
+# Columns of the table of responses in W&B.
 TABLE = ("step", "data_source", "prompt", "response", "ground_truth", "score", "reason", "failure")
-TABLE_ROWS, TABLE_CHARS = 8, 2000  # a step, and a text
+TABLE_ROWS, TABLE_CHARS = 8, 2000  # rows per step, characters per text
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
-    """Raise MissingPart when a logger's package is not installed; imports nothing."""
+    """Raise MissingPart if a logger's package is not installed; imports nothing."""
+    # Console and metrics.jsonl need no package.
     missing = [name for name in SINKS if name in loggers and find_spec(name) is None]
     if missing:
         singular = len(missing) == 1
@@ -42,35 +44,37 @@ def check_loggers(loggers: Sequence[str]) -> None:
 
 
 def make_sinks(loggers: Sequence[str], run_dir: Path, config: Config) -> list[Sink]:
-    """Build what `--logger` asks for; raises MissingPart when a package is not installed."""
+    """Return the sinks of `--logger`; raises MissingPart if a package is not installed."""
     check_loggers(loggers)
     return [SINKS[name](run_dir, config) for name in SINKS if name in loggers]
 
 
 class Sink(ABC):
-    """Takes the metrics of one run, a step at a time."""
+    """A destination for the metrics of one run, one step at a time."""
 
     @abstractmethod
     def open(self, step: int, *, resumed: bool) -> None:
-        """Start before the first `write`, which will be of `step`; also after `close`."""
+        """Start logging; the first `write` will be for `step`. Works again after `close`."""
 
     @abstractmethod
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one point to each curve."""
 
     def rollouts(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Take the responses of the step that is written next, as lines of a rollout file."""
+        """Accept the responses of the next step to be written, as lines of a rollout file."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Write or upload what is left. Safe to call twice."""
+        """Write or upload the remaining data. Safe to call twice."""
 
 
 class TensorBoardSink(Sink):
-    """Event files in `tensorboard/`, written without torch."""
+    """Writes event files to `tensorboard/`, without torch."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
+        # `tensorboard.compat` is not documented (tried with tensorboard 2.21); the documented
+        # writer is part of torch, which takes seconds to import.
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -80,8 +84,9 @@ class TensorBoardSink(Sink):
         self._writer: Any = None
 
     def open(self, step: int, *, resumed: bool) -> None:
-        """Start an event file; points that an earlier one has from `step` on are void."""
+        """Start an event file; TensorBoard drops points of earlier files from `step` on."""
         self._writer = self._make_writer(str(self._folder))
+        # A START event makes TensorBoard purge later points of earlier sessions.
         log = self._events.SessionLog
         mark = log(status=log.START)
         self._writer.add_event(
@@ -99,33 +104,37 @@ class TensorBoardSink(Sink):
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining events."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
 
 
 class RunSink(Sink):
-    """A logger with runs of its own.
+    """A sink whose package has its own runs.
 
-    In `<package>/` of the run folder, `run_id` says which run is ours and `last_step` what it has:
-    steps that are done again after a restart are not logged twice.
+    The folder `<package>/` in the run folder has `run_id`, the run to resume, and `last_step`, so
+    that steps which are repeated after a restart are not logged twice.
     """
 
     package: str
-    advice: str  # what to do where it does not start
+    advice: str  # what to do if it does not start
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         self._run_dir = run_dir
         self._folder = run_dir / self.package
         self._project = config.trainer.project_name
         self._name = config.trainer.experiment_name
+        # Settings are uploaded, so secrets are masked first.
         self._config = plain(mask_secrets(config.model_dump(mode="json")))
         self._run: Any = None
         self._last_step = -1
 
     def open(self, step: int, *, resumed: bool) -> None:
-        """Start a run, or go on with the one that this run folder belongs to."""
+        """Start a run, or resume the one that this run folder belongs to.
+
+        Raises UserError with advice if the package fails to start.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         run_id, self._last_step = "", -1
         if resumed and (self._folder / "run_id").exists():
@@ -133,7 +142,7 @@ class RunSink(Sink):
             self._last_step = int((self._folder / "last_step").read_text())
         try:
             self._run, name = self._start(run_id)
-        except Exception as error:  # each package has errors of its own
+        except Exception as error:  # each package has its own errors
             raise UserError(
                 f"{self.package} did not start ({redact(first_line(error))}). {self.advice}, "
                 f"or leave {self.package} out of --logger."
@@ -142,6 +151,7 @@ class RunSink(Sink):
         self._write_state("run_id", name)
 
     def _write_state(self, name: str, text: str) -> None:
+        """Write a file of the sink's folder in one piece."""
         with atomic_replace(self._folder / name) as fresh:
             fresh.write_text(text)
 
@@ -150,17 +160,18 @@ class RunSink(Sink):
         """Start a run, or resume the run `run_id`; returns the run and its id."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step, unless an earlier session has."""
+        """Log one step, unless an earlier session already did."""
         if step > self._last_step:
             self._log(step, metrics)
             self._last_step = step
             self._write_state("last_step", str(step))
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one step; W&B, trackio and SwanLab have the same call."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the remaining data."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
@@ -188,7 +199,7 @@ class WandbSink(RunSink):
         return run, name
 
     def rollouts(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Keep a few responses from all over the batch for the table of the step."""
+        """Choose a few responses, evenly over the batch, for the table of the step."""
         chosen = lines[:: -(-len(lines) // TABLE_ROWS) or 1]
         self._rows = [
             [
@@ -199,21 +210,22 @@ class WandbSink(RunSink):
         ]
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        # Each step has its own table.
         rows, self._rows = self._rows, []
         table = self._wandb.Table(columns=list(TABLE), data=rows) if rows else None
         self._run.log(dict(metrics) | ({"rollouts": table} if rows else {}), step=step)
 
 
 class TrackioSink(RunSink):
-    """A trackio run, in TRACKIO_DIR on this machine; `trackio show` is its page."""
+    """A trackio run in TRACKIO_DIR on this machine; view it with `trackio show`."""
 
     package = "trackio"
-    advice = "Look at TRACKIO_DIR"
+    advice = "Check TRACKIO_DIR"
 
     def _start(self, run_id: str) -> tuple[Any, str]:
         import trackio
 
-        # trackio knows a run by its name alone.
+        # trackio identifies a run only by its name, so new runs get a random suffix.
         name = run_id or f"{self._name}-{uuid.uuid4().hex[:6]}"
         run = trackio.init(
             project=self._project, name=name, config=self._config, resume="allow", embed=False,
@@ -243,8 +255,8 @@ class MlflowSink(RunSink):
     """An MLflow run at MLFLOW_TRACKING_URI; without one, in `mlflow/` of the run folder."""
 
     package = "mlflow"
-    advice = "Look at MLFLOW_TRACKING_URI"
-    _PARAMS_PER_CALL = 100  # parameters that a call takes
+    advice = "Check MLFLOW_TRACKING_URI"
+    _PARAMS_PER_CALL = 100  # the maximum of MLflow's log_batch
 
     def _start(self, run_id: str) -> tuple[Any, str]:
         from mlflow import MlflowClient
@@ -253,12 +265,14 @@ class MlflowSink(RunSink):
         default_uri = f"sqlite:///{self._folder.resolve() / 'mlflow.db'}"
         client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or default_uri)
         self._id = run_id
+        # Resume: a run that was stopped or killed becomes active again.
         if run_id:
             client.update_run(run_id, status="RUNNING")
             return client, run_id
         existing = client.get_experiment_by_name(self._project)
         experiment = existing.experiment_id if existing else client.create_experiment(self._project)
         self._id = client.create_run(experiment, run_name=self._name).info.run_id
+        # Settings are parameters; servers limit their length.
         params = [
             Param(key, str(value)[:500]) for key, value in _flatten_settings("", self._config)
         ]
@@ -270,6 +284,7 @@ class MlflowSink(RunSink):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
+        # MLflow allows only these characters in names of metrics.
         points = [
             Metric(re.sub(r"[^\w\-. :/]", "_", name), value, now, step)
             for name, value in metrics.items()
@@ -277,14 +292,14 @@ class MlflowSink(RunSink):
         self._run.log_batch(self._id, metrics=points)
 
     def close(self) -> None:
-        """Say that the run has ended."""
+        """Mark the run as finished."""
         client, self._run = self._run, None
         if client is not None:
             client.set_terminated(self._id)
 
 
 def _flatten_settings(key: str, value: Any) -> list[tuple[str, Any]]:
-    """Settings by dotted key."""
+    """Return nested settings as (dotted key, value) pairs."""
     if not isinstance(value, Mapping):
         return [(key, value)]
     return [
@@ -294,7 +309,7 @@ def _flatten_settings(key: str, value: Any) -> list[tuple[str, Any]]:
     ]
 
 
-# By name in --logger, which is that of the package.
+# Name in --logger, which is also the package's -> class.
 SINKS: dict[str, type[TensorBoardSink | WandbSink | TrackioSink | MlflowSink | SwanlabSink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,

@@ -1,4 +1,4 @@
-"""Metrics of a step, from scores, sums and counts; and the summary of a finished run."""
+"""Metrics of a step from scores, sums and counts; and the summary of a finished run."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ if TYPE_CHECKING:
 
 
 class StepSums:
-    """Adds up what optimizer steps return; means are taken once, at the end."""
+    """Adds up sums and counts of optimizer steps; means are computed once, at the end."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}
 
     def add(self, sums: Mapping[str, tuple[float, float]]) -> None:
-        """Add the sums and counts of one optimizer step."""
+        """Add (sum, count) pairs of one optimizer step."""
         for name, (total, count) in sums.items():
             before = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = (before[0] + total, before[1] + count)
 
     def total(self, name: str) -> float:
-        """The sum under a name, 0 when it never came."""
+        """Return the sum of a quantity, 0 if it was never added."""
         return self._sums.get(name, (0.0, 0.0))[0]
 
     def means(self) -> dict[str, float]:
-        """All quantities as means; counters of events stay sums."""
+        """Return the means of all quantities; counters of events stay sums."""
+        # Events such as skipped steps are reported as numbers, not as shares.
         counters = ("skipped_steps", "empty_minibatches", "stopped_early")
         return {
             name: total if name.endswith(counters) else total / count
@@ -56,7 +57,7 @@ class StepSums:
 
 
 def staleness_metrics(scored: Sequence[Scored], version: int) -> dict[str, float]:
-    """How many updates old the weights are that the responses were begun with."""
+    """Return how many updates old the weights are with which the responses were started."""
     import numpy as np
 
     ages = np.array([version - s.rollout.weight_version for s in scored], dtype=float)
@@ -68,13 +69,14 @@ def staleness_metrics(scored: Sequence[Scored], version: int) -> dict[str, float
 
 
 def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float]:
-    """Reward and length statistics; failed scores are counted and left out of the rest.
+    """Return statistics of rewards and lengths; failed scores are only counted.
 
-    With a prefix (validation) the mean of each data_source is given too, and an accuracy when
-    every score is 0 or 1.
+    With a prefix (validation) there is also a mean for each data_source, and an accuracy if every
+    score is 0 or 1.
     """
     import numpy as np
 
+    # Lengths of all responses; rewards of those with a score.
     values = np.array([s.score.value for s in scored if s.score.judged], dtype=float)
     lengths = np.array([len(s.rollout.token_ids) for s in scored], dtype=float)
     cut = [s.rollout.finish_reason == "length" for s in scored]
@@ -93,7 +95,7 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
             f"{prefix}score/min": float(values.min()),
             f"{prefix}score/max": float(values.max()),
         }
-        # Neither an opinion nor a weighted sum is an accuracy.
+        # A judge's opinion or a weighted sum is not an accuracy.
         opinion = any(s.score.reply or s.score.mixture for s in scored)
         if prefix and not opinion and np.isin(values, (0.0, 1.0)).all():
             metrics[f"{prefix}accuracy"] = float(values.mean())
@@ -110,7 +112,7 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
 
 
 def _thought_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
-    """Tokens of thoughts and answers; nothing where no model thinks."""
+    """Return lengths of thoughts and answers in tokens; empty if no response has a thought."""
     rollouts = [s.rollout for s in scored]
     thinking = [r for r in rollouts if r.thoughts]
     if not thinking:
@@ -130,18 +132,19 @@ def _thought_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
 
 
 def _metric_name(part: str) -> str:
-    """What a part of a score is called as a metric; a criterion is a measure of its own."""
+    """Return the metric of a part of a score: `reward/NAME`, or `rubric/NAME` for a criterion."""
     return f"rubric/{part.replace('rubric/', '', 1)}" if "rubric/" in part else f"reward/{part}"
 
 
 def recent_statistics(lines: Sequence[Mapping[str, Any]], max_steps: int = 100) -> dict[str, float]:
-    """Mean and standard deviation of each main metric over the last `max_steps` training steps.
+    """Return mean and standard deviation of the main metrics over the last `max_steps` steps.
 
-    Keys are `<metric>_mean` and `<metric>_std`; main metrics are those without a `/`. What a
-    step did not measure is left out. The deviation is that of the values themselves (no n - 1).
+    Keys are `<metric>_mean` and `<metric>_std`; main metrics are those without a `/`. Values that
+    a step did not measure are left out. The deviation divides by n, not n - 1.
     """
     import numpy as np
 
+    # Step 0 is a validation before training.
     steps = [line for line in lines if line["step"] > 0][-max_steps:]
     statistics: dict[str, float] = {}
     for name in sorted({key for line in steps for key in line if "/" not in key} - {"step"}):
@@ -153,7 +156,8 @@ def recent_statistics(lines: Sequence[Mapping[str, Any]], max_steps: int = 100) 
 
 
 def mixture_part_means(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The raw mean of each part of a mixture, by name; nothing where rewards are not mixed."""
+    """Return the raw mean of each part of a mixture by name; empty if rewards are not mixed."""
+    # Only parts of a mixture have a weight.
     start, end = f"{prefix}reward/", "/weight"
     names = [k[len(start) : -len(end)] for k in metrics if k.startswith(start) and k.endswith(end)]
     means = {name: metrics.get(f"{start}{name}") for name in names}
@@ -161,7 +165,7 @@ def mixture_part_means(metrics: Mapping[str, Any], prefix: str = "") -> dict[str
 
 
 def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
-    """1 - Var(returns - values) / Var(returns); NaN when the returns do not vary."""
+    """Return 1 - Var(returns - values) / Var(returns); NaN if the returns do not vary."""
     import numpy as np
 
     spread = float(np.var(returns)) if len(returns) else 0.0
@@ -169,10 +173,10 @@ def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
 
 
 Lines = Sequence[Mapping[str, Any]]
-ROUNDING = 1e-6  # a mean of z-scores is 0 but for this
-MIN_DECLINE_STEPS = 6  # before that, noise cannot be distinguished from a decline
+ROUNDING = 1e-6  # the mean of z-scores is 0 up to this
+MIN_DECLINE_STEPS = 6  # with fewer, a decline cannot be distinguished from noise
 TO_DEVIATION = 1.4826  # median absolute value of a normal variable -> its standard deviation
-BUDGET_MARGIN = 1.2  # of a budget: later responses may be longer
+BUDGET_MARGIN = 1.2  # factor on a budget, as later responses may be longer
 _JUDGE_COUNTER = re.compile(r"(?:val/)?judge(?:_[^/]+)?/(retries|cached)")
 
 
@@ -184,7 +188,11 @@ def summarise(
     session: tuple[int, float],
     resume_command: str,
 ) -> Summary:
-    """Compare the first and the last steps of a run; `session` is steps and seconds of this one."""
+    """Return the summary of a run, which compares its first tenth of steps with its last.
+
+    `session` has the steps and seconds of this session.
+    """
+    # Rewards and parts of a mixture, as means over a tenth of the steps at each end.
     measured = [line for line in history if _is_measured(line, "reward_mean")]
     validations = [line for line in history if _is_measured(line, "val/reward_mean")]
     rewards = _step_rewards(measured)
@@ -193,6 +201,7 @@ def summarise(
     if rewards:
         first = {"reward": fmean(rewards[:few])} | first
         last = {"reward": fmean(rewards[-few:])} | last
+    # Validations: the first and the last.
     rows = [(first, last, len(measured))]
     rows.append(
         (_validation_means(validations[:1]), _validation_means(validations[-1:]), len(validations))
@@ -222,10 +231,10 @@ def summarise(
 def _find_declined(
     config: Config, rewards: Sequence[float], measured: Lines, validations: Lines, few: int
 ) -> frozenset[str]:
-    """Name the measures that fell by more than twice the standard error of the difference.
+    """Return the measures that fell by more than twice the standard error of the difference.
 
-    The noise of a step is read off neighbouring steps, whose median difference neither a trend nor
-    a single jump changes; few steps show nothing. A validation's is that of its responses.
+    The noise of a step is estimated from the median difference of neighbouring steps, which
+    trends and single jumps hardly change. For validations it comes from the spread of scores.
     """
     fell = set()
     series = {"reward": rewards}
@@ -235,6 +244,7 @@ def _find_declined(
     for name, values in series.items():
         if len(values) < MIN_DECLINE_STEPS:
             continue
+        # A difference of two steps has twice the variance of one; `few` steps are averaged.
         jumps = median(abs(b - a) for a, b in pairwise(values))
         error = TO_DEVIATION * jumps / math.sqrt(2) * math.sqrt(2 / few)
         if fmean(values[:few]) - fmean(values[-few:]) > 2 * error + ROUNDING:
@@ -242,6 +252,7 @@ def _find_declined(
     rows = val_rows(config)
     if rows and len(validations) > 1:
         first, last = validations[0], validations[-1]
+        # Each validation is a mean over its rows and their responses.
         both = [float(line.get("val/score/std") or 0.0) for line in (first, last)]
         error = math.hypot(*both) / math.sqrt(rows * config.rollout.val_kwargs.n)
         if first["val/reward_mean"] - last["val/reward_mean"] > 2 * error + ROUNDING:
@@ -250,24 +261,25 @@ def _find_declined(
 
 
 def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:
-    """Raise RewardError when no response of the whole run got a score: nothing was learned."""
+    """Raise RewardError if no response of the entire run got a score: nothing was learned."""
     steps = [line for line in history if line["step"] > 0]
     if not steps or any(_is_measured(line, "reward_mean") for line in steps):
         return
     look = ppo(f"show {shlex.quote(str(run_dir))} --worst 5")
     raise RewardError(
         f"No response of the {len(steps)} step{'s' * (len(steps) > 1)} got a score, so the model "
-        f"has learned nothing. `{look}` shows why. Correct the reward, then start afresh: "
+        f"has learned nothing. `{look}` shows why. Correct the reward, then start from scratch: "
         f"{replace_flag(resume_command, '--resume', 'never')}"
     )
 
 
 def describe_judge_totals(run_dir: Path, history: Lines) -> str:
-    """Say what the judges of a run did and cost; empty where none was asked.
+    """Return a sentence on the calls and cost of a run's judges; empty without calls.
 
-    Calls and cost are those of the paid calls on record, of steps that were cut short too.
+    Calls and cost come from the record of paid calls, which includes interrupted steps.
     """
     calls = paid_calls(run_dir)
+    # Calls in flight when the run stopped are charged at their worst case.
     causes = Counter(str(call["outcome"]) for call in calls if call.get("outcome") != "ok")
     in_flight = causes.pop(IN_FLIGHT, 0)
     sums: Counter[str] = Counter()
@@ -277,6 +289,7 @@ def describe_judge_totals(run_dir: Path, history: Lines) -> str:
                 sums[match[1]] += value
     if not calls and not sums["cached"]:
         return ""
+    # Clauses with a count of 0 are left out.
     clauses = [f"{len(calls):,} calls"]
     if in_flight:
         clauses.append(f"{in_flight:,} in flight (at their worst case)")
@@ -301,15 +314,18 @@ def extend_budget(
     total_steps: int,
     rows: int,
 ) -> str:
-    """Return the resume command; where a budget ended the run, with one to finish it.
+    """Return the resume command; if a budget ended the run, with a budget that finishes it.
 
-    `rows` are those of a validation.
+    `rows` is the number of rows of a validation.
     """
     if stop.used_up is None:
         return command
+    # Replace the flag of the budget that ran out.
     flag = stop.used_up.flag
     key = next(key.name for key in table().values() if key.flag == flag)
-    command = re.sub(rf" {re.escape(key)}=[^ ]+", "", command)  # it would count above the flag
+    command = re.sub(
+        rf" {re.escape(key)}=[^ ]+", "", command
+    )  # an override would win over the flag
     enough = estimate_budget(stop.used_up, config, history, total_steps, rows)
     return replace_flag(command, flag, f"{enough:.12g}")
 
@@ -317,46 +333,50 @@ def extend_budget(
 def estimate_budget(
     used: ExhaustedBudget, config: Config, history: Lines, total_steps: int, rows: int
 ) -> float:
-    """What the whole run is expected to take of a budget, a fifth more, as two digits.
+    """Return the expected use of a budget by the entire run plus a fifth, rounded up to two digits.
 
-    Responses that are still to come cost what those before did on average. In a step that was
-    cut short their number is that of the calls, each taking as many as there are votes.
+    Future responses are assumed to cost the average of past ones. In an interrupted step the
+    number of responses is the number of calls divided by the votes per response.
     """
     trainer = config.trainer.model_copy(update={"total_training_steps": total_steps})
     sums = batch_arithmetic(config.model_copy(update={"trainer": trainer}))
+    # Calls per step and per validation, done so far and in total.
     votes = max((judge.settings.votes for judge in judges_of(config.reward)), default=1)
     a_step, a_round = sums["reward_calls_per_step"] or 0, rows * config.rollout.val_kwargs.n
     steps = len([line for line in history if line["step"] > 0])
     rounds = sum(any(key.startswith("val/") for key in line) for line in history)
     done = max(steps * a_step + rounds * a_round, math.ceil(used.calls / votes), 1)
     total_calls = total_steps * a_step + (sums["validation_rounds"] or 0) * a_round
+    # Before the first call its worst case is the estimate.
     each = used.spent / done if used.spent else used.next
     expected = used.spent + each * max(0, total_calls - done)
     need = max(BUDGET_MARGIN * expected, used.spent) + used.next
+    # Round up to two digits, so that the flag is readable.
     digit = math.pow(10, math.floor(math.log10(need)) - 1)
     return math.ceil(need / digit) * digit
 
 
 def format_dollars(amount: float) -> str:
-    """Return an amount with two significant digits at least: `$12.50`, `$0.0021`."""
+    """Return dollars with at least two significant digits: `$12.50`, `$0.0021`."""
     if amount >= 0.0995:
         return f"${amount:,.2f}"
     return f"${amount:.2g}" if amount >= 1e-4 or not amount else f"${amount:.1e}"
 
 
 def _is_measured(line: Mapping[str, Any], name: str) -> bool:
+    """Whether a line has a value for a metric."""
     return line.get(name) is not None
 
 
 def _step_rewards(lines: Lines) -> tuple[float, ...]:
-    """The mean reward of each step; nothing for z-scored mixtures, whose mean is 0 by itself."""
+    """Return the mean reward of each step; empty for z-scored mixtures, whose mean is always 0."""
     rewards = tuple(float(line["reward_mean"]) for line in lines)
     mixed = any(mixture_part_means(line) for line in lines)
     return () if mixed and max(map(abs, rewards)) < ROUNDING else rewards
 
 
 def _part_means(lines: Lines) -> dict[str, float]:
-    """The raw mean of each part of a mixture over some steps."""
+    """Return the raw mean of each part of a mixture over some steps."""
     values: dict[str, list[float]] = defaultdict(list)
     for line in lines:
         for name, value in mixture_part_means(line).items():
@@ -365,9 +385,10 @@ def _part_means(lines: Lines) -> dict[str, float]:
 
 
 def _validation_means(lines: Lines) -> dict[str, float]:
+    """Return the measures of validations by name; with several lines the last one counts."""
     statistics: dict[str, float] = {}
     for line in lines:
-        # Of right-or-wrong scores the mean is the accuracy: one name is enough.
+        # The mean of right-or-wrong scores is the accuracy: do not show it twice.
         name = "accuracy" if _is_measured(line, "val/accuracy") else "reward_mean"
         parts = mixture_part_means(line, "val/")
         if not parts or abs(line[f"val/{name}"]) > ROUNDING:
@@ -377,7 +398,7 @@ def _validation_means(lines: Lines) -> dict[str, float]:
 
 
 def find_lr_jumps(config: Config, checkpoint: Path, total_steps: int) -> list[str]:
-    """Return how the learning rate jumps where a run of `total_steps` goes on from a checkpoint."""
+    """Return notes on jumps of the learning rate if a run of `total_steps` resumes a checkpoint."""
     name = STEP_NAME.match(checkpoint.name)
     lines = read_metrics(checkpoint.parents[1]) if name else []
     last = next((line for line in lines if name and line["step"] == int(name[1])), None)
@@ -387,12 +408,13 @@ def find_lr_jumps(config: Config, checkpoint: Path, total_steps: int) -> list[st
 def _next_steps(
     config: Config, run_dir: Path, history: Lines, resume_command: str
 ) -> tuple[str, ...]:
-    """Commands that a user may want now."""
+    """Return commands that a user may want next, each with its purpose."""
     folder = shlex.quote(str(run_dir))
     steps = [
         f"{ppo(f'view {folder}')}    the page: curves and all responses",
         f"{ppo(f'show {folder} --worst 5')}    the responses with the lowest scores",
     ]
+    # After the example run: own model and reward. After others: train longer.
     if config.model.path == "embedded":
         train_own_model = ppo("train --model PATH_OR_HUB_NAME --train_files YOUR.jsonl")
         steps.append(f"{train_own_model}    your model, your data")
@@ -403,6 +425,7 @@ def _next_steps(
         longer = replace_flag(resume_command, "--max_steps", str(total))
         steps.append(f"{longer}    {'; '.join(['go on from here', *jumps])}")
     best = run_dir / "checkpoints" / "best"
+    # Worth a line only if a later checkpoint is not the best one.
     if best.exists() and best.resolve() != (run_dir / "checkpoints" / "latest").resolve():
         steps.append(f"{best / 'actor'}    the best validated model, not the last")
     return tuple(steps)

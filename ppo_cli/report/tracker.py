@@ -1,7 +1,7 @@
-"""Writes metrics.jsonl and the rollouts of a run, and passes them on to screen and loggers.
+"""Writes metrics.jsonl and the rollouts of a run, and passes them to the screen and loggers.
 
-Everything in metrics.jsonl but the `time/` and `perf/` keys is the same, bit for bit, whether
-a run was interrupted or not. A line is on the disk before `step` returns.
+All of metrics.jsonl but the `time/` and `perf/` keys is the same, bit for bit, whether a run was
+interrupted or not. A line is on the disk before `step` returns.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from ppo_cli.run_folder import (
     rollout_file,
 )
 
+# Reports that so many more items of a phase are done.
 Advance = Callable[[int], None]
-RECENT_STEPS = 10
-BETWEEN_STEPS = ("validate", "validate_reward", "save")  # phases outside of time/step_s
+RECENT_STEPS = 10  # whose mean time forecasts the rest of the run
+BETWEEN_STEPS = ("validate", "validate_reward", "save")  # phases that time/step_s does not include
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a finished run came to; a number is None where the run did not measure it.
+    """Summary of a finished run.
 
-    `measures` has what was measured, the reward first: its name, and its value before and after;
-    None before where it was measured once. `wall_seconds` is of all sessions, `session` the steps
-    and seconds of the last one where there were several. `declined` names what fell by more than
-    noise; `warning` says that the policy has collapsed.
+    `measures` has (name, first value, last value) of each measure, the reward first; the first
+    value is None if it was measured once. `wall_seconds` counts all sessions, `session` has the
+    steps and seconds of the last one if there were several. `declined` names measures that fell
+    by more than noise; `warning` says that the policy has collapsed.
     """
 
     steps: int
@@ -60,10 +61,10 @@ class Summary:
 
 
 class Screen:
-    """Where a run speaks to the person who watches it; this one shows nothing."""
+    """Interface through which a run shows its progress; this base class shows nothing."""
 
     def phase(self, name: str, total: int | None) -> AbstractContextManager[Advance]:
-        """Show the progress of a phase; the function it gives takes how many more are done."""
+        """Show a phase; the context's value is a function to call with the number of items done."""
         return nullcontext(lambda done: None)
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
@@ -73,22 +74,22 @@ class Screen:
         """Show one response of the step, as a line of a rollout file."""
 
     def note(self, text: str) -> None:
-        """Show a remark."""
+        """Show a note."""
 
     def health(self, text: str) -> None:
-        """Show that something looks wrong, and what to change."""
+        """Show a warning about the metrics, with advice."""
 
     def summary(self, summary: Summary) -> None:
-        """Show what the run came to."""
+        """Show the summary of the run."""
 
     def close(self) -> None:
-        """Leave the terminal as it was. Safe to call twice."""
+        """Restore the terminal. Safe to call twice."""
 
 
 class Tracker:
-    """Writes the metrics and rollouts of one run, and passes them on to screen and loggers.
+    """Writes the metrics and rollouts of one run, and passes them to the screen and loggers.
 
-    Raises MissingPart at once when a logger's package is not installed.
+    The constructor raises MissingPart if a logger's package is not installed.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Tracker:
         self._config = config
         self._limits = make_limits(config)
         self._watch = HealthWatch(self._limits)
+        # What is on the disk, and what waits for the next line.
         self._history = read_metrics(run_dir)
         self._clock = _RunClock(self._history)
         self._seconds: dict[str, float] = defaultdict(float)
@@ -115,58 +117,62 @@ class Tracker:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; a number that was not finite is None."""
+        """The lines of metrics.jsonl; numbers that were not finite are None."""
         return self._history
 
     @property
     def session(self) -> tuple[int, float]:
-        """Steps and seconds since this process began to track the run."""
+        """Steps and seconds since this process started to track the run."""
         return self._clock.steps, self._clock.seconds()
 
     def resume_at(self, step: int) -> None:
-        """Forget what was logged past `step`: that work will be done again."""
+        """Drop metrics and rollouts after `step`, as the run repeats these steps."""
         with self._report_disk_errors():
             self._drop_lines_after(step)
             drop_rollouts_past(self._run_dir, step)
         self._clock.resumed = bool(self._history)
-        if self._sinks_open:  # opened anew, loggers pass over what they had of those steps
+        if self._sinks_open:  # after a new `open`, loggers skip steps that they already have
             for sink in self._sinks:
                 sink.close()
             self._sinks_open = False
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Advance]:
-        """Show and time a phase; its seconds are added to `time/<name>_s` of the next line."""
+        """Show and time a phase; its seconds go to `time/<name>_s` of the next step."""
         started = time.perf_counter()
         try:
             with self.screen.phase(name, total) as advance:
                 yield advance
         finally:
+            # A phase may come several times in a step, and an error must not lose its time.
             key = f"time/{name.replace(' ', '_')}_s"
             self._seconds[key] += time.perf_counter() - started
 
     def rollouts(self, step: int, scored: Sequence[Scored], split: str = "train") -> None:
-        """Write every response of a step with its score, whole or not at all."""
+        """Write all responses of a step with their scores to a file, in one piece."""
         lines = [make_rollout_line(step, s) for s in scored]
         with self._report_disk_errors():
             replace_lines(rollout_file(self._run_dir, step, split), lines)
         for sink in self._sinks if split == "train" else ():
             sink.rollouts(lines)
-        if lines:  # another place in the batch each time
+        if lines:  # from a different place in the batch at each step
             self.screen.sample(lines[step * 7 % len(lines)])
 
     def show_profile(self, step: int) -> None:
-        """Show what engines wrote of a step that was profiled; the tables of two processes."""
+        """Show the profiler's tables of a step, if it was profiled."""
         tables = sorted((self._run_dir / "profile").glob(f"step_{step:06d}.*_0.txt"))
         for table in tables:
             self.screen.note(table.read_text(encoding="utf-8").rstrip())
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Finish a step: its line goes to the disk, the loggers and the screen."""
+        """Finish a step: write its metrics to disk, loggers and screen, and check their health."""
+        # All that belongs to the line of this step.
         merged = self._seconds | self._validations.pop(step, {}) | dict(metrics)
         self._seconds = defaultdict(float)
+        # Steps that only validate have no time.
         if "time/step_s" in merged:
             merged |= self._clock.after_step(merged, self._total_steps - step)
+        # The judge's drift needs the earlier steps and people's labels, which may be new.
         earlier = [line for line in self._history if line["step"] < step]
         people = read_opinions(self._run_dir, self._config)
         line = {"step": step, **merged}
@@ -175,12 +181,13 @@ class Tracker:
         line = self._write_line(step, merged)
         if self._console:
             self.screen.step(step, self._total_steps, _numeric_values(line))
+        # Health checks; checkpoints are called step_NNNNNN.
         saved = [int(p.name[5:]) for p in self._run_dir.glob("checkpoints/step_*")]
         for warning in self._watch.check(self._history, saved, people):
             self.screen.health(warning)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep validation metrics for the line of their step; step 0 has a line of its own."""
+        """Add validation metrics to the line of their step; step 0 gets its own line."""
         if step == 0:
             line = self._write_line(step, self._seconds | dict(metrics))
             self._seconds = defaultdict(float)
@@ -197,10 +204,12 @@ class Tracker:
         self.screen.close()
 
     def _write_line(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Append a step to metrics.jsonl, pass it to the loggers, and return the line."""
         line: dict[str, Any] = {"step": step}
         line |= plain(dict(sorted(metrics.items())))
         resumed = bool(self._history)
         with self._report_disk_errors():
+            # A step that is repeated replaces its old line.
             if resumed and self._history[-1]["step"] >= step:
                 self._drop_lines_after(step - 1)
             append_line(self._run_dir / METRICS_FILE, line)
@@ -213,41 +222,45 @@ class Tracker:
         return line
 
     def _drop_lines_after(self, last_step: int) -> None:
+        """Remove the lines of later steps from metrics.jsonl and from the history."""
         self._history = [line for line in read_metrics(self._run_dir) if line["step"] <= last_step]
         replace_lines(self._run_dir / METRICS_FILE, self._history)
 
     @contextmanager
     def _report_disk_errors(self) -> Iterator[None]:
+        """Turn OSErrors of writing into UserErrors with advice."""
         try:
             yield
         except OSError as error:
             raise UserError(
                 f"The run folder {self._run_dir} cannot be written: {error.strerror or error}. "
-                "Free some space, then run the same command again: it goes on from the last "
+                "Free some space, then run the same command again: it resumes from the last "
                 "checkpoint."
             ) from error
 
 
 class _RunClock:
-    """The seconds of a run over all its sessions, and how many are left."""
+    """Measures the seconds of a run over all its sessions, and estimates how many are left."""
 
     def __init__(self, history: Sequence[Mapping[str, Any]]) -> None:
+        # Earlier sessions, from the last line.
         self._before = float(history[-1].get("time/run_s") or 0.0) if history else 0.0
         self._started = time.monotonic()
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._others = 0.0
         self.steps = 0
-        self.resumed = bool(history)  # and no step since
+        self.resumed = bool(history)  # until the first step of this session
 
     def seconds(self) -> float:
-        """Seconds of this session."""
+        """Return the seconds of this session."""
         return time.monotonic() - self._started
 
     def after_step(self, metrics: Mapping[str, float], steps_left: int) -> dict[str, float]:
-        """Record the times of a step; the newest steps are the best estimate for the next."""
+        """Record the times of a step; return `time/run_s` and an estimate `time/left_s`."""
         self.steps += 1
         self._recent.append(metrics["time/step_s"])
         self._others += sum(metrics.get(f"time/{name}_s", 0.0) for name in BETWEEN_STEPS)
+        # Validations and saves come at some steps only, so they are averaged over all.
         a_step = fmean(self._recent) + self._others / self.steps
         resumed = {"perf/resumed": 1.0} if self.resumed else {}
         self.resumed = False
@@ -258,7 +271,7 @@ class _RunClock:
 
 
 def make_rollout_line(step: int, scored: Scored) -> dict[str, Any]:
-    """One response, its score and all that the scorer said of it, as a line of a rollout file."""
+    """Return a response with its score and the scorer's facts as a line of a rollout file."""
     rollout, score, prompt = scored.rollout, scored.score, scored.rollout.prompt
     line: dict[str, Any] = {
         "step": step,
@@ -275,15 +288,17 @@ def make_rollout_line(step: int, scored: Scored) -> dict[str, Any]:
         "tokens": len(rollout.token_ids),
         "finish_reason": rollout.finish_reason,
     }
+    # Only models that think have these fields.
     if prompt.opened:
         line["opened"] = prompt.opened
     if rollout.thoughts:
         line |= {"thought_tokens": rollout.thought_tokens, "unclosed": rollout.unclosed}
-    # A scorer may name its own things like ours (a judge has tokens too): both are kept.
+    # A scorer's facts may have our names (a judge has tokens too): both are kept.
     for name, value in score.facts.items():
         line[f"reward_{name}" if name in line else name] = value
     return line
 
 
 def _numeric_values(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a line without missing ones and the step."""
     return {k: float(v) for k, v in line.items() if v is not None and k != "step"}

@@ -94,7 +94,7 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "part_dominated": (1, mixed(0.05), "Set the scaling of 'model' to zscore"),
     "part_fails": (1, always(reward__judge__failed_share=0.5), "'judge' failed for 50%"),
     "criterion_stuck": (20, always(rubric__brief=1.0), "'brief' had its full credit"),
-    "criterion_against": (20, lambda s: {"rubric/brief": 1 - 0.02 * s}, "'brief' falls where"),
+    "criterion_against": (20, lambda s: {"rubric/brief": 1 - 0.02 * s}, "'brief' falls while"),
     "prompts_cut": (1, always(model__prompts_cut=3.0), "--reward_model_max_length"),
     "not_finite": (1, always(actor__skipped_steps=2.0), "--lr"),
 }
@@ -181,8 +181,8 @@ def test_a_collapse_is_told_apart_from_a_hard_task() -> None:
         assert kinds(2, change) == fragment
     steps = history(5, falls(5, **far))
     for saved, fragment in (
-        ((), "start afresh with --resume never"),
-        ((5,), "start afresh"),
+        ((), "start from scratch with --resume never"),
+        ((5,), "start from scratch"),
         ((2, 4, 5), "resume from step 4 with --resume outputs/checkpoints/step_000004"),
     ):
         (line,) = HealthWatch(Limits(lr=0.03)).check(steps, saved)

@@ -110,7 +110,7 @@ def test_labels_stay_with_their_responses_when_a_run_goes_on_from_an_earlier_ste
     assert all(shown == labelled for shown, labelled in pairs)
     assert len(read_labels_with_scores(folder)) == 36
     assert len(read_lines(folder / LABELS_FILE)) == 48, "labels of other responses are kept"
-    with pytest.raises(UserError, match="not in the run any more"):
+    with pytest.raises(UserError, match="no longer in the run"):
         set_label(rollouts, stale["id"], stale["response_id"], 0.0, "")
     set_label(rollouts, "train:6:0", None, 0.0, "")
     assert len(read_lines(folder / LABELS_FILE)) == 49

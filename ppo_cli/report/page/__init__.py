@@ -1,1 +1,1 @@
-"""The page about runs: their curves, responses and settings, served or as one file."""
+"""The page about runs: curves, responses and settings, served or as one file."""

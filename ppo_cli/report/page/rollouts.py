@@ -1,4 +1,4 @@
-"""The responses of a run: an index without their texts, pages of rows, samples."""
+"""Responses of a run for the page: an index without texts, filtered rows, samples for reports."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from ppo_cli.run_folder import (
 )
 from ppo_cli.thoughts import find_thoughts
 
+# Limits that keep the page fast.
 SNIPPET_CHARS = 200  # characters of a text in the table
-MAX_TEXT_CHARS = 100_000  # characters of a text in the reading pane, unless all of it is asked for
+MAX_TEXT_CHARS = 100_000  # characters of a text in the reading pane, unless the user asks for all
 MAX_REPORT_TEXT_CHARS = 20_000  # characters of a text in a report
-MAX_HISTORY = 60  # responses of one prompt
-SEARCH_S = 30.0  # of a pattern over all texts
+MAX_HISTORY = 60  # responses to one prompt over the run
+SEARCH_S = 30.0  # time limit of a search over all texts
 TEXTS = ("prompt", "response", "reason")
 
 
@@ -36,9 +37,10 @@ Place = tuple[str, int]  # split and step
 
 
 class Row(NamedTuple):
-    """What the index holds of a response; `size` is the bytes of its line, about.
+    """Index entry of a response.
 
-    `disputed` is the gap between its parts, or between its judges; `line` its place in the file.
+    `line` is its place in the file of the step, `disputed` the gap between its parts or its
+    judges, and `size` the approximate bytes of its line.
     """
 
     split: str
@@ -55,25 +57,28 @@ class Row(NamedTuple):
 
     @property
     def id(self) -> str:
-        """What names a response in the page."""
+        """The id of a response in the page: `split:step:line`."""
         return f"{self.split}:{self.step}:{self.line}"
 
 
 class Rollouts:
-    """The responses of one run folder; files that came or changed are read when asked for."""
+    """Index of the responses of one run folder; new and changed files are read on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.unread = 0  # steps that are not read yet
+        # Requests come in threads. `_files` has the size and time of each file and its rows,
+        # `_ends` the first and last step of each prompt with its mean scores there.
         self._lock = threading.Lock()
         self._files: dict[Place, tuple[tuple[int, int], list[Row]]] = {}
-        self.indexed_rows: list[Row] = []  # what `rows` gave last
+        self.indexed_rows: list[Row] = []  # the last result of `rows`
         self._ends: dict[tuple[str, str], tuple[int, float, int, float]] = {}
 
     def rows(self, seconds: float = math.inf) -> list[Row]:
-        """The responses, oldest first; after so many seconds those of the newest steps only.
+        """Return the index, oldest responses first.
 
-        The next call reads on.
+        After `seconds` it stops reading files and returns what it has, the newest steps; the next
+        call continues.
         """
         with self._lock:
             states = {
@@ -86,12 +91,14 @@ class Rollouts:
                 key: file for key, file in self._files.items() if states.get(key) == file[0]
             }
             same = states.keys() == unchanged.keys() == self._files.keys()
-            if len(unchanged) < len(self._files):  # a step was written anew
+            # Forget files that changed or are gone, as a resumed run repeats steps.
+            if len(unchanged) < len(self._files):  # a step was written again
                 self._files, self._ends = unchanged, {}
                 for key, (_, rows) in unchanged.items():
                     self._record_first_and_last(key, rows)
             unread = sorted(states.keys() - unchanged.keys(), key=lambda key: (key[1], key[0]))
             ends = time.monotonic() + seconds
+            # The newest steps first, as users look at them.
             while unread:
                 key = unread.pop()
                 self._files[key] = (states[key], list(_index_step(self.folder, *key)))
@@ -105,7 +112,7 @@ class Rollouts:
             return self.indexed_rows
 
     def _record_first_and_last(self, key: Place, rows: Iterable[Row]) -> None:
-        """Keep of each prompt its first and its last step, with the mean scores there."""
+        """Update the first and last step of each prompt, and its mean scores there."""
         split, step = key
         scores: dict[str, list[float]] = defaultdict(list)
         for row in rows:
@@ -121,20 +128,21 @@ class Rollouts:
             self._ends[split, uid] = (first, before, last, after)
 
     def score_change(self, row: Row) -> float:
-        """How far the mean score of a row's prompt went from its first step to its last."""
+        """Return the change of the mean score of a row's prompt from its first to its last step."""
         _, before, _, after = self._ends.get((row.split, row.uid), (0, 0.0, 0, 0.0))
         return round(abs(after - before), 6)
 
     def select(self, query: Mapping[str, str], seconds: float = math.inf) -> list[Row]:
-        """The rows that a query of the page asks for, sorted; raises UserError for a bad one.
+        """Return the rows that match a query of the page, sorted; UserError for a bad query.
 
-        As `rows`, after so many seconds those of the newest steps only, unless texts are searched.
+        Like `rows`, it returns only the newest steps after `seconds`, except for text searches.
         """
         rows = self.rows(math.inf if query.get("pattern") else seconds)
         fits = _make_filter(query)
         chosen = [row for row in rows if fits(row)]
         if pattern := query.get("pattern"):
             chosen = list(self._search(chosen, pattern, query.get("where", "")))
+        # Sort; rows are in the order of steps already.
         sort, down = query.get("sort", "step"), query.get("order") == "down"
         keys: dict[str, Any] = {
             "step": lambda r: (r.step, r.split),
@@ -145,7 +153,7 @@ class Rollouts:
         }
         if sort not in keys:
             raise UserError(f"Rows cannot be sorted by '{sort}'; sort by {', '.join(keys)}.")
-        if sort == "score":  # what has no score comes last in either order
+        if sort == "score":  # rows without a score come last in both orders
             without = [row for row in chosen if row.score is None]
             chosen = [row for row in chosen if row.score is not None]
         else:
@@ -153,7 +161,8 @@ class Rollouts:
         return sorted(chosen, key=keys[sort], reverse=down) + without
 
     def read(self, rows: Sequence[Row], max_chars: int | None) -> list[dict[str, Any]]:
-        """The whole lines of rows, in their order; texts above `max_chars` characters are cut."""
+        """Return the full lines of rows in their order; texts are cut to `max_chars` characters."""
+        # Read each file once.
         by_file: dict[tuple[str, int], list[int]] = defaultdict(list)
         for place, row in enumerate(rows):
             by_file[row.split, row.step].append(place)
@@ -173,10 +182,11 @@ class Rollouts:
         return responses
 
     def row_of_id(self, name: str) -> Row:
-        """The row with this id; raises UserError when there is none."""
+        """Return the row with this id; UserError if there is none."""
         split, _, rest = name.partition(":")
         step, line = map(parse_whole_number, rest.partition(":")[::2])
         place = split, -1 if step is None else step
+        # Usually the file is indexed already; else read all.
         self.rows(0.0)
         if place not in self._files:
             self.rows()
@@ -186,18 +196,20 @@ class Rollouts:
         return indexed[1][line]
 
     def through_time(self, row: Row) -> list[Row]:
-        """Responses to the same prompt, oldest first, evenly thinned where there are many."""
+        """Return responses to the same prompt, oldest first; at most MAX_HISTORY, evenly spaced."""
         same = [r for r in self.rows() if r.uid == row.uid and r.split == row.split]
         return thin_evenly(same, MAX_HISTORY)
 
     def _search(self, rows: Sequence[Row], pattern: str, where: str) -> Iterator[Row]:
-        """The rows in whose texts a pattern is found, whatever its case."""
+        """Yield the rows whose texts match a regular expression, ignoring case."""
+        # Unlike `re`, the package regex has a time limit: patterns of users may take forever.
         import regex
 
         try:
             expression = regex.compile(pattern, regex.IGNORECASE)
         except (regex.error, RecursionError) as error:
             raise UserError(f"The pattern cannot be read: {error}.") from error
+        # Search one field or all.
         names = (where,) if where in TEXTS else TEXTS
         by_file: dict[tuple[str, int], list[Row]] = defaultdict(list)
         for row in rows:
@@ -213,6 +225,7 @@ class Rollouts:
                     if any(expression.search(text, timeout=seconds_left) for text in texts):
                         yield row
                 seconds_left -= time.monotonic() - start
+                # The time limit is for the search as a whole.
                 if seconds_left <= 0:
                     raise TimeoutError
         except (TimeoutError, MemoryError) as error:
@@ -220,7 +233,7 @@ class Rollouts:
 
 
 def _find_thought_spans(line: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Where the thoughts of a response are in its text, as the page folds them away."""
+    """Return (start, end) of each thought in a response's text; the page folds them."""
     opened, text = str(line.get("opened") or ""), str(line.get("response") or "")
     thoughts = find_thoughts(opened + text, cut=line.get("finish_reason") == "length")
     return [
@@ -229,14 +242,15 @@ def _find_thought_spans(line: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def _file_state(file: Path) -> tuple[int, int] | None:
-    with suppress(FileNotFoundError):  # a run that goes on from an earlier step removes it
+    """Return size and modification time of a file; None if it does not exist."""
+    with suppress(FileNotFoundError):  # a run that resumes from an earlier step removes it
         state = file.stat()
         return state.st_size, state.st_mtime_ns
     return None
 
 
 def _read_step(folder: Path, split: str, step: int) -> list[dict[str, Any]]:
-    """The lines of a step; a link that leads out of the run folder is refused."""
+    """Return the lines of a step; DataError for a link that leads out of the run folder."""
     file = rollout_file(folder, step, split)
     if not file.resolve().is_relative_to(folder.resolve()):
         raise DataError(f"{file} leads out of the run folder, so it is not read.")
@@ -244,6 +258,7 @@ def _read_step(folder: Path, split: str, step: int) -> list[dict[str, Any]]:
 
 
 def _index_step(folder: Path, split: str, step: int) -> Iterator[Row]:
+    """Yield the index entries of a step; wrong types in the file become empty values."""
     for number, line in enumerate(_read_step(folder, split, step)):
         score = line.get("score")
         yield Row(
@@ -258,17 +273,19 @@ def _index_step(folder: Path, split: str, step: int) -> Iterator[Row]:
 
 
 def _integer_or_zero(value: Any) -> int:
+    """Return an integer unchanged, and 0 for anything else."""
     return value if isinstance(value, int) else 0
 
 
 def _dispute_gap(line: Mapping[str, Any]) -> float:
-    """The widest gap: between scaled parts, to the monitoring judge, twice the spread of votes."""
+    """Return the largest gap: of scaled parts, to the second judge, or twice the vote spread."""
     parts = line.get("parts")
     scores = parts.values() if isinstance(parts, dict) else ()
     scaled = [part.get("scaled") for part in scores if isinstance(part, dict)]
     numbers = [float(v) for v in scaled if isinstance(v, int | float)]
     gaps = [max(numbers) - min(numbers)] if len(numbers) > 1 else [0.0]
     mixture = line.get("mixture")
+    # In a mixture each judge has its own facts.
     for facts in [line, *(mixture.values() if isinstance(mixture, dict) else ())]:
         if isinstance(facts, dict):
             factors = {2: facts.get("vote_spread"), 1: facts.get("monitor_gap")}
@@ -277,10 +294,11 @@ def _dispute_gap(line: Mapping[str, Any]) -> float:
 
 
 def _make_filter(query: Mapping[str, str]) -> Callable[[Row], bool]:
-    """Whether a row passes the filters that need no text."""
+    """Return a predicate for the query's filters that need only the index."""
     low, high = _parse_number(query, "from_step"), _parse_number(query, "to_step")
     least, greatest = _parse_number(query, "min"), _parse_number(query, "max")
     split, source, why = (query.get(name, "") for name in ("split", "source", "why"))
+    # Filters apply only if the query has their name with a value.
     predicates: dict[str, Callable[[Row], bool]] = {
         "from_step": lambda row: low is None or row.step >= low,
         "to_step": lambda row: high is None or row.step <= high,
@@ -296,6 +314,7 @@ def _make_filter(query: Mapping[str, str]) -> Callable[[Row], bool]:
 
 
 def _parse_number(query: Mapping[str, str], name: str) -> float | None:
+    """Return a finite number of the query; None if it is empty, UserError if it is not a number."""
     text = query.get(name, "").strip()
     if not text:
         return None
@@ -306,12 +325,12 @@ def _parse_number(query: Mapping[str, str], name: str) -> float | None:
 
 
 def parse_whole_number(text: str) -> int | None:
-    """The number of a step, a line or a place; None for all else."""
+    """Return a text of digits as an integer; None for anything else."""
     return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
 
 
 def truncate_texts(line: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
-    """A line whose texts have at most so many characters; `cut` names the full length of each."""
+    """Return a line with texts cut to `max_chars` characters; `cut` has their full lengths."""
     shortened, lengths = dict(line), {}
     for name, value in line.items():
         if max_chars is not None and isinstance(value, str) and len(value) > max_chars:
@@ -320,7 +339,7 @@ def truncate_texts(line: Mapping[str, Any], max_chars: int | None) -> dict[str, 
 
 
 def make_table_row(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What the table shows of a row."""
+    """Return the fields that the page's table shows, with shortened texts."""
     names = ("id", "response_id", "split", "step", "uid", "sample", "data_source", "score",
              "tokens", "changed", "disputed")  # fmt: skip
     texts = {name: str(line.get(name) or "")[:SNIPPET_CHARS] for name in (*TEXTS, "failure")}
@@ -328,7 +347,7 @@ def make_table_row(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def thin_evenly(rows: Sequence[Row], count: int) -> list[Row]:
-    """At most so many rows, evenly over all of them, the first and the last among them."""
+    """Return at most `count` evenly spaced rows, including the first and the last."""
     if len(rows) <= count:
         return list(rows)
     return (
@@ -337,14 +356,15 @@ def thin_evenly(rows: Sequence[Row], count: int) -> list[Row]:
 
 
 def choose_sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
-    """The rows that a report holds: all, or the most telling ones that fit.
+    """Choose the rows of a report: all, or the most interesting ones that fit in `most_bytes`.
 
-    Half of the room goes to whole histories of prompts, a quarter to the best, worst, most
-    disputed and failed ones, the rest to rows from every part of the run.
+    A quarter of the bytes goes to the best, worst, most disputed and failed rows, a quarter to
+    rows from all parts of the run, and half to histories of prompts.
     """
     rows = rollouts.rows()
     if sum(_estimate_bytes(row) for row in rows) <= most_bytes:
         return list(rows)
+    # Best and worst are taken in turn with disputed and failed ones.
     extremes = [
         sorted((r for r in rows if r.score is not None), key=lambda r: r.score or 0.0),
         sorted((r for r in rows if r.score is not None), key=lambda r: -(r.score or 0.0)),
@@ -354,7 +374,7 @@ def choose_sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
     histories: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         histories[row.split, row.uid].append(row)
-    # The most changed prompts first; those that changed alike in an order that is not the file's.
+    # The most changed prompts first; equal ones in a fixed order that is independent of the file's.
     prompts = sorted(
         histories,
         key=lambda p: (-rollouts.score_change(histories[p][0]), zlib.crc32(repr(p).encode())),
@@ -366,6 +386,7 @@ def choose_sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
         (most_bytes / 2, (row for p in prompts for row in thin_evenly(histories[p], MAX_HISTORY))),
     )  # fmt: skip
     chosen: dict[str, Row] = {}
+    # A row that would fill a quarter of its room is skipped, so that others fit.
     for room, wished in wishes:
         bytes_left = room
         for row in wished:
@@ -378,22 +399,23 @@ def choose_sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
 
 
 def _estimate_bytes(row: Row) -> float:
-    """About how many bytes a row takes in a report."""
+    """Return the approximate bytes of a row in a report."""
     return min(row.size, 3 * MAX_REPORT_TEXT_CHARS)
 
 
 def set_label(
     rollouts: Rollouts, name: str, response: str | None, label: float | None, comment: str
 ) -> dict[str, Any]:
-    """Write a label or comment into the run folder; an empty one is removed.
+    """Write a label or comment to the run folder; without both, the label is removed.
 
-    `response` is the id of the response that the page shows; UserError where the run went on with
-    another one.
+    `response` is the id of the response that the page shows; UserError if the run has replaced it
+    by another one.
     """
+    # The page may be older than the file.
     (line,) = rollouts.read([rollouts.row_of_id(name)], None)
     if not line or response not in (None, line["response_id"]):
         raise UserError(
-            "This response is not in the run any more: the run went on from an earlier step. "
+            "This response is no longer in the run, which resumed from an earlier step. "
             "Reload the page."
         )
     return write_label(rollouts.folder, line, label, comment)

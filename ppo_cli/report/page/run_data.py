@@ -1,4 +1,4 @@
-"""What a run folder tells of a run, as JSON for the page: curves, findings, settings, spending."""
+"""Reads a run folder for the page: curves, findings, settings and spending, as JSON."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ from ppo_cli.run_folder import (
     run_settings,
 )
 
-# The metric that a trouble shows in; others are marked in the reward.
+# Kind of trouble -> metric whose curve marks it; other troubles are marked in the reward.
 METRIC_OF_TROUBLE = {
     "kl_high": "kl_divergence", "clip_high": "clip_fraction", "ratio": "ppo_ratio",
     "entropy": "entropy", "critic": "explained_variance", "failed": "score/failed_share",
     "too_long": "response_length/clip_ratio", "sampler": "rollout/logprob_diff",
 }  # fmt: skip
+# Advice of the KL tile when the distance is worth it.
 KL_PAYS_NOTE = "Fine while the reward rises: no judge or reward model scores here."
+# A line of config.yaml: indentation, key, value, and the origin as a comment.
 _SETTING = re.compile(r"^( *)([\w.-]+):(?: (.*?)  # (.*))?$")
 RESUMED = "perf/resumed"
 
 
 class RunData:
-    """One run folder; `read` gives it as it is now, and costs little where nothing has changed."""
+    """One run folder; `read` returns its current data, cached while no file has changed."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -48,19 +50,19 @@ class RunData:
         self._lock = threading.Lock()
         self._version: tuple[Any, ...] = ()
         self._data: dict[str, Any] = {}
-        self._troubles: list[dict[str, str]] = []  # of each step that was checked
+        self._troubles: list[dict[str, str]] = []  # of each line in `_checked`
         self._checked: list[Mapping[str, Any]] = []
         self._people: tuple[Opinion, ...] = ()
 
     def version(self) -> tuple[Any, ...]:
-        """What changes when a file that the page reads does."""
+        """Return a value that changes when a file that the page reads changes."""
         files = [self.folder / name for name in (METRICS_FILE, "config.yaml", LABELS_FILE)]
         states = [f.stat() for f in [*files, *sorted(self.folder.glob(SPENT))] if f.exists()]
         saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
         return (*((s.st_size, s.st_mtime_ns) for s in states), *saved)
 
     def read(self) -> dict[str, Any]:
-        """The run as JSON; see `page.js` for how each key is shown."""
+        """Return the run as a dictionary for JSON; base.js and curves.js show its keys."""
         with self._lock:
             version = self.version()
             if version != self._version:
@@ -68,17 +70,21 @@ class RunData:
             return self._data
 
     def _read(self) -> dict[str, Any]:
+        """Read all files of the run and compute curves, tiles, findings and spending."""
         history = read_metrics(self.folder)
         config, note = read_run_config(self.folder)
         saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
+        # Ranges of the run's settings; labels of people measure the judge's drift.
         limits = make_limits(config) if config else Limits()
         people = read_opinions(self.folder, config) if config else ()
         limits = replace(limits, saved=tuple(saved), people=people)
         steps = [int(line["step"]) for line in history]
+        # Curves and tiles.
         keys = _drop_repeated_keys({key for line in history for key in line} - {"step", RESUMED})
         series = {key: [_round_for_curve(line.get(key)) for line in history] for key in keys}
         tiles = make_tiles(series, steps, limits)
         findings = self._findings(history, limits)
+        # A high KL is fine while rules give more reward, unless it is extreme.
         far = any(span["kind"] == "kl_high" and span["now"] for span in findings)
         if not far and distance_pays([line for line in history if line["step"] > 0], limits):
             for tile in tiles:
@@ -110,14 +116,16 @@ class RunData:
     def _findings(
         self, history: Sequence[Mapping[str, Any]], limits: Limits
     ) -> list[dict[str, Any]]:
-        """The troubles of all steps as spans, oldest first; a step is checked once."""
+        """Return the troubles of all steps as spans, oldest first; each step is checked once."""
         if history[: len(self._checked)] != self._checked or limits.people != self._people:
             self._troubles.clear()
         self._people = limits.people
+        # Check each new step with the history up to it, as the run did.
         for end in range(len(self._troubles) + 1, len(history) + 1):
             part = history[:end]
             self._troubles.append(find_troubles(part, limits) if part[-1]["step"] > 0 else {})
         self._checked = list(history)
+        # Join steps with the same trouble to spans, unless calm steps lie between.
         spans: list[dict[str, Any]] = []
         last: dict[str, dict[str, Any]] = {}
         for line, troubles in zip(history, self._troubles, strict=True):
@@ -137,7 +145,7 @@ class RunData:
 
 
 def _drop_repeated_keys(keys: set[str]) -> list[str]:
-    """The keys without those that repeat another: the only part of a reward is the reward."""
+    """Return sorted metric keys without redundant ones, such as the only part of a reward."""
     for start in ("reward/", "val/reward/", "val/reward_mean/"):
         parts = {key for key in keys if re.fullmatch(f"{start}[^/]+", key)}
         keys = keys - parts if len(parts) == 1 else keys
@@ -152,7 +160,7 @@ def summarise_in_sentence(
     findings: Sequence[Mapping[str, Any]],
     usd: float,
 ) -> str:
-    """How the run went, in one sentence."""
+    """Return one sentence on the run: changes, metrics out of range, findings, failures."""
     if not history:
         return "No step is finished yet."
     steps = int(history[-1]["step"])
@@ -162,6 +170,7 @@ def summarise_in_sentence(
         if total and steps < total
         else f"{steps} step{'s' * (steps != 1)}"
     )
+    # First and last values of the main measures.
     summary = summarise(history, folder, config or Config(), session=(0, 0.0), resume_command="")
     changes = [
         f"{name} {_format_value(after)}"
@@ -171,6 +180,7 @@ def summarise_in_sentence(
         for name, before, after in summary.measures
     ]
     clauses = [", ".join(changes[:3] or ["no reward yet"]) + f" in {length}"]
+    # What is out of range now.
     outside = [tile for tile in tiles if tile["side"] and "pays" not in tile]
     clauses += [
         f"{tile['title']} {_format_value(tile['value'])}, {tile['side']} its range since step "
@@ -178,12 +188,14 @@ def summarise_in_sentence(
         for tile in outside
         if tile["key"] != "score/failed_share"
     ]
+    # Findings that no tile covers, with the first sentence of each.
     covered = {tile["key"] for tile in outside} | {"score/failed_share"}
     clauses += [
         span["text"].split(". ")[0].rstrip(".")
         for span in findings
         if span["now"] and METRIC_OF_TROUBLE.get(span["kind"]) not in covered
     ]
+    # Failures and cost.
     failed = sum(int(line.get(f"{v}score/failed") or 0) for line in history for v in ("", "val/"))
     failing = f"{failed:,} response{'s' * (failed > 1)} without a score"
     failing = failing if failed else "nothing failed"
@@ -192,19 +204,19 @@ def summarise_in_sentence(
 
 
 def _format_value(value: float) -> str:
-    """A number as people write it: two decimals, or two digits of a small one."""
+    """Return a number with two decimals, or with two significant digits if it is small."""
     if abs(value) >= 0.1 or abs(value) < ROUNDING:
         return f"{abs(value) if abs(value) < ROUNDING else value:.2f}"
     return f"{value:.2g}"
 
 
 def _round_for_curve(value: Any) -> float | None:
-    """Six digits are more than a curve can show, and halve the page."""
+    """Return a number with six digits, which halves the page and is enough for a curve."""
     return None if value is None else float(f"{float(value):.6g}")
 
 
 def read_run_config(folder: Path) -> tuple[Config | None, str]:
-    """The settings of a run; None and why where they cannot be read."""
+    """Return the settings of a run and ""; None and a note if they cannot be read."""
     if not (folder / "config.yaml").exists():
         return None, "The folder has no config.yaml: ranges are those of the default settings."
     try:
@@ -215,11 +227,12 @@ def read_run_config(folder: Path) -> tuple[Config | None, str]:
 
 
 def read_settings(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
-    """Key, value and origin of each setting as config.yaml has them; and what wrote the file."""
+    """Return (key, value, origin) of each setting in config.yaml, and what wrote the file."""
     file = folder / "config.yaml"
     if not file.exists():
         return [], ""
     settings, groups, written_by = [], list[tuple[int, str]](), ""
+    # The origins are comments, which YAML parsers drop, so lines are parsed here.
     for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
         if line.startswith(WRITTEN_BY):
             written_by = line.removeprefix(WRITTEN_BY)
@@ -232,7 +245,7 @@ def read_settings(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
 
 
 def _summarise_spending(folder: Path, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Time, tokens, and what judges were paid."""
+    """Return the spending of a run: dollars, and table rows with time, tokens and judge cost."""
     calls = paid_calls(folder)
     models = Counter(str(call.get("model")) for call in calls)
     tokens = {kind: sum(int(call.get(kind) or 0) for call in calls) for kind in ("input", "output")}

@@ -1,6 +1,6 @@
-"""The page about runs: one HTML text with scripts, styles and data inside, as a file or served.
+"""The page about runs: one HTML text with scripts, styles and data, as a file or served.
 
-The server answers who has its token; rows come when asked for.
+The server answers only requests with its token, and sends rows on request.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from ppo_cli.report.page.rollouts import (
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run_folder import LABELS_FILE, plain
 
-MAX_REPORT_BYTES = 12_000_000  # of responses in a report, for all its runs
+MAX_REPORT_BYTES = 12_000_000  # of responses in a report, over all its runs
 SCRIPTS = ("base.js", "curves.js", "rollouts.js")
 
 
 def render_report(runs: Sequence[RunData], most_bytes: int = MAX_REPORT_BYTES) -> str:
-    """The page as one file: it needs no server, no network and no other file."""
+    """Return the page as the HTML of one file that needs no server, network or other file."""
+    # Each run gets an equal share of the bytes.
     rows, notes = [], []
     for run in runs:
         rollouts = Rollouts(run.folder)
@@ -55,9 +56,9 @@ def render_report(runs: Sequence[RunData], most_bytes: int = MAX_REPORT_BYTES) -
         chosen = choose_sample(rollouts, most_bytes // len(runs))
         rows.append(rollouts.read(chosen, MAX_REPORT_TEXT_CHARS))
         notes.append(
-            f"{len(chosen):,} of {total:,} responses are in this file: whole histories of the "
-            "prompts that changed most, the best, worst, most disputed and failed, and some of "
-            f"every part of the run. All are in `ppo view {run.name}`."
+            f"{len(chosen):,} of {total:,} responses are in this file: the histories of the "
+            "prompts that changed most, the best, worst, most disputed and failed ones, and some "
+            f"from every part of the run. `ppo view {run.name}` has all of them."
             if len(chosen) < total
             else ""
         )
@@ -71,13 +72,14 @@ def render_report(runs: Sequence[RunData], most_bytes: int = MAX_REPORT_BYTES) -
 
 
 def render_page(data: Mapping[str, Any]) -> str:
-    """The HTML of the page for this data; text of the data stays text."""
+    """Return the HTML of the page for this data; texts in the data cannot become HTML."""
     package = files("ppo_cli.report.page")
-    # The pictures of the overview come before Bokeh is read, which takes a moment.
+    # The overview is drawn before Bokeh is loaded, which takes a moment.
     scripts = [package.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS]
     overview, later = scripts[0], "\n".join(scripts[1:])
     blocks = [overview, *(path.read_text(encoding="utf-8") for path in bokeh_files()), later]
     facts = {"version": __version__} | dict(data)
+    # Fill the {{NAME}} places of the template.
     values = {
         "CSP": make_security_policy(blocks, live=bool(data["live"])),
         "STYLE": package.joinpath("page.css").read_text(encoding="utf-8"),
@@ -92,16 +94,18 @@ def render_page(data: Mapping[str, Any]) -> str:
 
 
 def encode_json(value: Any) -> str:
-    """JSON that is safe within a script element: without `<`, `>`, `&` and line separators."""
+    """Return JSON that is safe in a script element: `<`, `>`, `&`, line separators are escaped."""
     text = json.dumps(plain(value), ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    # A character that a sampler cut in half has no UTF-8: as \udXXX it is JSON all the same.
+    # Half of a surrogate pair, which a sampler may cut, is not valid UTF-8: escape it as \udXXX.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def make_security_policy(blocks: Sequence[str], *, live: bool) -> str:
-    """The Content-Security-Policy: these scripts and nothing else run, nothing is loaded."""
+    """Return the Content-Security-Policy: only these scripts run, and nothing is loaded."""
+    # Scripts are allowed by their hash, so injected ones cannot run. Style attributes of Bokeh and
+    # the page need 'unsafe-inline'.
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(block.encode()).digest()).decode()}'"
         for block in blocks
@@ -114,18 +118,20 @@ def make_security_policy(blocks: Sequence[str], *, live: bool) -> str:
 
 
 def bokeh_files() -> list[Path]:
-    """The JavaScript of the installed Bokeh: the library and its plotting interface."""
+    """Return the JavaScript files of the installed Bokeh: the library and its plotting API."""
+    # Not in Bokeh's documented interface (tried with 3.9).
     from bokeh.util.paths import bokehjs_path
 
     folder = Path(bokehjs_path()) / "js"
     return [folder / "bokeh.min.js", folder / "bokeh-api.min.js"]
 
 
-ROWS = 50  # of a page of the table
-ANSWER_S = 0.5  # then the table shows what is read so far, and the page asks again
+ROWS = 50  # per page of the table
+ANSWER_S = 0.5  # after which a reply has the rows read so far, and the page asks again
 MAX_BODY_BYTES = 100_000  # bytes of a label with its comment
 BODY_S = 5.0  # for a client to send what it has announced
 ALLOW = {"Allow": "GET, POST"}
+# Headers of every reply: nothing is cached, and other sites can neither embed nor read the page.
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -137,13 +143,14 @@ HEADERS = {
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves runs on `host`; every request needs the token, in its address or its cookie."""
+    """HTTP server for the page; every request needs the token, in its address or its cookie."""
 
     daemon_threads = True
 
     def __init__(self, runs: Sequence[RunData], host: str = "127.0.0.1", port: int = 0) -> None:
         self.runs = list(runs)
         self.rollouts = [Rollouts(run.folder) for run in runs]
+        # Other users of this machine can connect to the port, but do not have the token.
         self.token = secrets.token_urlsafe(24)
         self.host = host
         if ":" in host:
@@ -151,18 +158,18 @@ class PageServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind without asking for this machine's name, which may take seconds without a network."""
+        """Bind without looking up this machine's name, which may take seconds without a network."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.host, self.port
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing where a browser has gone away before its answer."""
+        """Ignore connections that the browser has closed; print other errors."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port on which the server listens."""
         return int(self.server_address[1])
 
     @property
@@ -172,7 +179,10 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{host}:{self.port}/?token={self.token}"
 
     def allows_host(self, header: str) -> bool:
-        """Whether a Host header names this machine; a name that only resolves to it does not."""
+        """Whether a Host header is allowed: localhost, --host, or an IP address of this machine.
+
+        Other names are refused even if they resolve to this machine (DNS rebinding).
+        """
         try:
             name = (urlsplit(f"//{header}").hostname or "").lower()
         except ValueError:
@@ -183,36 +193,42 @@ class PageServer(ThreadingHTTPServer):
             address = ipaddress.ip_address(name)
         except ValueError:
             return False
+        # On a loopback address only loopback names are right; else any IP address is.
         listens_on = ipaddress.ip_address(str(self.server_address[0]))
         return address.is_loopback or not listens_on.is_loopback
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Handles a request: checks host, token and origin, then calls the route of the path."""
+
     server: PageServer
+    # Settings of the base class: keep connections open, and do not send Python's version.
     protocol_version = "HTTP/1.1"
     server_version = "ppo-cli"
     sys_version = ""
     timeout = 60
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Write nothing: addresses hold the token."""
+        """Log nothing, as addresses contain the token."""
 
     def do_GET(self) -> None:
-        """Answer with the page or with the rows that it asks for."""
+        """Answer with the page or its data."""
         self._handle()
 
     def do_POST(self) -> None:
-        """Take a label."""
+        """Save a label."""
         self._handle()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer a request that the base class cannot parse; it is never the server's fault."""
+        """Answer a request that the base class cannot parse, always with a status of 4xx."""
+        # Methods other than GET and POST.
         if code == HTTPStatus.NOT_IMPLEMENTED:
             self._send(405, "The page is read with GET, and labels are sent with POST.", ALLOW)
         else:
             self._send(code if code < 500 else 400, message or HTTPStatus(code).phrase)
 
     def _handle(self) -> None:
+        """Check the request and call its route; refusals and user errors become replies."""
         try:
             self._check_host()
             path, query = self._read_target()
@@ -221,6 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
             method, route = ROUTES[path]
             if self.command != method:
                 raise _HttpRefusal(405, f"{path} takes {method} only.")
+            # Another site may send a form with the cookie; only the page may write.
             if method == "POST" and not self._same_origin():
                 raise _HttpRefusal(403, "Labels are taken from the page itself only.")
             route(self, query)
@@ -230,11 +247,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(400, str(error))
 
     def _check_host(self) -> None:
+        """Refuse a Host header with another name, which DNS rebinding would have."""
         if not self.server.allows_host(self.headers.get("Host", "")):
             raise _HttpRefusal(403, "This server answers only under the name of its own machine.")
 
     def _read_target(self) -> tuple[str, dict[str, str]]:
-        """The path and the query of a request that has the token."""
+        """Return path and query of a request; refuse it without the token."""
         try:
             parts = urlsplit(self.path)
             self.path.encode("ascii")
@@ -249,6 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
             ) from error
 
     def _has_token(self, query: Mapping[str, str]) -> bool:
+        """Whether the query or the cookie has the token, compared in constant time."""
         try:
             cookies = SimpleCookie(self.headers.get("Cookie", ""))
         except CookieError:
@@ -263,6 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
         return f"ppo_view_{self.server.port}"  # cookies are shared by the ports of a machine
 
     def _same_origin(self) -> bool:
+        """Whether the request comes from this page; programs send no Origin."""
         origin = self.headers.get("Origin")
         try:
             return origin is None or urlsplit(origin).netloc == self.headers.get("Host")
@@ -270,17 +290,20 @@ class _Handler(BaseHTTPRequestHandler):
             return False
 
     def _serve_page(self, query: dict[str, str]) -> None:
-        if "token" in query:  # the address without it may be shown, copied and kept
+        """Send the page; an address with the token is first replaced by a cookie."""
+        if "token" in query:  # so that the address in the browser does not show it
             cookie = f"{self._cookie_name}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             self._send(303, "", {"Location": "/", "Set-Cookie": cookie})
             return
         text = render_page({"live": True, **self._collect_state()})
+        # A header can also forbid frames, which the page's meta element cannot.
         policy = text.split('http-equiv="Content-Security-Policy" content="', 1)[1].split('"')[0]
         self._send(
             200, text, {"Content-Security-Policy": f"{policy}; frame-ancestors 'none'"}, "text/html"
         )
 
     def _collect_state(self) -> dict[str, Any]:
+        """Return the data of all runs but their responses."""
         runs = self.server.runs
         return {
             "seen": repr([run.version() for run in runs]),
@@ -290,11 +313,12 @@ class _Handler(BaseHTTPRequestHandler):
         }
 
     def _serve_runs(self, query: dict[str, str]) -> None:
-        """All about the runs but their responses; nothing where the page has seen it."""
+        """Send the data of all runs but their responses; an empty object if nothing is new."""
         same = query.get("seen") == repr([run.version() for run in self.server.runs])
         self._send_json({} if same else self._collect_state())
 
     def _serve_rows(self, query: dict[str, str]) -> None:
+        """Send one page of the table of responses."""
         rollouts = self._select_rollouts(query)
         chosen = rollouts.select(query, ANSWER_S)
         offset = parse_whole_number(query.get("offset", "0"))
@@ -311,21 +335,25 @@ class _Handler(BaseHTTPRequestHandler):
         })  # fmt: skip
 
     def _serve_row(self, query: dict[str, str]) -> None:
+        """Send one response; long texts are cut unless `whole` is set."""
         rollouts = self._select_rollouts(query)
         max_chars = None if query.get("whole") else MAX_TEXT_CHARS
         self._send_json(rollouts.read([rollouts.row_of_id(query.get("id", ""))], max_chars)[0])
 
     def _serve_prompt(self, query: dict[str, str]) -> None:
+        """Send the responses to one prompt over the run."""
         rollouts = self._select_rollouts(query)
         rows = rollouts.through_time(rollouts.row_of_id(query.get("id", "")))
         self._send_json(rollouts.read(rows, MAX_REPORT_TEXT_CHARS))
 
     def _take_label(self, query: dict[str, str]) -> None:
+        """Save the label in the request's body, and send its line back."""
         body = self._read_body()
         try:
             sent = json.loads(body)
             label, comment, name = sent["label"], sent["comment"], sent["id"]
             response = sent.get("response_id")
+            # `type`, as True and False are ints for isinstance.
             is_label = label is None or (type(label) in (int, float) and math.isfinite(label))
             texts = isinstance(comment, str) and isinstance(name, str)
             if not (is_label and texts and isinstance(response, str | None)):
@@ -339,12 +367,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _read_body(self) -> bytes:
         """Return the request body; raise `_HttpRefusal` if its length is not as announced."""
+        # Several different lengths are a sign of request smuggling.
         lengths = set(self.headers.get_all("Content-Length", []))
         size = lengths.pop() if len(lengths) == 1 else ""
         if not re.fullmatch("[0-9]+", size):
             raise _HttpRefusal(400, "A label comes with one Content-Length.")
         if len(size) > 9 or int(size) > MAX_BODY_BYTES:
             raise _HttpRefusal(413, f"A label may have {MAX_BODY_BYTES:,} bytes with its comment.")
+        # A client that sends less than it announced must not block the thread.
         self.connection.settimeout(BODY_S)
         try:
             body = self.rfile.read(int(size))
@@ -356,6 +386,7 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def _select_rollouts(self, query: Mapping[str, str]) -> Rollouts:
+        """Return the responses of the run with the query's number."""
         number = query.get("run", "0")
         place = parse_whole_number(number)
         if place is None or place >= len(self.server.rollouts):
@@ -363,6 +394,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.rollouts[place]
 
     def _send_json(self, value: Any) -> None:
+        """Send a value as JSON."""
         self._send(200, encode_json(value), {}, "application/json")
 
     def _send(
@@ -372,8 +404,10 @@ class _Handler(BaseHTTPRequestHandler):
         headers: Mapping[str, str] | None = None,
         kind: str = "text/plain",
     ) -> None:
+        """Send a reply; after an error the connection is closed."""
+        # Texts of models may have half surrogate pairs.
         body = text.encode("utf-8", "backslashreplace")
-        self.request_version = self.protocol_version  # a line that is no request gets a status too
+        self.request_version = self.protocol_version  # malformed requests get a status line as well
         self.send_response(status)
         for name, value in {**HEADERS, **(headers or {})}.items():
             self.send_header(name, value)
@@ -388,7 +422,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._discard_input()
 
     def _discard_input(self) -> None:
-        """Read what came with a refused request: closing before would take the answer back."""
+        """Read the rest of a refused request: closing earlier would reset the connection."""
         self.close_connection = True
         self.wfile.flush()
         self.connection.shutdown(socket.SHUT_WR)
@@ -400,13 +434,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _HttpRefusal(Exception):
-    """Why a request gets another status than 200."""
+    """A refused request: its HTTP status and the text of the reply."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
 
 
+# Path -> (method, handler).
 _Route = Callable[[_Handler, dict[str, str]], None]
 ROUTES: Mapping[str, tuple[str, _Route]] = {
     "/": ("GET", _Handler._serve_page),
@@ -419,13 +454,13 @@ ROUTES: Mapping[str, tuple[str, _Route]] = {
 
 
 def _calibrate_command(folder: Path) -> str:
-    """The command that compares the reward of a run with the labels given in the page."""
+    """Return the command that compares the reward of a run with the labels from the page."""
     labels, config = (shlex.quote(str(folder / n)) for n in (LABELS_FILE, "config.yaml"))
     return ppo(f"reward calibrate {labels} --labels label --config {config}")
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunData]:
-    """The runs of these folders, each with a name that tells it from the others."""
+    """Return the runs of these folders, each with a unique name."""
     names = [folder.resolve().name for folder in folders]
     return [
         RunData(folder, name if names.count(name) == 1 else str(folder))
