@@ -307,7 +307,7 @@ def print_prepared(files: Sequence[PreparedFile]) -> None:
     held_out = next((split for split in ("val", "test") if split in paths), None)
     flags += ["--val_files", str(paths[held_out])] if held_out else []
     print_text(f"Next: {ppo('train')} {shlex.join(flags)}")
-    # Preference pairs train a reward model.
+    # Preference pairs are for a reward model.
     if pairs := next((paths[split] for split in paths if split.startswith("pairs_")), None):
         command = shlex.join(["--data", str(pairs), "--model", "MODEL", "--out", "my_rm"])
         print_text(f"Or:   {ppo('reward fit')} {command}")

@@ -170,14 +170,14 @@ def split_models_and_overrides(args: Sequence[str]) -> tuple[list[str], tuple[st
     An override is KEY=VALUE or ~KEY, unless a path with that name exists.
     """
 
-    def overrides(word: str) -> bool:
+    def is_override(word: str) -> bool:
         # Path.expanduser would raise for ~reward.rule, as no user has that name.
         is_path = os.path.exists(os.path.expanduser(word.rpartition("@")[0] or word))
         return not is_path and ("=" in word or (word.startswith("~") and "/" not in word))
 
     return (
-        [word for word in args if not overrides(word)],
-        tuple(word for word in args if overrides(word)),
+        [word for word in args if not is_override(word)],
+        tuple(word for word in args if is_override(word)),
     )
 
 

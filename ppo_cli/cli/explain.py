@@ -25,7 +25,7 @@ HEADINGS = {
     "key": "setting", "metric": "metric", "is": "is", "type": "type", "range": "range",
     "usual": "usual", "default": "default", "flag": "flag", "variable": "variable",
     "stays_for": "stays for", "healthy": "healthy", "otherwise": "otherwise", "plot": "plot",
-    "no_effect": "no effect if", "beside": "beside it",
+    "no_effect": "no effect if", "beside": "related",
 }  # fmt: skip
 
 

@@ -497,6 +497,7 @@ def _resolve_settings(arguments: Arguments) -> tuple[Config, Screen]:
 def _print_result(
     arguments: Arguments, result: dict[str, Any], lines: Callable[[dict[str, Any]], list[str]]
 ) -> None:
+    """Print a result as JSON for --json, else as the lines that `lines` returns."""
     print_result(result, lambda: "\n".join(lines(result)), as_json=arguments.extras["json"])
 
 

@@ -46,14 +46,14 @@ def _entropy_band(limits: Limits, values: Series) -> Band:
     return (limits.entropy_share * sum(early) / len(early), None) if early else (None, None)
 
 
-_JUMP_ADVICE = "Jumps by ten: once is harmless; if they come again, lower "
+_JUMP_ADVICE = "A single jump by ten is harmless; if it happens again, lower "
 # In the order of the page. Fields: key, plot, tile, description, advice, band.
 METRICS = (
     # Rewards.
     Metric("reward_mean", "Reward", "reward", "Mean score of the responses of a step.",
            "Should rise. If not: look at the worst responses, then --lr and the reward."),
     Metric("reward/*", "Parts of the reward, raw"),
-    Metric("rubric/*", "Credit of each criterion", "", "1 where it is met, or its fault avoided."),
+    Metric("rubric/*", "Credit of each criterion", "", "1 if it is met, or its fault is avoided."),
     Metric("val/accuracy", "Validation", "validation accuracy", "Share of right answers.",
            "If it falls while the reward rises, the model learns the reward and not the task."),
     Metric("val/reward_mean", "Validation", "validation reward", "Mean score in validation.",
@@ -73,7 +73,7 @@ METRICS = (
     Metric("value_loss", "Value loss", "value loss", "Error of the critic.",
            "Should fall, then follow the reward. If it rises, lower --critic_lr."),
     Metric("explained_variance", "Explained variance", "explained variance",
-           "How much of the returns the critic foresees; 1 is all.",
+           "How much of the returns the critic predicts; 1 is all.",
            "raise --critic_lr or --critic_epochs, or set trainer.critic_warmup",
            lambda *_: (0.0, 1.0)),
     Metric("policy_loss", "Policy loss"),
@@ -92,7 +92,7 @@ METRICS = (
     Metric("answer_length/mean", "Thought and answer length"),
     Metric("thought/length_max", "Thought and answer length"),
     Metric("thought/unclosed_share", "Thoughts not closed", "no answer",
-           "Share of responses that end within a thought: they have no answer.",
+           "Share of responses that end inside a thought, so have no answer.",
            "raise --max_response_length, or set --thought_budget",
            lambda limits, _: (None, limits.truncated_share)),
     Metric("thought/share", "Thoughts not closed"),
@@ -112,7 +112,7 @@ METRICS = (
     Metric("judge*/calls", "Judge calls"),
     Metric("judge*/cached", "Judge calls"),
     Metric("judge*/retries", "Judge calls"),
-    Metric("judge*/place_followed", "Verdicts that follow the place", "by place",
+    Metric("judge*/place_followed", "Verdicts that follow the position", "by place",
            "Share of comparisons in which the same place won in both orders.",
            "try another --rm_model, or say in the prompt what decides",
            lambda *_: (None, 0.5)),
@@ -128,11 +128,11 @@ METRICS = (
     Metric("judge/drift", "Drift of the judge", "drift",
            "How much more the judge's scores have risen than people's labels, a second judge "
            "or a rule.",
-           "The model learns to please the judge: another checkpoint, or another prompt of it",
+           "The model learns to please the judge: use an earlier checkpoint or another prompt",
            lambda *_: (None, DRIFTED)),
     Metric("judge*/label_drift", "Judge on the same labelled responses", "same responses",
-           "How much its scores of the same responses have moved since they were first read.",
-           "What answers under the judge's name has changed: name a version that stays",
+           "How much its scores of the same responses have changed since the first reading.",
+           "The model behind the judge's name has changed: name a fixed version",
            lambda *_: (-DRIFTED, DRIFTED), low_counts=True),
     Metric("judge*/label_gap", "Judge on the same labelled responses"),
     Metric("judge*/label_correlation", "Judge and labels", "",

@@ -165,7 +165,7 @@ def test_an_unknown_flag_is_told_with_what_to_use(monkeypatch: pytest.MonkeyPatc
         "--per_device_train_batch_sizes": "actor.ppo_micro_batch_size_per_gpu=N",
         "--report_to": "use --logger console,wandb",
         "--beta": "actor.kl_loss_coef=X",
-        "--config-path": "no flag --config-path: there is no Hydra here",
+        "--config-path": "no flag --config-path: Hydra and its",
         "--push_to_hub": "`/a/ppo export`",
     }.items():
         message = describe_unknown_flag(flag, flags)

@@ -1,5 +1,5 @@
 "use strict";
-// The overview: sentences, small pictures with their healthy range, settings, findings, spending.
+// The overview: sentences, tiles with their healthy range, settings, findings, spending.
 // Texts of a run only ever enter the page as text nodes.
 
 let DATA = JSON.parse(document.getElementById("data").textContent);
@@ -146,7 +146,7 @@ function drawSettings() {
   const differ = keys.filter((key) => new Set(tables.map((found) => found.get(key))).size > 1);
   const set = (run) => run.settings.filter(([, , origin]) => origin !== "default");
   fill($("settings"), el("h2", {}, "Settings"),
-    runs.length > 1 ? el("h3", {}, "In which the runs differ") : null,
+    runs.length > 1 ? el("h3", {}, "Settings that differ") : null,
     runs.length > 1 ? table("settings", ["setting", ...runs.map((run) => run.name)],
       differ.map((key) => [key, ...tables.map((found) => found.get(key) ?? "–")])) : null,
     ...runs.flatMap((run) => [
@@ -163,7 +163,7 @@ function drawFindings() {
     run.findings.length ? table("", ["steps", "what, and what to change"], run.findings.map((span) => [
       span.from === span.to ? `${span.from}` : `${span.from} to ${span.to}`,
       prose(span.text + (span.now ? "" : " (over)")),
-    ])) : el("p", { class: "dim" }, "No health check had anything to say."),
+    ])) : el("p", { class: "dim" }, "No health check reported a problem."),
   ]).filter(Boolean));
 }
 

@@ -199,7 +199,7 @@ function layOut() {
   for (const { box } of plots) watcher.observe(box);
 }
 
-/** New values into the plots that are drawn; a metric that came lays them out anew. */
+/** New values into the plots that are drawn; a new metric rebuilds the layout. */
 function follow() {
   const ids = (run) => run.plots.flatMap((spec) => spec.keys).join();
   const names = DATA.runs.map(ids).join(";");

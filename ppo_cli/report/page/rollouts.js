@@ -219,7 +219,7 @@ async function choose(place, { focus = true } = {}) {
   await read(now.rows[place].id);
   const row = document.querySelectorAll("#table tbody tr")[place];
   if (focus && row) { row.tabIndex = 0; row.focus({ preventScroll: false }); }
-  // On a narrow screen the pane lies below the table.
+  // On a narrow screen the pane is below the table.
   if (matchMedia("(max-width: 860px)").matches) $("pane").scrollIntoView();
 }
 

@@ -249,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _check_host(self) -> None:
         """Refuse a Host header with another name, which DNS rebinding would have."""
         if not self.server.allows_host(self.headers.get("Host", "")):
-            raise _HttpRefusal(403, "This server answers only under the name of its own machine.")
+            raise _HttpRefusal(403, "This server answers only to localhost and its own address.")
 
     def _read_target(self) -> tuple[str, dict[str, str]]:
         """Return path and query of a request; refuse it without the token."""
