@@ -126,13 +126,17 @@ def grpo(
     a group of one has mean 0 and std 1.
     """
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
-    return _spread(_centred(scores_B, mask_BT, group_B, norm_by_std), mask_BT)
+    return _spread(_centre_in_groups(scores_B, mask_BT, group_B, norm_by_std), mask_BT)
 
 
-def _centred(
+def _centre_in_groups(
     scores_B: Tensor, mask_BT: Tensor, group_B: Tensor, norm_by_std: bool = False
 ) -> Tensor:
-    """Return scores minus their group's mean, divided by its deviation with `norm_by_std`."""
+    """Return each score minus the mean of its group.
+
+    With `norm_by_std` the difference is divided by the group's standard deviation. A group of one
+    has mean 0 and deviation 1. Rows with an empty mask get 0.
+    """
     # One group at a time, because sizes differ.
     result_B = torch.zeros_like(scores_B)
     for at in _groups(mask_BT, group_B):
@@ -159,7 +163,7 @@ def gdpo(
     sum_B = torch.zeros_like(parts_BK[:, 0])
     for k in range(parts_BK.shape[1]):
         weight = 1.0 if weights is None else weights[k]
-        sum_B += weight * _centred(parts_BK[:, k], mask_BT, group_B, norm_by_std)
+        sum_B += weight * _centre_in_groups(parts_BK[:, k], mask_BT, group_B, norm_by_std)
     whitened_BT = masked_whiten(sum_B[:, None].expand(mask_BT.shape), mask_BT)
     return whitened_BT, whitened_BT.clone()
 
@@ -186,7 +190,7 @@ def reinforce_plus_plus_baseline(
     A group of one has mean 0.
     """
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
-    centred_B = _centred(scores_B, mask_BT, group_B)
+    centred_B = _centre_in_groups(scores_B, mask_BT, group_B)
     whitened_BT = masked_whiten(centred_B[:, None].expand(mask_BT.shape), mask_BT)
     return whitened_BT, whitened_BT.clone()
 
@@ -257,7 +261,7 @@ def gpg(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Ten
     """
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
     factor = int(mask_BT.any(1).sum()) / max(int((scores_B != 0).sum()), 1)
-    return _spread(_centred(scores_B, mask_BT, group_B) * factor, mask_BT)
+    return _spread(_centre_in_groups(scores_B, mask_BT, group_B) * factor, mask_BT)
 
 
 def _groups(mask_BT: Tensor, group_B: Tensor) -> list[Tensor]:

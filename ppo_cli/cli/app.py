@@ -275,7 +275,10 @@ class LazyGroup(TyperGroup):
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import the command that was called; an unknown one fails with the most similar name."""
+        """Import the command that was called, and print a note for each flag with several values.
+
+        An unknown command fails with the most similar name.
+        """
         name = args[0]
         if name not in COMMANDS:
             ctx.fail(f"There is no command '{name}'.{did_you_mean(name, COMMANDS)}")

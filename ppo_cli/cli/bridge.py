@@ -105,9 +105,10 @@ def print_verl_plan(arguments: Arguments) -> None:
 
 
 def train_on_verl(arguments: Arguments) -> None:
-    """Write verl's scripts to the run folder, run the script of this node, and exit with its code.
+    """Run this node's script for verl and exit with its code; node 0 writes the scripts first.
 
-    Raises MissingPart without verl and vLLM, and UserError if node 0 writes no script in time.
+    Raises MissingPart if verl or vLLM is missing (node 0 has then written the scripts), and
+    UserError if node 0 writes no script in time.
     """
     resolved, bridged = resolve_for_verl(arguments)
     from ppo_cli.extras.bridge.folder import missing_verl, next_steps

@@ -72,7 +72,7 @@ class Service:
         # The main thread runs until the engine is closed.
         while True:
             request = self._first.get()
-            self._answer(request)
+            self._answer_request(request)
             if request.verb == "close":
                 return
 
@@ -156,9 +156,14 @@ class Service:
         if request.verb in IN_MAIN_THREAD:
             self._first.put(request)
         else:
-            threading.Thread(target=self._answer, args=(request,), daemon=True).start()
+            threading.Thread(target=self._answer_request, args=(request,), daemon=True).start()
 
-    def _answer(self, request: Request) -> None:
+    def _answer_request(self, request: Request) -> None:
+        """Run the method that a request names, and send its items and then `done` with the result.
+
+        Methods in PASSED_ON are the engine's, others are this object's. An exception is sent as
+        `error`.
+        """
         try:
             args = pickle.loads(request.arguments)
             # Notes of these verbs are sent as replies to their request.

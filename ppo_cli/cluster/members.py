@@ -129,11 +129,10 @@ def _capital(text: str) -> str:
 
 
 TICK_S = 0.25
-# A fetch that is given up starts anew: long enough for large weights from another node.
+# A fetch that is given up starts again: long enough for large weights from another node.
 FETCH_S = 30.0
 # A rank that fails because its neighbour died may report before the death is known.
 GRACE_S = 3.0
-# In these a rank may fail because another one has gone, and call it a mistake.
 # During these calls workers wait for each other, so an error may come from another's death.
 EXCHANGES = ("connect", "send_weights")
 NODE_OR_RAY_S = 1.0
@@ -159,9 +158,11 @@ class Waits:
     def collect(
         self, calls: Sequence[Call], seconds: float | None = None, *, may_stop: bool = False
     ) -> list[Any]:
-        """Return the results of the calls in their order; raises the first error.
+        """Return the results of the calls in their order; raises the first error at once.
 
-        It does not wait for the other calls then: ranks that lost another rank never answer.
+        It does not wait for the other calls then: ranks that lost another rank never answer. Raises
+        WorkerLost after `seconds` (None: `timeout_s`), and Interrupted if `may_stop` and the user
+        wants to stop.
         """
         seconds = seconds or self.timeout_s
         # Results come in any order; each is opened as soon as it is there.

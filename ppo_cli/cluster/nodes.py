@@ -523,6 +523,10 @@ class Membership:
         self._store.put(f"node:{facts.rank}", asdict(facts))
 
     def _leave(self, code: int) -> int:
+        """Stop Ray on this node, delete the node's facts from the store, and return `code`.
+
+        `code` is node 0's exit code; a line is printed if it is not 0.
+        """
         if self._ray is not None:
             self._ray.close()
         with suppress(RpcError):

@@ -412,7 +412,10 @@ class _MixtureReader:
                 )
 
     def _read_weight(self, word: str, raw: Any) -> None:
-        """Read one entry of composite.weights: the name of a part, or of a score."""
+        """Read one entry of composite.weights, and record mistakes as clashes.
+
+        `word` is the name of a part, or means the only part of a kind (`judge_score`: the judge).
+        """
         key = f"{WEIGHTS}.{word}"
         weight = _parse_number(raw)
         if weight is None:

@@ -102,16 +102,18 @@ def default_gpus(visible: int, sampler: int, tensor: int) -> int:
     return min(visible, math.lcm(sampler, tensor))
 
 
-def gpus_per_node(config: Config, gpus: int | None = None) -> int:
-    """Return how many GPUs of each node are used.
+def gpus_per_node(config: Config, visible_gpus: int | None = None) -> int:
+    """Return how many GPUs of each node the run uses.
 
-    `gpus` is the number visible here; None counts them.
+    That is trainer.n_gpus_per_node if set, 0 with num_workers, and otherwise one, or as many as one
+    sampler and one tensor-parallel group of learners need, but at most the visible ones.
+    `visible_gpus` is the number visible here; None counts them.
     """
     # As set; otherwise none with worker processes, and by default what one sampler needs.
     configured = config.trainer.n_gpus_per_node
     if configured is not None:
         return configured
-    visible = gpu_count() if gpus is None else gpus
+    visible = gpu_count() if visible_gpus is None else visible_gpus
     # Worker processes exclude GPUs.
     if config.trainer.num_workers:
         return 0
@@ -384,8 +386,12 @@ class PlanPart:
     facts: dict[str, Any]
 
 
-def device_plan(config: Config, gpus: int | None = None) -> PlanPart:
-    """Return the plan of the devices; `gpus` is the number visible here, None counts them."""
+def plan_devices(config: Config, gpus: int | None = None) -> PlanPart:
+    """Return the plan of devices, engine, sampler and numbers of ranks.
+
+    It has sentences for people and facts for programs. `gpus` is the number visible here; None
+    counts them.
+    """
     placement = placement_of(config, gpus)
     engine, sampler = engine_name(config, gpus), sampler_name(config, gpus)
     # Sentences for people.

@@ -32,7 +32,7 @@ from ppo_cli.config.layers import DEFAULT, Resolved, read_yaml
 from ppo_cli.config.memory.plan import memory_plan
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of
 from ppo_cli.config.models.known_models import JUDGES, choose_adapter, effective_provider
-from ppo_cli.config.placement import PlanPart, data_ranks, device_plan
+from ppo_cli.config.placement import PlanPart, data_ranks, plan_devices
 from ppo_cli.config.schema.algorithm import Trained
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.reward import ApiReward, Reward
@@ -242,7 +242,7 @@ def make_plan(resolved: Resolved) -> Plan:
         tuple(_describe_arithmetic(sums)),
         tuple(dict.fromkeys(redact(note) for note in notes)),
         reward_plan(resolved.config.reward, sums["reward_calls"]),
-        device_plan(resolved.config),
+        plan_devices(resolved.config),
         memory_plan(resolved.config),
     )
 

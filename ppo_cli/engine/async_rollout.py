@@ -290,11 +290,12 @@ class AheadEngine:
         self._rounds = [round_ for round_ in self._rounds if not round_.consumed]
 
     def save(self, directory: Path, *, last: bool = False) -> Future[None]:
-        """Save the inner engine, and every round that no published step has used.
+        """Save the inner engine, and the rounds of rollouts that no published step has used.
 
-        Running rounds began under the weights that are saved here, so a resumed run samples them
-        again with the same results; the state before they began is saved. An error of the sampling
-        thread does not prevent a checkpoint: the next `publish` or `generate` raises it.
+        What is being sampled now is not saved: a new round is left out, a partial one is saved as
+        it was before, and a resumed run samples the rest with the same results. An error of the
+        sampling thread does not prevent a checkpoint: the next `publish` or `generate` raises it.
+        For `last` see `Engine.save`.
         """
         with self._lock:
             rounds = [copy(round_) for round_ in self._rounds if round_.updated_at is not None]

@@ -423,7 +423,7 @@ class Learner:
             self._preparation.prepare_weights(
                 loaded.model,
                 trained=trained,
-                spreads=spreads_weights(self._config, self._compute.device.type),
+                adds_noise=spreads_weights(self._config, self._compute.device.type),
                 seed=self._config.trainer.seed,
             )
             return loaded

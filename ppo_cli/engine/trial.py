@@ -117,9 +117,11 @@ class Numbers:
 
 
 def run_trial(config: PreTrainedConfig, conditions: TrialConditions) -> Verdict:
-    """Try run modes for a model of this config, fastest first; returns the first exact one.
+    """Try run modes on a small random model of this config; return the first exact one.
 
-    Raises ModelError for a model that the hf sampler cannot cache.
+    The fastest mode comes first. If none is exact, the verdict has the last mode and its
+    differences; without a small model, a default mode and `untried`, the reason. The caller caches
+    verdicts.
     """
     try:
         # A family whose sizes cannot be shrunk runs in the safest mode.

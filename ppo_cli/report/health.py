@@ -268,8 +268,11 @@ def _ratio_off(steps: History, limits: Limits) -> str:
     )
 
 
-def _sampler_differs(steps: History, limits: Limits) -> str:
-    """Warn if sampler and trainer compute different log-probs for the same tokens."""
+def _check_sampler_mismatch(steps: History, limits: Limits) -> str:
+    """Return what is wrong and what to change if the last rollout/logprob_diff is too high.
+
+    It returns "" if the value is missing or within its limit.
+    """
     gap = _last_values(steps, "rollout/logprob_diff", 1)
     if not gap or gap[0] <= limits.logprob_diff:
         return ""
@@ -609,7 +612,7 @@ def _memory_ran_out(steps: History, limits: Limits) -> str:
 _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "collapsed": _collapsed, "not_finite": _not_finite, "memory": _memory_ran_out,
     "kl_high": _kl_high, "kl_low": _kl_low, "clip_high": _clip_high, "clip_low": _clip_low,
-    "ratio": _ratio_off, "sampler": _sampler_differs, "reward_same": _reward_same,
+    "ratio": _ratio_off, "sampler": _check_sampler_mismatch, "reward_same": _reward_same,
     "entropy": _entropy_collapse, "critic": _critic_stuck,
     "grad_norm": _grad_spike("grad_norm", "--lr"),
     "critic_grad_norm": _grad_spike("critic_grad_norm", "--critic_lr"), "too_long": _too_long,

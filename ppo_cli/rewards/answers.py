@@ -321,7 +321,11 @@ def find_marked_answer(text: str, *, choice: bool = False) -> str | None:
 
 
 def _list_marks(text: str, choice: bool) -> Iterator[tuple[str, str]]:
-    """Yield kind and content of the marks of a text, the last one first."""
+    """Yield kind and content of the marks of an answer in a text, the last one first.
+
+    Marks are boxes, `####` and announcements, with `choice` also announced letters. Those that the
+    text refutes are left out, and so are `<answer>` tags, which `find_tagged` reads.
+    """
     # All marks with their position; of an announcement only its end, as text, until it is read.
     marks = [(start, "box", content) for start, content in list_boxes(text)]
     marks += [(match.start(), "hashes", match[1]) for match in _HASHES.finditer(text)]

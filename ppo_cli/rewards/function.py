@@ -154,7 +154,7 @@ def check_source(path: Path, name: str, kwargs: Mapping[str, Any]) -> None:
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             _check_is_function(node.value.value, str(path), name)
         elif isinstance(node, ast.FunctionDef) and not node.decorator_list:
-            _check_signature(_without_body(node, path), str(path), name, kwargs)
+            _check_signature(_make_stub(node, path), str(path), name, kwargs)
     except Refused as error:
         raise RewardError(str(error)) from error
 
@@ -188,8 +188,12 @@ def _binds_at_run_time(tree: ast.Module) -> bool:
     return False
 
 
-def _without_body(node: ast.FunctionDef, path: Path) -> Callable[..., Any]:
-    """Return an empty function with the parameters of a definition, to inspect its signature."""
+def _make_stub(node: ast.FunctionDef, path: Path) -> Callable[..., Any]:
+    """Return an empty function with the parameters of a definition.
+
+    Its signature can be inspected without running the file at `path`. Annotations are dropped, and
+    defaults other than constants become None.
+    """
     # Annotations may refer to names that are not defined here.
     arguments = node.args
     for argument in ast.walk(arguments):
@@ -300,16 +304,19 @@ CPU_SECONDS = 3.0
 MAX_MEMORY_BYTES = 4 << 30
 
 
-def load_slow(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a rule's slow function, with its libraries loaded before a call is timed."""
-    slow = RULES[name].slow
-    assert slow is not None
+def load_rule_function(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a rule's function for worker processes (`Rule.in_worker`) with `settings` bound.
+
+    The algebra of `math` is called once here, so that its imports do not count as time of a call.
+    """
+    score_rule = RULES[name].in_worker
+    assert score_rule is not None
 
     def compute_score(solution_str: str, ground_truth: Any, extra_info: Any, **_: Any) -> Any:
-        return slow(solution_str, ground_truth, extra_info, **settings)
+        return score_rule(solution_str, ground_truth, extra_info, **settings)
 
     if name == "math":
-        slow(r"\boxed{\frac{2}{4}}", "0.5", {})
+        score_rule(r"\boxed{\frac{2}{4}}", "0.5", {})
     return compute_score
 
 
@@ -383,10 +390,10 @@ class RuleReward(Reward):
         return _resolved(_add_rule_name(rule, score))
 
     def _pool(self, rule: Rule) -> WorkerPool | CodePool:
-        if rule.slow is None:
+        if rule.in_worker is None:
             return self._code
         if rule.name not in self._pools:
-            load = partial(load_slow, rule.name, self._settings)
+            load = partial(load_rule_function, rule.name, self._settings)
             task = Task(f"the rule {rule.name}", load, self._cpu_seconds, MAX_MEMORY_BYTES)
             self._pools[rule.name] = WorkerPool(task, size=self._num_workers, timeout=self._timeout)
         return self._pools[rule.name]

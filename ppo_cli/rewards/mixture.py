@@ -104,7 +104,7 @@ def mix(
         scores = [scores_of[part.name] for scores_of in scores_by_rollout]
         columns[part.name], state = _scale_part(part, rollouts, scores, kind, state)
     mixed = [
-        _mixed_score(parts, columns, i, scores_of) for i, scores_of in enumerate(scores_by_rollout)
+        _mix_row(parts, columns, i, scores_of) for i, scores_of in enumerate(scores_by_rollout)
     ]
     return MixedRound(tuple(mixed), columns, state)
 
@@ -168,13 +168,17 @@ def _scalings(
     return {None: standardise(running)}, state
 
 
-def _mixed_score(
+def _mix_row(
     parts: Sequence[MixPart],
     columns: Mapping[str, Column],
     row: int,
     part_scores: Mapping[str, Score],
 ) -> Score:
-    """Return the mixed score of one rollout, or a failure by the parts' `on_failure`."""
+    """Return the weighted sum of one rollout's scaled part scores.
+
+    A failed part with on_failure=fail makes it a failure, and so does a rollout where no part with
+    a weight has a score. Otherwise the other parts take over the weight of a failed one.
+    """
     # What every score of a mixture records, failed or not.
     lost = [p for p in parts if columns[p.name].scaled[row] is None]
     of_all = Score(

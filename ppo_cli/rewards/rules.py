@@ -55,8 +55,8 @@ _FRAMED = re.compile(r"\s*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
 class Rule:
     """A way to score a reply.
 
-    `score` answers immediately, or returns None: then `slow` is called in a worker process, which
-    can be killed. `looks_for` completes the sentence "the rule looks for …". `sources` are patterns
+    `score` answers immediately, or returns None: then a worker process, which can be killed, calls
+    `in_worker`. `looks_for` completes the sentence "the rule looks for …". `sources` are patterns
     of data_sources. `has_answer`: a ground truth is an answer, not tests or a pattern.
     `reads_thoughts`: the rule also reads the thought of a response.
     """
@@ -66,7 +66,7 @@ class Rule:
     looks_for: str
     sources: tuple[str, ...] = ()
     has_answer: bool = True
-    slow: ScoreReply | None = None
+    in_worker: ScoreReply | None = None
     reads_thoughts: bool = False
 
     @property
@@ -175,7 +175,7 @@ def compare_algebra(reply: str, truth: Any, extra: Facts) -> Answer:
     "math", "\\boxed{ANSWER}, <answer>, `the answer is …`, or an expression at the end",
     "lighteval/math*", "digitallearninggmbh/math-lighteval", "huggingfaceh4/math-500",
     "huggingfaceh4/aime*", "math*", "aime*", "amc*", "numina*", "olympiad*",
-    slow=compare_algebra,
+    in_worker=compare_algebra,
 )  # fmt: skip
 def score_math(reply: str, truth: Any, extra: Facts) -> Answer | None:
     """Score by comparing texts and numbers; None when the comparison needs algebra."""
@@ -243,7 +243,7 @@ def match_pattern(reply: str, truth: Any, extra: Facts, *, pattern: str = "") ->
     "format",
     "a whole reply that matches",
     has_answer=False,
-    slow=match_pattern,
+    in_worker=match_pattern,
     reads_thoughts=True,
 )
 def score_format(reply: str, truth: Any, extra: Facts, *, pattern: str = "") -> Answer | None:

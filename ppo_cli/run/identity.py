@@ -134,11 +134,15 @@ def _digest_contents(value: Any) -> Iterator[tuple[str, str]]:
         path = os.path.expanduser(value.partition(":")[0])
         if os.path.isfile(path) or (os.path.isdir(path) and has_model(Path(path))):
             with suppress(OSError):  # an unreadable file is reported when it is loaded
-                yield path, _digest_path(Path(path))
+                yield path, _digest_file_or_model(Path(path))
 
 
-def _digest_path(path: Path) -> str:
-    """Return the digest of a file or a folder's files; of large files, of BLOCKS blocks."""
+def _digest_file_or_model(path: Path) -> str:
+    """Return the digest of a file, or of the files in a model folder that loaders read.
+
+    The digest covers names, sizes and contents of the files with MODEL_SUFFIXES. Of a large file,
+    BLOCKS evenly spaced blocks are read.
+    """
     files = (
         [path]
         if path.is_file()

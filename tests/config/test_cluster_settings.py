@@ -9,12 +9,12 @@ from ppo_cli.config.checks.devices import check_devices, device_remarks
 from ppo_cli.config.placement import (
     data_ranks,
     describe_placement,
-    device_plan,
     engine_name,
     format_devices,
     gpus_per_node,
     learner_ranks,
     placement_of,
+    plan_devices,
 )
 from ppo_cli.config.schema.run import Config
 
@@ -95,7 +95,7 @@ def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int)
         )
         assert all(len({placed.node_of(d) for d in sampler}) == 1 for sampler in placed.rollout)
         assert {len(sampler) for sampler in placed.rollout} == {span}
-    assert all(describe_placement(placed)) and all(device_plan(config, gpus).sentences)
+    assert all(describe_placement(placed)) and all(plan_devices(config, gpus).sentences)
     assert all(note[-1] == "." for note in device_remarks(config, gpus, {}))
 
 

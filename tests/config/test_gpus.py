@@ -19,7 +19,7 @@ from ppo_cli.config.machine.gpus import (
     read_inventory,
 )
 from ppo_cli.config.memory.devices import device_memory
-from ppo_cli.config.placement import device_plan, gpu_count
+from ppo_cli.config.placement import gpu_count, plan_devices
 from ppo_cli.config.schema.run import Config
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, Machine, build_library, environment, h100
 
@@ -200,7 +200,7 @@ def test_a_plan_counts_the_memory_of_the_gpus_that_are_used(
         config = Config()
         trainer = config.trainer.model_copy(update={"n_gpus_per_node": gpus})
         config = config.model_copy(update={"trainer": trainer})
-        return device_memory(config), "; ".join(device_plan(config).sentences)
+        return device_memory(config), "; ".join(plan_devices(config).sentences)
 
     machine.set(DRIVER, GT_1030, RTX_4090)
     memory, sentences = planned()

@@ -9,10 +9,10 @@ import pytest
 from ppo_cli.config.placement import (
     data_ranks,
     describe_placement,
-    device_plan,
     has_package,
     learner_ranks,
     placement_of,
+    plan_devices,
 )
 from ppo_cli.config.plan import batch_arithmetic, make_plan
 from ppo_cli.config.schema.run import Config
@@ -211,7 +211,7 @@ def test_it_is_said_who_works_where(overrides: str, gpus: int, lines: list[str])
     ],
 )
 def test_the_plan_says_how_ranks_share_models_and_rows(overrides: str, message: str) -> None:
-    plan = device_plan(config(f"trainer.num_workers=4 {overrides}"), 0)
+    plan = plan_devices(config(f"trainer.num_workers=4 {overrides}"), 0)
     assert plan.sentences[1:] == (message, "the sampler is hf, the processes are Ray's")
 
 

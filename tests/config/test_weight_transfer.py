@@ -6,7 +6,7 @@ import pytest
 
 from ppo_cli.config import placement
 from ppo_cli.config.checks.devices import device_remarks
-from ppo_cli.config.placement import device_plan, sleep_mode, weight_transfer
+from ppo_cli.config.placement import plan_devices, sleep_mode, weight_transfer
 from tests.config.settling import problems, settle
 
 VLLM = "rollout.name=vllm"
@@ -145,6 +145,6 @@ def test_an_unreadable_placement_is_told_alone() -> None:
 
 def test_the_plan_tells_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "is_proven", lambda feature: True)
-    said = device_plan(settle(VLLM, FOUR, SPLIT).config).sentences
+    said = plan_devices(settle(VLLM, FOUR, SPLIT).config).sentences
     assert "new weights travel by nccl" in said
-    assert "travel" not in " ".join(device_plan(settle("trainer.num_workers=2").config).sentences)
+    assert "travel" not in " ".join(plan_devices(settle("trainer.num_workers=2").config).sentences)

@@ -14,7 +14,7 @@ from tests.rewards.tables import table
 
 def score(rule: str, reply: str, gold: Any = None, extra: Any = None, **settings: Any) -> float:
     result = RULES[rule].score(reply, gold, extra or {}, **settings)
-    slow = RULES[rule].slow
+    slow = RULES[rule].in_worker
     if result is None and slow is not None:
         result = slow(reply, gold, extra or {}, **settings)
     assert result is not None

@@ -158,7 +158,11 @@ SHARDING_NOTE = "models are sharded with FSDP2, and layers split with --tensor_p
 def check_devices(
     config: Config, gpus: int, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Clash]:
-    """Return every clash about which devices do what; `gpus` are those visible on this node."""
+    """Yield the clashes about nodes, workers, devices and ranks.
+
+    There are none for the engine verl, whose bridge checks these settings. Checks that need a valid
+    placement are skipped if counts or placement clash. `gpus` are those visible on this node.
+    """
     if config.trainer.engine == "verl":
         return  # ppo_cli/extras/bridge checks these settings
     yield from _check_unsupported(config)

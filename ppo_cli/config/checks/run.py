@@ -171,8 +171,10 @@ def check_batches(config: Config) -> Iterator[Clash]:
 
 
 def check_estimator(config: Config) -> Iterator[Clash]:
-    """What each advantage estimator needs: groups, parts of the reward, no discount, no critic "
-    "warm-up."""
+    """Yield clashes with what the advantage estimator needs.
+
+    That is: groups, parts of the reward, no discount, no warm-up of the critic.
+    """
     name = config.algorithm.adv_estimator
     # Groups of at least two responses.
     if ESTIMATORS[name].grouped and config.rollout.n < 2:
@@ -240,8 +242,10 @@ def check_dynamic_sampling(config: Config) -> Iterator[Clash]:
 
 
 def _check_gdpo(config: Config) -> Iterator[Clash]:
-    """What gdpo needs, and which settings it ignores: it reads the parts of the reward, not their "
-    "sum."""
+    """Yield clashes with what gdpo needs, and with settings that it ignores.
+
+    It reads the parts of the reward, not their sum.
+    """
     algorithm, shaping = config.algorithm, config.reward.shaping
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     # Names of the parts, and their weights.

@@ -177,7 +177,11 @@ def choose_adapter(path: str, adapter: str | None = None) -> AdapterChoice:
 
 
 def find_model_folder(path: str) -> Path | None:
-    """Return the folder of a model on this machine, or its hub snapshot; None without either."""
+    """Return the folder `path`, or else the cached snapshot of the hub model `owner/name`.
+
+    Returns None if that model is not downloaded. Raises ModelError for a file, and for a missing
+    path that cannot be a hub name.
+    """
     local = Path(path).expanduser()
     if local.is_dir():
         return local

@@ -182,19 +182,22 @@ class Shape:
         number = device.width if device.shards > 1 else FLOAT
         return copies * 3 * number * self.hidden * self.expert_width // device.tensor
 
-    def attention_score_bytes(self, device: Device, row: int) -> int:
-        """Bytes of a token in eager attention, in a forward pass without gradients; else 0.
+    def attention_score_bytes(self, device: Device, row_tokens: int) -> int:
+        """Bytes per token of eager attention in a forward pass without gradients.
+
+        The rows have `row_tokens` tokens. It is 0 for a model that does not need eager attention
+        (`scores` is False).
 
         In bfloat16: the scores, float32 copies before and after the softmax, two masks (windows
-        have a separate one), three states, and queries, keys and values with those repeated for
-        all heads. In float32: two copies of the scores.
+        have a separate one), three states, and queries, keys and values with those repeated for all
+        heads. In float32: two copies of the scores.
         """
         if not self.scores:
             return 0
         state = FLOAT if device.half and device.shards == 1 else device.width
         split = device.width * (3 * self.queries + 2 * self.keys)
-        split += (10 if device.half else 8) * self._score_numbers(row)
-        return 3 * state * self.hidden + 2 * device.width * row + split // device.tensor
+        split += (10 if device.half else 8) * self._score_numbers(row_tokens)
+        return 3 * state * self.hidden + 2 * device.width * row_tokens + split // device.tensor
 
     def expert_state_bytes(self, state: int) -> int:
         """Bytes of a token in an expert layer, in a forward pass without gradients.

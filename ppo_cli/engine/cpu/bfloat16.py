@@ -30,7 +30,11 @@ BLOCK = (1 << 20) + 7
 
 @torch.no_grad()
 def make_master_weights(
-    model: nn.Module, compute: torch.dtype, seed: int, spreads: bool = True, sharded: bool = False
+    model: nn.Module,
+    compute: torch.dtype,
+    seed: int,
+    adds_noise: bool = True,
+    sharded: bool = False,
 ) -> None:
     """Copy trained weights to their own memory; spread those that products round to bfloat16.
 
@@ -52,7 +56,7 @@ def make_master_weights(
             rounded = (
                 compute == torch.bfloat16 and parameter.ndim >= 2 and id(parameter) in multiplied
             )
-            if spreads and rounded:
+            if adds_noise and rounded:
                 spread_weights(parameter.data, noise)
 
 

@@ -35,17 +35,22 @@ class Preparation:
         """Whether autocast rounds the inputs of products in a single process on the CPU."""
         return self.alone and self.device.type == "cpu" and self.dtype != torch.float32
 
-    def prepare_weights(self, model: nn.Module, *, trained: bool, spreads: bool, seed: int) -> None:
-        """Set up layers and weights in place, on every rank, before the model is sharded.
+    def prepare_weights(
+        self, model: nn.Module, *, trained: bool, adds_noise: bool, seed: int
+    ) -> None:
+        """Prepare a model in place on every rank, before it is sharded.
 
-        With `spreads`, trained bfloat16 weights are spread (see `bfloat16.py`), drawn from `seed`.
+        It gets lean layers on the CPU. If it is `trained`, its weights become float32 copies;
+        otherwise they need no gradients. Frozen weights are cast to `dtype`. With `adds_noise`,
+        noise below bfloat16's precision, drawn from `seed`, is added to trained weights (see
+        `bfloat16.py`).
         """
         on_cpu = self.device.type == "cpu"
         if on_cpu and not self.splits_layers:
             use_lean_layers(model)
         # Trained weights are float32 copies, frozen ones need no gradients.
         if trained:
-            make_master_weights(model, self.dtype, seed, spreads, sharded=not self.alone)
+            make_master_weights(model, self.dtype, seed, adds_noise, sharded=not self.alone)
         else:
             model.requires_grad_(False)
         if self.dtype == torch.float32:

@@ -277,10 +277,10 @@ class OwnHead:
 
 
 def _choose_head(model: Any, backbone: str) -> Callable[[Tensor], Tensor]:
-    """Return the output layer if nothing follows it in the model, else an `OwnHead`.
+    """Return the output layer if the model's logits are its plain output, else an `OwnHead`.
 
-    The layer's computation is replaced for the comparison, so that a model without weights gives
-    the same choice.
+    An `OwnHead` computes logits by the model's own forward pass (caps, scales). The layer's
+    computation is replaced during the comparison, so weights are not needed.
     """
     # Compare the model's own logits with those of the bare layer.
     layer, own_head = model.get_output_embeddings(), OwnHead(model, backbone)

@@ -74,17 +74,22 @@ def _shrink(fields: dict[str, Any], longest_row: int, narrow: bool) -> dict[str,
         elif WINDOWS.search(name) and type(value) is int and value >= longest_row:
             small[name] = value
         else:
-            small[name] = _shrink_value(name, value)
+            small[name] = _shrink_field(name, value)
     _cut_layers(small)
     if narrow and (divisor := _divisor(small)):
         _narrow(small, divisor)
     return small
 
 
-def _shrink_value(name: str, value: Any) -> Any:
+def _shrink_field(name: str, value: Any) -> Any:
+    """Return the value of one config field, limited by the pattern that its name matches.
+
+    The patterns are those of windows, blocks, vocabulary, experts, soft caps and ids of special
+    tokens. Other values are unchanged; `_cut_layers` and `_narrow` shrink layers and widths.
+    """
     if TOKEN_IDS.search(name):
         if isinstance(value, list):
-            return [_shrink_value(name, item) for item in value]
+            return [_shrink_field(name, item) for item in value]
         return value % SPECIAL if type(value) is int and value >= SPECIAL else value
     if CAPS.search(name) and isinstance(value, int | float) and value:
         return min(float(value), CAP)

@@ -65,7 +65,7 @@ def plan_tensor_parallel(model: Any, backbone: nn.Module, size: int) -> dict[str
 def parallelize_modules(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Split the modules in `plan` inside `module`; every rank must hold the same whole weights."""
     for name, style in plan.items():
-        for part, how in _parts(module.get_submodule(name), style):
+        for part, how in _list_parts_to_split(module.get_submodule(name), style):
             trained = {parameter: p.requires_grad for parameter, p in part.named_parameters()}
             parallelize_module(part, mesh, how, src_data_rank=None)
             # torch 2.13 makes the parameters of norms trainable, also of frozen ones.
@@ -73,8 +73,12 @@ def parallelize_modules(module: nn.Module, plan: Mapping[str, str], mesh: Device
                 p.requires_grad_(trained[parameter])
 
 
-def _parts(module: nn.Module, style: str) -> list[tuple[nn.Module, ParallelStyle]]:
-    """Return a layer and its style, and those of the part of its LoRA adapter to split likewise."""
+def _list_parts_to_split(module: nn.Module, style: str) -> list[tuple[nn.Module, ParallelStyle]]:
+    """Return the modules to split, each with its style.
+
+    That is the layer, or with LoRA its base layer and the adapter matrices of the split side (B for
+    colwise, A for rowwise).
+    """
     base = getattr(module, "base_layer", None)
     if not isinstance(base, nn.Module):
         return [(module, _style(style))]

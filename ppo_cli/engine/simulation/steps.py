@@ -167,7 +167,11 @@ def _measure(
 
 
 def make_batch(config: Config, phase: str, budget: Budget) -> TrainBatch:
-    """Build rows for `TURNS` full micro-batches on each rank, or a whole mini-batch if smaller."""
+    """Build a batch of zeros with rows of equal, full length.
+
+    It has `TURNS` full micro-batches for each data rank, or all rows of the phase if those are
+    fewer. `budget` is the size of a micro-batch.
+    """
     n, ranks = config.rollout.n, data_ranks(config)
     prompts = {
         "annotation": config.data.train_batch_size,

@@ -134,7 +134,7 @@ class RewardServer:
             self._watching = asyncio.create_task(self._end_round_when_quiet())
         # Submit, and end the round when the step's batch is complete.
         prompt, split = decode_row(row)
-        self._begin_round(split)
+        self._count_response(split)
         rollout = Rollout(prompt, self._samples[prompt.uid], (), np.empty(0, np.float32),
                           response, "stop")  # fmt: skip
         self._samples[prompt.uid] += 1
@@ -156,8 +156,12 @@ class RewardServer:
         self._scores.write(json.dumps(plain(line), ensure_ascii=False) + "\n")
         return answer
 
-    def _begin_round(self, split: str) -> None:
-        """Start a round when the split changes, or after as many responses as verl's batch has."""
+    def _count_response(self, split: str) -> None:
+        """Count a response that arrives.
+
+        A change of split ends the open round. The first training response of each verl batch starts
+        the next step and writes the metrics of the last one.
+        """
         if split != self._split:
             self._end_round()
             self._split = split

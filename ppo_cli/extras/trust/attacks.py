@@ -430,7 +430,11 @@ def measure_trial(trial: Trial, scores: Mapping[Key, Score], ruler: Ruler) -> Ou
 
 
 def unique_rollouts(trials: Sequence[Trial]) -> dict[Key, Rollout]:
-    """A rollout for each distinct response, numbered within its prompt."""
+    """Return (prompt uid, response) -> rollout for each distinct response of the trials.
+
+    Responses that a trial compares with (`against`) are included. Rollouts are numbered within
+    their prompt.
+    """
     # One response may be in several trials (a bad answer is the base of each attack on it): it is
     # scored once.
     rollouts: dict[Key, Rollout] = {}
@@ -454,9 +458,10 @@ def allowed_gain(scale: Scale | None) -> float:
 
 
 def worthless_trials(items: Sequence[Item], replies: Sequence[str]) -> list[Trial]:
-    """Trials: worthless replies (MASTER_KEYS, LEAKS), spread over the prompts.
+    """Return trials that require a low score for worthless replies (MASTER_KEYS, LEAKS).
 
-    LEAKS would become the right answer if the template filled them in.
+    Each reply is tried on PROMPTS_PER_ATTACK of the prompts, in turn. LEAKS contain placeholders: a
+    reward that fills them in would read the right answer.
     """
     return [
         Trial(

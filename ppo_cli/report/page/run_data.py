@@ -83,7 +83,7 @@ class RunData:
         keys = _drop_repeated_keys({key for line in history for key in line} - {"step", RESUMED})
         series = {key: [_round_for_curve(line.get(key)) for line in history] for key in keys}
         tiles = make_tiles(series, steps, limits)
-        findings = self._findings(history, limits)
+        findings = self._find_trouble_spans(history, limits)
         # A high KL is fine while rules give more reward, unless it is extreme.
         far = any(span["kind"] == "kl_high" and span["now"] for span in findings)
         if not far and distance_pays([line for line in history if line["step"] > 0], limits):
@@ -113,10 +113,14 @@ class RunData:
             "spent": spent,
         }
 
-    def _findings(
+    def _find_trouble_spans(
         self, history: Sequence[Mapping[str, Any]], limits: Limits
     ) -> list[dict[str, Any]]:
-        """Return the troubles of all steps as spans, oldest first; each step is checked once."""
+        """Return the troubles of all steps as spans (first and last step, text), oldest first.
+
+        Up to CALM_STEPS steps without the trouble do not end a span. Only new steps are checked,
+        unless earlier ones or the labels changed.
+        """
         if history[: len(self._checked)] != self._checked or limits.people != self._people:
             self._troubles.clear()
         self._people = limits.people

@@ -218,7 +218,7 @@ class Check:
                     raise CannotScore(f"the sandbox took more than {START_TIMEOUT_S:g} s to start")
                 return Verdict(reason=f"timed out after {self.settings.timeout:g} s")
             # Read for at most 0.1 s, then look at the reports and at every limit.
-            tester_open = self._read(launched, min(deadline, time.monotonic() + 0.1))
+            tester_open = self._read_sources(launched, min(deadline, time.monotonic() + 0.1))
             for what, facts in self._pop_reports():
                 if what != "ready":
                     return self._read_verdict(launched, what, facts)
@@ -235,8 +235,12 @@ class Check:
                 if excess:
                     return Verdict(reason=excess)
 
-    def _read(self, launched: SandboxPair, until: float) -> bool:
-        """Read all channels, waiting at most until `until`; False when the tester has exited."""
+    def _read_sources(self, launched: SandboxPair, until: float) -> bool:
+        """Read one piece of each source that has data; False when the tester has exited.
+
+        The sources are the reports and errors of the tester, and what the candidate prints. It
+        waits until `until` at most.
+        """
         control = launched.control.fileno()
         sources = [control, launched.output, launched.stderr]
         patience = max(0.0, until - time.monotonic())
@@ -282,7 +286,7 @@ class Check:
     def _read_verdict(self, launched: SandboxPair, what: str, facts: dict[str, Any]) -> Verdict:
         """Turn the tester's final report into a verdict."""
         if what == "no candidate":
-            self._read(launched, 0.0)
+            self._read_sources(launched, 0.0)
             raise self._start_error(launched.candidate)
         if what == "row":
             raise CannotScore(str(facts["text"]))

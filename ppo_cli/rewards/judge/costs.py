@@ -185,7 +185,7 @@ class Ledger:
             if self._fits(reservation):
                 break
             if not self._fits(reservation, alone=True):
-                raise self._budget_used_up(reservation)
+                raise self._build_budget_error(reservation)
             await self._settled.wait()
         # Write the reservation down before the call is sent: a killed process cannot settle it.
         self._number += 1
@@ -242,8 +242,12 @@ class Ledger:
             self.budget_usd is None or usd <= self.budget_usd + _ROUNDING
         )
 
-    def _budget_used_up(self, need: Reservation) -> Interrupted:
-        """Return the exception for a call that no longer fits into the budget."""
+    def _build_budget_error(self, need: Reservation) -> Interrupted:
+        """Return the exception for a call that no longer fits into the budget.
+
+        It names the budget that is used up (dollars or tokens), what was spent, and the most that
+        the call may take.
+        """
         # Part of the total may be an upper bound, which explains a difference to the bill.
         unreported = ""
         if (upper := self.unreported).calls:

@@ -367,7 +367,10 @@ class JudgeObserver:
     def pop_metrics(
         self, counters: Counters, ledger: Ledger, *, validating: bool
     ) -> dict[str, float]:
-        """Return the metrics since the last call; a validation leaves labelled responses out."""
+        """Return the metrics since the last call, and reset them.
+
+        When `validating`, those of labelled responses are kept for the next call.
+        """
         report, self.report = self.report, StepReport()
         metrics = report.metrics(counters, ledger) | self.canaries.pop_metrics(self._scale)
         if self.labelled is not None and not validating:

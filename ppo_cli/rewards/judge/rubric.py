@@ -187,7 +187,7 @@ class Rubric:
 
 @dataclass(frozen=True)
 class RubricDraft:
-    """Criteria that a judge is asked to write, at most `most`, each met or not."""
+    """Criteria that a judge is asked to write, at most `max_criteria`, each met or not."""
 
     max_criteria: int
 

@@ -3,7 +3,7 @@
 Called by the client, once for each reply. What counts depends on what was asked for:
 
 - JSON: the reply is one object with the key `score` and, besides it, only strings that explain it.
-- Text: the reply is a bare number, or its last line is `Score: N` and no other line is a score.
+- Text: the reply is a bare number, or its last line is `Score: N` and no line has another score.
 
 A complete thought before the answer is skipped. A reply that was cut never counts. A number inside
 a sentence is never a score: asking again is cheap, a wrong reward is not.
@@ -242,14 +242,17 @@ def _pop_reason(entries: dict[str, Any], owner: str) -> str:
     return reason
 
 
-def _read_draft(text: str, draft: RubricDraft) -> list[dict[str, Any]]:
-    """Return the criteria of a draft as the rows of a rubric file."""
+def _read_draft(text: str, request: RubricDraft) -> list[dict[str, Any]]:
+    """Return the criteria that a judge wrote, as rows of a rubric file (name, text, weight, must).
+
+    Raises Unreadable unless they have the number and the form that `request` allows.
+    """
     entries = _decode(text)
     rows = entries.get("criteria")
     if set(entries) != {"criteria"} or not isinstance(rows, list):
         raise Unreadable("form", 'it is not a list under "criteria" and nothing else')
     try:
-        return draft.read(rows).as_rows()
+        return request.read(rows).as_rows()
     except RewardError as error:
         raise Unreadable("form", first_line(error)) from None
 
@@ -314,7 +317,11 @@ _DECODER = json.JSONDecoder(
 
 
 def _read_text(text: str, scale: Scale) -> tuple[float, str]:
-    """Return score and reason of a reply that is a bare number or ends with `Score: N`."""
+    """Return score and reason of a reply that is a bare number or ends with `Score: N`.
+
+    The reason is the text before. Raises Unreadable for a score outside the scale, a second,
+    different score, or a last line that may be a quotation.
+    """
     lines = [line for line in text.translate(_FULL_WIDTH).split("\n") if re.search(r"\w", line)]
     if not lines or len(lines[-1]) > MAX_SCORE_LINE_CHARS:
         raise Unreadable("form", "its last line is not a score and nothing else")

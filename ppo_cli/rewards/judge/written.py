@@ -31,7 +31,12 @@ class FileModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_keys(cls, mapping: Any) -> Any:
+    def _check_keys(cls, mapping: Any) -> Any:
+        """Return the mapping if all its keys are fields.
+
+        Raises ValueError for unknown keys, with the nearest fields, and for a value that is not a
+        mapping.
+        """
         known_keys = list(cls.model_fields)
         if not isinstance(mapping, dict):
             raise ValueError(f"there must be keys here: {', '.join(known_keys)}")

@@ -511,7 +511,11 @@ class PairFormat:
         return self._layout.join(question, answer)
 
     def _find_layout(self) -> _Layout:
-        """Derive the layout from a pair of the tokenizer, by searching both texts in its ids."""
+        """Return the ids and type ids that the tokenizer puts around a question and an answer.
+
+        They are found by searching both texts in a sample pair. Raises RewardError if they are not
+        there.
+        """
         first, second = (self.plain.encode_untrusted(text) for text in SAMPLES[0])
         encoding = self._tokenizer(*SAMPLES[0])
         ids = tuple(encoding["input_ids"])

@@ -90,9 +90,9 @@ def read_message(body: Any, depth: int = 0) -> str:
     if depth > _MAX_DEPTH:
         return ""
     if isinstance(body, str):
-        return _message_of_text(body, depth)
+        return _find_text_message(body, depth)
     if isinstance(body, Mapping):
-        return _message_of_object({str(key).lower(): value for key, value in body.items()}, depth)
+        return _find_object_message({str(key).lower(): value for key, value in body.items()}, depth)
     if isinstance(body, Sequence) and not isinstance(body, bytes):
         messages = [read_message(item, depth + 1) for item in body[:_MAX_ITEMS]]
         return "; ".join(message for message in messages if message)
@@ -109,7 +109,7 @@ def to_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _message_of_text(text: str, depth: int) -> str:
+def _find_text_message(text: str, depth: int) -> str:
     if text.lstrip().startswith(("{", "[")):
         try:
             return read_message(json.loads(text), depth + 1) or to_one_line(text)
@@ -121,7 +121,12 @@ def _message_of_text(text: str, depth: int) -> str:
     return to_one_line(text)
 
 
-def _message_of_object(body: Mapping[str, Any], depth: int) -> str:
+def _find_object_message(body: Mapping[str, Any], depth: int) -> str:
+    """Return the message in an error object, "" without one.
+
+    It is the first of _MESSAGE_KEYS, after the field in FastAPI's `loc`, or followed by
+    OpenRouter's `metadata.raw`. `depth` is the number of levels above this one.
+    """
     messages = (read_message(body.get(key), depth + 1) for key in _MESSAGE_KEYS)
     message = next((text for text in messages if text), "")
     # FastAPI names the field in `loc`; OpenRouter quotes the provider behind it in `metadata.raw`.

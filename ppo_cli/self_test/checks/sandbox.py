@@ -62,14 +62,18 @@ def check_sandbox(setup: Setup, results: Results) -> None:
 
 
 def _check_answers(pool: CodePool, results: Results) -> None:
+    """Require the score 1 for a right program, and 0 for a half right and an exiting one.
+
+    The half right one passes one of two tests, the exiting one raises SystemExit.
+    """
     # Tests that one program passes, one fails in part, and one tries to leave early.
     tests = ["assert double(2) == 4", "assert double(-1) == -2"]
     scores = {
         "right": _run(pool, "def double(x):\n    return 2 * x", tests),
         "half right": _run(pool, "def double(x):\n    return x * x", tests),
-        "endless": _run(pool, "def double(x):\n    raise SystemExit", tests),
+        "exiting": _run(pool, "def double(x):\n    raise SystemExit", tests),
     }
-    expected = {"right": 1.0, "half right": 0.0, "endless": 0.0}
+    expected = {"right": 1.0, "half right": 0.0, "exiting": 0.0}
     for name, score in scores.items():
         results.require(
             f"a program that is {name} has the score {score.value} ({score.reason})",

@@ -174,8 +174,8 @@ def test_who_loses_the_launcher_is_run_again_with_its_own(
             os.kill(launcher_of(launched.candidate), signal.SIGKILL)  # type: ignore
         return read(self, launched, until)  # type: ignore
 
-    read = Check._read
-    monkeypatch.setattr(Check, "_read", kill_launcher)
+    read = Check._read_sources
+    monkeypatch.setattr(Check, "_read_sources", kill_launcher)
     code = "import time\ndef f(n):\n    time.sleep(3)\n    return n"
     result = run_code(code, ["assert f(1)"], sandlock)
     assert (result.value, result.failure, result.reason) == (score, "", reason)

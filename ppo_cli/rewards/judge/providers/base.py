@@ -138,7 +138,10 @@ class SdkProvider(ABC):
         """Ask for a written verdict."""
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
-        """Ask a decision endpoint for the probability of each level."""
+        """Ask the decision endpoint for the probability of each level of the scale.
+
+        The reply has no text and no score. Providers without this endpoint keep this method.
+        """
         raise NotImplementedError(f"{self.name} has no decision endpoint")
 
     def start_server(self, tell: Callable[[str], None]) -> None:  # noqa: B027

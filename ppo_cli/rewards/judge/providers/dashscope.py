@@ -137,7 +137,10 @@ class Judge(SdkProvider):
         return read_completion(reply, TOKENS)
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
-        """One decision."""
+        """Ask the decision endpoint for the probability of each level of the scale.
+
+        The reply has no text and no score.
+        """
         reply = await client.decision.create(
             model=self.model,
             state=question.user,

@@ -29,7 +29,11 @@ def decision_question(question: Question) -> dict[str, dict[str, object]]:
 
 
 def read_decision(reply: Any, scale: Scale, usage: Usage | None) -> Reply:
-    """Read what `score_question` is answered with: the probability of each level by its index."""
+    """Return a reply with the probability of each level, and no score.
+
+    It is read from the answer to `decision_question`, which names levels by their index. Raises
+    JudgeError unless it has one number for each level.
+    """
     shares = get_nested(reply, "answers", QUESTION, "probabilities")
     if not isinstance(shares, dict):
         raise bad_body(describe(reply))

@@ -229,7 +229,10 @@ class Judge(SdkProvider):
         return config
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
-        """One decision."""
+        """Ask the decision endpoint for the probability of each level of the scale.
+
+        The reply has no text and no score.
+        """
         reply = await client.aio.decisions.create(
             model=self.model, input=question.user, questions=decision_question(question)
         )

@@ -187,7 +187,10 @@ class Judge(SdkProvider):
         return chosen, extra
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
-        """One decision."""
+        """Ask the decision endpoint for the probability of each level of the scale.
+
+        The reply has no text and no score.
+        """
         # One label for each level, in order.
         labels = level_labels(question.scale)
         task = {
