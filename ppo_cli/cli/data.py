@@ -125,8 +125,8 @@ def examine_files(
             [str(row.place) for row in usable if row.ground_truth is None]
         ),
         duplicates=make_finding(describe_repeated_prompts(usable)),
-        characters=percentiles([count_characters(row) for row in usable]),
-        tokens=percentiles([len(item.token_ids) for item in rendered]),
+        characters=compute_percentiles([count_characters(row) for row in usable]),
+        tokens=compute_percentiles([len(item.token_ids) for item in rendered]),
         max_prompt_length=max_prompt_length,
         overlong=make_finding([f"{i.row.place}: {len(i.token_ids)} tokens" for i in long]),
         control_words=make_finding(
@@ -164,7 +164,7 @@ def count_characters(row: Row) -> int:
     return sum(len(message["content"]) for message in row.prompt)
 
 
-def percentiles(lengths: Sequence[int]) -> dict[str, int] | None:
+def compute_percentiles(lengths: Sequence[int]) -> dict[str, int] | None:
     """Return minimum, percentiles and maximum by name; None without lengths."""
     if not lengths:
         return None
@@ -188,16 +188,16 @@ def print_report(report: Report, model: str, training: Sequence[str]) -> None:
     `training` has the remarks that `ppo train` would make about these rows.
     """
     tables = {
-        "Rows": summary_rows(report),
-        "Rows by data_source": source_rows(report.data_sources),
-        f"Prompt length (tokens of {model})": length_rows(report),
+        "Rows": make_summary_rows(report),
+        "Rows by data_source": make_source_rows(report.data_sources),
+        f"Prompt length (tokens of {model})": make_length_rows(report),
     }
     # Tables first; one without rows is left out.
     for title, rows in tables.items():
         if rows:
             print_text("\n".join([*titled_table(title, rows), ""]))
     print_lines("Please note", [*training, *list_remarks(report)])
-    print_lines("Bad rows", bad_row_lines(report))
+    print_lines("Bad rows", format_bad_rows(report))
     # One prompt with all control tokens, so that the template can be checked by eye.
     if report.sample is not None:
         sample = report.sample
@@ -207,10 +207,10 @@ def print_report(report: Report, model: str, training: Sequence[str]) -> None:
         print_text("\n".join(f"  | {line}" for line in sample.rendered.split("\n")))
         print_text(f"  ground truth: {truth}   data_source: {sample.data_source or '(none)'}")
     print_text("")
-    print_text(closing_line(report))
+    print_text(format_verdict(report))
 
 
-def summary_rows(report: Report) -> Table:
+def make_summary_rows(report: Report) -> Table:
     """Return the counts of the check as (name, value) rows."""
     return [
         ("files", ", ".join(report.files)),
@@ -223,7 +223,7 @@ def summary_rows(report: Report) -> Table:
     ]
 
 
-def source_rows(sources: Mapping[str, int]) -> Table:
+def make_source_rows(sources: Mapping[str, int]) -> Table:
     """Return the number of rows of each data_source, the most frequent first."""
     rows = [(name or "(none)", f"{count:,}") for name, count in sources.items()]
     # Rare sources share one row.
@@ -232,7 +232,7 @@ def source_rows(sources: Mapping[str, int]) -> Table:
     return rows[:MAX_SOURCES] + remainder
 
 
-def length_rows(report: Report) -> Table:
+def make_length_rows(report: Report) -> Table:
     """Return the percentiles of prompt lengths in tokens and characters; empty without rows."""
     if report.characters is None or report.tokens is None:
         return []
@@ -248,30 +248,30 @@ def list_remarks(report: Report) -> list[str]:
     lines = list(report.notes)
     if report.missing_ground_truth.count:
         lines.append(
-            count_line("rows have no ground truth; rules need one", report.missing_ground_truth)
+            format_finding("rows have no ground truth; rules need one", report.missing_ground_truth)
         )
     if report.duplicates.count:
-        lines.append(count_line("prompts are repeated", report.duplicates))
+        lines.append(format_finding("prompts are repeated", report.duplicates))
     # Not an error here: the limit of the training run may be another one.
     if report.overlong.count:
         what = f"prompts exceed {report.max_prompt_length} tokens; training stops at them unless "
         what += "--max_prompt_length is raised, data.filter_overlong_prompts=true or "
-        lines.append(count_line(what + "data.truncation=left|right", report.overlong))
+        lines.append(format_finding(what + "data.truncation=left|right", report.overlong))
     if report.control_words.count:
         what = "prompts contain text that this tokenizer turns into control tokens"
-        lines.append(count_line(what, report.control_words))
+        lines.append(format_finding(what, report.control_words))
     if report.unused_columns:
         lines.append(f"Columns that are not read: {', '.join(report.unused_columns)}.")
     return lines
 
 
-def count_line(what: str, finding: Finding) -> str:
+def format_finding(what: str, finding: Finding) -> str:
     """Return `3 WHAT: first, second, third`."""
     ellipsis = ", …" if finding.count > len(finding.examples) else ""
     return f"{finding.count:,} {what}: {'; '.join(finding.examples)}{ellipsis}"
 
 
-def bad_row_lines(report: Report) -> list[str]:
+def format_bad_rows(report: Report) -> list[str]:
     """Return a line for each kind of problem with its rows; at most MAX_BAD_ROWS lines."""
     lines = group_problems(report.bad_rows, MAX_BAD_ROWS)
     hidden = len(lines) - MAX_BAD_ROWS
@@ -280,7 +280,7 @@ def bad_row_lines(report: Report) -> list[str]:
     return [*lines[:MAX_BAD_ROWS], f"and {hidden:,} more; --json lists them all"]
 
 
-def closing_line(report: Report) -> str:
+def format_verdict(report: Report) -> str:
     """Return the last line of the report: all rows are usable, or how many are bad."""
     if report.bad:
         return f"{report.bad:,} of {report.rows:,} rows are bad; correct or remove them."

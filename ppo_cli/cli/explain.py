@@ -136,7 +136,7 @@ def list_presets(
     as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
 ) -> None:
     """List the presets with the purpose of each."""
-    comments = {name: _first_comment(name) for name in preset_names()}
+    comments = {name: _read_first_comment(name) for name in preset_names()}
     rows = []
     for name, comment in comments.items():
         short = [alias for alias, full in ALIASES.items() if full == name]
@@ -170,7 +170,7 @@ def copy(
     print(json.dumps({"preset": name, "file": str(file)}) if as_json else f"Use it: {line}")
 
 
-def _first_comment(name: str) -> str:
+def _read_first_comment(name: str) -> str:
     """Return the first line of a preset's file, which says what the preset is for."""
     first = preset_path(name).read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip()

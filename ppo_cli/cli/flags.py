@@ -96,7 +96,7 @@ class Arguments:
         return resolved
 
 
-def flag_keys() -> dict[str, Key]:
+def list_flag_keys() -> dict[str, Key]:
     """Return the settings that have a flag, by the name of the flag without dashes."""
     return {key.flag.removeprefix("--"): key for key in table().values() if key.flag}
 
@@ -113,7 +113,7 @@ def add_command(
     The help lists the settings whose keys start with one of `shown`. The other flags are accepted
     but hidden, so that the command line of a training run can be reused.
     """
-    keys = flag_keys()
+    keys = list_flag_keys()
     extra_names = {p.name for p in extras}
 
     def command(ctx: typer.Context, **values: Any) -> None:
@@ -286,7 +286,7 @@ def _skip_check_when_absent(param: Any) -> None:
 
 def repeat_list_flags(args: Sequence[str]) -> list[str]:
     """Repeat list flags: `--train_files a b` becomes `--train_files a --train_files b`."""
-    lists = {key.flag for key in flag_keys().values() if key.is_list}
+    lists = {key.flag for key in list_flag_keys().values() if key.is_list}
     out: list[str] = []
     # The list flag whose values follow, and how many of them came.
     current, value_count = "", 0
@@ -333,7 +333,7 @@ def _make_setting_flag(name: str, key: Key) -> inspect.Parameter:
     option = typer.Option(
         None,
         f"--{name}/--no_{name}" if kind is bool else f"--{name}",
-        help=help_line(key),
+        help=format_help_line(key),
         rich_help_panel=PANELS.get(group, group.capitalize()),
         metavar=None if kind is bool else _choose_metavar(key),
         show_default=False,
@@ -341,7 +341,7 @@ def _make_setting_flag(name: str, key: Key) -> inspect.Parameter:
     return _keyword_parameter(name, kind | None, option)
 
 
-def help_line(key: Key) -> str:
+def format_help_line(key: Key) -> str:
     """Return the help of a setting: description, key, range, default, variable, example."""
     # Facts in brackets after the description; those that a setting does not have are left out.
     facts = [key.name]

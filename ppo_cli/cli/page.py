@@ -48,9 +48,9 @@ def view(
     # Refuse wrong folders before the import of the server.
     folders = runs or [Path("outputs")]
     check_runs(folders, begun=True)
-    from ppo_cli.report.page.server import PageServer, bokeh_files, open_runs
+    from ppo_cli.report.page.server import PageServer, find_bokeh_files, open_runs
 
-    bokeh_files()
+    find_bokeh_files()
     try:
         server = PageServer(open_runs(folders), host, port)
     except OSError as error:

@@ -59,27 +59,27 @@ CRITERIA = {
 MODEL_COLUMNS = ("model", "$ in", "$ out", "reads", "until", "price by")
 
 
-def score_lines(summary: Facts) -> list[str]:
+def format_scores(summary: Facts) -> list[str]:
     """Return the result of `ppo reward score` as lines: statistics, histogram, examples."""
     rows = _count_rows(summary)
     if summary["scored"]:
         rows += [(name, format_number(summary[name])) for name in ("mean", "std", "min", "max")]
     # Numbers first, then remarks on them, then pictures and examples.
-    lines = [*titled_table("Scores", [*rows, *_cost_rows(summary)]), *part_lines(summary)]
+    lines = [*titled_table("Scores", [*rows, *_cost_rows(summary)]), *format_parts(summary)]
     if summary["remarks"]:
         lines += ["", *(f"  - {sentence}" for sentence in summary["remarks"])]
-    lines += histogram_lines(summary["histogram"])
+    lines += format_histogram(summary["histogram"])
     # The file had scores before: say how much the order has changed.
     if summary["rankings"] is not None:
-        lines += ["", *ranking_lines(summary["rankings"])]
+        lines += ["", *format_rankings(summary["rankings"])]
     for title in ("best", "worst"):
         if summary[title]:
             lines += ["", title.capitalize()]
-            lines += [line for example in summary[title] for line in _example_lines(example)]
+            lines += [line for example in summary[title] for line in _format_example(example)]
     return [*lines, "", f"Written: {summary['out']}"]
 
 
-def ranking_lines(facts: Facts) -> list[str]:
+def format_rankings(facts: Facts) -> list[str]:
     """Return a table that compares the order by the new scores with the order by the old ones."""
     of_prompts = f"among responses to one prompt ({facts['groups']:,} prompts)"
     pairs = [
@@ -96,7 +96,7 @@ def ranking_lines(facts: Facts) -> list[str]:
     return titled_table("Compared with the earlier scores", pairs)
 
 
-def part_lines(facts: Facts) -> list[str]:
+def format_parts(facts: Facts) -> list[str]:
     """Return tables of a mixture's parts and correlations; else only what a reward reports."""
     parts, mixed = facts["parts"], len(facts["parts"]) > 1
     lines = ["", *_parts_table("Parts (raw scores)", parts, PART_COLUMNS)] if mixed else []
@@ -158,7 +158,7 @@ def _cost_rows(facts: Facts) -> Pairs:
     return rows
 
 
-def histogram_lines(histogram: Sequence[Facts]) -> list[str]:
+def format_histogram(histogram: Sequence[Facts]) -> list[str]:
     """Return a bar of `#` for each level of a histogram, highest first; empty without levels."""
     if not histogram:
         return []
@@ -180,13 +180,13 @@ def _format_level(level: Facts) -> str:
     return low if level["from"] == level["to"] else f"{low} to {high}"
 
 
-def _example_lines(example: Facts) -> list[str]:
+def _format_example(example: Facts) -> list[str]:
     """Return the lines of an example: score, row and response, and the judge's reason."""
     lines = [f"  {format_number(example['score'])}  {example['row']}: {example['response']}"]
     return lines + ([f"         because: {example['reason']}"] if example["reason"] else [])
 
 
-def calibration_lines(result: Facts) -> list[str]:
+def format_calibration(result: Facts) -> list[str]:
     """Return the result of `ppo reward calibrate` as lines: tables, then advice."""
     rows = [*_count_rows(result), ("labels", result["labels"]), *_cost_rows(result["spent"])]
     lines = titled_table("Rows", rows)
@@ -201,7 +201,7 @@ def calibration_lines(result: Facts) -> list[str]:
             title = f"Part {name} alone"
             lines += ["", *titled_table(title, _estimate_rows(facts["agreement"]))]
     # How parts and criteria contribute.
-    lines += part_lines(result)
+    lines += format_parts(result)
     if result["criteria"]:
         lines += ["", *_parts_table("Criteria (credits from 0 to 1)", result["criteria"], CRITERIA)]
     lines += [
@@ -261,19 +261,19 @@ def _cost_per_1000_rows(facts: Facts) -> Pairs:
     ]
 
 
-def audit_lines(result: Facts) -> list[str]:
+def format_audit(result: Facts) -> list[str]:
     """Return the result of `ppo reward audit` as lines: each check with its worst case."""
     # Checks that do not apply to this reward are skipped.
     verdicts = {True: "PASS", False: "FAIL", None: "skip"}
     lines = [f"Audit of {result['reward']}", ""]
     for check in result["checks"]:
         lines.append(f"{verdicts[check['passed']]}  {check['name']}: {check['said']}")
-        lines += _worst_case_lines(check["worst"], failed=check["passed"] is False)
+        lines += _format_worst_case(check["worst"], failed=check["passed"] is False)
     spent = ", ".join(f"{word} {value}" for word, value in _cost_rows(result["spent"]))
     return [*lines, "", f"{result['asked']:,} verdicts; {spent}."]
 
 
-def _worst_case_lines(case: Facts | None, *, failed: bool) -> list[str]:
+def _format_worst_case(case: Facts | None, *, failed: bool) -> list[str]:
     """Return the lines of a check's worst case: all facts if the check failed, else one."""
     if case is None:
         return []
@@ -353,7 +353,7 @@ def score(arguments: Arguments) -> None:
         **summarise_scores(responses.rows, scoring, config.reward),
         "rankings": compare_rankings(responses.rows, scoring.scores),
     }
-    _print_result(arguments, summary, score_lines)
+    _print_result(arguments, summary, format_scores)
     # Exit code 3 if it can be continued; failed rows are only a warning.
     if scoring.stopped:
         done = f"{summary['scored']} of {summary['rows']} rows have a score in {out}."
@@ -397,7 +397,7 @@ def calibrate(arguments: Arguments) -> None:
             result = run_calibration(
                 reward, config.reward, labelled, repeat=repeat, screen=screen, marks=marks
             )
-    _print_result(arguments, {"file": responses.source, **result}, calibration_lines)
+    _print_result(arguments, {"file": responses.source, **result}, format_calibration)
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
 
@@ -424,7 +424,7 @@ def audit(arguments: Arguments) -> None:
         open_without_gate(config.reward, items, Callbacks(note=screen.note)) as reward,
     ):
         result = run_audit(reward, config.reward, items, screen=screen)
-    _print_result(arguments, result, audit_lines)
+    _print_result(arguments, result, format_audit)
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
     # A failed check is an error, so that scripts notice.
@@ -447,7 +447,7 @@ def models(arguments: Arguments) -> None:
         raise ConfigError(
             "No API key of a judge is set: set one, or name a type with --rm_api_type."
         )
-    lines = [line for listing in models for line in _listing_lines(listing)]
+    lines = [line for listing in models for line in _format_listing(listing)]
     print_result(models, lambda: "\n".join(lines), as_json=arguments.extras["json"])
     if failed := [
         f"{model['provider']}: {model['problem']}" for model in models if "problem" in model
@@ -455,16 +455,16 @@ def models(arguments: Arguments) -> None:
         raise RewardError("\n".join(failed))
 
 
-def _listing_lines(listing: Facts) -> list[str]:
+def _format_listing(listing: Facts) -> list[str]:
     """Return the models of one provider as a table, with notes below."""
     rows = listing["models"]
     count = "no list" if rows is None else f"{len(rows):,} models"
-    cells = [MODEL_COLUMNS, *map(_model_cells, rows)] if rows else []
+    cells = [MODEL_COLUMNS, *map(_format_model, rows)] if rows else []
     lines = titled_table(f"{listing['provider']}: {count}", cells, left_aligned=1)
     return lines + [f"  {note}" for note in listing["notes"]]
 
 
-def _model_cells(row: dict[str, Any]) -> list[str]:
+def _format_model(row: dict[str, Any]) -> list[str]:
     """Return the cells of a model: name, prices, context, end date, source of the price."""
     amounts = [f"{row[side]:g}" if row[side] is not None else "-" for side in ("input", "output")]
     reads = f"{row['context']:,}" if row["context"] else "-"

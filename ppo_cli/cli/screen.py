@@ -114,7 +114,7 @@ def format_number(value: float | None) -> str:
     return f"{value:.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
 
 
-def step_line(
+def format_step(
     step: int, total_steps: int, metrics: Mapping[str, float], width: int | None = None
 ) -> str:
     """Return the metrics of a step as one line, without those that were not measured.
@@ -129,7 +129,7 @@ def step_line(
             parts = _format_parts(metrics) if key == "reward_mean" else ""
             shown = format_number(0.0 if abs(metrics[key]) < ROUNDED_TO_ZERO else metrics[key])
             fields.append(f"{word} {shown}{parts}")
-    if (value := validation_value(metrics)) is not None:
+    if (value := get_validation_value(metrics)) is not None:
         fields.append(f"val {format_number(value)}{_format_parts(metrics, 'val/')}")
     if "time/step_s" in metrics:
         fields.append(f"{metrics['time/step_s']:.1f} s")
@@ -155,7 +155,7 @@ def _format_parts(metrics: Mapping[str, float], prefix: str = "") -> str:
     return f" ({', '.join(f'{n} {format_number(v)}' for n, v in means.items())})" if means else ""
 
 
-def validation_value(metrics: Mapping[str, float]) -> float | None:
+def get_validation_value(metrics: Mapping[str, float]) -> float | None:
     """Return the main number of a validation: accuracy, else mean reward, else None."""
     for name in ("val/accuracy", "val/reward_mean"):
         if metrics.get(name) is not None:
@@ -163,7 +163,7 @@ def validation_value(metrics: Mapping[str, float]) -> float | None:
     return None
 
 
-def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
+def draw_sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
     """Return a curve as one line of block characters; long curves are averaged to the width."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
@@ -213,7 +213,7 @@ def _format_change(before: float | None, after: float, arrow: str, declined: boo
     return f"{first} {arrow} {last}{' (declined)' if declined else ''}"
 
 
-def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
+def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     """Return the summary of a run as printable lines."""
     arrow = "->" if ascii_only else "→"
     # A resumed run shows the time of all sessions and of this one.
@@ -227,7 +227,7 @@ def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     if summary.judge:
         rows.append(("judge", summary.judge))
     if len(summary.rewards) > 1:
-        rows.append(("curve", sparkline(summary.rewards, ascii_only=ascii_only)))
+        rows.append(("curve", draw_sparkline(summary.rewards, ascii_only=ascii_only)))
     if summary.model_dir is not None:
         rows.append(("model", str(summary.model_dir)))
     rows.append(("run folder", str(summary.run_dir)))
@@ -266,7 +266,7 @@ class PlainScreen(Screen):
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a step."""
-        self._print(step_line(step, total_steps, metrics))
+        self._print(format_step(step, total_steps, metrics))
 
     def note(self, text: str) -> None:
         """Print a remark."""
@@ -278,7 +278,7 @@ class PlainScreen(Screen):
 
     def summary(self, summary: Summary) -> None:
         """Print the summary of the run."""
-        lines = summary_lines(summary, ascii_only=not can_show(BLOCKS + "→", self._file.encoding))
+        lines = format_summary(summary, ascii_only=not can_show(BLOCKS + "→", self._file.encoding))
         self._print("\n".join(["", "Done", *(f"  {line}".rstrip() for line in lines)]))
 
     def _print(self, text: str) -> None:
@@ -330,7 +330,7 @@ MAX_TEXT_CHARS = 400  # characters of a text in the view
 KEPT_LINES = 20  # lines that are printed again after the width has changed
 
 
-def judge_line(metrics: Mapping[str, float]) -> str:
+def format_judges(metrics: Mapping[str, float]) -> str:
     """Return a line about a step's judges: calls, cache, errors, cost; empty without judges."""
 
     # Several judges have prefixes such as `judge_style/`; their numbers are added up.
@@ -415,7 +415,7 @@ class TerminalScreen(Screen):
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a step, and update the view."""
-        self._print(step_line(step, total_steps, metrics, self._console.width))
+        self._print(format_step(step, total_steps, metrics, self._console.width))
         # The bars of this step go; the bar of the run moves on.
         for task in self._phases.values():
             self._progress.remove_task(task)
@@ -428,13 +428,13 @@ class TerminalScreen(Screen):
         for name in CURVES:
             if name in metrics:
                 self._curves.setdefault(COLUMNS[name], []).append(metrics[name])
-        if (value := validation_value(metrics)) is not None:
+        if (value := get_validation_value(metrics)) is not None:
             self._curves.setdefault("val", []).append(value)
-        self._judge = judge_line(metrics)
+        self._judge = format_judges(metrics)
 
     def sample(self, line: Mapping[str, Any]) -> None:
         """Show one response in the view."""
-        self._sample = sample_lines(line)
+        self._sample = format_sample(line)
 
     def note(self, text: str) -> None:
         """Print a remark."""
@@ -449,7 +449,7 @@ class TerminalScreen(Screen):
         """Stop the view and print the summary of the run in a frame."""
         self._live.stop()
         plain = not can_show(BLOCKS + "→╭", self._console.encoding)
-        body = Text("\n".join(summary_lines(summary, ascii_only=plain)))
+        body = Text("\n".join(format_summary(summary, ascii_only=plain)))
         frame = box.ASCII if plain else box.ROUNDED
         self._console.print(Panel(body, title="Done", title_align="left", box=frame, expand=False))
 
@@ -464,7 +464,7 @@ class TerminalScreen(Screen):
             return Group(bars)
         plain = not can_show(BLOCKS, self._console.encoding)
         rows = [
-            f"{name:<8}{sparkline(values, ascii_only=plain)} {format_number(values[-1])}"
+            f"{name:<8}{draw_sparkline(values, ascii_only=plain)} {format_number(values[-1])}"
             for name, values in self._curves.items()
             if len(values) > 1
         ]
@@ -507,7 +507,7 @@ class TerminalScreen(Screen):
         self._console.print(Text(make_printable(text), style=style), soft_wrap=True)
 
 
-def sample_lines(line: Mapping[str, Any]) -> list[str]:
+def format_sample(line: Mapping[str, Any]) -> list[str]:
     """Return three lines: the end of a prompt, the response, its score with the reason."""
     score = "failed" if line["score"] is None else f"score {format_number(line['score'])}"
     why = line["failure"] or line["reason"] or ""

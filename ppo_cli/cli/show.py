@@ -20,9 +20,9 @@ from ppo_cli.cli.screen import (
     COLUMNS,
     align_columns,
     format_number,
+    get_validation_value,
     print_result,
     titled_table,
-    validation_value,
 )
 from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.plan import batch_arithmetic
@@ -84,20 +84,20 @@ def show(
         if csv is not None or summary:
             raise ConfigError("--csv and --summary take one run; name one.")
         compared = compare_runs(folders, step, val, worst or DEFAULT_PROMPTS)
-        print_result(compared, lambda: comparison_text(compared), as_json=json)
+        print_result(compared, lambda: format_comparison(compared), as_json=json)
     elif summary:
         means = recent_statistics(read_metrics(run))
-        print_result(means, lambda: recent_table(means), as_json=json)
+        print_result(means, lambda: format_statistics(means), as_json=json)
     elif step is not None or worst is not None or val:
         lines = read_rollouts(run, step, "val" if val else "train")
         chosen = lines if worst is None else sort_worst_first(lines)[:worst]
-        print_result(chosen, lambda: "\n\n".join(map(rollout_text, chosen)), as_json=json)
+        print_result(chosen, lambda: "\n\n".join(map(format_rollout, chosen)), as_json=json)
     elif csv is not None:
-        typer.echo(steps_csv(read_metrics(run), csv))
+        typer.echo(write_steps_csv(read_metrics(run), csv))
     else:
         history = read_metrics(run)
         steps = history[-last:]
-        print_result(steps, lambda: steps_text(run, steps, history), as_json=json)
+        print_result(steps, lambda: format_steps(run, steps, history), as_json=json)
 
 
 def compare_runs(
@@ -122,7 +122,7 @@ def compare_runs(
     differing = {k for k, v in values.items() if len(set(v)) > 1 and (None not in v or k in chosen)}
     # Metrics side by side.
     histories = [read_metrics(run) for run in folders]
-    validated = [[v for v in map(validation_value, h) if v is not None] for h in histories]
+    validated = [[v for v in map(get_validation_value, h) if v is not None] for h in histories]
     metrics = [recent_statistics(history, RECENT) for history in histories]
     names = sorted({name for run_means in metrics for name in run_means if name.endswith("_mean")})
     return {
@@ -165,7 +165,7 @@ def pair_answers(folders: Sequence[Path], step: int | None, val: bool) -> list[d
     return sorted(rows, key=lambda row: -(row["apart"] or 0.0))
 
 
-def comparison_text(compared: Mapping[str, Any]) -> str:
+def format_comparison(compared: Mapping[str, Any]) -> str:
     """Return the result of `compare_runs` as text."""
     runs = compared["runs"]
     lines = []
@@ -262,13 +262,13 @@ def sort_worst_first(lines: Sequence[Line]) -> list[Line]:
     return sorted(lines, key=lambda x: (x.get("score") is None, x.get("score") or 0.0))
 
 
-def steps_text(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str:
+def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str:
     """Return the table of steps, and below it the judges' totals and drift."""
     judge = describe_judge_totals(run, history)
     blocks = [
-        steps_table(steps),
+        format_steps_table(steps),
         *([f"judge: {judge}"] if judge else []),
-        *drift_lines(run, history),
+        *format_drift(run, history),
     ]
     # Paid judge calls without a finished step: say how to use them.
     if not any(line["step"] > 0 for line in history) and paid_calls(run):
@@ -276,7 +276,7 @@ def steps_text(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str
     return "\n\n".join(blocks)
 
 
-def drift_lines(run: Path, history: Sequence[Line]) -> list[str]:
+def format_drift(run: Path, history: Sequence[Line]) -> list[str]:
     """Return a line on how far the judge has drifted; empty if it cannot be measured."""
     config, _ = read_run_config(run)
     if config is None:
@@ -316,7 +316,7 @@ def describe_resume(run: Path, history: Sequence[Line]) -> str:
     return f"Go on with: {command}"
 
 
-def steps_csv(history: Sequence[Line], file: str) -> str:
+def write_steps_csv(history: Sequence[Line], file: str) -> str:
     """Write steps as CSV, a column per metric; return a summary, or the CSV for the file `-`."""
     import pandas
 
@@ -330,7 +330,7 @@ def steps_csv(history: Sequence[Line], file: str) -> str:
     return f"{file}: {len(frame)} steps, {len(frame.columns)} columns"
 
 
-def steps_table(steps: Sequence[Line]) -> str:
+def format_steps_table(steps: Sequence[Line]) -> str:
     """Return steps as aligned columns; metrics that no step has are left out."""
     if not steps:
         return "No step is finished yet."
@@ -338,14 +338,14 @@ def steps_table(steps: Sequence[Line]) -> str:
     keys = [k for k in COLUMNS if any(line.get(k) is not None for line in steps)]
     rows = [["step", *(COLUMNS[k] for k in keys)]]
     rows += [[str(line["step"]), *(format_number(line.get(k)) for k in keys)] for line in steps]
-    values = [validation_value(line) for line in steps]
+    values = [get_validation_value(line) for line in steps]
     if any(v is not None for v in values):
         for row, cell in zip(rows, ["val", *map(format_number, values)], strict=True):
             row.append(cell)
     return "\n".join(align_columns(rows, left_aligned=0))
 
 
-def recent_table(means: Mapping[str, float]) -> str:
+def format_statistics(means: Mapping[str, float]) -> str:
     """Return the result of `recent_statistics` as a table of metric, mean and deviation."""
     names = [key.removesuffix("_std") for key in means if key.endswith("_std")]
     if not names:
@@ -358,7 +358,7 @@ def recent_table(means: Mapping[str, float]) -> str:
     return "\n".join(align_columns(rows, left_aligned=1))
 
 
-def rollout_text(line: Line) -> str:
+def format_rollout(line: Line) -> str:
     """Return a response as text: score, prompt, response, reason, ground truth, parts."""
     score = line.get("score")
     scored = "no score" if score is None else f"score {format_number(score)}"
@@ -421,13 +421,13 @@ def runs(
         raise DataError(f"{folder}: no such folder. Name one that contains run folders.")
     for run in find_runs(folder):
         try:
-            run_list.append(run_facts(run))
+            run_list.append(collect_run_facts(run))
         except DataError as error:  # of one run; the others are listed
             typer.echo(f"note: {error}", err=True)
     run_list.sort(key=lambda run: -run["changed"])
     if not run_list and not as_json:
         raise DataError(f"{folder} holds no run: none has a config.yaml and a {METRICS_FILE}.")
-    print_result(run_list, lambda: runs_table(run_list), as_json=as_json)
+    print_result(run_list, lambda: format_runs(run_list), as_json=as_json)
 
 
 def find_runs(folder: Path, depth: int = 0) -> list[Path]:
@@ -442,7 +442,7 @@ def find_runs(folder: Path, depth: int = 0) -> list[Path]:
     return [run for path in inner for run in find_runs(path, depth + 1)]
 
 
-def run_facts(run: Path) -> dict[str, Any]:
+def collect_run_facts(run: Path) -> dict[str, Any]:
     """Return the facts of a run: state, steps, rewards, cost (dollars), last change (Unix time)."""
     lines, file = read_metrics(run), run / "config.yaml"
     # Settings of an old version may not be readable; then the total is unknown.
@@ -452,7 +452,7 @@ def run_facts(run: Path) -> dict[str, Any]:
             total = batch_arithmetic(run_settings(run))["total_steps"]
     step = max((int(line["step"]) for line in lines), default=0)
     rewards = [line["reward_mean"] for line in lines if line.get("reward_mean") is not None]
-    values = [v for line in lines if (v := validation_value(line)) is not None]
+    values = [v for line in lines if (v := get_validation_value(line)) is not None]
     # What --resume would start from.
     saved = CheckpointStore(run / "checkpoints", 1).newest()
     match = STEP_NAME.match(saved.name) if saved else None
@@ -482,7 +482,7 @@ def is_running(run: Path) -> bool:
     return False
 
 
-def runs_table(run_list: list[dict[str, Any]]) -> str:
+def format_runs(run_list: list[dict[str, Any]]) -> str:
     """Return runs as aligned columns."""
     # Unknown numbers are dashes; the time is local.
     rows = [["run", "state", "step", "saved", "reward", "val", "cost", "changed"]]

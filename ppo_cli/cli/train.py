@@ -88,7 +88,7 @@ def plan(arguments: Arguments) -> None:
         return
     resolved = add_second_judge(resolve_with_fork(arguments), os.environ)
     read = make_prompt_reader(resolved.config)
-    resolved = replace(resolved, notes=(*resolved.notes, *_lr_notes(resolved.config)))
+    resolved = replace(resolved, notes=(*resolved.notes, *_describe_lr_jumps(resolved.config)))
     # Everything that would stop the run: settings and files, then rows, which take longer to read.
     problems = [*find_refusals(resolved), *find_checkpoint_refusal(resolved.config)]
     problems = list(dict.fromkeys([*problems, *find_row_refusals(resolved.config, read)]))
@@ -133,7 +133,7 @@ def _simulate(config: Config) -> Simulation:
     return run_simulation(config, report)
 
 
-def _lr_notes(config: Config) -> Iterator[str]:
+def _describe_lr_jumps(config: Config) -> Iterator[str]:
     """Yield notes on jumps of the learning rate if the run resumes from a checkpoint."""
     from ppo_cli.report.metrics import find_lr_jumps
 
@@ -199,7 +199,7 @@ def find_refusals(resolved: Resolved) -> list[str]:
     allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
     missing = [*missing_parts(resolved), *missing_inputs(config)]
     problems = [line for line in missing if line not in allowed]
-    problems += [*collect_problems(_file_checks(config)), *damaged_models(config)]
+    problems += [*collect_problems(_list_file_checks(config)), *damaged_models(config)]
     return [redact(line) for line in dict.fromkeys(problems)]
 
 
@@ -210,13 +210,15 @@ def make_prompt_reader(config: Config) -> PromptReader:
         from ppo_cli.data_sets.rows import prompt_of
 
         return [
-            prompt_of(rows.label, row) for rows in _first_rows(config, split) for row in rows.rows
+            prompt_of(rows.label, row)
+            for rows in _read_first_rows(config, split)
+            for row in rows.rows
         ]
 
     return cache(read)
 
 
-def _first_rows(config: Config, split: DataSplit) -> list[RowSet]:
+def _read_first_rows(config: Config, split: DataSplit) -> list[RowSet]:
     """Return the first MAX_PLAN_ROWS rows of a split's local files; hub sets are skipped."""
     from ppo_cli.data_sets.rows import load_sets
 
@@ -236,7 +238,7 @@ def _find_template_refusals(config: Config, splits: Sequence[DataSplit]) -> Iter
     if not folder.is_dir():
         return
     # Templates of models on the hub are not downloaded for a plan.
-    sets = [_first_rows(config, split) for split in splits]
+    sets = [_read_first_rows(config, split) for split in splits]
     raises = template_raises(folder) if config.data.apply_chat_template else None
     prompts = [row.prompt for split in sets for rows in split for row in rows.rows]
     plain = config.data.system_prompt is None and all(isinstance(text, str) for text in prompts)
@@ -311,7 +313,7 @@ def describe_unread_rows(config: Config) -> list[str]:
     return notices
 
 
-def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
+def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
     """Yield functions that raise UserError if a file, model or package of the run is missing."""
     from ppo_cli.report.loggers import check_loggers
 

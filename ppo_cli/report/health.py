@@ -159,7 +159,7 @@ def _reward_is_flat(steps: History) -> bool:
     return abs(fmean(second) - fmean(first)) <= max(2 * noise, 1e-9)
 
 
-def _collapsed(steps: History, limits: Limits) -> str:
+def _check_collapse(steps: History, limits: Limits) -> str:
     """Warn if the reward is lost and the KL is extreme or the entropy near 0."""
     # One of two signs that the policy has changed completely.
     now, earlier = steps[-1], steps[:-1]
@@ -192,14 +192,14 @@ def _collapsed(steps: History, limits: Limits) -> str:
     )
 
 
-def _kl_high(steps: History, limits: Limits) -> str:
+def _check_kl_high(steps: History, limits: Limits) -> str:
     """Warn if the KL is extreme, or stays above the limit without a gain in reward."""
     newest, two = _last_values(steps, "kl_divergence", 1), _last_values(steps, "kl_divergence", 2)
     if not newest:
         return ""
     if newest[0] <= EXTREME_FACTOR * limits.kl[1]:
         lasts = len(steps) >= SETTLE_STEPS and bool(two) and min(two) > limits.kl[1]
-        if not lasts or distance_pays(steps, limits):
+        if not lasts or is_kl_worth_it(steps, limits):
             return ""
     return (
         f"kl {newest[0]:.3g} is above {limits.kl[1]:g}: the model moves far from where it started. "
@@ -207,7 +207,7 @@ def _kl_high(steps: History, limits: Limits) -> str:
     )
 
 
-def distance_pays(steps: History, limits: Limits) -> bool:
+def is_kl_worth_it(steps: History, limits: Limits) -> bool:
     """Whether a high KL is fine: the reward rises, and it comes from rules, which cannot be fooled.
 
     `steps` are the finished steps, from 1 on.
@@ -218,7 +218,7 @@ def distance_pays(steps: History, limits: Limits) -> bool:
     return len(rewards) > 1 and fmean(rewards[-SETTLE_STEPS:]) > rewards[0]
 
 
-def _kl_low(steps: History, limits: Limits) -> str:
+def _check_kl_low(steps: History, limits: Limits) -> str:
     """Warn if KL and reward do not move, so the model hardly changes."""
     kl = _last_values(steps, "kl_divergence", STUCK_STEPS)
     # During the critic's warm-up the policy does not move at all.
@@ -231,7 +231,7 @@ def _kl_low(steps: History, limits: Limits) -> str:
     )
 
 
-def _clip_high(steps: History, limits: Limits) -> str:
+def _check_clip_high(steps: History, limits: Limits) -> str:
     """Warn if too many tokens were clipped in two steps."""
     clipped = _last_values(steps, "clip_fraction", 2)
     if not clipped or min(clipped) <= limits.clip_fraction[1]:
@@ -242,7 +242,7 @@ def _clip_high(steps: History, limits: Limits) -> str:
     )
 
 
-def _clip_low(steps: History, limits: Limits) -> str:
+def _check_clip_low(steps: History, limits: Limits) -> str:
     """Warn if few tokens are clipped while the reward does not move."""
     # With one update per step training is on-policy: nothing can be clipped.
     clipped = (
@@ -257,7 +257,7 @@ def _clip_low(steps: History, limits: Limits) -> str:
     )
 
 
-def _ratio_off(steps: History, limits: Limits) -> str:
+def _check_ratio(steps: History, limits: Limits) -> str:
     """Warn if the probability ratio of new and old policy leaves its range."""
     ratio, (low, high) = _last_values(steps, "ppo_ratio", 1), limits.ppo_ratio
     if not ratio or low <= ratio[0] <= high:
@@ -286,7 +286,7 @@ def _check_sampler_mismatch(steps: History, limits: Limits) -> str:
     )
 
 
-def _reward_same(steps: History, limits: Limits) -> str:
+def _check_reward_same(steps: History, limits: Limits) -> str:
     """Warn if all responses of several steps got the same reward."""
     mean = _last_values(steps, "reward_mean", 1)
     # Rewards that are all 0 are common at the start, so wait longer.
@@ -304,7 +304,7 @@ def _reward_same(steps: History, limits: Limits) -> str:
     )
 
 
-def _entropy_collapse(steps: History, limits: Limits) -> str:
+def _check_entropy(steps: History, limits: Limits) -> str:
     """Warn if the entropy fell to a small share of its start without full success."""
     early, late = _last_values(steps[:3], "entropy", 3), _last_values(steps, "entropy", 3)
     if len(steps) < 2 * SETTLE_STEPS or not early or not late:
@@ -323,7 +323,7 @@ def _entropy_collapse(steps: History, limits: Limits) -> str:
     )
 
 
-def _critic_stuck(steps: History, limits: Limits) -> str:
+def _check_critic(steps: History, limits: Limits) -> str:
     """Warn if the critic has explained nothing for many steps."""
     explained = _last_values(steps, "explained_variance", STUCK_STEPS)
     if not explained or max(explained) > 0:
@@ -335,7 +335,7 @@ def _critic_stuck(steps: History, limits: Limits) -> str:
     )
 
 
-def _grad_spike(key: str, flag: str) -> Callable[[History, Limits], str]:
+def _make_grad_spike_check(key: str, flag: str) -> Callable[[History, Limits], str]:
     """Return a check that warns if a gradient norm jumps; `flag` is the learning rate to lower."""
 
     def check(steps: History, limits: Limits) -> str:
@@ -354,7 +354,7 @@ def _grad_spike(key: str, flag: str) -> Callable[[History, Limits], str]:
     return check
 
 
-def _not_finite(steps: History, limits: Limits) -> str:
+def _check_not_finite(steps: History, limits: Limits) -> str:
     """Warn if optimizer steps were skipped because of infinite or NaN gradients."""
     names = ("actor/skipped_steps", "critic/skipped_steps")
     skipped = sum(int(steps[-1].get(name) or 0) for name in names)
@@ -366,7 +366,7 @@ def _not_finite(steps: History, limits: Limits) -> str:
     )
 
 
-def _too_long(steps: History, limits: Limits) -> str:
+def _check_cut_off(steps: History, limits: Limits) -> str:
     """Warn if most responses hit the length limit in three steps."""
     cut = _last_values(steps, "response_length/clip_ratio", 3)
     if not cut or min(cut) <= limits.truncated_share:
@@ -378,7 +378,7 @@ def _too_long(steps: History, limits: Limits) -> str:
     )
 
 
-def _never_answers(steps: History, limits: Limits) -> str:
+def _check_unclosed_thoughts(steps: History, limits: Limits) -> str:
     """Warn if most responses of three steps end inside a thought."""
     open_ = _last_values(steps, "thought/unclosed_share", 3)
     if not open_ or min(open_) <= limits.truncated_share:
@@ -390,7 +390,7 @@ def _never_answers(steps: History, limits: Limits) -> str:
     )
 
 
-def _scores_failed(steps: History, limits: Limits) -> str:
+def _check_failed_scores(steps: History, limits: Limits) -> str:
     """Warn about responses without a score."""
     failed = int(steps[-1].get("score/failed") or 0)
     if not failed:
@@ -402,7 +402,7 @@ def _scores_failed(steps: History, limits: Limits) -> str:
     )
 
 
-def _judge_fooled(steps: History, limits: Limits) -> str:
+def _check_canary(steps: History, limits: Limits) -> str:
     """Warn if the judge gave a good score to an empty test reply (a canary)."""
     worst = _last_values(steps, "judge/canary_max", 1)
     if not worst or worst[0] <= 0.3:
@@ -435,7 +435,7 @@ _UNREAD_ADVICE = {
 }
 
 
-def _replies_unread(steps: History, limits: Limits) -> str:
+def _check_unread_replies(steps: History, limits: Limits) -> str:
     """Warn if many replies of a judge could not be parsed, with advice for the main cause."""
     line = steps[-1]
     for key in line:
@@ -452,7 +452,7 @@ def _replies_unread(steps: History, limits: Limits) -> str:
     return ""
 
 
-def _monitor_silent(steps: History, limits: Limits) -> str:
+def _check_monitor(steps: History, limits: Limits) -> str:
     """Warn if the second judge, which only monitors, gave no verdict in two steps."""
     failed = _last_values(steps, "judge/monitor_failed", 2)
     if not failed or steps[-1].get("judge/monitor_mean") is not None:
@@ -463,7 +463,7 @@ def _monitor_silent(steps: History, limits: Limits) -> str:
     )
 
 
-def _judge_drifts(steps: History, limits: Limits) -> str:
+def _check_judge_drift(steps: History, limits: Limits) -> str:
     """Warn if the judge's scores rise much more than those of people, a second judge or a rule."""
     drift = measure_judge_drift(steps, limits.watched, limits.people)
     if drift is None or not drift.alarming:
@@ -476,7 +476,7 @@ def _judge_drifts(steps: History, limits: Limits) -> str:
     )
 
 
-def _judge_changed(steps: History, limits: Limits) -> str:
+def _check_judge_changed(steps: History, limits: Limits) -> str:
     """Warn if the judge now scores the same labelled responses differently than at first."""
     keys = ((line, key) for line in reversed(steps) for key in line if key.endswith("/label_drift"))
     line, key = next(((line, key) for line, key in keys if line[key] is not None), ({}, ""))
@@ -490,7 +490,7 @@ def _judge_changed(steps: History, limits: Limits) -> str:
     )
 
 
-def _judge_likes_length(steps: History, limits: Limits) -> str:
+def _check_length_bias(steps: History, limits: Limits) -> str:
     """Warn if the judge's scores correlate with the length of responses."""
     correlations = _last_values(steps, "judge/length_correlation", 2 * SETTLE_STEPS)
     if not correlations or fmean(correlations) <= 0.6:
@@ -502,7 +502,7 @@ def _judge_likes_length(steps: History, limits: Limits) -> str:
     )
 
 
-def _part_dominated(steps: History, limits: Limits) -> str:
+def _check_dominated_part(steps: History, limits: Limits) -> str:
     """Warn if a part of a mixture has much less influence than its weight says.
 
     Only in the first steps: a part that is solved later rightly has no spread.
@@ -536,7 +536,7 @@ def _criterion_credits(steps: History) -> dict[str, list[float]]:
     return {key[7:]: values for key in keys if (values := _last_values(steps, key, STUCK_STEPS))}
 
 
-def _criterion_stuck(steps: History, limits: Limits) -> str:
+def _check_stuck_criterion(steps: History, limits: Limits) -> str:
     """Warn about a criterion that every response meets, or none."""
     for name, values in _criterion_credits(steps).items():
         if min(values) == max(values) and values[0] in (0.0, 1.0):
@@ -549,7 +549,7 @@ def _criterion_stuck(steps: History, limits: Limits) -> str:
     return ""
 
 
-def _criterion_against(steps: History, limits: Limits) -> str:
+def _check_opposed_criterion(steps: History, limits: Limits) -> str:
     """Warn about a criterion whose credit falls while the reward rises."""
     rewards = _last_values(steps, "reward_mean", STUCK_STEPS)
     for name, values in _criterion_credits(steps).items():
@@ -563,7 +563,7 @@ def _criterion_against(steps: History, limits: Limits) -> str:
     return ""
 
 
-def _part_fails(steps: History, limits: Limits) -> str:
+def _check_failing_part(steps: History, limits: Limits) -> str:
     """Warn about a part of a mixture that gives many responses no score."""
     line = steps[-1]
     for key in line:
@@ -576,7 +576,7 @@ def _part_fails(steps: History, limits: Limits) -> str:
     return ""
 
 
-def _prompts_cut(steps: History, limits: Limits) -> str:
+def _check_cut_prompts(steps: History, limits: Limits) -> str:
     """Warn if prompts were shortened to fit a reward model."""
     cut_counts = [int(v) for k, v in steps[-1].items() if k.endswith("/prompts_cut") and v]
     if not cut_counts:
@@ -587,7 +587,7 @@ def _prompts_cut(steps: History, limits: Limits) -> str:
     )
 
 
-def _memory_ran_out(steps: History, limits: Limits) -> str:
+def _check_memory(steps: History, limits: Limits) -> str:
     """Return notes on micro-batches that were halved after an out-of-memory error."""
     lines = []
     for name in ("actor", "critic", "annotate"):
@@ -610,16 +610,37 @@ def _memory_ran_out(steps: History, limits: Limits) -> str:
 
 # Kind of trouble -> check. The kinds are also keys of the page's findings.
 _CHECKS: dict[str, Callable[[History, Limits], str]] = {
-    "collapsed": _collapsed, "not_finite": _not_finite, "memory": _memory_ran_out,
-    "kl_high": _kl_high, "kl_low": _kl_low, "clip_high": _clip_high, "clip_low": _clip_low,
-    "ratio": _ratio_off, "sampler": _check_sampler_mismatch, "reward_same": _reward_same,
-    "entropy": _entropy_collapse, "critic": _critic_stuck,
-    "grad_norm": _grad_spike("grad_norm", "--lr"),
-    "critic_grad_norm": _grad_spike("critic_grad_norm", "--critic_lr"), "too_long": _too_long,
-    "never_answers": _never_answers, "failed": _scores_failed, "judge_fooled": _judge_fooled,
-    "judge_length": _judge_likes_length, "judge_unread": _replies_unread,
-    "judge_drift": _judge_drifts, "judge_changed": _judge_changed,
-    "monitor_silent": _monitor_silent, "part_dominated": _part_dominated, "part_fails": _part_fails,
-    "criterion_stuck": _criterion_stuck, "criterion_against": _criterion_against,
-    "prompts_cut": _prompts_cut,
-}  # fmt: skip
+    # Policy and critic.
+    "collapsed": _check_collapse,
+    "not_finite": _check_not_finite,
+    "memory": _check_memory,
+    "kl_high": _check_kl_high,
+    "kl_low": _check_kl_low,
+    "clip_high": _check_clip_high,
+    "clip_low": _check_clip_low,
+    "ratio": _check_ratio,
+    "sampler": _check_sampler_mismatch,
+    "reward_same": _check_reward_same,
+    "entropy": _check_entropy,
+    "critic": _check_critic,
+    "grad_norm": _make_grad_spike_check("grad_norm", "--lr"),
+    "critic_grad_norm": _make_grad_spike_check("critic_grad_norm", "--critic_lr"),
+    # Responses and scores.
+    "too_long": _check_cut_off,
+    "never_answers": _check_unclosed_thoughts,
+    "failed": _check_failed_scores,
+    # Judges.
+    "judge_fooled": _check_canary,
+    "judge_length": _check_length_bias,
+    "judge_unread": _check_unread_replies,
+    "judge_drift": _check_judge_drift,
+    "judge_changed": _check_judge_changed,
+    "monitor_silent": _check_monitor,
+    # Mixtures and rubrics.
+    "part_dominated": _check_dominated_part,
+    "part_fails": _check_failing_part,
+    "criterion_stuck": _check_stuck_criterion,
+    "criterion_against": _check_opposed_criterion,
+    # Reward models.
+    "prompts_cut": _check_cut_prompts,
+}

@@ -25,7 +25,7 @@ IDENTITY = ("split", "step", "uid", "sample", "prompt", "response")
 FIELDS = (*IDENTITY, "ground_truth", "data_source", "score", "parts")
 
 
-def response_id(line: Mapping[str, Any]) -> str:
+def compute_response_id(line: Mapping[str, Any]) -> str:
     """Return the permanent id of a response: a digest of its texts, step and prompt."""
     parts = json.dumps([line.get(name) for name in IDENTITY], default=str)
     return digest_text(parts, 16)
@@ -39,7 +39,8 @@ def read_labels(run_dir: Path) -> list[dict[str, Any]]:
     """
     lines = read_lines(run_dir / LABELS_FILE)
     return [
-        {"response_id": response_id(line)} | line if "response" in line else line for line in lines
+        {"response_id": compute_response_id(line)} | line if "response" in line else line
+        for line in lines
     ]
 
 
@@ -89,7 +90,7 @@ def _read_scores(
     """Return scores by response id and line; `state` renews the cache if the file changes."""
     scores: dict[str, dict[int, dict[str, Any]]] = {}
     for number, line in enumerate(read_lines(file)):
-        name = response_id(line | {"split": split, "step": step})
+        name = compute_response_id(line | {"split": split, "step": step})
         score = {key: line.get(key) for key in ("score", "parts")}
         scores.setdefault(name, {})[number] = score
     return scores

@@ -84,7 +84,7 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
         f"{prefix}response_length_mean": float(lengths.mean()),
         f"{prefix}response_length/max": float(lengths.max()),
         f"{prefix}response_length/clip_ratio": float(np.mean(cut)),
-        **_thought_metrics(scored, prefix),
+        **_compute_thought_metrics(scored, prefix),
         f"{prefix}score/failed": float(len(scored) - len(values)),
         f"{prefix}score/failed_share": 1 - len(values) / len(scored),
     }
@@ -111,7 +111,7 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
     return metrics | {f"{prefix}{name}": float(np.mean(scores)) for name, scores in groups.items()}
 
 
-def _thought_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
+def _compute_thought_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
     """Return lengths of thoughts and answers in tokens; empty if no response has a thought."""
     rollouts = [s.rollout for s in scored]
     thinking = [r for r in rollouts if r.thoughts]
@@ -197,7 +197,7 @@ def summarise(
     validations = [line for line in history if _is_measured(line, "val/reward_mean")]
     rewards = _step_rewards(measured)
     few = max(1, len(measured) // 10)
-    first, last = _part_means(measured[:few]), _part_means(measured[-few:])
+    first, last = _compute_part_means(measured[:few]), _compute_part_means(measured[-few:])
     if rewards:
         first = {"reward": fmean(rewards[:few])} | first
         last = {"reward": fmean(rewards[-few:])} | last
@@ -220,7 +220,7 @@ def summarise(
         model_dir=model_dir if model_dir.exists() else None,
         run_dir=run_dir,
         wall_seconds=seconds,
-        next_steps=_next_steps(config, run_dir, history, resume_command),
+        next_steps=_list_next_steps(config, run_dir, history, resume_command),
         session=session if session[0] < steps else None,
         judge=describe_judge_totals(run_dir, history),
         declined=_find_declined(config, rewards, measured, validations, few),
@@ -238,8 +238,8 @@ def _find_declined(
     """
     fell = set()
     series = {"reward": rewards}
-    for name in _part_means(measured):
-        means = [_part_means([line]).get(name) for line in measured]
+    for name in _compute_part_means(measured):
+        means = [_compute_part_means([line]).get(name) for line in measured]
         series[name] = [value for value in means if value is not None]
     for name, values in series.items():
         if len(values) < MIN_DECLINE_STEPS:
@@ -375,7 +375,7 @@ def _step_rewards(lines: Lines) -> tuple[float, ...]:
     return () if mixed and max(map(abs, rewards)) < ROUNDING else rewards
 
 
-def _part_means(lines: Lines) -> dict[str, float]:
+def _compute_part_means(lines: Lines) -> dict[str, float]:
     """Return the raw mean of each part of a mixture over some steps."""
     values: dict[str, list[float]] = defaultdict(list)
     for line in lines:
@@ -405,7 +405,7 @@ def find_lr_jumps(config: Config, checkpoint: Path, total_steps: int) -> list[st
     return [] if last is None else [*describe_lr_jumps(config, last, total_steps)]
 
 
-def _next_steps(
+def _list_next_steps(
     config: Config, run_dir: Path, history: Lines, resume_command: str
 ) -> tuple[str, ...]:
     """Return commands that a user may want next, each with its purpose."""

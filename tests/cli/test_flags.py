@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ppo_cli.cli.app import describe_unknown_flag, load_foreign_flags, main, replace_aliases
-from ppo_cli.cli.flags import flag_keys, help_line, repeat_list_flags
+from ppo_cli.cli.flags import format_help_line, list_flag_keys, repeat_list_flags
 from ppo_cli.config.layers import DATA_FOLDER
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.verl.translator import VERSION
@@ -119,7 +119,7 @@ def pairs(text: str) -> dict[str, str]:
 
 
 def test_every_flag_gives_its_setting_and_there_are_no_others() -> None:
-    assert {name: key.name for name, key in flag_keys().items()} == pairs(FLAGS)
+    assert {name: key.name for name, key in list_flag_keys().items()} == pairs(FLAGS)
 
 
 def test_every_variable_gives_its_setting_and_there_are_no_others() -> None:
@@ -131,8 +131,8 @@ def test_every_alias_and_every_pointer_leads_to_what_there_is() -> None:
     known_names |= {DATA_FOLDER, VERSION}
     aliases, pointers = load_foreign_flags()["aliases"], load_foreign_flags()["pointers"]
     assert {name: to for name, to in aliases.items() if to not in known_names} == {}
-    assert set(aliases) & set(flag_keys()) == set()
-    assert set(pointers) & (set(flag_keys()) | set(aliases)) == set()
+    assert set(aliases) & set(list_flag_keys()) == set()
+    assert set(pointers) & (set(list_flag_keys()) | set(aliases)) == set()
     names = re.findall(r"--\w+|[a-z_]+(?:\.[a-z_]+)+", " ".join(pointers.values()))
     assert {word for word in names if word not in known_names} == {"actor.fsdp_config", "--config"}
 
@@ -207,7 +207,7 @@ def test_no_flag_and_no_variable_serves_two_settings() -> None:
     ],
 )
 def test_a_flags_help_gives_key_range_default_and_variable(name: str, fragment: str) -> None:
-    assert fragment in help_line(flag_keys()[name])
+    assert fragment in format_help_line(list_flag_keys()[name])
 
 
 @pytest.mark.parametrize(
@@ -234,5 +234,5 @@ def test_the_help_is_whole_at_80_columns(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["train", "--help"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80 and "…" not in out
-    assert [name for name in flag_keys() if f"  --{name}" not in out] == []
+    assert [name for name in list_flag_keys() if f"  --{name}" not in out] == []
     assert "Model:" in out and "Reward:" in out

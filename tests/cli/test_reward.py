@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.cli.reward import calibration_lines, histogram_lines, part_lines
+from ppo_cli.cli.reward import format_calibration, format_histogram, format_parts
 from ppo_cli.errors import UserError
 from tests.scoring.commands import read, run_reward
 
@@ -278,12 +278,12 @@ def test_columns_of_any_name_are_read_by_every_command(
 
 
 def test_bars() -> None:
-    lines = histogram_lines(
+    lines = format_histogram(
         [{"from": 1.0, "to": 1.0, "count": 60}, {"from": 0.0, "to": 0.5, "count": 1}]
     )
     assert lines[2].split() == ["1.000", "#" * 30, "60"]
     assert lines[3].split() == ["0.000", "to", "0.500", "#", "1"]
-    assert histogram_lines([]) == []
+    assert format_histogram([]) == []
 
 
 def test_calibration_of_nothing_fresh() -> None:
@@ -293,7 +293,7 @@ def test_calibration_of_nothing_fresh() -> None:
         "bias": {}, "repeated": None, "per_1000": {}, "advice": [],
         "parts": {}, "reported": {}, "correlations": [], "length": None, "criteria": {},
     }  # fmt: skip
-    text = "\n".join(calibration_lines(result))
+    text = "\n".join(format_calibration(result))
     assert "AUC  - (no rows)" in text
     assert "every verdict came from the cache" in text
 
@@ -306,11 +306,11 @@ def test_parts_stand_side_by_side() -> None:
         "reported": {"model.tone": {"mean": 0.5}},
         "correlations": [{"parts": ["model", "rule"], "value": 0.25}],
     }  # fmt: skip
-    lines = [line.split() for line in part_lines(facts)]
+    lines = [line.split() for line in format_parts(facts)]
     assert ["model", "70%", "50%", "12", "0", "-", "20.000"] in lines
     assert ["rule", "30%", "50%", "12", "0", "4", "-"] in lines
     assert ["model.tone", "0.500"] in lines
     assert ["model", "with", "rule", "0.250"] in lines
-    assert part_lines(facts)[-1] == "  rule: {scaling: affine, mean: 1}"
+    assert format_parts(facts)[-1] == "  rule: {scaling: affine, mean: 1}"
     alone = {**facts, "parts": {"judge": rule}, "reported": {}, "correlations": []}
-    assert part_lines(alone) == []
+    assert format_parts(alone) == []

@@ -26,13 +26,13 @@ from ppo_cli.cli.screen import (
     COLUMNS,
     OutputClosed,
     PlainScreen,
+    draw_sparkline,
     format_duration,
     format_number,
+    format_step,
+    format_summary,
     make_printable,
     make_screen,
-    sparkline,
-    step_line,
-    summary_lines,
 )
 from ppo_cli.report.tracker import Summary
 
@@ -266,26 +266,26 @@ def test_a_summary_of_little() -> None:
 
 
 def test_step_line() -> None:
-    line = step_line(7, 120, METRICS | {"val/reward_mean": 0.3, "val/accuracy": 0.25})
+    line = format_step(7, 120, METRICS | {"val/reward_mean": 0.3, "val/accuracy": 0.25})
     assert line == "step   7/120  reward 0.500  kl 1.2e-04  entropy 1.250  val 0.250  2.0 s"
-    assert step_line(0, 5, {"val/reward_mean": 0.3}) == "step 0/5  val 0.300"
+    assert format_step(0, 5, {"val/reward_mean": 0.3}) == "step 0/5  val 0.300"
     assert (
-        step_line(1, 5, {"policy_loss": 7.5e-08, "kl_divergence": 7.5e-08, "time/left_s": 90})
+        format_step(1, 5, {"policy_loss": 7.5e-08, "kl_divergence": 7.5e-08, "time/left_s": 90})
         == "step 1/5  kl 0.000  1 min 30 s left"
     )
 
 
 def test_a_step_line_breaks_between_fields() -> None:
     metrics = dict.fromkeys(COLUMNS, -0.123) | {"time/step_s": 39.0, "time/left_s": 4000.0}
-    line = step_line(7, 120, metrics)
-    broken = step_line(7, 120, metrics, 80)
+    line = format_step(7, 120, metrics)
+    broken = format_step(7, 120, metrics, 80)
     assert "\n" not in line and max(map(len, broken.split("\n"))) <= 80
     assert broken.replace("\n    ", "  ") == line and "\n" in broken
 
 
 def test_a_summary_says_one_number_once_and_a_decline_as_such() -> None:
     lines = "\n".join(
-        summary_lines(
+        format_summary(
             Summary(
                 12,
                 [("reward", 0.453, 0.0), ("validation accuracy", 0.5, 0.6), ("once", None, 0.617)],
@@ -316,11 +316,11 @@ def test_numbers(value: float | None, shown: str) -> None:
 
 
 def test_sparkline() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == BLOCKS
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], ascii_only=True) == ASCII_BLOCKS
-    assert sparkline([1.0, float("nan"), 1.0]) == "▁▁"
-    assert sparkline([]) == ""
-    long = sparkline([float(n) for n in range(1003)])
+    assert draw_sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == BLOCKS
+    assert draw_sparkline([0, 1, 2, 3, 4, 5, 6, 7], ascii_only=True) == ASCII_BLOCKS
+    assert draw_sparkline([1.0, float("nan"), 1.0]) == "▁▁"
+    assert draw_sparkline([]) == ""
+    long = draw_sparkline([float(n) for n in range(1003)])
     assert len(long) == 40 and long[0] == "▁" and long[-1] == "█" and list(long) == sorted(long)
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from ppo_cli.cli.data import Report, examine_files, percentiles
+from ppo_cli.cli.data import Report, compute_percentiles, examine_files
 from ppo_cli.data_sets.prompts import Renderer
 
 
@@ -97,7 +97,7 @@ def test_json_names_every_bad_row(tokenizer: Any, tmp_path: Path) -> None:
     ("lengths", "median", "p99"), [([5], 5, 5), ([1, 2, 3], 2, 3), (list(range(1, 101)), 51, 100)]
 )
 def test_percentiles_are_lengths_that_occur(lengths: list[int], median: int, p99: int) -> None:
-    values = percentiles(lengths)
+    values = compute_percentiles(lengths)
     assert values is not None
     assert (values["min"], values["p50"], values["p99"]) == (min(lengths), median, p99)
     assert set(values.values()) <= set(lengths)

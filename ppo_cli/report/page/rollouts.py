@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppo_cli.errors import DataError, UserError
-from ppo_cli.report.labels import response_id, write_label
+from ppo_cli.report.labels import compute_response_id, write_label
 from ppo_cli.run_folder import (
     PREFIXES,
     read_lines,
@@ -175,7 +175,7 @@ class Rollouts:
                     line = truncate_texts(lines[row.line], max_chars)
                     full_line = lines[row.line] | {"split": split, "step": step}
                     responses[place] = line | {
-                        "id": row.id, "response_id": response_id(full_line), "split": split,
+                        "id": row.id, "response_id": compute_response_id(full_line), "split": split,
                         "step": step, "disputed": row.disputed, "changed": self.score_change(row),
                         "thoughts": _find_thought_spans(line),
                     }  # fmt: skip

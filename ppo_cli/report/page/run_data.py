@@ -15,7 +15,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.report.catalogue import list_plots, make_tiles
 from ppo_cli.report.drift import Opinion, read_opinions
-from ppo_cli.report.health import CALM_STEPS, Limits, distance_pays, find_troubles, make_limits
+from ppo_cli.report.health import CALM_STEPS, Limits, find_troubles, is_kl_worth_it, make_limits
 from ppo_cli.report.metrics import ROUNDING, describe_judge_totals, format_dollars, summarise
 from ppo_cli.run_folder import (
     LABELS_FILE,
@@ -86,7 +86,7 @@ class RunData:
         findings = self._find_trouble_spans(history, limits)
         # A high KL is fine while rules give more reward, unless it is extreme.
         far = any(span["kind"] == "kl_high" and span["now"] for span in findings)
-        if not far and distance_pays([line for line in history if line["step"] > 0], limits):
+        if not far and is_kl_worth_it([line for line in history if line["step"] > 0], limits):
             for tile in tiles:
                 if tile["key"] == "kl_divergence" and tile["side"] == "above":
                     tile |= {"pays": True, "change": KL_PAYS_NOTE}

@@ -77,7 +77,7 @@ def render_page(data: Mapping[str, Any]) -> str:
     # The overview is drawn before Bokeh is loaded, which takes a moment.
     scripts = [package.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS]
     overview, later = scripts[0], "\n".join(scripts[1:])
-    blocks = [overview, *(path.read_text(encoding="utf-8") for path in bokeh_files()), later]
+    blocks = [overview, *(path.read_text(encoding="utf-8") for path in find_bokeh_files()), later]
     facts = {"version": __version__} | dict(data)
     # Fill the {{NAME}} places of the template.
     values = {
@@ -117,7 +117,7 @@ def make_security_policy(blocks: Sequence[str], *, live: bool) -> str:
     )
 
 
-def bokeh_files() -> list[Path]:
+def find_bokeh_files() -> list[Path]:
     """Return the JavaScript files of the installed Bokeh: the library and its plotting API."""
     # Not in Bokeh's documented interface (tried with 3.9).
     from bokeh.util.paths import bokehjs_path
