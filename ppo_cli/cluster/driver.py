@@ -160,6 +160,10 @@ class Client:
             send(self._connection, number, verb, arguments)
 
     def _listen(self) -> None:
+        """Deliver what the driver process sends, until it ends or is silent for too long.
+
+        Then it kills the process, and every call that is still open receives GONE.
+        """
         try:
             with suppress(EOFError, OSError):
                 try:
@@ -194,7 +198,7 @@ CAUSE_S, CAUSE_OF_END_S = 0.5, 10.0
 
 
 class DriverEngine:
-    """The seven verbs of `Engine`, forwarded to the driver process, which has `ClusterEngine`."""
+    """Forwards the methods of `Engine` to the driver process, which has `ClusterEngine`."""
 
     def __init__(
         self,
@@ -325,6 +329,7 @@ class DriverEngine:
         return self._closed
 
     def _part(self, client: Client) -> None:
+        """Stop what the driver process builds, ask it to close, and wait FAREWELL_S at most."""
         client.say(STOP, "closing")  # if it still builds the engine
         answer = client.ask("close")
         deadline = time.monotonic() + FAREWELL_S

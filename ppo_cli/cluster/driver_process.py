@@ -41,7 +41,7 @@ TELLING = ("build", "generate")  # these may tell something before their end
 
 @dataclass(frozen=True)
 class Request:
-    """A verb, its pickled arguments, and the number that its answer refers to."""
+    """The name of a method (`verb`), its pickled arguments, and the number of its answer."""
 
     number: int
     verb: str
@@ -49,9 +49,10 @@ class Request:
 
 
 class Service:
-    """An engine behind a connection.
+    """An engine behind a connection to the process of the run.
 
-    A verb that is not passed on to the engine is a method, a generator where it streams.
+    A request names a method: of the engine if it is in PASSED_ON, else of this class. What a
+    generator yields is sent item by item.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -131,6 +132,10 @@ class Service:
         return self._engine
 
     def _listen(self) -> None:
+        """Receive requests, and begin each one that is not STOP or DROP.
+
+        It never returns: the process exits with 0 when the connection ends, and with 1 on a bug.
+        """
         try:
             while True:
                 number, verb, arguments = receive(self._connection)

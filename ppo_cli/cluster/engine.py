@@ -47,7 +47,10 @@ def deal_prompts(
 def deal_unfinished(
     begun: Sequence[Rollout], samplers: int, sampling: Sampling
 ) -> list[tuple[Rollout, ...]]:
-    """Deal unfinished rollouts in the same way; those of one prompt and round stay together."""
+    """Return for each sampler unfinished rollouts of about the same cost.
+
+    Rollouts of one prompt and seed, which began in the same round of sampling, stay together.
+    """
     groups: dict[tuple[int, str], list[Rollout]] = {}
     for rollout in begun:
         groups.setdefault((rollout.seed, rollout.prompt.uid), []).append(rollout)
@@ -64,6 +67,7 @@ def deal_unfinished(
 
 
 def _deal(costs: Sequence[int], samplers: int) -> list[list[int]]:
+    """Return for each sampler the indices of its prompts, so that the sums of costs are similar."""
     # Longest first, each to the sampler with the least work: close to the optimum.
     work = [0] * samplers
     hands: list[list[int]] = [[] for _ in range(samplers)]
@@ -304,6 +308,7 @@ class ClusterEngine:
         return not all(map(node_answers, nodes))
 
     def _start_workers(self, placement: Placement) -> None:
+        """Start a worker for each learner rank and each sampler of the placement."""
         seat = self.cluster.seat
         train, rollout = placement.train, placement.rollout
         # Learners first: their index is their rank.
@@ -321,6 +326,11 @@ class ClusterEngine:
     def _build_models(
         self, config: Config, tokenizer: bytes, total_steps: int, placement: Placement
     ) -> None:
+        """Build the models in all workers, and print the remarks of the learners.
+
+        Returns when every worker is ready. Raises the first error of one, and Interrupted if the
+        user wants to stop meanwhile.
+        """
         cluster, collect = self.cluster, self.cluster.waits.collect
         # Chosen here for all workers: the self-test records of other nodes may differ.
         rollout = config.rollout.model_copy(update={"sleep": sleep_mode(config)})
@@ -364,6 +374,7 @@ class ClusterEngine:
             self._tell(remark)
 
     def _send_first_weights(self, config: Config) -> None:
+        """Connect learners and samplers, and send the samplers the learner's weights."""
         if self.weight_transfer != "memory":
             workers = config.rollout.tensor_model_parallel_size
             address = LOOPBACK if self._one_node else self._learners[0].node
@@ -381,7 +392,10 @@ class ClusterEngine:
         return self.cluster.call(self._learners, name, *args)
 
     def _count_writers(self, directory: Path) -> int:
-        """Count the first ranks that see the folder: nodes may have separate disks."""
+        """Return how many of the first ranks see `directory`: nodes may have separate disks.
+
+        Raises ConfigError if the first rank does not see it.
+        """
         mark = directory / f".seen-{uuid.uuid4().hex}"
         mark.touch()
         try:

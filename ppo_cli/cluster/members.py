@@ -193,6 +193,11 @@ class Waits:
     def _first(
         self, pending: dict[Any, Call], deadline: float, seconds: float, may_stop: bool
     ) -> Any:
+        """Return the reference of a call that has ended.
+
+        Raises WorkerLost after the deadline, and Interrupted if `may_stop` and the user wants to
+        stop.
+        """
         while True:
             self.check(may_stop=may_stop)
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=TICK_S, fetch_local=False)
@@ -212,6 +217,10 @@ class Waits:
     def _open(
         self, call: Call, ref: Any, deadline: float, seconds: float, others: list[Call]
     ) -> Any:
+        """Return the value of a call that has ended, or raise its error.
+
+        An error that the death of another worker may have caused is replaced by that death.
+        """
         outcome = self._fetch(call, ref, deadline, seconds)
         if outcome.failure is None:
             return outcome.value
@@ -221,6 +230,11 @@ class Waits:
         raise error
 
     def _fetch(self, call: Call, ref: Any, deadline: float, seconds: float) -> Outcome:
+        """Return the outcome of a call that has ended.
+
+        Raises WorkerLost if its worker has died, or if the outcome does not arrive before the
+        deadline.
+        """
         while True:
             try:
                 outcome: Outcome = ray.get(ref, timeout=FETCH_S)
@@ -486,6 +500,7 @@ class Cluster:
         return ends
 
     def _member(self, seat: WorkerSlot) -> WorkerHandle:
+        """Create the Ray actor of a worker on its node; returns its handle."""
         # Ray hides all GPUs from a worker that requests none; `Worker` selects its GPUs itself.
         variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         if not seat.gpus:

@@ -174,6 +174,7 @@ def _describe_version(name: str, version: str) -> str:
 
 
 def _package_version(package: str) -> str:
+    """Return the version of an installed package, or ABSENT."""
     # The CPU build of vLLM is another distribution.
     names = (package, f"{package}-cpu") if package == "vllm" else (package,)
     for name in names:

@@ -279,6 +279,7 @@ class Nodes:
         return range(1, self._facts.nnodes)
 
     def _label(self, rank: int) -> str:
+        """Return a node's name for messages: its own label, or its rank and SLURM's host name."""
         assert self._facts is not None and self._store is not None
         facts = self._store.facts(rank)
         if facts is not None:
@@ -571,6 +572,11 @@ def _given_cluster(config: Config, environ: Mapping[str, str]) -> str:
 
 
 def _use_given_cluster(address: str, config: Config, tell: Tell) -> Nodes:
+    """Return the nodes of the Ray cluster at RAY_ADDRESS.
+
+    Raises ConfigError if the address is malformed, if no Ray head answers there, or if its token is
+    missing.
+    """
     # "auto" is looked up by Ray on this machine.
     if address != "auto":
         if re.fullmatch(r"(\[[^\[\]/]+\]|[^\[\]/:]+):\d{1,5}", address) is None:

@@ -139,6 +139,7 @@ class RayProcess:
             remove_stale_folders()
 
     def _start(self) -> None:
+        """Create Ray's folder and start its process; if that fails, the folder is deleted."""
         self.folder = Path(tempfile.mkdtemp(prefix="ppo-", dir=_short_root()))
         self.log = self._log or self.folder / "ray.log"
         try:
@@ -149,6 +150,7 @@ class RayProcess:
             raise
 
     def _spawn(self) -> subprocess.Popen[bytes]:
+        """Start the process that runs Ray, under a reaper that ends it with this process."""
         # The secret is for this process alone, and Ray must not look for another cluster.
         hidden = ("RAY_ADDRESS", SECRET_VARIABLE)
         inherited = {name: value for name, value in self._environ.items() if name not in hidden}
@@ -164,6 +166,7 @@ class RayProcess:
             )  # fmt: skip
 
     def _end(self) -> None:
+        """End Ray's process, by force after STOP_S, and delete its folder."""
         self._process.terminate()
         try:
             self._process.wait(STOP_S)
@@ -185,7 +188,7 @@ def _short_root() -> str:
 
 
 def main() -> None:
-    """Start Ray, write its address into the folder, and end when a part of it ends."""
+    """Start Ray, write its address into the folder in argv, and end when a part of Ray ends."""
     # Private API, used as `ray start` does; tried with Ray 2.60. It saves two processes and
     # about 3 s per start: `ray start` cannot leave out the autoscaler and starts more modules.
     from ray._private.node import Node

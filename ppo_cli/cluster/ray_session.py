@@ -50,6 +50,10 @@ class Session:
         remove_stale_folders()
 
     def _join(self, logs: Path) -> None:
+        """Connect this process to the Ray cluster at the address, and keep its signal handlers.
+
+        Raises WorkerLost if Ray cannot be joined.
+        """
         _print_into(logs / "ray.log")
         # `ray.init` installs signal handlers, which are replaced by ours again below.
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -78,6 +78,7 @@ class Worker:
         """
 
         def settle() -> dict[str, Any]:
+            """Prepare the process (log, signals, GPUs, threads); return its node and process id."""
             # Before anything imports torch, which reads these variables once.
             write_into(Path(log))
             ignore_signals()
@@ -100,6 +101,7 @@ class Worker:
         """Make the object that calls go to; `factory` is a function or its `module:name`."""
 
         def work() -> None:
+            """Make the object of this worker. Raises MissingPart if torch does not see its GPUs."""
             from ppo_cli.cluster.serialise import send_tensors_as_arrays  # brings torch
             from ppo_cli.engine.device import require_gpus
 
@@ -134,6 +136,7 @@ class Worker:
         closed = threading.Event()
 
         def produce() -> None:
+            """Put all items in the queue, then `end` or `failure`; stop when `closed` is set."""
             try:
                 with closing(getattr(self._object, name)(*args)) as source:
                     for item in source:
@@ -185,7 +188,7 @@ def import_code(module: str) -> None:
 
 
 def rendezvous_url(node: str, one_node: bool) -> str:
-    """Where the ranks meet: a file on one node, otherwise an address with a free port.
+    """Return where the ranks meet: on one node a file, else an address with a free port.
 
     A file where possible, because torch listens on all interfaces, without authentication.
     """
@@ -221,6 +224,10 @@ def _try(work: Callable[[], Any]) -> Outcome:
 
 
 def _failure(error: BaseException) -> Failure:
+    """Print an error's traceback, and return it as a Failure.
+
+    Errors of the user and full disks are pickled as they are, of others only the traceback is sent.
+    """
     text = redact("".join(traceback.format_exception(error)))
     print(text, flush=True)
     # What a worker is not permitted may be no file but a device or a socket: that stays a bug.

@@ -73,6 +73,7 @@ class Exchange:
         self._proven = True
 
     def _connect(self, rank: int) -> Any:
+        """Return the sender of weights from this learner rank to vLLM samplers."""
         from ppo_cli.engine.samplers.vllm import set_environment
 
         set_environment()

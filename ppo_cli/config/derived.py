@@ -244,9 +244,9 @@ def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32",
 
 
 def spreads_weights(config: Config, device: str) -> bool:
-    """Return whether trained weights are spread over the values that bfloat16 rounds to them.
+    """Return whether noise below bfloat16's precision is added to trained weights.
 
-    On GPUs it was not measured, and other trainers do not do it, so there it must be set.
+    By default only on the CPU: on GPUs it was not measured, and other trainers do not do it.
     """
     configured = config.model.spread_weights
     return device == "cpu" if configured is None else configured

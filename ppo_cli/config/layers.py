@@ -458,9 +458,9 @@ def _read_overrides(gathered: Layers, overrides: Sequence[str]) -> list[Entry]:
 
 
 def _expand_data_path(low: list[list[Entry]], high: list[list[Entry]]) -> None:
-    """Replace `data.path` by the prompt files in it: one file, or files named after their split.
+    """Replace a folder in `data.path` by its prompt files: one, or those named after a split.
 
-    Validation prompts found there are a layer below the settings that name the folder.
+    Validation prompts in the folder become a layer below the settings that name the folder.
     """
     # The last setting wins, so a later folder replaces an earlier one's validation files.
     layers, val = [*low, *high], None

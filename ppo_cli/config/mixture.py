@@ -272,6 +272,7 @@ class _MixtureReader:
         self._clashes: list[Clash] = []
 
     def read(self) -> Mixture:
+        """Return the mixture: its parts, the clashes, and which keys set each part."""
         # The order decides who names a part first: flags, then parts, then weights.
         for text in self._reward.parts:
             self._read_flag(text)
@@ -317,7 +318,10 @@ class _MixtureReader:
             self._add_weight(self._get_draft(name, FLAG, kind), weight, "--reward", FLAG)
 
     def _get_draft(self, name: str, key: str, kind: str | None = None) -> _PartDraft:
-        """Return the draft of a part, and record that this key sets it."""
+        """Return what was read about a part, and record that `key` sets it.
+
+        A part is created when it is first mentioned.
+        """
         # Parts are in the order of their first mention.
         part = self._parts.setdefault(name, _PartDraft(name, kind))
         part.set_by.append(key)

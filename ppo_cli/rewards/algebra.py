@@ -111,7 +111,7 @@ class Unreadable(Exception):
 
 
 def decide(answer: str | None, gold: str) -> bool | None:
-    """Return whether answer and gold are equal, if comparing text is enough, otherwise None."""
+    """Return whether answer and gold are equal, None if comparing text cannot tell."""
     if answer is None:
         return False
     plain_answer, plain_gold = normalise_maths(answer), normalise_maths(gold)
@@ -381,7 +381,10 @@ def _compare(answer: Any, gold: Any) -> bool:
 
 
 def _evaluate(expression: Any) -> Any:
-    """Return a constant as a number of 50 digits, with e and i as constants; otherwise None."""
+    """Return a constant expression as a number of 50 digits, with e and i as constants.
+
+    Returns None for an expression that is not constant or not finite.
+    """
     from sympy import E, I, oo, zoo
 
     constants = {"e": E, "i": I}

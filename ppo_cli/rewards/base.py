@@ -188,6 +188,10 @@ def read_placed(form: str, value: Any) -> tuple[PlacedReward, ...]:
 
 
 def _step(where: str, item: Any) -> PlacedReward:
+    """Return the placed reward of a pair (offset, value) or a dict with both.
+
+    Raises ValueError, which starts with `where`, for any other item or an offset that is not whole.
+    """
     if isinstance(item, Mapping):
         end, value = _first(item, ENDS), _first(item, VALUES)
     elif isinstance(item, list | tuple) and len(item) == 2:
@@ -205,6 +209,7 @@ def _first(item: Mapping[Any, Any], names: Sequence[str]) -> Any:
 
 
 def _number(where: str, value: Any) -> float:
+    """Return a finite float; ValueError, which starts with `where`, for anything else."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -242,6 +247,11 @@ def read_returned(value: Any) -> Score:
 
 
 def _read_mapping(value: Mapping[Any, Any]) -> Score:
+    """Return the score of a dict that a reward function returned.
+
+    It has `score`, rewards at places, or both. Without them, or with a bad score, it is a failure.
+    Other keys become parts (numbers) or information.
+    """
     # Both forms may be given together.
     steps = tuple(
         placed
@@ -310,7 +320,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _finite(value: Any, verb: str) -> tuple[float | None, str]:
-    """Return the number and '', or None and what is wrong, starting with `verb`."""
+    """Return (number, ""), or (None, problem); `verb` begins the problem ("returned score")."""
     if value is None:
         return None, f"{verb} None; is a `return` missing?"
     if isinstance(value, (str, bytes)):

@@ -56,6 +56,7 @@ def _is_majority(part: Sequence[Scored], everything: Sequence[Scored]) -> bool:
 
 
 def _explain_failures(failed: Sequence[Scored], total: int, look: Commands) -> tuple[str, Scored]:
+    """Return the most common failure with advice, and one response that has it."""
     # The most common failure, and one response with it.
     reason, count = Counter(response.score.failure for response in failed).most_common(1)[0]
     example = next(response for response in failed if response.score.failure == reason)
@@ -71,6 +72,7 @@ def _explain_failures(failed: Sequence[Scored], total: int, look: Commands) -> t
 
 
 def _advice_for(reason: str, look: Commands) -> str:
+    """Return what to do about a failure of a reward function, "" for an unknown reason."""
     if "no rule for data_source" in reason:
         return " Give --reward_function FILE:NAME, or --rule NAME for every row."
     if "ground_truth" in reason:
@@ -140,6 +142,7 @@ def _explain_mixture(judged: Sequence[Scored], look: Commands) -> str:
 
 
 def _explain_no_answer(nothing: Sequence[Scored], judged: Sequence[Scored]) -> str:
+    """Return why the reward is 0 and what to do: the rule extracted nothing from responses."""
     names = Counter(str(response.score.info.get("rule", "")) for response in nothing)
     name = names.most_common(1)[0][0]
     rule = RULES.get(name)
@@ -171,6 +174,7 @@ def _gold_problem(response: Scored) -> str:
 
 
 def _format_example(response: Scored) -> str:
+    """Return a line with prompt, response, ground truth and extracted answer of a response."""
     prompt, info = response.rollout.prompt, response.score.info
     note = ""
     if "extracted" in info:

@@ -226,6 +226,10 @@ def load_function(file: str, name: str, kwargs: Mapping[str, Any]) -> Callable[.
 
 
 def _import_file(file: str) -> ModuleType:
+    """Import a reward file as a module, its folder first on sys.path.
+
+    Raises Refused, with the error and its line, if the file does not load.
+    """
     # The module's name must not shadow one that is already imported.
     stem = Path(file).stem
     name = stem if stem.isidentifier() and stem not in sys.modules else f"reward_function_{stem}"
@@ -251,6 +255,7 @@ def _import_file(file: str) -> ModuleType:
 
 
 def _get_function(module: ModuleType, file: str, name: str) -> Callable[..., Any]:
+    """Return the function `name` of a module; Refused if it is missing or is not a function."""
     if not hasattr(module, name):
         values = {n: v for n, v in vars(module).items() if callable(v)}
         names = [n for n, v in values.items() if getattr(v, "__module__", "") == module.__name__]
@@ -390,6 +395,7 @@ class RuleReward(Reward):
         return _resolved(_add_rule_name(rule, score))
 
     def _pool(self, rule: Rule) -> WorkerPool | CodePool:
+        """Return the processes for a rule: those for code, or the rule's, created on first use."""
         if rule.in_worker is None:
             return self._code
         if rule.name not in self._pools:
@@ -421,6 +427,7 @@ def _add_rule_name(rule: Rule, score: Score) -> Score:
 
 
 def _check_settings(rule: Rule | None, settings: Mapping[str, Any]) -> None:
+    """Raise RewardError for function_kwargs without a rule, or which the rule lacks."""
     if not settings:
         return
     if rule is None:

@@ -433,6 +433,7 @@ class CompositeReward(Reward):
         done = threading.Event()
 
         def cancel() -> None:
+            """Cancel the futures of all open rounds, drop the rounds, and set the scaling."""
             for round_ in self._rounds:
                 for entry in round_.entries:
                     entry.future.cancel()
@@ -464,6 +465,10 @@ class CompositeReward(Reward):
         self._advance()
 
     def _arrive(self, round_: _Round, entry: _Entry, name: str, done: Future[Score]) -> None:
+        """Record the score of one part for a rollout, and go on with what it completes.
+
+        An error of the part fails the whole round.
+        """
         if entry.future.done():
             return
         error = CancelledError(f"{name} was closed") if done.cancelled() else done.exception()

@@ -135,6 +135,10 @@ def _start_reader(connection: Connection, take: Callable[[Request | None], Any])
 
 
 def _serve_calls(connection: Connection, function: Callable[..., Any], limit: float | None) -> None:
+    """Call the function for each request and send what it returns, until the requests end.
+
+    A call that needs more than `limit` seconds of processor time ends the process.
+    """
     requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
     _start_reader(connection, requests.put)
     while (request := requests.get()) is not None:
@@ -182,6 +186,10 @@ async def _serve_coroutines(connection: Connection, function: Callable[..., Any]
 async def _run_coroutine(
     connection: Connection, function: Callable[..., Any], request: Request
 ) -> None:
+    """Await an async function within the request's time-out, and send what it returns.
+
+    An error or a time-out is sent as a failed score.
+    """
     pieces: list[str] = []
     _CapturedOutput.current.set(pieces)
     started = time.perf_counter()
@@ -478,6 +486,10 @@ class WorkerPool:
         return finish(returned)
 
     async def _run_with_retry(self, call: Call) -> Score:
+        """Return the score of a call, tried in another worker if its worker was lost.
+
+        It fails when the call is at fault, or when MAX_ATTEMPTS workers have died.
+        """
         deaths = 0
         while True:
             worker = await self._free.get()

@@ -64,6 +64,7 @@ def _mixture(
 def _part(
     settings: RewardSettings, part: MixPart, sources: Collection[str], host: HostMaker
 ) -> Reward:
+    """Return the reward of one part of a mixture: a judge, a model, or a rule or function."""
     if part.kind == "judge":
         return _judge(judge_settings(settings, part), part.name)
     if part.kind == "model":
@@ -80,6 +81,7 @@ def _judge(api: ApiReward, name: str) -> Reward:
 
 
 def _model(settings: ModelSettings, name: str, host: HostMaker) -> Reward:
+    """Return a reward model: a client if the path is a URL, else one in this machine's memory."""
     if (settings.path or "").startswith(("http://", "https://")):
         from ppo_cli.rewards.models.served import ServedModelReward
 
@@ -91,6 +93,10 @@ def _model(settings: ModelSettings, name: str, host: HostMaker) -> Reward:
 
 
 def _rules(settings: RewardSettings, sources: Collection[str]) -> Reward:
+    """Return the reward of --reward_function or --rule, by default of the rules by data source.
+
+    Raises RewardError if both are set, or if a data source has no rule.
+    """
     if settings.function is not None and settings.rule is not None:
         raise RewardError(
             "--reward_function and --rule are both set; keep the one that should score."

@@ -237,6 +237,7 @@ def _strip_latex(text: str) -> str:
 
 
 def _read_value(match: re.Match[str]) -> Fraction | None:
+    """Return the exact value of a matched number, None for a division by 0 or a huge exponent."""
     if match["whole"]:
         below = int(match["below"])
         return int(match["whole"]) + Fraction(int(match["top"]), below) if below else None
@@ -358,6 +359,7 @@ def names_value(left_side: str, right_side: str = "") -> bool:
 def _nearly_equal(
     answer: Quantity, gold: Quantity, answer_value: Fraction, gold_value: Fraction
 ) -> bool:
+    """Return whether two values are equal; of rounded decimals, up to rounding."""
     if answer_value == gold_value or not (answer.rounded or gold.rounded):
         return answer_value == gold_value
     # A rounded decimal is accepted only for a value without a finite decimal form.

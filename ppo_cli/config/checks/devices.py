@@ -261,7 +261,7 @@ def _check_worker_counts(config: Config, gpus: int) -> Iterator[Clash]:
 
 
 def _check_local_engine(config: Config) -> Iterator[Clash]:
-    """Refuse what needs more than the one process of --engine local."""
+    """Refuse settings that need a second process or device with --engine local."""
     trainer = config.trainer
     if trainer.engine != "local":
         return

@@ -147,7 +147,10 @@ def _check_prices(judge: Judge) -> Iterator[Clash]:
 
 
 def _check_decision_mode(judge: Judge) -> Iterator[Clash]:
-    """The mode `decision` needs a provider with a decision endpoint, and has no criteria."""
+    """Refuse mode=decision with a rubric, or where the provider has no decision endpoint.
+
+    A decision endpoint returns the probability of each level of the scale.
+    """
     kind = judge.settings.type
     # The provider must offer such an endpoint.
     if judge.settings.mode == "decision" and JUDGES[kind].decides is None:
@@ -222,7 +225,7 @@ def _check_keyless(place: str, group: str, judge: ApiReward | Monitor) -> Iterat
 def _missing_key(
     who: str, mend: str, judge: ApiReward | Monitor, environ: Mapping[str, str]
 ) -> str:
-    """Return a sentence when no variable holds the key of a judge; empty otherwise."""
+    """Return a sentence if no variable holds the API key of a judge that needs one, else ""."""
     if judge.key_env is not None:
         if environ.get(judge.key_env, "").strip():
             return ""

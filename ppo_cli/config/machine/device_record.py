@@ -127,6 +127,10 @@ def require_writable() -> None:
 
 
 def _make_folder() -> Path:
+    """Create the folder of the records and return it.
+
+    Raises UserError without a home folder, or if the folder cannot be created.
+    """
     # The folder is created when the first record is written.
     folder = record_folder()
     if folder is None:
@@ -155,7 +159,7 @@ def _file_name(key: DeviceKey) -> str:
 
 
 def record_folder() -> Path | None:
-    """Return the folder of the records; None without a home folder."""
+    """Return the folder of self-test records; None without a home folder."""
     folder = cache_folder()
     return None if folder is None else folder / "self_tests"
 

@@ -155,6 +155,7 @@ def _usable_gpus(card: Card) -> Sequence[Gpu]:
 
 
 def _select_visible(visible: str, cards: Sequence[Card]) -> Iterator[Gpu]:
+    """Yield the GPUs that CUDA_VISIBLE_DEVICES names, up to the first entry that names none."""
     # Numbers count cards, UUIDs also name slices.
     every = [gpu for card in cards for gpu in (card.slices or _usable_gpus(card))]
     for word in map(str.strip, visible.split(",")):

@@ -33,6 +33,7 @@ def advise_memory(config: Config, cause: Cause) -> str:
 
 
 def _suggestions(config: Config, cause: Cause) -> Iterator[str]:
+    """Yield changes of settings that lower the peak of memory with this cause."""
     if cause == "sampling":
         yield from _suggest_for_sampling(config)
         return

@@ -178,7 +178,7 @@ class ModelOnRank:
 
     @property
     def embedding(self) -> int:
-        """Number of weights of an embedding that is an FSDP2 group by itself; else 0."""
+        """Number of weights of the embedding if it is a separate FSDP2 group, 0 if it is not."""
         return self.shape.embedding if self.is_critic and not self.lora_rank else 0
 
     @property
@@ -188,7 +188,7 @@ class ModelOnRank:
 
     @property
     def gathered_once(self) -> int:
-        """Bytes of the gathered weights if they stay gathered through a step; else 0."""
+        """Bytes of the gathered weights if they stay gathered through a step, 0 if they do not."""
         if self.device.shards == 1 or not self.sharding.stays_whole:
             return 0
         numbers = self.root + self.embedding + self.shape.layers * self.layer
@@ -259,6 +259,7 @@ class ModelOnRank:
         return max(self.first_gather, self.gathered + self.cast + peak)
 
     def _logits(self, tokens: int) -> int:
+        """Bytes of the logits of a micro-batch with this number of tokens; 0 for a critic."""
         if self.is_critic:
             return 0
         config, chunk = self.config, FLOAT * self.shape.vocabulary

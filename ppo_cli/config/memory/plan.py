@@ -97,6 +97,10 @@ def _sleeps_in_host_memory(config: Config) -> bool:
 
 
 def _estimate_devices(config: Config, shapes: ModelShapes, capacity: int | None) -> Estimate:
+    """Return the fastest settings that fit into memory, with their estimate.
+
+    If none fits, or `capacity` is unknown, they are those that need the least memory.
+    """
     # The first mode that fits wins; the most frugal one is counted if none does.
     ample = 0
     for recompute, reshard in _modes_by_speed(config):

@@ -26,7 +26,7 @@ def bundled_path(*parts: str) -> Path:
 
 
 def model_folder(path: str) -> str:
-    """Return the folder or hub name behind `model.path`; `embedded` is the bundled model."""
+    """Return the folder or hub name of `model.path`; `embedded` means the bundled model."""
     return str(bundled_path("embedded", "model")) if path == EMBEDDED else path
 
 

@@ -106,6 +106,7 @@ def has_template(folder: Path) -> bool:
 
 
 def _size_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the kind and the sizes in config.json."""
     text = text_config(config)
     if not {"model_type", "auto_map"} & config.keys():
         yield "config.json has no model_type, which says what kind of model it is"
@@ -116,6 +117,7 @@ def _size_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tokenizer_problem(folder: Path, config: Mapping[str, Any]) -> str:
+    """Return what is wrong with the tokenizer of a model folder, "" if it fits the model."""
     settings = read_json(folder / "tokenizer_config.json")
     kind = str(settings.get("tokenizer_class", ""))
     named = any(_VOCABULARY.match(file.name) for file in folder.iterdir())

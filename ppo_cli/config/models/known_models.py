@@ -142,7 +142,7 @@ class CheckpointSigns:
 
     @property
     def name(self) -> str:
-        """The folder and the name in the config, in lower case."""
+        """The model's folder and the `_name_or_path` in its config.json, in lower case."""
         return f"{self.folder.resolve()} {self.config.get('_name_or_path', '')}".lower()
 
     @property
@@ -232,6 +232,10 @@ def read_signs(folder: Path) -> CheckpointSigns:
 
 
 def _choose_head(signs: CheckpointSigns, adapter: str | None) -> AdapterChoice:
+    """Return the adapter of a checkpoint's reward head and the reason for it.
+
+    Raises ModelError if there is no reward head, or none that the set `adapter` can read.
+    """
     # The first kind that recognises the checkpoint.
     reasons = ((name, head.recognise(signs)) for name, head in HEADS.items())
     choice = next((AdapterChoice(name, reason) for name, reason in reasons if reason), None)
@@ -257,6 +261,7 @@ def _choose_head(signs: CheckpointSigns, adapter: str | None) -> AdapterChoice:
 
 
 def _seqcls(signs: CheckpointSigns) -> str | None:
+    """Return why a checkpoint is a sequence classifier, None if it is not one."""
     head = signs.heads(*CLASSIFIER)
     if not head or signs.heads(*GATED) or signs.gives_each_token_a_value:
         return None
@@ -313,6 +318,10 @@ HEADS = {
 
 
 def _choose_protocol(url: str, protocol: str | None) -> AdapterChoice:
+    """Return the protocol of a reward server: as set, else by the end of its address.
+
+    Raises RewardError if neither decides.
+    """
     if protocol is not None:
         return AdapterChoice(protocol, f"{KEY} says so")
     # Servers have fixed paths.

@@ -134,6 +134,7 @@ def require_length(config: Mapping[str, Any], path: str, lengths: RowLengths) ->
 
 
 def _table_limits(text: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """Yield a limit of tokens, and its reason, for each table of positions of the model."""
     kind = text.get("model_type")
     for field, kinds in POSITION_TABLES.items():
         size = text.get(field, text.get("max_position_embeddings"))
@@ -144,6 +145,7 @@ def _table_limits(text: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
 
 
 def _rope_limits(text: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """Yield limits of tokens above which rotary positions depend on the batch, with the reason."""
     rope, kind = text.get("rope_scaling") or text.get("rope_parameters"), text.get("model_type")
     if not isinstance(rope, Mapping):
         return

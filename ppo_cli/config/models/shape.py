@@ -294,7 +294,7 @@ def _with_experts(plain: Shape, fields: Mapping[str, Any]) -> Shape | None:
 
 @dataclass(frozen=True)
 class Device:
-    """How one rank of the learner computes: precision, device, and how weights are spread."""
+    """How one rank of the learner computes: precision, device, and how weights are sharded."""
 
     half: bool  # bfloat16
     gpu: bool

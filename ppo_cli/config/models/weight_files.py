@@ -152,6 +152,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
+    """Return the weight files that an index lists.
+
+    Raises ModelError if it lists none, if one is outside the folder, or if one is missing.
+    """
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ModelError(f"{index} lists no weights (weight_map): fetch the checkpoint again.")
@@ -236,6 +240,7 @@ LayerLists = Mapping[str, Mapping[int, frozenset[str]]]  # path of the layers ->
 
 
 def _group_by_layer(names: Iterable[str]) -> LayerLists:
+    """Return list of layers -> layer number -> names of the tensors in it."""
     lists: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for match in filter(None, map(_LAYER.fullmatch, names)):
         lists[match[1]][int(match[2])].add(match[3])

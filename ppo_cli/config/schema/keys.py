@@ -221,6 +221,7 @@ def _collect_keys(
 
 
 def _build_key(name: str, field: FieldInfo, identity: Identity, unused: tuple[str, ...]) -> Key:
+    """Return what a declared field says about its key: type, default, limits, flag, variable."""
     kind, optional = _without_none(field.annotation)
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     limits = [

@@ -151,6 +151,7 @@ def read_free(raw: Any) -> Any:
 
 
 def _read_kind(kind: Any, raw: Any) -> Any:
+    """Return a raw value converted to the declared type `kind`; ValueError if it does not fit."""
     # By the declared type: a choice, a list, text or several texts, a group, or a scalar.
     origin = get_origin(kind)
     if origin is Literal:
@@ -186,6 +187,7 @@ def _check_utf8(text: str) -> str:
 
 
 def _read_number(raw: Any) -> float:
+    """Return a finite float; ValueError for anything else."""
     text = _read_scalar(raw, "a number")
     try:
         value = float(text)
@@ -200,6 +202,7 @@ def _read_number(raw: Any) -> float:
 
 
 def _read_integer(raw: Any) -> int:
+    """Return an integer, also of `1e3` or `2.0`; ValueError for anything else."""
     text = _read_scalar(raw, "a whole number")
     # Integers are read without a float, which would round large ones.
     try:
@@ -232,6 +235,10 @@ def _read_choice(choices: tuple[Any, ...], raw: Any) -> Any:
 
 
 def _read_list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
+    """Return a tuple of values with the declared types `items`.
+
+    `(kind, ...)` allows any length. Raises ValueError for another length or type.
+    """
     parts = parse_list(raw, text=items[0] is str)
     if items[1:] == (...,):
         if items[0] is str:  # in quotes, spaces around an item belong to it
@@ -330,6 +337,7 @@ def _parse_flow_list(raw: str) -> list[Any]:
 
 
 def _read_mapping(raw: Any) -> dict[str, Any]:
+    """Return a mapping, also of YAML text; ValueError for anything else."""
     # Text is read as YAML, so that a variable or an override can hold a group.
     value = raw
     if isinstance(raw, str):

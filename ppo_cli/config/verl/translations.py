@@ -158,7 +158,10 @@ def _register_translation(
     """
 
     def declare(turn: Translation) -> Translation:
+        """Register the function for each of the names; returns it unchanged."""
+
         def take(state: TranslationState, entry: Entry) -> None:
+            """Read the raw value and translate it, or record a problem of the entry."""
             if is_unset(entry.raw) and not null:
                 return
             try:
@@ -239,6 +242,7 @@ def _translate_total_micro_batch(state: TranslationState, entry: Entry, total: i
     target = f"{part}.ppo_micro_batch_size_per_gpu"
 
     def per_gpu(value: Lookup) -> int | None:
+        """Return the rows per rank, None with dynamic batches; ValueError if not divisible."""
         if state.dynamic.get(part):
             return None
         # Known only when all layers are translated.
@@ -282,6 +286,7 @@ def _translate_row_budget(state: TranslationState, entry: Entry, count: int) -> 
     target = _budget_of(part)
 
     def budget(value: Lookup) -> int | None:
+        """Return the token budget of these rows, None if verl has dynamic batches instead."""
         if target == BUDGET and state.dynamic.get("critic" if part == "critic" else "actor"):
             return None
         # The longest sequence: prompt and response, or what the reward model reads.

@@ -82,6 +82,7 @@ def encode(value: Any, number_of: Callable[[Any], int], max_bytes: int = MAX_BYT
     out = bytearray()
 
     def write(value: Any, depth: int) -> None:
+        """Append a value to `out`; NotTransferable if it is nested too deep."""
         if depth > MAX_DEPTH:
             raise NotTransferable(f"the value is nested more than {MAX_DEPTH} deep")
         for tag, (kind, to_bytes, _) in _SCALARS.items():
@@ -129,6 +130,7 @@ def decode(data: bytes, object_of: Callable[[int], Any]) -> Any:
         return data[place - size : place]
 
     def read(depth: int) -> Any:
+        """Return the next value in the data; Malformed if it is nested too deep or incomplete."""
         if depth > MAX_DEPTH:
             raise Malformed("nested too deep")
         tag, size = _HEAD.unpack(take(_HEAD.size))
@@ -204,6 +206,7 @@ class Link:
         return self._read(size)
 
     def _read(self, size: int) -> bytes:
+        """Return exactly `size` bytes; ChannelClosed if the other end closes before."""
         data = bytearray()
         while len(data) < size:
             try:

@@ -96,6 +96,10 @@ class SandboxPair:
         return reading, writing
 
     def _launch(self, role: Role, memory_mb: int, streams: tuple[int, int, int]) -> Process:
+        """Start a role in the sandbox with its limits.
+
+        `stack` ends the process and deletes its folder.
+        """
         folder = "/"
         if self._sandbox.uses_folder:
             folder = tempfile.mkdtemp(prefix="ppo-code-")
@@ -178,6 +182,11 @@ class Check:
                     return Verdict(reason="broke its sandbox: the sandbox's launcher died twice")
 
     def _run_in(self, sandbox: Sandbox, job: dict[str, Any]) -> Verdict:
+        """Return the verdict on one job in this sandbox.
+
+        Raises LauncherDied when the process that forks the candidate has died, and CannotScore when
+        the sandbox does not start.
+        """
         self._written, self._ready = 0, False
         self._stderr.clear()
         self._reports.clear()

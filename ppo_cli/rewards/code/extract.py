@@ -299,6 +299,10 @@ def _read_to_list(cases: list[Mapping[str, Any]], entry: str) -> RowTests:
 
 
 def _read_pairs(inputs: list[Any], outputs: list[Any], entry: str) -> RowTests:
+    """Return tests that call `entry` with each input, or without it run the program on each.
+
+    Raises CannotScore unless there is one output for each input.
+    """
     if len(inputs) != len(outputs) or not inputs:
         raise CannotScore(f"the row has {len(inputs)} inputs but {len(outputs)} outputs")
     if entry:

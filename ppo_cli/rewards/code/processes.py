@@ -159,6 +159,7 @@ def count_files(folder: str, pids: list[int]) -> tuple[int, int]:
 
 
 def _count_unlinked(folder: str, pids: list[int]) -> tuple[int, int]:
+    """Return size in bytes and number of the deleted files that these processes hold open."""
     sizes: dict[int, int] = {}
     for pid in pids:
         with suppress(OSError):
@@ -288,6 +289,10 @@ class ForkServer:
             remove_folder(folder)
 
     def _serve_round(self) -> bool:
+        """Wait for events and handle them: new commands, exits, and closed connections of commands.
+
+        Returns False when the trainer has ended or closed its socket.
+        """
         for fd, _ in self._poll.poll():
             if fd == self._trainer or (fd == self._control.fileno() and not self._accept()):
                 return False
@@ -320,6 +325,7 @@ class ForkServer:
         return True
 
     def _fork(self, folder: str, channel: int, streams: list[int]) -> None:
+        """Fork a watcher process for a command, and send its pid, or the negative errno."""
         launcher = os.getpid()
         try:
             pid = os.fork()

@@ -97,6 +97,7 @@ def program(role: Role, arguments: Sequence[object] = ()) -> list[str]:
 
 @cache
 def _pack_modules(role: Role) -> str:
+    """Return the compiled modules of a role, compressed, as text for a command line."""
     empty = compile("", "<package>", "exec")
     modules = [(name, empty) for name in ("ppo_cli", "ppo_cli.rewards", _PACKAGE)]
     for name in _MODULES[role]:
@@ -194,6 +195,10 @@ class Launcher:
             self._end(LAUNCHER_CLOSE_TIMEOUT_S)
 
     def _ensure_running(self) -> subprocess.Popen[bytes]:
+        """Return the launcher process, which is started if there is none.
+
+        Raises OSError if it does not start.
+        """
         with self._lock:
             if self._process is None:
                 try:
@@ -226,6 +231,10 @@ class Launcher:
     def _request_fork(
         self, order: bytes, streams: tuple[int, int, int], folder: str
     ) -> ForkedProcess:
+        """Return the process of a command that the launcher forks in `folder`.
+
+        Raises ConnectionError if the launcher has ended, OSError if it cannot fork.
+        """
         channel, launcher_end = socket.socketpair()
         try:
             channel.settimeout(LAUNCHER_TIMEOUT_S)
@@ -244,6 +253,7 @@ class Launcher:
         return ForkedProcess(pid, channel)
 
     def _end(self, patience: float) -> None:
+        """Close the launcher's socket, and kill the launcher after `patience` seconds."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -303,6 +313,7 @@ def _start(
     folder: str | None = None,
     pass_fds: Sequence[int] = (),
 ) -> ChildProcess:
+    """Start a command in a new session, in `folder` or `/`, with these standard streams."""
     return ChildProcess(
         list(command),
         stdin=streams[0],
@@ -358,6 +369,7 @@ class Bubblewrap(Sandbox):
             os.close(reading)
 
     def _options(self) -> list[str]:
+        """Return the options of bwrap: read-only system folders, a limited /tmp, and no network."""
         options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
         # 65534 is nobody. Then read-only system folders, and a tmpfs of limited size.
         options += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
@@ -435,7 +447,7 @@ class Unsandboxed(Sandbox):
     def start(
         self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
     ) -> ChildProcess:
-        """Start a command in the folder."""
+        """Start a command in `folder`, without any protection."""
         return _start(command, streams, folder=folder)
 
 
@@ -462,7 +474,10 @@ _PROBING = threading.Lock()
 
 
 def choose_sandbox(settings: Code, tell: Tell = tell_nobody) -> Sandbox:
-    """Return the first sandbox that works, or none if that is allowed; RewardError otherwise."""
+    """Return the first sandbox that works.
+
+    Without one, returns `Unsandboxed` if that is allowed, and raises RewardError if it is not.
+    """
     sandboxes: dict[str, Sandbox] = {
         "bwrap": Bubblewrap(),
         "sandlock": Sandlock(settings.memory_mb),
@@ -491,6 +506,10 @@ def find_fault(sandbox: Sandbox) -> str:
 
 
 def _probe(sandbox: Sandbox) -> str:
+    """Return what a program in the sandbox can reach that it must not, "" if it can reach nothing.
+
+    Returns the reason if the sandbox does not start or takes too long.
+    """
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         tempfile.TemporaryDirectory(prefix="ppo-probe-") as outside,

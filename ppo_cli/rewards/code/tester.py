@@ -65,6 +65,7 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def _number(word: str) -> int | float | None:
+    """Return the number that a word is, None for other words, infinity and NaN."""
     if not word or not set(word) <= set("0123456789+-.eE") or len(word) > 400:
         return None
     try:
@@ -104,6 +105,10 @@ def same_value(value: Any, expected: Any) -> bool:
 
 
 def _same(value: Any, expected: Any) -> bool:
+    """Return whether a value equals the expected one, with a tolerance for floats.
+
+    A list equals a tuple with the same items, and keys of dicts are compared as text.
+    """
     if type(value) in (list, tuple) and type(expected) in (list, tuple):
         pairs = zip(value, expected, strict=False)
         return len(value) == len(expected) and all(_same(a, b) for a, b in pairs)
@@ -214,6 +219,7 @@ class _AssertRecorder(ast.NodeTransformer):
         return self.guard(number, [_call("check", number, node.test)], node)
 
     def visit_Try(self, node: ast.Try) -> ast.AST:
+        """Record a `try` with handlers and asserts as one test, asserts in others singly."""
         asserts = any(
             isinstance(child, ast.Assert) for part in node.body for child in ast.walk(part)
         )
@@ -274,6 +280,7 @@ def used_modules(trees: list[ast.Module]) -> list[str]:
 
 
 def _defined(nodes: list[ast.AST]) -> set[str]:
+    """Return the names that these nodes assign, define or import."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):

@@ -157,6 +157,10 @@ class BatchJudge:
     # --- submitting ---------------------------------------------------------------------------
 
     async def _send(self) -> None:
+        """Submit the queued questions as batch jobs, once none has come for QUIET_S seconds.
+
+        An error becomes the outcome of every question in the batch.
+        """
         loop = asyncio.get_running_loop()
         while self._queue:
             while (remaining := self._last_question + QUIET_S - loop.time()) > 0:

@@ -141,6 +141,7 @@ class VerdictCache:
                     db.close()
 
     def _read_row(self, key: str) -> tuple[str, str] | None:
+        """Return kind and content of a verdict; None if it is not cached or unreadable."""
         with self._lock:
             if self._db is None:
                 return None
@@ -156,6 +157,10 @@ class VerdictCache:
         return row
 
     def _write(self, key: str, kind: str, content: Mapping[str, Any]) -> None:
+        """Give a verdict to the thread that writes the file, which is started on first use.
+
+        Secrets are masked. When MAX_PENDING verdicts wait, the oldest is dropped with a warning.
+        """
         # Surrogates cannot be stored as UTF-8: JSON escapes them.
         row = (kind, json.dumps(mask_secrets(content), default=str), time.time())
         with self._lock:

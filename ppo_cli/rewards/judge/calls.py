@@ -263,6 +263,7 @@ def _was_not_billed(error: JudgeError) -> bool:
 
 
 def _tokens_of_piece(piece: str) -> int:
+    """Return an estimate of the tokens in a run of letters or white space, or in one character."""
     first = piece[0]
     # Letters and white space in runs, everything else one token each.
     if first.isascii():
@@ -329,6 +330,10 @@ def merge_criteria(verdicts: Sequence[Verdict], rubric: Rubric) -> Verdict:
 
 
 def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
+    """Return the mean of the verdicts on one response as its score.
+
+    It has the reason of the verdict closest to the mean, and costs and calls of all.
+    """
     scale = question.scale
     raw = fmean(v.value for v in verdicts)
     value = fmean(scale.scaled(v.value) for v in verdicts)

@@ -40,7 +40,7 @@ _CLOSED = "The run ended before the judge had answered."
 
 @dataclass(eq=False, kw_only=True)
 class _JudgeCall(RemoteCall):
-    """One verdict on its way: the original question, and the one to send now."""
+    """A request for one verdict: the original question, and the one of the next attempt."""
 
     original: Question
     question: Question
@@ -239,6 +239,11 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
     # --- attempts -------------------------------------------------------------------------------
 
     def _pause_after(self, call: _JudgeCall, error: RemoteError) -> float:
+        """Return the seconds to wait before the next attempt; raises the error if it is final.
+
+        After an unreadable reply that is 0, and the next question has a reminder of the answer
+        format, MAX_REMINDERS times at most.
+        """
         if error.kind is Failure.UNPARSED and call.reminders < MAX_REMINDERS[call.original.output]:
             # Ask again with a reminder of the form, and with more room if the answer was cut.
             call.reminders += 1
@@ -366,6 +371,7 @@ def reach_judge(
 
 
 def _explain(api: ApiReward, error: RemoteError) -> str:
+    """Return the message for a judge that cannot be used, answers nonsense or cannot be reached."""
     if error.kind is Failure.FATAL:
         return f"The judge cannot be used ({error.summary})"
     where = f" at {redact_url(api.base_url)}" if api.base_url else ""

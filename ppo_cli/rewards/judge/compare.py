@@ -321,6 +321,7 @@ class CompareReward(JudgeReward):
                 for e in entries]  # fmt: skip
 
     async def _collect_metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call, with ties, failed pairs and win rate."""
         # Comparisons of the step over all prompts.
         tallies, self._tallies = list(self._tallies.items()), {}
         metrics = await super()._collect_metrics()

@@ -234,6 +234,10 @@ class Ledger:
                 ) from None
 
     def _fits(self, need: Reservation, *, alone: bool = False) -> bool:
+        """Return whether a call fits into both budgets with the calls that are reserved.
+
+        `alone` leaves out the reserved calls.
+        """
         tokens = self.total.usage.total + need.tokens
         usd = self.total.usd + need.usd
         if not alone:

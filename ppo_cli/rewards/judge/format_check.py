@@ -70,6 +70,7 @@ def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
 
 
 def _comparison(api: ApiReward, right_place: int) -> FormatCheck:
+    """Return the check that the judge prefers the right sum, which is in `right_place`."""
     texts = ["7", "7"] if api.compare != "list" else ["7", "7", "7"]
     texts[right_place] = "4"
     material = Material(_SUM, texts[0], compared=tuple(texts))

@@ -303,6 +303,7 @@ def check_no_variables(system: str, where: str) -> None:
 
 
 def _unknown(name: str) -> str:
+    """Return the message for a variable of a template that does not exist."""
     variables = "{prompt}, {response}, {ground_truth} and {extra_info.NAME}"
     if name == EXTRA:
         return "{extra_info} needs the name of one value, such as {extra_info.rubric}."
@@ -579,6 +580,7 @@ def read_template(path: Path) -> Template:
 
 
 def _case(keys: _CaseKeys, number: str, scale: Scale, where: str) -> Case:
+    """Return a test case of a judge prompt file; RewardError unless its bounds are levels."""
     bounds = [bound for bound in (keys.at_least, keys.at_most) if bound is not None]
     if not bounds:
         raise RewardError(f"{where}, {number}: give at_least, at_most or both.")

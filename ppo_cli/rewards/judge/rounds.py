@@ -120,7 +120,10 @@ class JudgingRound:
         return [entry for entry in self.entries if entry.open]
 
     def _has_too_many_failures(self) -> bool:
-        """Whether too many verdicts failed to end the round now; one or two never do."""
+        """Return whether more verdicts are missing than the policy allows; 1 or 2 are tolerated.
+
+        With max_failure_rate 0 none is tolerated.
+        """
         max_rate = self._policy.max_failure_rate
         return len(self._open_entries()) > max(
             TOLERATED_FAILURES if max_rate > 0 else 0, max_rate * len(self.entries)
@@ -204,6 +207,10 @@ class JudgingRound:
         return ", ".join(f"{cause} {n}" for cause, n in counts.most_common())
 
     def _describe_stop(self, *, waited: bool) -> str:
+        """Return the message for a round with too many failures: their causes, and what to do.
+
+        `waited`: the run has waited for --rm_outage_wait.
+        """
         message = (
             f"{self._describe_missing(' of this step')} ({self._describe_causes()}), more than "
             f"--rm_max_failure_rate {self._policy.max_failure_rate:g} allows"

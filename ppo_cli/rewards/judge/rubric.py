@@ -302,6 +302,7 @@ def win_share(places: Sequence[int]) -> float:
 
 
 def _verdict_schema(criterion: Criterion) -> dict[str, Any]:
+    """Return the JSON schema of the verdict on a criterion: a level, or true or false."""
     levels = criterion.levels
     if levels > 1:
         return {

@@ -91,16 +91,16 @@ class Unreadable(Exception):
 
 
 def read_answer(reply: Reply, question: Question) -> tuple[float, str, dict[str, Any]]:
-    """Return score, reason and further decisions of a reply; raise JudgeError UNPARSED otherwise.
+    """Return score, reason and further values of a reply; JudgeError UNPARSED if unreadable.
 
     The error's cause is `empty`, `truncated`, `thought` (unfinished or of an unknown kind), `form`
     (not the format asked for), `ambiguous` (a second score) or `out_of_range`; for probabilities
     also `unparsed`.
 
-    A rubric is answered by one JSON object with a verdict for each criterion and no other key;
-    its `grades` are returned. For a comparison the `places` are returned, 1 for the best, and the
-    score is the share of the others that the first response beat. A draft is returned as `rubric`
-    with the number of its criteria as the score.
+    A rubric is answered by one JSON object with a verdict for each criterion and no other key; its
+    `grades` are returned. For a comparison the `places` are returned, 1 for the best, and the score
+    is the share of the others that the first response beat. Criteria that the judge wrote are
+    returned as `rubric`, with their number as the score.
     """
     try:
         if reply.probabilities is not None:

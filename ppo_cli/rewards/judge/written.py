@@ -69,6 +69,7 @@ def read_yaml(path: Path, label: str) -> Any:
 
 
 def _problem(label: str, *, type: str, loc: tuple[Any, ...], msg: str, input: Any, **_: Any) -> str:
+    """Return the message for one of pydantic's errors: file, key, and what is wrong."""
     where = ".".join(str(part + 1 if isinstance(part, int) else part) for part in loc)
     place = f"{label}, key {where}" if where else label
     if type == "missing":
@@ -179,6 +180,11 @@ def _spans(text: str, pattern: re.Pattern[str]) -> list[Span]:
 
 
 def _is_score_range(text: str, match: re.Match[str], *, sure: bool) -> bool:
+    """Return whether the words around a range say that it is the range of the score.
+
+    A range in brackets (not `sure`) must follow BEFORE. Others may also precede AFTER, or end a
+    sentence with SPAN_WORDS and VERBS.
+    """
     # The words around the range decide.
     before, after = text[max(0, match.start() - 200) : match.start()], text[match.end() :][:60]
     if PLACES.search(before):
@@ -196,7 +202,7 @@ def _is_score_range(text: str, match: re.Match[str], *, sure: bool) -> bool:
 
 
 def _widest(ranges: set[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the only range, or the one of which all others are bands; else None."""
+    """Return the only range, or the one that all others divide into bands; None without one."""
     if len(ranges) < 2:
         return next(iter(ranges), None)
     low, high = min(r[0] for r in ranges), max(r[1] for r in ranges)

@@ -358,7 +358,7 @@ def check_direction(pairs: Sequence[Pair], scores: Sequence[float], doubt: str) 
 
 @contextmanager
 def raise_if_strict(mode: str, tell: Tell) -> Iterator[None]:
-    """Raise a RewardError of the block if `mode` is strict, otherwise only show it."""
+    """Raise a RewardError of the `with` block if `mode` is strict, else print its message."""
     try:
         yield
     except RewardError as failed:

@@ -420,7 +420,7 @@ _NO_LIMIT = 10**6
 
 
 def hard_limit(config: Any, tokenizer: Any) -> int:
-    """Return the number of positions of the body, otherwise the tokenizer's limit."""
+    """Return the most tokens of a row: the body's positions, else the tokenizer's limit."""
     text = config.get_text_config()
     for field in _FIELDS:
         value = getattr(text, field, None)
@@ -482,7 +482,7 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the named device, otherwise the GPU if there is one.
+    """Return the device called `name`; without a name the GPU, or the CPU if there is none.
 
     Raises MissingPart when torch cannot use that GPU.
     """

@@ -161,6 +161,7 @@ class ModelScorer:
             torch.cuda.empty_cache()
 
     def _ready(self) -> tuple[LoadedModel, Format]:
+        """Return the model and its input format, which are loaded on first use."""
         if self._model is None:
             # Loaded on first use; a new process after a loss loads the model again.
             loaded = self._load(self._settings)

@@ -222,6 +222,11 @@ class Admission:
                 alarm.set_result(None)
 
     def _set_timer(self, delay: float) -> None:
+        """Call `_on_timer` after `delay` seconds, unless it is called earlier already.
+
+        With an open breaker it is called when the breaker gives up, at the latest, unless the
+        breaker is confirming a fatal error.
+        """
         now = self._clock()
         at = now + delay
         if self.breaker.open and not self.breaker.confirms_fatal:

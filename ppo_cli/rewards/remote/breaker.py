@@ -184,6 +184,10 @@ class Breaker:
         return f"{error.cause}: {_split_hint(error)[0][:300]}" if error else ""
 
     def _confirm_fatal(self, error: RemoteError, *, probe: bool) -> None:
+        """Open the breaker, and plan a probe that confirms the fatal error.
+
+        When all probes have confirmed it, `stop_reason` is set instead.
+        """
         if not self.open:
             self._open_now()
         # Only probes count: other calls left before the first fatal answer.
@@ -202,6 +206,10 @@ class Breaker:
         self._failures_in_a_row, self._backoff_s = 0, FIRST_WAIT_S
 
     def _schedule_probe(self, error: RemoteError) -> None:
+        """Set the time of the next probe from the growing pause and the server's retry-after.
+
+        It is never after the time at which the breaker gives up.
+        """
         now, requested = self._clock(), error.retry_after or 0.0
         self._requested_pause_s = requested if requested > self._backoff_s else 0.0
         if error.status in TOO_MANY:

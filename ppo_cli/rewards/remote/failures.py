@@ -110,6 +110,7 @@ def to_one_line(text: str) -> str:
 
 
 def _find_text_message(text: str, depth: int) -> str:
+    """Return the message in a text, which may be JSON or HTML, on one line."""
     if text.lstrip().startswith(("{", "[")):
         try:
             return read_message(json.loads(text), depth + 1) or to_one_line(text)

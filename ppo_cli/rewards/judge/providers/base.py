@@ -159,7 +159,10 @@ class SdkProvider(ABC):
         raise NotImplementedError(f"{self.name} has no batch interface")
 
     async def find_batches(self, client: Any, name: str, since: float, rows: int) -> list[str]:
-        """Return ids of jobs that may be the one submitted under a name since then."""
+        """Return ids of the batch jobs that may be the one submitted as `name` after `since`.
+
+        `rows` is the number of its questions.
+        """
         raise NotImplementedError(f"{self.name} has no batch interface")
 
     async def poll_batch(self, client: Any, job: str) -> BatchProgress:
@@ -268,6 +271,10 @@ class SdkProvider(ABC):
     # --- one call -----------------------------------------------------------------------------
 
     def _connected(self) -> Any:
+        """Return the SDK's client for this event loop, which is created on first use.
+
+        Raises JudgeError FATAL if the SDK does not start.
+        """
         loop = asyncio.get_running_loop()
         if self._client is not None and self._loop is loop:
             return self._client
@@ -360,6 +367,10 @@ class SdkProvider(ABC):
             )  # fmt: skip
 
     def _classify(self, exception: Exception) -> JudgeError:
+        """Return the JudgeError for an exception of the SDK, without secrets.
+
+        An unknown kind of exception is logged.
+        """
         report = read_error(exception)
         report = replace(report, message=self._clean(report.message, report.limit))
         proven = self._options.accepted is not None

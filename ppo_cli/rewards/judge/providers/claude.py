@@ -45,7 +45,7 @@ TOKENS = TokenFields(
 
 
 class Judge(SdkProvider):
-    """Messages; there is no decision endpoint."""
+    """A judge behind Anthropic's Messages API, which has no decision endpoint."""
 
     name = "claude"
     package = "anthropic"
@@ -128,6 +128,7 @@ class Judge(SdkProvider):
         return [(str(row.get("custom_id")), _outcome(row)) for row in rows]
 
     def _request(self, question: Question, forms: Forms) -> dict[str, Any]:
+        """Return the arguments of a request, with the optional ones that `forms` has."""
         arguments: dict[str, Any] = {
             "model": self.model,
             "max_tokens": question.max_tokens,

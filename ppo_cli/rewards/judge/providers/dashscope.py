@@ -35,7 +35,7 @@ _PAGE_SIZE = 100  # of the list of models
 
 
 class Judge(SdkProvider):
-    """Chat completions, and the decision endpoint."""
+    """A judge behind DashScope's endpoints for chat completions and decisions."""
 
     name = "dashscope"
     package = "dashscope"

@@ -52,9 +52,10 @@ What = Literal["status", "timeout", "connection", "credentials", "body", "reques
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """What an exception says. `meaning` is the status, or the one that its error code stands for.
+    """Facts read from an SDK's exception.
 
-    `param` is the parameter that the reply blames, `retry_after` the wait that it asks for.
+    `meaning` is the HTTP status, or the status that its error code means. `param` is the parameter
+    that the reply blames, `retry_after` the wait that it asks for.
     """
 
     what: What
@@ -233,6 +234,7 @@ def classify(report: ErrorReport, context: Context, *, proven: bool) -> JudgeErr
 
 
 def _classify_without_status(report: ErrorReport, context: Context) -> JudgeError:
+    """Return the JudgeError of an error without an HTTP status: time-out, connection, body, key."""
     problems: dict[str, tuple[str, str]] = {
         "timeout": ("timeout", "did not answer in time"),
         "connection": ("connection", "could not be reached"),

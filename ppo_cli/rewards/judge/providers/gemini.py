@@ -60,7 +60,7 @@ DECISION_TOKENS = TokenFields(
 
 
 class Judge(SdkProvider):
-    """Generated content, and the decision endpoint."""
+    """A judge behind Gemini's endpoints for generated content and decisions."""
 
     name = "gemini"
     package = "google-genai"
@@ -198,6 +198,7 @@ class Judge(SdkProvider):
         return [(str(get_nested(line, "metadata", "key")), _outcome(line)) for line in lines]
 
     def _config(self, question: Question, forms: Forms) -> dict[str, Any]:
+        """Return the `config` of a request, with the optional fields that `forms` has."""
         plain = {
             "seed": question.vote, "temperature": self.temperature(),
             "max_output_tokens": question.max_tokens,

@@ -198,6 +198,7 @@ class Server:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _launch(self) -> None:
+        """Start the judge's server under a reaper that ends it with this process."""
         # The reaper runs without site packages: it must start even if the environment is broken.
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -208,6 +209,10 @@ class Server:
             )  # fmt: skip
 
     def _wait(self, tell: Tell, limit_s: float) -> None:
+        """Wait until the server answers, and print progress.
+
+        Raises RewardError, with the last lines of its log, if it ends or does not answer in time.
+        """
         began = announced = time.monotonic()
         while not self._answers():
             now = time.monotonic()

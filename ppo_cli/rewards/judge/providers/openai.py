@@ -54,7 +54,7 @@ DECISION_TOKENS = TokenFields(
 
 
 class Judge(SdkProvider):
-    """Chat completions, and the decision endpoint."""
+    """A judge behind OpenAI's endpoints for chat completions and decisions."""
 
     name = "openai"
     package = "openai"

@@ -39,7 +39,7 @@ def read_chat(text: str) -> Any:
 
 
 def read_body(text: str) -> Any:
-    """Return the JSON of a body; raises the bad body that it is otherwise."""
+    """Return the JSON of a body; JudgeError `bad_body`, which describes it, if it is not JSON."""
     try:
         return json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError):
@@ -108,6 +108,7 @@ def describe(body: Any) -> str:
 
 
 def _describe_text(text: str) -> str:
+    """Return what a body without an object is: empty, a stream, HTML, broken JSON, text."""
     if not text.strip():
         return "an empty body"
     if is_stream(text):
