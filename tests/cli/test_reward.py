@@ -49,7 +49,7 @@ def test_rows_choose_their_rule_and_failures_are_told(
     file = write(tmp_path / "a.jsonl", ROW, {**ROW, "ground_truth": "many"})
     code, out, err = run_reward(capsys, "score", file, "--out", str(tmp_path / "o.jsonl"))
     assert code == 0
-    assert err == "1 of 2 rows could not be scored; `failure` says why.\n"
+    assert err == "1 of 2 rows could not be scored; the column `failure` says why.\n"
     assert "failed: ground_truth 'many' is not a number  1" in out
     first, second = read(tmp_path / "o.jsonl")
     assert (first["score"], second["score"]) == (1.0, None)
