@@ -15,9 +15,10 @@ USER_TOKEN_VARIABLES = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 
 
 def prepare_ray() -> bool:
-    """Set Ray's variables in this process; those of the user win. Returns whether a token is ours.
+    """Set Ray's variables in this process, unless the user has set them.
 
-    A Ray of our own has a token: without one anybody in the network could run code in it.
+    Returns False if the user's variables name a token, else True. A Ray that ppo starts gets a
+    token: without one anybody in the network could run code in it.
     """
     # Ray would end a driver whose cluster is gone for a minute. We report that and start again.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")

@@ -204,7 +204,7 @@ def fit_batches(rows: int, batch: int, mini: int) -> tuple[int, int]:
 
 
 def describe_lowered_batches(rows: int, batch: int, mini: int) -> str:
-    """Return the note about batch sizes that were fitted to the rows."""
+    """Return the note that both batch sizes are lowered to the number of training rows."""
     batch_fits, mini_fits = fit_batches(rows, batch, mini)
     return (
         f"There are {rows} training rows: --batch_size is lowered to {batch_fits} and "

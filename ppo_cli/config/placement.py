@@ -231,7 +231,10 @@ def train_devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:
 
 
 def _count_sampling_gpus(config: Config, gpus: int) -> int:
-    """Return how many GPUs only sample: about a quarter, in whole samplers, the rest divisible."""
+    """Return how many GPUs only sample: about a quarter, in whole samplers.
+
+    The other GPUs divide into groups of training ranks, if any such number exists.
+    """
     span = config.rollout.tensor_model_parallel_size
     # The GPUs that train must divide into groups of ranks.
     group = config.trainer.tensor_parallel_size * max(1, config.actor.fsdp_config.fsdp_size)

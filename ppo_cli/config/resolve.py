@@ -88,7 +88,10 @@ def resolve(
 
 
 def _fit_batches(draft: _Draft, config: Config) -> Config:
-    """Lower batch sizes that nobody chose to the number of rows and the batch, and add a note."""
+    """Return the config with batch sizes lowered to the rows, and the mini-batch to the batch.
+
+    Only sizes that nobody chose are lowered, with a note.
+    """
     rows, batch = train_rows(config), config.data.train_batch_size
     mini = config.actor.ppo_mini_batch_size
     # Sizes of a preset or of verl's defaults count as not chosen.

@@ -232,7 +232,7 @@ def extract_answer(reply: str, *, choice: bool = False) -> Extraction:
 
 
 def find_tagged(text: str) -> tuple[str | None, bool]:
-    """Return the content of the last `<answer>…</answer>`, and whether a later one is open."""
+    """Return the content of the last `<answer>…</answer>`, and whether a later tag is unclosed."""
     content, start = None, -1
     for tag in _TAG.finditer(text):
         if not tag[1]:

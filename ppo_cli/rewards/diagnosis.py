@@ -129,7 +129,10 @@ def _explain_zeros(scored: Sequence[Scored], look: Commands) -> tuple[str, Score
 
 
 def _explain_mixture(judged: Sequence[Scored], look: Commands) -> str:
-    """Return the cause for a mixture: scaled by mean and spread, constant parts become 0."""
+    """Return the message for a mixture that is 0 for all responses.
+
+    It names parts with one value for all responses: scaling by mean and deviation makes them 0.
+    """
     same = [
         f"{name} ({values.pop():g})"
         for name in judged[0].score.parts

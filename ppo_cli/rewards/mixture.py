@@ -98,7 +98,10 @@ def mix(
     kind: RoundKind,
     state: ScalingState,
 ) -> MixedRound:
-    """Mix a round; `scores_by_rollout` has each rollout's score of every part."""
+    """Return the mixed scores of a round, each part's column, and the new scaling state.
+
+    `scores_by_rollout` has each rollout's score of every part.
+    """
     columns: dict[str, Column] = {}
     for part in parts:
         scores = [scores_of[part.name] for scores_of in scores_by_rollout]
@@ -116,7 +119,10 @@ def _scale_part(
     kind: RoundKind,
     state: ScalingState,
 ) -> tuple[Column, ScalingState]:
-    """Return one part's raw and scaled scores over a round, and the new state of the scalings."""
+    """Return the raw and scaled scores of one part over a round, and the new scaling state.
+
+    A closed gate counts as the value that adds least to the total. Failed scores stay None.
+    """
     raw = [s.value for s in scores]
     groups = [r.prompt.uid for r in rollouts]
     # An imputed value is scaled like others, but does not change the moments.
@@ -429,7 +435,10 @@ class CompositeReward(Reward):
         )
 
     def _cancel_all(self, scaling: ScalingState) -> None:
-        """Cancel every open round and set this state, on the thread, in order with other events."""
+        """Cancel every open round and set the state of the scalings.
+
+        This happens on the mixture's thread, in order with other events; the caller waits for it.
+        """
         done = threading.Event()
 
         def cancel() -> None:
@@ -494,7 +503,7 @@ class CompositeReward(Reward):
                 round_.opened.append((entry, gated))
 
     def _advance(self) -> None:
-        """Submit to opened parts and finish complete rounds, strictly in their order."""
+        """Submit rollouts to parts whose gates opened, and finish complete rounds in order."""
         while self._rounds:
             head = self._rounds[0]
             opened, head.opened = head.opened, []

@@ -133,7 +133,10 @@ def _score_number(answer: Extraction, truth: Any, *, integer: bool = False) -> A
 
 
 def _gold_quantity(gold: str) -> Quantity:
-    """Return the number of a ground truth; of a GSM8K solution, the one after `####`."""
+    """Return the number of a ground truth; of a GSM8K solution, the one after `####`.
+
+    Raises CannotScore if the ground truth is not a number.
+    """
     written = find_after_hashes(clean(gold)) if "####" in gold else gold
     quantity = None if written is None else read_quantity(written)
     if quantity is None:

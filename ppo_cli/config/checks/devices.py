@@ -310,7 +310,7 @@ def _check_quantization(config: Config, gpus: int) -> Iterator[Clash]:
 
 
 def _check_placement(config: Config, gpus: int) -> Iterator[Clash]:
-    """Check the text of --placement, then whether its devices exist and divide."""
+    """Yield clashes of --placement: its text, missing roles, and devices that do not fit."""
     text = config.trainer.placement
     if text is None or config.trainer.engine == "local":
         return

@@ -164,7 +164,11 @@ def _fill_unset(config: Config, *, recompute: bool, reshard: bool) -> Config:
 
 
 def memory_plan(config: Config) -> PlanPart:
-    """Return the plan's lines about memory: needs by role, whether they fit, what would help."""
+    """Return the memory section of the plan: needs of each device, whether they fit, advice.
+
+    It has lines for people and facts for programs. Without a readable config.json of a model the
+    memory is unknown.
+    """
     layout = list(_describe_layout(config))
     shapes, capacity, host = read_shapes(config), device_memory(config), host_of_gpus()
     checkpointing = config.model.enable_gradient_checkpointing

@@ -96,7 +96,7 @@ def names_in_pickle(file: Path) -> set[str]:
 
 
 class _PickleStub(dict[Any, Any]):
-    """Replaces every object of a pickle: keeps the items of a mapping, ignores the rest."""
+    """Replaces every object of a pickle: keeps the items of mappings and ignores other content."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
     tensor = False

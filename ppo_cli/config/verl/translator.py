@@ -166,7 +166,7 @@ def default_layer(generation: Generation) -> list[Entry]:
 
 
 def describe_defaults(generation: Generation) -> str:
-    """Return the note about the defaults of a command line with verl's names."""
+    """Return the note about which defaults apply to a command line with verl's names."""
     note = (
         f"These are verl's settings: those that are left out are as in verl {generation.first}, "
         "but devices, loggers and the sizes of micro-batches are chosen here."

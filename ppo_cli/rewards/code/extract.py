@@ -34,11 +34,12 @@ _NEW_BLOCK = re.compile(r"\n(?=[^\s#)\]}])")
 
 
 def find_code(text: str, entry_point: str = "") -> str:
-    """Return the code of a response, or an empty text when there is none.
+    """Return the code of a response, "" without code.
 
-    It is taken from the last complete `<answer>…</answer>`, otherwise from the whole response. Of
-    several fenced blocks it is the last Python block (otherwise the last of any kind) that defines
-    the entry point, or the last one if none does. Without a block it is the whole text.
+    It is taken from the last complete `<answer>…</answer>`, or from the whole response if there is
+    none. Of several fenced blocks only Python blocks count, or all if none is Python; of these it
+    is the last one that defines the entry point, or the last one if none does. Without a block it
+    is the whole text.
     """
     answer = _find_answer(strip_reasoning(text).replace("\r\n", "\n").replace("\r", "\n"))
     blocks = _list_blocks(answer)
@@ -52,7 +53,7 @@ def find_code(text: str, entry_point: str = "") -> str:
 
 
 def _find_answer(text: str) -> str:
-    """Return the content of the last complete `<answer>…</answer>`, otherwise the text."""
+    """Return the content of the last complete `<answer>…</answer>`; the whole text without one."""
     # Fenced code is replaced by spaces: a program may print such tags.
     lines = (" " * len(line) if fenced else line for line, _, fenced in _read_lines(text))
     visible = "\n".join(lines)

@@ -241,7 +241,7 @@ class ForkedCommand:
     channel: int
 
     def send(self, number: int) -> None:
-        """Send the trainer a number, unless it has closed the channel."""
+        """Send a number to the trainer, unless it has closed the connection to this command."""
         with suppress(OSError):
             os.write(self.channel, INT64.pack(number))
 

@@ -98,7 +98,7 @@ class CompareReward(JudgeReward):
         self._tallies: dict[Contest, Tally] = {}
 
     def submit(self, rollout: Rollout) -> Future[Score]:
-        """Take a response; it is compared at the end of the round."""
+        """Keep a response, which is compared at the end of the round; returns its future score."""
         if self._closed:
             raise RuntimeError("this reward is closed")
         entry = Contestant(rollout)

@@ -94,7 +94,7 @@ class Reservation:
     input_ratio: float = 1.0  # reserved / estimated input tokens
 
     def settle(self, usage: Usage, outcome: str, latency_s: float = 0.0, note: str = "") -> float:
-        """Book what the call was billed for, free the rest and return the cost in dollars."""
+        """Book the usage, free the budget that was reserved, and return the cost in dollars."""
         return self.ledger.settle(self, usage, outcome, latency_s, note)
 
     @property

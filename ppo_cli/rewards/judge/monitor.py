@@ -293,7 +293,10 @@ class Monitor:
     async def _watch(
         self, client: JudgeClient, question: Question, first: float, info: dict[str, Any]
     ) -> None:
-        """Ask the second judge and note its verdict in `info`."""
+        """Ask the second judge, and record its score and the gap to the first score in `info`.
+
+        A failure or a time-out is counted.
+        """
         try:
             async with asyncio.timeout(self._patience):
                 verdict = await client.ask(question)

@@ -158,10 +158,10 @@ class ListedModel:
 
 
 def look_up_model(api: ApiReward) -> ListedModel | None:
-    """Return what genai-prices has of a judge's model; None where it does not have the model.
+    """Return the highest price and the context of a judge's model in the genai-prices package.
 
-    With a base URL, the provider with that URL counts, else the one of the judge's type: gateways
-    mostly pass the provider's prices on.
+    Returns None if the package does not list the model. A provider with the judge's base URL takes
+    precedence over the provider of the judge's type: gateways mostly pass its prices on.
     """
     provider, all_providers = _listed_provider(api.type, api.base_url)
     if provider is None or api.model is None:

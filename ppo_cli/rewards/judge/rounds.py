@@ -55,7 +55,10 @@ class PendingScore:
 
 @dataclass
 class FailurePolicy:
-    """What to do about failed verdicts; `waiting_message` is set while a round is paused."""
+    """What to do with responses that the judge did not score.
+
+    `waiting_message` is set while scoring is paused because of an outage.
+    """
 
     on_failure: Literal["mask", "batch_mean", "stop"]
     max_failure_rate: float

@@ -354,7 +354,10 @@ class ChatFormat(TextFormat):
         return str(text)
 
     def _refusal(self, conversation: list[dict[str, Any]], error: Exception) -> str:
-        """Return the error's message; tries whether it is due to the system message."""
+        """Return the message for a conversation that the chat template refuses.
+
+        Tries the conversation without system messages, to name the setting that helps.
+        """
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         message = (
             f"The chat template of the reward model {self._path} refuses a conversation: {reason}."

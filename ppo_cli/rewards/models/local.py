@@ -115,7 +115,7 @@ class ModelScorer:
         return summary, self._budget.tokens
 
     def begin(self, samples: Sequence[Sample], batch_tokens: int) -> EncodedRound:
-        """Encode and sort a round, whose batches have at most `batch_tokens` tokens.
+        """Encode the samples of a round, the longest first, for batches of `batch_tokens` at most.
 
         An earlier round that is not finished is dropped.
         """
@@ -141,9 +141,9 @@ class ModelScorer:
         return EncodedRound(loaded.adapter, tuple(failures), cut)
 
     def next_batch(self) -> tuple[Batch, int] | None:
-        """Score the next batch of the round; None at its end.
+        """Return the scores of the next batch of the round, and the limit of a batch in tokens.
 
-        The number is the new limit of a batch in tokens.
+        Returns None at the end of the round.
         """
         with self._naming_model():
             batch = next(self._batches, None)
@@ -367,7 +367,7 @@ class LocalModelReward(Reward):
             entry.future.cancel()
 
     def _score(self, entries: list[_Entry]) -> None:
-        """Resolve the futures of a round; an error of the round is the error of all of them."""
+        """Set the futures of a round to its scores, or all to the error that ended it."""
         try:
             self._score_batches(entries)
         except Exception as error:

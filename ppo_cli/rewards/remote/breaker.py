@@ -36,11 +36,11 @@ class BadRequests:
         self._rejected: set[str] = set()
 
     def clear(self) -> None:
-        """Note that the service answered a request."""
+        """Forget the rejected texts, because the service answered a request."""
         self._rejected.clear()
 
     def is_outage(self, text_id: str) -> bool:
-        """Note a rejected text; True when so many were rejected that the texts are not to blame."""
+        """Record a rejected text; return True if so many are that the service is at fault."""
         if len(self._rejected) < BAD_REQUESTS_IN_A_ROW:
             self._rejected.add(text_id)
         return len(self._rejected) >= BAD_REQUESTS_IN_A_ROW
@@ -87,7 +87,7 @@ class Breaker:
         return self._open_s_before + (self._clock() - self._opened_at if self.open else 0.0)
 
     def sent(self) -> None:
-        """Note that a call leaves: silence is counted from the first one."""
+        """Record that a call is sent: the time without an answer is counted from the first one."""
         if self._quiet_since is None:
             self._quiet_since = self._clock()
 
@@ -96,7 +96,7 @@ class Breaker:
         return self._clock() - (self._quiet_since or 0.0)
 
     def success(self) -> bool:
-        """Note that a call was answered; True if that ended an outage."""
+        """Record an answered call and close the breaker; return whether it was open."""
         self.last_success = self._quiet_since = self._clock()
         self._failures_in_a_row = 0
         was_open, self.open = self.open, False
@@ -106,7 +106,11 @@ class Breaker:
         return was_open
 
     def failure(self, error: RemoteError, *, window: int, probe: bool) -> None:
-        """Note that a call failed; `window` is how many may be in flight at once."""
+        """Record a failed call, and open the breaker or plan the next probe if it is due.
+
+        `window` is how many calls may be in flight at once. While the breaker is open only failures
+        of probes count.
+        """
         # Calls that left before the outage are not probes: their failures change nothing.
         if self.stop_reason or (self.open and not probe):
             return

@@ -131,7 +131,7 @@ class AdaptiveWindow:
         return max(0.0, self._next_growth - self._clock())
 
     def sent(self, in_flight: int) -> None:
-        """Note that a call leaves, with so many others in flight; grow if the window is full."""
+        """Record that a call is sent next to `in_flight` others; grow the window if it is full."""
         if in_flight < self.size or self.size >= self._limit:
             return
         self.size += 1
@@ -141,7 +141,7 @@ class AdaptiveWindow:
         self._next_growth = self._clock() + pause
 
     def answered(self) -> None:
-        """Note that the server answered a call."""
+        """Record an answered call: the window may grow sooner."""
         self._overload_share -= self._overload_share / max(4, self.size)
         self._pause_s = max(SHORTEST_PAUSE_S, PAUSE_DECAY * self._pause_s)
         if self._refused_in_a_row:
@@ -149,7 +149,10 @@ class AdaptiveWindow:
             self._next_growth = min(self._next_growth, self._clock() + self._pause_s)
 
     def refused(self, sent_at: float, in_flight: int) -> None:
-        """Note that the server refused a call, which left at `sent_at`; others are in flight."""
+        """Record a call, sent at `sent_at`, that the server refused: the window shrinks.
+
+        It shrinks to the `in_flight` calls, and grows again after a longer pause.
+        """
         now = self._clock()
         if not self._refused_in_a_row:
             self._row_began = now
@@ -164,7 +167,7 @@ class AdaptiveWindow:
             self._next_growth = min(self._next_growth, next_try)
 
     def overloaded(self, sent_at: float) -> None:
-        """Note a timeout or a 503. Shrink when most calls end so; a few of them are accidents."""
+        """Record a timeout or a 503; shrink the window when most calls end so."""
         self._overload_share += (1.0 - self._overload_share) / max(4, self.size)
         # Once for all calls that left before the window last shrank.
         if self._overload_share > 0.5 and sent_at >= self._shrunk_at:

@@ -90,7 +90,10 @@ class OptionSet:
         return first.label(forms[first.name])
 
     def accept(self, forms: Forms, guesses: Sequence[str], message: str) -> None:
-        """Note that a call with these forms succeeded, and drop the options guessed for it."""
+        """Record that a call with these forms succeeded.
+
+        After the first success the options that were dropped by guess for it stay dropped.
+        """
         # What had to be left out for the first success is not tried again.
         if self.accepted is None:
             for label in guesses:

@@ -78,7 +78,10 @@ class ErrorInBody(Exception):
 
 
 def raise_body(body: Any) -> NoReturn:
-    """Raise the error that a decoded body without an answer stands for."""
+    """Raise the error in a decoded body that has no answer.
+
+    ErrorInBody if it has an HTTP status or says that the text is too long, else `bad_body`.
+    """
     error = body.get("error") if isinstance(body, Mapping) else None
     if isinstance(error, Mapping):
         code, message = error.get("code"), read_message(error)
