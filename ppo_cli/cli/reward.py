@@ -80,7 +80,7 @@ def format_scores(summary: Facts) -> list[str]:
 
 
 def format_rankings(facts: Facts) -> list[str]:
-    """Return a table that compares the order by the new scores with the order by the old ones."""
+    """Return the result of `compare_rankings` as a table, with rows for steps if several."""
     of_prompts = f"among responses to one prompt ({facts['groups']:,} prompts)"
     pairs = [
         (f"rank correlation, {facts['rows']:,} rows", format_number(facts["agreement"])),

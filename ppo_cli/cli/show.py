@@ -137,7 +137,11 @@ def compare_runs(
 
 
 def pair_answers(folders: Sequence[Path], step: int | None, val: bool) -> list[dict[str, Any]]:
-    """Return the answers of all runs to their common prompts, largest score difference first."""
+    """Pair the runs' responses that have the same prompt and sample number in one common step.
+
+    Returns a dict for each pairing, largest score difference first. Without `step`, it is the
+    newest common validation, else the newest common step; the list is empty if there is none.
+    """
     # The first split with a step that all runs have.
     for split in ("val",) if val else ("train",) if step is not None else ("val", "train"):
         common = set.intersection(*(set(rollout_steps(run, split)) for run in folders))

@@ -398,7 +398,7 @@ class Cluster:
     def start(self, seats: Sequence[WorkerSlot]) -> list[WorkerHandle]:
         """Start a process for each slot, and wait until all have reported their node."""
         # Actors first: their processes start at the same time.
-        fresh = [self._member(seat) for seat in seats]
+        fresh = [self._create_worker(seat) for seat in seats]
         self._members += fresh
         greeted = self.waits.collect(
             [
@@ -499,20 +499,20 @@ class Cluster:
                 ray.kill(member.handle)
         return ends
 
-    def _member(self, seat: WorkerSlot) -> WorkerHandle:
-        """Create the Ray actor of a worker on its node; returns its handle."""
+    def _create_worker(self, slot: WorkerSlot) -> WorkerHandle:
+        """Create the Ray actor of a worker on the slot's node; does not wait until it runs."""
         # Ray hides all GPUs from a worker that requests none; `Worker` selects its GPUs itself.
         variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        if not seat.gpus:
+        if not slot.gpus:
             # More threads than cores in all processes together would slow each other down.
             variables["OMP_NUM_THREADS"] = str(self._threads or 1)
         # The bundle index is the number of the node in the placement group.
         strategy = PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=seat.node
+            self._group, placement_group_bundle_index=slot.node
         )
-        log = self._logs / seat.log_name
+        log = self._logs / slot.log_name
         actor = ray.remote(Worker).options(
             num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0,
             scheduling_strategy=strategy, runtime_env={"env_vars": variables},
         )  # fmt: skip
-        return WorkerHandle(seat.title, log, actor.remote())
+        return WorkerHandle(slot.title, log, actor.remote())

@@ -400,7 +400,7 @@ def find_run_code(
 
 
 def _iterate_texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a value, including the keys of groups."""
+    """Yield all strings in nested mappings (also keys), lists and tuples; skips other values."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -209,7 +209,10 @@ def read_text_prompt(text: str, column: str) -> str:
 
 
 def read_messages(items: list[Any], column: str) -> tuple[Message, ...]:
-    """Return a prompt's messages: text contents, known roles, at the end the question."""
+    """Return the messages of a prompt; RowError if one is malformed.
+
+    There must be a user message, and the last message must not be the assistant's.
+    """
     if not items:
         raise RowError(column, "is an empty list of messages")
     messages = tuple(read_message(item, f"{column}[{i}]") for i, item in enumerate(items))
@@ -486,7 +489,10 @@ def read_row(place: Place, record: Record, columns: Columns) -> Row:
 
 
 def read_ground_truth(record: Record, column: str) -> Any:
-    """Return the flat ground truth or verl's nested one; None when the row has neither."""
+    """Return the flat ground truth or verl's nested one; None when the row has neither.
+
+    RowError if both are present and differ, or if `reward_model` is not an object.
+    """
     flat = read_plain(record.get(column), column)
     model = read_plain(record.get("reward_model"), "reward_model")
     if model is None:

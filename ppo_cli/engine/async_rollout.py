@@ -131,7 +131,10 @@ def write_rounds(directory: Path, rounds: Sequence[Round], published: int) -> No
 
 
 def read_rounds(directory: Path, published: int) -> list[Round]:
-    """Read what `write_rounds` wrote; raises ModelError when it is damaged."""
+    """Return the rounds in a checkpoint, none if it has no such file; ModelError if it is damaged.
+
+    `published` is the number of publishes so far: files store how long ago each round began.
+    """
     path = directory / "state" / FIELDS_FILE
     if not path.exists():
         return []

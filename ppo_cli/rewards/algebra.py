@@ -285,7 +285,10 @@ def _write_ratios(answer_latex: str, gold_latex: str) -> tuple[str, str]:
 
 
 def _check_readable(text: str) -> None:
-    """Raise Unreadable if math-verify's grammar would misread words or lists in the text."""
+    """Raise Unreadable for words, lists with dots, and numbers with only a space between them.
+
+    math-verify's grammar would misread these; times and ratios are handled elsewhere.
+    """
     if _DOTS.search(text):
         raise Unreadable("a list with dots")
     if re.search(r"\\text\s*\{[^{}]*[A-Za-z]{2}|\\begin\{cases\}", text):

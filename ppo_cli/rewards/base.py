@@ -247,10 +247,11 @@ def read_returned(value: Any) -> Score:
 
 
 def _read_mapping(value: Mapping[Any, Any]) -> Score:
-    """Return the score of a dict that a reward function returned.
+    """Return the score of a dict from a reward function; ValueError for malformed placed rewards.
 
-    It has `score`, rewards at places, or both. Without them, or with a bad score, it is a failure.
-    Other keys become parts (numbers) or information.
+    Without `score`, it is the sum of `token_rewards` and `step_rewards`. Without all three, or with
+    a score that is not a finite number, it is a failure. Except for `reason`, other keys become
+    parts (numbers) or information.
     """
     # Both forms may be given together.
     steps = tuple(

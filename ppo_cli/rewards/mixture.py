@@ -524,7 +524,10 @@ class CompositeReward(Reward):
             self._rounds.popleft()
 
     def _finish(self, entries: Sequence[_Entry], kind: RoundKind) -> None:
-        """Mix these entries and resolve their futures."""
+        """Mix entries that have the scores of all parts, and resolve their futures.
+
+        Also updates the state of the scalings and, unless these are baselines, the metrics.
+        """
         # A fixed order, so that sums do not depend on which response finished first.
         ordered = sorted(entries, key=lambda e: e.rollout.key)
         rollouts = [e.rollout for e in ordered]

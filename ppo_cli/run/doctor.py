@@ -102,6 +102,10 @@ def _python(machine: Machine) -> Findings:
 
 
 def _packages(machine: Machine) -> Findings:
+    """Check that the packages ppo-cli requires, without extras, are installed in fitting versions.
+
+    Yields one finding, with one pip command for all that are missing or do not fit.
+    """
     from packaging.requirements import Requirement
 
     # Requirement -> what is wrong with the installed version; extras are not required.
@@ -189,7 +193,10 @@ def _compiler(machine: Machine) -> Findings:
 
 
 def _allocator(machine: Machine) -> Findings:
-    """Check whether expandable segments are switched on, and whether they work here."""
+    """Warn if expandable segments are on for torch, and the self-test has not passed with them.
+
+    They slow down weights sent by `ipc`. Without them, or without GPUs, all is well.
+    """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
     name = next((name for name in names if machine.environ.get(name)), None)
     if name is None or not machine.gpus:

@@ -51,7 +51,10 @@ def find_network(environ: Mapping[str, str], root: Path = Path("/")) -> Network:
 def _find_cloud_network(
     environ: Mapping[str, str], root: Path, interfaces: list[str]
 ) -> Network | None:
-    """Return the network of a cloud, which NCCL can only use with a plugin; None elsewhere."""
+    """Return the network of Amazon's EFA or Google's gVNIC; None without such devices.
+
+    NCCL needs a plugin for them. If it is not found, the network has the problem and the advice.
+    """
     # Amazon's EFA and Google's gVNIC.
     efa = [d.name for d in _devices(root) if _first_line(d / "device/vendor") == AMAZON]
     net = root / "sys/class/net"

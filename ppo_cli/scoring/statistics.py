@@ -366,10 +366,11 @@ def compare_models(
 
 
 def compare_rankings(rows: Sequence[ResponseRow], scores: Sequence[Score]) -> dict[str, Any] | None:
-    """How rankings differ from the scores that the rows had; None with fewer than two pairs.
+    """Compare old and new scores of rows; None if fewer than two rows have both.
 
     `within` is the mean rank correlation among responses to one prompt of one step, which is
-    what a group estimator learns from; `turned` is the share of their pairs with reversed order.
+    what a group estimator learns from. `turned` is the share of reversed order among pairs of such
+    responses, without ties.
     """
     # Only rows that had a score before and have one now.
     pairs = [

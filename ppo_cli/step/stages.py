@@ -242,9 +242,9 @@ def sample_step(job: Job, step: int) -> StepSample:
 def _sample_dynamically(job: Job, step: int) -> StepSample:
     """Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2).
 
-    Prompts with equal values for all responses give no gradient: they are dropped, and more
-    prompts are sampled until the batch is full. Raises Interrupted if the allowed number of
-    batches does not fill it.
+    Prompts whose responses are all equal in algorithm.filter_groups.metric give no gradient: they
+    are dropped, and more prompts are sampled until the batch is full. Raises Interrupted if the
+    allowed number of batches does not fill it.
     """
     config = job.config
     batch_size, n = config.data.train_batch_size, config.rollout.n
@@ -513,7 +513,10 @@ def _update_actor(job: Job, state: RunState, batch: TrainBatch, sums: StepSums) 
 def _mini_batches(
     config: Config, step: int, epoch: int, prompts: int, batch: TrainBatch, role: str
 ) -> Iterator[Tensor]:
-    """Yield row indices of mini-batches of `prompts` times rollout.n rows; the last may be less."""
+    """Yield row indices of mini-batches of `prompts` times rollout.n rows; the last may be less.
+
+    Single rows are shuffled if the settings of `role`, actor or critic, say so.
+    """
     # Actor and critic have their own orders, each derived from the run's seed.
     settings = config.actor if role == "actor" else config.critic
     order = np.arange(len(batch))

@@ -92,7 +92,11 @@ class TranslationState:
         self._settings: dict[str, tuple[str, Entry]] = {}
 
     def put(self, entry: Entry, name: str, raw: Any) -> None:
-        """Set one of our settings; two names for it in one layer must agree."""
+        """Set one of our settings; the same verl name again in a layer replaces the value.
+
+        After another name in this layer, two derived values become their lower limit, one that
+        `yields` gives way, and any other difference is recorded as a problem.
+        """
         # The same setting by another name in this layer: agree, combine, or report.
         new = Entry(name, raw, entry.origin)
         earlier_name, old = self._settings.pop(name, (self.entry_name, new))

@@ -74,9 +74,10 @@ def spread_weights(weights: Tensor, noise_N: Tensor) -> None:
 
 
 def round_embeddings(model: nn.Module, dtype: torch.dtype, *, untied: bool) -> None:
-    """Round the outputs of embeddings to `dtype`, as sharded models do; states stay float32.
+    """Replace the forward pass of embeddings: it rounds looked-up rows to `dtype`, returns float32.
 
-    Without `untied`, only tables that are also used in a product (tied heads) are rounded.
+    The weights are unchanged. Without `untied`, only embeddings whose table is also the output head
+    are replaced. Sharded models round in the same way.
     """
     if dtype == torch.float32:
         return
@@ -121,7 +122,10 @@ def _look_up(module: nn.Embedding, dtype: torch.dtype, ids_X: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _looks_up_rows(module: nn.Embedding) -> bool:
-    """Whether a module's output depends only on the rows of its table."""
+    """Whether `_look_up` gives this embedding's output, by a trial with its first and last row.
+
+    True also for embeddings that scale or normalise rows, False for those that add positions.
+    """
     if len(signature(type(module).forward).parameters) != 2:
         return False  # computes positions from a mask
     ids = torch.tensor([[0, len(module.weight) - 1]])

@@ -478,6 +478,10 @@ class VLLMSampler:
         self._discarded = False
 
     def _load_adapter(self, weights: Weights) -> None:
+        """Replace vLLM's LoRA adapter by these weights, by way of a temporary PEFT folder.
+
+        Raises ModelError if vLLM rejects the adapter.
+        """
         if self._lora is None:
             raise RuntimeError("an adapter came, but this sampler was built without LoRA")
         from vllm.lora.request import LoRARequest

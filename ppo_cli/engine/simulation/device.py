@@ -346,7 +346,11 @@ def _attend(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Run the attention kernel that a GPU of compute capability 8.0 would choose."""
+    """Attend with the kernel that a GPU of compute capability 8.0 would choose.
+
+    Flash attention for half precision without a mask, if it supports the head size; else the
+    memory-efficient kernel.
+    """
     size = query.shape[-1]
     half = query.dtype in (torch.bfloat16, torch.float16)
     if half and attn_mask is None and size <= 256 and size % 8 == 0 and size == value.shape[-1]:

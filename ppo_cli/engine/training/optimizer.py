@@ -227,9 +227,10 @@ class Optimizer:
         return [*self._host.reserve(moments, pinned=on_gpu).values()]
 
     def _zero_moments(self, piece: Tensor) -> dict[str, Tensor]:
-        """Return the state of a shard before its first step.
+        """Return AdamW's state of a piece (a shard) before its first step: zeros in float32.
 
-        Offloaded moments are allocated in host memory, 8-bit ones always on the shard's device.
+        Offloaded moments are in host memory. With an 8-bit optimizer they are on the piece's
+        device, until `_to_8_bits` converts them.
         """
         step = torch.zeros((), dtype=torch.float32, device=piece.device)
         if self._offload and not self._in_8_bits:

@@ -364,7 +364,10 @@ def unlimited_format(tokenizer: Any, path: str) -> Format:
 def encode_pairs(
     form: Format, pairs: Sequence[Pair], max_length: int, advance: Advance
 ) -> EncodedSet:
-    """Encode all pairs; a pair with a sample that is too long is dropped."""
+    """Encode both samples of each pair, and call `advance(1)` after it.
+
+    A pair is dropped and listed if a sample has more than `max_length` tokens or cannot be encoded.
+    """
     done: list[EncodedPair] = []
     too_long: list[str] = []
     refused: list[str] = []

@@ -297,10 +297,10 @@ def _error(names: list[str], text: str) -> Exception:
 
 
 def _apply_changes(args: tuple[Any, ...], answer: Any) -> Any:
-    """Return the value of a call; a call that returned None may also change its arguments.
+    """Return the value in the answer to a call: a pair of value and changed arguments by index.
 
-    Any other call leaves the arguments as they were: a response must not change what its answer
-    is compared with.
+    If the value is None (as of an in-place sort), the contents of `args` are updated in place. Else
+    they stay: a response must not change what its value is compared with.
     """
     if type(answer) is not tuple or len(answer) != 2 or type(answer[1]) is not dict:
         raise ChannelClosed("an answer that cannot be read")

@@ -257,7 +257,11 @@ class CompareReward(JudgeReward):
         self._score(contest)
 
     def _ask_monitor(self, contest: Contest, questions: Mapping[Request, Question]) -> None:
-        """Send a share of the comparisons to the second judge, chosen by the first response."""
+        """Send a share of the judged comparisons to the second judge, without waiting.
+
+        A hash of the response that is shown first decides; comparisons that show the reference
+        first are not sent.
+        """
         monitor = self._observer.monitor
         if monitor is None:
             return

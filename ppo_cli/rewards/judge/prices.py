@@ -202,9 +202,10 @@ def _listed_provider(kind: str, base_url: str | None) -> tuple[Any, list[Any]]:
 
 
 def _highest_price(model: Any) -> Price | None:
-    """Return today's price at the most expensive hour, for the shortest context.
+    """Return the highest token prices of any hour of the day, for the shortest context.
 
-    None for a model that also charges for anything besides input and output tokens.
+    None for a model without a price for input and output tokens, or with separate charges for
+    requests, reasoning or citations: then these prices are not an upper bound.
     """
     from genai_prices import __version__
 

@@ -176,7 +176,11 @@ class PlainText:
         yield (text[done:].lstrip() if eaten else text[done:]), ""
 
     def _tokenise_without_controls(self, text: str, mark: str, *, at_start: bool) -> list[int]:
-        """Tokenise text between control words so that no control token comes out."""
+        """Tokenise text between the template's control words; returns no control tokens.
+
+        `mark` is the character that `break_words` inserted into control words of contents; it does
+        not come out. `at_start`: nothing precedes the text.
+        """
         # At best in one call without special tokens; otherwise in pieces around each mark.
         if self._borders_are_free:
             unmarked = text.replace(mark, "") if mark else text

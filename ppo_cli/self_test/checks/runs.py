@@ -44,7 +44,7 @@ def make_config(device: str, **parts: dict[str, Any]) -> Config:
 
 
 def make_batch(vocabulary: int, rows: Rows = PROMPTS) -> Batch:
-    """Random ids in the lengths of `rows`."""
+    """Return a batch of random ids with the lengths in `rows`; the same in each call."""
     generator = torch.Generator().manual_seed(0)
 
     def draw_ids(count: int) -> tuple[int, ...]:

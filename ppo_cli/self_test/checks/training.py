@@ -130,11 +130,11 @@ class Formulas:
         """Return log-probs, entropy and values by their names in `AnnotatedBatch`."""
         rows = [*_rows(batch)]
         actor, frozen = self._merged(), self._frozen
-        views = [self._view(actor, *row) for row in rows]
+        views = [self._logprobs_and_entropies(actor, *row) for row in rows]
         columns = {
             "old_logprobs_BT": [logprobs_T for logprobs_T, _ in views],
             "entropy_BT": [entropy_T for _, entropy_T in views],
-            "ref_logprobs_BT": [self._view(frozen, *row)[0] for row in rows],
+            "ref_logprobs_BT": [self._logprobs_and_entropies(frozen, *row)[0] for row in rows],
         }
         if self._critic:
             columns["values_BT"] = [self._values(*row) for row in rows]
@@ -145,7 +145,7 @@ class Formulas:
         a, mask_BT = self._config.actor, batch.loss_mask_BT
         tokens = int(mask_BT.sum())
         rows = [*_rows(batch)]
-        views = [self._view(self._merged(), *row) for row in rows]
+        views = [self._logprobs_and_entropies(self._merged(), *row) for row in rows]
         new_BT = _pad([logprobs_T for logprobs_T, _ in views], batch)
         entropy_BT = _pad([entropy_T for _, entropy_T in views], batch)
         # Clipped surrogate (PPO), with the lower bound of dual-clip PPO.
@@ -186,10 +186,13 @@ class Formulas:
         merge_adapter(merged, self._actor, model.lora_alpha / model.lora_rank)
         return merged
 
-    def _view(
+    def _logprobs_and_entropies(
         self, weights: dict[str, Tensor], ids_1L: Tensor, prompt: int
     ) -> tuple[Tensor, Tensor]:
-        """Return log-prob and entropy at each response token of a row."""
+        """Return log-prob and entropy at each response token, at the sampling temperature.
+
+        `prompt` is the number of prompt tokens at the start of the row.
+        """
         output = functional_call(
             self._model, weights, kwargs={"input_ids": ids_1L, "use_cache": False}
         )

@@ -50,7 +50,10 @@ class Judge(SdkProvider):
 
     @classmethod
     def default_url(cls, environ: Mapping[str, str]) -> str:
-        """Return the address of the workspace or region."""
+        """Return the address of $DASHSCOPE_WORKSPACE if it is set, else the region's shared one.
+
+        The region is $DASHSCOPE_REGION, by default cn-beijing.
+        """
         workspace = environ.get("DASHSCOPE_WORKSPACE", "").strip()
         region = environ.get("DASHSCOPE_REGION", "").strip() or "cn-beijing"
         # A workspace has a separate host, regions have shared ones.

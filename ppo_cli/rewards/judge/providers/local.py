@@ -226,7 +226,10 @@ class Server:
         tell(f"The judge's server answers after {time.monotonic() - began:.0f} s.")
 
     def _keep_running(self, tell: Tell) -> None:
-        """Restart it whenever it ends; give up after some starts in a row without an answer."""
+        """Restart the server whenever it ends, until it is stopped; runs in a thread.
+
+        After MAX_STARTS restarts in a row without an answer, reports the log's end and returns.
+        """
         starts = 0
         while not self._stopped.wait(POLL_S):
             if not self._ended():
