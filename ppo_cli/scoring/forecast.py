@@ -192,7 +192,7 @@ class Forecast:
         return [*lines, f"assumed: {self.assumptions()}"]
 
     def _model_warnings(self) -> Iterator[str]:
-        """Warn if the judge's model looks misspelt, or cannot read the longest call."""
+        """Warn if the judge's model looks misspelt, or if its context is too short for a call."""
         api, longest = self.config.reward.api, self.a_step.high
         assert api.model is not None
         if api.base_url is None and (near := model_hint(api.type, api.model)):
