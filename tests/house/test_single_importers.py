@@ -1,7 +1,7 @@
 """A file that one neighbour alone imports joins that neighbour, unless it stands for itself.
 
 A file stands for itself when another process runs it, when it is one of several variants behind a
-declaration, or when it is an idea of its own that would push its importer over the cap on lines.
+declaration, or when it is a separate idea.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.house.test_floors import own_imports
 
 MOST = 25
 STANDS = {
-    "cli.bridge": "a command of its own; with it, train is over the cap",
+    "cli.bridge": "a command of its own: runs on verl",
     "cluster.engine": "the engine itself; driver_process is the process around it",
     "cluster.node_facts": "what is compared; nodes is how nodes meet",
     "config.checks.run": "the checks of one subject of several, behind the runner",
@@ -22,12 +22,12 @@ STANDS = {
     "engine.simulation.counters": "counters for any code; benchmarks use them on other trainers",
     "engine.simulation.device": "the device itself; with it, steps holds two ideas",
     "library": "what is offered in Python; the package itself has to stay quick to import",
-    "report.page.rollouts": "reading and choosing responses; with it, server is over the cap",
-    "rewards.algebra": "what sympy compares, in workers; with it, rules is over the cap",
+    "report.page.rollouts": "reads and chooses responses; the server only sends them",
+    "rewards.algebra": "what sympy compares, in workers; rules stays free of it",
     "rewards.code.probe": "a program of its own, inside the sandbox",
-    "rewards.judge.monitor": "a second judge and canaries; with it, reward is over the cap",
+    "rewards.judge.monitor": "a second judge and canaries: watches the judge",
     "rewards.mixture": "the mixture itself; registry builds rewards of every kind",
-    "rewards.pool": "what worker processes run; with it, function is over the cap",
+    "rewards.pool": "a process pool with kill; function is the user's file",
     "secret_patterns": "what keys look like; redact is how they are removed",
     "self_test.checks.kernels": "one check of several, behind their declarations",
     "self_test.checks.samplers": "one check of several, behind their declarations",
