@@ -31,7 +31,7 @@ from ray import cloudpickle
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, merge_annotations
 from ppo_cli.cluster.ray_process import LOCAL_ONLY, RayOptions, RayProcess, import_paths
-from ppo_cli.cluster.serialise import dumps, lighten_prompt, rejoin_prompt
+from ppo_cli.cluster.serialise import dumps, lighten_prompt, prompts_by_uid, rejoin_prompt
 from ppo_cli.cluster.worker_process import KILLED, read_tail
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema.run import Config, Transfer
@@ -256,9 +256,7 @@ class DriverEngine:
     ) -> Iterator[Rollout]:
         """Yield rollouts of all samplers as they finish."""
         # Only what a sampler reads travels; the prompts are put back into the rollouts below.
-        prompt_by_uid = {
-            prompt.uid: prompt for prompt in (*prompts, *(rollout.prompt for rollout in begun))
-        }
+        prompt_by_uid = prompts_by_uid(prompts, begun)
         light = {uid: lighten_prompt(prompt) for uid, prompt in prompt_by_uid.items()}
         new = [light[prompt.uid] for prompt in prompts]
         old = [replace(rollout, prompt=light[rollout.prompt.uid]) for rollout in begun]

@@ -23,7 +23,7 @@ from ppo_cli.cluster.members import (
     no_answer,
 )
 from ppo_cli.cluster.ray_session import node_answers
-from ppo_cli.cluster.serialise import rejoin_prompt
+from ppo_cli.cluster.serialise import prompts_by_uid, rejoin_prompt
 from ppo_cli.cluster.worker_process import import_code, rendezvous_url
 from ppo_cli.config.placement import Placement, sleep_mode, weight_transfer
 from ppo_cli.config.schema.run import Config
@@ -202,9 +202,7 @@ class ClusterEngine:
         self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
     ) -> Iterator[Rollout]:
         """Yield rollouts of all samplers as they finish."""
-        prompt_by_uid = {
-            prompt.uid: prompt for prompt in (*prompts, *(rollout.prompt for rollout in begun))
-        }
+        prompt_by_uid = prompts_by_uid(prompts, begun)
         for sent in self.sample(prompts, sampling, begun):
             yield from (rejoin_prompt(item, prompt_by_uid) for item in sent)
 

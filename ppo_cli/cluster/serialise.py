@@ -11,7 +11,7 @@ import os
 import pickle
 import warnings
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, ClassVar
@@ -136,6 +136,11 @@ def lighten_prompt(prompt: Prompt) -> Prompt:
 def shed_prompt(rollout: Rollout) -> tuple[str, Rollout]:
     """Remove the prompt, which the driver has, from a rollout; returns its uid and the rest."""
     return rollout.prompt.uid, replace(rollout, prompt=None)  # type: ignore[arg-type]
+
+
+def prompts_by_uid(prompts: Sequence[Prompt], begun: Sequence[Rollout]) -> dict[str, Prompt]:
+    """Return the prompts of new and of begun rollouts by uid, as `rejoin_prompt` needs them."""
+    return {prompt.uid: prompt for prompt in (*prompts, *(rollout.prompt for rollout in begun))}
 
 
 def rejoin_prompt(sent: tuple[str, Rollout], prompts: Mapping[str, Prompt]) -> Rollout:
