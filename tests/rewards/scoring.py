@@ -9,7 +9,7 @@ from ppo_cli.rewards.base import Reward, RoundKind
 
 
 def score_all(
-    reward: Reward, rollouts: Sequence[Rollout], kind: RoundKind = "train", seconds: float = 120.0
+    reward: Reward, rollouts: Sequence[Rollout], kind: RoundKind = "train", seconds: float = 300.0
 ) -> list[Score]:
     futures = [reward.submit(rollout) for rollout in rollouts]
     reward.end_round(kind)

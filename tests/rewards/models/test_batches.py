@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +10,7 @@ from torch import Tensor, nn
 
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.models.base import (
+    Batch,
     Budget,
     Encoded,
     LoadedModel,
@@ -22,8 +20,6 @@ from ppo_cli.rewards.models.base import (
     plan_batches,
     score_batches,
 )
-
-Make = Callable[..., LoadedModel]
 
 
 class Small:
@@ -41,12 +37,19 @@ class Small:
         return Scores((ids_BL * mask_BL).sum(1).float())
 
 
-def loaded_with(network: Any) -> LoadedModel:
-    return LoadedModel("seqcls", "", network, None, 512, 9)
-
-
 def samples_of(*lengths: int) -> list[Encoded]:
     return [Encoded(tuple(range(1, length + 1))) for length in lengths]
+
+
+def score(network: Small, budget: Budget, *lengths: int) -> list[Batch]:
+    model = LoadedModel("seqcls", "", network, None, 512, 9)
+    return list(score_batches(model, samples_of(*lengths), budget))
+
+
+def listed(batches: list[Batch]) -> tuple[list[int], list[float]]:
+    """Return the samples and their scores, batch after batch."""
+    indices = [i for batch in batches for i in batch.indices]
+    return indices, [row.score for batch in batches for row in batch.rows]
 
 
 @given(
@@ -65,41 +68,35 @@ def test_padding_is_right_and_typed() -> None:
     ids, mask, types = pad(samples, 9, torch.device("cpu"))
     assert ids.tolist() == [[1, 2, 3], [4, 9, 9]]
     assert mask.tolist() == [[True, True, True], [True, False, False]]
-    assert types is not None
-    assert types.tolist() == [[0, 1, 1], [1, 0, 0]]
+    assert types is not None and types.tolist() == [[0, 1, 1], [1, 0, 0]]
     assert pad(samples_of(2), 9, torch.device("cpu"))[2] is None
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, RuntimeError])
 def test_out_of_memory_halves_the_batch_and_goes_on(error: type[Exception]) -> None:
     network, budget = Small(20, error), Budget(64)
-    samples = samples_of(8, 8, 8, 8, 4, 4, 4, 4, 4)
-    batches = list(score_batches(loaded_with(network), samples, budget))
-    assert [i for batch in batches for i in batch.indices] == list(range(9))
-    scores = [row.score for batch in batches for row in batch.rows]
-    assert scores == [36.0] * 4 + [10.0] * 5
+    batches = score(network, budget, 8, 8, 8, 8, 4, 4, 4, 4, 4)
+    assert listed(batches) == (list(range(9)), [36.0] * 4 + [10.0] * 5)
     assert budget.tokens == 16
     assert network.shapes == [(2, 8), (2, 8), (4, 4), (1, 4)]
     assert [(batch.tokens, batch.padded) for batch in batches] == [(16, 16)] * 3 + [(4, 4)]
 
 
 def test_a_later_batch_that_does_not_fit_is_halved_in_its_place() -> None:
-    network, budget = Small(10), Budget(12)
-    batches = list(score_batches(loaded_with(network), samples_of(10, 4, 4, 4), budget))
-    assert [i for batch in batches for i in batch.indices] == [0, 1, 2, 3]
-    assert [row.score for batch in batches for row in batch.rows] == [55.0, 10.0, 10.0, 10.0]
+    network = Small(10)
+    batches = score(network, Budget(12), 10, 4, 4, 4)
+    assert listed(batches) == ([0, 1, 2, 3], [55.0, 10.0, 10.0, 10.0])
     assert network.shapes == [(1, 10), (1, 4), (1, 4), (1, 4)]
 
 
 def test_a_single_sample_that_does_not_fit_stops_with_what_to_lower() -> None:
     with pytest.raises(RewardError, match=r"single sample of 30 tokens.*max_length"):
-        list(score_batches(loaded_with(Small(20)), samples_of(30, 2), Budget(64)))
+        score(Small(20), Budget(64), 30, 2)
 
 
 def test_other_errors_pass() -> None:
-    network = Small(0, ValueError)
     with pytest.raises(ValueError, match="out of memory"):
-        list(score_batches(loaded_with(network), samples_of(3), Budget(64)))
+        score(Small(0, ValueError), Budget(64), 3)
 
 
 def test_the_body_says_the_precision() -> None:

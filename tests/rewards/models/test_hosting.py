@@ -5,10 +5,10 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from threading import Event
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +22,11 @@ from ppo_cli.rewards.base import Factory, Host, InProcess
 from ppo_cli.rewards.mixture import CompositeReward
 from ppo_cli.rewards.models.base import LoadedModel, Scores
 from ppo_cli.rewards.models.local import LocalModelReward
-from tests.rewards.models.rounds import Answering, rollouts_of, wait_until
+from tests.rewards.models.rounds import rollouts_of, wait_until
 from tests.rewards.models.spawned import Spawned
 from tests.rewards.models.twins import armorm_twin
 from tests.rewards.scoring import score_all
 
-Make = Callable[..., LoadedModel]
 RewardOf = Callable[..., LocalModelReward]
 
 
@@ -36,11 +35,7 @@ def submit_all(reward: LocalModelReward, rollouts: Sequence[Rollout]) -> list[Fu
 
 
 class Posted(InProcess):
-    """A host whose every word goes through the post: it is pickled there and back."""
-
-    def __init__(self, factory: Factory) -> None:
-        # The test's model stays here; what a real run sends is `partial(ModelScorer, settings)`.
-        super().__init__(factory)
+    """A host whose arguments, results and errors are pickled, as between processes."""
 
     def call(self, method: str, *args: Any) -> Any:
         try:
@@ -53,10 +48,12 @@ def _post(thing: Any) -> Any:
     return pickle.loads(pickle.dumps(thing))
 
 
+def post(factory: Factory, name: str) -> Posted:
+    return Posted(factory)
+
+
 class Frail(InProcess):
     """A host that can be lost: in a call that was named, or with the cluster under it."""
-
-    hosts: ClassVar[list[Frail]] = []
 
     def __init__(self, factory: Factory) -> None:
         super().__init__(factory)
@@ -75,29 +72,23 @@ class Frail(InProcess):
         return super().call(method, *args)
 
 
-def frail(factory: Factory, name: str) -> Frail:
-    Frail.hosts.append(Frail(factory))
-    return Frail.hosts[-1]
+class Hosts(list[Frail]):
+    """Makes frail hosts for rewards, and keeps them in the order of their making."""
+
+    def __call__(self, factory: Factory, name: str) -> Frail:
+        self.append(Frail(factory))
+        return self[-1]
 
 
 @pytest.fixture
-def reward_of(loaded: Make) -> Iterator[RewardOf]:
-    """Build rewards around a small model; all of them are closed in the end, and their hosts."""
-    with ExitStack() as stack:
-        Frail.hosts.clear()
-
-        def make(host: Any = InProcess, answer: Any = None, **settings: Any) -> LocalModelReward:
-            model = loaded(network=answer and Answering(answer))
-            fields = ModelReward(path="made/model", **{"self_test": "off", **settings})
-            reward = LocalModelReward(fields, load=lambda _: model, host=host)
-            stack.callback(reward.close)
-            return reward
-
-        yield make
-    assert not any(host.alive for host in Frail.hosts)
+def hosts() -> Iterator[Hosts]:
+    """Named before `reward_of` in a test, so that all rewards are closed when it ends."""
+    frail = Hosts()
+    yield frail
+    assert not any(host.alive for host in frail)
 
 
-def test_the_same_scores_in_a_process_of_its_own_and_after_it_was_lost(tmp_path: Path) -> None:
+def test_the_same_scores_in_another_process_and_after_it_was_lost(tmp_path: Path) -> None:
     settings = ModelReward(
         path=str(armorm_twin(tmp_path / "twin")), device="cpu", offload=True, batch_tokens=300,
         max_length=200, self_test="warn",
@@ -112,10 +103,10 @@ def test_the_same_scores_in_a_process_of_its_own_and_after_it_was_lost(tmp_path:
         return hosts[-1]
 
     local, remote = LocalModelReward(settings), LocalModelReward(settings, host=host)
-    try:
+    with closing(local), closing(remote):
         lines: tuple[list[str], list[str]] = ([], [])
-        local.start([r.prompt for r in rollouts], tell=lines[0].append)
-        remote.start([r.prompt for r in rollouts], tell=lines[1].append)
+        for reward, tell in zip((local, remote), lines, strict=True):
+            reward.start([r.prompt for r in rollouts], tell=tell.append)
         assert lines[0] == lines[1]
         assert len(lines[0]) == 2
         for _ in range(2):
@@ -124,7 +115,7 @@ def test_the_same_scores_in_a_process_of_its_own_and_after_it_was_lost(tmp_path:
             assert scores[-1].value is None
             assert len({score.value for score in scores}) > 8
             assert _steady(remote) == _steady(local)
-        # Told that there is no batch left, the round lets go of its host.
+        # The round releases its host once there is no batch left.
         wait_until(lambda: not remote._rounds)
         futures = submit_all(remote, rollouts)
         spawned = hosts[0]
@@ -138,9 +129,6 @@ def test_the_same_scores_in_a_process_of_its_own_and_after_it_was_lost(tmp_path:
                 future.result(timeout=60)
         assert score_all(remote, rollouts) == expected
         assert len(hosts) == 2
-    finally:
-        local.close()
-        remote.close()
     assert not any(host.alive for host in hosts)
 
 
@@ -150,60 +138,44 @@ def _steady(reward: LocalModelReward) -> dict[str, float]:
     return {k: v for k, v in metrics.items() if not k.endswith(("seconds", "tokens_per_s"))}
 
 
-def test_what_goes_wrong_there_comes_out_here_as_itself() -> None:
+def test_what_goes_wrong_there_comes_out_here_as_itself(reward_of: RewardOf) -> None:
     def refuse(settings: ModelReward) -> LoadedModel:
         raise ModelError("no such model")
 
-    reward = LocalModelReward(
-        ModelReward(path="nowhere"), load=refuse, host=lambda factory, _: Posted(factory)
-    )
-    with pytest.raises(ModelError, match="no such model"):
-        reward.start([])
-    with pytest.raises(ModelError, match="no such model"):
-        score_all(reward, rollouts_of(1))
-    reward.close()
-
-
-def test_a_network_that_breaks_there_is_named_here(reward_of: RewardOf) -> None:
     def break_(ids: Tensor, mask: Tensor) -> Scores:
         raise IndexError("index 7 is out of range")
 
-    reward = reward_of(lambda factory, _: Posted(factory), break_)
+    with closing(LocalModelReward(ModelReward(path="nowhere"), load=refuse, host=post)) as reward:
+        with pytest.raises(ModelError, match="no such model"):
+            reward.start([])
+        with pytest.raises(ModelError, match="no such model"):
+            score_all(reward, rollouts_of(1))
     with pytest.raises(RewardError, match=r"made/model failed while scoring: IndexError: index 7"):
-        score_all(reward, rollouts_of(1))
+        score_all(reward_of(host=post, answer=break_), rollouts_of(1))
 
 
 @pytest.mark.parametrize("method", ["begin", "next_batch"])
 def test_a_lost_host_stops_its_round_and_the_next_round_has_a_new_one(
-    reward_of: RewardOf, method: str
+    hosts: Hosts, reward_of: RewardOf, method: str
 ) -> None:
     rollouts = rollouts_of(8)
     expected = score_all(reward_of(), rollouts)
-    reward = reward_of(frail)
+    reward = reward_of(host=hosts)
     assert score_all(reward, rollouts) == expected
-    Frail.hosts[0].dies_in = method
+    hosts[0].dies_in = method
     futures = submit_all(reward, rollouts)
     reward.end_round()
     for future in futures:
         with pytest.raises(WorkerLost, match=f"died in {method}"):
             future.result(timeout=300)
     assert score_all(reward, rollouts) == expected
-    assert len(Frail.hosts) == 2
-    assert not Frail.hosts[0].alive
+    assert len(hosts) == 2 and not hosts[0].alive
 
 
-def test_a_host_that_went_with_its_cluster_is_no_second_loss(reward_of: RewardOf) -> None:
-    rollouts = rollouts_of(8)
-    reward = reward_of(frail)
-    expected = score_all(reward, rollouts)
-    Frail.hosts[0].cluster_is_there = False
-    assert score_all(reward, rollouts) == expected
-    assert len(Frail.hosts) == 2
-    assert Frail.hosts[0].methods[-1] == "next_batch"
-
-
-def test_a_new_host_has_the_batches_of_the_lost_one(reward_of: RewardOf) -> None:
-    """A budget that running out of memory has lowered holds there too."""
+def test_a_host_that_went_with_its_cluster_is_replaced_with_its_batch_size(
+    hosts: Hosts, reward_of: RewardOf
+) -> None:
+    """No second loss is reported; a budget that running out of memory has lowered stays."""
     sizes: list[int] = []
 
     def answer(ids: Tensor, mask: Tensor) -> Scores:
@@ -212,18 +184,19 @@ def test_a_new_host_has_the_batches_of_the_lost_one(reward_of: RewardOf) -> None
             raise torch.OutOfMemoryError("CUDA out of memory")
         return Scores(mask.sum(1).float())
 
-    reward = reward_of(frail, answer)
-    score_all(reward, rollouts_of(12))
+    reward = reward_of(host=hosts, answer=answer)
+    expected = score_all(reward, rollouts_of(12))
     state = reward.state_dict()
     assert max(sizes) > 3
-    Frail.hosts[0].cluster_is_there = False
+    hosts[0].cluster_is_there = False
     sizes.clear()
-    score_all(reward, rollouts_of(12))
+    assert score_all(reward, rollouts_of(12)) == expected
     assert max(sizes) <= 3
     assert reward.state_dict() == state
+    assert len(hosts) == 2 and hosts[0].methods[-1] == "next_batch"
 
 
-def test_a_step_that_is_taken_again_stands_in_batches_of_its_own(reward_of: RewardOf) -> None:
+def test_a_step_that_is_taken_again_has_separate_batches(reward_of: RewardOf) -> None:
     rollouts = rollouts_of(12)
     expected = score_all(reward_of(batch_tokens=200), rollouts)
     reward = reward_of(batch_tokens=200)
@@ -266,13 +239,11 @@ def test_a_mixture_that_takes_a_step_again_forgets_the_first_time(reward_of: Rew
     def values(reward: CompositeReward) -> list[float | None]:
         return [score.value for score in score_all(reward, rollouts_of(10))]
 
-    calm, stopped = mixture(), mixture()
-    expected = [values(calm) for _ in range(2)]
-    first = values(stopped)
-    state = stopped.state_dict()
-    left_over = [stopped.submit(rollout) for rollout in rollouts_of(7, seed=8)]
-    stopped.load_state_dict(state)
-    assert [first, values(stopped)] == expected
-    assert all(future.done() for future in left_over)
-    calm.close()
-    stopped.close()
+    with closing(mixture()) as calm, closing(mixture()) as stopped:
+        expected = [values(calm) for _ in range(2)]
+        first = values(stopped)
+        state = stopped.state_dict()
+        left_over = [stopped.submit(rollout) for rollout in rollouts_of(7, seed=8)]
+        stopped.load_state_dict(state)
+        assert [first, values(stopped)] == expected
+        assert all(future.done() for future in left_over)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
-from ppo_cli.config.schema.reward import ModelReward
-from ppo_cli.rewards.models.base import LoadedModel
-from ppo_cli.rewards.models.heads import load_reward_model
 from tests.rewards.models import straight as plain
 from tests.rewards.models import twins
 from tests.rewards.models.twin_tokenizers import llama3_tokenizer
@@ -27,46 +24,41 @@ HEADER_IDS: list[int] = llama3_tokenizer()(HEADER, add_special_tokens=False)["in
 
 @dataclass(frozen=True)
 class Case:
-    """A twin, how it should be read, and how its scores are computed without us."""
+    """A twin, how it should be read, and what its scores are compared with."""
 
     adapter: str
     build: Callable[..., Path]
-    straight: Callable[[Path], plain.Straight]
+    reference: list[Any]
     options: dict[str, Any]
 
 
-def reference(kind: list[Any], folder: Path) -> plain.Straight:
-    """The straight computation that a row of the table names."""
-    what, *arguments = kind
-    if what == "armorm":
-        return plain.armorm(folder, HEADER_IDS)
-    if what == "linear":
-        return plain.last_linear(folder, *arguments)
-    name, types = arguments
-    return plain.own_class(folder, getattr(twins, name), types=types)
-
-
 CASES = {
-    name: Case(adapter, getattr(twins, twin), partial(reference, kind), options)
-    for name, adapter, twin, kind, options in table(__file__, "cases")
+    name: Case(adapter, getattr(twins, twin), reference, options)
+    for name, adapter, twin, reference, options in table(__file__, "cases")
 }
 
 
-@dataclass(frozen=True)
 class Ready:
-    """A loaded twin beside the straight way to its scores."""
+    """A loaded twin, and the straight way to its scores."""
 
-    case: Case
-    loaded: LoadedModel
-    straight: plain.Straight
+    def __init__(self, name: str, folder: Path, **settings: Any) -> None:
+        self.name, case = name, CASES[name]
+        self.adapter = case.adapter
+        case.build(folder, **case.options | settings.pop("options", {}))
+        self.loaded = twins.load(folder, **settings)
+        kind, *arguments = case.reference
+        if kind == "armorm":
+            self.straight = plain.armorm(folder, HEADER_IDS)
+        elif kind == "linear":
+            self.straight = plain.last_linear(folder, *arguments)
+        else:
+            network, types = arguments
+            self.straight = plain.own_class(folder, getattr(transformers, network), types=types)
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+@pytest.fixture(scope="module", params=CASES)
 def ready(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ready:
-    case: Case = request.param
-    folder = case.build(tmp_path_factory.mktemp("twin"), **case.options)
-    settings = ModelReward(path=str(folder), device="cpu")
-    return Ready(case, load_reward_model(settings), case.straight(folder))
+    return Ready(request.param, tmp_path_factory.mktemp("twin"))
 
 
 def samples(ready: Ready, seed: int = 1) -> list[tuple[list[int], list[int]]]:
@@ -76,9 +68,9 @@ def samples(ready: Ready, seed: int = 1) -> list[tuple[list[int], list[int]]]:
     rows = []
     for length in (3, 17, 9, 26, 14):
         ids = [draw.randrange(2, 256) for _ in range(length)]
-        if ready.case.adapter == "armorm":
+        if ready.adapter == "armorm":
             ids = [*ids, *HEADER_IDS, *ids[::-1], *HEADER_IDS, *ids[: length // 2], HEADER_IDS[0]]
-        elif "roberta" not in ready.case.build.__name__ and length > 10:
+        elif "roberta" not in ready.name and length > 10:
             ids[4] = ids[-1] = pad
         half = len(ids) // 2
         rows.append((ids, [0] * half + [1] * (len(ids) - half)))
@@ -102,12 +94,20 @@ def all_outputs(ready: Ready, ids: Tensor, mask: Tensor, types: Tensor) -> Tenso
     return torch.stack([scores.score_B, *scores.objectives.values()], dim=1).double()
 
 
+def padded_outputs(ready: Ready, fill: int, side: str) -> Tensor:
+    """All outputs for the samples in one padded batch."""
+    rows = samples(ready)
+    ids, mask = padded([ids for ids, _ in rows], fill, side)
+    types, _ = padded([types for _, types in rows], 0, side)
+    return all_outputs(ready, ids, mask, types)
+
+
 def expected(ready: Ready, rows: list[tuple[list[int], list[int]]]) -> Tensor:
     return torch.stack([ready.straight(ids, types) for ids, types in rows])
 
 
 def test_the_adapter_is_found(ready: Ready) -> None:
-    assert ready.loaded.adapter == ready.case.adapter
+    assert ready.loaded.adapter == ready.adapter
     assert not ready.loaded.network.module.training
     assert not any(p.requires_grad for p in ready.loaded.network.module.parameters())
 
@@ -128,9 +128,7 @@ def test_alone_and_unpadded(ready: Ready) -> None:
 def test_padded_in_a_batch(ready: Ready, side: str, filler: str) -> None:
     rows = samples(ready)
     fill = {"pad": ready.loaded.pad_token_id, "last token": rows[1][0][-1], "something": 7}[filler]
-    ids, mask = padded([ids for ids, _ in rows], fill, side)
-    types, _ = padded([types for _, types in rows], 0, side)
-    actual = all_outputs(ready, ids, mask, types)
+    actual = padded_outputs(ready, fill, side)
     torch.testing.assert_close(actual, expected(ready, rows), atol=1e-5, rtol=0)
 
 
@@ -149,34 +147,24 @@ def test_a_row_of_padding_alone_is_no_sample(ready: Ready) -> None:
         ready.loaded.network.score(ids, torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]]))
 
 
-def test_the_body_may_be_bfloat16_and_the_head_is_not(tmp_path: Path) -> None:
-    for name in ("armorm", "starling-bin", "deberta", "skywork-qwen3", "bert-pair"):
-        case = CASES[name]
-        folder = case.build(tmp_path / name, **case.options)
-        settings = ModelReward(path=str(folder), device="cpu", dtype="bfloat16")
-        ready = Ready(case, load_reward_model(settings), case.straight(folder))
-        inside = dict(ready.loaded.network.module.named_parameters())
-        body = ("body.", "model.deberta.", "model.bert.")
-        head = {n: p for n, p in inside.items() if not n.startswith(body)}
-        assert {p.dtype for n, p in inside.items() if n not in head} == {torch.bfloat16}
-        assert {p.dtype for p in head.values()} == {torch.float32}
-        saved = twins.read_weights(folder).values()
-        for parameter in head.values():  # not rounded on the way
-            assert any(p.shape == parameter.shape and torch.equal(p, parameter) for p in saved)
-        rows = samples(ready)
-        ids, mask = padded([ids for ids, _ in rows], 7, "right")
-        types, _ = padded([types for _, types in rows], 0, "right")
-        actual, reference = all_outputs(ready, ids, mask, types), expected(ready, rows)
-        assert 1e-5 < (actual - reference).abs().max() < 0.25
+@pytest.mark.parametrize(
+    "name", ["armorm", "starling-bin", "deberta", "skywork-qwen3", "bert-pair"]
+)
+def test_the_body_may_be_bfloat16_and_the_head_is_not(name: str, tmp_path: Path) -> None:
+    ready = Ready(name, tmp_path, dtype="bfloat16")
+    body = ("body.", "model.deberta.", "model.bert.")
+    inside = dict(ready.loaded.network.module.named_parameters())
+    head = {n: p for n, p in inside.items() if not n.startswith(body)}
+    assert {p.dtype for n, p in inside.items() if n not in head} == {torch.bfloat16}
+    assert {p.dtype for p in head.values()} == {torch.float32}
+    saved = twins.read_weights(tmp_path).values()
+    for parameter in head.values():  # not rounded on the way
+        assert any(p.shape == parameter.shape and torch.equal(p, parameter) for p in saved)
+    differences = padded_outputs(ready, 7, "right") - expected(ready, samples(ready))
+    assert 1e-5 < differences.abs().max() < 0.25
 
 
 def test_a_bfloat16_checkpoint_is_scored_in_float32(tmp_path: Path) -> None:
-    case = CASES["skywork-llama"]
-    folder = case.build(tmp_path, dtype=torch.bfloat16)
-    ready = Ready(
-        case, load_reward_model(ModelReward(path=str(folder), device="cpu")), case.straight(folder)
-    )
-    rows = samples(ready)
-    ids, mask = padded([ids for ids, _ in rows], 7, "left")
-    actual = all_outputs(ready, ids, mask, torch.zeros_like(ids))
-    torch.testing.assert_close(actual, expected(ready, rows), atol=1e-5, rtol=0)
+    ready = Ready("skywork-llama", tmp_path, options={"dtype": torch.bfloat16})
+    actual = padded_outputs(ready, 7, "left")
+    torch.testing.assert_close(actual, expected(ready, samples(ready)), atol=1e-5, rtol=0)

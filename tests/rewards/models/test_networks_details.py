@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
-from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.rewards.models import checkpoint
-from ppo_cli.rewards.models.base import LoadedModel
 from ppo_cli.rewards.models.checkpoint import pack_left
-from ppo_cli.rewards.models.heads import OBJECTIVES, find_last, load_reward_model
+from ppo_cli.rewards.models.heads import OBJECTIVES, find_last
 from tests.rewards.models import twins
 from tests.rewards.models.straight import armorm
+from tests.rewards.models.twins import load
 from tests.rewards.tables import table
 
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4."}]
 
 
-def load(folder: Path, **settings: Any) -> LoadedModel:
-    return load_reward_model(ModelReward(path=str(folder), device="cpu", **settings))
-
-
 def test_a_row_without_a_header_has_no_gate_and_harms_no_other(tmp_path: Path) -> None:
-    loaded = load(folder := twins.armorm_twin(tmp_path))
+    loaded = load(twins.armorm_twin(tmp_path))
     ids = loaded.tokenizer.apply_chat_template(CHAT, return_dict=False)
     cut = ids[-len(ids) + 60 :] if len(ids) > 70 else ids[:5]
     rows = torch.tensor([ids, cut + [0] * (len(ids) - len(cut))])
@@ -37,15 +31,14 @@ def test_a_row_without_a_header_has_no_gate_and_harms_no_other(tmp_path: Path) -
     header = loaded.tokenizer(
         "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", add_special_tokens=False
     )["input_ids"]
-    expected = armorm(folder, header)(ids, [])
+    expected = armorm(tmp_path, header)(ids, [])
     assert scores.score_B[0].item() == pytest.approx(expected[0].item(), abs=1e-5)
     assert tuple(scores.objectives) == OBJECTIVES
 
 
 def test_the_gate_reads_where_the_last_prompt_ends() -> None:
-    ids = torch.tensor(
-        [[1, 5, 6, 2, 5, 6, 3, 5], [5, 6, 1, 1, 1, 5, 6, 0], [1, 2, 3, 4, 1, 2, 5, 6]]
-    )
+    rows = ["15625635", "56111560", "12341256"]
+    ids = torch.tensor([[int(token) for token in row] for row in rows])
     mask = torch.tensor([[1] * 8, [1] * 6 + [0] * 2, [1] * 7 + [0]])
     assert find_last(ids, mask, (5, 6)).tolist() == [4, 0, -1]
     assert find_last(ids[:, :1], mask[:, :1], (5, 6)).tolist() == [-1, -1, -1]
@@ -55,11 +48,9 @@ def test_rows_are_packed_to_the_left_and_cut_to_the_longest() -> None:
     ids = torch.tensor([[9, 1, 2, 9, 3, 9], [9, 9, 9, 9, 4, 5]])
     mask = torch.tensor([[0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 1, 1]])
     packed, packed_mask, types = pack_left(ids, mask, ids + 10)
-    assert types is not None
-    assert packed.tolist()[0] == [1, 2, 3]
-    assert packed.tolist()[1][:2] == [4, 5]
+    assert packed.tolist()[0] == [1, 2, 3] and packed.tolist()[1][:2] == [4, 5]
     assert packed_mask.tolist() == [[True] * 3, [True, True, False]]
-    assert types.tolist()[0] == [11, 12, 13]
+    assert types is not None and types.tolist()[0] == [11, 12, 13]
 
 
 @pytest.mark.parametrize(("twin", "made_for", "limit"), table(__file__, "lengths"))
@@ -77,13 +68,10 @@ def test_a_sample_of_full_length_is_scored(tmp_path: Path) -> None:
         assert loaded.network.score(ids, torch.ones_like(ids)).score_B.isfinite().all()
 
 
-def test_the_reason_names_what_was_seen(tmp_path: Path) -> None:
-    loaded = load(twins.starling_twin(tmp_path))
-    assert loaded.reason == "its tensors v_head.weight and transformer.* are Starling's"
-
-
-def test_the_adapter_can_be_named(tmp_path: Path) -> None:
-    folder = twins.roberta_twin(tmp_path, chat=True)
+def test_the_adapter_is_told_with_its_reason_or_named(tmp_path: Path) -> None:
+    starling = load(twins.starling_twin(tmp_path / "starling"))
+    assert starling.reason == "its tensors v_head.weight and transformer.* are Starling's"
+    folder = twins.roberta_twin(tmp_path / "roberta", chat=True)
     assert [load(folder).adapter, load(folder, adapter="pair").adapter] == ["seqcls", "pair"]
 
 
@@ -93,8 +81,7 @@ def test_a_model_from_the_hubs_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("abc")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    settings = ModelReward(path="RLHFlow/ArmoRM-Llama3-8B-v0.1", device="cpu")
-    assert load_reward_model(settings).adapter == "armorm"
+    assert load(Path("RLHFlow/ArmoRM-Llama3-8B-v0.1")).adapter == "armorm"
 
 
 @pytest.mark.parametrize(
@@ -103,10 +90,8 @@ def test_a_model_from_the_hubs_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_weights_are_fetched_in_one_format_and_code_is_not(
     form: str, shards: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    source, target = (
-        twins.starling_twin(tmp_path / "there", form=form, shards=shards),
-        tmp_path / "here",
-    )
+    source = twins.starling_twin(tmp_path / "there", form=form, shards=shards)
+    target = tmp_path / "here"
     target.mkdir()
     for stray in ("modeling_custom.py", "optimizer.bin", "original/consolidated.pt"):
         (source / stray).parent.mkdir(exist_ok=True)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import ModelError, UserError
-from ppo_cli.rewards.models.heads import load_reward_model
+from ppo_cli.rewards.models.base import Scores
 from tests.rewards.models import twins
+from tests.rewards.models.twins import load
 from tests.rewards.tables import table
 
 Build = Callable[..., Path]
@@ -23,9 +23,20 @@ HIDDEN = twins.HIDDEN
 
 def refused(folder: Path, **settings: Any) -> str:
     with pytest.raises(UserError) as caught:
-        load_reward_model(ModelReward(path=str(folder), device="cpu", **settings))
+        load(folder, **settings)
     assert str(folder) in str(caught.value)
     return str(caught.value)
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | fields))
+
+
+def score(folder: Path, **settings: Any) -> Scores:
+    """Score two rows of three tokens."""
+    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    return load(folder, **settings).network.score(ids, torch.ones_like(ids))
 
 
 def rows(section: str) -> list[tuple[Any, ...]]:
@@ -70,8 +81,7 @@ def test_a_checkpoint_with_a_wrong_tensor_is_refused_by_its_name(tmp_path: Path)
 
 def test_tensors_that_a_reward_model_does_without(tmp_path: Path) -> None:
     for number, (build, name) in enumerate(rows("unneeded")):
-        folder = build(tmp_path / str(number), extra={name: torch.zeros(4)})
-        load_reward_model(ModelReward(path=str(folder), device="cpu"))
+        load(build(tmp_path / str(number), extra={name: torch.zeros(4)}))
 
 
 def test_a_head_that_is_not_finite(tmp_path: Path) -> None:
@@ -86,18 +96,13 @@ def test_two_copies_of_a_body_that_differ(tmp_path: Path) -> None:
 
 
 def test_starling_without_a_config_takes_that_of_its_base(tmp_path: Path) -> None:
-    complete = load_reward_model(
-        ModelReward(path=str(twins.starling_twin(tmp_path / "whole")), device="cpu")
-    )
+    whole = twins.starling_twin(tmp_path / "whole")
     bare = twins.starling_twin(tmp_path / "bare", config_json=False)
     assert "config.json of its base model" in refused(bare)
     (bare / "config.json").write_text(json.dumps({"transformers_version": "4.31"}))
     assert "config.json of its base model" in refused(bare)
-    settings = ModelReward(path=str(bare), tokenizer=str(tmp_path / "whole"), device="cpu")
-    borrowed = load_reward_model(settings)
-    ids = torch.tensor([[5, 6, 7]])
-    actual, reference = (m.network.score(ids, ids > 0).score_B for m in (borrowed, complete))
-    torch.testing.assert_close(actual, reference, atol=1e-5, rtol=0)
+    borrowed = score(bare, tokenizer=str(whole)).score_B
+    torch.testing.assert_close(borrowed, score(whole).score_B, atol=1e-5, rtol=0)
 
 
 def test_code_beside_a_model_is_never_run(tmp_path: Path) -> None:
@@ -105,10 +110,8 @@ def test_code_beside_a_model_is_never_run(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     code = f"open({str(ran)!r}, 'w').write('x')\nclass LlamaForRewardModelWithGating: pass\n"
     (folder / "modeling_custom.py").write_text(code)
-    load_reward_model(ModelReward(path=str(folder), device="cpu"))
-    written = json.loads((folder / "config.json").read_text())
-    written |= {"model_type": "own", "auto_map": {"AutoConfig": "modeling_custom.Own"}}
-    (folder / "config.json").write_text(json.dumps(written))
+    load(folder)
+    change_config(folder, model_type="own", auto_map={"AutoConfig": "modeling_custom.Own"})
     assert "never run" in refused(folder)
     assert not ran.exists()
 
@@ -128,58 +131,39 @@ def test_code_in_a_pickle_is_never_run(new_layout: bool, tmp_path: Path) -> None
     folder = twins.starling_twin(tmp_path / "twin")
     weights = twins.read_weights(folder)
     ran = tmp_path / "ran"
-    torch.save(
-        {**weights, "bomb": Bomb(ran)},
-        folder / "pytorch_model.bin",
-        _use_new_zipfile_serialization=new_layout,
-    )
+    file = folder / "pytorch_model.bin"
+    bombed = {**weights, "bomb": Bomb(ran)}
+    torch.save(bombed, file, _use_new_zipfile_serialization=new_layout)
     assert "safetensors" in refused(folder)
     assert not ran.exists()
 
 
 def test_several_outputs_need_their_weights(tmp_path: Path) -> None:
-    folder = twins.skywork_llama_twin(tmp_path, outputs=3)
+    folder = twins.skywork_llama_twin(tmp_path / "llama", outputs=3)
     assert "has 3 outputs" in refused(folder)
     assert "reward.model.outputs=[1,0,0]" in refused(folder)
     assert "2 weights" in refused(folder, outputs=(1.0, 2.0))
-    loaded = load_reward_model(
-        ModelReward(path=str(folder), device="cpu", outputs=(0.5, 0.0, -2.0))
-    )
-    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
-    scores = loaded.network.score(ids, torch.ones_like(ids))
-    rows = list(scores.objectives.values())
+    scores = score(folder, outputs=(0.5, 0.0, -2.0))
+    first, _, third = scores.objectives.values()
     assert list(scores.objectives) == ["LABEL_0", "LABEL_1", "LABEL_2"]
-    torch.testing.assert_close(scores.score_B, 0.5 * rows[0] - 2.0 * rows[2])
+    torch.testing.assert_close(scores.score_B, 0.5 * first - 2.0 * third)
+    encoder = twins.deberta_twin(tmp_path / "encoder", outputs=2)
+    assert "has 2 outputs" in refused(encoder)
+    scores = score(encoder, outputs=(1.0, -1.0))
+    first, second = scores.objectives.values()
+    torch.testing.assert_close(scores.score_B, first - second)
 
 
 def test_the_weight_of_a_single_output_counts(tmp_path: Path) -> None:
-    path = str(twins.skywork_llama_twin(tmp_path))
-    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
-    plain, turned = (
-        load_reward_model(ModelReward(path=path, device="cpu", outputs=outputs))
-        .network.score(ids, torch.ones_like(ids))
-        .score_B
-        for outputs in ((), (-2.0,))
-    )
+    folder = twins.skywork_llama_twin(tmp_path)
+    plain, turned = (score(folder, outputs=outputs).score_B for outputs in ((), (-2.0,)))
     torch.testing.assert_close(turned, -2.0 * plain)
-
-
-def test_several_outputs_of_an_encoder(tmp_path: Path) -> None:
-    folder = twins.deberta_twin(tmp_path, outputs=2)
-    assert "has 2 outputs" in refused(folder)
-    settings = ModelReward(path=str(folder), device="cpu", outputs=(1.0, -1.0))
-    ids = torch.tensor([[3, 4, 5]])
-    scores = load_reward_model(settings).network.score(ids, torch.ones_like(ids))
-    first, second = scores.objectives.values()
-    torch.testing.assert_close(scores.score_B, first - second)
 
 
 def test_one_output_with_a_config_that_counts_two(tmp_path: Path) -> None:
     weight = torch.full((1, HIDDEN), 0.5)
     folder = twins.skywork_llama_twin(tmp_path, outputs=2, extra={"score.weight": weight})
-    loaded = load_reward_model(ModelReward(path=str(folder), device="cpu"))
-    ids = torch.tensor([[3, 4, 5]])
-    assert loaded.network.score(ids, torch.ones_like(ids)).objectives == {}
+    assert score(folder).objectives == {}
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
@@ -193,18 +177,16 @@ def test_a_tokenizer_without_llama_3s_tokens_cannot_gate(tmp_path: Path) -> None
     folder = twins.armorm_twin(tmp_path / "armorm")
     other = twins.skywork_qwen3_twin(tmp_path / "qwen")
     with pytest.raises(ModelError, match=r"<\|eot_id\|>"):
-        load_reward_model(ModelReward(path=str(folder), tokenizer=str(other), device="cpu"))
+        load(folder, tokenizer=str(other))
 
 
 def test_a_quantised_checkpoint(tmp_path: Path) -> None:
     folder = twins.skywork_llama_twin(tmp_path)
-    written = json.loads((folder / "config.json").read_text())
-    written["quantization_config"] = {"quant_method": "awq"}
-    (folder / "config.json").write_text(json.dumps(written))
+    change_config(folder, quantization_config={"quant_method": "awq"})
     assert "is quantised" in refused(folder)
 
 
 def test_a_hub_model_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match="could not be loaded: there is no such folder"):
-        load_reward_model(ModelReward(path="nobody/no-such-reward-model", device="cpu"))
+        load(Path("nobody/no-such-reward-model"))

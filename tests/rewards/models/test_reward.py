@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,39 +19,16 @@ from torch import Tensor
 
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import RewardError
-from ppo_cli.records import Part, Prompt, Rollout, Score
-from ppo_cli.rewards.models.base import LoadedModel, Scores
+from ppo_cli.records import Part, Prompt, Rollout
+from ppo_cli.rewards.models.base import Scores
 from ppo_cli.rewards.models.local import LocalModelReward
-from tests.rewards.models.rounds import Answering, rollout_of, rollouts_of
+from tests.rewards.models.rounds import rollout_of, rollouts_of
+from tests.rewards.models.tiny import loaded
 from tests.rewards.models.twins import armorm_twin, deberta_twin, starling_twin
+from tests.rewards.scoring import score_all
 
-Make = Callable[..., LoadedModel]
 RewardOf = Callable[..., LocalModelReward]
-
-
-def score_all(reward: LocalModelReward, rollouts: Sequence[Rollout]) -> dict[Any, Score]:
-    futures = {rollout.key: reward.submit(rollout) for rollout in rollouts}
-    reward.end_round()
-    return {key: future.result(timeout=300) for key, future in futures.items()}
-
-
-@pytest.fixture
-def reward_of(loaded: Make) -> Iterator[RewardOf]:
-    """Build rewards around a small model or a network; all of them are closed in the end."""
-    with ExitStack() as stack:
-
-        def make(
-            model: LoadedModel | None = None, *, name: str = "model", answer: Any = None,
-            kind: str = "llama3", max_length: int = 512, **settings: Any,
-        ) -> LocalModelReward:  # fmt: skip
-            network = answer and Answering(answer)
-            chosen = model or loaded(kind, network=network, max_length=max_length)
-            fields = ModelReward(path="made/model", **{"self_test": "off", **settings})
-            reward = LocalModelReward(fields, name=name, load=lambda _: chosen)
-            stack.callback(reward.close)
-            return reward
-
-        yield make
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize("batch_tokens", [16, 300, 16384])
@@ -60,25 +36,24 @@ def test_scores_do_not_depend_on_the_order_of_arrival(
     reward_of: RewardOf, batch_tokens: int
 ) -> None:
     rollouts = rollouts_of(24)
-    first = score_all(reward_of(batch_tokens=batch_tokens), rollouts)
-    for seed in range(3):
+    runs = []
+    for seed in range(4):
+        scores = score_all(reward_of(batch_tokens=batch_tokens), rollouts)
+        runs.append({r.key: score.value for r, score in zip(rollouts, scores, strict=True)})
         random.Random(seed).shuffle(rollouts)
-        shuffled = score_all(reward_of(batch_tokens=batch_tokens), rollouts)
-        assert {key: score.value for key, score in shuffled.items()} == {
-            key: score.value for key, score in first.items()
-        }
+    assert runs[0] == runs[1] == runs[2] == runs[3]
 
 
 def test_a_batch_scores_like_its_samples(reward_of: RewardOf) -> None:
-    rollouts = rollouts_of(12)
-    together = score_all(reward_of(), rollouts)
-    alone = score_all(reward_of(batch_tokens=16), rollouts)
-    for key, score in together.items():
-        assert score.value == pytest.approx(alone[key].value, abs=1e-5)
-    assert len({score.value for score in together.values()}) > 6
+    together, alone = (
+        [score.value for score in score_all(reward_of(batch_tokens=tokens), rollouts_of(12))]
+        for tokens in (16384, 16)
+    )
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert len(set(together)) > 6
 
 
-def test_batches_keep_to_the_budget_and_are_sorted(reward_of: RewardOf, loaded: Make) -> None:
+def test_batches_keep_to_the_budget_and_are_sorted(reward_of: RewardOf) -> None:
     model = loaded()
     score_all(reward_of(model, batch_tokens=400), rollouts_of(24))
     shapes = model.network.shapes  # type: ignore[attr-defined]
@@ -87,55 +62,45 @@ def test_batches_keep_to_the_budget_and_are_sorted(reward_of: RewardOf, loaded: 
     assert [length for _, length in shapes] == sorted((n for _, n in shapes), reverse=True)
 
 
-def test_nothing_is_scored_before_the_round_is_settled(reward_of: RewardOf) -> None:
-    reward = reward_of()
-    future = reward.submit(rollout_of(0, "Yes."))
-    with pytest.raises(TimeoutError):
-        future.result(timeout=0.05)
-    reward.end_round("validation")
-    assert future.result(timeout=300).value is not None
-
-
 def test_rounds_as_the_loop_has_them(reward_of: RewardOf) -> None:
-    reward = reward_of()
-    lines: list[str] = []
+    reward, lines = reward_of(), list[str]()
     reward.start([rollout_of(0, "").prompt], tell=lines.append)
     assert lines == ["Reward model made/model: read as seqcls (made for a test), float32 on cpu."]
     rollouts = rollouts_of(6)
-    seen = []
+    rounds = []
     for step in range(1, 4):
         reward.begin_step(step)
         futures = [reward.submit(rollout) for rollout in rollouts]
         baselines = [reward.submit(rollout) for rollout in rollouts[::2]]
+        with pytest.raises(TimeoutError):  # nothing is scored before the round ends
+            futures[0].result(timeout=0.02)
         reward.end_round()
-        seen.append([future.result(timeout=300).value for future in futures])
+        rounds.append([future.result(timeout=300).value for future in futures])
         reward.end_round("baseline")  # nothing is left
-        assert [b.result(timeout=300).value for b in baselines] == pytest.approx(
-            seen[-1][::2], abs=1e-5
-        )
+        greedy = [baseline.result(timeout=300).value for baseline in baselines]
+        assert greedy == pytest.approx(rounds[-1][::2], abs=1e-5)
         metrics = reward.pop_metrics()
-        assert metrics["model/samples"] == 9
-        assert metrics["model/failed"] == 0
+        assert (metrics["model/samples"], metrics["model/failed"]) == (9, 0)
         assert reward.pop_metrics() == {}
-    assert seen[0] == seen[1] == seen[2]
+    assert rounds[0] == rounds[1] == rounds[2]
     assert reward.waiting_for() is None
 
 
 def test_parts_name_the_model_and_its_objectives(reward_of: RewardOf) -> None:
-    score = score_all(reward_of(name="helpful"), [rollout_of(0, "Yes.")])["row-0", 0]
-    assert score.value is not None
+    (score,) = score_all(reward_of(name="helpful"), [rollout_of(0, "Yes.")])
     assert score.parts["helpful"] == Part(score.value, score.value)
     length = score.parts["length"]
-    assert length.scaled is None
-    assert length.raw is not None
-    assert length.raw > 20
+    assert length.scaled is None and length.raw is not None and length.raw > 20
 
 
 def test_what_was_measured(reward_of: RewardOf) -> None:
     reward = reward_of(max_length=60, name="rm", self_test="warn")
     long = rollout_of(2, "Yes.", "word " * 100)
     reward.start([long.prompt])
-    score_all(reward, [rollout_of(0, "Yes."), rollout_of(1, "y" * 200), long])
+    rollouts = [rollout_of(0, "Yes."), rollout_of(1, "y" * 200), long]
+    scored, too_long, cut = score_all(reward, rollouts)
+    assert scored.value is not None and cut.value is not None and too_long.value is None
+    assert re.search(r"tokens .*model reads 60", too_long.failure)
     metrics = reward.pop_metrics()
     counts = {"samples": 3, "failed": 1, "prompts_cut": 1, "batches": 1}
     assert {name: metrics[f"rm/{name}"] for name in counts} == counts
@@ -146,51 +111,42 @@ def test_what_was_measured(reward_of: RewardOf) -> None:
     assert reward.pop_metrics()["rm/prompts_cut"] == 0
 
 
-def test_a_response_that_does_not_fit_has_failed_with_the_numbers(reward_of: RewardOf) -> None:
-    rollouts = [rollout_of(0, "x " * 99), rollout_of(1, "Yes.")]
-    failed, scored = score_all(reward_of(max_length=60), rollouts).values()
-    assert failed.value is None and scored.value is not None
-    assert re.search(r"tokens .*model reads 60", failed.failure)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_score_that_is_not_finite_has_failed(reward_of: RewardOf, bad: float) -> None:
+@pytest.mark.parametrize(
+    ("score", "care", "failure"), [(NAN, 0.0, "nan as score"), (INF, 0.0, "inf as score"),
+                                   (1.0, NAN, "nan as care")],
+)  # fmt: skip
+def test_what_is_not_finite_has_failed(
+    reward_of: RewardOf, score: float, care: float, failure: str
+) -> None:
     def answer(ids: Tensor, mask: Tensor) -> Scores:
-        return Scores(torch.tensor([bad] + [1.0] * (len(ids) - 1)))
+        ones, zeros = [1.0] * (len(ids) - 1), [0.0] * (len(ids) - 1)
+        return Scores(torch.tensor([score, *ones]), {"care": torch.tensor([care, *zeros])})
 
-    reward = reward_of(answer=answer)
-    scores = score_all(reward, [rollout_of(0, "Longer."), rollout_of(1, "Yes")])
-    assert scores["row-0", 0].failure == f"the reward model gave {bad} as score"
-    assert scores["row-0", 1].value == 1.0
-
-
-def test_an_objective_that_is_not_finite_has_failed(reward_of: RewardOf) -> None:
-    nan = torch.tensor([float("nan")])
-    reward = reward_of(answer=lambda ids, mask: Scores(torch.ones(1), {"care": nan}))
-    (score,) = score_all(reward, [rollout_of(0, "Yes")]).values()
-    assert score.failure == "the reward model gave nan as care"
+    rollouts = [rollout_of(0, "Longer."), rollout_of(1, "Yes")]
+    failed, other = score_all(reward_of(answer=answer), rollouts)
+    assert failed.failure == f"the reward model gave {failure}"
+    assert other.value == 1.0
 
 
 def test_a_refused_conversation_stops_the_start_and_fails_alone_later(reward_of: RewardOf) -> None:
     system = {"role": "system", "content": "Be brief."}
     plain = rollout_of(0, "Yes.")
     prompt = Prompt("9", "q", (system, *plain.prompt.messages), "q", (1,))
-    refused = replace(plain, prompt=prompt)
     with pytest.raises(RewardError, match="system_prompt=drop"):
         reward_of(kind="llama2").start([plain.prompt, prompt])
     reward_of(kind="llama2", system_prompt="drop").start([plain.prompt, prompt])
-    scores = score_all(reward_of(kind="llama2"), [plain, refused])
-    assert "system_prompt=drop" in scores["9", 0].failure
-    assert scores["row-0", 0].value is not None
+    scored, refused = score_all(reward_of(kind="llama2"), [plain, replace(plain, prompt=prompt)])
+    assert "system_prompt=drop" in refused.failure
+    assert scored.value is not None
 
 
 def test_a_prompt_without_messages_is_its_text(reward_of: RewardOf) -> None:
     bare = rollout_of(0, "Yes.")
     prompt = Prompt("other", bare.prompt.text, (), bare.prompt.text, (1,))
     same = Rollout(prompt, 0, (1,), np.zeros(1, np.float32), "Yes.", "stop")
-    scores = score_all(reward_of(), [bare, same])
+    first, second = score_all(reward_of(), [bare, same])
     # Equal texts, but other rows of one product of matrices.
-    assert scores["row-0", 0].value == pytest.approx(scores["other", 0].value, abs=1e-5)
+    assert first.value == pytest.approx(second.value, abs=1e-5)
 
 
 def test_less_memory_is_remembered_for_a_resumed_run(reward_of: RewardOf) -> None:
@@ -202,7 +158,7 @@ def test_less_memory_is_remembered_for_a_resumed_run(reward_of: RewardOf) -> Non
     reward, resumed = (reward_of(answer=little_room) for _ in range(2))
     assert reward.state_dict() == {}
     scores = score_all(reward, [rollout_of(i, "Yes.") for i in range(7)])
-    assert all(score.value is not None for score in scores.values())
+    assert all(score.value is not None for score in scores)
     state = reward.state_dict()
     assert 0 < state["batch_tokens"] < 16384
     for saved in (state, {}):
@@ -211,17 +167,14 @@ def test_less_memory_is_remembered_for_a_resumed_run(reward_of: RewardOf) -> Non
 
 
 def test_offload_changes_no_score(reward_of: RewardOf) -> None:
-    rollouts = rollouts_of(8)
+    rollouts, lines = rollouts_of(8), list[str]()
     moved = reward_of(offload=True)
-    lines: list[str] = []
     moved.start([rollouts[0].prompt], tell=lines.append)
     assert lines[0].endswith("float32 on cpu, in host memory between steps.")
-    resident = score_all(reward_of(), rollouts)
+    resident = [score.value for score in score_all(reward_of(), rollouts)]
     for _ in range(2):
-        offloaded = score_all(moved, rollouts)
-        assert [s.value for s in offloaded.values()] == pytest.approx(
-            [s.value for s in resident.values()], abs=1e-5
-        )
+        offloaded = [score.value for score in score_all(moved, rollouts)]
+        assert offloaded == pytest.approx(resident, abs=1e-5)
 
 
 def test_closed_twice_and_asked_afterwards(reward_of: RewardOf) -> None:
@@ -265,7 +218,7 @@ def test_real_checkpoints_are_scored(twin: Callable[..., Path], tmp_path: Path) 
     with closing(LocalModelReward(settings)) as reward:
         reward.start([rollout_of(0, "").prompt], tell=lines.append)
         scores = score_all(reward, [rollout_of(0, "Yes."), rollout_of(1, attack)])
-    assert all(score.value is not None for score in scores.values())
+    assert all(score.value is not None for score in scores)
     assert lines[0].startswith(f"Reward model {folder}: read as ")
 
 
@@ -273,6 +226,6 @@ def test_armorm_without_an_assistants_header_fails_with_the_reason(tmp_path: Pat
     folder, template = armorm_twin(tmp_path / "twin"), "{prompt} {response}"
     settings = ModelReward(path=str(folder), template=template, self_test="off", device="cpu")
     with closing(LocalModelReward(settings)) as reward:
-        (score,) = score_all(reward, [rollout_of(0, "Yes.")]).values()
+        (score,) = score_all(reward, [rollout_of(0, "Yes.")])
     assert score.value is None
     assert score.failure.endswith("ArmoRM does so where it finds no assistant's header")

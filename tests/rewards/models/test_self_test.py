@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,12 +14,11 @@ from torch import Tensor, nn
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Prompt
-from ppo_cli.rewards.models.base import BUILT_IN, NO_ANSWER, LoadedModel, Scores, choose_pairs
+from ppo_cli.rewards.models.base import BUILT_IN, NO_ANSWER, Scores, choose_pairs
 from ppo_cli.rewards.models.local import LocalModelReward
+from tests.rewards.models.tiny import loaded, tokenizer
 
-Make = Callable[..., LoadedModel]
 Judge = Callable[[str, str], float]
-Start = Callable[..., list[str]]
 HINT = r"--reward_model_self_test warn"
 
 
@@ -33,22 +33,19 @@ SUMS = [prompt_of(i, f"What is {i} + {i + 1}?", str(2 * i + 1)) for i in range(9
 class Reader:
     """A network that reads its sample as text and judges the response, times its only weight."""
 
-    def __init__(self, tokenizer: Any, judge: Judge, weight: float = 1.0) -> None:
+    def __init__(self, judge: Judge, weight: float = 1.0) -> None:
         self.module: nn.Module = nn.Linear(1, 1, bias=False)
         nn.init.constant_(self.module.weight, weight)  # type: ignore[arg-type]
-        self._tokenizer, self._judge = tokenizer, judge
+        self._judge = judge
 
     def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids_BL: Tensor | None = None) -> Scores:
         texts = [
-            self._tokenizer.decode(ids[mask], skip_special_tokens=True)
+            tokenizer("llama3").decode(ids[mask], skip_special_tokens=True)
             for ids, mask in zip(ids_BL, mask_BL, strict=True)
         ]
         halves = [text.removeprefix("user").split("assistant\n\n") for text in texts]
         values = torch.tensor([self._judge(question, answer) for question, answer in halves])
         return Scores(values * self.module.weight[0, 0])  # type: ignore[index]
-
-
-MakeReader = Callable[..., Reader]
 
 
 def sums(question: str, answer: str) -> float:
@@ -64,87 +61,65 @@ def on_topic(question: str, answer: str) -> float:
     return float(len(topic & set(re.findall(r"\w{3,}|\d", answer.lower()))))
 
 
-@pytest.fixture
-def start(loaded: Make, tokenizer: Callable[[str], Any]) -> Start:
-    """Start a reward around a network, and return what it told."""
-
-    def run(
-        network: Any, prompts: Any = (), *, max_length: int = 512, **settings: Any
-    ) -> list[str]:
-        model = loaded("llama3", network=network, max_length=max_length)
-        reward = LocalModelReward(ModelReward(path="made/model", **settings), load=lambda _: model)
-        lines: list[str] = []
-        try:
-            reward.start(prompts, tell=lines.append)
-        finally:
-            reward.close()
-        return lines
-
-    return run
+def start(
+    network: Any, prompts: Any = SUMS, *, max_length: int = 512, **settings: Any
+) -> list[str]:
+    """Start a reward around a network, and return the lines that it reports."""
+    model = loaded("llama3", network=network, max_length=max_length)
+    reward = LocalModelReward(ModelReward(path="made/model", **settings), load=lambda _: model)
+    lines: list[str] = []
+    with closing(reward):
+        reward.start(prompts, tell=lines.append)
+    return lines
 
 
-@pytest.fixture
-def reader(tokenizer: Callable[[str], Any]) -> MakeReader:
-    return lambda judge, weight=1.0: Reader(tokenizer("llama3"), judge, weight)
-
-
-def test_a_model_is_tried_on_the_answers_of_rows_or_on_plain_english(
-    start: Start, reader: MakeReader
-) -> None:
-    assert start(reader(sums), SUMS)[1] == (
-        "Reward model tested: 9 of 9 good answers above bad ones."
-    )
+def test_a_model_is_tried_on_the_answers_of_rows_or_on_plain_english() -> None:
+    assert start(Reader(sums))[1] == ("Reward model tested: 9 of 9 good answers above bad ones.")
     rows = [prompt_of(1, "Write a poem.", None), prompt_of(2, "Sort.", "x" * 999)]
     every = len(BUILT_IN)
-    assert start(reader(on_topic), rows)[1].startswith(f"Reward model tested: {every} of {every}")
+    assert start(Reader(on_topic), rows)[1].startswith(f"Reward model tested: {every} of {every}")
 
 
-def test_a_model_that_puts_bad_answers_first_is_refused(start: Start, reader: MakeReader) -> None:
+def test_a_model_that_puts_bad_answers_first_is_refused() -> None:
     with pytest.raises(RewardError, match=rf"put only 0 of .* got .*{HINT}") as error:
-        start(reader(sums, weight=-1.0), SUMS)
+        start(Reader(sums, weight=-1.0))
     assert "Asked 'What is 0 + 1?', '1' got -0 and '3' got 2." in str(error.value)
     with pytest.raises(RewardError, match=rf"put only 0 of .* got .*{HINT}"):
-        start(reader(on_topic, weight=-1.0), [])
+        start(Reader(on_topic, weight=-1.0), [])
     with pytest.raises(RewardError, match="only 0 of 9"):
-        start(reader(sums, weight=0.0), SUMS)
-    assert len(start(reader(sums, weight=-1.0), SUMS, self_test="off")) == 1
-    lines = start(reader(sums, weight=-1.0), SUMS, self_test="warn")
+        start(Reader(sums, weight=0.0))
+    assert len(start(Reader(sums, weight=-1.0), self_test="off")) == 1
+    lines = start(Reader(sums, weight=-1.0), self_test="warn")
     assert len(lines) == 2 and "above bad ones" in lines[1] and "warn" in lines[1]
 
 
-def test_one_odd_row_stops_no_run_and_half_right_is_not_enough(
-    start: Start, reader: MakeReader
-) -> None:
+def test_one_odd_row_stops_no_run_and_half_right_is_not_enough() -> None:
     odd = prompt_of(99, "What is 0 + 0?", "90")
-    assert "9 of 10" in start(reader(sums), [odd, *SUMS])[1]
+    assert "9 of 10" in start(Reader(sums), [odd, *SUMS])[1]
     wrong = [prompt_of(90 + i, f"What is 5{i} + 0?", str(i)) for i in range(2)]
     with pytest.raises(RewardError, match="only 2 of 4"):
-        start(reader(sums), [*wrong, *SUMS[:2]])
+        start(Reader(sums), [*wrong, *SUMS[:2]])
 
 
-def test_what_gives_no_score_is_told_in_a_sentence(start: Start, reader: MakeReader) -> None:
+def test_what_gives_no_score_is_told_in_a_sentence() -> None:
     def broken(question: str, answer: str) -> float:
         raise KeyError("weights")
 
     with pytest.raises(RewardError, match="failed while scoring: KeyError"):
-        start(reader(broken), SUMS)
+        start(Reader(broken))
     with pytest.raises(RewardError, match=rf"no sample fits into 12 tokens.*{HINT}"):
-        start(reader(sums), SUMS, max_length=12)
+        start(Reader(sums), max_length=12)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_scores_that_are_not_finite_are_refused(
-    start: Start, reader: MakeReader, value: float
-) -> None:
+def test_scores_that_are_not_finite_are_refused(value: float) -> None:
     with pytest.raises(RewardError, match=rf"gave {value} as score.*{HINT}"):
-        start(reader(lambda q, a: value), SUMS)
+        start(Reader(lambda q, a: value))
 
 
 @pytest.mark.parametrize("amount", [0.01, float("nan")])
-def test_a_model_that_reads_its_padding_is_refused(
-    start: Start, reader: MakeReader, amount: float
-) -> None:
-    network = reader(sums)
+def test_a_model_that_reads_its_padding_is_refused(amount: float) -> None:
+    network = Reader(sums)
     plain = network.score
 
     def padded(ids_BL: Tensor, mask_BL: Tensor, types: Tensor | None = None) -> Scores:
@@ -157,8 +132,8 @@ def test_a_model_that_reads_its_padding_is_refused(
         start(network, rows)
 
 
-def test_bfloat16_may_differ_a_little(start: Start, reader: MakeReader) -> None:
-    network = reader(sums)
+def test_bfloat16_may_differ_a_little() -> None:
+    network = Reader(sums)
     plain = network.score
     network.module.bfloat16()
     network.score = lambda ids, mask, types=None: Scores(  # type: ignore[method-assign]

@@ -14,25 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    DebertaV2Config,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
-    LlamaModel,
-    Qwen3Config,
-    Qwen3ForSequenceClassification,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-)
 
+from ppo_cli.config.schema.reward import ModelReward
+from ppo_cli.rewards.models.base import LoadedModel
+from ppo_cli.rewards.models.heads import load_reward_model
 from tests.rewards.models.twin_tokenizers import (
     VOCABULARY,
     deberta_tokenizer,
@@ -46,6 +34,11 @@ with warnings.catch_warnings():  # its module still uses torch.jit
     from transformers import DebertaV2ForSequenceClassification
 
 HIDDEN = 32
+# Fields of encoders of BERT's kind.
+ENCODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512,
+}  # fmt: skip
 LLAMA: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -54,16 +47,20 @@ LLAMA: dict[str, Any] = {
 Weights = dict[str, Tensor]
 
 
+def weights_of(model: Any, prefix: str = "") -> Weights:
+    return {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+
+
 def armorm_twin(
     folder: Path, *, objectives: int = 19, gating_hidden: int = 24, pad: str | None = "<|pad|>",
     **options: Any,
 ) -> Path:  # fmt: skip
     """RLHFlow/ArmoRM-Llama3-8B-v0.1: gated objectives on Llama 3, no `score`."""
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         **LLAMA, num_labels=1, num_objectives=objectives, gating_temperature=10,
         gating_hidden_dim=gating_hidden, gating_n_hidden=3,
     )  # fmt: skip
-    weights = {f"model.{name}": t for name, t in LlamaModel(config).state_dict().items()}
+    weights = weights_of(transformers.LlamaModel(config), "model.")
     weights["regression_layer.weight"] = torch.empty(objectives, HIDDEN)
     weights["reward_transform_matrix"] = torch.empty(objectives, objectives)
     sizes = [HIDDEN, gating_hidden, gating_hidden, gating_hidden, objectives]
@@ -82,8 +79,9 @@ def starling_twin(
     **options: Any,
 ) -> Path:  # fmt: skip
     """Starling-RM-7B-alpha: its Llama 2 twice (also as `transformer`), `v_head`."""
-    config = LlamaConfig(**{**LLAMA, "max_position_embeddings": 4096}, bos_token_id=257)
-    weights = {f"model.{name}": t for name, t in LlamaForCausalLM(config).state_dict().items()}
+    fields = LLAMA | {"max_position_embeddings": 4096}
+    config = transformers.LlamaConfig(**fields, bos_token_id=257)
+    weights = weights_of(transformers.LlamaForCausalLM(config), "model.")
     weights["v_head.weight"] = torch.empty(1, HIDDEN)
     _fill(weights, options.pop("seed", 0))
     body = {name: t for name, t in weights.items() if name.startswith("model.model.")}
@@ -91,8 +89,8 @@ def starling_twin(
     weights.update({name: t.clone() if form == "safetensors" else t for name, t in copies.items()})
     if not both_copies:
         weights = {name: t for name, t in weights.items() if not name.startswith("model.")}
-    fields = {"architectures": ["LlamaForSequenceClassification"]}
-    options |= {"fields": fields, "form": form, "seed": None}
+    options |= {"fields": {"architectures": ["LlamaForSequenceClassification"]}}
+    options |= {"form": form, "seed": None}
     _write(folder, weights, config, llama2_tokenizer(), **options)
     if not config_json:
         (folder / "config.json").unlink()
@@ -101,47 +99,42 @@ def starling_twin(
 
 def deberta_twin(folder: Path, *, outputs: int = 1, types: int = 0, **options: Any) -> Path:
     """OpenAssistant/reward-model-deberta-v3-large-v2: question and answer, one output."""
-    config = DebertaV2Config(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=512, type_vocab_size=types,
+    config = transformers.DebertaV2Config(
+        **ENCODER, type_vocab_size=types, num_labels=outputs, pad_token_id=256,
         relative_attention=True, position_buckets=16, norm_rel_ebd="layer_norm",
         share_att_key=True, pos_att_type=["p2c", "c2p"], position_biased_input=False,
         max_relative_positions=-1, pooler_dropout=0.1, pooler_hidden_act="gelu",
-        pooler_hidden_size=HIDDEN, layer_norm_eps=1e-7, num_labels=outputs, pad_token_id=256,
+        pooler_hidden_size=HIDDEN, layer_norm_eps=1e-7,
     )  # fmt: skip
     model = DebertaV2ForSequenceClassification(config)
-    return _write(folder, model.state_dict(), config, deberta_tokenizer(), model, **options)
+    return _save_model(folder, model, deberta_tokenizer(), **options)
 
 
 def bert_pair_twin(folder: Path, *, outputs: int = 1, **options: Any) -> Path:
-    """A cross-encoder on BERT: its pooler lies in the body, and it knows two token types."""
-    config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=512, num_labels=outputs, pad_token_id=256,
-    )  # fmt: skip
-    model = BertForSequenceClassification(config)
-    return _write(folder, model.state_dict(), config, deberta_tokenizer(), model, **options)
+    """A cross-encoder on BERT: its pooler is in the body, and it knows two token types."""
+    config = transformers.BertConfig(**ENCODER, num_labels=outputs, pad_token_id=256)
+    model = transformers.BertForSequenceClassification(config)
+    return _save_model(folder, model, deberta_tokenizer(), **options)
 
 
 def roberta_twin(folder: Path, *, chat: bool = False, **options: Any) -> Path:
     """A classifier on RoBERTa, whose positions begin after the pad token's id."""
-    config = RobertaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=130, type_vocab_size=1, num_labels=1,
-        pad_token_id=1,
-    )  # fmt: skip
-    model = RobertaForSequenceClassification(config)
+    fields = ENCODER | {"max_position_embeddings": 130}
+    config = transformers.RobertaConfig(**fields, type_vocab_size=1, num_labels=1, pad_token_id=1)
     tokenizer = llama3_tokenizer() if chat else deberta_tokenizer()
-    return _write(folder, model.state_dict(), config, tokenizer, model, **options)
+    model = transformers.RobertaForSequenceClassification(config)
+    return _save_model(folder, model, tokenizer, **options)
 
 
 def skywork_llama_twin(
     folder: Path, *, outputs: int = 1, pad: str | None = "<|pad|>", **options: Any
 ) -> Path:
     """Skywork/Skywork-Reward-V2-Llama-*: LlamaForSequenceClassification with one output."""
-    config = LlamaConfig(**{**LLAMA, "max_position_embeddings": 131072}, num_labels=outputs)
-    model = LlamaForSequenceClassification(config)
-    return _write(folder, model.state_dict(), config, llama3_tokenizer(pad=pad), model, **options)
+    config = transformers.LlamaConfig(
+        **{**LLAMA, "max_position_embeddings": 131072}, num_labels=outputs
+    )
+    model = transformers.LlamaForSequenceClassification(config)
+    return _save_model(folder, model, llama3_tokenizer(pad=pad), **options)
 
 
 def skywork_qwen3_twin(
@@ -149,35 +142,35 @@ def skywork_qwen3_twin(
 ) -> Path:
     """Skywork/Skywork-Reward-V2-Qwen3-*: Qwen3ForSequenceClassification with one output."""
     fields = {**LLAMA, "head_dim": 8, "max_position_embeddings": 40960}
-    config = Qwen3Config(**fields, num_labels=outputs)
-    model = Qwen3ForSequenceClassification(config)
-    return _write(folder, model.state_dict(), config, qwen_tokenizer(pad=pad), model, **options)
+    config = transformers.Qwen3Config(**fields, num_labels=outputs)
+    model = transformers.Qwen3ForSequenceClassification(config)
+    return _save_model(folder, model, qwen_tokenizer(pad=pad), **options)
 
 
 def gpt2_twin(folder: Path, *, outputs: int = 1, **options: Any) -> Path:
     """A sequence classifier on GPT-2: learned positions, so that padding must not shift them."""
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=256,
         num_labels=outputs, bos_token_id=256, eos_token_id=256,
     )  # fmt: skip
-    model = GPT2ForSequenceClassification(config)
-    return _write(folder, model.state_dict(), config, qwen_tokenizer(pad=None), model, **options)
+    model = transformers.GPT2ForSequenceClassification(config)
+    return _save_model(folder, model, qwen_tokenizer(pad=None), **options)
 
 
 def trl_twin(folder: Path, **options: Any) -> Path:
     """TRL's AutoModelForCausalLMWithValueHead: the causal model, and `v_head.summary`."""
-    config = LlamaConfig(**LLAMA)
-    model = LlamaForCausalLM(config)
-    weights = dict(model.state_dict())
+    config = transformers.LlamaConfig(**LLAMA)
+    weights = dict(transformers.LlamaForCausalLM(config).state_dict())
     weights["v_head.summary.weight"] = torch.empty(1, HIDDEN)
     weights["v_head.summary.bias"] = torch.empty(1)
-    return _write(folder, weights, config, llama3_tokenizer(), model, **options)
+    fields = {"architectures": ["LlamaForCausalLM"]}
+    return _write(folder, weights, config, llama3_tokenizer(), fields=fields, **options)
 
 
 def openrlhf_twin(folder: Path, *, head: str = "score", **options: Any) -> Path:
     """OpenRLHF's layout: the bare body under `model`, and a head without bias."""
-    config = LlamaConfig(**LLAMA)
-    weights = {f"model.{name}": t for name, t in LlamaModel(config).state_dict().items()}
+    config = transformers.LlamaConfig(**LLAMA)
+    weights = weights_of(transformers.LlamaModel(config), "model.")
     weights[f"{head}.weight"] = torch.empty(1, HIDDEN)
     fields = {"architectures": ["RewardModel"]}
     return _write(folder, weights, config, llama3_tokenizer(), fields=fields, **options)
@@ -185,21 +178,24 @@ def openrlhf_twin(folder: Path, *, head: str = "score", **options: Any) -> Path:
 
 def token_value_twin(folder: Path, **options: Any) -> Path:
     """A value model as critics are saved: token classification with `score` and its bias."""
-    config = LlamaConfig(**LLAMA, num_labels=1)
-    model = LlamaForTokenClassification(config)
-    return _write(folder, model.state_dict(), config, llama3_tokenizer(), model, **options)
+    config = transformers.LlamaConfig(**LLAMA, num_labels=1)
+    model = transformers.LlamaForTokenClassification(config)
+    return _save_model(folder, model, llama3_tokenizer(), **options)
 
 
 def plain_causal_twin(folder: Path, **options: Any) -> Path:
     """A language model, which is no reward model."""
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
-    return _write(folder, model.state_dict(), model.config, llama3_tokenizer(), model, **options)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    return _save_model(folder, model, llama3_tokenizer(), **options)
+
+
+def load(folder: Path, **settings: Any) -> LoadedModel:
+    """Load a twin as the reward does."""
+    return load_reward_model(ModelReward(path=str(folder), device="cpu", **settings))
 
 
 def read_weights(folder: Path) -> Weights:
-    """All tensors of a twin, whatever form it was written in."""
-    from safetensors.torch import load_file
-
+    """All tensors of a twin, in any of the forms."""
     weights: Weights = {}
     for file in sorted(folder.iterdir()):
         if file.suffix == ".safetensors":
@@ -209,14 +205,19 @@ def read_weights(folder: Path) -> Weights:
     return weights
 
 
+def _save_model(folder: Path, model: Any, tokenizer: Any, **options: Any) -> Path:
+    """Write a model of transformers as it is."""
+    fields = {"architectures": [type(model).__name__]}
+    return _write(folder, model.state_dict(), model.config, tokenizer, fields=fields, **options)
+
+
 def _write(
-    folder: Path, weights: Mapping[str, Tensor], config: Any, tokenizer: Any, model: Any = None, *,
+    folder: Path, weights: Mapping[str, Tensor], config: Any, tokenizer: Any, *,
     fields: Mapping[str, Any] | None = None, drop: tuple[str, ...] = (),
     extra: Mapping[str, Tensor] | None = None, form: str = "safetensors", shards: int = 1,
     dtype: torch.dtype = torch.float32, seed: int | None = 0,
 ) -> Path:  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    config.architectures = [type(model).__name__] if model is not None else None
     config.save_pretrained(folder)
     if fields:
         written = json.loads((folder / "config.json").read_text())
