@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -28,12 +30,10 @@ def draw(seed: int, *, empty_rows: bool = True) -> Inputs:
         mask[1] = mask[4] = False
     return {
         "token_rewards_BT": torch.randn(B, T, generator=g),
-        "values_BT": torch.randn(B, T, generator=g),
-        "mask_BT": mask,
+        "values_BT": torch.randn(B, T, generator=g), "mask_BT": mask,
         "group_B": torch.tensor([0, 0, 0, 5, 5, 5, 5, 2, 2]),
-        "baseline_B": torch.randn(B, generator=g),
-        "parts_BK": torch.randn(B, 2, generator=g),
-    }
+        "baseline_B": torch.randn(B, generator=g), "parts_BK": torch.randn(B, 2, generator=g),
+    }  # fmt: skip
 
 
 def estimate(name: str, inputs: Inputs, **changes: object) -> tuple[Tensor, Tensor]:
@@ -41,120 +41,51 @@ def estimate(name: str, inputs: Inputs, **changes: object) -> tuple[Tensor, Tens
     return adv.compute_advantages(name, **{**inputs, **options, **changes})  # type: ignore[arg-type]
 
 
-def rows(*values: float) -> Tensor:
-    """Rewards of responses of two tokens: the score on the second."""
-    return torch.tensor([[0.0, v] for v in values])
-
-
 def of_scores(name: str, *scores: float, group: list[int], **options: object) -> list[float]:
-    rewards = rows(*scores)
+    """Advantages of responses of two tokens, the score on the second."""
+    rewards = torch.tensor([[0.0, score] for score in scores])
     inputs = {
-        "token_rewards_BT": rewards,
-        "values_BT": torch.zeros_like(rewards),
-        "mask_BT": torch.ones_like(rewards, dtype=torch.bool),
-        "group_B": torch.tensor(group),
-    }
+        "token_rewards_BT": rewards, "values_BT": torch.zeros_like(rewards),
+        "mask_BT": torch.ones_like(rewards, dtype=torch.bool), "group_B": torch.tensor(group),
+    }  # fmt: skip
     advantages, returns = estimate(name, inputs, **options)
     assert torch.equal(advantages[:, 0], advantages[:, 1])
     assert torch.equal(advantages, returns)
     return advantages[:, 0].tolist()
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        # Group 7: scores 1, 3, 5, mean 3, std 2. Group 4: one alone has mean 0 and std 1.
+        ("grpo", {}, [-1, 0, 1, 2]),
+        ("grpo", {"norm_by_std": False}, [-2, 0, 2, 2]),
+        # Each score minus the mean of the other two: 1 - 4, 3 - 3, 5 - 2.
+        ("rloo", {}, [-3, 0, 3, 2]),
+        ("rloo_vectorized", {}, [-3, 0, 3, 0]),
+        # Centred -2, 0, 2 and 2, two tokens each: mean 0.5, variance 22 / 7.
+        ("reinforce_plus_plus_baseline", {}, [x / (22 / 7) ** 0.5 for x in (-2.5, -0.5, 1.5, 1.5)]),
+    ],
+)
+def test_advantages_of_scores_by_hand(
+    name: str, options: dict[str, Any], expected: list[float]
+) -> None:
+    advantages = of_scores(name, 1, 3, 5, 2, group=[7, 7, 7, 4], **options)
+    assert advantages == pytest.approx(expected, abs=1e-5)
+
+
 def test_gae_by_hand() -> None:
     # delta_1 = 1 - 0.4 = 0.6; delta_0 = 0 + 0.9 * 0.4 - 0.5 = -0.14; A_0 = -0.14 + 0.45 * 0.6.
-    advantages, returns = adv.gae(
-        torch.tensor([[0.0, 1.0]]),
-        torch.tensor([[0.5, 0.4]]),
-        torch.tensor([[True, True]]),
-        gamma=0.9,
-        lam=0.5,
-        whiten=False,
-    )
+    rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.4]])
+    mask = torch.tensor([[True, True]])
+    advantages, returns = adv.gae(rewards, values, mask, gamma=0.9, lam=0.5, whiten=False)
     assert advantages[0].tolist() == pytest.approx([0.13, 0.6])
     assert returns[0].tolist() == pytest.approx([0.63, 1.0])
 
 
-def test_gae_carries_across_a_hole() -> None:
-    solid = adv.gae(
-        torch.tensor([[0.0, 1.0]]),
-        torch.tensor([[0.5, 0.4]]),
-        torch.tensor([[True, True]]),
-        gamma=0.9,
-        lam=0.5,
-    )
-    holed = adv.gae(
-        torch.tensor([[0.0, 9.0, 1.0]]),
-        torch.tensor([[0.5, 9.0, 0.4]]),
-        torch.tensor([[True, False, True]]),
-        gamma=0.9,
-        lam=0.5,
-    )
-    for solid_values, split in zip(solid, holed, strict=True):
-        assert split[0, [0, 2]].tolist() == solid_values[0].tolist()
-        assert split[0, 1] == 0
-
-
-def test_gae_whitens_over_the_batch() -> None:
-    inputs = draw(0)
-    raw, raw_returns = estimate("gae", inputs, whiten=False)
-    white, returns = estimate("gae", inputs)
-    accepted = raw[inputs["mask_BT"]]
-    expected = (accepted - accepted.mean()) / accepted.std()
-    torch.testing.assert_close(white[inputs["mask_BT"]], expected)
-    torch.testing.assert_close(returns, raw_returns)
-
-
-def test_grpo_by_hand() -> None:
-    # Group 7: scores 1, 3, 5, mean 3, std 2. Group 4: one alone has mean 0 and std 1.
-    advantages = of_scores("grpo", 1, 3, 5, 2, group=[7, 7, 7, 4])
-    assert advantages == pytest.approx([-1, 0, 1, 2], abs=1e-5)
-    advantages = of_scores("grpo", 1, 3, 5, 2, group=[7, 7, 7, 4], norm_by_std=False)
-    assert advantages == pytest.approx([-2, 0, 2, 2])
-
-
-def test_rloo_by_hand() -> None:
-    # Each score minus the mean of the other two: 1 - 4, 3 - 3, 5 - 2.
-    group = [7, 7, 7, 4]
-    assert of_scores("rloo", 1, 3, 5, 2, group=group) == pytest.approx([-3, 0, 3, 2])
-    assert of_scores("rloo_vectorized", 1, 3, 5, 2, group=group) == pytest.approx([-3, 0, 3, 0])
-
-
-def test_reinforce_plus_plus_baseline_by_hand() -> None:
-    # Centred -1, 1, 0, two tokens each: mean 0, variance 4 / 5.
-    advantages = of_scores("reinforce_plus_plus_baseline", 1, 3, 0, group=[0, 0, 1])
-    assert advantages == pytest.approx([-(1.25**0.5), 1.25**0.5, 0], abs=1e-6)
-
-
-def test_reinforce_plus_plus_by_hand() -> None:
-    rewards = torch.tensor([[1.0, 9.0, 2.0]])
-    mask = torch.tensor([[True, False, True]])
-    advantages, returns = adv.reinforce_plus_plus(rewards, mask, gamma=0.5)
-    assert returns.tolist() == [[2, 0, 2]]
-    assert advantages.tolist() == [[0, 0, 0]]
-    _, discounted = adv.reinforce_plus_plus(torch.tensor([[1.0, 2.0]]), mask[:, [0, 2]], gamma=0.1)
-    assert discounted[0].tolist() == pytest.approx([1.2, 2])
-
-
-def test_remax_by_hand() -> None:
-    advantages, returns = adv.remax(
-        torch.tensor([[1.0, 9.0, 2.0]]), torch.tensor([[True, False, True]]), torch.tensor([0.5])
-    )
-    assert advantages.tolist() == [[2.5, 0, 1.5]]
-    assert returns.tolist() == [[3, 0, 2]]
-
-
-def test_opo_by_hand() -> None:
-    # Lengths 1 and 3: baseline (1 * 1 + 3 * 5) / 4 = 4; alone the baseline is 0.
-    rewards = torch.tensor([[1.0, 0, 0], [0, 0, 5.0], [0, 2.0, 0]])
-    mask = torch.tensor([[True, False, False], [True, True, True], [True, True, False]])
-    advantages, _ = adv.opo(rewards, mask, torch.tensor([3, 3, 1]))
-    assert advantages.tolist() == [[-3, 0, 0], [1, 1, 1], [2, 2, 0]]
-
-
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 def test_equal_scores_have_no_advantage_at_all(name: str) -> None:
-    advantages = of_scores(name, *[0.1] * 7, group=[0] * 7)
-    assert advantages == [0.0] * 7
+    assert of_scores(name, *[0.1] * 7, group=[0] * 7) == [0.0] * 7
 
 
 def slow(name: str, inputs: Inputs, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
@@ -272,14 +203,7 @@ def test_inputs_stay_as_they_were() -> None:
 
 
 def test_place_scores_on_the_last_token_that_counts() -> None:
-    mask = torch.tensor(
-        [
-            [True, True, False, False],
-            [True, False, True, False],
-            [True, True, False, True],
-            [False, False, False, False],
-        ]
-    )
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1], [0, 0, 0, 0]]).bool()
     placed = adv.place_scores(torch.tensor([1.0, 2.0, 3.0, NAN]), torch.tensor([2, 4, 3, 4]), mask)
     assert placed.tolist() == [[0, 1, 0, 0], [0, 0, 2, 0], [0, 3, 0, 0], [0, 0, 0, 0]]
     assert placed.dtype == torch.float32
@@ -296,11 +220,11 @@ def test_bad_arguments_are_named() -> None:
     inputs = draw(8)
     with pytest.raises(ValueError, match=r"unknown estimator 'gea', known are gae, grpo"):
         estimate("gea", inputs)
-    with pytest.raises(ValueError, match="gae needs values_BT"):
-        estimate("gae", inputs, values_BT=None)
-    with pytest.raises(ValueError, match="remax needs baseline_B"):
-        estimate("remax", inputs, baseline_B=None)
-    with pytest.raises(ValueError, match="shapes differ"):
-        estimate("grpo", inputs, mask_BT=inputs["mask_BT"][:, :1])
-    with pytest.raises(ValueError, match="shapes differ"):
-        estimate("gae", inputs, values_BT=inputs["values_BT"][:, :1])
+    for name, message, changes in (
+        ("gae", "gae needs values_BT", {"values_BT": None}),
+        ("remax", "remax needs baseline_B", {"baseline_B": None}),
+        ("grpo", "shapes differ", {"mask_BT": inputs["mask_BT"][:, :1]}),
+        ("gae", "shapes differ", {"values_BT": inputs["values_BT"][:, :1]}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            estimate(name, inputs, **changes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -103,12 +103,13 @@ def test_the_schema_offers_the_same_kinds() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="unknown kl kind 'k4', known are kl, k1"):
-        kl.token_kl(X, REF, "k4")
-    with pytest.raises(ValueError, match=r"use tokens\.full_kl"):
-        kl.token_kl(X, REF, "full")
-    with pytest.raises(ValueError, match="shapes differ"):
-        kl.token_kl(X, REF[:, :1], "k1")
+    for message, reference, kind in (
+        ("unknown kl kind 'k4', known are kl, k1", REF, "k4"),
+        (r"use tokens\.full_kl", REF, "full"),
+        ("shapes differ", REF[:, :1], "k1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kl.token_kl(X, reference, kind)
     with pytest.raises(ValueError, match="shapes differ"):
         kl.penalise(X, REF[:, :1], X > 0, 0.1)
 
@@ -123,31 +124,28 @@ MASK = torch.tensor([[True, False, True], [True, True, False], [False, False, Fa
 quick = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 
 
-def weights(level: str, threshold: float, normalize: bool = False) -> Tensor:
-    return kl.importance_weights(
-        OLD, SAMPLER, MASK, level=level, threshold=threshold, normalize=normalize
-    )
+def weights(level: str, threshold: float, mask: Tensor = MASK, **options: Any) -> Tensor:
+    return kl.importance_weights(OLD, SAMPLER, mask, level=level, threshold=threshold, **options)
 
 
 def close(actual: Tensor, expected: list[list[float]]) -> None:
-    torch.testing.assert_close(actual, torch.tensor(expected))
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32))
 
 
-def test_token_weights_by_hand() -> None:
-    close(weights("token", 3.0), [[2, 0, 3], [0.5, 1, 0], [0, 0, 0]])
-
-
-def test_sequence_weights_by_hand() -> None:
-    close(weights("sequence", 100.0), [[8, 0, 8], [0.5, 0.5, 0], [0, 0, 0]])
-    close(weights("sequence", 3.0), [[3, 0, 3], [0.5, 0.5, 0], [0, 0, 0]])
-
-
-def test_normalised_weights_by_hand() -> None:
-    # Tokens 2, 3, 0.5, 1: mean 1.625. Rows 3 and 0.5: mean 1.75, whatever their lengths.
-    m = 1.625
-    close(weights("token", 3.0, True), [[2 / m, 0, 3 / m], [0.5 / m, 1 / m, 0], [0, 0, 0]])
-    m = 1.75
-    close(weights("sequence", 3.0, True), [[3 / m, 0, 3 / m], [0.5 / m, 0.5 / m, 0], [0, 0, 0]])
+# Tokens 2, 3, 0.5, 1: mean 1.625. Rows 3 and 0.5: mean 1.75, whatever their lengths.
+@pytest.mark.parametrize(
+    ("level", "options", "expected"),
+    [
+        ("token", {}, [[2, 0, 3], [0.5, 1, 0]]),
+        ("token", {"lower": 0.7}, [[2, 0, 0], [0, 1, 0]]),
+        ("token", {"normalize": True}, [[2 / 1.625, 0, 3 / 1.625], [0.5 / 1.625, 1 / 1.625, 0]]),
+        ("sequence", {"threshold": 100.0}, [[8, 0, 8], [0.5, 0.5, 0]]),
+        ("sequence", {}, [[3, 0, 3], [0.5, 0.5, 0]]),
+        ("sequence", {"normalize": True}, [[3 / 1.75, 0, 3 / 1.75], [0.5 / 1.75, 0.5 / 1.75, 0]]),
+    ],
+)
+def test_weights_by_hand(level: str, options: dict[str, Any], expected: list[list[float]]) -> None:
+    close(weights(level, **{"threshold": 3.0} | options), [*expected, [0, 0, 0]])
 
 
 def test_the_row_mean_does_not_depend_on_lengths() -> None:
@@ -162,10 +160,8 @@ def test_the_row_mean_does_not_depend_on_lengths() -> None:
 @pytest.mark.parametrize("level", kl.LEVELS)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_nothing_counts_gives_zeros(level: str, normalize: bool) -> None:
-    weights = kl.importance_weights(
-        OLD, SAMPLER, MASK & False, level=level, threshold=2.0, normalize=normalize
-    )
-    assert weights.tolist() == [[0.0] * 3] * 3
+    zeros = weights(level, 2.0, MASK & False, normalize=normalize)
+    assert zeros.tolist() == [[0.0] * 3] * 3
 
 
 @pytest.mark.parametrize("level", kl.LEVELS)
@@ -229,31 +225,22 @@ def test_bad_arguments_of_weights_are_named() -> None:
 
 def test_what_is_too_far_from_the_sampler_is_rejected_by_token_or_by_row() -> None:
     # Trainer over sampler: row 0 has 2 and 4, row 1 has 1/2 and 1; exp(k1) is the inverse.
+    first, second, neither = [True, False, False], [False, True, False], [False] * 3
+    full_mask = MASK.tolist()
+
     def accepted_tokens(*limits: tuple[str, float | None, float]) -> list[list[bool]]:
         accepted: list[list[bool]] = kl.accepted_tokens(OLD, SAMPLER, MASK, limits).tolist()
+        assert accepted.pop() == neither
         return accepted
 
-    none, full_mask = [False, False, False], MASK.tolist()
-    assert accepted_tokens() == full_mask
-    # exp(k1): 0.5 and 0.25; 2 and 1.
-    assert accepted_tokens(("token_k1", 0.4, 1.5)) == [
-        [True, False, False],
-        [False, True, False],
-        none,
-    ]
-    assert accepted_tokens(("seq_sum_k1", 0.2, 3.0)) == [none, full_mask[1], none]  # 0.125; 2
-    assert accepted_tokens(("seq_mean_k1", 0.3, 3.0)) == full_mask  # 0.354; 1.414
+    assert accepted_tokens() == full_mask[:2]
+    # exp(k1): 0.5 and 0.25; 2 and 1. Of rows 0.125; 2 and 0.354; 1.414.
+    assert accepted_tokens(("token_k1", 0.4, 1.5)) == [first, second]
+    assert accepted_tokens(("seq_sum_k1", 0.2, 3.0)) == [neither, full_mask[1]]
+    assert accepted_tokens(("seq_mean_k1", 0.3, 3.0)) == full_mask[:2]
     # k2: 0.240 and 0.961; 0.240 and 0. k3: 0.307 and 1.614; 0.193 and 0.
-    assert accepted_tokens(("token_k2", None, 0.3)) == [[True, False, False], full_mask[1], none]
-    assert accepted_tokens(("seq_max_k3", None, 1.6)) == [none, full_mask[1], none]
-    assert accepted_tokens(("seq_mean_k3", None, 0.97)) == full_mask
-    assert accepted_tokens(("token_k2", None, 0.3), ("token_k1", 0.6, 3.0)) == [
-        none,
-        full_mask[1],
-        none,
-    ]
-
-
-def test_weights_outside_of_a_window_are_0() -> None:
-    weights = kl.importance_weights(OLD, SAMPLER, MASK, level="token", threshold=3.0, lower=0.7)
-    close(weights, [[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    assert accepted_tokens(("token_k2", None, 0.3)) == [first, full_mask[1]]
+    assert accepted_tokens(("seq_max_k3", None, 1.6)) == [neither, full_mask[1]]
+    assert accepted_tokens(("seq_mean_k3", None, 0.97)) == full_mask[:2]
+    both = accepted_tokens(("token_k2", None, 0.3), ("token_k1", 0.6, 3.0))
+    assert both == [neither, full_mask[1]]

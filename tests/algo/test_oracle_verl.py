@@ -432,12 +432,7 @@ def test_importance_weights(
         sampler_BT = old_BT + case.normal(8.0 if case.seed % 10 == 0 else 0.4)
         threshold = case.uniform(1.0, 5.0)
         mine = kl.importance_weights(
-            old_BT,
-            sampler_BT,
-            case.mask_BT,
-            level=level,
-            threshold=threshold,
-            normalize=normalize,
+            old_BT, sampler_BT, case.mask_BT, level=level, threshold=threshold, normalize=normalize
         )
         other, _ = correction.compute_rollout_correction_weights(
             old_BT - sampler_BT, case.float_mask_BT, level, threshold, normalize

@@ -15,7 +15,7 @@ from torch import Tensor
 from ppo_cli.algo import losses
 from ppo_cli.algo.estimators import POLICY_LOSSES
 
-CASES, LOW, HIGH, KL = 200, 0.15, 0.3, 0.7
+CASES, LOW, HIGH, KL, SCALE = 200, 0.15, 0.3, 0.7, 11.0
 NAN = float("nan")
 
 
@@ -48,7 +48,7 @@ def chosen(kind: str, x: dict[str, Tensor]) -> Tensor | None:
 
 
 def paper(kind: str, x: dict[str, Tensor], selection: Tensor | None, mode: str) -> Tensor:
-    """Summed over rows: 1/tokens of all for token-mean, 1/(its tokens x rows) for the other."""
+    """Summed over rows, each token with its share of the mean."""
     total, rows = torch.zeros((), dtype=torch.float64), int(x["mask"].any(1).sum())
     for b in range(len(x["mask"])):
         at = x["mask"][b]
@@ -78,8 +78,11 @@ def paper(kind: str, x: dict[str, Tensor], selection: Tensor | None, mode: str) 
                 token = torch.where(A < 0, torch.minimum(token, -3.0 * A), token)
             else:
                 token = torch.where(selection[b][at], 0.0, token)
-        each = 1 / x["mask"].sum() if mode == "token-mean" else 1 / len(r) / rows
-        total = total + (token * w).sum() * each
+        share = {
+            "token-mean": 1 / x["mask"].sum(), "token-sum": 1.0, "seq-mean-token-sum": 1 / rows,
+            "seq-mean-token-mean": 1 / len(r) / rows, "seq-mean-token-sum-norm": 1 / rows / SCALE,
+        }  # fmt: skip
+        total = total + (token * w).sum() * share[mode]
     return total
 
 
@@ -89,34 +92,26 @@ def our_loss(kind: str, x: dict[str, Tensor], mode: str, rows: slice = slice(Non
         x["new"][rows], x["old"][rows], x["advantages"][rows], x["mask"][rows], kind=kind,
         clip_low=LOW, clip_high=HIGH, chosen_BT=None if selection is None else selection[rows],
         kl_coef=KL, mode=mode, global_tokens=counts[0], global_sequences=counts[1],
-        is_weight_BT=x["weights"][rows],
+        is_weight_BT=x["weights"][rows], scale_factor=SCALE,
     ).loss  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_value_and_gradient_are_the_papers_also_in_micro_batches(kind: str) -> None:
-    largest = 0.0
     for number, case in enumerate(cases()):
-        mode = ("token-mean", "seq-mean-token-mean")[number % 3 == 0]
+        mode = losses.AGGREGATION_MODES[number % 5]
         mine, plain, cut = ({**case, "new": case["new"].clone().requires_grad_()} for _ in range(3))
-        our_values, paper_values = (
-            our_loss(kind, mine, mode),
-            paper(kind, plain, chosen(kind, case), mode),
-        )
         half = len(case["mask"]) // 2
-        parts = our_loss(kind, cut, mode, slice(half)) + our_loss(
-            kind, cut, mode, slice(half, None)
-        )
-        for loss in (our_values, paper_values, parts):
+        parts = (our_loss(kind, cut, mode, rows) for rows in (slice(half), slice(half, None)))
+        expected = paper(kind, plain, chosen(kind, case), mode)
+        expected.backward()
+        expected_grad = torch.where(case["mask"], plain["new"].grad, 0.0)
+        for x, loss in ((mine, our_loss(kind, mine, mode)), (cut, sum(parts))):
             loss.backward()
-        grads = [torch.where(case["mask"], x["new"].grad, 0.0) for x in (mine, plain, cut)]
-        largest = max(
-            largest,
-            *(abs((x - paper_values).item()) for x in (our_values, parts)),
-            *(float((g - grads[1]).abs().max()) for g in (grads[0], grads[2])),
-        )
-        assert mine["new"].grad is not None and not mine["new"].grad[~case["mask"]].any()
-    assert largest < 1e-6
+            assert abs((loss - expected).item()) < 1e-6
+            # Exactly 0 outside of the mask.
+            assert not x["new"].grad[~case["mask"]].any()
+            assert (x["new"].grad - expected_grad).abs().max() < 1e-6
 
 
 def test_tokens_are_chosen_by_their_covariance_over_the_whole_batch() -> None:
@@ -136,22 +131,21 @@ def test_tokens_are_chosen_by_their_covariance_over_the_whole_batch() -> None:
         fit = at & free & (cov > 0.1) & (cov < 3.0)
         assert selection is not None and not (selection & ~fit).any()
         assert selection.sum() == min(count, int(fit.sum()))
-        selection_again = chosen("clip_cov", x)
-        assert selection_again is not None and torch.equal(selection, selection_again)
+        assert torch.equal(selection, chosen("clip_cov", x))  # type: ignore[arg-type]
         if fit.sum() > 1:
             drawn.add(int(selection.flatten().nonzero()[0]) == int(fit.flatten().nonzero()[0]))
     assert drawn == {True, False}  # by chance, not always the first
 
 
-def test_what_a_loss_needs_and_does_not_know_is_named() -> None:
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("sapo", "unknown policy loss 'sapo', known are vanilla, gspo"),
+     ("kl_cov", "kl_cov needs chosen_BT")],
+)  # fmt: skip
+def test_what_a_loss_needs_and_does_not_know_is_named(kind: str, message: str) -> None:
     x = next(cases())
-    with pytest.raises(ValueError, match="unknown policy loss 'sapo', known are vanilla, gspo"):
+    with pytest.raises(ValueError, match=message):
         losses.policy_loss(
-            x["new"], x["old"], x["advantages"], x["mask"], kind="sapo", clip_low=0.2,
-            clip_high=0.2, global_tokens=1, global_sequences=1,
-        )  # fmt: skip
-    with pytest.raises(ValueError, match="kl_cov needs chosen_BT"):
-        losses.policy_loss(
-            x["new"], x["old"], x["advantages"], x["mask"], kind="kl_cov", clip_low=0.2,
+            x["new"], x["old"], x["advantages"], x["mask"], kind=kind, clip_low=0.2,
             clip_high=0.2, global_tokens=1, global_sequences=1,
         )  # fmt: skip

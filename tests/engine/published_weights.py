@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from packed_steps import settings
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,6 +13,7 @@ from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import Ranks
 from ppo_cli.engine.sharding.tensors import gather_tensor
+from tests.engine.packed_steps import settings
 
 
 class Traffic(TorchDispatchMode):

@@ -15,6 +15,7 @@ from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.ranks import Ranks, sum_over_ranks
 from ppo_cli.engine.sharding.tensors import gather_copy
 from ppo_cli.engine.training.optimizer import Optimizer
+from tests.engine.packed_steps import build_optimizer
 
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)
 BFLOAT16 = Compute(torch.device("cpu"), torch.bfloat16)
@@ -58,13 +59,12 @@ def value_loss(value_model: ValueModel, ids_BL: Tensor) -> Tensor:
 
 
 def train(
-    model: Any, ranks: Ranks, compute: Compute = FLOAT32, *, spoilt: bool = False, **options: Any
+    model: Any, ranks: Ranks, compute: Compute = FLOAT32, *, spoilt: bool = False
 ) -> TrainedModel:
     """A few AdamW steps, two micro-batches each; `spoilt` puts a NaN into one rank's loss."""
     loss_of = policy_loss if isinstance(model, Policy) else value_loss
-    settings: dict[str, Any] = {"grad_clip": 0.5, "clip_grad_value": None} | options
-    optimizer = Optimizer(
-        model.model, Optim(lr=1e-3, eps=1e-6), total_steps=STEPS, ranks=ranks, **settings
+    optimizer = build_optimizer(
+        model.model, Optim(lr=1e-3, eps=1e-6), total_steps=STEPS, grad_clip=0.5, ranks=ranks
     )
     vocabulary = min(200, model.model.config.vocab_size)
     losses, norms = [], []

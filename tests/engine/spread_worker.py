@@ -17,9 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from packed_steps import MIXED, Rows, Seen, gaps, settings, take_steps
-from published_weights import published
-from spread_training import BFLOAT16, FLOAT32, TrainedModel, compare, gap, policy_loss, rows, train
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
@@ -27,7 +24,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from ppo_cli.algo.tokens import full_kl
 from ppo_cli.config.memory.plan import with_settings
 from ppo_cli.config.schema.algorithm import CriticModel, Optim, Sharding
-from ppo_cli.config.schema.run import Config, Model
+from ppo_cli.config.schema.run import Model
 from ppo_cli.engine import learner
 from ppo_cli.engine.checkpoint import stored_tensors
 from ppo_cli.engine.models import Policy, load_policy
@@ -46,13 +43,36 @@ from ppo_cli.engine.sharding.gathered import CountedGather, CountedReduction, Sh
 from ppo_cli.engine.sharding.load import load_sharded
 from ppo_cli.engine.sharding.tensors import gather_copy, scatter_from_rank0
 from ppo_cli.engine.training import actor_critic
-from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ConfigError
+from tests.engine.packed_steps import (
+    MIXED,
+    Rows,
+    Seen,
+    build_optimizer,
+    gaps,
+    settings,
+    take_steps,
+)
+from tests.engine.published_weights import published
+from tests.engine.spread_training import (
+    BFLOAT16,
+    FLOAT32,
+    TrainedModel,
+    compare,
+    gap,
+    policy_loss,
+    rows,
+    train,
+)
 
 Found = dict[str, Any]
 
 WHOLE = Sharding(reshard_after_forward=False)
 ALONE_ALREADY: dict[str, TrainedModel] = {}
+
+
+def load(ranks: Ranks, path: str, sharding: Sharding | None = None, **options: Any) -> Policy:
+    return load_sharded(load_policy, path, ranks, sharding or Sharding(), FLOAT32, **options)
 
 
 def both(
@@ -69,6 +89,11 @@ def both(
     if key not in ALONE_ALREADY:
         ALONE_ALREADY[key] = train(loader(path, ALONE, settings, compute, **load), ALONE, compute)
     return spread, ALONE_ALREADY[key]
+
+
+def train_both(ranks: Ranks, models: dict[str, str], *, model: str, **options: Any) -> Found:
+    """A case that has nothing to tell but how the two trainings compare."""
+    return compare(*both(ranks, models[model], **options))
 
 
 def drift(spread: TrainedModel, ranks: Ranks) -> float:
@@ -95,39 +120,29 @@ def stored_bytes(spread: TrainedModel) -> float:
 
 def put_back(spread: TrainedModel, ranks: Ranks) -> Found:
     """Weights and moments into a fresh model and optimizer, from the first rank's whole ones."""
-    fresh = load_sharded(load_policy, spread.model.model.name_or_path, ranks, Sharding(), FLOAT32)
+    fresh = load(ranks, spread.model.model.name_or_path)
     for name, parameter in fresh.model.named_parameters():
         scatter_from_rank0(parameter, spread.parameters[name] if ranks.rank == 0 else None, ranks)
-    optimizer = Optimizer(
-        fresh.model, Optim(), total_steps=1, grad_clip=0.0, clip_grad_value=None, ranks=ranks
-    )
-    optimizer.load_moments(
-        list(spread.moments), lambda name: spread.moments[name] if ranks.rank == 0 else None
-    )
+    optimizer = build_optimizer(fresh.model, ranks=ranks)
+    saved = spread.moments if ranks.rank == 0 else {}
+    optimizer.load_moments(list(spread.moments), saved.get)
     parameters = {n: gather_copy(p) for n, p in fresh.model.named_parameters()}
     moments = {n: gather_copy(m) for n, m in optimizer.moments().items()}
     target = next(iter(fresh.model.parameters()))
-    try:
+    with pytest.raises(ValueError, match="no whole tensor of shape"):
         scatter_from_rank0(target, torch.zeros(3) if ranks.rank == 0 else None, ranks)
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
     return {
-        "parameters": gap(parameters, spread.parameters),
-        "moments": gap(moments, spread.moments),
-        "refused": refused,
-    }
+        "parameters": gap(parameters, spread.parameters), "moments": gap(moments, spread.moments),
+    }  # fmt: skip
 
 
 def tied_case(ranks: Ranks, models: dict[str, str]) -> Found:
     spread, alone = both(ranks, models["tied"])
     model = spread.model.model
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    restored = put_back(spread, ranks)
-    stop = model.generation_config.eos_token_id
     return compare(spread, alone) | {
-        "tied": tied, "held": stored_bytes(spread), "put_back": restored, "stop": stop,
-        "drift": drift(spread, ranks),
+        "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+        "held": stored_bytes(spread), "put_back": put_back(spread, ranks),
+        "stop": model.generation_config.eos_token_id, "drift": drift(spread, ranks),
     }  # fmt: skip
 
 
@@ -137,10 +152,7 @@ def checkpointed_case(ranks: Ranks, models: dict[str, str]) -> Found:
     for sharding in (Sharding(), WHOLE):
         gradients = []
         for checkpointing in (False, True):
-            policy = load_sharded(
-                load_policy, models["untied"], ranks, sharding, FLOAT32,
-                gradient_checkpointing=checkpointing,
-            )  # fmt: skip
+            policy = load(ranks, models["untied"], sharding, gradient_checkpointing=checkpointing)
             passes: list[object] = []
             block: Any = policy.backbone.layers[1]  # type: ignore[index]
             block.mlp.register_forward_pre_hook(lambda *_, passes=passes: passes.append(None))
@@ -155,9 +167,8 @@ def checkpointed_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 def frozen_case(ranks: Ranks, models: dict[str, str]) -> Found:
     spread, alone = both(
-        ranks, models["untied"], prepare=MIX, sharding=Sharding(reshard_after_forward=False),
-        gradient_checkpointing=True,
-    )  # fmt: skip
+        ranks, models["untied"], prepare=MIX, sharding=WHOLE, gradient_checkpointing=True
+    )
     with torch.no_grad():
         policy_loss(spread.model, rows(0, 60)[:1])
     pieces = all(isinstance(p, DTensor) for p in spread.model.model.parameters())
@@ -191,10 +202,6 @@ def whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
     }  # fmt: skip
 
 
-def offload_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    return compare(*both(ranks, models["untied"], sharding=Sharding(param_offload=True)))
-
-
 def reference_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """A reference in host memory; `moves` is how often its pieces come and go in two steps."""
     place = ShardedModel._place_pieces
@@ -211,10 +218,6 @@ def reference_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return gaps(spread, padded_alone(models["tied"], 0, MIXED)) | {"moves": sum(moves)}
 
 
-def value_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    return compare(*both(ranks, models["untied"], value=True))
-
-
 def bfloat16_case(ranks: Ranks, models: dict[str, str]) -> Found:
     policies = both(ranks, models["untied"], compute=BFLOAT16)
     values = both(ranks, models["untied"], compute=BFLOAT16, value=True)
@@ -224,18 +227,9 @@ def bfloat16_case(ranks: Ranks, models: dict[str, str]) -> Found:
     }  # fmt: skip
 
 
-def heads_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    return compare(*both(ranks, models["normed"]))
-
-
-def gathered_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    return compare(*both(ranks, models["fused"]))
-
-
 def untied_case(ranks: Ranks, models: dict[str, str]) -> Found:
     spread, alone = both(ranks, models["untied"])
-    restored = put_back(spread, ranks)
-    return compare(spread, alone) | {"put_back": restored}
+    return compare(spread, alone) | {"put_back": put_back(spread, ranks)}
 
 
 def parted_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -256,12 +250,10 @@ def lora_case(ranks: Ranks, models: dict[str, str]) -> Found:
     results = compare(spread, alone) | {"adapters": sum("lora_" in n for n in spread.parameters)}
     kls = []
     for trained, of in ((spread, ranks), (alone, ALONE)):
-        if trained is None:
-            continue
-        policy = trained.model
-        assert isinstance(policy, Policy)
-        kls.append(divergence(policy, reference_of(policy), of))
-    value = compare(*both(ranks, models["untied"], value=True, prepare=ADAPT_VALUE))
+        if trained is not None:
+            assert isinstance(trained.model, Policy)
+            kls.append(divergence(trained.model, reference_of(trained.model), of))
+    value = train_both(ranks, models, model="untied", value=True, prepare=ADAPT_VALUE)
     return results | {"kls": kls, "value": value}
 
 
@@ -279,10 +271,7 @@ def nested_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """A reference of its own, asked inside of the policy's work."""
     results = []
     for of in (ranks, ALONE):
-        policy, reference = (
-            load_sharded(load_policy, models[name], of, Sharding(), FLOAT32)
-            for name in ("untied", "other")
-        )
+        policy, reference = (load(of, models[name]) for name in ("untied", "other"))
         reference.model.requires_grad_(False)
         results.append(divergence(policy, reference, of))
     return {"kls": results}
@@ -303,15 +292,13 @@ def divergence(policy: Policy, reference: Policy, ranks: Ranks) -> list[float]:
 
     (kl_N,) = policy.run(work, rows(9, 60)[ranks.data_rank :: ranks.data_size])
     kl_N.sum().backward()
-    optimizer = Optimizer(
-        policy.model, Optim(lr=0.0), total_steps=1, grad_clip=0.0, clip_grad_value=None, ranks=ranks
-    )
+    optimizer = build_optimizer(policy.model, Optim(lr=0.0), ranks=ranks)
     return [sum_over_ranks(ranks, kl_N.sum().item()) / ranks.tensor_size, optimizer.apply()[0]]
 
 
 def broken_off_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """Work that fails in the middle, and a backward that does, leave a model that works."""
-    policy = load_sharded(load_policy, models["untied"], ranks, Sharding(), FLOAT32)
+    policy = load(ranks, models["untied"])
     ids = rows(0, 60)
 
     def fail(ids_BL: Tensor) -> tuple[Tensor, ...]:
@@ -321,22 +308,17 @@ def broken_off_case(ranks: Ranks, models: dict[str, str]) -> Found:
     def stop(*_: Any) -> None:
         raise MemoryError
 
-    failed = 0
-    try:
+    with pytest.raises(MemoryError):
         policy.run(fail, ids)
-    except MemoryError:
-        failed += 1
-        policy.backbone.layers[0]._forward_hooks.popitem()  # type: ignore[union-attr,operator]
-    try:
-        (hidden,) = policy.run(lambda ids_BL: (policy.hidden_BLH(ids_BL),), ids)
-        hidden.register_hook(stop)
+    policy.backbone.layers[0]._forward_hooks.popitem()  # type: ignore[union-attr,operator]
+    (hidden,) = policy.run(lambda ids_BL: (policy.hidden_BLH(ids_BL),), ids)
+    hidden.register_hook(stop)
+    with pytest.raises(MemoryError):
         hidden.sum().backward()
-    except MemoryError:
-        failed += 1
-        policy.reset()
+    policy.reset()
     repeated_loss = policy_loss(policy, ids).item()
-    alone = load_sharded(load_policy, models["untied"], ALONE, Sharding(), FLOAT32)
-    return {"failed": failed, "gap": abs(repeated_loss - policy_loss(alone, ids).item())}
+    alone_loss = policy_loss(load(ALONE, models["untied"]), ids).item()
+    return {"gap": abs(repeated_loss - alone_loss)}
 
 
 def together_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -345,27 +327,20 @@ def together_case(ranks: Ranks, models: dict[str, str]) -> Found:
     class Local(Exception):
         pass
 
-    def work(error: Exception) -> int:
+    def work(error: Exception) -> None:
         if ranks.rank == ranks.size - 1:
             raise error
-        return ranks.rank
 
-    failures = []
-    for error in (ConfigError(["one", "two"]), Local("three")):
-        try:
-            run_on_all_ranks(ranks, partial(work, error))
-        except Exception as caught:
-            failures.append([type(caught).__name__, str(caught)])
-    return {
-        "told": failures,
-        "fine": run_on_all_ranks(ranks, lambda: ranks.rank),
-        "sums": [sum_over_ranks(ranks, 2.0**-40 + ranks.rank), sum_over_ranks(ranks, float("nan"))],
-        "objects": gather_objects(ranks, {"rank": ranks.rank}),
-    }
+    with pytest.raises(ConfigError, match="two"):
+        run_on_all_ranks(ranks, partial(work, ConfigError(["one", "two"])))
+    with pytest.raises(Exception, match="three"):
+        run_on_all_ranks(ranks, partial(work, Local("three")))
+    sums = [sum_over_ranks(ranks, 2.0**-40 + ranks.rank), sum_over_ranks(ranks, float("nan"))]
+    return {"results": run_on_all_ranks(ranks, lambda: ranks.rank), "sums": repr(sums)}
 
 
 def spoilt_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    policy = load_sharded(load_policy, models["untied"], ranks, Sharding(), FLOAT32)
+    policy = load(ranks, models["untied"])
     before = {n: gather_copy(p) for n, p in policy.model.named_parameters()}
     after = train(policy, ranks, spoilt=True)
     return {"moved": gap(before, after.parameters), "moments": len(after.moments)}
@@ -374,80 +349,34 @@ def spoilt_case(ranks: Ranks, models: dict[str, str]) -> Found:
 def refused_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """What each rank is told of models that do not load; nobody may hang."""
     results = {}
-    for name in ("damaged", "absent"):
+    for name in ("damaged", "absent", "one_kv_head"):
         try:
-            load_sharded(load_policy, models[name], ranks, Sharding(), FLOAT32)
+            load(ranks, models[name])
             results[name] = ""
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
     return results
 
 
-def unsplit_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    results = {}
-    for name in ("one_kv_head", "no_plan"):
-        try:
-            load_sharded(load_policy, models[name], ranks, Sharding(), FLOAT32)
-            results[name] = ""
-        except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}"
-    return results
-
-
-def stay_whole(config: Config) -> Config:
-    """The same, with weights that stay whole through a step."""
-    keys = [f"{part}.fsdp_config.reshard_after_forward" for part in ("actor", "critic")]
-    return with_settings(config, dict.fromkeys(keys, False))
+STAY_WHOLE: dict[str, Any] = dict.fromkeys(
+    (f"{part}.fsdp_config.reshard_after_forward" for part in ("actor", "critic")), False
+)
 
 
 def packed_case(
-    ranks: Ranks,
-    models: dict[str, str],
-    lora_rank: int = 0,
-    rows: Rows = MIXED,
-    *,
-    keep_gathered: bool = False,
-) -> Found:
+    ranks: Ranks, models: dict[str, str], *, model: str = "tied", lora_rank: int = 0,
+    rows: Rows = MIXED, changes: dict[str, Any] | None = None,
+) -> Found:  # fmt: skip
     """Packed rows on all ranks against padded ones on the first alone."""
-    model = {"path": models["tied"], "lora_rank": lora_rank}
-    config = settings(model={**model, "packing": True})
-    if keep_gathered:
-        config = stay_whole(config)
-    spread = take_steps(config, ranks, rows, steps=2)
-    if ranks.rank > 0:
-        return {}
-    return gaps(spread, padded_alone(models["tied"], lora_rank, rows))
+    config = settings(model={"path": models[model], "lora_rank": lora_rank, "packing": True})
+    spread = take_steps(with_settings(config, changes or {}), ranks, rows, steps=2)
+    return {} if ranks.rank else gaps(spread, padded_alone(models[model], lora_rank, rows))
 
 
 @cache
 def padded_alone(path: str, lora_rank: int, rows: Rows) -> Seen:
-    model = {"path": path, "lora_rank": lora_rank}
-    return take_steps(settings(model=model), ALONE, rows, steps=2)
-
-
-def packed_whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    """The same with weights that stay whole, in micro-batches of a row or two."""
-    return packed_case(ranks, models, keep_gathered=True)
-
-
-def idle_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    """The same with an adapter, and with one row for all ranks."""
-    return packed_case(ranks, models, lora_rank=4, rows=MIXED[1:2])
-
-
-def routers_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    """The same with losses of routers; what ranks say of experts is of all rows."""
-    return packed_case(ranks, {"tied": models["routers"]})
-
-
-def memory_whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    """The same with weights that stay whole."""
-    return memory_case(ranks, models, ("forward", "backward"), keep_gathered=True)
-
-
-def memory_copies_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    """The same where gradients of copies are added up."""
-    return memory_case(ranks, models, ("backward", "reduction"))
+    config = settings(model={"path": path, "lora_rank": lora_rank})
+    return take_steps(config, ALONE, rows, steps=2)
 
 
 # Where memory runs out: in the middle of a pass, in a buffer of a collective of a later layer, and
@@ -456,28 +385,20 @@ PLACES = ("forward", "backward", "gather", "reduction", "logits")
 
 
 def memory_case(
-    ranks: Ranks,
-    models: dict[str, str],
-    places: tuple[str, ...] = PLACES,
-    *,
-    keep_gathered: bool = False,
-) -> Found:
+    ranks: Ranks, models: dict[str, str], *, places: tuple[str, ...] = PLACES,
+    changes: dict[str, Any] | None = None,
+) -> Found:  # fmt: skip
     """Memory runs out on the second rank alone, in different places of a pass."""
-    config = settings(tokens=400, model={"path": models["tied"]})
-    if keep_gathered:
-        config = stay_whole(config)
+    config = with_settings(settings(tokens=400, model={"path": models["tied"]}), changes or {})
     max_rows = 2 if ranks.size == 2 else 1
     results: Found = {}
     for where in places:
         with out_of_memory(where, above=max_rows if ranks.rank == 1 else 99) as refused:
             spread = take_steps(config, ranks, MIXED, steps=2)
-        micro_batch_sums = [
-            sums.pop(n) for sums in spread.sums for n in [*sums] if "micro_batch" in n
-        ]
+        micro_batches = [sums.pop(n) for sums in spread.sums for n in [*sums] if "micro_batch" in n]
         results[where] = {
-            "refused": len(refused),
-            "held": sorted({rows for rows, _ in micro_batch_sums}),
-        }
+            "refused": len(refused), "held": sorted({rows for rows, _ in micro_batches}),
+        }  # fmt: skip
         if ranks.rank == 0:
             results[where] |= gaps(spread, roomy_alone(models["tied"]))
     return results
@@ -492,59 +413,46 @@ def roomy_alone(path: str) -> Seen:
 def out_of_memory(where: str, above: int) -> Iterator[list[int]]:
     """Let micro-batches of more rows than `above` fail in a place."""
     refused: list[int] = []
-    now = {"rows": 0, "gather": 0, "reduction": 0}  # of this micro-batch; buffers until now
+    now = {"rows": 0, "calls": 0}  # of this micro-batch; calls of the place until now
 
-    def fail() -> None:
+    def fail(*_: Any) -> None:
         refused.append(now["rows"])
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     def begin(build_micro_batch: Callable[..., Any]) -> Callable[..., Any]:
         def called(batch: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
-            now.update(rows=len(rows), gather=0, reduction=0)
+            now.update(rows=len(rows), calls=0)
             return build_micro_batch(batch, rows, *args, **kwargs)
 
         return called
 
-    def layer(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            too_many = self.self_attn.layer_idx == 1 and now["rows"] > above
-            if too_many and (where == "forward" or not torch.is_grad_enabled()):
+    def failing(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+        """Fail in this call of a micro-batch, or in its backward pass."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            now["calls"] += 1
+            too_many = now["calls"] == number and now["rows"] > above
+            in_backward = where == "backward" and torch.is_grad_enabled()
+            if too_many and not in_backward:
                 fail()
-            states = forward(self, *args, **kwargs)
+            output = function(*args, **kwargs)
             if too_many:
-                states.register_hook(lambda _: fail())
-            return states
+                output.register_hook(fail)
+            return output
 
         return called
 
-    def buffer(kind: str, allocate: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            now[kind] += 1
-            if now["rows"] > above and now[kind] == 3:
-                fail()
-            return allocate(*args, **kwargs)
-
-        return called
-
-    def logits(gather: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if now["rows"] > above:
-                fail()
-            return gather(*args, **kwargs)
-
-        return called
-
+    target, name, number = {
+        "forward": (Qwen2DecoderLayer, "forward", 2),
+        "backward": (Qwen2DecoderLayer, "forward", 2),
+        "gather": (CountedGather, "allocate", 3),
+        "reduction": (CountedReduction, "allocate", 3),
+        "logits": (actor_critic, "gather_logprobs_entropy", 1),
+    }[where]
     with pytest.MonkeyPatch.context() as patch:
         for module in (learner, actor_critic):
             patch.setattr(module, "build_micro_batch", begin(module.build_micro_batch))
-        if where in ("forward", "backward"):
-            patch.setattr(Qwen2DecoderLayer, "forward", layer(Qwen2DecoderLayer.forward))
-        elif where == "logits":
-            name = "gather_logprobs_entropy"
-            patch.setattr(actor_critic, name, logits(getattr(actor_critic, name)))
-        else:
-            kind = CountedGather if where == "gather" else CountedReduction
-            patch.setattr(kind, "allocate", buffer(where, kind.allocate))
+        patch.setattr(target, name, failing(getattr(target, name), number))
         yield refused
 
 
@@ -552,27 +460,45 @@ def published_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return {"sent": [published(ranks, models["tied"], lora_rank) for lora_rank in (0, 4)]}
 
 
-Case = Callable[[Ranks, dict[str, str]], Found]
+Case = Callable[..., Found]
 # Layout of the ranks -> what is tried in it: (tensor size, shard size).
-CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
+UNTIED: dict[str, Case] = {"untied": untied_case}
+OFFLOAD: dict[str, Case] = {
+    "offload": partial(train_both, model="untied", sharding=Sharding(param_offload=True))
+}
+VALUE: dict[str, Case] = {"value": partial(train_both, model="untied", value=True)}
+HEADS: dict[str, Case] = {"heads": partial(train_both, model="normed")}
+EVERYWHERE: dict[str, Case] = {
+    "tied": tied_case, "parted": parted_case, "lora": lora_case, "spoilt": spoilt_case,
+    "refused": refused_case, "packed": packed_case,
+}  # fmt: skip
+PACKED_WHOLE: dict[str, Case] = {"packed_whole": partial(packed_case, changes=STAY_WHOLE)}
+# Where gradients of copies are added up.
+MEMORY_COPIES: dict[str, Case] = {
+    "memory_copies": partial(memory_case, places=("backward", "reduction"))
+}
+CASES: dict[int, dict[tuple[int, int], dict[str, Case]]] = {
     2: {
-        (1, 2): [
-            tied_case, parted_case, frozen_case, whole_case, offload_case, value_case,
-            bfloat16_case, lora_case, nested_case, checkpointed_case, experts_case,
-            routers_case, reference_case,
-            spoilt_case, refused_case, broken_off_case, packed_case, idle_case,
-            together_case, published_case, memory_case, packed_whole_case, memory_whole_case,
-        ],
-        (1, 1): [untied_case, memory_copies_case, packed_whole_case],
-        (2, 1): [
-            tied_case, parted_case, heads_case, gathered_case, value_case, lora_case, spoilt_case,
-            packed_case, packed_whole_case, unsplit_case,
-        ],
+        (1, 2): EVERYWHERE | OFFLOAD | VALUE | PACKED_WHOLE | {
+            "frozen": frozen_case, "whole": whole_case, "bfloat16": bfloat16_case,
+            "nested": nested_case, "checkpointed": checkpointed_case, "experts": experts_case,
+            "routers": partial(packed_case, model="routers"), "reference": reference_case,
+            "broken_off": broken_off_case, "together": together_case, "published": published_case,
+            "idle": partial(packed_case, lora_rank=4, rows=MIXED[1:2]),  # one row for all ranks
+            "memory": memory_case,
+            "memory_whole": partial(
+                memory_case, places=("forward", "backward"), changes=STAY_WHOLE
+            ),
+        },
+        (1, 1): UNTIED | MEMORY_COPIES | PACKED_WHOLE,
+        (2, 1): EVERYWHERE | VALUE | HEADS | PACKED_WHOLE | {
+            "gathered": partial(train_both, model="fused"),
+        },
     },
     4: {
-        (2, 2): [untied_case, heads_case, offload_case, published_case],
-        (2, 1): [untied_case],
-        (1, 2): [memory_copies_case],
+        (2, 2): UNTIED | HEADS | OFFLOAD | {"published": published_case},
+        (2, 1): UNTIED,
+        (1, 2): MEMORY_COPIES,
     },
 }  # fmt: skip
 
@@ -587,8 +513,8 @@ def main() -> None:
             device=torch.device("cpu"), tensor_size=tensor_size, shard_size=shard_size,
             timeout_s=60.0,
         )  # fmt: skip
-        for case in cases:
-            name = f"{case.__name__}-{tensor_size}-{shard_size}"
+        for case_name, case in cases.items():
+            name = f"{case_name}-{tensor_size}-{shard_size}"
             started = time.monotonic()
             try:
                 results[name] = case(ranks, models)

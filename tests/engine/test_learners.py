@@ -24,12 +24,7 @@ from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.batches.rows import build_micro_batch
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner, LocalEngine
-from ppo_cli.engine.models import (
-    Policy,
-    ValueModel,
-    load_policy,
-    load_tokenizer,
-)
+from ppo_cli.engine.models import Policy, ValueModel, load_policy, load_tokenizer
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.training import actor_critic
 from ppo_cli.engine.training.actor_critic import ActorLearner, CriticLearner

@@ -73,10 +73,7 @@ def test_the_work_is_about_even(lengths: list[int], ranks: int) -> None:
 
 def test_no_rank_always_has_the_heavier_micro_batch() -> None:
     lengths = [80, 70, 60, 50, 40, 30, 20, 10]  # each a micro-batch of its own
-    assert shares(lengths, Budget(100, rows=1), 2) == [
-        [[0], [3], [4], [7]],
-        [[1], [2], [5], [6]],
-    ]
+    assert shares(lengths, Budget(100, rows=1), 2) == [[[0], [3], [4], [7]], [[1], [2], [5], [6]]]
     work = [sum(lengths[i] for (i,) in mine) for mine in shares(lengths, Budget(100, rows=1), 4)]
     assert work == [90] * 4
 

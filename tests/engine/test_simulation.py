@@ -94,9 +94,7 @@ def test_a_rank_holds_its_share_of_weights_gradients_and_moments(
     assert measured["gradients"] == [4 * PARAMETERS // ranks]
 
 
-def test_an_adapter_trains_alone_and_its_moments_are_in_host_memory(
-    report: dict[str, Any],
-) -> None:
+def test_an_adapter_trains_alone_and_its_moments_are_in_host_memory(report: dict[str, Any]) -> None:
     measured = report["adapter, offloaded"]
     inputs = 6 * HIDDEN + INNER
     outputs = 3 * HIDDEN + 2 * KEY_WIDTH + 2 * INNER
@@ -150,9 +148,7 @@ def test_all_experts_have_gradients_in_full(report: dict[str, Any]) -> None:
     assert report["experts"]["gradients"] == [4 * (2 * 282 * hidden + 2 * layer + hidden)]
 
 
-def test_a_micro_batch_gathers_each_group_twice_and_reduces_it_once(
-    report: dict[str, Any],
-) -> None:
+def test_a_micro_batch_gathers_each_group_twice_and_reduces_it_once(report: dict[str, Any]) -> None:
     collectives = report["8"]["phases"]["update of the actor"]["collectives"]
     groups, half = LAYERS + 1, 2 * PARAMETERS
     assert collectives["all-gather"] == {"calls": 2 * groups, "bytes": 2 * half}
