@@ -12,6 +12,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,13 +107,33 @@ def largest_difference(our_values: Any, verl_values: Any) -> float:
     return float(((our_values - verl_values).abs() / verl_values.abs().clamp_min(1)).max())
 
 
-def hold(
-    name: str, compare: Callable[[Case], float], record_property: Any, least_rows: int = 1
-) -> None:
-    largest = max(compare(case) for case in cases(least_rows))
-    record_property("largest_difference", largest)
-    print(f"oracle {name:<44} {largest:.1e}")
-    assert largest < LIMIT
+def with_gradients(at_BT: Tensor, ours: Callable[..., Any], verls: Callable[..., Any]) -> float:
+    """The largest difference of two functions of a tensor: their first results, their gradients.
+
+    What else they return is compared, too.
+    """
+    mine_BT, other_BT = (at_BT.clone().requires_grad_() for _ in range(2))
+    mine, other = ours(mine_BT), verls(other_BT)
+    mine[0].backward()
+    other[0].backward()
+    pairs = [*zip(mine, other, strict=True), (mine_BT.grad, other_BT.grad)]
+    return max(largest_difference(*pair) for pair in pairs)
+
+
+Hold = Callable[..., None]
+
+
+@pytest.fixture
+def hold(record_property: Callable[[str, object], None]) -> Hold:
+    """Compares all cases, and reports the largest difference."""
+
+    def check(name: str, compare: Callable[[Case], float], least_rows: int = 1) -> None:
+        largest = max(compare(case) for case in cases(least_rows))
+        record_property("largest_difference", largest)
+        print(f"oracle {name:<44} {largest:.1e}")
+        assert largest < LIMIT
+
+    return check
 
 
 def verl_advantages(core: Any, name: str, case: Case, rows: Tensor, args: Any) -> Any:
@@ -147,7 +168,7 @@ def verl_advantages(core: Any, name: str, case: Case, rows: Tensor, args: Any) -
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_advantages(name: str, core: Any, record_property: Any) -> None:
+def test_advantages(name: str, core: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         B = len(case.mask_BT)
         args = {
@@ -174,36 +195,29 @@ def test_advantages(name: str, core: Any, record_property: Any) -> None:
 
     # One row alone is whitened to 0 (see above): all of its tokens have the same number.
     least_rows = 2 if name in ("reinforce_plus_plus_baseline", "gdpo") else 1
-    hold(f"advantages {name}", compare, record_property, least_rows)
+    hold(f"advantages {name}", compare, least_rows)
 
 
 @pytest.mark.parametrize("mode", losses.AGGREGATION_MODES)
-def test_aggregation_and_its_gradient(mode: str, core: Any, record_property: Any) -> None:
+def test_aggregation_and_its_gradient(mode: str, core: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
-        global_tokens, global_sequences = int(case.mask_BT.sum()) + 7, len(case.mask_BT) + 3
-        mine_BT = case.normal().requires_grad_()
-        other_BT = mine_BT.detach().clone().requires_grad_()
-        mine = losses.aggregate(
-            mine_BT,
-            case.mask_BT,
-            mode,
-            global_tokens=global_tokens,
-            global_sequences=global_sequences,
-            scale_factor=17.0,
-        )
-        other = core.agg_loss(
-            other_BT,
-            case.float_mask_BT,
-            mode,
-            batch_num_tokens=global_tokens,
-            global_batch_size=global_sequences,
-            loss_scale_factor=17.0,
-        )
-        mine.backward()
-        other.backward()
-        return max(largest_difference(mine, other), largest_difference(mine_BT.grad, other_BT.grad))
+        tokens, rows = int(case.mask_BT.sum()) + 7, len(case.mask_BT) + 3
 
-    hold(f"aggregate {mode}", compare, record_property)
+        def ours(loss_BT: Tensor) -> list[Tensor]:
+            return [losses.aggregate(
+                loss_BT, case.mask_BT, mode, global_tokens=tokens, global_sequences=rows,
+                scale_factor=17.0,
+            )]  # fmt: skip
+
+        def verls(loss_BT: Tensor) -> list[Tensor]:
+            return [core.agg_loss(
+                loss_BT, case.float_mask_BT, mode, batch_num_tokens=tokens, global_batch_size=rows,
+                loss_scale_factor=17.0,
+            )]  # fmt: skip
+
+        return with_gradients(case.normal(), ours, verls)
+
+    hold(f"aggregate {mode}", compare)
 
 
 class ActorConfig(SimpleNamespace):
@@ -214,57 +228,44 @@ class ActorConfig(SimpleNamespace):
 
 
 @pytest.mark.parametrize("mode", losses.AGGREGATION_MODES)
-def test_policy_loss_and_its_gradient(mode: str, core: Any, record_property: Any) -> None:
+def test_policy_loss_and_its_gradient(mode: str, core: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         old_BT = case.normal() - 3
         spread = 25.0 if case.seed % 10 == 0 else 0.7
-        mine_BT = (old_BT + case.normal(spread).clamp(max=5)).requires_grad_()
-        other_BT = mine_BT.detach().clone().requires_grad_()
+        new_BT = old_BT + case.normal(spread).clamp(max=5)
         advantages_BT = case.normal(2.0)
         weights_BT = case.normal().exp().clamp(max=2) if case.seed % 2 else None
         counts = int(case.mask_BT.sum()), int(case.mask_BT.any(1).sum())
         low, high, c = case.uniform(0.05, 0.4), case.uniform(0.05, 0.6), case.uniform(1.1, 4)
-        mine = losses.policy_loss(
-            mine_BT,
-            old_BT,
-            advantages_BT,
-            case.mask_BT,
-            clip_low=low,
-            clip_high=high,
-            dual_clip=c,
-            mode=mode,
-            global_tokens=counts[0],
-            global_sequences=counts[1],
-            scale_factor=float(case.mask_BT.shape[1]),
-            is_weight_BT=weights_BT,
-        )
-        config = ActorConfig(
-            clip_ratio=0.2,
-            clip_ratio_low=low,
-            clip_ratio_high=high,
-            clip_ratio_c=c,
-            global_batch_info={},
-        )
-        other, metrics = core.compute_policy_loss_vanilla(
-            old_BT, other_BT, advantages_BT, case.float_mask_BT, mode, config, weights_BT
-        )
-        mine.loss.backward()
-        other.backward()
-        n = mine.token_count
-        return max(
-            largest_difference(mine.loss, other),
-            largest_difference(mine_BT.grad, other_BT.grad),
-            largest_difference(mine.clip_sum / n, metrics["actor/pg_clipfrac"]),
-            largest_difference(mine.clip_lower_sum / n, metrics["actor/pg_clipfrac_lower"]),
-            largest_difference(mine.approx_kl_sum / n, metrics["actor/ppo_kl"]),
-        )
 
-    hold(f"policy_loss {mode}", compare, record_property)
+        def ours(new_BT: Tensor) -> list[Tensor]:
+            mine = losses.policy_loss(
+                new_BT, old_BT, advantages_BT, case.mask_BT, clip_low=low, clip_high=high,
+                dual_clip=c, mode=mode, global_tokens=counts[0], global_sequences=counts[1],
+                scale_factor=float(case.mask_BT.shape[1]), is_weight_BT=weights_BT,
+            )  # fmt: skip
+            sums = (mine.clip_sum, mine.clip_lower_sum, mine.approx_kl_sum)
+            return [mine.loss, *(total / mine.token_count for total in sums)]
+
+        def verls(new_BT: Tensor) -> list[Tensor]:
+            config = ActorConfig(
+                clip_ratio=0.2, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c,
+                global_batch_info={},
+            )  # fmt: skip
+            loss, metrics = core.compute_policy_loss_vanilla(
+                old_BT, new_BT, advantages_BT, case.float_mask_BT, mode, config, weights_BT
+            )
+            names = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl")
+            return [loss, *(metrics[name] for name in names)]
+
+        return with_gradients(new_BT, ours, verls)
+
+    hold(f"policy_loss {mode}", compare)
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_other_policy_losses_and_their_gradients(
-    kind: str, core: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, core: Any, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both draw the first of the tokens that clip_cov may draw from, and not by chance."""
     monkeypatch.setattr(torch, "randperm", lambda n, **options: torch.arange(n))
@@ -273,19 +274,12 @@ def test_other_policy_losses_and_their_gradients(
     def compare(case: Case) -> float:
         rows = case.mask_BT.any(1)
         mask_BT, old_BT = case.mask_BT[rows], (case.normal() - 3)[rows]
-        mine_BT = (old_BT + case.normal(0.5)[rows]).requires_grad_()
-        other_BT = mine_BT.detach().clone().requires_grad_()
+        new_BT = old_BT + case.normal(0.5)[rows]
         advantages_BT, weights_BT = case.normal(2.0)[rows], case.normal().exp()[rows]
         low, high = case.uniform(0.05, 0.4), case.uniform(0.45, 0.6)
         chosen_BT = losses.choose_tokens(
-            kind, mine_BT.detach(), old_BT, advantages_BT, mask_BT, share=0.1,
-            clip_low=low, clip_high=high, cov_low=0.2, cov_high=4.0,
-        )  # fmt: skip
-        mine = losses.policy_loss(
-            mine_BT, old_BT, advantages_BT, mask_BT, kind=kind, clip_low=low, clip_high=high,
-            chosen_BT=chosen_BT, kl_coef=0.3, mode="token-mean",
-            global_tokens=int(mask_BT.sum()), global_sequences=len(mask_BT),
-            is_weight_BT=weights_BT,
+            kind, new_BT, old_BT, advantages_BT, mask_BT, share=0.1, clip_low=low,
+            clip_high=high, cov_low=0.2, cov_high=4.0,
         )  # fmt: skip
         config = verl_config.ActorConfig(
             strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=low,
@@ -296,76 +290,70 @@ def test_other_policy_losses_and_their_gradients(
             "ppo_kl_coef": 0.3,
         }.items():  # fmt: skip
             object.__setattr__(config.policy_loss, name, value)
-        function = core.get_policy_loss_fn(kind)
-        other, _ = function(
-            old_BT, other_BT, advantages_BT, mask_BT.float(), "token-mean", config, weights_BT
-        )
-        mine.loss.backward()
-        other.backward()
-        return max(
-            largest_difference(mine.loss, other), largest_difference(mine_BT.grad, other_BT.grad)
-        )
 
-    hold(f"policy_loss {kind}", compare, record_property)
+        def ours(new_BT: Tensor) -> list[Tensor]:
+            return [losses.policy_loss(
+                new_BT, old_BT, advantages_BT, mask_BT, kind=kind, clip_low=low, clip_high=high,
+                chosen_BT=chosen_BT, kl_coef=0.3, mode="token-mean",
+                global_tokens=int(mask_BT.sum()), global_sequences=len(mask_BT),
+                is_weight_BT=weights_BT,
+            ).loss]  # fmt: skip
+
+        def verls(new_BT: Tensor) -> list[Tensor]:
+            function = core.get_policy_loss_fn(kind)
+            arguments = (old_BT, new_BT, advantages_BT, mask_BT.float(), "token-mean", config)
+            return [function(*arguments, weights_BT)[0]]
+
+        return with_gradients(new_BT, ours, verls)
+
+    hold(f"policy_loss {kind}", compare)
 
 
 @pytest.mark.parametrize("mode", losses.AGGREGATION_MODES)
-def test_value_loss_and_its_gradient(mode: str, core: Any, record_property: Any) -> None:
+def test_value_loss_and_its_gradient(mode: str, core: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         old_BT, returns_BT = case.normal(), case.normal()
-        mine_BT = (old_BT + case.normal(0.6)).requires_grad_()
-        other_BT = mine_BT.detach().clone().requires_grad_()
-        clip_range = case.uniform(0.1, 0.9)
+        new_BT, clip_range = old_BT + case.normal(0.6), case.uniform(0.1, 0.9)
         counts = int(case.mask_BT.sum()) + 5, len(case.mask_BT) + 2
-        mine = losses.value_loss(
-            mine_BT,
-            old_BT,
-            returns_BT,
-            case.mask_BT,
-            clip_range=clip_range,
-            mode=mode,
-            global_tokens=counts[0],
-            global_sequences=counts[1],
-            scale_factor=11.0,
-        )
-        other, clip_fraction = core.compute_value_loss(
-            other_BT,
-            returns_BT,
-            old_BT,
-            case.float_mask_BT,
-            clip_range,
-            mode,
-            batch_num_tokens=counts[0],
-            global_batch_size=counts[1],
-            loss_scale_factor=11.0,
-        )
-        mine.loss.backward()
-        other.backward()
-        return max(
-            largest_difference(mine.loss, other),
-            largest_difference(mine_BT.grad, other_BT.grad),
-            largest_difference(mine.clip_sum / mine.token_count, clip_fraction),
-        )
 
-    hold(f"value_loss {mode}", compare, record_property)
+        def ours(new_BT: Tensor) -> list[Tensor]:
+            mine = losses.value_loss(
+                new_BT, old_BT, returns_BT, case.mask_BT, clip_range=clip_range, mode=mode,
+                global_tokens=counts[0], global_sequences=counts[1], scale_factor=11.0,
+            )  # fmt: skip
+            return [mine.loss, mine.clip_sum / mine.token_count]
+
+        def verls(new_BT: Tensor) -> Any:
+            return core.compute_value_loss(
+                new_BT, returns_BT, old_BT, case.float_mask_BT, clip_range, mode,
+                batch_num_tokens=counts[0], global_batch_size=counts[1], loss_scale_factor=11.0,
+            )  # fmt: skip
+
+        return with_gradients(new_BT, ours, verls)
+
+    hold(f"value_loss {mode}", compare)
 
 
 @pytest.mark.parametrize("kind", kl.SAMPLED_KINDS)
-def test_token_kl_and_its_gradient(kind: str, core: Any, record_property: Any) -> None:
+def test_token_kl_and_its_gradient(kind: str, core: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         ref_BT = case.normal() - 2
         spread = 15.0 if case.seed % 10 == 0 else 0.5
-        mine_BT = (ref_BT + case.normal(spread)).requires_grad_()
-        other_BT = mine_BT.detach().clone().requires_grad_()
-        mine, other = kl.token_kl(mine_BT, ref_BT, kind), core.kl_penalty(other_BT, ref_BT, kind)
-        torch.where(case.mask_BT, mine, 0).sum().backward()
-        (other * case.float_mask_BT).sum().backward()
-        return max(largest_difference(mine, other), largest_difference(mine_BT.grad, other_BT.grad))
 
-    hold(f"token_kl {kind}", compare, record_property)
+        def ours(new_BT: Tensor) -> list[Tensor]:
+            kl_BT = torch.where(case.mask_BT, kl.token_kl(new_BT, ref_BT, kind), 0)
+            return [kl_BT.sum(), kl_BT]
+
+        def verls(new_BT: Tensor) -> list[Tensor]:
+            kl_BT = core.kl_penalty(new_BT, ref_BT, kind) * case.float_mask_BT
+            return [kl_BT.sum(), kl_BT]
+
+        return with_gradients(ref_BT + case.normal(spread), ours, verls)
+
+    hold(f"token_kl {kind}", compare)
 
 
-def test_adaptive_controller(core: Any, record_property: Any) -> None:
+def test_adaptive_controller(core: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         coef, target = case.uniform(0.001, 0.5), case.uniform(0.01, 0.2)
         other = core.AdaptiveKLController(coef, target, 10_000)
@@ -375,36 +363,35 @@ def test_adaptive_controller(core: Any, record_property: Any) -> None:
             other.update(current, n)
         return largest_difference(coef, other.value)
 
-    hold("AdaptiveKLController, 10 updates", compare, record_property)
+    hold("AdaptiveKLController, 10 updates", compare)
 
 
-def test_mean_kl(torch_functional: Any, record_property: Any) -> None:
+def test_mean_kl(torch_functional: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         rows, kl_BT = case.mask_BT.any(1), case.normal()
         other = torch_functional.masked_mean(kl_BT[rows], case.float_mask_BT[rows], axis=-1).mean()
         return largest_difference(kl.mean_kl(kl_BT, case.mask_BT), other)
 
-    hold("mean_kl", compare, record_property)
+    hold("mean_kl", compare)
 
 
-def test_masked_statistics(torch_functional: Any, record_property: Any) -> None:
+def test_masked_statistics(torch_functional: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         x_BT, mask_BT, float_mask_BT = case.normal() + 1, case.mask_BT, case.float_mask_BT
         other = torch_functional
-        white_BT = tokens.masked_whiten(x_BT, mask_BT)[mask_BT]
-        other_white_BT = other.masked_whiten(x_BT, float_mask_BT)[mask_BT]
         pairs = [
             (tokens.masked_sum(x_BT, mask_BT), other.masked_sum(x_BT, float_mask_BT)),
             (tokens.masked_mean(x_BT, mask_BT, 1), other.masked_mean(x_BT, float_mask_BT, axis=1)),
             (tokens.masked_var(x_BT, mask_BT), other.masked_var(x_BT, float_mask_BT)),
-            (white_BT, other_white_BT),
-        ]
-        return max(largest_difference(mine, verl_values) for mine, verl_values in pairs)
+            (tokens.masked_whiten(x_BT, mask_BT)[mask_BT],
+             other.masked_whiten(x_BT, float_mask_BT)[mask_BT]),
+        ]  # fmt: skip
+        return max(largest_difference(*pair) for pair in pairs)
 
-    hold("masked sum, mean, var, whiten", compare, record_property)
+    hold("masked sum, mean, var, whiten", compare)
 
 
-def test_logprobs_and_entropy(torch_functional: Any, record_property: Any) -> None:
+def test_logprobs_and_entropy(torch_functional: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         N, V = case.mask_BT.numel(), 50
         logits_NV = 3 * torch.randn(N, V, generator=case.generator)
@@ -412,38 +399,39 @@ def test_logprobs_and_entropy(torch_functional: Any, record_property: Any) -> No
         temperature = case.uniform(0.5, 1.5)
         mine = tokens.gather_logprobs_entropy(logits_NV, torch.clone, targets_N, temperature, 16)
         scaled_NV = logits_NV / temperature
-        return max(
-            largest_difference(
-                mine[0], torch_functional.logprobs_from_logits_naive(scaled_NV, targets_N)
-            ),
-            largest_difference(mine[1], torch_functional.entropy_from_logits(scaled_NV)),
-        )
+        logprobs_N = torch_functional.logprobs_from_logits_naive(scaled_NV, targets_N)
+        entropy_N = torch_functional.entropy_from_logits(scaled_NV)
+        return max(largest_difference(mine[0], logprobs_N), largest_difference(mine[1], entropy_N))
 
-    hold("gather_logprobs_entropy", compare, record_property)
+    hold("gather_logprobs_entropy", compare)
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("level", kl.LEVELS)
+@pytest.mark.parametrize(
+    ("level", "normalize", "lower"),
+    [*product(kl.LEVELS, [False, True], [None]), ("token", False, 0.3)],
+)
 def test_importance_weights(
-    level: str, normalize: bool, correction: Any, record_property: Any
+    level: str, normalize: bool, lower: float | None, correction: Any, hold: Hold
 ) -> None:
     def compare(case: Case) -> float:
         old_BT = case.normal() - 2
         sampler_BT = old_BT + case.normal(8.0 if case.seed % 10 == 0 else 0.4)
         threshold = case.uniform(1.0, 5.0)
         mine = kl.importance_weights(
-            old_BT, sampler_BT, case.mask_BT, level=level, threshold=threshold, normalize=normalize
-        )
+            old_BT, sampler_BT, case.mask_BT, level=level, threshold=threshold, lower=lower,
+            normalize=normalize,
+        )  # fmt: skip
+        bounds = threshold if lower is None else f"{lower}_{threshold}"
         other, _ = correction.compute_rollout_correction_weights(
-            old_BT - sampler_BT, case.float_mask_BT, level, threshold, normalize
+            old_BT - sampler_BT, case.float_mask_BT, level, bounds, normalize
         )
         return largest_difference(mine, other)
 
-    hold(f"importance_weights {level} normalize={normalize}", compare, record_property)
+    hold(f"importance_weights {level} normalize={normalize} lower={lower}", compare)
 
 
 @pytest.mark.parametrize("name", REJECTIONS)
-def test_rejection(name: str, correction: Any, record_property: Any) -> None:
+def test_rejection(name: str, correction: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         old_BT = case.normal() - 2
         sampler_BT = old_BT + case.normal(0.4)
@@ -457,25 +445,10 @@ def test_rejection(name: str, correction: Any, record_property: Any) -> None:
         )
         return largest_difference(mine.float(), other)
 
-    hold(f"rejection {name}", compare, record_property)
+    hold(f"rejection {name}", compare)
 
 
-def test_window_of_weights(correction: Any, record_property: Any) -> None:
-    def compare(case: Case) -> float:
-        old_BT = case.normal() - 2
-        sampler_BT = old_BT + case.normal(0.6)
-        mine = kl.importance_weights(
-            old_BT, sampler_BT, case.mask_BT, level="token", threshold=4.0, lower=0.3
-        )
-        other, _ = correction.compute_rollout_correction_weights(
-            old_BT - sampler_BT, case.float_mask_BT, "token", "0.3_4.0"
-        )
-        return largest_difference(mine, other)
-
-    hold("importance_weights within a window", compare, record_property)
-
-
-def test_mismatch_diagnostics(correction: Any, record_property: Any) -> None:
+def test_mismatch_diagnostics(correction: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         old_BT = case.normal() - 2
         sampler_BT = old_BT + case.normal(0.4)
@@ -483,4 +456,4 @@ def test_mismatch_diagnostics(correction: Any, record_property: Any) -> None:
         other = correction.compute_offpolicy_metrics(old_BT, sampler_BT, case.float_mask_BT)
         return largest_difference(mine.k3_kl_sum / mine.token_count, other["k3_kl"])
 
-    hold("mismatch k3", compare, record_property)
+    hold("mismatch k3", compare)
