@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ppo_cli.cli.app import describe_unknown_flag, load_foreign_flags, main, replace_aliases
+from ppo_cli.cli.app import load_foreign_flags, main, replace_aliases
 from ppo_cli.cli.flags import format_help_line, list_flag_keys, repeat_list_flags
 from ppo_cli.config.layers import DATA_FOLDER
 from ppo_cli.config.schema.keys import table
@@ -151,41 +151,6 @@ def test_every_alias_and_every_pointer_leads_to_what_there_is() -> None:
 )
 def test_flags_of_other_programs(typed: str, meant: str) -> None:
     assert replace_aliases(typed.split()) == meant.split()
-
-
-def test_an_unknown_flag_is_told_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = [key.flag for key in table().values() if key.flag]
-    monkeypatch.setenv("PPO_COMMAND", "/a/ppo")
-    for flag, suggestion in {
-        "--nonsense": "there is no flag --nonsense.",
-        "--xyz": "there is no flag --xyz.",
-        "--learnin_rate": "Did you mean '--lr'?",
-        "--batch-sise": "there is no flag --batch-sise. Did you mean '--batch_size'?",
-        "--warmup_ration": "Did you mean 'actor.optim.lr_warmup_steps_ratio'?",
-        "--per_device_train_batch_sizes": "actor.ppo_micro_batch_size_per_gpu=N",
-        "--report_to": "use --logger console,wandb",
-        "--beta": "actor.kl_loss_coef=X",
-        "--config-path": "no flag --config-path: Hydra and its",
-        "--push_to_hub": "`/a/ppo export`",
-    }.items():
-        message = describe_unknown_flag(flag, flags)
-        assert suggestion in message and message[-1] in ".?", message
-
-
-def test_all_unknown_flags_are_told_at_once_with_the_rest(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PPO_COMMAND", "/a\\ b/ppo")
-    line = "plan --nonsense 3 4 --bf16 --learnin_rate=1 lrr=3 --lr fast --system_prompt --foo"
-    assert main(line.split()) == 2
-    err = capsys.readouterr().err
-    for args in (
-        "5 things are wrong", "no flag --nonsense.", "--bf16: use --dtype bfloat16", "'--lr'?",
-        "no setting 'lrr'", "flag --lr: ", "See `/a\\ b/ppo plan --help`",
-    ):  # fmt: skip
-        assert args in err, args
-    assert main(["data", "check"]) == 2
-    assert "See `/a\\ b/ppo data check --help`" in capsys.readouterr().err
 
 
 def test_no_flag_and_no_variable_serves_two_settings() -> None:

@@ -52,17 +52,3 @@ def test_what_is_said_outright_comes_first(capsys: pytest.CaptureFixture[str]) -
     values = json.loads(capsys.readouterr().out)["values"]
     assert values["trainer.n_gpus_per_node"] == {"value": 4, "origin": "flag --n_gpus"}
     assert values["trainer.nnodes"]["origin"] == "env SLURM_NNODES"
-
-
-def test_a_clash_names_the_variable_that_is_set(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--tensor_parallel_size", "3", "--preset", "embedded"]) == 2
-    output = capsys.readouterr().err
-    assert "env SLURM_GPUS_ON_NODE" in output
-    assert "env N_GPUS" not in output
-
-
-def test_that_there_is_no_gpu_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan"]) == 0
-    output = capsys.readouterr().out.lower()
-    assert output.count("no gpu") == 1
-    assert "no --model: training the small model" in output

@@ -1,0 +1,102 @@
+"""The golden file messages.txt: commands, and what they print.
+
+tests/cli/test_messages.py compares it with what they print today; scripts/write_messages.py
+rewrites it. The form of the file is described at its top.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+from pytest import MonkeyPatch
+
+from ppo_cli.cli.app import main
+
+ROOT = Path(__file__).resolve().parents[1]
+MESSAGES = ROOT / "tests" / "messages.txt"
+# Variables of every command; a message may depend on no other.
+ENVIRON = {
+    "PATH": os.environ["PATH"],
+    "PPO_COMMAND": "ppo",
+    "COLUMNS": "80",
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+# Optional packages, which count as missing on every machine.
+MISSING_PACKAGES = ("bitsandbytes", "flash_attn", "kernels", "vllm", "wandb")
+ENTRY = re.compile(r"((?:#.*\n|\n)*)((?:\$ .*\n)+)((?:(?![#$] ).*\n?)*)")
+
+
+class Entry(NamedTuple):
+    """Comments above the entry, its commands, and what each of them prints after its exit code."""
+
+    comments: str
+    commands: tuple[str, ...]
+    outcome: str
+
+
+def read_entries(text: str) -> list[Entry]:
+    """Return the entries of the golden file."""
+    return [
+        Entry(comments, tuple(re.findall(r"^\$ (.*)", commands, re.M)), outcome.strip("\n"))
+        for comments, commands, outcome in ENTRY.findall(text)
+    ]
+
+
+def run_command(command: str) -> str:
+    """Run `[NAME=value ...] ppo ARGS [| grep WORD]`; return `exit CODE` and what it prints.
+
+    That is stderr, or stdout if stderr is empty; with a WORD, the lines of both that have it. It
+    runs in a copy of the folder tests/messages; files that a failed command writes are listed.
+    """
+    line, _, word = command.partition(" | grep ")
+    words = shlex.split(line)
+    start = words.index("ppo")
+    variables = dict(assignment.split("=", 1) for assignment in words[:start])
+    out, err = StringIO(), StringIO()
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        MonkeyPatch.context() as patch,
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        folder = Path(temporary, "folder").resolve()
+        shutil.copytree(MESSAGES.with_suffix(""), folder)
+        before = read_folder(folder)
+        for name in list(os.environ):
+            patch.delenv(name)
+        for name, value in {**ENVIRON, "HOME": temporary, **variables}.items():
+            patch.setenv(name, value)
+        for name in MISSING_PACKAGES:
+            patch.setitem(sys.modules, name, None)
+        patch.setattr(sys, "argv", words[start:])
+        patch.setattr(sys, "stdin", StringIO())
+        patch.chdir(folder)
+        code = main(words[start + 1 :])
+        changes = set() if code == 0 else read_folder(folder).items() - before.items()
+    text = err.getvalue() + out.getvalue() if word else err.getvalue() or out.getvalue()
+    text += "".join(f"(writes {path})\n" for path, _ in sorted(changes))
+    marks = {folder: "<cwd>", sys.executable: "<python>", sys.prefix: "<venv>", ROOT: "<ppo-cli>"}
+    for value, mark in marks.items():
+        text = text.replace(str(value), mark)
+    lines = [row.rstrip() for row in text.splitlines() if "".join(shlex.split(word)) in row]
+    return "\n".join([f"exit {code}", *lines])
+
+
+def read_folder(folder: Path) -> dict[Path, bytes]:
+    """Return the bytes of each file under a folder, by its path in there."""
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }

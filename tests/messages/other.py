@@ -1,0 +1,2 @@
+def compute_scores(a, b, c):
+    return 1.0

@@ -1,0 +1,2 @@
+def compute_score(text):
+    return 1.0

@@ -1,0 +1,2 @@
+def compute_score(a, b, c)
+    return 1.0
