@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,105 +12,37 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
-from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
-from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
-from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from ppo_cli.engine.base import Sampling, stream_key
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models.attention import BY_ROWS
 from ppo_cli.engine.samplers import hf as hf_sampler
-from ppo_cli.engine.samplers.hf import HFSampler, compute_uniforms, draw_tokens
+from ppo_cli.engine.samplers.hf import compute_uniforms, draw_tokens
 from ppo_cli.engine.samplers.kv_cache import KVCache
 from ppo_cli.errors import DataError, ModelError, UserError
-from ppo_cli.records import Prompt, Rollout
+from ppo_cli.records import Rollout
+from tests.engine.sampling import (
+    EOS,
+    PLAIN,
+    build_model,
+    detokenize,
+    forward_logprobs,
+    logprob_gap,
+    make_prompts,
+    make_sampler,
+    sample,
+    tokens_of,
+)
 
-EOS, PAD, VOCAB = 1, 0, 48
-SHAPE = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "initializer_range": 0.4, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": 2,
-}  # fmt: skip
-SLIDING = {
-    "head_dim": 8,
-    "sliding_window": 6,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
-    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8}),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, SLIDING),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, SLIDING),
-}
-LENGTHS = (3, 9, 5, 14, 1, 9, 7)
-
-
-def build_model(family: str = "qwen2", attention: str = "sdpa", **changes: Any) -> Any:
-    model_class, config_class, extra = FAMILIES[family]
-    torch.manual_seed(7)
-    config = config_class(**{**SHAPE, **extra, **changes}, attn_implementation=attention)
-    return model_class(config).eval()
-
-
-def make_prompts(lengths: Sequence[int] = LENGTHS) -> list[Prompt]:
-    generator = np.random.default_rng(3)
-    return [
-        Prompt(
-            uid=f"row-{i}", text="", messages=(), rendered="",
-            token_ids=tuple(generator.integers(3, VOCAB, length).tolist()),
-        )
-        for i, length in enumerate(lengths)
-    ]  # fmt: skip
-
-
-def make_sampler(model: Any, max_num_seqs: int = 64, **changes: Any) -> HFSampler:
-    settings: dict[str, Any] = {
-        "eos_token_ids": frozenset({EOS}),
-        "pad_token_id": PAD,
-        "detokenize": lambda ids, context: "".join(f"{i} " for i in ids if i != EOS),
-    }
-    return HFSampler(model, max_num_seqs=max_num_seqs, **(settings | changes))
-
-
-def sample(
-    model: Any, prompts: list[Prompt], max_num_seqs: int = 64, **sampling: Any
-) -> dict[tuple[str, int], Rollout]:
-    sampler = make_sampler(model, max_num_seqs)
-    rollouts = list(sampler.generate(prompts, Sampling(**({"max_tokens": 12} | sampling)), 5))
-    rollouts_by_key = {rollout.key: rollout for rollout in rollouts}
-    assert len(rollouts_by_key) == len(rollouts)
-    return rollouts_by_key
-
-
-def tokens_of(rollouts: dict[tuple[str, int], Rollout]) -> dict[tuple[str, int], tuple[int, ...]]:
-    return {key: rollout.token_ids for key, rollout in rollouts.items()}
-
-
-@torch.no_grad()
-def forward_logprobs(model: Any, rollout: Rollout, temperature: float) -> np.ndarray:
-    start = len(rollout.prompt.token_ids)
-    ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids]])
-    logprobs = (model(ids).logits[0, start - 1 : -1].float() / temperature).log_softmax(-1)
-    return logprobs.gather(-1, ids[0, start:, None])[:, 0].numpy()
+# Keys and values, states, and rows that are computed again.
+KINDS = ("qwen2", "qwen3_next", "mamba2", "recurrent_gemma")
 
 
 @pytest.mark.parametrize(
     ("family", "attention"),
     [
-        *((family, "sdpa") for family in FAMILIES), ("qwen2", "eager"), ("gemma2", "eager"),
-        *((family, BY_ROWS) for family in FAMILIES if family != "gemma2"),  # it caps its logits
+        *((family, "sdpa") for family in PLAIN), ("qwen2", "eager"), ("gemma2", "eager"),
+        *((family, BY_ROWS) for family in PLAIN if family != "gemma2"),  # it caps its logits
     ],
 )  # fmt: skip
 def test_greedy_equals_transformers_generate(family: str, attention: str) -> None:
@@ -127,37 +58,25 @@ def test_greedy_equals_transformers_generate(family: str, attention: str) -> Non
         assert rollouts[prompt.uid, 0].token_ids == tuple(expected[0, ids.shape[1] :].tolist())
 
 
-@pytest.mark.parametrize(
-    ("family", "temperature"), [*((family, 0.7) for family in FAMILIES), ("qwen2", 0.0)]
-)
-def test_logprobs_equal_a_full_forward(family: str, temperature: float) -> None:
-    model = build_model(family, initializer_range=0.2)
-    cut = {"top_p": 0.8, "top_k": 20}  # the log-probs are those before truncation
-    rollouts = sample(model, make_prompts(), 3, temperature=temperature, n=2, max_tokens=20, **cut)
-    for rollout in rollouts.values():
-        expected = forward_logprobs(model, rollout, temperature or 1.0)
-        assert rollout.sampler_logprobs.dtype == np.float32
-        np.testing.assert_allclose(rollout.sampler_logprobs, expected, atol=1e-5)
-
-
-def test_same_rollouts_alone_in_a_batch_and_with_few_seats() -> None:
-    model, prompts = build_model(), make_prompts()
-    together = tokens_of(sample(model, prompts, n=3))
-    assert len(together) == 21
+@pytest.mark.parametrize("family", KINDS)
+def test_rollouts_do_not_depend_on_their_batch(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = build_model(family), make_prompts()
+    together = sample(model, prompts, n=3)
+    for key, repeated in sample(model, prompts, n=3).items():  # to the bit
+        assert np.array_equal(repeated.sampler_logprobs, together[key].sampler_logprobs)
+    expected = tokens_of(together)
+    assert len(expected) == 24
     alone: dict[tuple[str, int], tuple[int, ...]] = {}
     for prompt in prompts:
         alone |= tokens_of(sample(model, [prompt], n=3))
-    assert alone == together
-    for seats in (1, 2, 5, 8):
-        assert tokens_of(sample(model, prompts, seats, n=3)) == together
-    assert tokens_of(sample(model, prompts[::-1], n=3)) == together
-
-
-def test_small_prefills_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompts = build_model(), make_prompts()
-    together = tokens_of(sample(model, prompts, n=2))
+    assert alone == expected
+    for seats in (1, 3, 8):
+        assert tokens_of(sample(model, prompts, seats, n=3)) == expected
+    assert tokens_of(sample(model, prompts[::-1], n=3)) == expected
     monkeypatch.setattr(hf_sampler, "PREFILL_TOKENS", 20)
-    assert tokens_of(sample(model, prompts, n=2)) == together
+    assert tokens_of(sample(model, prompts, n=3)) == expected
 
 
 def test_seeds_samples_and_prompts_have_streams_of_their_own() -> None:
@@ -195,7 +114,7 @@ def test_finish_reasons_text_and_version() -> None:
         assert EOS not in rollout.token_ids[:-1]
         assert len(rollout.token_ids) == 24 or rollout.finish_reason == "stop"
         assert len(rollout.sampler_logprobs) == len(rollout.token_ids)
-        assert rollout.text == "".join(f"{i} " for i in rollout.token_ids if i != EOS)
+        assert rollout.text == detokenize(rollout.token_ids)
         assert rollout.weight_version == 5
 
 
@@ -208,9 +127,7 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
     cut = sample(model, prompts, n=4, stop=stop)
     ended = 0
     for key, full in rollouts.items():
-        texts = [
-            "".join(f"{i} " for i in full.token_ids[:n]) for n in range(len(full.token_ids) + 1)
-        ]
+        texts = [detokenize(full.token_ids[:n]) for n in range(len(full.token_ids) + 1)]
         first = [n for n, text in enumerate(texts) if any(first in text for first in stop)]
         end = min(first, default=len(full.token_ids))
         assert cut[key].token_ids == full.token_ids[:end]
@@ -224,13 +141,17 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
     assert tokens_of(sample(model, prompts, 3, n=4, stop=stop)) == tokens_of(cut)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
-@pytest.mark.parametrize("new_tokens", [1, 5])
+@pytest.mark.parametrize(
+    ("family", "new_tokens"), [("gemma3_text", 1), ("gemma3_text", 5), *((k, 5) for k in KINDS)]
+)
 def test_a_response_goes_on_as_if_it_had_not_paused(family: str, new_tokens: int) -> None:
     model, prompts = build_model(family), make_prompts()
     sampling = Sampling(n=3, max_tokens=12, seed=4, top_p=0.9)
-    in_one = {r.key: r for r in make_sampler(model).generate(prompts, sampling, 2)}
-    sampler, windows = make_sampler(model, 5), replace(sampling, new_tokens=new_tokens)
+    one, sampler = (
+        make_sampler(model, size, eos_token_ids=frozenset(range(1, 9))) for size in (64, 5)
+    )
+    in_one = {r.key: r for r in one.generate(prompts, sampling, 2)}
+    windows = replace(sampling, new_tokens=new_tokens)
     rollouts = list(sampler.generate(prompts, windows, 2))
     assert {len(r.token_ids) for r in rollouts if r.finish_reason == "unfinished"} == {new_tokens}
     for version in range(3, 15):
@@ -290,17 +211,8 @@ def test_one_token_and_no_prompt() -> None:
     model = build_model()
     rollouts = sample(model, make_prompts(), 2, n=2, max_tokens=1)
     assert {len(rollout.token_ids) for rollout in rollouts.values()} == {1}
-    assert len(rollouts) == 14
+    assert len(rollouts) == 16
     assert sample(model, []) == {}
-
-
-def test_short_rollouts_come_before_long_ones() -> None:
-    model = build_model()
-    sampler = make_sampler(model)
-    order = list(sampler.generate(make_prompts(), Sampling(n=8, max_tokens=24), 0))
-    lengths = [len(rollout.token_ids) for rollout in order]
-    assert lengths == sorted(lengths)
-    assert lengths[0] < lengths[-1]
 
 
 def test_a_rollout_is_handed_over_before_the_next_forward_pass() -> None:
@@ -333,22 +245,14 @@ def test_a_closed_iterator_frees_the_cache_and_keeps_modes() -> None:
     next(rollouts)
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
-    assert count_caches() == 1
+    counts = [count_caches()]
     rollouts.close()
-    assert count_caches() == 0
+    assert [*counts, count_caches()] == [1, 0]
 
 
 def count_caches() -> int:
     gc.collect()
     return sum(type(thing) is KVCache for thing in gc.get_objects())
-
-
-def test_low_precision_runs_and_stays_near() -> None:
-    model, prompts = build_model(initializer_range=0.1), make_prompts()
-    sampler = make_sampler(model, compute=Compute(torch.device("cpu"), torch.bfloat16))
-    for rollout in sampler.generate(prompts, Sampling(max_tokens=12), 0):
-        expected = forward_logprobs(model, rollout, 1.0)
-        np.testing.assert_allclose(rollout.sampler_logprobs, expected, atol=0.1)
 
 
 class CastWeights(TorchDispatchMode):
@@ -372,30 +276,25 @@ class CastWeights(TorchDispatchMode):
 def test_low_precision_casts_a_weight_once_for_all_tokens(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if family == "gpt2":
-        torch.manual_seed(7)
-        shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB}
-        model: Any = GPT2LMHeadModel(GPT2Config(**shape, n_positions=64)).eval()
-    else:
-        model = build_model(family)
-    own_values = dict(model.named_parameters(remove_duplicate=False))
+    model = build_model(family, initializer_range=0.1)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     sampler = make_sampler(model, compute=Compute(torch.device("cpu"), torch.bfloat16))
 
-    def drawn() -> tuple[Counter[int], dict[tuple[str, int], Rollout]]:
+    def draw() -> tuple[Counter[int], dict[tuple[str, int], Rollout]]:
         rollouts = {}
         with CastWeights(model) as cast:
             for rollout in sampler.generate(make_prompts(), Sampling(max_tokens=12), 0):
                 rollouts[rollout.key] = rollout
                 now = dict(model.named_parameters(remove_duplicate=False))
-                assert all(now[name] is weight for name, weight in own_values.items())
+                assert all(now[name] is weight for name, weight in parameters.items())
         return cast.counts, rollouts
 
-    counts, rollouts = drawn()
+    counts, rollouts = draw()
     assert set(counts.values()) == {1}
+    assert logprob_gap(model, rollouts.values()) < 0.1
     monkeypatch.setattr(hf_sampler, "cast_layers", lambda model, dtype: [])
-    by_autocast, same = drawn()
-    assert by_autocast.keys() == counts.keys()
-    assert min(by_autocast.values()) > 1
+    counts_by_autocast, same = draw()
+    assert counts_by_autocast.keys() == counts.keys() and min(counts_by_autocast.values()) > 1
     for key, rollout in rollouts.items():
         assert rollout.token_ids == same[key].token_ids
         np.testing.assert_array_equal(rollout.sampler_logprobs, same[key].sampler_logprobs)
@@ -497,33 +396,55 @@ OUT_OF_MEMORY = (
 
 
 @pytest.mark.parametrize("room", [40, 100, 300])
+@pytest.mark.parametrize(
+    ("sampling", "error"),
+    [
+        *(({"n": 3}, error) for error in OUT_OF_MEMORY),
+        ({"n": 2, "temperature": 0.0}, OUT_OF_MEMORY[0]),
+        ({"n": 1, "top_p": 0.7, "seed": 4}, OUT_OF_MEMORY[0]),
+    ],
+)
 def test_out_of_memory_halves_what_is_sampled_at_once_and_changes_no_row(
-    room: int, monkeypatch: pytest.MonkeyPatch
+    sampling: dict[str, Any], error: Exception, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompts = build_model(), make_prompts()
-    for expected in ({"n": 3}, {"n": 2, "temperature": 0.0}, {"n": 1, "top_p": 0.7, "seed": 4}):
-        full = tokens_of(sample(model, prompts, **expected))
-        for error in OUT_OF_MEMORY if expected == {"n": 3} else OUT_OF_MEMORY[:1]:
-            memory, report = SmallMemory(model, room, error), []
-            sampler = make_sampler(model)
-            sampler.capacity.on_halving = report.append
-            with monkeypatch.context() as patch:
-                patch.setattr(model, "forward", memory)
-                sampling = Sampling(**({"max_tokens": 12} | expected))
-                rollouts = list(sampler.generate(prompts, sampling, 5))
-            assert len(rollouts) == len(full)
-            assert {rollout.key: rollout.token_ids for rollout in rollouts} == full
-            assert bool(memory.refused) is bool(report), "each halving is told"
-            assert report == sorted(report, reverse=True) and sampler.capacity.halved_rows() in (
-                *report[-1:],
-                None,
-            )
+    expected = tokens_of(sample(model, prompts, **sampling))
+    memory, report = SmallMemory(model, room, error), []
+    sampler = make_sampler(model)
+    sampler.capacity.on_halving = report.append
+    monkeypatch.setattr(model, "forward", memory)
+    rollouts = list(sampler.generate(prompts, Sampling(**({"max_tokens": 12} | sampling)), 5))
+    assert len(rollouts) == len(expected)
+    assert {rollout.key: rollout.token_ids for rollout in rollouts} == expected
+    assert bool(memory.refused) is bool(report), "each halving is told"
+    assert report == sorted(report, reverse=True)
+    assert sampler.capacity.halved_rows() in (*report[-1:], None)
+
+
+@pytest.mark.parametrize("family", KINDS[1:])
+def test_rows_of_states_start_again_when_memory_runs_out(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = build_model(family), make_prompts()
+    expected = tokens_of(sample(model, prompts, n=2))
+    sampler, calls, forward = make_sampler(model), [], model.forward
+
+    def run_out(**options: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 12:
+            raise torch.OutOfMemoryError
+        return forward(**options)
+
+    monkeypatch.setattr(model, "forward", run_out)
+    rollouts = list(sampler.generate(prompts, Sampling(max_tokens=12, n=2), 0))
+    assert sampler.capacity.rows < 64
+    assert {rollout.key: rollout.token_ids for rollout in rollouts} == expected
 
 
 def test_what_memory_allows_is_remembered_and_a_smaller_setting_stands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, prompts = build_model(), make_prompts()
+    model, prompts = build_model(), make_prompts((3, 9, 5, 14, 1, 9, 7))
     sampler, memory = make_sampler(model), SmallMemory(model, 100, OUT_OF_MEMORY[0])
     monkeypatch.setattr(model, "forward", memory)
     assert len(list(sampler.generate(prompts, Sampling(max_tokens=12, n=3), 0))) == 21
@@ -534,21 +455,21 @@ def test_what_memory_allows_is_remembered_and_a_smaller_setting_stands(
     for setting, expected in ((64, remaining), (remaining, None), (1, None)):
         resumed = make_sampler(model, setting)
         resumed.capacity.restore(remaining)
-        assert (resumed.capacity.rows, resumed.capacity.halved_rows()) == (
-            min(setting, remaining),
-            expected,
-        )
+        assert resumed.capacity.rows == min(setting, remaining)
+        assert resumed.capacity.halved_rows() == expected
 
 
-def test_one_response_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (OUT_OF_MEMORY[0], UserError, "ran out of memory, even with one .*response_l"),
+        (RuntimeError("size mismatch"), RuntimeError, "size mismatch"),
+    ],
+)
+def test_an_error_that_halving_does_not_help_is_raised(
+    error: Exception, raised: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build_model()
-    monkeypatch.setattr(model, "forward", SmallMemory(model, 10, OUT_OF_MEMORY[0]))
-    with pytest.raises(UserError, match=r"Sampling ran out of memory, even with one .*response_l"):
-        list(make_sampler(model).generate(make_prompts(), Sampling(max_tokens=12), 0))
-
-
-def test_other_errors_of_a_forward_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, error = build_model(), RuntimeError("size mismatch")
     monkeypatch.setattr(model, "forward", SmallMemory(model, 10, error))
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        list(make_sampler(model).generate(make_prompts(), Sampling(), 0))
+    with pytest.raises(raised, match=message):
+        list(make_sampler(model).generate(make_prompts(), Sampling(max_tokens=12), 0))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,10 +18,12 @@ from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_policy, load_tokenizer
 from ppo_cli.engine.models.lora import adapt, adapter_tensors
 from ppo_cli.errors import MissingPart, ModelError
-from ppo_cli.records import Prompt, Rollout
+from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
+from tests.engine.sampling import logprob_gap
 
 SAMPLING = Sampling(n=3, max_tokens=16)
+PATH = model_folder("embedded")
 
 
 def read_config(*args: str) -> Config:
@@ -30,94 +31,86 @@ def read_config(*args: str) -> Config:
     return resolve(flags={}, preset=None, config_files=[], overrides=settings, environ={}).config
 
 
-def make_prompt(tokenizer: Any) -> Prompt:
+@pytest.fixture
+def tokenizer() -> Any:
+    return load_tokenizer(PATH)
+
+
+@pytest.fixture
+def prompts(tokenizer: Any) -> list[Prompt]:
     ids = tuple(tokenizer("<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n")["input_ids"])
-    return Prompt("p", "2+2=", (), "2+2=", ids)
+    return [Prompt("p", "2+2=", (), "2+2=", ids)]
 
 
-@torch.no_grad()
-def gap(model: Any, rollouts: list[Rollout]) -> float:
-    gaps = []
-    for rollout in rollouts:
-        ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids]])
-        logits = model(ids).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
-        chosen = torch.tensor(rollout.token_ids)[:, None]
-        logprobs = logits.log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
-        gaps.append(np.abs(logprobs - rollout.sampler_logprobs).max())
-    return float(max(gaps))
-
-
-def shake_all(model: Any) -> Weights:
+def change_all(model: Any) -> Weights:
     for weight in model.parameters():
         weight.data.add_(torch.randn_like(weight) * 0.02)
     return Weights({n: w.detach().clone() for n, w in model.named_parameters()}, 1)
 
 
-def shake_in_place(model: Any) -> Weights:
+def change_in_place(model: Any) -> Weights:
     """As weights that stay: what is written last is what samples."""
     tensors = {n: w.detach().clone() for n, w in model.named_parameters()}
-    return replace(shake_all(model), tensors=tensors, persistent=True)
+    return replace(change_all(model), tensors=tensors, persistent=True)
 
 
-def shake_adapter(model: Any) -> Weights:
+def change_adapter(model: Any) -> Weights:
     for _, tensor in adapter_tensors(model):
         tensor.data.normal_(std=0.3)
     return Weights({n: t.detach().clone() for n, t in adapter_tensors(model)}, 1, adapter=True)
 
 
 @pytest.mark.parametrize(
-    ("args", "shake"),
-    [((), shake_all), ((), shake_in_place), (("model.lora_rank=4",), shake_adapter)],
+    ("args", "change"),
+    [((), change_all), ((), change_in_place), (("model.lora_rank=4",), change_adapter)],
 )
 def test_new_weights_are_the_ones_that_sample(
-    args: tuple[str, ...], shake: Callable[[Any], Weights]
+    args: tuple[str, ...], change: Callable[[Any], Weights], tokenizer: Any, prompts: list[Prompt]
 ) -> None:
     config = read_config(*args)
     if config.model.lora_rank:
         pytest.importorskip("peft")
-    tokenizer = load_tokenizer(model_folder("embedded"))
-    prompts = [make_prompt(tokenizer)]
     sampler = build_sampler(config, tokenizer)
-    model = load_policy(model_folder("embedded")).model
+    model = load_policy(PATH).model
     before = list(sampler.generate(prompts, SAMPLING, 0))
-    assert gap(model, before) < 1e-4
+    assert logprob_gap(model, before) < 1e-4
     if (inject := adapt(config.model, config.trainer.seed)) is not None:
         inject(model)
     torch.manual_seed(0)
     sampler.sleep()
     sampler.wake_weights()
     sampler.wake_cache()
-    weights = shake(model)
+    weights = change(model)
     assert sampler.load_weights(weights) is weights.persistent
     if weights.persistent:
         for name, weight in model.named_parameters():
             weights.tensors[name].copy_(weight.detach())
     after = list(sampler.generate(prompts, SAMPLING, 1))
-    assert gap(model, after) < 1e-4 < 1e-2 < gap(model, before)
+    assert logprob_gap(model, after) < 1e-4 < 1e-2 < logprob_gap(model, before)
     assert {rollout.weight_version for rollout in after} == {1}
     sampler.close()
     sampler.close()
 
 
-def test_old_logprobs_of_the_sampler_are_those_of_the_actor() -> None:
-    tokenizer = load_tokenizer(model_folder("embedded"))
-    results = {}
+def test_old_logprobs_of_the_sampler_are_those_of_the_actor(
+    tokenizer: Any, prompts: list[Prompt]
+) -> None:
+    results = []
     for mode in ("null", "false"):
         config = read_config(
             f"algorithm.rollout_correction.bypass_mode={mode}", "rollout.temperature=0.8"
         )
         engine = LocalEngine(config, tokenizer, total_steps=2)
         sampling = replace(SAMPLING, temperature=0.8, top_k=40)
-        drawn = sorted(engine.generate([make_prompt(tokenizer)], sampling), key=lambda r: r.sample)
-        batch = build_batch(drawn, tokenizer.pad_token_id)
-        results[mode] = engine.annotate(batch)
-        scores = scored(results[mode], seed=3)
-        sums = engine.step(MiniBatch(scores, actor=True, critic=True))
+        rollouts = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample)
+        batch = build_batch(rollouts, tokenizer.pad_token_id)
+        results.append(engine.annotate(batch))
+        sums = engine.step(MiniBatch(scored(results[-1], seed=3), actor=True, critic=True))
         total, count = sums["ppo_ratio"]
         assert total / count == pytest.approx(1, abs=1e-5) and sums["clip_fraction"][0] == 0
         engine.publish()
         assert engine.annotate(batch).measures_sampler  # the weights are no longer those
-    reused, computed = results.values()
+    reused, computed = results
     assert computed.measures_sampler and not reused.measures_sampler
     for name in ("old_logprobs_BT", "entropy_BT", "ref_logprobs_BT", "values_BT"):
         torch.testing.assert_close(
@@ -125,8 +118,8 @@ def test_old_logprobs_of_the_sampler_are_those_of_the_actor() -> None:
         )
 
 
-def test_weights_of_another_model_are_a_bug() -> None:
-    sampler = build_sampler(read_config(), load_tokenizer(model_folder("embedded")))
+def test_weights_of_another_model_are_a_bug(tokenizer: Any) -> None:
+    sampler = build_sampler(read_config(), tokenizer)
     with pytest.raises(RuntimeError, match="not those of this model"):
         sampler.load_weights(Weights({"odd": torch.zeros(1)}, 1))
     with pytest.raises(ModelError, match="does not fit the model"):
