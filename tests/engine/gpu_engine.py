@@ -54,12 +54,12 @@ class GpuEngine:
         self._paused = False
         self._garbage = False
         self._version = "default"
-        self._requests: list[str] = []
+        self.requests: list[str] = []
         self._batches_ahead = batches_ahead
         self._finished = False  # requests of which the workers have not heard yet
         self._queue: list[None] = []
         core = SimpleNamespace(
-            scheduler=SimpleNamespace(has_requests=lambda: bool(self._requests) or self._finished)
+            scheduler=SimpleNamespace(has_requests=lambda: bool(self.requests) or self._finished)
         )
         core.batch_queue = self._queue
         self.engine_core = SimpleNamespace(engine_core=core, shutdown=lambda: None)
@@ -68,7 +68,7 @@ class GpuEngine:
 
     def sleep(self, level: int = 1) -> None:
         self.events.append(f"sleep {level}")
-        self._requests, self._paused = [], True
+        self.requests, self._paused = [], True
         if level == 0 or "weights" in self._sleeping:
             return
         self.pinned = self.sizes["weights"] if level == 1 else 0
@@ -127,18 +127,18 @@ class GpuEngine:
         return self._version
 
     def reset_prefix_cache(self) -> bool:
-        return not self._requests
+        return not self.requests
 
     def submit(self, name: str) -> str:
         assert not self._paused, "the scheduler is paused: the request would wait for ever"
-        self._requests.append(name)
+        self.requests.append(name)
         return name
 
     def abort_request(self, names: list[str], internal: bool) -> None:
-        self._requests = [name for name in self._requests if name not in names]
+        self.requests = [name for name in self.requests if name not in names]
 
     def step(self) -> list[Any]:
-        if not self._requests:
+        if not self.requests:
             self._finished = False
             del self._queue[:1]
             return []
@@ -149,7 +149,7 @@ class GpuEngine:
         self._finished = True
         self._queue[:] = [None] * self._batches_ahead  # async scheduling
         output = SimpleNamespace(token_ids=[1], logprobs=SimpleNamespace(logprobs=[-0.5]))
-        name = self._requests.pop(0)
+        name = self.requests.pop(0)
         return [SimpleNamespace(finished=True, request_id=name, outputs=[output])]
 
     def _measure(self, event: str) -> None:

@@ -1,4 +1,4 @@
-"""vLLM as a sampler: real engines, asked once in a process of their own (`vllm_probe.py`)."""
+"""vLLM as a sampler: real engines in processes of their own (`vllm_checks.py`), and none at all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,44 +27,34 @@ from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.models.lora import LoRA
 from ppo_cli.engine.samplers import vllm as vllm_sampler
 from ppo_cli.engine.samplers.vllm import CPU_CACHE_BYTES, VLLMSampler
-from ppo_cli.errors import DataError, ModelError, UserError
+from ppo_cli.errors import DataError, UserError
 from ppo_cli.records import Prompt, Rollout
+from tests.engine.gpu_engine import Gpu, GpuEngine
 
-TOLERANCE = 1e-4
 ROOT = Path(__file__).parents[2]
-real = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed (scripts/setup vllm)",
-    ),
-]
+SHARED_MEMORY = Path("/dev/shm")
 
 
-@pytest.fixture(scope="module")
-def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the probe found, and what it left behind."""
-    folder = tmp_path_factory.mktemp("probe")
-    temporary = tmp_path_factory.mktemp("tmp")
-    shared = Path("/dev/shm")
-    before = set(shared.iterdir()) if shared.is_dir() else set()
-    rollouts: dict[str, Any] = {"stdout lines": 0}
-    for part in ("layers", "files"):
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("vllm_probe.py")), str(folder), part],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
-            capture_output=True, text=True, timeout=580,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        lines = done.stdout.strip().splitlines()
-        rollouts |= json.loads(lines[-1])
-        rollouts["stdout lines"] = max(rollouts["stdout lines"], len(lines))
-    remaining = [*temporary.glob("vllm*"), *temporary.glob("ppo*")]
-    if shared.is_dir():
-        new = set(shared.glob("ppo-*")) - before
-        remaining += [path for path in new if owner_of(path) == rollouts["pid"]]
-    rollouts["left"] = [path.name for path in remaining]
-    return rollouts
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (scripts/setup vllm)"
+)
+@pytest.mark.parametrize("part", ["not TestFiles", "TestFiles"])
+def test_real_engines_pass_their_checks_and_leave_nothing_behind(part: str, tmp_path: Path) -> None:
+    """No files, no text on stdout; their own report is in the output of a failure."""
+    checks = [sys.executable, "-m", "pytest", str(Path(__file__).with_name("vllm_checks.py"))]
+    options = ["-k", part, "-q", "-s", "-W", "ignore", "-p", "no:cacheprovider", "--tb=short"]
+    (tmp_path / "tmp").mkdir()
+    with subprocess.Popen(
+        [*checks, *options, f"--basetemp={tmp_path / 'pytest'}"],
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")}, cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        out, errors = process.communicate(timeout=850)
+    assert process.returncode == 0, out + errors[-3000:]
+    assert re.fullmatch(r"[.\s]*(\[100%\])?\s*\d+ passed, \d+ deselected in .*\s*", out), out
+    shared = [path for path in SHARED_MEMORY.glob("ppo-*") if owner_of(path) == process.pid]
+    assert [*(tmp_path / "tmp").glob("vllm*"), *(tmp_path / "tmp").glob("ppo*"), *shared] == []
 
 
 def owner_of(folder: Path) -> int | None:
@@ -74,201 +65,40 @@ def owner_of(folder: Path) -> int | None:
         return None
 
 
-class TestReal:
-    pytestmark = real
-
-    def test_greedy_tokens_are_those_of_the_hf_sampler(self, probe: dict[str, Any]) -> None:
-        assert probe["bundled"]["greedy"]
-
-    def test_a_response_ends_with_its_end_token_or_is_cut(self, probe: dict[str, Any]) -> None:
-        assert probe["bundled"]["finish"] == ["stop"]
-        assert probe["bundled"]["ends"] and probe["bundled"]["cut"]
-
-    def test_a_stop_text_ends_a_response_as_the_hf_sampler_does(
-        self, probe: dict[str, Any]
-    ) -> None:
-        assert probe["bundled"]["stops"], probe["bundled"]["stopped"]
-
-    def test_logprobs_are_under_the_temperature_and_untruncated(
-        self, probe: dict[str, Any]
-    ) -> None:
-        gaps = probe["bundled"]["gaps"]
-        assert len(gaps) == 7
-        assert max(gaps.values()) < TOLERANCE, gaps
-
-    def test_a_draw_does_not_depend_on_the_batch(self, probe: dict[str, Any]) -> None:
-        assert all(probe["bundled"]["alike"].values()), probe["bundled"]["alike"]
-
-    def test_a_response_goes_on_after_a_pause(self, probe: dict[str, Any]) -> None:
-        assert ["unfinished", True] in probe["bundled"]["paused"]
-        assert ["unfinished", False] not in probe["bundled"]["paused"]
-        assert probe["bundled"]["went on"]
-
-    def test_samples_of_a_prompt_differ_unless_greedy(self, probe: dict[str, Any]) -> None:
-        spread = probe["bundled"]["spread"]
-        assert spread.pop("greedy") <= 8 < min(spread.values())
-
-    def test_a_caller_may_walk_away(self, probe: dict[str, Any]) -> None:
-        assert probe["bundled"]["after a break"] == 32
-
-    @pytest.mark.parametrize("model", ["bundled", "untied", "lora"])
-    def test_new_weights_are_the_ones_that_sample(self, probe: dict[str, Any], model: str) -> None:
-        report = probe[model]
-        report = report.get("publishing", report)
-        assert len(report["new"]) == len(report["old"]) == 3
-        assert max(report["new"]) < TOLERANCE, report
-        assert min(report["old"]) > 100 * TOLERANCE, report
-
-    @pytest.mark.parametrize(
-        "model",
-        [
-            "mixtral by memory", "mixtral by gloo", "qwen3_moe by memory",
-            "untied files by memory", "files with a copy by memory",
-        ],
-    )  # fmt: skip
-    def test_models_whose_files_have_other_tensors_sample_from_new_weights(
-        self, probe: dict[str, Any], model: str
-    ) -> None:
-        """Experts one by one; an output layer that config.json ties and the files hold."""
-        report = probe[model]
-        assert len(report["new"]) == len(report["old"]) == 3
-        assert max(report["base"], *report["new"]) < TOLERANCE, report
-        assert min(report["old"]) > 100 * TOLERANCE, report
-
-    def test_experts_that_stay_as_they_were_are_refused(self, probe: dict[str, Any]) -> None:
-        message = probe["unloadable"]
-        assert message.startswith("ModelError: vLLM cannot put new weights into the experts"), (
-            message
-        )
-        assert "--rollout_name hf" in message and "model.lora_merge=false" in message
-
-    def test_versions_are_kept_and_stamped(self, probe: dict[str, Any]) -> None:
-        assert probe["bundled"]["publishing"]["versions"] == [5, 6, 7]
-        assert probe["bundled"]["publishing"]["stamps"] == [7]
-
-    def test_an_adapter_starts_as_the_base_model(self, probe: dict[str, Any]) -> None:
-        assert probe["lora"]["base"] < TOLERANCE
-
-    def test_samplers_are_led_together_through_an_exchange(self, probe: dict[str, Any]) -> None:
-        assert probe["client"]["calls"] == [
-            [
-                "init_weight_transfer",
-                [
-                    [{"rank_offset": 1, "world_size": 5}],
-                    [{"rank_offset": 3, "world_size": 5}],
-                ],
-            ],
-            ["start_weight_update", [[], []]],
-            ["update_weights", [[["w"]], [["w"]]]],
-            ["finish_weight_update", [[9], [9]]],
-        ]
-        assert probe["client"]["largest"] == 8
-
-    def test_a_chunk_by_nccl_is_full_with_the_tensor_that_fills_it(
-        self, probe: dict[str, Any]
-    ) -> None:
-        assert probe["client"]["chunks"] == [12, 6, 20, 1]
-
-    def test_weights_that_come_by_gloo_are_the_ones_that_sample(
-        self, probe: dict[str, Any]
-    ) -> None:
-        report = probe["gloo"]
-        assert len(report["new"]) == 3 and max(report["new"]) < TOLERANCE, report
-        assert len(report["old"]) == 3 and min(report["old"]) > 100 * TOLERANCE, report
-        assert report["version"] == 3
-
-    @pytest.mark.parametrize("mode", ["keep", "offload", "discard"])
-    def test_it_samples_the_same_after_it_has_slept(self, probe: dict[str, Any], mode: str) -> None:
-        both, cache = ["kv_cache", "weights"], ["kv_cache"]
-        asleep = cache if mode == "keep" else both
-        once = [[asleep, True], [cache, True]]
-        assert probe["sleep"][mode] == {"states": [*once, *once, [[], False]], "same": True}
-
-    @pytest.mark.parametrize(
-        ("mistake", "fragment"),
-        [
-            ("too long", "(1000000) is greater than"),
-            ("architecture", "['NoSuchModelForCausalLM'] are not supported"),
-            ("no weights", "Cannot find any model weights"),
-            ("no folder", "nowhere"),
-        ],
-    )
-    def test_what_vllm_does_not_take_is_one_sentence(
-        self, probe: dict[str, Any], mistake: str, fragment: str
-    ) -> None:
-        message = probe["mistakes"][mistake]
-        assert message.startswith("ModelError: vLLM cannot sample from ")
-        assert (
-            fragment in message and message.endswith("(--rollout_name hf).") and "\n" not in message
-        )
-
-    def test_mistakes_while_sampling_are_told(self, probe: dict[str, Any]) -> None:
-        assert "The prompt p0 has 21 tokens; with 128" in probe["bundled"]["too long"]
-        assert "logits are not finite" in probe["bundled"]["nan"]
-
-    def test_nothing_is_left_behind_and_nothing_chatters(self, probe: dict[str, Any]) -> None:
-        assert probe["left"] == []
-        assert probe["stdout lines"] == 1
-
-
-def test_adapters_are_padded_to_a_rank_that_vllm_has() -> None:
-    assert [LoRA(rank, 16).padded_rank() for rank in (1, 2, 8, 9, 512)] == [1, 8, 8, 16, 512]
-    with pytest.raises(ModelError, match=r"up to rank 512.*lora_merge"):
-        LoRA(513, 16).padded_rank()
-
-
-class FakeEngine:
-    """vLLM's engine as far as a sampler asks it: a step finishes a request of few at once."""
+class SmallEngine(GpuEngine):
+    """A step finishes one request at once, or runs out of memory for more than `holds` of them."""
 
     def __init__(self, holds: int = 100) -> None:
-        self.holds = holds
-        self.calls: list[str] = []
-        self.requests: list[str] = []
-        self.max_requests = 0
-
-    def collective_rpc(self, method: str, **_: Any) -> list[Any]:
-        self.calls.append(method)
-        return []
-
-    def set_weight_version(self, version: str) -> None:
-        self.calls.append(f"version {version}")
+        super().__init__(Gpu(2), weights=1, cache=1)
+        self.holds, self.max_requests = holds, 0
 
     def reset_prefix_cache(self) -> bool:
-        self.calls.append("reset_prefix_cache")
-        return not self.requests
+        self.events.append("reset_prefix_cache")
+        return super().reset_prefix_cache()
 
-    def abort_request(self, names: list[str], internal: bool) -> None:
-        self.requests = [name for name in self.requests if name not in names]
-
-    def step(self) -> list[SimpleNamespace]:
+    def step(self) -> list[Any]:
         if len(self.requests) > self.holds:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.max_requests = max(self.max_requests, len(self.requests))
-        output = SimpleNamespace(token_ids=[1], logprobs=SimpleNamespace(logprobs=[-0.5]))
-        done = self.requests.pop(0)
-        return [SimpleNamespace(finished=True, request_id=done, outputs=[output])]
+        return super().step()
 
 
 @pytest.fixture
-def sampler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VLLMSampler, FakeEngine]]:
+def sampler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VLLMSampler, SmallEngine]]:
     """A sampler of a fake engine, which needs no vLLM."""
     monkeypatch.setattr(vllm_sampler, "set_environment", lambda: None)
 
-    def make(holds: int = 100, **options: Any) -> tuple[VLLMSampler, FakeEngine]:
-        engine, count = FakeEngine(holds), itertools.count()
+    def make(holds: int = 100, **options: Any) -> tuple[VLLMSampler, SmallEngine]:
+        engine, count = SmallEngine(holds), itertools.count()
 
         def submit(begun: Rollout, sampling: Sampling) -> str:
-            engine.requests.append(f"{begun.prompt.uid} {begun.sample} {next(count)}")
-            return engine.requests[-1]
+            return engine.submit(f"{begun.prompt.uid} {begun.sample} {next(count)}")
 
         monkeypatch.setattr(VLLMSampler, "_start", lambda self, *_: None)
         sampler = VLLMSampler(
-            "m",
-            eos_token_ids=frozenset({1}),
-            detokenize=lambda ids, context: str(ids),
-            max_model_len=1024,
-            **options,
-        )
+            "m", eos_token_ids=frozenset({1}), detokenize=lambda ids, context: str(ids),
+            max_model_len=1024, **options,
+        )  # fmt: skip
         sampler._engine = engine
         monkeypatch.setattr(sampler, "_submit", submit)
         return sampler, engine
@@ -276,17 +106,17 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VLLMSampler,
     return make
 
 
-Make = Callable[..., tuple[VLLMSampler, FakeEngine]]
+Make = Callable[..., tuple[VLLMSampler, SmallEngine]]
 PROMPTS = [Prompt(f"p{i}", "", (), "", (3, 4)) for i in range(5)]
 
 
 def test_new_weights_drop_what_was_cached_under_the_old_ones(sampler: Make) -> None:
     vllm_sampler, engine = sampler()
     vllm_sampler.load_weights(Weights({}, 7))
-    assert engine.calls == [
-        "start_weight_update", "update_weights", "finish_weight_update", "version 7",
-        "reset_prefix_cache",
+    assert engine.events == [
+        "start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache",
     ]  # fmt: skip
+    assert vllm_sampler.weight_version == 7
     engine.requests.append("under way")
     with pytest.raises(RuntimeError, match="weights came while responses were under way"):
         vllm_sampler.load_weights(Weights({}, 8))
