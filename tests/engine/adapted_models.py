@@ -2,69 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Model
 from ppo_cli.engine.models.lora import adapt, adapter_tensors
+from tests.engine.tiny_families import make_model
 
-TINY = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
-}  # fmt: skip
-IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
-
-
-def llama() -> Any:
-    torch.manual_seed(1)
-    return LlamaForCausalLM(LlamaConfig(**TINY))
-
-
-def qwen() -> Any:
-    torch.manual_seed(1)
-    return Qwen2ForCausalLM(Qwen2Config(**TINY, tie_word_embeddings=True))
+ALL = "all-linear"
+# Untied and tied heads, capped logits, layers that are no `nn.Linear`; without dropout.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_dropout": 0.0},
+    "qwen2": {"tie_word_embeddings": True},
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 40, 41, 200]])
 
 
-def gemma() -> Any:
-    torch.manual_seed(1)
-    return Gemma2ForCausalLM(Gemma2Config(**TINY, final_logit_softcapping=2.0))
+def base(kind: str = "llama", **changes: Any) -> Any:
+    return make_model(kind, **FAMILIES.get(kind, {}) | changes)
 
 
-def gpt2() -> Any:
-    torch.manual_seed(1)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
-        )
-    )  # fmt: skip
+def inject(model: Any, targets: Any = ALL, seed: int = 42, rank: int = 3) -> Any:
+    """The same model, with an adapter of twice its rank as alpha."""
+    settings = Model(lora_rank=rank, lora_alpha=2 * rank, target_modules=targets)
+    put_in = adapt(settings, seed)
+    assert put_in is not None
+    return put_in(model)
 
 
-FAMILIES = (llama, qwen, gemma, gpt2)
-
-
-def config(seed: int = 42, **model: Any) -> Config:
-    settings = {"lora_rank": 3, "lora_alpha": 6, **model}
-    return Config.model_validate({"model": settings, "trainer": {"seed": seed}})
-
-
-def adapted(make: Callable[[], Any], seed: int = 42, **model: Any) -> Any:
-    inject = adapt(config(seed, **model).model, seed)
-    assert inject is not None
-    return inject(make())
+def adapted(kind: str = "llama", targets: Any = ALL, **changes: Any) -> Any:
+    return inject(base(kind, **changes), targets)
 
 
 def trained(model: Any) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config.placement import publishes_adapter
@@ -26,11 +25,10 @@ from ppo_cli.engine.models.lora import (
 from tests.engine.adapted_models import (
     FAMILIES,
     IDS,
-    TINY,
     adapted,
-    config,
+    base,
     gathered,
-    llama,
+    inject,
     logits,
     trained,
 )
@@ -46,70 +44,64 @@ def token_logprobs(policy: Policy) -> Tensor:
     return results
 
 
-def test_without_a_rank_there_is_no_adapter() -> None:
-    assert adapt(Config().model, 1) is None
-    assert not publishes_adapter(Config())
-    assert publishes_adapter(config()) and not publishes_adapter(config(lora_merge=True))
+@pytest.mark.parametrize(
+    ("model", "publishes"),
+    [({}, False), ({"lora_rank": 3}, True), ({"lora_rank": 3, "lora_merge": True}, False)],
+)
+def test_an_adapter_is_published_where_it_has_a_rank_and_is_not_merged(
+    model: dict[str, Any], publishes: bool
+) -> None:
+    config = Config.model_validate({"model": model})
+    assert (adapt(config.model, 1) is None) is not bool(model)
+    assert publishes_adapter(config) is publishes
 
 
-@pytest.mark.parametrize("make", FAMILIES)
-def test_a_new_adapter_changes_nothing(make: Callable[[], Any]) -> None:
-    assert torch.equal(logits(adapted(make)), logits(make()))
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_new_adapter_changes_no_logits_and_no_ends(kind: str) -> None:
+    model = adapted(kind)
+    assert torch.equal(logits(model), logits(base(kind)))
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    assert not any(hasattr(end, "lora_A") for end in ends)
+    assert model.config.tie_word_embeddings == (ends[0].weight is ends[1].weight)
 
 
 def test_only_the_adapter_is_trained_and_counted() -> None:
-    model = adapted(llama)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert all(".lora_" in name for name in names)
-    counted = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    model = adapted()
+    trainable = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
+    assert all(".lora_" in name for name, _ in trainable)
     # rank * (in + out) of q, k, v, o, gate, up and down, in each of two layers.
-    wide = (16 + 16) + (16 + 8) + (16 + 8) + (16 + 16) + 3 * (16 + 32)
+    wide = (32 + 32) + (32 + 16) + (32 + 16) + (32 + 32) + 3 * (32 + 48)
+    counted = sum(count for _, count in trainable)
     assert counted == sum(t.numel() for _, t in adapter_tensors(model)) == 2 * 3 * wide
 
 
-@pytest.mark.parametrize("make", FAMILIES)
-def test_embeddings_and_head_are_left_alone(make: Callable[[], Any]) -> None:
-    model = adapted(make)
-    for end in (model.get_input_embeddings(), model.get_output_embeddings()):
-        assert not hasattr(end, "lora_A")
-    tied = model.config.tie_word_embeddings
-    assert tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
-
-
 def test_a_comes_from_the_seed_alone() -> None:
-    torch.manual_seed(123)
-    first = {name: t.clone() for name, t in adapter_tensors(adapted(llama))}
+    first = {name: t.clone() for name, t in adapter_tensors(adapted())}
+    model = base()
     torch.manual_seed(456)
     before = torch.get_rng_state()
-    inject = adapt(config().model, 42)
-    assert inject is not None
-    model = llama()
-    torch.set_rng_state(before)
     repeated = dict(adapter_tensors(inject(model)))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(first[name], t) for name, t in repeated.items())
-    other = dict(adapter_tensors(adapted(llama, seed=43)))
+    other = dict(adapter_tensors(inject(base(), seed=43)))
     assert not any(torch.equal(first[n], t) for n, t in other.items() if "lora_A" in n)
 
 
 def test_it_is_put_into_a_model_without_storage() -> None:
+    expected = adapted()
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**TINY))
-    inject = adapt(config().model, 42)
-    assert inject is not None
-    shapes = {name: t.shape for name, t in adapter_tensors(inject(model))}
-    assert {t.device.type for t in model.parameters()} == {"meta"}
-    assert shapes == {name: t.shape for name, t in adapter_tensors(adapted(llama))}
+        empty = type(expected)(expected.config)
+    shapes = {name: t.shape for name, t in adapter_tensors(inject(empty))}
+    assert {t.device.type for t in empty.parameters()} == {"meta"}
+    assert shapes == {name: t.shape for name, t in adapter_tensors(expected)}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_step_is_that_of_plain_peft(checkpointing: bool) -> None:
-    actual, base = adapted(llama), llama()
+    actual, plain = adapted(), base()
     torch.manual_seed(42)
-    reference: Any = get_peft_model(
-        base,
-        LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
+    settings = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+    reference: Any = get_peft_model(plain, settings)
     if checkpointing:
         checkpoint_blocks(actual)
     for model in (actual, reference):
@@ -119,41 +111,33 @@ def test_a_step_is_that_of_plain_peft(checkpointing: bool) -> None:
             model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    expected = {
-        name.replace(".default.", "."): p
-        for name, p in reference.named_parameters()
-        if "lora_" in name
-    }
-    results = dict(adapter_tensors(actual))
-    assert list(results) == list(expected)
-    assert all(torch.equal(results[name], p) for name, p in expected.items())
-    assert not torch.equal(logits(actual), logits(llama()))
+    expected = [(n, p) for n, p in reference.named_parameters() if "lora_" in n]
+    for (name, tensor), (peft_name, p) in zip(adapter_tensors(actual), expected, strict=True):
+        assert name == peft_name.replace(".default.", ".") and torch.equal(tensor, p), name
+    assert not torch.equal(logits(actual), logits(base()))
 
 
-@pytest.mark.parametrize("make", FAMILIES)
+@pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("training", [False, True])
-def test_off_is_the_base_exactly(make: Callable[[], Any], training: bool) -> None:
-    base, model = make(), trained(adapted(make))
-    model.train(training)
-    policy = policy_of(model)
-    on = token_logprobs(policy)
-    assert torch.equal(token_logprobs(reference_of(policy)), token_logprobs(policy_of(base)))
+def test_off_is_the_base_exactly(kind: str, training: bool) -> None:
+    policy = policy_of(trained(adapted(kind)).train(training))
+    on, plain = token_logprobs(policy), token_logprobs(policy_of(base(kind)))
+    assert torch.equal(token_logprobs(reference_of(policy)), plain)
     assert torch.equal(token_logprobs(policy), on)
     assert not torch.allclose(token_logprobs(reference_of(policy)), on, atol=1e-3)
 
 
 def test_the_reference_costs_no_memory_and_no_gradient() -> None:
-    model = trained(adapted(llama))
-    policy = policy_of(model)
+    policy = policy_of(trained(adapted()))
     reference = reference_of(policy)
-    assert reference.model is model
+    assert reference.model is policy.model
     assert not reference.hidden_BLH(IDS).requires_grad
     assert policy.hidden_BLH(IDS).requires_grad
 
 
 def test_a_reference_pass_amid_checkpointed_steps_changes_no_gradient() -> None:
     def gradients(with_reference: bool) -> list[Tensor]:
-        model = trained(adapted(llama))
+        model = trained(adapted())
         checkpoint_blocks(model)
         policy = policy_of(model)
         loss = token_logprobs(policy).sum()
@@ -169,7 +153,7 @@ def test_a_reference_pass_amid_checkpointed_steps_changes_no_gradient() -> None:
 
 
 def test_an_error_inside_switches_the_adapter_on_again() -> None:
-    model = trained(adapted(llama))
+    model = trained(adapted())
     on = logits(model)
     with pytest.raises(ZeroDivisionError), without_adapter(model):
         raise ZeroDivisionError
@@ -201,9 +185,9 @@ def gradients_of(model: Any) -> list[Tensor]:
 
 
 def test_a_sharded_model_is_the_same(one_rank: Any) -> None:
-    model, plain = sharded(trained(adapted(llama)), one_rank), trained(adapted(llama))
+    model, plain = sharded(trained(adapted()), one_rank), trained(adapted())
     with without_adapter(model):
-        assert torch.equal(logits(model), logits(llama()))
+        assert torch.equal(logits(model), logits(base()))
     assert torch.equal(logits(model), logits(plain))
     for actual, reference in zip(gradients_of(model), gradients_of(plain), strict=True):
         torch.testing.assert_close(actual, reference)
@@ -218,7 +202,7 @@ def test_a_reference_pass_comes_first_and_gradients_keep_their_dtype(one_rank: A
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     results = []
     for reference_first in (False, True):
-        model = sharded(trained(adapted(llama)), one_rank, mp_policy=precision)
+        model = sharded(trained(adapted()), one_rank, mp_policy=precision)
         if reference_first:
             with without_adapter(model):
                 logits(model)

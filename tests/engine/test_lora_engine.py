@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
+from ppo_cli.algo.batch import AnnotatedBatch, build_batch
 from ppo_cli.config.models.bundled import bundled_path
 from ppo_cli.config.schema.algorithm import CriticModel
 from ppo_cli.config.schema.run import Config
@@ -24,9 +25,21 @@ from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt
 from tests.engine.adapted_models import gathered, trained
+from tests.engine.packed_steps import scored
+from tests.engine.sampling import forward_logprobs
 
 MODEL = str(bundled_path("embedded", "model"))
 GREEDY = Sampling(temperature=0.0, max_tokens=6)
+both_precisions = pytest.mark.parametrize(
+    "quantization",
+    [
+        None,
+        pytest.param("nf4", marks=pytest.mark.skipif(
+            importlib.util.find_spec("bitsandbytes") is None,
+            reason="the extra quantised installs bitsandbytes",
+        )),
+    ],
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -52,40 +65,32 @@ def engine_of(tokenizer: Any, **model: Any) -> LocalEngine:
     return LocalEngine(config(**model), tokenizer, total_steps=4)
 
 
-def prompts(tokenizer: Any) -> list[Prompt]:
+def sampled(engine: LocalEngine, tokenizer: Any) -> list[Any]:
     texts = ("1+2=", "13+4=", "7+7=", "20+5=")
-    return [Prompt(t, t, (), t, tuple(tokenizer(t).input_ids)) for t in texts]
+    prompts = [Prompt(t, t, (), t, tuple(tokenizer(t).input_ids)) for t in texts]
+    return sorted(engine.generate(prompts, GREEDY), key=lambda rollout: rollout.key)
 
 
-def sampled(engine: LocalEngine, tokenizer: Any) -> dict[str, Any]:
-    return {r.prompt.uid: r for r in engine.generate(prompts(tokenizer), GREEDY)}
-
-
-def annotated(engine: LocalEngine, rollouts: dict[str, Any]) -> AnnotatedBatch:
-    return engine.annotate(build_batch(list(rollouts.values()), pad_token_id=0))
+def annotated(engine: LocalEngine, rollouts: list[Any]) -> AnnotatedBatch:
+    return engine.annotate(build_batch(rollouts, pad_token_id=0))
 
 
 def train(engine: LocalEngine, batch: AnnotatedBatch) -> dict[str, tuple[float, float]]:
-    shape = batch.response_mask_BT.shape
-    torch.manual_seed(3)
-    noise = torch.randn(shape)
-    ready = TrainBatch(
-        **{name: getattr(batch, name) for name in AnnotatedBatch.__dataclass_fields__},
-        scores_B=torch.zeros(shape[0]),
-        valid_B=torch.ones(shape[0], dtype=torch.bool),
-        token_rewards_BT=torch.zeros(shape),
-        advantages_BT=noise,
-        returns_BT=noise,
-        is_weight_BT=torch.ones(shape),
-    )
     for _ in range(2):  # B starts at zero, so that A is moved from the second step on
-        results = engine.step(MiniBatch(ready, actor=True, critic=True))
+        results = engine.step(MiniBatch(scored(batch, seed=3), actor=True, critic=True))
     engine.publish()
     return results
 
 
-def test_the_reference_stays_and_the_policy_moves(tokenizer: Any) -> None:
-    engine = engine_of(tokenizer)
+@both_precisions
+def test_the_reference_stays_and_the_policy_moves(quantization: str | None, tokenizer: Any) -> None:
+    engine = engine_of(tokenizer, quantization=quantization)
+    model = engine._learner.policy.model
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    if quantization:  # two weights of each layer in a byte
+        layers = AutoModelForCausalLM.from_pretrained(MODEL).model.layers
+        quantised = sum(p.nbytes for p in frozen.values() if p.dtype == torch.uint8)
+        assert quantised == sum(p.numel() for p in layers.parameters() if p.ndim == 2) / 2
     rollouts = sampled(engine, tokenizer)
     before = annotated(engine, rollouts)
     assert before.ref_logprobs_BT is not None
@@ -95,16 +100,11 @@ def test_the_reference_stays_and_the_policy_moves(tokenizer: Any) -> None:
     assert after.ref_logprobs_BT is not None
     assert torch.equal(after.ref_logprobs_BT, before.ref_logprobs_BT)
     assert (after.old_logprobs_BT - before.old_logprobs_BT).abs().max() > 0.05
-    fresh = sampled(engine, tokenizer)
-    repeated = annotated(engine, fresh)
-    for row, rollout in enumerate(fresh.values()):
-        count = len(rollout.token_ids)
-        torch.testing.assert_close(
-            repeated.old_logprobs_BT[row, :count],
-            torch.from_numpy(rollout.sampler_logprobs),
-            atol=1e-4,
-            rtol=0,
-        )
+    assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters() if n in frozen)
+    for rollout in sampled(engine, tokenizer):
+        expected = torch.from_numpy(forward_logprobs(model, rollout))
+        actual = torch.from_numpy(rollout.sampler_logprobs)
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("merge", [False, True])
@@ -123,16 +123,19 @@ def test_what_is_published_is_what_was_trained(merge: bool, tokenizer: Any) -> N
         assert all(torch.equal(weights.tensors[name], t) for name, t in live.items())
 
 
-def test_a_checkpoint_goes_on_and_is_exported(tokenizer: Any, tmp_path: Path) -> None:
-    engine = engine_of(tokenizer)
+@both_precisions
+def test_a_checkpoint_goes_on_and_is_exported(
+    quantization: str | None, tokenizer: Any, tmp_path: Path
+) -> None:
+    engine = engine_of(tokenizer, quantization=quantization)
     train(engine, annotated(engine, sampled(engine, tokenizer)))
     engine.save(tmp_path).result(timeout=60)
-    saved = {path.name for path in (tmp_path / "actor").iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= saved
-    assert not any(name.startswith("model") for name in saved)
-    assert {path.name for path in (tmp_path / "critic").iterdir()} == saved
+    files = {path.name for path in (tmp_path / "actor").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files
+    assert not any(name.startswith("model") for name in files)
+    assert {path.name for path in (tmp_path / "critic").iterdir()} == files
     rollouts = sampled(engine, tokenizer)
-    other = engine_of(tokenizer)
+    other = engine_of(tokenizer, quantization=quantization)
     other.load(tmp_path)
     first, second = annotated(engine, rollouts), annotated(other, rollouts)
     assert torch.equal(first.old_logprobs_BT, second.old_logprobs_BT)
@@ -141,56 +144,29 @@ def test_a_checkpoint_goes_on_and_is_exported(tokenizer: Any, tmp_path: Path) ->
     assert torch.equal(first.values_BT, second.values_BT)
     assert train(engine, first) == train(other, second)
     # Two updates were published, one of them before the checkpoint.
-    assert {r.weight_version for r in sampled(other, tokenizer).values()} == {2}
+    assert {rollout.weight_version for rollout in sampled(other, tokenizer)} == {2}
 
     for name in ("actor", "critic"):
         (tmp_path / f"whole {name}").mkdir()
         write_model(tmp_path / name, tmp_path / f"whole {name}")
+    # Rounded weights are exported as they were before.
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "whole actor")
+    base = AutoModelForCausalLM.from_pretrained(MODEL)
+    assert torch.equal(stored.lm_head.weight, base.lm_head.weight)
+    assert stored.dtype == torch.float32
+    tensors = load_file(tmp_path / "actor" / "adapter_model.safetensors")
+    name = f"{PREFIX}model.layers.0.mlp.up_proj.lora_"
+    product = 16 / 4 * tensors[f"{name}B.weight"] @ tensors[f"{name}A.weight"]
+    change = stored.model.layers[0].mlp.up_proj.weight - base.model.layers[0].mlp.up_proj.weight
+    torch.testing.assert_close(change, product, atol=1e-6, rtol=0)
+    if quantization:
+        return
     settings = config(path=str(tmp_path / "whole actor"), lora_rank=0).model_dump()
     settings["critic"]["model"] = {"path": str(tmp_path / "whole critic")}
     exported = LocalEngine(Config.model_validate(settings), tokenizer, total_steps=4)
     merged = annotated(exported, rollouts)
     torch.testing.assert_close(merged.old_logprobs_BT, first.old_logprobs_BT, atol=1e-4, rtol=0)
     torch.testing.assert_close(merged.values_BT, first.values_BT, atol=1e-4, rtol=0)
-
-
-def test_weights_in_4_bits_are_trained_over_and_come_back(tokenizer: Any, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="the extra quantised installs it")
-    engine = engine_of(tokenizer, quantization="nf4")
-    model = engine._learner.policy.model
-    bytes_held = sum(p.nbytes for p in model.parameters() if p.dtype == torch.uint8)
-    layers = AutoModelForCausalLM.from_pretrained(MODEL).model.layers
-    assert bytes_held == sum(p.numel() for p in layers.parameters() if p.ndim == 2) / 2
-    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-    rollouts = sampled(engine, tokenizer)
-    before = annotated(engine, rollouts)
-    assert before.ref_logprobs_BT is not None
-    assert torch.equal(before.old_logprobs_BT, before.ref_logprobs_BT)
-    train(engine, before)
-    after = annotated(engine, rollouts)
-    assert after.ref_logprobs_BT is not None
-    assert torch.equal(after.ref_logprobs_BT, before.ref_logprobs_BT)
-    assert (after.old_logprobs_BT - before.old_logprobs_BT).abs().max() > 0.05
-    assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters() if n in frozen)
-    engine.save(tmp_path).result(timeout=60)
-    assert not any(path.name.startswith("model") for path in (tmp_path / "actor").iterdir())
-    other = engine_of(tokenizer, quantization="nf4")
-    other.load(tmp_path)
-    repeated = annotated(other, rollouts)
-    assert torch.equal(after.old_logprobs_BT, repeated.old_logprobs_BT)
-    assert train(engine, after) == train(other, repeated)
-
-    (tmp_path / "whole").mkdir()
-    write_model(tmp_path / "actor", tmp_path / "whole")
-    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    base = AutoModelForCausalLM.from_pretrained(MODEL)
-    change = stored.lm_head.weight - base.lm_head.weight
-    assert change.abs().max() == 0 and stored.dtype == torch.float32
-    saved = load_file(tmp_path / "actor" / "adapter_model.safetensors")
-    name = f"{PREFIX}model.layers.0.mlp.up_proj.lora_"
-    product = 16 / 4 * saved[f"{name}B.weight"] @ saved[f"{name}A.weight"]
-    change = stored.model.layers[0].mlp.up_proj.weight - base.model.layers[0].mlp.up_proj.weight
-    torch.testing.assert_close(change, product, atol=1e-6, rtol=0)
 
 
 def test_a_critic_step_trains_its_adapter_and_its_head_alone(tokenizer: Any) -> None:
@@ -222,8 +198,8 @@ def test_the_gradients_of_a_critic_are_those_of_its_merged_weights() -> None:
     layers = {n: m for n, m in actual.named_modules() if hasattr(m, "lora_A")}
     for name, layer in layers.items():
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        whole_grad = plain.get_submodule(name).weight.grad
-        for results, expected in ((a.grad, 2 * b.T @ whole_grad), (b.grad, 2 * whole_grad @ a.T)):
+        gradient = plain.get_submodule(name).weight.grad
+        for results, expected in ((a.grad, 2 * b.T @ gradient), (b.grad, 2 * gradient @ a.T)):
             assert (results - expected).abs().max() <= 1e-3 * expected.abs().max()
     assert len(layers) == 2 * 7
 
@@ -234,14 +210,14 @@ def test_targets_of_a_critic_are_named_by_its_own_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shared", "own_values", "critic"),
+    ("shared", "critic_setting", "critic"),
     [(True, None, True), (True, False, False), (False, True, True)],
 )
 def test_the_critic_recomputes_activations_as_set_for_it(
-    shared: bool, own_values: bool | None, critic: bool, tokenizer: Any
+    shared: bool, critic_setting: bool | None, critic: bool, tokenizer: Any
 ) -> None:
     settings = config(enable_gradient_checkpointing=shared).model_dump()
-    settings["critic"]["model"]["enable_gradient_checkpointing"] = own_values
+    settings["critic"]["model"]["enable_gradient_checkpointing"] = critic_setting
     learner = Learner(Config.model_validate(settings), tokenizer, total_steps=1)
     assert learner._critic is not None
     assert forward_passes(learner.policy) == 1 + shared
