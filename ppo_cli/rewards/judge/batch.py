@@ -24,7 +24,8 @@ from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_key
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, worst_case
-from ppo_cli.rewards.judge.providers.base import BATCH_CALL_S, BatchResults, SdkProvider
+from ppo_cli.rewards.judge.providers.base import SdkProvider
+from ppo_cli.rewards.judge.providers.batches import BATCH_CALL_S, BatchResults
 from ppo_cli.rewards.judge.providers.replies import row_error
 from ppo_cli.rewards.remote.failures import Failure
 

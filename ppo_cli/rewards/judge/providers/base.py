@@ -7,6 +7,7 @@ reply. The SDK's client is made on the event loop that asks first, and the SDK's
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -20,6 +21,7 @@ from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import shorten
 from ppo_cli.redact import hide_secret, redact
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, UnlimitedCost, Usage
+from ppo_cli.rewards.judge.providers.batches import BatchInterface
 from ppo_cli.rewards.judge.providers.failures import (
     Context,
     ErrorReport,
@@ -27,34 +29,17 @@ from ppo_cli.rewards.judge.providers.failures import (
     read_error,
     too_long_advice,
 )
-from ppo_cli.rewards.judge.providers.lengths import (
-    USUAL_ANSWER,
-    TruncationCheck,
-    fit_answer_tokens,
-)
+from ppo_cli.rewards.judge.providers.lengths import ContextRoom, fit_answer_tokens
 from ppo_cli.rewards.judge.providers.options import Forms, Option, OptionSet
+from ppo_cli.rewards.judge.providers.replies import read_reply
 from ppo_cli.rewards.remote.failures import MESSAGE_LIMIT, Failure, to_one_line
 from ppo_cli.rewards.remote.proxies import client_settings, is_socks
 
 logger = logging.getLogger(__name__)
 
-BATCH_CALL_S = 300.0  # for one request that submits, polls or fetches a whole batch job
-CLOCK_SKEW_S = 120.0  # between this machine and a provider, at most
 LENGTH_OPTIONS = {"max_tokens", "max_output_tokens"}
 
 T = TypeVar("T")
-BatchRows = Mapping[str, Question]  # of a batch job, by the id that the results carry
-BatchResults = Sequence[tuple[str, Reply | JudgeError]]  # by the id of the row
-
-
-@dataclass(frozen=True)
-class BatchProgress:
-    """The state of a batch job in the provider's word, rows done if known, and why it failed."""
-
-    state: str
-    over: bool
-    done: int | None = None
-    failed: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,7 +59,7 @@ def http_client(url: str, over_aiohttp: Callable[..., T], over_httpx: Callable[.
     return (over_httpx if is_socks(settings.get("proxy")) else over_aiohttp)(**settings)
 
 
-class SdkProvider(ABC):
+class SdkProvider(BatchInterface, ABC):
     """One judge behind one official SDK."""
 
     name: str
@@ -83,9 +68,9 @@ class SdkProvider(ABC):
     decision_module: ClassVar[str] = ""  # the module with its decision endpoint
     redundant_path: ClassVar[str]  # regex: the end of a pasted path that the SDK adds itself
     default_path: ClassVar[str] = ""  # of an address that comes without one
-    # Most requests and bytes of a batch job; no requests where there is no batch interface.
-    batch_rows: ClassVar[int] = 0
-    batch_bytes: ClassVar[int] = 0
+    client_class: ClassVar[str]  # the SDK's client, where `connect` makes it
+    noisy_logger: ClassVar[str] = ""  # the SDK's, which repeats what our errors say
+    lists_models: ClassVar[bool] = True
 
     def __init__(self, api: ApiReward, base_url: str, key: Key, flags: str = "--rm") -> None:
         self.api = api
@@ -103,9 +88,7 @@ class SdkProvider(ABC):
         if api.has_budget:  # the limit of an answer is the last to be dropped on a guess
             options.sort(key=lambda option: option.name in LENGTH_OPTIONS)
         self._options = OptionSet(options, self._context.label)
-        self._max_answer: int | None = None  # the most tokens that its context leaves for answers
-        self._warned_of_length = False
-        self._truncation: TruncationCheck | None = TruncationCheck()  # None once it has warned
+        self._room = ContextRoom(self._context.label, api.max_tokens)
 
     def __repr__(self) -> str:
         return f"Judge(name={self.name!r}, model={self.model!r}, base_url={self.base_url!r})"
@@ -128,14 +111,26 @@ class SdkProvider(ABC):
         """Return the optional parameters of a text request, the most exotic first."""
 
     @abstractmethod
-    def connect(self, key: str) -> Any:
-        """Make the SDK's asynchronous client; imports the SDK."""
+    def arguments(self, question: Question, forms: Forms) -> dict[str, Any]:
+        """Return the arguments of the SDK's call for a written verdict.
+
+        What the SDK does not check or does not know is in `extra_body`.
+        """
 
     @abstractmethod
-    async def request_verdict(
-        self, client: Any, question: Question, forms: Forms, timeout: float
-    ) -> Reply:
-        """Ask for a written verdict."""
+    async def send(self, client: Any, arguments: dict[str, Any], timeout: float) -> Any:
+        """Make the call for a written verdict; returns its reply, decoded."""
+
+    def connect(self, key: str) -> Any:
+        """Make the SDK's asynchronous client without retries; imports the SDK."""
+        sdk = importlib.import_module(self.module)
+        http = http_client(self.base_url, sdk.DefaultAioHttpClient, sdk.DefaultAsyncHttpxClient)
+        client = getattr(sdk, self.client_class)
+        return client(max_retries=0, http_client=http, **self.credentials(key))
+
+    def credentials(self, key: str) -> dict[str, Any]:
+        """Return the address and the credentials as the SDK's client takes them."""
+        return {"api_key": key, "base_url": self.base_url}
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
         """Ask the decision endpoint for the probability of each level of the scale.
@@ -144,38 +139,44 @@ class SdkProvider(ABC):
         """
         raise NotImplementedError(f"{self.name} has no decision endpoint")
 
-    def start_server(self, tell: Callable[[str], None]) -> None:  # noqa: B027
+    def start_server(self, tell: Callable[[str], None]) -> None:
         """Start the server behind the address, if the run owns it."""
 
-    def stop_server(self) -> None:  # noqa: B027
+    def stop_server(self) -> None:
         """Stop it again."""
 
     async def list_models(self, client: Any) -> list[str] | None:
         """Return the names of the models that the key may use; None where nothing lists them."""
-        return None
-
-    async def submit_batch(self, client: Any, rows: BatchRows, forms: Forms, name: str) -> str:
-        """Submit requests as one batch job under a name; returns the job's id."""
-        raise NotImplementedError(f"{self.name} has no batch interface")
-
-    async def find_batches(self, client: Any, name: str, since: float, rows: int) -> list[str]:
-        """Return ids of the batch jobs that may be the one submitted as `name` after `since`.
-
-        `rows` is the number of its questions.
-        """
-        raise NotImplementedError(f"{self.name} has no batch interface")
-
-    async def poll_batch(self, client: Any, job: str) -> BatchProgress:
-        """Return the state of a batch job."""
-        raise NotImplementedError(f"{self.name} has no batch interface")
-
-    async def fetch_results(self, client: Any, job: str) -> BatchResults:
-        """Return what a finished job says of its rows; some may be missing or come twice."""
-        raise NotImplementedError(f"{self.name} has no batch interface")
+        if not self.lists_models:
+            return None
+        return [model.id async for model in client.models.list()]
 
     async def disconnect(self, client: Any) -> None:
         """Close the SDK's client."""
         await client.close()
+
+    # --- what its requests share --------------------------------------------------------------
+
+    def plain_fields(self, question: Question, forms: Forms) -> dict[str, Any]:
+        """Return seed, temperature and the limit of the answer, as far as `forms` has them."""
+        fields = {"seed": question.vote, "temperature": self.temperature()}
+        fields |= dict.fromkeys(LENGTH_OPTIONS, question.max_tokens)
+        # Forms of the limit are its names.
+        names = {name: name if form == "on" else form for name, form in forms.items()}
+        return {names[name]: value for name, value in fields.items() if name in forms}
+
+    def body(self, question: Question, forms: Forms) -> dict[str, Any]:
+        """Return the body of a request in a batch, which an SDK does not build."""
+        arguments = self.arguments(question, forms)
+        extra: dict[str, Any] = arguments.pop("extra_body", {})
+        return arguments | extra
+
+    async def request_verdict(
+        self, client: Any, question: Question, forms: Forms, timeout: float
+    ) -> Reply:
+        """Ask for a written verdict."""
+        reply = await self.send(client, self.arguments(question, forms), timeout)
+        return read_reply(reply, self.reply_fields)
 
     # --- what others ask ----------------------------------------------------------------------
 
@@ -209,13 +210,11 @@ class SdkProvider(ABC):
     @property
     def max_answer(self) -> int | None:
         """The most tokens of answer that fit the judge's context; None where all fit."""
-        return self._max_answer
+        return self._room.max_answer
 
     def fit_answer(self, question: Question) -> Question:
         """Return the question with no more tokens for the answer than the context has room for."""
-        # Learned from an earlier refusal of the length.
-        room = min(question.max_tokens, self._max_answer or question.max_tokens)
-        return replace(question, max_tokens=room)
+        return self._room.fit(question)
 
     def check_answer_limit(self, forms: Forms, message: str = "") -> None:
         """Raise UnlimitedCost if there is a budget, but nothing limits the answer any more."""
@@ -279,6 +278,9 @@ class SdkProvider(ABC):
         if self._client is not None and self._loop is loop:
             return self._client
         try:
+            sdk_logger = logging.getLogger(self.noisy_logger)
+            if self.noisy_logger and sdk_logger.level in {logging.NOTSET, logging.WARNING}:
+                sdk_logger.setLevel(logging.ERROR)
             self._client, self._loop = self.connect(self._key.value), loop
         except Exception as error:  # a broken install or proxy setting: a retry does not help
             reason = self._clean(f"{type(error).__name__}: {error}")
@@ -322,8 +324,8 @@ class SdkProvider(ABC):
             else:
                 options.accept(forms, guesses, message)
                 if length_message:
-                    self._remember_length(question.max_tokens, length_message)
-                self._check_truncation(question, reply.usage or Usage())
+                    self._room.remember(question.max_tokens, length_message)
+                self._room.check_reading(question, reply.usage or Usage())
                 return reply
 
     def _length_options(self) -> set[str]:
@@ -339,32 +341,6 @@ class SdkProvider(ABC):
             advice = too_long_advice(message, question.max_tokens if is_limited else None)
             raise JudgeError(Failure.REFUSED, "too_long", advice, status=report.status)
         return replace(question, max_tokens=room)
-
-    def _remember_length(self, room: int, message: str) -> None:
-        """Ask for no more from now on, and say once which setting avoids the refused calls."""
-        if not self._warned_of_length:
-            self._warned_of_length = True
-            logger.warning(
-                "%s has no room for --rm_max_tokens %d next to the request, so it is asked for %d. "
-                "Set --rm_max_tokens %d, or serve it with a longer context. It said: %s",
-                self._context.label, self.api.max_tokens, room, room, message,
-            )  # fmt: skip
-        # A smaller room comes from one long text, not from the judge.
-        if room >= USUAL_ANSWER:
-            self._max_answer = min(room, self._max_answer or room)
-
-    def _check_truncation(self, question: Question, usage: Usage) -> None:
-        """Warn once about a judge that reads less than it is sent."""
-        if self._truncation is None or not usage.input:
-            return
-        if (problem := self._truncation.find(question, usage.input)) is not None:
-            self._truncation = None
-            logger.warning(
-                "%s may read only a part of what it is sent: %s. Its verdicts are then about cut "
-                "texts. Raise its context (Ollama: num_ctx, OLLAMA_CONTEXT_LENGTH), or lower "
-                "--rm_max_response_chars.",
-                self._context.label, problem,
-            )  # fmt: skip
 
     def _classify(self, exception: Exception) -> JudgeError:
         """Return the JudgeError for an exception of the SDK, without secrets.
@@ -382,20 +358,3 @@ class SdkProvider(ABC):
     def _clean(self, text: str, limit: int = MESSAGE_LIMIT) -> str:
         """Return a text in one line, without secrets and not too long."""
         return shorten(to_one_line(redact(text)), limit)
-
-
-def vertex_address(location: str) -> str:
-    """Return the address of Vertex AI in a region, as Google's SDKs form it."""
-    region = location.strip()
-    if region == "global":
-        return "https://aiplatform.googleapis.com"
-    if region in ("us", "eu"):
-        return f"https://aiplatform.{region}.rep.googleapis.com"
-    return f"https://{region}-aiplatform.googleapis.com"
-
-
-def silence_logger(name: str) -> None:
-    """Keep an SDK's warnings off the screen: our errors say the same."""
-    sdk_logger = logging.getLogger(name)
-    if sdk_logger.level in {logging.NOTSET, logging.WARNING}:
-        sdk_logger.setLevel(logging.ERROR)

@@ -7,29 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ppo_cli.rewards.judge.calls import Question, Reply
-from ppo_cli.rewards.judge.providers.base import SdkProvider, silence_logger
+from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.providers.forms import (
     FORMAT_WORDS,
+    chat_messages,
     decision_question,
     read_decision,
     response_format,
 )
-from ppo_cli.rewards.judge.providers.openai import chat_messages, read_completion
 from ppo_cli.rewards.judge.providers.options import Forms, Option
-from ppo_cli.rewards.judge.providers.replies import (
-    TokenFields,
-    check_response,
-    get_nested,
-    read_usage,
-)
+from ppo_cli.rewards.judge.providers.replies import CHAT, TokenFields, check_response
 from ppo_cli.rewards.remote.proxies import client_settings
 
 if TYPE_CHECKING:
     import httpx
-
-TOKENS = TokenFields(
-    ("input_tokens",), ("output_tokens",), "prompt_tokens_details.cached_tokens", "total_tokens"
-)
 
 _PAGE_SIZE = 100  # of the list of models
 
@@ -37,15 +28,20 @@ _PAGE_SIZE = 100  # of the list of models
 class Judge(SdkProvider):
     """A judge behind DashScope's endpoints for chat completions and decisions."""
 
-    name = "dashscope"
-    package = "dashscope"
-    module = "dashscope"
+    name = package = module = "dashscope"
+    noisy_logger = "dashscope.v2"  # warns about every failed attempt
     decision_module = "dashscope.v2.resources.decision"
     redundant_path = (
         r"/(services/aigc/(text|multimodal)-generation/generation|systemone|(chat/)?completions"
         r"|responses|decisions|models)$"
     )
     default_path = "/api/v1"
+    reply_fields = CHAT._replace(
+        tokens=TokenFields(
+            ("input_tokens",), ("output_tokens",), "prompt_tokens_details.cached_tokens",
+            "total_tokens",
+        )
+    )  # fmt: skip
     _http: httpx.AsyncClient | None = None
 
     @classmethod
@@ -79,7 +75,6 @@ class Judge(SdkProvider):
         import httpx
         from dashscope import AsyncClient
 
-        silence_logger("dashscope.v2")  # it warns about every failed attempt
         # The two protocols have different paths.
         compatible = "/compatible-mode" in self.base_url
         base = self.base_url
@@ -122,32 +117,24 @@ class Judge(SdkProvider):
             if len(page.models) < _PAGE_SIZE or len(names) >= page.total_count:
                 return names
 
-    async def request_verdict(
-        self, client: Any, question: Question, forms: Forms, timeout: float
-    ) -> Reply:
-        """One chat completion."""
-        # Only options that the model accepts are sent.
-        arguments: dict[str, Any] = {
-            "enable_thinking": False, "seed": question.vote, "temperature": self.temperature(),
-            "max_tokens": question.max_tokens,
-        }  # fmt: skip
-        chosen = {name: value for name, value in arguments.items() if name in forms}
+    def arguments(self, question: Question, forms: Forms) -> dict[str, Any]:
+        """Return the arguments of a chat completion."""
+        arguments = self.plain_fields(question, forms)
+        arguments |= {"model": self.model, "messages": chat_messages(question)}
+        if "enable_thinking" in forms:
+            arguments["enable_thinking"] = False
         if "response_format" in forms and question.output == "json":
-            chosen["response_format"] = response_format(question, forms["response_format"])
-        reply = await client.chat.completions.create(
-            model=self.model, messages=chat_messages(question), timeout=timeout, **chosen
-        )
-        return read_completion(reply, TOKENS)
+            arguments["response_format"] = response_format(question, forms["response_format"])
+        return arguments
+
+    async def send(self, client: Any, arguments: dict[str, Any], timeout: float) -> Any:
+        """One chat completion."""
+        return await client.chat.completions.create(**arguments, timeout=timeout)
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
-        """Ask the decision endpoint for the probability of each level of the scale.
-
-        The reply has no text and no score.
-        """
+        """Ask the decision endpoint for the probability of each level of the scale."""
         reply = await client.decision.create(
-            model=self.model,
-            state=question.user,
-            questions=decision_question(question),
+            model=self.model, state=question.user, questions=decision_question(question),
             timeout=timeout,
-        )
-        return read_decision(reply, question.scale, read_usage(get_nested(reply, "usage"), TOKENS))
+        )  # fmt: skip
+        return read_decision(reply, question.scale, self.reply_fields.tokens)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,12 @@ _CODES = {
 _MEANINGS = {code: status for status, codes in _CODES.items() for code in codes.split()}
 # Anthropic sends these as plain 400s, without a code.
 _MESSAGES = {"content filtering": FILTERED, "credit balance is too low": 402}
+# Some gateways and local servers send a passing overload as a plain 400, without a code.
+_OVERLOAD = re.compile(
+    r"overload|too many (?:concurrent )?requests|rate limit|\bbusy\b|at (?:full |max\w* )?capacity"
+    r"|temporarily unavailable|queue is full",
+    re.I,
+)
 # Modules of their errors of connections; google-genai 2 and openai 2 have httpx2.
 _HTTP_LIBRARIES = {"httpx", "httpx2", "httpcore", "httpcore2", "h11", "aiohttp"}
 _EXCERPT = 200  # characters of a page, or of a text that did not come from the provider
@@ -159,6 +166,8 @@ def _read_reply(error: BaseException, status: int, text: str) -> ErrorReport:
             return ErrorReport("body", text)
     elif not meanings:
         meanings = [m for part, m in _MESSAGES.items() if part in message.lower()]
+        if status == 400 and not meanings and _OVERLOAD.search(message):
+            meanings = [503]
     response = getattr(error, "response", None)
     headers = getattr(response, "headers", None) or getattr(error, "headers", None) or {}
     wait = parse_retry_after({name.lower(): value for name, value in headers.items()})

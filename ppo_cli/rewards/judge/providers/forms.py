@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ppo_cli.errors import shorten
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale, Usage
-from ppo_cli.rewards.judge.providers.replies import bad_body, describe, get_nested
+from ppo_cli.rewards.judge.providers.replies import (
+    TokenFields,
+    get_path,
+    raise_body,
+    read_usage,
+    refusal,
+    refuse_blocked,
+)
 from ppo_cli.rewards.remote.failures import MESSAGE_LIMIT, Failure
 
 # Name of the question: a decision endpoint answers it with a probability for each level.
@@ -28,19 +35,29 @@ def decision_question(question: Question) -> dict[str, dict[str, object]]:
     return {QUESTION: {**task, "instructions": question.system or "Score the response."}}
 
 
-def read_decision(reply: Any, scale: Scale, usage: Usage | None) -> Reply:
+def read_decision(
+    reply: Any, scale: Scale, tokens: TokenFields, labels: Sequence[str] | None = None
+) -> Reply:
     """Return a reply with the probability of each level, and no score.
 
-    It is read from the answer to `decision_question`, which names levels by their index. Raises
-    JudgeError unless it has one number for each level.
+    Without labels of the question's levels, the answer names them by their index. Raises JudgeError
+    unless it has one number for each level.
     """
-    shares = get_nested(reply, "answers", QUESTION, "probabilities")
-    if not isinstance(shares, dict):
-        raise bad_body(describe(reply))
+    usage = read_usage(get_path(reply, "usage"), tokens)
+    refuse_blocked(reply, usage)
+    answer = get_path(reply, "answers.0") or get_path(reply, f"answers.{QUESTION}")
+    if get_path(answer, "type") == "refusal":
+        raise refusal("refusal", "The judge declined to decide.", usage)
+    # Gemini and DashScope send an object, OpenAI a list of rows.
+    shares = get_path(answer, "probabilities")
+    if isinstance(shares, dict):
+        pairs = [(str(name), share) for name, share in shares.items()]
+    elif isinstance(shares, list):
+        pairs = [(str(get_path(row, "label")), get_path(row, "probability")) for row in shares]
+    else:
+        raise_body(reply)
     indices = [str(i) for i in range(len(scale.levels()))]
-    return reply_from_probabilities(
-        [(str(name), share) for name, share in shares.items()], indices, scale, usage
-    )
+    return reply_from_probabilities(pairs, labels or indices, scale, usage)
 
 
 def reply_from_probabilities(
@@ -62,6 +79,28 @@ FORMAT_WORDS = (
     "json mode", "response_schema", "response_mime_type", "structured output",
     "structured outputs", "structured generation", "grammar", "guided", "constrained decoding",
 )  # fmt: skip
+
+
+# Names in error messages for the system message, next to the parameter's name.
+SYSTEM_WORDS = (
+    "developer instruction", "system instruction", "system prompt", "system role",
+    "system message", "role 'system'", 'role "system"',
+)  # fmt: skip
+
+
+def chat_messages(question: Question, *, apart: bool = True) -> list[Mapping[str, str]]:
+    """Return system and user message, or both in one; no empty system message."""
+    if not question.system or not apart:
+        return [{"role": "user", "content": join_texts(question)}]
+    return [
+        {"role": "system", "content": question.system},
+        {"role": "user", "content": question.user},
+    ]
+
+
+def join_texts(question: Question) -> str:
+    """Return system and user text in one, for models that take no system message."""
+    return f"{question.system}\n\n{question.user}" if question.system else question.user
 
 
 def verdict_schema(question: Question) -> dict[str, Any]:

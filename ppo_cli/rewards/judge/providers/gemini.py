@@ -1,98 +1,91 @@
-"""Judges behind the google-genai SDK: the Gemini API, or Vertex AI."""
+"""Judges behind the google-genai SDK: the Gemini API; clouds.py has Vertex AI."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
-from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
-from ppo_cli.rewards.judge.providers.base import (
-    BatchProgress,
-    BatchResults,
-    BatchRows,
-    SdkProvider,
-    silence_logger,
-    vertex_address,
-)
+from ppo_cli.rewards.judge.calls import Question, Reply
+from ppo_cli.rewards.judge.providers.base import SdkProvider
+from ppo_cli.rewards.judge.providers.batches import BatchFields, BatchRows
 from ppo_cli.rewards.judge.providers.forms import (
+    FORMAT_WORDS,
+    SYSTEM_WORDS,
     decision_question,
+    join_texts,
     read_decision,
     verdict_schema,
 )
 from ppo_cli.rewards.judge.providers.options import Forms, Option
 from ppo_cli.rewards.judge.providers.replies import (
+    ReplyFields,
     TokenFields,
-    bad_body,
-    build_reply,
     check_reply,
     check_response,
-    describe,
-    get_nested,
-    read_row,
-    read_usage,
-    refusal,
-    row_error,
+    get_path,
 )
 from ppo_cli.rewards.remote.proxies import client_settings, is_socks
 
+# How a model is asked not to think, or as little as it can: Gemini 2.5 has a budget of tokens,
+# Gemini 3 has levels.
+_THINKING = {
+    "budget 0": {"thinking_budget": 0},
+    "level MINIMAL": {"thinking_level": "MINIMAL"},
+    "level LOW": {"thinking_level": "LOW"},
+}
 # Categories of Gemini's filters; a judge has to read what they would block.
 _HARMS = ("HARASSMENT", "HATE_SPEECH", "SEXUALLY_EXPLICIT", "DANGEROUS_CONTENT")
-# Finish reasons of an answer that a filter withheld.
-_BLOCKED = {
-    "SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "LANGUAGE", "MODEL_ARMOR",
-    "ESCALATION",
-}  # fmt: skip
-_OVER = {"succeeded", "partially_succeeded", "failed", "cancelled", "expired"}
-_NOT_DONE = {1: "cancelled", 4: "expired"}  # by google.rpc.Code
-_VERSION = re.compile(r"^(.*)/(v\d\w*)$")
-# Thinking is billed as output.
-TOKENS = TokenFields(
-    ("prompt_token_count",),
-    ("candidates_token_count", "thoughts_token_count"),
-    "cached_content_token_count",
-    "total_token_count",
-)
-DECISION_TOKENS = TokenFields(
-    ("total_input_tokens",), ("total_output_tokens",), "total_cached_tokens"
-)
 
 
 class Judge(SdkProvider):
     """A judge behind Gemini's endpoints for generated content and decisions."""
 
     name = "gemini"
-    package = "google-genai"
-    module = "google.genai"
+    package, module = "google-genai", "google.genai"
     decision_module = "google.genai.decisions"
     redundant_path = r"/(models(/[^/]*)?|decisions)$"
+    noisy_logger = "google_genai._api_client"  # names the wrong variable if both contain a key
+    reply_fields = ReplyFields(
+        answer="candidates.0", content="candidates.0.content.parts",
+        finish="candidates.0.finish_reason", cut=("MAX_TOKENS",), usage="usage_metadata",
+        filtered=("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "LANGUAGE",
+                  "MODEL_ARMOR", "ESCALATION"),
+        # Thinking is billed as output.
+        tokens=TokenFields(
+            ("prompt_token_count",), ("candidates_token_count", "thoughts_token_count"),
+            "cached_content_token_count", "total_token_count",
+        ),
+    )  # fmt: skip
+    decision_tokens = TokenFields(
+        ("total_input_tokens",), ("total_output_tokens",), "total_cached_tokens"
+    )
     batch_rows, batch_bytes = 100_000, 15_000_000  # requests in the call itself: 20 MB at most
+    batch = BatchFields(
+        over=frozenset(("succeeded", "partially_succeeded", "failed", "cancelled", "expired")),
+        job_id="name", state="state", name="display_name", failures="error",
+        row_id="metadata.key", success=("error", None), answer="response", outcome="error.code",
+        states={1: "cancelled", 4: "expired"}, errors=("error",),  # by google.rpc.Code
+    )  # fmt: skip
     _session: Any = None
 
     def options(self) -> Sequence[Option]:
         """Thinking is off if possible, else minimal; filters are off."""
         return [
             Option(
-                "thinking", ("budget 0", "level MINIMAL", "level LOW"),
+                "thinking", tuple(_THINKING),
                 ("thinking_config", "thinking_budget", "thinking_level", "budget"),
             ),
             Option("safety_settings", ("OFF", "BLOCK_NONE"), ("threshold",)),
             Option("seed"),
             Option(
                 "response_schema", ("json_schema", "json"),
-                (
-                    "response_json_schema", "response_mime_type", "schema", "json mode",
-                    "structured output", "structured outputs", "controlled generation",
-                    "constrained decoding", "application/json",
-                ),
+                ("response_json_schema", "schema", "controlled generation", "application/json",
+                 *FORMAT_WORDS),
             ),
             Option("temperature"),
             Option("max_output_tokens"),
-            Option(
-                "system_instruction", ("apart", "in the prompt"),
-                ("developer instruction", "system prompt", "system role", "system message"),
-            ),
+            Option("system_instruction", ("apart", "in the prompt"), SYSTEM_WORDS),
         ]  # fmt: skip
 
     def connect(self, key: str) -> Any:
@@ -102,24 +95,21 @@ class Judge(SdkProvider):
         from google import genai
         from google.genai import types
 
-        silence_logger(
-            "google_genai._api_client"
-        )  # it names the wrong variable when both contain a key
-        # The SDK appends the version itself.
-        base, version = self._address()
+        # The SDK appends the version itself; the decision endpoint is documented in v1beta.
+        match = re.match(r"^(.*)/(v\d\w*)$", self.base_url)
+        base, version = match.groups() if match else (self.base_url, None)
         if version is None and self.api.mode == "decision":
-            version = "v1beta"  # where the decision endpoint is documented
+            version = "v1beta"
         settings = client_settings(self.base_url)
         http = types.HttpOptions(
-            base_url=base,
-            api_version=version,
+            base_url=base, api_version=version,
             retry_options=types.HttpRetryOptions(attempts=1),
-            client_args=settings or None,
-            async_client_args=settings or None,
-        )
+            client_args=settings or None, async_client_args=settings or None,
+        )  # fmt: skip
         if is_socks(settings.get("proxy")):  # aiohttp speaks HTTP only
+            hooks: Any = {"response": [check_response]}
             self._session = http.httpx_async_client = httpx.AsyncClient(
-                event_hooks={"response": [check_response]}, **settings
+                event_hooks=hooks, **settings
             )
         else:  # the SDK's session warns when it is not closed
             self._session = http.aiohttp_client = aiohttp.ClientSession(
@@ -147,77 +137,18 @@ class Judge(SdkProvider):
         fit = [m for m in models if "generateContent" in (m.supported_actions or "generateContent")]
         return [model.name.rsplit("/", 1)[-1] for model in fit if model.name]
 
-    async def request_verdict(
-        self, client: Any, question: Question, forms: Forms, timeout: float
-    ) -> Reply:
-        """Ask for generated content."""
-        reply = await client.aio.models.generate_content(
-            model=self.model,
-            contents=_contents(question, forms),
-            config=self._config(question, forms),
-        )
-        return read_content(reply)
-
-    def _address(self) -> tuple[str, str | None]:
-        """Return the base URL without its API version, and the version if it has one."""
-        match = _VERSION.match(self.base_url)
-        return (match[1], match[2]) if match else (self.base_url, None)
-
-    async def submit_batch(self, client: Any, rows: BatchRows, forms: Forms, name: str) -> str:
-        """Submit all requests in one call, each with its id as metadata."""
-        # Inline requests: no file has to be uploaded.
-        requests = [
-            {
-                "contents": _contents(question, forms),
-                "config": self._config(question, forms),
-                "metadata": {"key": row_id},
-            }
-            for row_id, question in rows.items()
-        ]
-        job = await client.aio.batches.create(
-            model=self.model, src=requests, config={"display_name": f"ppo-cli judge {name}"}
-        )
-        return str(job.name)
-
-    async def find_batches(self, client: Any, name: str, since: float, rows: int) -> list[str]:
-        """Look for the name in the display name."""
-        jobs = [job async for job in await client.aio.batches.list(config={"page_size": 100})]
-        return [str(job.name) for job in jobs if (job.display_name or "").endswith(f" {name}")]
-
-    async def poll_batch(self, client: Any, job: str) -> BatchProgress:
-        """Return the state of a job; there are no counts."""
-        batch = await client.aio.batches.get(name=job)
-        state = _word(get_nested(batch, "state")).removeprefix("JOB_STATE_").lower()
-        message = get_nested(batch, "error", "message") or state
-        return BatchProgress(state, state in _OVER, failed=message if state == "failed" else "")
-
-    async def fetch_results(self, client: Any, job: str) -> BatchResults:
-        """Return the responses of a job; one that expired may have none."""
-        batch = await client.aio.batches.get(name=job)
-        lines = get_nested(batch, "dest", "inlined_responses") or []
-        return [(str(get_nested(line, "metadata", "key")), _outcome(line)) for line in lines]
-
-    def _config(self, question: Question, forms: Forms) -> dict[str, Any]:
-        """Return the `config` of a request, with the optional fields that `forms` has."""
-        plain = {
-            "seed": question.vote, "temperature": self.temperature(),
-            "max_output_tokens": question.max_tokens,
-        }  # fmt: skip
-        # Plain options first, then those with forms.
-        config: dict[str, Any] = {name: value for name, value in plain.items() if name in forms}
+    def arguments(self, question: Question, forms: Forms) -> dict[str, Any]:
+        """Return the arguments of a request, with the optional fields that `forms` has."""
+        config: dict[str, Any] = self.plain_fields(question, forms)
         config["automatic_function_calling"] = {"disable": True}
-        if question.system and forms.get("system_instruction") == "apart":
+        apart = forms.get("system_instruction") == "apart"
+        if question.system and apart:
             config["system_instruction"] = question.system
         if "thinking" in forms:
-            # Gemini 2.5 has a budget of tokens, Gemini 3 has levels.
-            way, _, amount = forms["thinking"].partition(" ")
-            config["thinking_config"] = (
-                {"thinking_budget": 0} if way == "budget" else {"thinking_level": amount}
-            )
-        if "safety_settings" in forms:
+            config["thinking_config"] = _THINKING[forms["thinking"]]
+        if threshold := forms.get("safety_settings"):
             config["safety_settings"] = [
-                {"category": f"HARM_CATEGORY_{harm}", "threshold": forms["safety_settings"]}
-                for harm in _HARMS
+                {"category": f"HARM_CATEGORY_{harm}", "threshold": threshold} for harm in _HARMS
             ]
         schema_form = forms.get("response_schema") if question.output == "json" else None
         if schema_form:
@@ -227,74 +158,44 @@ class Judge(SdkProvider):
             # Without an order Gemini sorts the keys: the score would come before the reason.
             order = list(schema["properties"])
             config["response_json_schema"] = {**schema, "propertyOrdering": order}
-        return config
+        contents = question.user if apart else join_texts(question)
+        return {"contents": contents, "config": config}
+
+    async def send(self, client: Any, arguments: dict[str, Any], timeout: float) -> Any:
+        """Ask for generated content."""
+        return await client.aio.models.generate_content(model=self.model, **arguments)
+
+    def batch_client(self, client: Any) -> Any:
+        """Return the batches of the asynchronous client."""
+        return client.aio.batches
+
+    async def submit_batch(self, client: Any, rows: BatchRows, forms: Forms, name: str) -> str:
+        """Submit all requests in one call, each with its id as metadata."""
+        requests = [
+            {**self.arguments(question, forms), "metadata": {"key": row_id}}
+            for row_id, question in rows.items()
+        ]
+        job = await client.aio.batches.create(
+            model=self.model, src=requests, config={"display_name": f"ppo-cli judge {name}"}
+        )
+        return str(job.name)
+
+    async def get_job(self, client: Any, job: str) -> Any:
+        """Return a job of a name."""
+        return await client.aio.batches.get(name=job)
+
+    async def list_jobs(self, client: Any) -> AsyncIterator[Any]:
+        """Return all jobs; their list is in no order."""
+        jobs: AsyncIterator[Any] = await client.aio.batches.list(config={"page_size": 100})
+        return jobs
+
+    async def load_rows(self, client: Any, job: str) -> Iterable[Any]:
+        """Return the responses of a job; one that expired may have none."""
+        return get_path(await self.get_job(client, job), "dest.inlined_responses") or ()
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
-        """Ask the decision endpoint for the probability of each level of the scale.
-
-        The reply has no text and no score.
-        """
+        """Ask the decision endpoint for the probability of each level of the scale."""
         reply = await client.aio.decisions.create(
             model=self.model, input=question.user, questions=decision_question(question)
         )
-        usage = read_usage(get_nested(reply, "usage"), DECISION_TOKENS)
-        if blocked := get_nested(reply, "prompt_feedback", "block_reason"):
-            raise refusal("content_filter", f"The prompt was blocked: {blocked}", usage)
-        return read_decision(reply, question.scale, usage)
-
-
-class Vertex(Judge):
-    """Gemini at Vertex AI, with Google's own credentials."""
-
-    name = "vertex"
-    batch_rows = 0
-
-    @classmethod
-    def default_url(cls, environ: Mapping[str, str]) -> str:
-        """Return the address of the region."""
-        return vertex_address(environ["GOOGLE_CLOUD_LOCATION"])
-
-    def credentials(self, key: str) -> dict[str, Any]:
-        """Return project and region; the SDK finds the credentials."""
-        names = ("GOOGLE_CLOUD_PROJECT", "GOOGLE_CLOUD_LOCATION")
-        project, location = (os.environ[name] for name in names)
-        return {"vertexai": True, "project": project.strip(), "location": location.strip()}
-
-
-def _outcome(line: Any) -> Reply | JudgeError:
-    """Return what one response of a job says."""
-    if get_nested(line, "response") is not None:
-        return read_row(read_content, get_nested(line, "response"))
-    code, message = get_nested(line, "error", "code"), get_nested(line, "error", "message")
-    return row_error(_NOT_DONE.get(code, "failed"), f"{code}: {message}")
-
-
-def _contents(question: Question, forms: Forms) -> str:
-    """Return the prompt, with the system message at its beginning if the model takes none."""
-    apart = forms.get("system_instruction") == "apart" or not question.system
-    return question.user if apart else f"{question.system}\n\n{question.user}"
-
-
-def read_content(reply: Any) -> Reply:
-    """Return the reply in generated content; a blocked one also comes with status 200."""
-    usage = read_usage(get_nested(reply, "usage_metadata"), TOKENS)
-    blocked = get_nested(reply, "prompt_feedback", "block_reason")
-    if blocked is not None:
-        raise refusal("content_filter", f"The prompt was blocked: {_word(blocked)}", usage)
-    # No candidate and no block reason: not an answer of Gemini.
-    candidate = get_nested(reply, "candidates", 0)
-    if candidate is None:
-        raise bad_body(describe(reply))
-    finish_reason = _word(get_nested(candidate, "finish_reason"))
-    if finish_reason in _BLOCKED:
-        raise refusal("content_filter", f"The answer was blocked: {finish_reason}", usage)
-    # Thoughts are parts, too, and are not the answer.
-    parts = get_nested(candidate, "content", "parts") or []
-    texts = [get_nested(part, "text") for part in parts if not get_nested(part, "thought")]
-    return build_reply(
-        "".join(t for t in texts if t), usage, truncated=finish_reason == "MAX_TOKENS"
-    )
-
-
-def _word(value: Any) -> str:
-    return str(getattr(value, "value", value) or "")
+        return read_decision(reply, question.scale, self.decision_tokens)

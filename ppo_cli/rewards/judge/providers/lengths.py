@@ -8,9 +8,13 @@ Ollama and others cut a long request silently; only the tokens that they count s
 
 from __future__ import annotations
 
+import logging
 import re
+from dataclasses import replace
 
-from ppo_cli.rewards.judge.calls import Question, estimate_tokens
+from ppo_cli.rewards.judge.calls import Question, Usage, estimate_tokens
+
+logger = logging.getLogger(__name__)
 
 # Tokens in which a short reason and the verdict fit; each criterion of a rubric takes some more.
 MIN_ANSWER, MIN_CRITERION = 96, 30
@@ -135,3 +139,48 @@ class TruncationCheck:
         return (
             f"it counted {read} tokens, and never more, of requests of {low} to {high} characters"
         )
+
+
+class ContextRoom:
+    """What calls have shown about a judge's context; each warning comes once.
+
+    `max_answer` is the most tokens that it leaves for answers, None where all fit.
+    """
+
+    def __init__(self, label: str, max_tokens: int) -> None:
+        self.max_answer: int | None = None
+        self._label = label
+        self._max_tokens = max_tokens  # of the settings
+        self._warned_of_length = False
+        self._truncation: TruncationCheck | None = TruncationCheck()  # None once it has warned
+
+    def fit(self, question: Question) -> Question:
+        """Return the question with no more tokens for the answer than there is room for."""
+        room = min(question.max_tokens, self.max_answer or question.max_tokens)
+        return replace(question, max_tokens=room)
+
+    def remember(self, room: int, message: str) -> None:
+        """Ask for no more from now on, and say which setting avoids the refused calls."""
+        if not self._warned_of_length:
+            self._warned_of_length = True
+            logger.warning(
+                "%s has no room for --rm_max_tokens %d next to the request, so it is asked for %d. "
+                "Set --rm_max_tokens %d, or serve it with a longer context. It said: %s",
+                self._label, self._max_tokens, room, room, message,
+            )  # fmt: skip
+        # A smaller room comes from one long text, not from the judge.
+        if room >= USUAL_ANSWER:
+            self.max_answer = min(room, self.max_answer or room)
+
+    def check_reading(self, question: Question, usage: Usage) -> None:
+        """Warn about a judge that reads less than it is sent."""
+        if self._truncation is None or not usage.input:
+            return
+        if (problem := self._truncation.find(question, usage.input)) is not None:
+            self._truncation = None
+            logger.warning(
+                "%s may read only a part of what it is sent: %s. Its verdicts are then about cut "
+                "texts. Raise its context (Ollama: num_ctx, OLLAMA_CONTEXT_LENGTH), or lower "
+                "--rm_max_response_chars.",
+                self._label, problem,
+            )  # fmt: skip

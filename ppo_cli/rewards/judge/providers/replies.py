@@ -200,16 +200,6 @@ def result_lines(content: bytes) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def read_row(read: Callable[[Any], Reply], body: Any) -> Reply | JudgeError:
-    """Return an answer in the results of a batch, read like a direct one, or its error."""
-    try:
-        return read(body)
-    except JudgeError as error:
-        if error.kind is Failure.RETRYABLE:
-            return JudgeError(Failure.REFUSED, "batch_failed", str(error))  # it may be billed
-        return error
-
-
 def build_reply(text: str | None, usage: Usage | None, *, truncated: bool) -> Reply:
     """Return the reply; raises UNPARSED if it is empty and was not cut."""
     if not (text or "").strip() and not truncated:
@@ -217,17 +207,22 @@ def build_reply(text: str | None, usage: Usage | None, *, truncated: bool) -> Re
     return Reply(text or "", usage, truncated)
 
 
-def get_nested(value: Any, *names: str | int) -> Any:
-    """Follow attributes, keys and indices; None as soon as one is missing."""
-    for name in names:
-        if isinstance(name, int):
-            exists = isinstance(value, list | tuple) and len(value) > name
-            value = value[name] if exists else None
+def get_path(value: Any, path: str) -> Any:
+    """Follow attributes, keys and indices, separated by dots; None as soon as one is missing."""
+    for name in path.split("."):
+        if name.isdigit():
+            index, exists = int(name), isinstance(value, list | tuple)
+            value = value[index] if exists and len(value) > index else None
         elif isinstance(value, Mapping):
             value = value.get(name)
         else:
             value = getattr(value, name, None)
     return value
+
+
+def to_word(value: Any) -> str:
+    """Return a word of an SDK, which may be a member of an enumeration."""
+    return str(getattr(value, "value", value) or "")
 
 
 class TokenFields(NamedTuple):
@@ -250,7 +245,7 @@ def read_usage(usage: Any, fields: TokenFields) -> Usage | None:
     """
     # All numbers by their dotted names, missing ones left out.
     names = {*fields.input, *fields.output, fields.cached, fields.total} - {""}
-    reported = {name: get_nested(usage, *name.split(".")) for name in names}
+    reported = {name: get_path(usage, name) for name in names}
     counts = {name: count for name, count in reported.items() if count is not None}
     if not all(map(_is_count, counts.values())):
         return None
@@ -269,3 +264,62 @@ def read_usage(usage: Any, fields: TokenFields) -> Usage | None:
 def _is_count(count: Any) -> bool:
     number = isinstance(count, int | float) and not isinstance(count, bool)
     return number and 0 <= count <= MAX_TOKENS
+
+
+class ReplyFields(NamedTuple):
+    """Dotted names of what is read in a provider's reply, and its words for why an answer ended.
+
+    `content` is a text or a list of parts. A reply without `answer` is not a judge's.
+    """
+
+    answer: str
+    content: str
+    finish: str
+    cut: tuple[str, ...]
+    usage: str
+    tokens: TokenFields
+    filtered: tuple[str, ...] = ()
+    refusal: str = ""  # what the judge says when it refuses; it may refuse without
+
+
+# A chat completion of OpenAI's protocol; its prompt tokens include the cached ones.
+CHAT = ReplyFields(
+    answer="choices.0.message", content="choices.0.message.content",
+    finish="choices.0.finish_reason", refusal="choices.0.message.refusal", cut=("length",),
+    filtered=("content_filter",), usage="usage",
+    tokens=TokenFields(
+        ("prompt_tokens",), ("completion_tokens",), "prompt_tokens_details.cached_tokens",
+        "total_tokens",
+    ),
+)  # fmt: skip
+
+
+def read_reply(reply: Any, fields: ReplyFields) -> Reply:
+    """Return the answer in a reply; raises JudgeError for a refusal and for anything else."""
+    usage = read_usage(get_path(reply, fields.usage), fields.tokens)
+    refuse_blocked(reply, usage)
+    if get_path(reply, fields.answer) is None:
+        raise_body(reply)
+    finish, content = to_word(get_path(reply, fields.finish)), get_path(reply, fields.content)
+    # A refusal has a separate field; some gateways use the finish reason alone.
+    refused = get_path(reply, fields.refusal)
+    if refused or finish == "refusal":
+        raise refusal("refusal", f"The judge refused: {refused or content or 'no reason'}", usage)
+    if finish in fields.filtered:
+        raise refusal("content_filter", f"The provider's filter withheld it: {finish}", usage)
+    if isinstance(content, list):  # thoughts are parts, too, and are not the answer
+        texts = [get_path(part, "text") for part in content if _is_answer(part)]
+        content = "".join(text for text in texts if isinstance(text, str))
+    if not isinstance(content, str | None):
+        raise bad_body(f"the content of its message is not a text: {str(content)[:100]}")
+    return build_reply(content, usage, truncated=finish in fields.cut)
+
+
+def _is_answer(part: Any) -> bool:
+    return get_path(part, "type") in (None, "text") and not get_path(part, "thought")
+
+
+def refuse_blocked(reply: Any, usage: Usage | None) -> None:
+    """Raise the refusal of a prompt that Gemini's filter blocked, which has status 200."""
+    if blocked := get_path(reply, "prompt_feedback.block_reason"):
+        raise refusal("content_filter", f"The prompt was blocked: {to_word(blocked)}", usage)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.judge.calls import JudgeError, Reply
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
 from ppo_cli.rewards.judge.providers.base import SdkProvider
-from ppo_cli.rewards.judge.providers.options import Option
+from ppo_cli.rewards.judge.providers.options import Forms, Option
 from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import WIRES, ask_once, judge_at, make_question, on_a_loop
@@ -207,16 +207,17 @@ def test_an_sdk_that_does_not_know_an_argument(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge = judge_at(server, "openai")
-    honest = judge._request  # type: ignore[attr-defined]
-    monkeypatch.setattr(judge, "_request", lambda *a: rename_seed(*honest(*a)))
+    arguments = judge.arguments
+
+    def rename_seed(question: Question, forms: Forms) -> dict[str, Any]:
+        """Pass the seed under a name that create() does not have."""
+        renamed = {"seed": "sampling_seed"}
+        return {renamed.get(k, k): v for k, v in arguments(question, forms).items()}
+
+    monkeypatch.setattr(judge, "arguments", rename_seed)
     assert isinstance(ask_once(judge), Reply)
     assert list(judge.dropped()) == ["seed"]
     assert server.count == 1
-
-
-def rename_seed(body: dict[str, Any], extra: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Hand the seed over under a name that create() does not have."""
-    return {("sampling_seed" if k == "seed" else k): v for k, v in body.items()}, extra
 
 
 def test_a_weird_first_reply_costs_no_option(server: JudgeServer) -> None:

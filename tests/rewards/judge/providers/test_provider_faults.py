@@ -165,6 +165,13 @@ CODES = [
     ("openai", 400, "context_length_exceeded", "Too many tokens", REFUSED, "too_long"),
     ("openai", 400, "content_filter", "The response was filtered", REFUSED, "content_filter"),
     ("openai", 400, None, "Remove this content and try again", REFUSED, "bad_request"),
+    *(
+        (wire, 400, None, message, RETRYABLE, "http_400")  # a passing overload without a code
+        for wire in ("openai", "gemini")
+        for message in ("The model is overloaded", "Server busy, retry later", "queue is full",
+                        "Too many requests", "Rate limit reached", "We are at capacity",
+                        "temporarily unavailable")
+    ),
     ("claude", 400, None, "Your credit balance is too low", FATAL, "http_400"),
     ("claude", 400, None, "Blocked by content filtering policy", REFUSED, "content_filter"),
     ("claude", 400, None, "prompt is too long: 9 tokens", REFUSED, "too_long"),
