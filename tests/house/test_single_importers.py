@@ -26,6 +26,8 @@ STANDS = {
     "rewards.algebra": "what sympy compares, in workers; rules stays free of it",
     "rewards.code.probe": "a program of its own, inside the sandbox",
     "rewards.judge.monitor": "a second judge and canaries: watches the judge",
+    "rewards.judge.providers.claude": "one provider of several, behind their declarations",
+    "rewards.judge.providers.gemini": "one provider of several, behind their declarations",
     "rewards.mixture": "the mixture itself; registry builds rewards of every kind",
     "rewards.pool": "a process pool with kill; function is the user's file",
     "secret_patterns": "what keys look like; redact is how they are removed",
