@@ -1,4 +1,4 @@
-"""Rollouts made by hand, and reward files written for one test."""
+"""Rollouts made by hand, reward files written for one test, and rewards that are closed."""
 
 from __future__ import annotations
 
@@ -7,31 +7,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ppo_cli.config.schema.reward import Reward as RewardSettings
-from ppo_cli.records import FinishReason, Prompt, Rollout
+from ppo_cli.records import Rollout
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.registry import build_reward
-
-MakeRollout = Callable[..., Rollout]
+from tests.rewards.scoring import make_rollout
 
 
 @pytest.fixture
-def rollout() -> MakeRollout:
-    def make(
-        text: str,
-        ground_truth: Any = "72",
-        data_source: str = "openai/gsm8k",
-        finish_reason: FinishReason = "stop",
-        **extra_info: Any,
-    ) -> Rollout:
-        question = "How many clips did Natalia sell?"
-        prompt = Prompt("0", question, (), question, (1,), data_source, ground_truth, extra_info)
-        return Rollout(prompt, 0, (1,), np.zeros(1, np.float32), text, finish_reason)
-
-    return make
+def rollout() -> Callable[..., Rollout]:
+    return make_rollout
 
 
 @pytest.fixture
@@ -49,12 +36,12 @@ def reward_file(tmp_path: Path) -> Callable[[str], str]:
 @pytest.fixture
 def build() -> Iterator[Callable[..., Reward]]:
     """Build rewards from settings; all of them are closed in the end."""
-    built: list[Reward] = []
+    rewards: list[Reward] = []
 
     def make(sources: set[str] | None = None, **settings: Any) -> Reward:
-        built.append(build_reward(RewardSettings(**settings), sources=sources or set()))
-        return built[-1]
+        rewards.append(build_reward(RewardSettings(**settings), sources=sources or set()))
+        return rewards[-1]
 
     yield make
-    for reward in built:
+    for reward in rewards:
         reward.close()

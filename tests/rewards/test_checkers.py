@@ -83,20 +83,10 @@ def test_a_comma_divides_decimals_only_where_it_is_asked_for() -> None:
 
 
 PIECES = (
-    *("\\boxed{", "{", "(", "$", "$$", "\\[", "\\(", "<answer>", "9", "1,", "1 ", "#### "),
-    *(
-        "answer is ",
-        "the answer is 5 ",
-        "Answer: A ",
-        "\\text{",
-        "答案是",
-        "选B",
-        "(A) ",
-        "A ",
-        "= ",
-    ),
-    *("is the answer ", "\\boxed{1} and ", " and ", "\n", " ", "²", "\\", "not ", "**"),
-)
+    "\\boxed{", "{", "(", "$", "$$", "\\[", "\\(", "<answer>", "9", "1,", "1 ", "#### ",
+    "answer is ", "the answer is 5 ", "Answer: A ", "\\text{", "答案是", "选B", "(A) ", "A ", "= ",
+    "is the answer ", "\\boxed{1} and ", " and ", "\n", " ", "²", "\\", "not ", "**",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("piece", PIECES)

@@ -11,15 +11,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.errors import Interrupted, PpoError
-from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.rewards.mixture import CompositeReward
-from tests.rewards.scoring import score_all
+from tests.rewards.scoring import rollouts_of, score_all
 
 PATIENCE = 20
 
@@ -33,8 +32,23 @@ class Source(Reward):
         self.name, self._score, self._when, self._stage = name, score, when, stage or name
         self.texts: list[str] = []
         self.rounds: list[tuple[str, int]] = []
+        self.heard: list[Any] = []
+        self.waits: str | None = None
         self.closed = self._fresh = 0
         self._open: list[tuple[Rollout, Future[Score]]] = []
+
+    def start(self, prompts: Any, *, patient: bool = False, tell: Any = None) -> None:
+        tell(self.name)
+        self.heard.append((len(prompts), patient))
+
+    def begin_step(self, step: int) -> None:
+        self.heard.append(step)
+
+    def attach(self, folder: Path) -> None:
+        self.heard.append(folder)
+
+    def waiting_for(self) -> str | None:
+        return self.waits
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         self.texts.append(rollout.text)
@@ -82,14 +96,6 @@ def has_a(rollout: Rollout) -> Score:
     return Score(float("a" in rollout.text), reason="looked for a")
 
 
-def rollouts(*texts: str, n: int = 1) -> list[Rollout]:
-    prompts = [Prompt(f"p{i // n:03d}", "", (), "", (1,)) for i in range(len(texts))]
-    return [
-        Rollout(prompt, i % n, (1,), np.zeros(1, np.float32), text, "stop")
-        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
-    ]
-
-
 @pytest.fixture
 def mixture() -> Iterator[Callable[..., CompositeReward]]:
     """Build mixtures of sources, with settings by their names; all of them are closed."""
@@ -105,26 +111,20 @@ def mixture() -> Iterator[Callable[..., CompositeReward]]:
         yield build
 
 
-def score(reward: CompositeReward, batch: list[Rollout], kind: RoundKind = "train") -> list[Score]:
-    return score_all(reward, batch, kind, PATIENCE)
-
-
 def values(
     reward: CompositeReward, batch: list[Rollout], kind: RoundKind = "train"
 ) -> list[float | None]:
-    return [score.value for score in score_all(reward, batch, kind, PATIENCE)]
+    return [score.value for score in score_all(reward, batch, kind)]
 
 
 Build = Callable[..., CompositeReward]
 
 
 def test_parts_that_answer_at_any_time_are_summed(mixture: Build) -> None:
-    sources = [
-        Source("now", by_length), Source("later", has_a, when="later"),
-        Source("held", by_length, when="at the end"),
-    ]  # fmt: skip
-    reward = mixture(*sources, later={"weight": 10.0})
-    scores = score(reward, rollouts("a", "bb", "ccc"))
+    later = Source("later", has_a, when="later")
+    held = Source("held", by_length, when="at the end")
+    reward = mixture(Source("now", by_length), later, held, later={"weight": 10.0})
+    scores = score_all(reward, rollouts_of("a", "bb", "ccc"))
     assert [score.value for score in scores] == [12.0, 4.0, 6.0]
     assert scores[0].reason == "later: looked for a"
 
@@ -135,7 +135,7 @@ def test_the_order_of_arrival_changes_no_bit(mixture: Build) -> None:
     runs = []
     for when, order in (("now", 1), ("later", -1), ("at the end", 1)):
         reward = mixture(Source("x", by_length, when=when), Source("y", has_a), **settings)
-        totals = values(reward, rollouts(*texts)[::order])[::order]
+        totals = values(reward, rollouts_of(*texts)[::order])[::order]
         runs.append((totals, reward.state_dict()["running"]))
     assert runs[0] == runs[1] == runs[2]
 
@@ -143,43 +143,41 @@ def test_the_order_of_arrival_changes_no_bit(mixture: Build) -> None:
 def test_a_gated_part_is_asked_only_where_the_gate_is_open(mixture: Build) -> None:
     judge = Source("judge", by_length, when="later")
     reward = mixture(Source("format", has_a, when="later"), judge, judge={"only_if": "format >= 1"})
-    assert values(reward, rollouts("xx", "aaa", "yy", "aaaaa")) == [0.0, 4.0, 0.0, 6.0]
+    assert values(reward, rollouts_of("xx", "aaa", "yy", "aaaaa")) == [0.0, 4.0, 0.0, 6.0]
     assert sorted(judge.texts) == ["aaa", "aaaaa"]
     metrics = reward.pop_metrics()
     assert [metrics[f"reward/judge/{name}"] for name in ("gated_share", "failed")] == [0.5, 0.0]
 
 
 def test_gates_may_hang_on_gates(mixture: Build) -> None:
-    sources = [
-        Source("c", by_length),
-        Source("b", by_length, when="at the end"),
-        Source("a", has_a),
-    ]
-    reward = mixture(*sources, c={"only_if": "b > 3"}, b={"only_if": "a == 1"})
-    totals = values(reward, rollouts("x" * 9, "aa", "aaaa"))
+    last, middle = Source("c", by_length), Source("b", by_length, when="at the end")
+    gates = {"c": {"only_if": "b > 3"}, "b": {"only_if": "a == 1"}}
+    reward = mixture(last, middle, Source("a", has_a), **gates)
+    totals = values(reward, rollouts_of("x" * 9, "aa", "aaaa"))
     assert totals == [0.0, 1.0 + 2.0, 1.0 + 4.0 + 4.0]
-    assert sources[1].texts == ["aa", "aaaa"] and sources[0].texts == ["aaaa"]
+    assert middle.texts == ["aa", "aaaa"] and last.texts == ["aaaa"]
 
 
 def test_a_gate_that_failed_fails_what_hangs_on_it(mixture: Build) -> None:
-    fails = Source("format", lambda r: Score.failed("timeout"))
-    reward = mixture(fails, Source("judge", by_length), judge={"only_if": "format >= 1"})
-    assert score(reward, rollouts("a"))[0].failure == "format: timeout"
-    reward = mixture(
-        fails, Source("judge", by_length), Source("other", by_length),
-        format={"on_failure": "renormalise"}, judge={"only_if": "format >= 1"},
-    )  # fmt: skip
-    failed = score(reward, rollouts("a"))[0]
-    assert (failed.value, failed.failure) == (None, "judge: its gate format failed: timeout")
+    sources = [
+        Source("format", lambda r: Score.failed("timeout")), Source("judge", by_length),
+        Source("other", by_length),
+    ]  # fmt: skip
+    for on_failure, failure in (
+        ("fail", "format: timeout"), ("renormalise", "judge: its gate format failed: timeout"),
+    ):  # fmt: skip
+        settings = {"format": {"on_failure": on_failure}, "judge": {"only_if": "format >= 1"}}
+        (score,) = score_all(mixture(*sources, **settings), rollouts_of("a"))
+        assert (score.value, score.failure) == (None, failure)
 
 
-def test_every_part_is_settled_once_a_round_with_its_own_rollouts(mixture: Build) -> None:
+def test_every_part_is_settled_once_a_round_with_its_own_rollouts_of(mixture: Build) -> None:
     gate = Source("gate", has_a, when="at the end")
     judge = Source("judge", by_length, when="at the end")
     reward = mixture(gate, judge, judge={"only_if": "gate >= 1"})
-    first = [reward.submit(r) for r in rollouts("a", "b", "aa")]
+    first = [reward.submit(r) for r in rollouts_of("a", "b", "aa")]
     reward.end_round("train")
-    second = [reward.submit(r) for r in rollouts("aaa", "c")]
+    second = [reward.submit(r) for r in rollouts_of("aaa", "c")]
     reward.end_round("baseline")
     totals = [future.result(PATIENCE).value for future in (*first, *second)]
     assert totals == [2.0, 0.0, 3.0, 4.0, 0.0]
@@ -196,28 +194,29 @@ def test_a_part_that_stops_the_run_stops_every_future_and_leaves_no_trace(mixtur
     sources = Source("x", by_length), Source("y", stop, when="later")
     reward = mixture(*sources, x={"scaling": "zscore"})
     before = reward.state_dict()["running"]
-    futures = [reward.submit(rollout) for rollout in rollouts("a", "stop", "cc")]
+    futures = [reward.submit(rollout) for rollout in rollouts_of("a", "stop", "cc")]
     reward.end_round()
     errors = [future.exception(PATIENCE) for future in futures]
     assert any(errors) and {type(error) for error in errors if error} == {Interrupted}
     assert reward.state_dict()["running"] == before
     time.sleep(0.05)  # late answers of the broken round
-    assert values(reward, rollouts("aa", "bbbb")) == [1.0, 5.0]
+    assert values(reward, rollouts_of("aa", "bbbb")) == [1.0, 5.0]
 
 
 def test_a_resumed_run_has_the_same_scales_bit_for_bit(mixture: Build) -> None:
     settings = {"x": {"scaling": "zscore"}, "y": {"scaling": "group", "weight": 0.3}}
-    rounds = [rollouts(*("ab" * (i * j % 17 + 1) for j in range(1, 9)), n=2) for i in range(1, 7)]
+    texts = [["ab" * (i * j % 17 + 1) for j in range(1, 9)] for i in range(1, 7)]
+    rounds = [rollouts_of(*batch, n=2) for batch in texts]
 
     def fresh() -> CompositeReward:
         return mixture(Source("x", by_length), Source("y", has_a, when="later"), **settings)
 
     straight, first, resumed = fresh(), fresh(), fresh()
     for reward in (straight, first):
-        score(reward, rounds[0], "validation")
+        score_all(reward, rounds[0], "validation")
     expected = [values(straight, batch) for batch in rounds]
     for batch in rounds[:3]:
-        score(first, batch)
+        score_all(first, batch)
     saved = json.loads(json.dumps(first.state_dict()))
     resumed.load_state_dict(saved)
     assert resumed.state_dict() == saved
@@ -229,7 +228,7 @@ def test_a_resumed_run_has_the_same_scales_bit_for_bit(mixture: Build) -> None:
 
 def test_two_judges_report_under_their_own_names(mixture: Build) -> None:
     reward = mixture(Source("a", by_length, stage="judge"), Source("b", by_length, stage="judge"))
-    score(reward, rollouts("a"))
+    score_all(reward, rollouts_of("a"))
     metrics = reward.pop_metrics()
     assert metrics["judge/asked"] == metrics["judge_b/asked"] == 1.0
     assert reward.pop_metrics().keys() == {"judge/asked", "judge_b/asked"}
@@ -241,7 +240,8 @@ def test_a_steps_metrics_are_of_its_round_and_not_of_its_greedy_baselines(mixtur
     def measured(*rounds: RoundKind) -> dict[str, float]:
         reward = mixture(Source("x", by_length), Source("y", has_a))
         for kind in rounds:
-            score(reward, rollouts("a", "bbb", "cc") if kind == "train" else rollouts("d"), kind)
+            texts = ("a", "bbb", "cc") if kind == "train" else ("d",)
+            score_all(reward, rollouts_of(*texts), kind)
         return {k: v for k, v in reward.pop_metrics().items() if k.startswith("reward/")}
 
     assert measured("train", "baseline") == measured("train")
@@ -256,7 +256,7 @@ def test_a_bug_in_a_part_reaches_who_waits(mixture: Build) -> None:
 
     gated = Wrong("judge", by_length)
     reward = mixture(Source("x", has_a), gated, judge={"only_if": "x >= 1"})
-    future = reward.submit(rollouts("a")[0])
+    future = reward.submit(rollouts_of("a")[0])
     reward.end_round()
     with pytest.raises(RuntimeError, match="no such thing"):
         future.result(PATIENCE)
@@ -271,7 +271,7 @@ def test_nothing_left_to_renormalise_is_a_failure_and_nobody_waits(
         Source("gate", has_a), fails, gate={"weight": weight},
         judge={"only_if": "gate >= 1", "on_failure": "renormalise"},
     )  # fmt: skip
-    assert values(reward, rollouts("a")) == [None if not weight else 2.0]
+    assert values(reward, rollouts_of("a")) == [None if not weight else 2.0]
 
 
 def test_a_step_that_is_undone_teaches_nothing_even_if_its_scores_come_late(mixture: Build) -> None:
@@ -280,13 +280,13 @@ def test_a_step_that_is_undone_teaches_nothing_even_if_its_scores_come_late(mixt
     real, slow.end_round = slow.end_round, ended.append  # type: ignore[method-assign]
     reward = mixture(slow, x={"scaling": "zscore"})
     before = reward.state_dict()
-    futures = [reward.submit(r) for r in rollouts("a", "bbb")]
+    futures = [reward.submit(r) for r in rollouts_of("a", "bbb")]
     reward.end_round()
     reward.load_state_dict(before)
     real(ended[0])
     assert [f.cancelled() for f in futures] == [True, True]
     slow.end_round = real  # type: ignore[method-assign]
-    assert values(reward, rollouts("aa", "bbbb")) == [-1.0, 1.0]
+    assert values(reward, rollouts_of("aa", "bbbb")) == [-1.0, 1.0]
     assert reward.state_dict()["running"]["x"]["count"] == 2
 
 
@@ -298,45 +298,27 @@ def test_closing_closes_every_part_once_and_leaves_nobody_waiting(mixture: Build
 
     parts = [Broken("x", by_length, when="at the end"), Source("y", by_length)]
     reward = mixture(*parts)
-    future = reward.submit(rollouts("a")[0])
+    future = reward.submit(rollouts_of("a")[0])
     with pytest.raises(OSError, match="busy"):
         reward.close()
     reward.close()
     assert future.done() and [part.closed for part in parts] == [1, 1]
     with pytest.raises(RuntimeError, match="closed"):
-        reward.submit(rollouts("a")[0])
+        reward.submit(rollouts_of("a")[0])
 
 
 def test_every_part_hears_of_the_start_of_each_step_and_of_the_folder(
     mixture: Build, tmp_path: Path
 ) -> None:
-    class Listening(Source):
-        def __init__(self, name: str, waits: str | None = None) -> None:
-            super().__init__(name, lambda r: Score(1.0))
-            self.heard: list[Any] = []
-            self._waits = waits
-
-        def start(self, prompts: Any, *, patient: bool = False, tell: Any = None) -> None:
-            tell(self.name)
-            self.heard.append((len(prompts), patient))
-
-        def begin_step(self, step: int) -> None:
-            self.heard.append(step)
-
-        def attach(self, folder: Path) -> None:
-            self.heard.append(folder)
-
-        def waiting_for(self) -> str | None:
-            return self._waits
-
-    parts = [Listening("a"), Listening("b", "b waits"), Listening("c", "c waits")]
+    parts = [Source(name, has_a) for name in "abc"]
     reward, lines = mixture(*parts), list[str]()
-    reward.start(
-        [rollout.prompt for rollout in rollouts("x", "y")], patient=True, tell=lines.append
-    )
+    prompts = [rollout.prompt for rollout in rollouts_of("x", "y")]
+    reward.start(prompts, patient=True, tell=lines.append)
     reward.begin_step(7)
     reward.attach(tmp_path)
     assert lines == ["a", "b", "c"]
     assert [part.heard for part in parts] == [[(2, True), 7, tmp_path]] * 3
+    assert reward.waiting_for() is None
+    for part in parts[1:]:
+        part.waits = f"{part.name} waits"
     assert reward.waiting_for() == "b waits"
-    assert mixture(Listening("d")).waiting_for() is None

@@ -11,8 +11,8 @@ import pytest
 from ppo_cli.records import Part, Rollout, Score, Scored
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
+from tests.rewards.scoring import make_rollout
 
-MakeRollout = Callable[..., Rollout]
 Build = Callable[..., Reward]
 
 
@@ -22,13 +22,12 @@ def judge(reward: Reward, *rollouts: Rollout) -> str | None:
 
 def explain(reward: Reward, *rollouts: Rollout) -> str:
     text = judge(reward, *rollouts)
-    assert text is not None
-    assert "\n" not in text
+    assert text is not None and "\n" not in text
     return text
 
 
-def test_silent_when_something_scored(build: Build, rollout: MakeRollout) -> None:
-    assert judge(build(), rollout("#### 72"), rollout("#### 1")) is None
+def test_silent_when_something_scored(build: Build) -> None:
+    assert judge(build(), make_rollout("#### 72"), make_rollout("#### 1")) is None
     assert explain_no_reward([]) is None
 
 
@@ -58,21 +57,21 @@ CAUSES: dict[str, tuple[list[tuple[Any, ...]], list[str]]] = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_a_cause_is_named(cause: str, build: Build, rollout: MakeRollout) -> None:
+def test_a_cause_is_named(cause: str, build: Build) -> None:
     rows, fragments = CAUSES[cause]
-    text = explain(build(), *[rollout(*row) for row in rows])
+    text = explain(build(), *[make_rollout(*row) for row in rows])
     assert [fragment for fragment in fragments if fragment not in text] == []
 
 
-def test_responses_that_were_cut_off(build: Build, rollout: MakeRollout) -> None:
-    text = explain(build(), *[rollout("thinking " * 200, finish_reason="length")] * 3)
+def test_responses_that_were_cut_off(build: Build) -> None:
+    text = explain(build(), *[make_rollout("thinking " * 200, finish_reason="length")] * 3)
     assert "3 of them were cut off at --max_response_length" in text
     assert len(text) < 1000
 
 
-def test_a_function_that_gives_zero_or_fails(rollout: MakeRollout) -> None:
+def test_a_function_that_gives_zero_or_fails() -> None:
     def text(score: Score) -> Any:
-        return explain_no_reward([Scored(rollout("a"), score)])
+        return explain_no_reward([Scored(make_rollout("a"), score)])
 
     assert "The reward function gave 0 to all 1 responses" in text(Score(0.0))
     failed = text(Score.failed("raised KeyError: 'x'"))
@@ -80,24 +79,22 @@ def test_a_function_that_gives_zero_or_fails(rollout: MakeRollout) -> None:
     assert "raise reward.timeout" in text(Score.failed("timeout: took longer than 10 s"))
 
 
-def test_failures_are_counted_by_their_cause(rollout: MakeRollout) -> None:
+def test_failures_are_counted_by_their_cause() -> None:
     reasons = ["raised KeyError: 'x'"] * 2 + ["timeout: took longer than 10 s"]
-    scored = [Scored(rollout("a"), Score.failed(reason)) for reason in reasons]
+    scored = [Scored(make_rollout("a"), Score.failed(reason)) for reason in reasons]
     look = commands(Path("my run"), ["a b.jsonl"])
-    text = explain_no_reward([*scored, Scored(rollout("b"), Score(0.0))], look)
+    text = explain_no_reward([*scored, Scored(make_rollout("b"), Score(0.0))], look)
     assert text is not None
     assert "3 of 4 responses failed, 2 of them with KeyError: 'x'." in text
     assert "`ppo show 'my run' --worst 20` names the failure" in text
 
 
-def test_a_mixture_that_comes_to_nothing_names_the_parts_that_never_vary(
-    rollout: MakeRollout,
-) -> None:
-    scored = [
-        Scored(rollout(text), Score(0.0, parts={"model": Part(3.5, 0.0), "rule": Part(raw, 0.0)},
-                                    mixture={"rule": Score(raw)}))
-        for text, raw in (("7", 0.0), ("8", 1.0))
-    ]  # fmt: skip
+def test_a_mixture_that_comes_to_nothing_names_the_parts_that_never_vary() -> None:
+    scored = []
+    for raw in (0.0, 1.0):
+        parts = {"model": Part(3.5, 0.0), "rule": Part(raw, 0.0)}
+        score = Score(0.0, parts=parts, mixture={"rule": Score(raw)})
+        scored.append(Scored(make_rollout(str(raw)), score))
     text = explain_no_reward(scored)
     assert text is not None
     assert "The mixture is 0 for all 2 responses. Parts with one value for all of them: " in text

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.errors import RewardError
-from ppo_cli.records import Part, PlacedReward, Rollout, Score
+from ppo_cli.records import Part, PlacedReward, Score
 from ppo_cli.rewards.base import Call, Reward
 from ppo_cli.rewards.function import check_source, load_function
 from ppo_cli.rewards.pool import Task, WorkerPool
+from tests.rewards.scoring import make_rollout
 from tests.rewards.tables import read_blocks, table
 
-MakeRollout = Callable[..., Rollout]
 Build = Callable[..., Reward]
 Write = Callable[[str], str]
 Scores = Callable[..., list[Score]]
@@ -32,12 +32,12 @@ MOODS = FILES["moods"]
 
 
 @pytest.fixture
-def scores(build: Build, rollout: MakeRollout, reward_file: Write) -> Scores:
+def scores(build: Build, reward_file: Write) -> Scores:
     """Score replies with a function written in the test."""
 
     def run(code: str, *replies: str, name: str = "", **settings: object) -> list[Score]:
         reward = build(function=reward_file(code) + name, **settings)
-        return [f.result(PATIENCE) for f in [reward.submit(rollout(r)) for r in replies]]
+        return [f.result(PATIENCE) for f in [reward.submit(make_rollout(r)) for r in replies]]
 
     return run
 
@@ -46,16 +46,14 @@ HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=No
 ASYNC_HEAD = f"async {HEAD}"
 
 
-def test_arguments_result_output_and_parts_of_a_call(
-    build: Build, rollout: MakeRollout, reward_file: Write
-) -> None:
+def test_arguments_result_output_and_parts_of_a_call(build: Build, reward_file: Write) -> None:
     code = f"""{HEAD}
     print("scoring", solution_str)
     seen = f"{{data_source}} {{solution_str}} {{ground_truth!r}} {{extra_info!r}}"
     return {{"score": 0.5, "style": 0.25, "reason": "terse", "seen": seen, "imputed": "y"}}
     """
     reward = build(function=reward_file(code))
-    score = reward.submit(rollout("reply", ["a", 1], "here", tier=2)).result(PATIENCE)
+    score = reward.submit(make_rollout("reply", ["a", 1], "here", tier=2)).result(PATIENCE)
     assert (score.value, score.failure, score.reason, score.judged) == (0.5, "", "terse", True)
     assert score.parts == {"style": Part(raw=0.25, scaled=None)}
     assert score.info.pop("latency_s") >= 0
@@ -106,37 +104,23 @@ def test_coroutines_have_deadlines(scores: Scores) -> None:
 
 
 def test_a_blocked_event_loop_is_killed_and_its_neighbours_tried_again(
-    build: Build, rollout: MakeRollout, reward_file: Write, tmp_path: Path
+    build: Build, reward_file: Write, tmp_path: Path
 ) -> None:
     code = FILES["a blocked event loop is killed and its neighbours tried again"]
     reward = build(function=reward_file(code), timeout=1.0, num_workers=1)
-    blocked = [reward.submit(rollout("block")) for _ in range(2)]
+    blocked = [reward.submit(make_rollout("block")) for _ in range(2)]
     time.sleep(0.7)
-    beside = reward.submit(rollout("fine"))
+    beside = reward.submit(make_rollout("fine"))
     assert all("it blocked the event loop" in future.result(PATIENCE).failure for future in blocked)
     assert beside.result(PATIENCE).value == 1.0
     assert (tmp_path / "my_reward.py.log").read_text() == "x"  # the other is late, too
 
 
 def test_calls_that_kill_their_worker_are_tried_twice(scores: Scores, tmp_path: Path) -> None:
-    code = f"""
-        import asyncio, os
-        log = {str(tmp_path / "log")!r}
-        under_way = 0
-        async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            global under_way
-            with open(log, "a") as file:
-                file.write("x")
-            under_way += 1
-            while under_way < 2:
-                await asyncio.sleep(0.01)
-            if os.path.getsize(log) > 8:
-                return 1
-            os._exit(3)
-    """
+    code = FILES["calls that kill their worker are tried twice"]
     results = scores(code, "a", "b", num_workers=1)
     assert {score.failure for score in results} == {"the worker process ended with exit code 3"}
-    assert (tmp_path / "log").read_text() == "xxxx"
+    assert (tmp_path / "my_reward.py.log").read_text() == "xxxx"
 
 
 def test_callable_objects_lambdas_and_neighbouring_files_work(
@@ -222,11 +206,9 @@ def _wait_until_gone(pid_file: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_reward_is_closed_twice_and_keeps_no_state(
-    build: Build, rollout: MakeRollout, reward_file: Write
-) -> None:
+def test_a_reward_is_closed_twice_and_keeps_no_state(build: Build, reward_file: Write) -> None:
     reward = build(function=reward_file(MOODS), timeout=100.0)
-    open_ended = reward.submit(rollout("hang"))
+    open_ended = reward.submit(make_rollout("hang"))
     assert reward.state_dict() == {}
     reward.load_state_dict({})
     reward.close()
@@ -270,12 +252,12 @@ def test_a_missing_file_is_told_with_its_nearest(
 
 
 def test_rewards_within_the_response_are_kept_where_they_fit(
-    build: Build, reward_file: Write, rollout: MakeRollout
+    build: Build, reward_file: Write
 ) -> None:
     reward = build(function=reward_file(f"{HEAD}    return eval(solution_str)\n"))
 
     def score(text: str, finish: str = "stop") -> Score:
-        longer = replace(rollout(text, finish_reason=finish), token_ids=(0, 1, 2))
+        longer = replace(make_rollout(text, finish_reason=finish), token_ids=(0, 1, 2))
         return reward.submit(longer).result(PATIENCE)
 
     assert score("[1.0, 2.0, 3.0]").steps[2] == PlacedReward(3, 3.0, "token")

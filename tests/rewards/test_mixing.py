@@ -13,9 +13,10 @@ import pytest
 
 from ppo_cli.config.mixture import MixPart, read_condition
 from ppo_cli.moments import Moments, correlation
-from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
+from ppo_cli.records import Part, PlacedReward, Rollout, Score
 from ppo_cli.rewards.base import RoundKind
 from ppo_cli.rewards.mixture import GATE_CLOSED, MixedRound, ScalingState, describe_round, mix
+from tests.rewards.scoring import rollouts_of
 
 
 def part(name: str, weight: float = 1.0, scaling: str = "none", **settings: Any) -> MixPart:
@@ -25,12 +26,7 @@ def part(name: str, weight: float = 1.0, scaling: str = "none", **settings: Any)
 
 def rollouts(count: int, n: int = 1) -> list[Rollout]:
     """Rollouts of different lengths, `n` to a prompt."""
-    lengths = [i % 7 + 1 for i in range(count)]
-    prompts = [Prompt(f"p{i // n:04d}", "", (), "", (1,)) for i in range(count)]
-    return [
-        Rollout(prompt, i % n, tuple(range(length)), np.zeros(length, np.float32), "abc", "stop")
-        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
+    return rollouts_of(*("x" * (i % 7 + 1) for i in range(count)), n=n)
 
 
 def mixed(
@@ -41,15 +37,14 @@ def mixed(
     **columns: list[Any],
 ) -> MixedRound:
     """Mix a round of these columns: numbers, None for a failure, or scores as they are."""
-    scores = {
-        name: [
-            cell if isinstance(cell, Score)
-            else Score.failed("timeout") if cell is None else Score(cell)
-            for cell in cells
-        ]
-        for name, cells in columns.items()
-    }  # fmt: skip
-    rows = [dict(zip(scores, row, strict=True)) for row in zip(*scores.values(), strict=True)]
+
+    def as_score(cell: Any) -> Score:
+        if isinstance(cell, Score):
+            return cell
+        return Score.failed("timeout") if cell is None else Score(cell)
+
+    cells = zip(*columns.values(), strict=True)
+    rows = [dict(zip(columns, map(as_score, row), strict=True)) for row in cells]
     return mix(parts, rollouts(len(rows), n), rows, kind, state or ScalingState())
 
 
@@ -93,13 +88,11 @@ def test_zscore_learns_over_the_run_and_equals_the_moments_of_all_scores() -> No
 def test_running_moments_are_the_same_bits_after_json_and_in_any_order() -> None:
     random.seed(1)
     values = [random.gauss(0, 1e3) for _ in range(64)]
-    before = Moments.from_values(values[:40])
+    before, after = Moments.from_values(values[:40]), Moments.from_values(values[40:])
     restored = Moments.from_state(json.loads(json.dumps(before.state_dict())))
-    shuffled = random.sample(values[40:], 24)
+    shuffled = Moments.from_values(random.sample(values[40:], 24))
     assert restored == before
-    assert before.merge(Moments.from_values(values[40:])) == restored.merge(
-        Moments.from_values(shuffled)
-    )
+    assert before.merge(after) == restored.merge(shuffled)
 
 
 @pytest.mark.parametrize("scaling", ["zscore", "group"])
@@ -156,9 +149,7 @@ def test_a_reward_model_around_20_and_a_rule_of_0_or_1_count_by_their_weights() 
         round_ = mixed(parts, state=state, model=model, rule=rule)
         state = round_.state
     metrics = metrics_of(round_)
-    assert {name: moments.count for name, moments in state.running.items()} == dict.fromkeys(
-        ("model", "rule"), 2560
-    )
+    assert [state.running[name].count for name in ("model", "rule")] == [2560, 2560]
     assert metrics["reward/model/share"] == pytest.approx(0.7, rel=0.1)
     assert metrics["reward/rule/share"] == pytest.approx(0.3, rel=0.1)
     assert metrics["reward/rule/weight"] == pytest.approx(0.3)
@@ -173,10 +164,10 @@ def test_the_share_of_a_part_uses_the_size_of_its_weight() -> None:
 
 
 def test_a_spread_from_rounding_is_none() -> None:
-    varies = [Moments.from_values(values).varies for values in (
-        [0.1 + 0.2 - 0.3, 0.0], [1e6, 1e6 + 1e-4], [0.0, 1e-4], [1e6, 1e6 + 10.0],
-    )]  # fmt: skip
-    assert varies == [False, False, True, True]
+    for pair in ([0.1 + 0.2 - 0.3, 0.0], [1e6, 1e6 + 1e-4]):
+        assert not Moments.from_values(pair).varies
+    for pair in ([0.0, 1e-4], [1e6, 1e6 + 10.0]):
+        assert Moments.from_values(pair).varies
 
 
 def test_without_scaling_one_part_drowns_the_other_and_the_metrics_say_so() -> None:

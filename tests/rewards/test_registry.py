@@ -11,11 +11,11 @@ import pytest
 from ppo_cli.config.schema.reward import Composite, ModelReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import RewardError, WorkerLost
-from ppo_cli.records import Rollout
 from ppo_cli.rewards.base import Factory, Host, Reward
 from ppo_cli.rewards.mixture import CompositeReward
 from ppo_cli.rewards.models.local import LocalModelReward, ModelScorer
 from ppo_cli.rewards.registry import build_reward
+from tests.rewards.scoring import make_rollout
 
 Build = Callable[..., Reward]
 
@@ -36,16 +36,14 @@ def test_a_model_is_on_this_machine_or_behind_an_address(build: Build) -> None:
     assert [type(r).__name__ for r in (local, served)] == ["LocalModelReward", "ServedModelReward"]
 
 
-def test_parts_are_built_from_their_own_settings(
-    build: Build, rollout: Callable[..., Rollout]
-) -> None:
+def test_parts_are_built_from_their_own_settings(build: Build) -> None:
     parts = {"short": {"kind": "rule", "rule": "length", "function_kwargs": {"max_chars": 4}}}
     reward = build(
         {"openai/gsm8k"},
         parts=("rule:0.5", "rule:short:0.25"),
         composite=Composite(parts={n: p | {"scaling": "none"} for n, p in parts.items()}),
     )
-    futures = [reward.submit(rollout(text)) for text in ("#### 72", "#")]
+    futures = [reward.submit(make_rollout(text)) for text in ("#### 72", "#")]
     reward.end_round()
     long, short = (f.result(60).parts for f in futures)
     assert (long["rule"].raw, long["short"].raw) == (1.0, 0.25)

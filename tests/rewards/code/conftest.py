@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,9 @@ from ppo_cli.rewards.base import Call
 from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.code.check import Check, judge
 from ppo_cli.rewards.code.sandboxes import Bubblewrap, Sandbox, Sandlock, Unsandboxed, find_fault
+from tests.rewards.code.attacks import find_marked
 
-KINDS: dict[str, Callable[[], Sandbox]] = {
-    "bwrap": Bubblewrap,
-    "sandlock": Sandlock,
-    "none": Unsandboxed,
-}
+KINDS: dict[str, type[Sandbox]] = {kind.name: kind for kind in (Bubblewrap, Sandlock, Unsandboxed)}
 LIMITS = {"timeout": 8.0, "cpu_seconds": 6, "memory_mb": 256}
 
 
@@ -68,16 +64,6 @@ def no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     assert find_marked(token) == []
     assert list(folder.iterdir()) == []
-
-
-def find_marked(token: str) -> list[str]:
-    """Return the processes whose environment holds the token."""
-    processes = []
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            if entry.name.isdigit() and token.encode() in (entry / "environ").read_bytes():
-                processes.append((entry / "cmdline").read_bytes()[-80:].decode())
-    return processes
 
 
 @pytest.fixture

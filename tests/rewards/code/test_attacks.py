@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -22,7 +20,7 @@ import pytest
 from ppo_cli.records import Score
 from ppo_cli.rewards.code import channel
 from ppo_cli.rewards.code.sandboxes import Sandbox
-from tests.rewards.code.attacks import listen, read_attacks, was_called
+from tests.rewards.code.attacks import World, read_attacks
 
 RunCode = Callable[..., Score]
 MakeSandbox = Callable[[str], Sandbox]
@@ -37,7 +35,8 @@ TESTS = {
 WALLS = ["bwrap", "sandlock"]
 ALL = [*WALLS, pytest.param("none", marks=pytest.mark.slow)]
 RIGHT = "def solve(n): return n * n"
-
+# In this process, where attacks look for it.
+SECRETS = ctypes.create_string_buffer(b"secrets!")
 
 OUTSIDE, ENDLESS, TRICKS, FILES = map(read_attacks, ("outside", "endless", "tricks", "files"))
 
@@ -45,51 +44,29 @@ OUTSIDE, ENDLESS, TRICKS, FILES = map(read_attacks, ("outside", "endless", "tric
 def _attack_all(attacks: dict[str, tuple[str, str]], run: Callable[[str], Score]) -> list[str]:
     """Return the attacks that were not a 0 for the reason that was due, with what they were."""
     with ThreadPoolExecutor(2) as pool:
-        scores = dict(
-            zip(attacks, pool.map(lambda attack: run(attack[0]), attacks.values()), strict=True)
-        )
+        scores = pool.map(lambda attack: run(attack[0]), attacks.values())
     return [
-        f"{name}: {returned}"
-        for name, returned in scores.items()
-        if (returned.value, returned.failure) != (0.0, "")
-        or not re.search(attacks[name][1] or ".", returned.reason)
+        f"{name}: {score}"
+        for (name, (_, reason)), score in zip(attacks.items(), scores, strict=True)
+        if (score.value, score.failure) != (0.0, "") or not re.search(reason or ".", score.reason)
     ]
 
 
-@dataclass
-class Outside:
-    """The world that must stay as it is, and who listens there."""
-
-    targets: dict[str, str]
-    folder: Path
-    listeners: list[socket.socket]
-
-    def is_untouched(self) -> bool:
-        names = sorted(path.name for path in self.folder.iterdir())
-        calm = names == ["secret", "socket"] and (self.folder / "secret").read_text() == "secret"
-        return calm and not any(map(was_called, self.listeners))
-
-
 @pytest.fixture
-def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside]:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """The world that must stay as it is."""
     monkeypatch.setenv("PPO_SECRET", "key")
-    folder = tmp_path / "outside"
-    folder.mkdir()
-    (folder / "secret").write_text("secret")
-    buffer = ctypes.create_string_buffer(b"secrets!")
     with ExitStack() as stack:
-        port, name, listeners = listen(stack, str(folder / "socket"))
-        targets = {
-            "FOLDER": folder, "HOME": Path.home(),
-            "FILES": len(os.listdir(Path.home())), "PID": os.getpid(), "PORT": port,
-            "SOCKET": folder / "socket", "ABSTRACT": name, "HARNESS": channel.__file__,
-            "ADDRESS": ctypes.addressof(buffer),
-        }  # fmt: skip
-        yield Outside({key: str(word) for key, word in targets.items()}, folder, listeners)
+        yield World(tmp_path / "outside", stack)
 
 
-def _fill(text: str, outside: Outside) -> str:
-    return Template(text).substitute(outside.targets)
+def _fill(text: str, world: World) -> str:
+    """Tell an attack where its targets are."""
+    return Template(text).substitute({
+        "FOLDER": world.folder, "HOME": Path.home(), "FILES": len(os.listdir(Path.home())),
+        "PID": os.getpid(), "PORT": world.port, "SOCKET": world.folder / "stream",
+        "ABSTRACT": world.name, "HARNESS": channel.__file__, "ADDRESS": ctypes.addressof(SECRETS),
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["bwrap", "sandlock", "none"])
@@ -105,12 +82,12 @@ def test_an_honest_answer_gets_its_score(
 @pytest.mark.parametrize("name", WALLS)
 @pytest.mark.usefixtures("no_trace")
 def test_nothing_gets_out(
-    name: str, run_code: RunCode, make_sandbox: MakeSandbox, outside: Outside
+    name: str, run_code: RunCode, make_sandbox: MakeSandbox, world: World
 ) -> None:
     sandbox = make_sandbox(name)
-    attacks = {key: (_fill(code, outside), note) for key, (code, note) in OUTSIDE.items()}
+    attacks = {key: (_fill(code, world), note) for key, (code, note) in OUTSIDE.items()}
     assert _attack_all(attacks, lambda code: run_code(code, TESTS, sandbox)) == []
-    assert outside.is_untouched()
+    assert world.list_changes() == []
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -151,9 +128,8 @@ def test_files_are_counted_where_no_file_system_can_be_made() -> None:
         ended = subprocess.run(
             [sys.executable, str(HERE / "without_namespaces.py")],
             env={**os.environ, "TMPDIR": folder, "PYTHONPATH": str(HERE.parents[2])},
-            capture_output=True,
-            text=True,
-        )
+            capture_output=True, text=True,
+        )  # fmt: skip
         assert (ended.stdout, ended.stderr) == ("", "")
         assert os.listdir(folder) == []
 
@@ -163,7 +139,7 @@ def test_files_are_counted_where_no_file_system_can_be_made() -> None:
     ["file_of_others", "write_outside", "overwrite", "tcp", "udp", "unix_socket", "delete"],
 )
 def test_the_same_attacks_work_without_a_sandbox(
-    attack: str, run_code: RunCode, make_sandbox: MakeSandbox, outside: Outside
+    attack: str, run_code: RunCode, make_sandbox: MakeSandbox, world: World
 ) -> None:
-    code = _fill(OUTSIDE[attack][0], outside).replace("os.remove(", "os.path.exists(")
+    code = _fill(OUTSIDE[attack][0], world).replace("os.remove(", "os.path.exists(")
     assert run_code(code, TESTS, make_sandbox("none")).value == 1.0

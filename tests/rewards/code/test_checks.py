@@ -7,15 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ppo_cli.rewards.code import tester
 from ppo_cli.rewards.code.processes import count_files
-from ppo_cli.rewards.code.tester import (
-    MAX_SOURCE_CHARS,
-    RECORD,
-    AssertLog,
-    free_names,
-    record_asserts,
-    used_modules,
-)
+from ppo_cli.rewards.code.tester import RECORD, AssertLog, free_names, record_asserts, used_modules
 from tests.rewards.tables import table
 
 
@@ -63,7 +57,10 @@ def test_texts_count_by_themselves_and_the_first_failure_is_told() -> None:
 def test_what_is_told_is_short() -> None:
     source, message = "x" * 400, "y" * 400
     first = ran(f"assert '{source}' == 1").first
-    assert first.endswith("...`") and len(first) == len("AssertionError at ``") + MAX_SOURCE_CHARS
+    assert (
+        first.endswith("...`")
+        and len(first) == len("AssertionError at ``") + tester.MAX_SOURCE_CHARS
+    )
     assert ran(f"raise ValueError('{message}\\n  z')").first == (
         f"ValueError: {'y' * 200} outside the asserts"
     )

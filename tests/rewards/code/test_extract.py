@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+import timeit
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -25,15 +28,11 @@ def test_the_code_of_a_response(text: str, code: str) -> None:
 def test_long_lines_take_time_in_proportion_to_their_length() -> None:
     slow = []
     for unit in table(__file__, "units"):
-        times = []
-        for length in (20_000, 320_000):
-            text = unit * (length // len(unit))
-            turns = []
-            for _ in range(3):
-                start = time.process_time()
-                find_code(text)
-                turns.append(time.process_time() - start)
-            times.append(min(turns))
+        times = [
+            min(timeit.repeat(partial(find_code, unit * (length // len(unit))), number=1, repeat=3,
+                              timer=time.process_time))
+            for length in (20_000, 320_000)
+        ]  # fmt: skip
         # 16 times as long; were it by the square, 256.
         if times[1] > 150 * max(times[0], 0.001):
             slow.append((unit, times))
@@ -55,25 +54,22 @@ def test_a_whole_function_stands_alone() -> None:
     assert list_attempts("def solve(n): return n", PROMPT, "solve") == ["def solve(n): return n"]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "    return n * n",
-        "return n * n",
-        "    return n * n\n\nprint(1)\nThat is it!",
-        "x = n\n    ",
-    ],
+BODIES = (
+    "    return n * n",
+    "return n * n",
+    "    return n * n\n\nprint(1)\nThat is it!",
+    "x = n\n    ",
 )
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_a_body_goes_on_where_the_prompt_stops(body: str) -> None:
     for attempt in list_attempts(body, PROMPT, "solve"):
-        try:
+        with suppress(SyntaxError):
             compile(attempt, "x", "exec")
-        except SyntaxError:
-            continue
-        assert attempt.startswith(PROMPT.rstrip())
-        break
-    else:
-        pytest.fail("no attempt is Python")
+            assert attempt.startswith(PROMPT.rstrip())
+            return
+    pytest.fail("no attempt is Python")
 
 
 def test_the_first_line_may_have_lost_its_indent() -> None:

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from ppo_cli.records import Score
 from ppo_cli.rewards.code.check import Check
 from ppo_cli.rewards.code.processes import end_process
 from ppo_cli.rewards.code.sandboxes import ENVIRONMENT, ForkedProcess, Sandbox, interpreter
+from tests.rewards.code.attacks import find_marked
 from tests.rewards.tables import read_blocks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,11 +40,8 @@ def start(sandlock: Sandbox, tmp_path: Path) -> Iterator[Start]:
     def run(text: str) -> ForkedProcess:
         folder = tempfile.mkdtemp(dir=tmp_path)
         with open(os.devnull, "r+b") as nothing:
-            process = sandlock.start(
-                [str(interpreter()), "-S", "-c", text],
-                streams=(nothing.fileno(),) * 3,
-                folder=folder,
-            )
+            command, streams = [str(interpreter()), "-S", "-c", text], (nothing.fileno(),) * 3
+            process = sandlock.start(command, streams=streams, folder=folder)
         assert isinstance(process, ForkedProcess)
         started.append(process)
         return process
@@ -54,8 +51,13 @@ def start(sandlock: Sandbox, tmp_path: Path) -> Iterator[Start]:
         process.release()
 
 
+def stat_of(pid: int) -> list[str]:
+    """State, parent and so on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def launcher_of(process: ForkedProcess) -> int:
-    return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(stat_of(process.pid)[1])
 
 
 def children_of(pid: int) -> list[int]:
@@ -75,20 +77,17 @@ def streams_of(pid: int) -> list[str]:
 
 def is_dead(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return stat_of(pid)[0] in "ZX"
     except OSError:
         return True
 
 
 @pytest.mark.parametrize(
     ("text", "code"),
-    [
-        ("", 0),
-        ("import sys; sys.exit(3)", 3),
-        ("import os; os.kill(os.getpid(), 11)", 128 + signal.SIGSEGV),
-        ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL),
-    ],
-)
+    [("", 0), ("import sys; sys.exit(3)", 3),
+     ("import os; os.kill(os.getpid(), 11)", 128 + signal.SIGSEGV),
+     ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL)],
+)  # fmt: skip
 def test_how_a_command_ends(text: str, code: int, start: Start) -> None:
     process = start(text)
     assert process.wait(30) == process.poll() == code
@@ -158,13 +157,9 @@ def test_a_launcher_that_cannot_start_is_told(
 )
 @pytest.mark.usefixtures("no_trace")
 def test_who_loses_the_launcher_is_run_again_with_its_own(
-    deaths: int,
-    score: float,
-    reason: str,
-    run_code: Callable[..., Score],
-    sandlock: Sandbox,
+    deaths: int, score: float, reason: str, run_code: Callable[..., Score], sandlock: Sandbox,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     robbed: list[object] = []
 
     def kill_launcher(self: Check, launched: object, until: float) -> bool:
@@ -191,11 +186,7 @@ def test_nothing_is_left_of_a_trainer_that_is_killed(sandlock: Sandbox, tmp_path
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER, token], env=environment)
 
     def marked() -> int:
-        return sum(
-            f"PPO_TEST_TOKEN={token}".encode() in read_environment(entry)
-            for entry in Path("/proc").iterdir()
-            if entry.name.isdigit()
-        )
+        return len(find_marked(f"PPO_TEST_TOKEN={token}"))
 
     try:
         # A launcher, and for each of two checks two processes with one that watches each.
@@ -206,9 +197,3 @@ def test_nothing_is_left_of_a_trainer_that_is_killed(sandlock: Sandbox, tmp_path
         trainer.wait()
     assert await_that(lambda: marked() == 0)
     assert await_that(lambda: not list(folder.iterdir()))
-
-
-def read_environment(process: Path) -> bytes:
-    with suppress(OSError):
-        return (process / "environ").read_bytes()
-    return b""

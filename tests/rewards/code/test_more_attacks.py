@@ -17,62 +17,10 @@ from typing import Any
 import pytest
 
 from ppo_cli.rewards.code.sandboxes import Sandbox
-from tests.rewards.code.attacks import listen, was_called
-from tests.rewards.tables import read_blocks
+from tests.rewards.code.attacks import World
 
 CORPUS = Path(__file__).parent / "attacks_more.jsonl"
-VICTIM = read_blocks("code/programs")["victim"]
 ORPHANS_COME_HERE = 36  # PR_SET_CHILD_SUBREAPER
-
-
-class World:
-    """What an attack aims at: listeners, a process and a folder of files."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder = folder
-        folder.mkdir()
-        (folder / "secret").write_text("secret")
-        (folder / "secret").chmod(0o600)
-        self.port, self.name, self.listeners = listen(stack, f"{folder}/stream")
-        self.victim = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-c", VICTIM],
-                stdout=subprocess.PIPE,
-                env={**os.environ, "ATTACK_SECRET": "ATTACK_SECRET"},
-                start_new_session=True,
-            )
-        )
-        stack.callback(self.victim.kill)
-        assert self.victim.stdout is not None
-        assert self.victim.stdout.readline() == b"ready\n"
-        os.set_blocking(self.victim.stdout.fileno(), False)
-        self._before = self._look()
-
-    def fill(self, code: str) -> str:
-        """Tell the attack where its targets are."""
-        names = f"PORT = {self.port}; NAME = {self.name!r}; FOLDER = {str(self.folder)!r}"
-        return f"```python\n{names}; VICTIM = {self.victim.pid}\n{code}\n```"
-
-    def list_changes(self) -> list[str]:
-        """Return what an attack has reached."""
-        assert self.victim.stdout is not None
-        before, now = self._before, self._look()
-        changes = [f"{k}: {before[k]}, now {now[k]}" for k in now if now[k] != before[k]]
-        if signals := self.victim.stdout.read():
-            changes.append(f"the victim got {signals!r}")
-        return changes + [f"{listener} was called" for listener in self.listeners
-                          if was_called(listener)]  # fmt: skip
-
-    def _look(self) -> dict[str, Any]:
-        process = Path(f"/proc/{self.victim.pid}")
-        stat = process.joinpath("stat").read_text().rsplit(")", 1)[1].split()
-        files = ("limits", "oom_score_adj", "comm", "coredump_filter")
-        return {
-            **{name: (process / name).read_text() for name in files},
-            "group, nice, policy": (stat[2], stat[16], stat[38]),
-            "processors": os.sched_getaffinity(self.victim.pid),
-            "folder": sorted((path.name, path.stat()) for path in self.folder.iterdir()),
-        }
 
 
 @pytest.fixture
@@ -105,10 +53,12 @@ def orphans() -> Iterator[Callable[[], list[str]]]:
 def _list_rows(world: World) -> Iterator[dict[str, Any]]:
     """Make the rows of the corpus, and an honest one after every four."""
     row = {"prompt": "Solve it.", "data_source": "code"}
+    targets = f"PORT = {world.port}; NAME = {world.name!r}; FOLDER = {str(world.folder)!r}"
+    targets += f"; VICTIM = {world.victim.pid}"
     for number, line in enumerate(CORPUS.read_text().splitlines()):
         attack = json.loads(line)
         name = f"{attack['group']}/{attack['name']}"
-        response = world.fill(attack["code"])
+        response = f"```python\n{targets}\n{attack['code']}\n```"
         yield {**row, "name": name, "response": response, "ground_truth": attack["ground_truth"]}
         if number % 4 == 3:
             right = f"```python\ndef g(n):\n    return n * {number}\n```"

@@ -14,14 +14,14 @@ import pytest
 from ppo_cli.config.schema.reward import Code
 from ppo_cli.config.schema.reward import Reward as Settings
 from ppo_cli.errors import RewardError
-from ppo_cli.records import Part, Rollout
+from ppo_cli.records import Part
 from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.code.sandboxes import Sandbox
 from ppo_cli.rewards.function import RuleReward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.rewards.rules import RULES
+from tests.rewards.scoring import make_rollout
 
-MakeRollout = Callable[..., Rollout]
 MakeReward = Callable[..., RuleReward]
 TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
 PATIENCE = 90
@@ -41,11 +41,9 @@ def make_reward(any_sandbox: Sandbox) -> Iterator[MakeReward]:
         reward.close()
 
 
-def test_scores_with_its_parts_and_facts(
-    make_reward: MakeReward, rollout: MakeRollout, any_sandbox: Sandbox
-) -> None:
+def test_scores_with_its_parts_and_facts(make_reward: MakeReward, any_sandbox: Sandbox) -> None:
     reward = make_reward()
-    right = rollout("def f(n): return n + 1", TESTS, "mbpp")
+    right = make_rollout("def f(n): return n + 1", TESTS, "mbpp")
     reward.start([right.prompt])
     score = reward.submit(right).result(PATIENCE)
     assert (score.value, score.reason, score.parts) == (1.0, "", {"code": Part(1.0, 1.0)})
@@ -57,63 +55,52 @@ def test_scores_with_its_parts_and_facts(
     json.dumps(asdict(score))
 
 
-def test_share_and_many_at_once(make_reward: MakeReward, rollout: MakeRollout) -> None:
+def test_share_and_many_at_once(make_reward: MakeReward) -> None:
     reward = make_reward(score="share")
     replies = ["def f(n): return n + 1", "def f(n): return 2 * n", "def f(n): return 0"] * 3
-    futures = [reward.submit(rollout(reply, TESTS)) for reply in replies]
+    futures = [reward.submit(make_rollout(reply, TESTS)) for reply in replies]
     assert [future.result(PATIENCE).value for future in futures] == [1.0, 0.5, 0.0] * 3
     leaves = "import os\ndef f(n):\n    return n + 1 if n == 1 else os._exit(0)"
-    assert reward.submit(rollout(leaves, TESTS)).result(PATIENCE).value == 0.0
+    assert reward.submit(make_rollout(leaves, TESTS)).result(PATIENCE).value == 0.0
 
 
-def test_no_code_is_a_zero_at_once_and_no_tests_a_failure(
-    make_reward: MakeReward, rollout: MakeRollout
-) -> None:
+def test_no_code_is_a_zero_at_once_and_no_tests_a_failure(make_reward: MakeReward) -> None:
     reward = make_reward()
-    empty = reward.submit(rollout("```python\n```", TESTS))
+    empty = reward.submit(make_rollout("```python\n```", TESTS))
     assert empty.done()
     assert (empty.result().value, empty.result().reason) == (0.0, "no code in the response")
-    lost = reward.submit(rollout("def f(n): return n", "72")).result(PATIENCE)
+    lost = reward.submit(make_rollout("def f(n): return n", "72")).result(PATIENCE)
     assert lost.value is None
     assert "ground_truth has no tests" in lost.failure
 
 
-def test_prompts_without_any_tests_stop_the_start(
-    make_reward: MakeReward, rollout: MakeRollout
-) -> None:
+def test_prompts_without_any_tests_stop_the_start(make_reward: MakeReward) -> None:
     with pytest.raises(RewardError, match="None of 2 prompts for the rule code can be scored"):
-        make_reward().start([rollout("", "72").prompt, rollout("", None).prompt])
+        make_reward().start([make_rollout("", "72").prompt, make_rollout("", None).prompt])
 
 
-def test_without_a_sandbox_the_start_is_refused(
-    monkeypatch: pytest.MonkeyPatch, rollout: MakeRollout
-) -> None:
+def test_without_a_sandbox_the_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandboxes, "find_fault", lambda sandbox: "it is not there")
-    prompt = rollout("", TESTS, "mbpp").prompt
+    prompt = make_rollout("", TESTS, "mbpp").prompt
     with pytest.raises(RewardError) as caught:
         RuleReward().start([prompt])
-    for fragment in (
-        "bwrap: it is not there",
-        "sandlock: it",
-        "apt-get install",
-        "allow_unsandboxed",
-    ):
+    for fragment in ("bwrap: it is", "sandlock: it", "apt-get install", "allow_unsandboxed"):
         assert fragment in str(caught.value)
-    RuleReward().start([rollout("", "72").prompt])
+    RuleReward().start([make_rollout("", "72").prompt])
     lines: list[str] = []
     allowed = build_reward(Settings(code=Code(allow_unsandboxed=True)), sources={"mbpp"})
     allowed.start([prompt], tell=lines.append)
     assert "WITHOUT a sandbox" in lines[0]
-    score = allowed.submit(rollout("def f(n): return n + 1", TESTS, "mbpp")).result(PATIENCE)
+    score = allowed.submit(make_rollout("def f(n): return n + 1", TESTS, "mbpp")).result(PATIENCE)
     assert (score.value, score.info["sandbox"]) == (1.0, "none")
     allowed.close()
 
 
 @pytest.mark.usefixtures("no_trace")
-def test_closing_stops_what_runs(make_reward: MakeReward, rollout: MakeRollout) -> None:
+def test_closing_stops_what_runs(make_reward: MakeReward) -> None:
     reward = make_reward(timeout=60, cpu_seconds=60)
     slow = "import time\ndef f(n): time.sleep(50)"
-    futures = [reward.submit(rollout(slow, TESTS)) for _ in range(4)]
+    futures = [reward.submit(make_rollout(slow, TESTS)) for _ in range(4)]
     time.sleep(0.5)
     begin = time.monotonic()
     reward.close()
@@ -122,10 +109,10 @@ def test_closing_stops_what_runs(make_reward: MakeReward, rollout: MakeRollout) 
     assert [future.result(0).value for future in futures] == [None] * 4
     assert "the run ended" in futures[0].result().failure
     with pytest.raises(RuntimeError, match="closed"):
-        reward.submit(rollout(slow, TESTS))
+        reward.submit(make_rollout(slow, TESTS))
 
 
-def test_limits_are_those_that_were_set(make_reward: MakeReward, rollout: MakeRollout) -> None:
+def test_limits_are_those_that_were_set(make_reward: MakeReward) -> None:
     right = "    return n + 1"
     asleep = f"import time\ndef f(n):\n    time.sleep(8)\n{right}"
     flood = f"import os\ndef f(n):\n    os.write(1, bytes(2**19))\n{right}"
@@ -133,7 +120,7 @@ def test_limits_are_those_that_were_set(make_reward: MakeReward, rollout: MakeRo
     strict = make_reward(timeout=2, cpu_seconds=60, output_kb=100)
     patient = make_reward(timeout=60, cpu_seconds=2, output_kb=600)
     futures = {
-        (reply, reward): reward.submit(rollout(reply, TESTS[:1]))
+        (reply, reward): reward.submit(make_rollout(reply, TESTS[:1]))
         for reply, reward in ((asleep, strict), (flood, strict), (asleep, patient),
                               (flood, patient), (busy, patient))
     }  # fmt: skip
@@ -144,10 +131,8 @@ def test_limits_are_those_that_were_set(make_reward: MakeReward, rollout: MakeRo
     ]  # fmt: skip
 
 
-def test_a_response_may_not_take_more_than_the_address_space(
-    make_reward: MakeReward, rollout: MakeRollout
-) -> None:
-    prompt = rollout("", TESTS).prompt
+def test_a_response_may_not_take_more_than_the_address_space(make_reward: MakeReward) -> None:
+    prompt = make_rollout("", TESTS).prompt
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     reward = make_reward(memory_mb=1 << 24)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 43, hard))

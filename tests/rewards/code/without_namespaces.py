@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from concurrent.futures import Future
 from contextlib import closing
 from struct import pack
 
@@ -47,22 +48,21 @@ def main() -> None:
     settings = Code(sandbox="sandlock", timeout=4.0, cpu_seconds=6, memory_mb=256)
     with closing(CodePool(settings, size=2)) as pool:
 
-        def submit(call: Call) -> Score:
-            return pool.submit(call, lambda returned: returned)  # type: ignore
+        def submit(call: Call) -> Future[Score]:
+            return pool.submit(call, lambda score: score)
 
         attacks = read_attacks("files")
-        futures = {
-            name: (submit(Call("code", code, TESTS, {})), submit(RIGHT), reason)
+        futures = [
+            (name, reason, submit(Call("code", code, TESTS, {})), submit(RIGHT))
             for name, (code, reason) in attacks.items()
-        }
-        for name, (attack, honest, reason) in futures.items():
-            attacked, other = attack.result(), honest.result()
-            if (attacked.value, attacked.failure) != (0.0, "") or not re.search(
-                reason, attacked.reason
-            ):
-                print(f"{name}: {attacked}")
-            if other.value != 1.0:
-                print(f"beside {name}: {other}")
+        ]
+        for name, reason, attack, honest in futures:
+            score = attack.result()
+            failed = (score.value, score.failure) != (0.0, "")
+            if failed or not re.search(reason, score.reason):
+                print(f"{name}: {score}")
+            if honest.result().value != 1.0:
+                print(f"beside {name}: {honest.result()}")
 
 
 if __name__ == "__main__":
