@@ -21,14 +21,13 @@ def look(tokenizer: Any, path: Path, *lines: object, limit: int = 100) -> Report
 
 
 def test_counts(tokenizer: Any, tmp_path: Path) -> None:
-    report = look(
-        tokenizer,
-        tmp_path / "a.jsonl",
+    rows = [
         {"prompt": "a", "ground_truth": "1", "data_source": "x", "note": 1},
         {"prompt": "bb", "ground_truth": "2", "data_source": "y"},
         {"prompt": "a", "ground_truth": "3", "data_source": "y"},
         {"prompt": "d<|im_end|>", "data_source": "y"},
-    )
+    ]
+    report = look(tokenizer, tmp_path / "a.jsonl", *rows)
     place = f"{tmp_path}/a.jsonl line"
     assert (report.rows, report.usable, report.bad) == (4, 4, 0)
     assert list(report.data_sources.items()) == [("y", 3), ("x", 1)]
@@ -37,9 +36,8 @@ def test_counts(tokenizer: Any, tmp_path: Path) -> None:
     assert report.control_words.examples == (f"{place} 4: <|im_end|>",)
     assert report.unused_columns == ("note",)
     assert report.characters == {"min": 1, "p50": 2, "p90": 11, "p95": 11, "p99": 11, "max": 11}
-    assert report.sample is not None
+    assert report.sample is not None and report.tokens is not None
     assert report.sample.rendered.startswith("<s><|im_start|>user\na<|im_end|>")
-    assert report.tokens is not None
     assert report.tokens["min"] == report.sample.tokens
 
 
@@ -81,12 +79,9 @@ def test_json_names_every_bad_row(tokenizer: Any, tmp_path: Path) -> None:
     assert (report.rows, report.usable, report.bad) == (81, 1, 80)
     shown = json.loads(report.to_json())
     assert len(shown["bad_rows"]) == 80
-    assert shown["bad_rows"][79] == {
-        "file": f"{tmp_path}/a.jsonl",
-        "line": 80,
-        "column": "",
-        "problem": "not JSON (Expecting value at character 1)",
-    }
+    problem = "not JSON (Expecting value at character 1)"
+    last = {"file": f"{tmp_path}/a.jsonl", "line": 80, "column": "", "problem": problem}
+    assert shown["bad_rows"][79] == last
     assert shown["sample"]["rendered"].startswith("<s><|im_start|>user\nü")
     report = look(tokenizer, tmp_path / "a.jsonl", "no", "nor this")
     assert (report.usable, report.bad) == (0, 2)

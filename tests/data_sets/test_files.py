@@ -20,59 +20,52 @@ ROWS = [{"prompt": "Grüße, 世界 🙂\u2028second"}, {"prompt": "b"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
 
 
+BOM = b"\xef\xbb\xbf"
+
+
 def refusal(path: Path | str) -> str:
     with pytest.raises(DataError) as caught:
         read_file(str(path))
     return str(caught.value)
 
 
+TEXT = json.dumps(ROWS).encode()
+
+
 @pytest.mark.parametrize(
     ("name", "data"),
     [
-        ("a.jsonl", LINES),
-        ("a.ndjson", LINES),
-        ("a.JSONL", LINES),
-        ("a.jsonl", b"\xef\xbb\xbf" + LINES),
-        ("a.jsonl", LINES.replace(b"\n", b"\r\n")),
-        ("a.jsonl", LINES.rstrip()),
-        ("a.jsonl", json.dumps(ROWS).encode()),
-        ("a.json", LINES),
-        ("a.json", json.dumps(ROWS).encode()),
+        ("a.jsonl", LINES), ("a.ndjson", LINES), ("a.JSONL", LINES), ("a.jsonl", BOM + LINES),
+        ("a.jsonl", LINES.replace(b"\n", b"\r\n")), ("a.jsonl", LINES.rstrip()),
+        ("a.jsonl", TEXT), ("a.json", LINES), ("a.json", TEXT), ("a.json", BOM + TEXT),
         ("a.json", json.dumps(ROWS, indent=2).encode()),
         ("a.json", json.dumps({"data": ROWS}).encode()),
-        ("a.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
-        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)),
-        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)), ("a.json.gz", gzip.compress(TEXT, mtime=0)),
     ],
-)
+)  # fmt: skip
 def test_text_files_of_every_kind(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
     records = read_file(str(tmp_path / name))
     assert [record for _, record in records.records] == ROWS
-    assert records.problems == ()
-    assert records.label == "a"
+    assert (records.problems, records.label) == ((), "a")
 
 
 def test_lines_keep_their_numbers_over_blank_ones(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'\n{"prompt": "a"}\n   \n{"prompt": "b"}\n')
     records = read_file(str(tmp_path / "a.jsonl"))
-    assert [str(place) for place, _ in records.records] == [
-        f"{tmp_path}/a.jsonl line 2",
-        f"{tmp_path}/a.jsonl line 4",
-    ]
+    places = [str(place) for place, _ in records.records]
+    assert places == [f"{tmp_path}/a.jsonl line 2", f"{tmp_path}/a.jsonl line 4"]
     (tmp_path / "a.json").write_text('[{"prompt": "a"}, "b"]')
     records = read_file(str(tmp_path / "a.json"))
     assert [str(place) for place, _ in records.records] == [f"{tmp_path}/a.json row 1"]
-    assert [str(p) for p in records.problems] == [
-        f'{tmp_path}/a.json row 2: the row is text, not an object such as {{"prompt": …}}'
-    ]
+    message = 'the row is text, not an object such as {"prompt": …}'
+    assert [str(p) for p in records.problems] == [f"{tmp_path}/a.json row 2: {message}"]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (b'{"prompt": "a"', "not JSON (Expecting ',' delimiter at character 15)"),
-        (b"{'prompt': 'a'}", "not JSON"),
         (b"hello", "not JSON"),
         (b'{"prompt": "caf\xe9"}', "not UTF-8 (byte 0xe9)"),
         (b'["a"]', "the row is a list, not an object"),
@@ -88,34 +81,28 @@ def test_a_bad_line_is_named_and_the_others_are_read(
     good = b'{"prompt": "a"}\n'
     (tmp_path / "a.jsonl").write_bytes(good * 6 + line + b"\n" + good)
     records = read_file(str(tmp_path / "a.jsonl"))
+    (problem,) = map(str, records.problems)
     assert len(records.records) == 7
-    assert len(records.problems) == 1
-    assert str(records.problems[0]).startswith(f"{tmp_path}/a.jsonl line 7: ")
-    assert message in str(records.problems[0])
+    assert problem.startswith(f"{tmp_path}/a.jsonl line 7: ") and message in problem
 
 
 @pytest.mark.parametrize(
     ("name", "data", "fragment"),
     [
-        ("a.jsonl", b"", "is empty"),
-        ("a.jsonl", b" \n\n", "is empty"),
-        ("a.jsonl", b"\xef\xbb\xbf", "is empty"),
-        ("a.json", b"[]", "holds no rows"),
-        ("a.json", b'{"data": []}', "holds no rows"),
+        ("a.jsonl", b"", "is empty"), ("a.jsonl", b" \n\n", "is empty"),
+        ("a.jsonl", BOM, "is empty"), ("a.json", b"3", "holds a number, not a list of rows"),
+        ("a.json", b"[]", "holds no rows"), ("a.json", b'{"data": []}', "holds no rows"),
         ("a.json", b'{"rows": [1], "n": 2}', "one JSON object (keys: 'rows', 'n'), not rows"),
-        ("a.json", b"3", "holds a number, not a list of rows"),
         ("a.json", b'[{"prompt": "a"},\n oops]', "line 2 column 2: not JSON"),
         ("a.json", b'[\n"caf\xe9"]', "line 2: not UTF-8"),
         ("a.json", b"[" * 100_000, "nested too deeply"),
         ("a.jsonl", '{"prompt": "a"}'.encode("utf-16"), "is UTF-16. Save it as UTF-8"),
         ("a.jsonl.gz", b"plain", "broken gzip data"),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "broken gzip data"),
-        ("a.parquet", b"PAR1 no", "not a readable parquet file"),
-        ("a.parquet", b"", "not a readable parquet file"),
         ("a.csv", b"prompt\na\n", "files of this kind (.csv) are not read"),
         ("a", b"{}", "files of this kind (no suffix) are not read"),
     ],
-)
+)  # fmt: skip
 def test_a_broken_file_is_told(tmp_path: Path, name: str, data: bytes, fragment: str) -> None:
     (tmp_path / name).write_bytes(data)
     message = refusal(tmp_path / name)
@@ -138,16 +125,14 @@ def test_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
 
 def test_parquet_with_structs_and_lists(tmp_path: Path) -> None:
     rows = [
-        {"prompt": [{"role": "user", "content": "a", "name": None}], "scores": np.arange(2.0)},
-        {"prompt": [{"role": "user", "content": "b", "name": "x"}], "scores": np.arange(3.0)},
+        {"prompt": [{"role": "user", "content": "a", "name": name}], "scores": np.arange(count)}
+        for name, count in ((None, 2.0), ("x", 3.0))
     ]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     records = read_file(str(tmp_path / "a.parquet"))
     assert [place.number for place, _ in records.records] == [1, 2]
-    assert records.records[1][1] == {
-        "prompt": [{"role": "user", "content": "b", "name": "x"}],
-        "scores": [0.0, 1.0, 2.0],
-    }
+    message = {"role": "user", "content": "a", "name": "x"}
+    assert records.records[1][1] == {"prompt": [message], "scores": [0.0, 1.0, 2.0]}
     parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "b.parquet")
     assert "holds no rows" in refusal(tmp_path / "b.parquet")
 
@@ -203,10 +188,8 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
         for suffix in (".parquet", ".arrow"):
             message = refusal(tmp_path / f"{name}{suffix}")
             assert "two columns are named 'prompt" in message and "rename or drop one" in message
-    for name, text in {
-        "a.jsonl": '{"x": 1, "x": 2}',
-        "a.json": '[{"x": {"y": 1, "y": 2}}]',
-    }.items():
+    twice = {"a.jsonl": '{"x": 1, "x": 2}', "a.json": '[{"x": {"y": 1, "y": 2}}]'}
+    for name, text in twice.items():
         (tmp_path / name).write_text(text)
         (problem,) = read_file(str(tmp_path / name)).problems
         assert "appears twice in one object; keep one" in problem.message
@@ -244,6 +227,7 @@ def test_what_arrow_cannot_read_is_the_files_fault(tmp_path: Path) -> None:
             path.write_bytes(broken)
             message = refusal(path)
             assert message.startswith(str(path)) and "plain JSONL always works" in message
+            assert kind == "arrow" or "not a readable parquet file" in message
     late = pa.array([2**60], pa.int64()).cast(pa.timestamp("ms"))
     parquet.write_table(pa.table({"prompt": ["a"], "t": late}), tmp_path / "late.parquet")
     assert "plain JSONL always works" in refusal(tmp_path / "late.parquet")

@@ -71,9 +71,7 @@ def test_a_set_of_the_hub_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load)
     row_set = load_rows("owner/sums/easy:test")
     assert requests == [("owner/sums", "easy", "test")]
-    assert [str(row.place) for row in row_set.rows] == [
-        "owner/sums/easy:test row 1",
-        "owner/sums/easy:test row 2",
-    ]
+    places = [str(row.place) for row in row_set.rows]
+    assert places == ["owner/sums/easy:test row 1", "owner/sums/easy:test row 2"]
     assert [row.ground_truth for row in row_set.rows] == ["a", "b"]
     assert row_set.label == "sums-easy-test"

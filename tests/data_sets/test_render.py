@@ -27,25 +27,19 @@ def render(renderer: Renderer, *prompts: Any) -> list[Rendered]:
 
 
 def refusal(renderer: Renderer, prompt: Any) -> str:
-    rendered, problems = renderer.render([row("fine"), row(prompt, 2)])
-    assert len(problems) == 1
+    rendered, (problem,) = renderer.render([row("fine"), row(prompt, 2)])
     assert len(rendered) < 2
-    return str(problems[0])
+    return str(problem)
 
 
 def user(text: str) -> tuple[Mapping[str, Any], ...]:
     return ({"role": "user", "content": text},)
 
 
-def test_text_becomes_one_user_message(tokenizer: Any) -> None:
-    item = render(Renderer(tokenizer), "1+1?")[0]
-    assert item.messages == user("1+1?")
-    assert item.text == "<s><|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(item.token_ids) == item.text
-
-
-def test_ids_equal_the_tokenizers_own_template_ids(tokenizer: Any) -> None:
-    item = render(Renderer(tokenizer), user("Grüße 🙂"))[0]
+def test_text_becomes_one_user_message_in_the_tokenizers_own_template(tokenizer: Any) -> None:
+    item = render(Renderer(tokenizer), "Grüße 🙂")[0]
+    assert item.messages == user("Grüße 🙂")
+    assert item.text == "<s><|im_start|>user\nGrüße 🙂<|im_end|>\n<|im_start|>assistant\n"
     expected = tokenizer.apply_chat_template(
         list(user("Grüße 🙂")), tokenize=True, add_generation_prompt=True, return_dict=False
     )
@@ -55,8 +49,7 @@ def test_ids_equal_the_tokenizers_own_template_ids(tokenizer: Any) -> None:
 def test_bos_is_never_doubled(make_tokenizer: Callable[..., Any]) -> None:
     for tokenizer in (make_tokenizer(), make_tokenizer(frame="<s> $A <|im_end|>")):
         ids = render(Renderer(tokenizer), "a")[0].token_ids
-        assert ids.count(BOS) == 1
-        assert ids[0] == BOS
+        assert ids.count(BOS) == 1 and ids[0] == BOS
 
 
 @pytest.mark.parametrize(("frame", "bos"), [("<s> $A", [BOS]), ("$A", [])])

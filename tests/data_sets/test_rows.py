@@ -16,36 +16,36 @@ from pyarrow import parquet
 from ppo_cli.data_sets.files import SHOWN, Place, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import NotUtf8Error, Row, RowSet, as_plain, load_rows, question_of
 from ppo_cli.errors import DataError
+from tests.data_sets.lines import write_rows
+from tests.rewards.tables import table
 
 ASK = [{"role": "user", "content": "1+1?"}]
 
 
-def write(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 def read(tmp_path: Path, *rows: dict[str, Any], **keys: str) -> RowSet:
-    return load_rows(write(tmp_path / "a.jsonl", *rows), **keys)
+    return load_rows(write_rows(tmp_path / "a.jsonl", *rows), **keys)
 
 
 def only(tmp_path: Path, row: dict[str, Any]) -> Row:
     row_set = read(tmp_path, row)
     assert row_set.problems == ()
-    assert len(row_set.rows) == 1
-    return row_set.rows[0]
+    (only_row,) = row_set.rows
+    return only_row
 
 
-def test_flat_row(tmp_path: Path) -> None:
-    row = only(
-        tmp_path,
-        {"prompt": "1+1?", "ground_truth": "2", "data_source": "sums", "extra_info": {"i": 1}},
-    )
+def test_flat_and_verl_rows(tmp_path: Path) -> None:
+    extra = {"i": 1}
+    flat = {"prompt": "1+1?", "ground_truth": "2", "data_source": "sums", "extra_info": extra}
+    row = only(tmp_path, flat)
     assert (row.prompt, row.ground_truth, row.data_source) == ("1+1?", "2", "sums")
-    assert row.extra_info == {"i": 1}
-    assert row.place.number == 1
+    assert (row.extra_info, row.place.number) == (extra, 1)
     bare = only(tmp_path, {"prompt": "a"})
     assert (bare.ground_truth, bare.data_source, bare.extra_info) == (None, "", {})
+    model = {"style": "rule", "ground_truth": "2"}
+    verl = {"prompt": ASK, "reward_model": model, "data_source": "gsm8k", "extra_info": None}
+    row = only(tmp_path, verl)
+    assert row.prompt == tuple(ASK)
+    assert (row.ground_truth, row.data_source, row.extra_info) == ("2", "gsm8k", {})
 
 
 def test_where_the_ground_truth_is_read(tmp_path: Path) -> None:
@@ -61,52 +61,31 @@ def test_where_the_ground_truth_is_read(tmp_path: Path) -> None:
 def test_the_tests_of_a_code_row_join_its_extra_info(tmp_path: Path) -> None:
     row = {"prompt": "a", "test_list": ["assert f(1)"], "test_setup_code": "", "other": 1}
     row_set = read(tmp_path, row, {**row, "extra_info": {"test_list": ["assert f(2)"]}})
-    assert [row.extra_info for row in row_set.rows] == [
-        {"test_list": ["assert f(1)"]},
-        {"test_list": ["assert f(2)"]},
-    ]
+    tests = [row.extra_info for row in row_set.rows]
+    assert tests == [{"test_list": ["assert f(1)"]}, {"test_list": ["assert f(2)"]}]
     assert row_set.columns.unused == ("other",)
 
 
-def test_verl_row(tmp_path: Path) -> None:
-    row = only(
-        tmp_path,
-        {
-            "prompt": ASK,
-            "reward_model": {"style": "rule", "ground_truth": "2"},
-            "data_source": "openai/gsm8k",
-            "extra_info": None,
-        },
-    )
-    assert row.prompt == tuple(ASK)
-    assert (row.ground_truth, row.data_source, row.extra_info) == ("2", "openai/gsm8k", {})
-
-
 def test_verl_parquet_row(tmp_path: Path) -> None:
+    extra = {
+        "when": datetime.date(2024, 5, 1), "price": decimal.Decimal("1.50"), "blob": b"ab",
+        "nested": [{"n": 1}],
+    }  # fmt: skip
     rows = [
         {
-            "prompt": [{"role": "user", "content": "a", "tool_calls": None}],
-            "reward_model": {"style": "rule", "ground_truth": ["x", "y"]},
-            "extra_info": {
-                "when": datetime.date(2024, 5, 1),
-                "price": decimal.Decimal("1.50"),
-                "blob": b"ab",
-                "nested": [{"n": 1}],
-            },
-        },
-        {
-            "prompt": [{"role": "user", "content": "b", "tool_calls": "t"}],
-            "reward_model": {"style": "rule", "ground_truth": ["z"]},
-            "extra_info": None,
-        },
-    ]
+            "prompt": [{"role": "user", "content": content, "tool_calls": calls}],
+            "reward_model": {"style": "rule", "ground_truth": truths}, "extra_info": info,
+        }
+        for content, calls, truths, info in (
+            ("a", None, ["x", "y"], extra), ("b", "t", ["z"], None),
+        )
+    ]  # fmt: skip
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     row = load_rows(str(tmp_path / "a.parquet")).rows[0]
     assert row.prompt == ({"role": "user", "content": "a"},)
     assert row.ground_truth == ["x", "y"]
-    assert row.extra_info == {
-        "when": "2024-05-01", "price": "1.50", "blob": "ab", "nested": [{"n": 1}]
-    }  # fmt: skip
+    plain = {"when": "2024-05-01", "price": "1.50", "blob": "ab", "nested": [{"n": 1}]}
+    assert row.extra_info == plain
     assert json.dumps(row.extra_info)
 
 
@@ -126,76 +105,16 @@ def test_the_named_prompt_column_wins(tmp_path: Path) -> None:
     assert row_set.columns.unused == ("prompt",)
 
 
-@pytest.mark.parametrize(
-    ("row", "keys", "message"),
-    [
-        (
-            {"promt": "a", "x": 1},
-            {},
-            "no column 'prompt'. Its columns: 'promt', 'x'. Did you mean 'promt'?",
-        ),
-        ({"question": "a", "problem": "b"}, {}, "It may be one of 'question', 'problem'."),
-        ({"instruction": "a", "input": "b"}, {}, "no column 'prompt'"),
-        ({"chosen": "a", "rejected": "b"}, {}, "Set data.prompt_key to the column"),
-        ({"question": "a"}, {"prompt_key": "task"}, "no column 'task'"),
-        (
-            {"prompt": "a", "source": "b"},
-            {"source_key": "sourc"},
-            "no column 'sourc' (data.reward_fn_key). Its columns: 'prompt', 'source'. "
-            "Did you mean 'source'?",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "keys", "message"), table(__file__, "missing column"))
 def test_a_missing_column_names_those_that_are_there(
     tmp_path: Path, row: dict[str, Any], keys: dict[str, str], message: str
 ) -> None:
     with pytest.raises(DataError) as caught:
         read(tmp_path, row, **keys)
-    assert f"{tmp_path}/a.jsonl: " in str(caught.value)
-    assert message in str(caught.value)
+    assert f"{tmp_path}/a.jsonl: " in str(caught.value) and message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"x": 1}, "prompt: is missing or null"),
-        ({"prompt": None}, "prompt: is missing or null"),
-        ({"prompt": " \n"}, "prompt: is empty"),
-        ({"prompt": 7}, "prompt: is a number, not text or a list of messages"),
-        ({"prompt": ASK[0]}, "prompt: is an object, not text or a list of messages"),
-        ({"prompt": json.dumps(ASK)}, "prompt: is a message list written as text"),
-        ({"prompt": []}, "prompt: is an empty list of messages"),
-        ({"prompt": ["a"]}, 'prompt[0]: is text, not {"role": …, "content": …}'),
-        ({"prompt": [{"from": "human", "value": "a"}]}, "prompt[0]: has from/value; rename"),
-        ({"prompt": [{"content": "a"}]}, "prompt[0].role: is None, not one of system,"),
-        (
-            {"prompt": [{"role": "human", "content": "a"}]},
-            "prompt[0].role: is 'human', not one of system, developer, user, assistant, tool, "
-            "function. Did you mean 'user'?",
-        ),
-        ({"prompt": [{"role": "usr", "content": "a"}]}, "Did you mean 'user'?"),
-        ({"prompt": [{"role": ["user"], "content": "a"}]}, "prompt[0].role: is ['user']"),
-        ({"prompt": [{"role": "user"}]}, "prompt[0].content: is empty"),
-        ({"prompt": [{"role": "user", "content": " "}]}, "prompt[0].content: is empty"),
-        ({"prompt": [{"role": "user", "content": 3}]}, "prompt[0].content: is a number, not text"),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "image", "url": "u"}]}]},
-            "prompt[0].content: has a part of kind 'image': only text is read. Remove the row,",
-        ),
-        ({"prompt": [{"role": "system", "content": "a"}]}, "prompt: has no user message"),
-        (
-            {"prompt": [*ASK, {"role": "assistant", "content": "2"}]},
-            "prompt: ends with an assistant message",
-        ),
-        ({"prompt": "a", "data_source": 3}, "data_source: is a number, not text"),
-        ({"prompt": "a", "extra_info": "x"}, "extra_info: is text, not an object"),
-        ({"prompt": "a", "reward_model": "rule"}, "reward_model: is text, not an object"),
-        (
-            {"prompt": "a", "ground_truth": "3", "reward_model": {"ground_truth": "2"}},
-            "ground_truth: is '3' but reward_model.ground_truth is '2'; keep one",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "message"), table(__file__, "wrong"))
 def test_a_wrong_row_is_named_with_its_column(
     tmp_path: Path, row: dict[str, Any], message: str
 ) -> None:
@@ -268,37 +187,7 @@ def test_the_first_bad_rows_are_named_and_the_others_counted() -> None:
         assert message[-1].count("'a b.jsonl'") == 1
 
 
-@pytest.mark.parametrize(
-    ("row", "column"),
-    [
-        ({"images": [{"bytes": "iVBO", "path": None}]}, "images"),
-        ({"image": "pictures/1.png"}, "image"),
-        ({"Image": {"path": "1.png"}}, "Image"),
-        ({"image_2": {"path": "1.png"}}, "image_2"),
-        ({"audio": {"array": [0.0, 0.1], "sampling_rate": 16000}}, "audio"),
-        ({"videos": ["a.mp4"]}, "videos"),
-        ({"audio_filepath": "a.wav"}, "audio_filepath"),
-        ({"multi_modal_data": {"image": ["x"]}}, "multi_modal_data"),
-        ({"prompt": "<image>How many cats?"}, "prompt"),
-        ({"prompt": "What is it? <image/>"}, "prompt"),
-        ({"prompt": "<image>Write HTML that looks like this."}, "prompt"),
-        (
-            {"prompt": [{"role": "user", "content": "Compare <image 1> and <image 2>."}]},
-            "prompt[0]",
-        ),
-        ({"prompt": [{"role": "user", "content": "<|vision_start|>?"}]}, "prompt[0].content"),
-        ({"prompt": [{"role": "user", "content": "a", "images": ["x.png"]}]}, "images"),
-        ({"prompt": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "prompt[0].content"),
-        (
-            {
-                "prompt": [
-                    {"role": "user", "content": [{"type": "text", "text": "a", "image": "x"}]}
-                ]
-            },
-            "image",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "column"), table(__file__, "media"))
 def test_a_row_with_content_that_is_not_text_is_refused(
     tmp_path: Path, row: dict[str, Any], column: str
 ) -> None:
@@ -309,14 +198,7 @@ def test_a_row_with_content_that_is_not_text_is_refused(
 
 
 def test_empty_media_columns_flags_and_markup_are_no_content(tmp_path: Path) -> None:
-    for row in (
-        {"images": None}, {"images": []}, {"image": ""}, {"image": {"bytes": None, "path": None}},
-        {"video": [None, {}]}, {"image": 0}, {"image": False}, {"image_id": "a1"},
-        {"image_caption": "a cat"}, {"images": "[]"}, {"image": "None"},
-        {"speech": "Friends, Romans"}, {"prompt": "In HTML, <video> is for what?"},
-        {"prompt": "What does the <video> tag do?"}, {"prompt": "Explain `<audio>`."},
-        {"prompt": "Fix: <video><source src='a.mp4'></video>"}, {"prompt": "Is x<image a bug?"},
-    ):  # fmt: skip
+    for row in table(__file__, "no media"):
         only(tmp_path, {"prompt": "a"} | row)
 
 
