@@ -29,7 +29,7 @@ MODELS = {
     "Llama-3-70B": (8192, 28672, 80, 64, 8, 128256, False),
 }
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
-SIZES = (24, 40, 80, 141)  # GB, as GPUs are sold
+SIZES = (8, 12, 16, 24, 40, 80, 141)  # GB, as GPUs are sold
 SHARES = (0.4, 0.8)  # of a GPU for the sampler
 BUDGET = 4096  # tokens of a micro-batch
 # A letter for each way to train, the plainest first.

@@ -63,8 +63,9 @@ def names_in_table(page: str, title: str) -> list[str]:
     return [n for row in table.splitlines()[2:] for n in re.findall(r"`(\S+?)`", row.split("|")[1])]
 
 
-def test_readme_names_every_rule_and_preset(root: Path) -> None:
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    assert sorted(names_in_table(readme, "rule")) == sorted(RULES)
+def test_the_pages_name_every_rule_and_preset(root: Path) -> None:
+    rewards = (root / "docs/rewards.md").read_text(encoding="utf-8")
+    assert sorted(names_in_table(rewards, "rule")) == sorted(RULES)
     presets = sorted(path.stem for path in (root / "presets").glob("*.yaml"))
-    assert sorted(names_in_table(readme, "preset")) == presets
+    configuration = (root / "docs/configuration.md").read_text(encoding="utf-8")
+    assert sorted(names_in_table(configuration, "preset")) == presets
