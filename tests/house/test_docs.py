@@ -40,20 +40,15 @@ def test_memory_page_is_what_its_script_writes(root: Path) -> None:
 
 def test_links_lead_somewhere(root: Path, files: list[Path]) -> None:
     """Those of pages, and those to pages that messages name."""
+    pages = [path for path in files if path.suffix == ".md" or path.name == "llms.txt"]
+    sources = [path for path in files if path.suffix == ".py" and path.parts[0] == "ppo_cli"]
     broken = []
-    for path in files:
-        links = (LINK, path.parent)
-        kinds = {".md": links, ".txt": links, ".py": (NAMED, Path())}
-        if (
-            path.suffix == ".md"
-            or path.name == "llms.txt"
-            or (path.suffix == ".py" and path.parts[0] == "ppo_cli")
-        ):
-            pattern, start = kinds[path.suffix]
-            for link in pattern.findall((root / path).read_text(encoding="utf-8")):
-                name, _, anchor = link.partition("#")
-                if missing(root / start / name if name else root / path, anchor):
-                    broken.append(f"{path}: {link}")
+    for path in pages + sources:
+        pattern, start = (LINK, path.parent) if path in pages else (NAMED, Path())
+        for link in pattern.findall((root / path).read_text(encoding="utf-8")):
+            name, _, anchor = link.partition("#")
+            if missing(root / start / name if name else root / path, anchor):
+                broken.append(f"{path}: {link}")
     assert broken == []
 
 

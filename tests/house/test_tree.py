@@ -6,11 +6,8 @@ import re
 from pathlib import Path
 
 # Spelt in pieces so that this file does not find itself.
-MACHINE_PATHS = re.compile(
-    r"(?<![\w.~$}/-])/(?:"
-    + "|".join(["work", "root", "opt", "home/[a-z]\\w*", "Users/\\w+"])
-    + ")/"
-)
+PLACES = "|".join(["work", "root", "opt", r"home/[a-z]\w*", r"Users/\w+"])
+MACHINE_PATHS = re.compile(rf"(?<![\w.~$}}/-])/(?:{PLACES})/")
 
 
 def read_tree(page: str) -> dict[str, str]:
@@ -67,13 +64,8 @@ def test_paths_of_machines_are_seen() -> None:
 
 
 def test_scripts_can_be_run(root: Path) -> None:
-    for name in (
-        "train.sh",
-        "scripts/setup",
-        "scripts/check",
-        "scripts/check_processors",
-        ".ci/run",
-    ):
+    scripts = ("setup", "check", "check_processors", "check_gpu")
+    for name in ("train.sh", ".ci/run", *(f"scripts/{script}" for script in scripts)):
         assert (root / name).stat().st_mode & 0o100, f"{name} is not executable"
 
 
