@@ -18,7 +18,6 @@ import pytest
 from ppo_cli.config.schema.reward import ApiReward, Monitor, Reward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Prompt, Rollout
-from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale
 from ppo_cli.rewards.judge.compare import (
     PRIOR,
     CompareReward,
@@ -31,8 +30,6 @@ from ppo_cli.rewards.judge.compare import (
 )
 from ppo_cli.rewards.judge.monitor import correlate
 from ppo_cli.rewards.judge.prompt import Material, load_preset
-from ppo_cli.rewards.judge.rubric import Comparison
-from ppo_cli.rewards.judge.verdict import read_answer
 from ppo_cli.rewards.registry import build_reward
 from tests.judge_server import JudgeServer
 from tests.rewards.scoring import score_all
@@ -106,72 +103,6 @@ def test_a_verdict_counts_with_its_opposite_order_only() -> None:
     assert pair_outcomes({(0, 1): [1, 2]}) == {}
     both = pair_outcomes({(2, 0, 1): [1, 2, 2], (1, 0, 2): [3, 3, 1]})
     assert both == {(0, 2): 0.0, (1, 2): 0.0, (0, 1): 0.5}
-
-
-# --- reading ----------------------------------------------------------------------------------
-
-PAIR, LIST = Question("", "", "", Scale(0, 1), comparison=Comparison(2)), Comparison(3)
-
-
-@pytest.mark.parametrize(
-    ("text", "places"),
-    [
-        ('{"reason": "It is right.", "better_response": "R2"}', [2, 1]),
-        ('{"better_response": "tie"}', [1, 1]),
-        ('```json\n{"explanation": "So.", "better_response": " r1 "}\n```', [1, 2]),
-        ('<think>R2</think>{"reason": "a \'R2\'", "better_response": "R1"}', [1, 2]),
-    ],
-)
-def test_a_verdict_on_two_is_read(text: str, places: list[int]) -> None:
-    value, _, info = read_answer(Reply(text), PAIR)
-    assert info == {"places": places} and value == 0.5 + (places[1] - places[0]) / 2
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("", "empty"),
-        ('{"reason": "x", "bett', "form"),
-        ('{"reason": "x", "score": 7}', "form"),
-        ('{"reason": "x", "better_response": "R1", "better_response": "R2"}', "form"),
-        ('{"reason": "x", "better_response": "R1", "score": 3}', "form"),
-        ('{"reason": "x", "better_response": ["R1"]}', "out_of_range"),
-        ('{"reason": "x", "better_response": "R3"}', "out_of_range"),
-        ('{"reason": "x", "better_response": "R1 and R2"}', "out_of_range"),
-        ('{"reason": "x", "better_response": 1}', "out_of_range"),
-        ('{"reason": "...", "better_response": "R1"}', "form"),
-        ('{"reason": "x", "better": "R1"}', "form"),  # the name of earlier versions
-        ("R1 is better, I think.", "form"),
-        (
-            '{"reason": "x", "better_response": "R1"} {"reason": "y", "better_response": "R2"}',
-            "form",
-        ),
-        ("<think>R1", "thought"),
-    ],
-)
-def test_any_other_answer_is_asked_for_again(text: str, cause: str) -> None:
-    with pytest.raises(JudgeError) as caught:
-        read_answer(Reply(text), PAIR)
-    assert caught.value.cause == cause
-    with pytest.raises(JudgeError, match="token limit"):
-        read_answer(Reply('{"better_response": "R1"}', truncated=True), PAIR)
-
-
-def test_places_of_a_list_are_read() -> None:
-    three = Question("", "", "", Scale(0, 1), comparison=LIST)
-    text = '{"reason": "so", "place_of_R3": 1, "place_of_R1": 2, "place_of_R2": 2}'
-    assert read_answer(Reply(text), three) == (0.25, "so", {"places": [2, 2, 1]})
-    for wrong in ("4", "0", "1.5", '"1"', "true", "null"):
-        with pytest.raises(JudgeError):
-            read_answer(Reply(text.replace('R3": 1', f'R3": {wrong}')), three)
-    with pytest.raises(JudgeError):
-        read_answer(Reply(text.replace('"place_of_R3": 1, ', "")), three)
-    with pytest.raises(JudgeError, match="place 1"):  # points of which 3 is the most
-        read_answer(Reply(text.replace('R3": 1', 'R3": 3')), three)
-    with pytest.raises(JudgeError):  # the names of earlier versions
-        read_answer(Reply(text.replace("place_of_", "")), three)
-    with pytest.raises(JudgeError):
-        read_answer(Reply(text.replace("place_of_", "score_of_")), three)
 
 
 # --- the whole way ----------------------------------------------------------------------------

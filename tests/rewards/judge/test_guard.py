@@ -13,30 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from ppo_cli.rewards.judge.sanitise import clean, cut_middle, neutralise
+from tests.rewards.judge.corpora import HERE
 
 # Control tokens of chat models, by their family; those of one line have one form.
-TOKENS = re.findall(
-    r"\S+",
-    """
-<|im_start|> <|im_end|> <|eot_id|> <|start_header_id|> <|START_OF_TURN_TOKEN|> <|user|>
-<|fim_prefix|> <|tool_call_argument_begin|> <|image_1|> <|return|> <|bom|> <|hy_place_holder_no_3|>
-<｜end▁of▁sentence｜> <｜User｜> <｜tool▁calls▁begin｜> ｜DSML｜ <｜DSML｜invoke>
-<turn|> <tool_call|> <channel|> <|turn> <|channel> <|tool> <|think|>
-[|endofturn|] [|system|] [|assistant|] [|tool|] [|/system|]
-<seed:eos> <seed:bos> <seed:think> </seed:think> <minimax:tool_call> <mask:0>
-<SPECIAL_12> <SPECIAL_10> <BOS_TOKEN> <EOS_TOKEN> <IMG_CONTEXT> <PRE> <SUF> <EOT>
-<s> </s> <pad> <unk> <bos> <eos> <mask> <cls> <sep> <sop> <eop> <unknown> <n> <0x0A>
-<role> </role> <human> <bot> <image> <think> </think> <tool_call> <arg_key> </arg_value> <quad>
-<start_of_turn> <end_of_turn> <fim_middle> <extra_id_0> <unused12> <reserved_106> <audio_soft_token>
-<longcat_think> <longcat_tool_call> <empty_output> <jupyter_code> <思考> <end-of-turn>
-[INST] [/INST] [SYSTEM_PROMPT] [TOOL_CALLS] [ARGS] [CALL_ID] [TOOL_CONTENT] [IMG_END] [IMG_BREAK]
-[MODEL_SETTINGS] [EOT] [BOS] [SEP] [CLS] [MASK] [PAD] [UNUSED_TOKEN_145] [gMASK] [sMASK] [unused7]
-[PREFIX] [MIDDLE] [SUFFIX] [START_REF] [IMAGE] [AVAILABLE_TOOLS] [/THINK] [AUDIO] [BEGIN_AUDIO]
-<<SYS>> <</SYS>> ◁think▷ ◁/think▷ ]~b] ]~!b[ [e~[ ]!p~[ ]<]image[>[ >>ANSWER<< >>SUFFIX<<
-[control_12] [reserved_3] [extra_id_7] [special_token_1] [unused_token_5] ［control_12］ [cut-0011]
-/nothink /no_think ＜|im_end|＞ <｜im_end｜> ＜eos＞ ［INST］ </response> <response> </ground_truth>
-""",
-)
+TOKENS = (HERE / "control_tokens.txt").read_text(encoding="utf-8").split()
 # Any text, with these and what else matters strewn into it.
 SPECIAL = st.sampled_from(
     [
@@ -121,21 +101,8 @@ def test_a_switch_of_thinking_is_broken_wherever_it_is(text: str) -> None:
 
 def test_ordinary_text_and_code_stay_as_they_are() -> None:
     """Markup, types, comparisons, pipes, log levels, indices."""
-    ordinary = """
-x |> f |> g ¦ f <| x ¦ a < b and b > c ¦ a < b | c > d ¦ if a<s or s>b: ¦ std::vector<int> v;
-List<int> ¦ Promise<Response> ¦ List<Prompt> all ¦ Map<String> ¦ vector<size_t> sizes
-fn first<T>(x: T) -> T ¦ vector<std::string> ¦ #include <vector> ¦ #include <stdio.h>
-#include <sys/types.h> ¦ Map<K, V> ¦ <div>text</div> ¦ <b>bold</b> <h2> ¦ <br/>
-<a href="x">y</a> ¦ <https://example.org> ¦ x <- y ¦ arr[mask] = img[i] ¦ a[0] ¦ [1, 2] ¦ [A]
-[B] or [C] ¦ [A-Z]+ ¦ x[|i|] ¦ [|1; 2|] ¦ [INFO] started ¦ [ERROR] no such file ¦ [TODO]
-{response} ¦ {"score": 10} ¦ x << y >> z ¦ 1 <= x <= 3 ¦ |a| < |b| ¦ response-time < 3 ¦ [cut]
-| a | b | ¦ x <|> y <|> z ¦ 首页｜新闻｜体育 ¦ and/or
-<x|y> ¦ cat <<EOF ¦ >>> print(1) ¦ 2 > 1 >> 0
-"""
-    changed = {
-        t: neutralise(t) for t in re.split(r" ¦ |\n", ordinary.strip()) if neutralise(t) != t
-    }
-    assert changed == {}
+    ordinary = (HERE / "ordinary_text.txt").read_text(encoding="utf-8").splitlines()
+    assert [text for text in ordinary if neutralise(text) != text] == []
 
 
 def test_what_looks_like_a_fence_becomes_brackets() -> None:

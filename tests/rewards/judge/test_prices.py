@@ -21,6 +21,7 @@ from ppo_cli.rewards.judge.prices import (
     model_hint,
     read_prices,
 )
+from tests.rewards.judge.corpora import read_corpus
 
 
 def api(model: str | None = "gpt-4o-mini", kind: str = "openai", **settings: object) -> ApiReward:
@@ -114,26 +115,12 @@ def test_the_most_specific_pattern_wins(tmp_path: Path) -> None:
     assert [price.input for price in prices if price] == [1, 2, 3, 4]
 
 
-MISTAKES = [
-    ("prices: {opnai: {}}", "prices.opnai.[key]: must be 'dashscope', 'openai'"),
-    ("prices: {openai: {m: {inputs: 1, output: 2}}}", "Did you mean 'input'"),
-    ("prices: {openai: {m: {input: 1, output: 2, cached_input: 3}}}", "(3) is above input"),
-    ("prices: {openai: {m: {input: -1, output: 2}}}", "m.input: must be greater than or equal"),
-    ("prices: {openai: {m: {input: .nan, output: 2}}}", "is nan"),
-    ("prices: {openai: {m: {input: true, output: 2}}}", "is True"),
-    ("prices: {openai: {m: {input: 1, input: 2, output: 2}}}", "the key 'input'"),
-]
-
-
-def test_a_wrong_file_is_named_with_its_key(tmp_path: Path) -> None:
-    unlike = []
-    for text, message in MISTAKES:
-        file = write(tmp_path, text)
-        with pytest.raises(RewardError) as caught:
-            find_price(api("m", prices=file))
-        if message not in str(caught.value) or f"--rm_prices {file}" not in str(caught.value):
-            unlike.append((text, str(caught.value)))
-    assert not unlike
+@pytest.mark.parametrize("row", read_corpus("mistakes", "prices"))
+def test_a_wrong_file_is_named_with_its_key(row: dict[str, str], tmp_path: Path) -> None:
+    file = write(tmp_path, row["prices"])
+    with pytest.raises(RewardError, match=re.escape(row["message"])) as caught:
+        find_price(api("m", prices=file))
+    assert f"--rm_prices {file}" in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from ppo_cli.rewards.judge.rubric import Criterion, Rubric, read_rubric
 from ppo_cli.rewards.judge.verdict import read_answer
 from tests.judge_server import JudgeServer, verdict_keys
 from tests.judge_server.wire import fenced
+from tests.rewards.judge.corpora import read_corpus
 from tests.rewards.scoring import score_all
 
 Make = Callable[..., JudgeReward]
@@ -32,70 +33,18 @@ BLOCK = re.compile(r"<response-([0-9a-f]+)>\n(.*?)\n?</response-\1>", re.S)
 WORDS = ("amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath")
 
 
-@pytest.mark.parametrize(
-    ("source", "read"),
-    [
-        (["Brief.", "Right."], [("criterion_1", "Brief.", 1.0), ("criterion_2", "Right.", 1.0)]),
-        (  # HealthBench
-            [{"criterion": "Names the dose.", "points": 7, "tags": ["level:example"]},
-             {"criterion": "Invents a drug.", "points": -9, "tags": []}],
-            [("criterion_1", "Names the dose.", 7.0), ("criterion_2", "Invents a drug.", -9.0)],
-        ),
-        (  # Rubrics as Rewards
-            {"rubric": [{"title": "Right Unit", "description": "Gives mmol.", "weight": 5}]},
-            [("right_unit", "Gives mmol.", 5.0)],
-        ),
-        (  # ProfBench
-            [{"criterion_description": "States the rate.", "criterion_type": "Extraction",
-              "criterion_weight": "Major"}],
-            [("criterion_1", "States the rate.", 3.0)],
-        ),
-        (  # PRBench
-            [{"id": "a-1", "title": "Cites the law.",
-              "annotations": {"criteria_description": "Cites section 4.", "weight": 2.5,
-                              "criteria_category": "law"}}],
-            [("a_1", "Cites section 4.", 2.5)],
-        ),
-        (  # a JSON text, as in NeMo-Gym's finance rows
-            json.dumps([{"criteria": "Says 4.2 %.", "modifiers": {"severity": 2,
-                                                                  "category": "must_pass"}}]),
-            [("criterion_1", "Says 4.2 %.", 2.0)],
-        ),
-        ([{"title": "Polite"}, {"title": "polite", "weight": 2}],
-         [("polite", "Polite", 1.0), ("polite_2", "polite", 2.0)]),
-    ],
-)  # fmt: skip
-def test_the_names_of_published_rubrics_are_read(
-    source: Any, read: list[tuple[str, str, float]]
-) -> None:
-    criteria = read_rubric(source, "here").criteria
-    assert [(c.name, c.text, -c.weight if c.fault else c.weight) for c in criteria] == read
-    assert all(c.must == ("must_pass" in str(source)) for c in criteria)
+@pytest.mark.parametrize("row", read_corpus("rubrics", "criteria"))
+def test_the_keys_of_published_rubrics_are_read(row: dict[str, Any]) -> None:
+    criteria = read_rubric(row["source"], "here").criteria
+    signed = [[c.name, c.text, -c.weight if c.fault else c.weight] for c in criteria]
+    assert signed == row["criteria"]
+    assert all(c.must == ("must_pass" in str(row["source"])) for c in criteria)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ([], "there is no list of criteria"),
-        ("not JSON", "not a JSON list"),
-        ({"rubric": ["a"], "criteria": ["b"]}, "there is no list"),
-        ([3], "criterion 1: is neither a text nor keys"),
-        ([{"weight": 2}], "it has no text"),
-        ([{"text": "a", "wieght": 2}], "Did you mean 'weight'"),
-        ([{"text": "a", "weight": 0}], "all weights are 0"),
-        ([{"text": "a", "weight": float("nan")}], "nan is not a finite number"),
-        ([{"text": "a", "weight": "huge"}], "'huge' is not a number"),
-        ([{"text": "a", "weight": True}], "True is not a number"),
-        ([{"text": "a", "weight": -1, "fault": False}], "negative weight is a fault"),
-        ([{"text": "a", "must": True, "levels": 4}], "met or not"),
-        ([{"text": "a", "levels": 1.5}], "levels 1.5"),
-        ([{"text": "a", "levels": 99}], "from 1 to 20"),
-        (["a"] * 61, "61 criteria; at most 60"),
-    ],
-)
-def test_a_wrong_criterion_is_named(source: Any, message: str) -> None:
-    with pytest.raises(RewardError, match=re.escape(message)):
-        read_rubric(source, "here")
+@pytest.mark.parametrize("row", read_corpus("rubrics", "message"))
+def test_a_wrong_criterion_is_named(row: dict[str, Any]) -> None:
+    with pytest.raises(RewardError, match=re.escape(row["message"])):
+        read_rubric(row["source"], "here")
 
 
 def test_all_wrong_criteria_are_named_at_once() -> None:
@@ -132,71 +81,6 @@ def test_grades_come_to_the_weighted_share_of_what_there_is_to_earn() -> None:
     ]
     never = Rubric((Criterion("lies", "", 1.0, fault=True, must=True), Criterion("a", "")))
     assert (never.value([1, 1]), never.value([0, 1]), never.value([0, 0])) == (0.0, 1.0, 0.5)
-
-
-TWO = Rubric((Criterion("a", "A."), Criterion("b", "B.", levels=3)))
-GOOD = '{"c1": {"reason": "yes", "met": true}, "c2": {"reason": "so", "level_0_to_3": 2}}'
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        GOOD,
-        f"```json\n{GOOD}\n```",
-        f"<think>c1 is met {{\"c1\": 1}}</think>\n{GOOD}",
-        '{"c2": {"explanation": "so", "level_0_to_3": 2}, "c1": {"met": true}}',
-    ],
-)  # fmt: skip
-def test_an_answer_to_all_criteria_counts(text: str) -> None:
-    value, reason, info = read_answer(Reply(text), Question("", "", "", Scale(0, 1), rubric=TWO))
-    assert info == {"grades": [1.0, 2 / 3]} and value == pytest.approx(5 / 6)
-    assert reason.startswith("a: met.") and "\nb: level 2 of 3. so" in reason
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ('{"c1": {"met": true, "reason": "yes"}}', "form"),  # one is missing
-        (GOOD[:-1] + ', "c3": {"met": true, "reason": ""}}', "form"),
-        (GOOD[:-1] + ', "score": 1}', "form"),
-        (GOOD.replace("true", '"yes"'), "form"),
-        (GOOD.replace("true", "1"), "form"),
-        (GOOD.replace("true", "null"), "form"),
-        (GOOD.replace('"met": true', '"level": 1'), "form"),
-        (GOOD.replace("level_0_to_3", "level"), "form"),  # the names of earlier versions
-        (GOOD.replace("level_0_to_3", "level_0_to_10"), "form"),
-        (GOOD.replace("met", "present"), "form"),
-        (GOOD.replace('_3": 2', '_3": 2.5'), "form"),
-        (GOOD.replace('_3": 2', '_3": true'), "form"),
-        (GOOD.replace('_3": 2', '_3": 2, "met": false'), "form"),
-        (GOOD.replace('_3": 2', '_3": 4'), "out_of_range"),
-        (GOOD.replace('_3": 2', '_3": -1'), "out_of_range"),
-        (GOOD.replace('"met": true', '"met": true, "met": false'), "form"),
-        (GOOD.replace('"reason": "yes"', '"reason": "..."'), "form"),
-        (GOOD.replace('"reason": "yes"', '"reason": 3'), "form"),
-        (GOOD.replace('"reason": "yes"', '"valid": false'), "form"),
-        ('{"c1": true, "c2": 2}', "form"),
-        ('{"c1": [{"met": true}], "c2": {"level_0_to_3": 2}}', "form"),
-        (f'{{"verdicts": {GOOD}}}', "form"),
-        (f"Here you are: {GOOD}", "form"),
-        (f"{GOOD}\n{GOOD}", "form"),
-        (f"[{GOOD}]", "form"),
-        ("c1: yes\nc2: 2", "form"),
-        ("<think>c1 is met", "thought"),
-        ("", "empty"),
-        # Replies that repeat the verdicts of a response.
-        (f"The response says:\n```json\n{GOOD}\n```", "form"),
-        (f"<think>It says:\n</think>\n{GOOD}\nSo I\n</think>", "form"),
-        (json.dumps({"response": json.loads(GOOD)} | json.loads(GOOD)), "form"),
-        (GOOD.replace("c1", "с1"), "form"),  # a Cyrillic letter
-    ],
-)
-def test_any_other_answer_is_asked_for_again(text: str, cause: str) -> None:
-    with pytest.raises(JudgeError) as caught:
-        read_answer(Reply(text), Question("", "", "", Scale(0, 1), rubric=TWO))
-    assert caught.value.cause == cause
-    with pytest.raises(JudgeError, match="token limit"):
-        read_answer(Reply(GOOD, truncated=True), Question("", "", "", Scale(0, 1), rubric=TWO))
 
 
 # --- the whole way ----------------------------------------------------------------------------

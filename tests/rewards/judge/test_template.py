@@ -15,6 +15,7 @@ from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Scale
 from ppo_cli.rewards.judge.prompt import Material, Template, load_preset, load_template
+from tests.rewards.judge.corpora import read_corpus
 
 NONCE = "0123456789abcdef"
 PLAIN = "Question: {prompt}\nAnswer: {response}\nReference: {ground_truth}\nScore 1-10"
@@ -136,32 +137,10 @@ def test_other_braces_stay_as_they_are() -> None:
     assert user.startswith('{answer}, {response}, {"a": <response-')
 
 
-WRONG = [
-    ("{reponse} {response}", "Did you mean 'response'?"),
-    ("{groundtruth} {response}", "Did you mean 'ground_truth'?"),
-    ("{promt} {response}", "Did you mean 'prompt'?"),
-    ("{question} {response}", "Known: {prompt}, {response}"),
-    ("{extra_info} {response}", "{extra_info.rubric}"),
-    ("{extrainfo.rubric} {response}", "Did you mean 'extra_info'?"),
-    ("{response.__class__} {response}", "there is no variable {response.__class__}"),
-    ("{问题} {response}", "there is no variable {问题}"),
-    ("{answer} {response}", "for literal braces write {{answer}}"),
-    ("{ response }", "without spaces"),
-    ("{prompt } {response}", "without spaces"),
-    ("Score {prompt} 1-10", "{response} is missing"),
-    ("{{response}}", "one pair of braces"),
-    ("", "{response} is missing"),
-]
-
-
-def test_a_wrong_prompt_is_refused_at_load_time() -> None:
-    messages = {scoring: refusal(scoring) for scoring, _ in WRONG}
-    assert all(message.startswith("--rm_scoring_prompt: ") for message in messages.values())
-    assert [
-        (mistake, messages[mistake])
-        for mistake, message in WRONG
-        if message not in messages[mistake]
-    ] == []
+@pytest.mark.parametrize("row", read_corpus("mistakes", "scoring_prompt"))
+def test_a_wrong_prompt_is_refused_at_load_time(row: dict[str, str]) -> None:
+    message = refusal(row["scoring_prompt"])
+    assert message.startswith("--rm_scoring_prompt: ") and row["message"] in message
 
 
 def test_data_in_a_system_prompt_is_refused() -> None:
@@ -286,38 +265,15 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     template.question(case.material)
 
 
-MISTAKES = [
-    ("scorin: '{response}'", ": there is no key 'scorin'. Did you mean 'scoring'?"),
-    ("system: x", ", key scoring: the key is missing"),
-    ("scoring: '{reply}'", ", key scoring: there is no variable {reply}"),
-    ("scoring: '{prompt}'", ", key scoring: {response} is missing"),
-    ("scoring: 7", ", key scoring: must be a valid string, but is 7"),
-    ("scoring: '{response}'\nscale: 10", ", key scale: must be a valid string, but is 10"),
-    ("scoring: '{response}'\nscale: high", ", key scale: 'high' is not LOW-HIGH"),
-    ("scoring: '{response}'\nsystem: '{prompt}'", ", key system: {prompt} belongs"),
-    ("scoring: '{response}'\nversion: [1]", ", key version"),
-    ("scoring: '{response}'\noutput: xml", ", key output: must be 'json' or 'text', but is 'xml'"),
-    ("scoring: '{response}'\ncases: 3", ", key cases: must be a valid list, but is 3"),
-    ("scoring: '{response}'\ncases: [{respons: a}]", "cases.1: there is no key 'respons'."),
-    ("scoring: '{response}'\ncases: [{response: a}]", ", case 1: give at_least, at_most"),
-    ("scoring: '{response}'\ncases: [{response: 1, at_most: 2}]", ", key cases.1.response: must"),
-    ("scoring: '{response}'\ncases: [{response: a, at_most: 11}]", "11 is not a level of 1-10"),
-    ("scoring: '{response}'\ncases: [{response: a, at_most: true}]", "at_most: must be a valid"),
-    ("scoring: [", " line 1: not valid YAML"),
-    ("just text", ": there must be keys here: scoring"),
-    ("", ": there must be keys here: scoring"),
-]
+@pytest.mark.parametrize("row", read_corpus("mistakes", "prompt_file"))
+def test_a_wrong_file_is_named_with_its_key(row: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(RewardError) as caught:
+        load_template(write(tmp_path, row["prompt_file"]))
+    assert row["message"] in str(caught.value)
+    assert f"--rm_prompt_file {tmp_path / 'mine.yaml'}" in str(caught.value)
 
 
-def test_a_wrong_file_is_told_with_file_and_key(tmp_path: Path) -> None:
-    unlike = []
-    for text, fragment in MISTAKES:
-        with pytest.raises(RewardError) as caught:
-            load_template(write(tmp_path, text))
-        message = str(caught.value)
-        if fragment not in message or f"--rm_prompt_file {tmp_path / 'mine.yaml'}" not in message:
-            unlike.append((text, message))
-    assert not unlike
+def test_all_wrong_keys_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(RewardError) as caught:
         load_template(write(tmp_path, "scoring: 7\noutput: xml"))
     assert len(str(caught.value).splitlines()) == 2

@@ -19,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_cli.rewards.judge.calls import JudgeError, Output, Question, Reply, Scale, Usage
+from ppo_cli.rewards.judge.rubric import Comparison, Criterion, Rubric
 from ppo_cli.rewards.judge.verdict import build_reminder, read_answer
 from ppo_cli.rewards.remote.failures import Failure
+from tests.rewards.judge.corpora import read_corpus
 
 HERE = Path(__file__).parent
 TEN = Scale(1, 10)
@@ -66,40 +68,30 @@ def test_no_reply_of_the_corpora_is_misread(name: str) -> None:
         assert lost ^ {row["id"] for row in rows if row.get("unread")} == set()
 
 
-@pytest.mark.parametrize(
-    ("output", "text", "reason"),
-    [
-        ("json", '{"reason": "mostly right", "score": 8}', "mostly right"),
-        ("json", '{"score": 8, "explanation": "clear"}', "clear"),
-        ("text", "Reason: it skips a step\nScore: 8", "Reason: it skips a step"),
-        ("text", "It skips a step.\n\n**Score:** 8", "It skips a step."),
-        ("text", "8", ""),
-    ],
-)
-def test_the_reason_is_the_judges_text(output: Output, text: str, reason: str) -> None:
-    assert read_verdict(Reply(text), TEN, output) == (8.0, reason)
+RUBRIC = Rubric((Criterion("a", "A."), Criterion("b", "B.", levels=3)))
+QUESTIONS = {
+    "json": Question("", "", "", TEN),
+    "text": Question("", "", "", TEN, output="text"),
+    "pair": Question("", "", "", Scale(0, 1), comparison=Comparison(2)),
+    "list": Question("", "", "", Scale(0, 1), comparison=Comparison(3)),
+    "rubric": Question("", "", "", Scale(0, 1), rubric=RUBRIC),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "output", "cause"),
-    [
-        ("", "json", "empty"), ("1.", "text", "form"), ("Score: $8", "text", "form"),
-        ('{"reason": "...", "score": 5}', "json", "form"), ("Good.\n  Score: 8", "text", "form"),
-        ('<think>It ends with "</think>\n\nScore: 10', "text", "thought"),
-        ("<think>maybe 8", "json", "thought"), ("<cot>maybe</cot>8", "text", "thought"),
-        ("Score: 8", "json", "form"), ('{"score": 8, "confidence": 1}', "json", "form"),
-        ('{"score": 11}', "json", "out_of_range"), ("Score: 3.\nScore: 8", "text", "ambiguous"),
-        ("It ends with\nScore: 8", "text", "form"), ("It ends so:\nScore: 8", "text", "form"),
-        ("Score: 8/100", "text", "form"),
-        ("I rate this 8 out of 10.", "text", "form"), ("Score: 8\nWell done.", "text", "form"),
-        ('{"reason": "So.", "score_1_to_100": 8}', "json", "form"),
-        ('{"reason": "So.", "score_0_to_10": 8}', "json", "form"),
-        ('{"reason": "So.", "rank": 8}', "json", "form"),
-        ('{"reason": "So.", "score": 8, "score_1_to_10": 8}', "json", "form"),
-    ],
-)  # fmt: skip
-def test_the_cause_says_what_is_wrong(text: str, output: Output, cause: str) -> None:
-    assert refused(text, output).cause == cause
+@pytest.mark.parametrize("row", read_corpus("answers", "cause"))
+def test_an_answer_in_another_form_is_refused_with_its_cause(row: dict[str, Any]) -> None:
+    with pytest.raises(JudgeError) as caught:
+        read_answer(Reply(row["reply"]), QUESTIONS[row["asked"]])
+    assert caught.value.cause == row["cause"]
+
+
+@pytest.mark.parametrize("row", read_corpus("answers", "value"))
+def test_an_answer_in_the_right_form_is_read_unless_it_is_cut(row: dict[str, Any]) -> None:
+    question = QUESTIONS[row["asked"]]
+    value, reason, info = read_answer(Reply(row["reply"]), question)
+    assert (value, reason, info) == (pytest.approx(row["value"]), row["reason"], row["info"])
+    with pytest.raises(JudgeError, match="token limit"):
+        read_answer(Reply(row["reply"], truncated=True), question)
 
 
 def test_the_message_names_the_problem_and_shows_a_short_excerpt() -> None:

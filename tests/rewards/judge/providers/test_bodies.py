@@ -10,9 +10,9 @@ from ppo_cli.rewards.judge.calls import JudgeError, Reply, Usage
 from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import WIRES, ask_once, judge_at
+from tests.rewards.judge.corpora import read_corpus
 
 VERDICT = '{"reason": "The sum is right.", "score": 8}'
-STREAM = "an event stream"
 
 
 def chunks(*texts: str, ended: str | None = None, done: bool = True) -> str:
@@ -26,43 +26,21 @@ def chunks(*texts: str, ended: str | None = None, done: bool = True) -> str:
     return "".join(f"data: {line}\n\n" for line in lines)
 
 
-BODIES = {
-    ("text/event-stream", 'event: message_start\ndata: {"type": "message_start"}\n\n'): STREAM,
-    ("text/event-stream", ": ping\n\ndata: not json\n\n"): STREAM,
-    ("application/json", 'data: {"type": "ping"}\n\n'): STREAM,
-    ("text/html", "<!doctype html><title>Log in</title>"): "a page of HTML: Log in",
-    ("application/json", "<html><h1>Sign in</h1></html>"): "a page of HTML: Sign in",
-    ("application/json", ""): "an empty body",
-    ("text/plain", " \n"): "an empty body",
-    ("application/json", '{"error": {"message": "The model is loading"}}'): "The model is loading",
-    ("application/json", '{"error": "no slots"}'): "it holds an error: no slots",
-    ("application/json", '"fine"'): "plain text: fine",
-    ("application/json", '[{"score": 8}]'): "a list and not an object",
-    ("application/json", "null"): "null and not an object",
-    ("application/json", "8"): "a number and not an object",
-    ("application/json", '{"status": "ok"}'): "a JSON object without an answer",
-    ("application/json", '{"choices": []}'): "a JSON object without an answer",
-    ("application/x-ndjson", '{"message": {"content": "{"}}\n{"done": true}\n'): "lines of JSON",
-    ("application/json", '{"id": "c", "choices": [{"index": 0, "mess'): "JSON that breaks off",
-    ("text/plain", "OK"): "plain text: OK",
-    ("application/octet-stream", "\x1f\x8b\x00\x01"): "binary data",
-}
-
-
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_body_that_is_no_answer_is_named(server: JudgeServer, wire: str) -> None:
     unlike = []
-    for (content_type, body), fragment in BODIES.items():
+    for row in read_corpus("bodies", "content_type"):
         server.reset()
-        server.fail("body", raw=body, headers={"Content-Type": content_type})
+        body = row["body"]
+        server.fail("body", raw=body, headers={"Content-Type": row["content_type"]})
         error = ask_once(judge_at(server, wire))
         right = isinstance(error, JudgeError) and error.kind is Failure.RETRYABLE
-        if not (right and error.cause == "bad_body" and fragment in str(error)):
+        if not (right and error.cause == "bad_body" and row["message"] in str(error)):
             unlike.append((body, str(error)))
     assert not unlike
 
 
-def test_an_object_of_a_gateways_own_is_shown(server: JudgeServer) -> None:
+def test_an_object_that_only_a_gateway_knows_is_shown(server: JudgeServer) -> None:
     server.fail("body", raw='{"code": 401, "tip": "expired"}')
     assert '"tip": "expired"' in str(ask_once(judge_at(server, "openai")))
 

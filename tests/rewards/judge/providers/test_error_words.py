@@ -11,35 +11,17 @@ from ppo_cli.rewards.judge.calls import JudgeError, Reply
 from ppo_cli.rewards.remote.failures import Failure, read_message
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET, WIRES, Ask, ask_once, judge_at
+from tests.rewards.judge.corpora import read_corpus
 
 FATAL, RETRYABLE, REFUSED = Failure.FATAL, Failure.RETRYABLE, Failure.REFUSED
-PAGE = (
-    "<!doctype html><html><head><title>502</title><style>p {color: red}</style></head>\n"
-    "<body><h1>Bad\ngateway</h1><p>Blame R&amp;D.</p><!-- x --></body></html>"
-)
-SHAPES = [
-    ('{"error": "WORDS"}', "WORDS"),
-    ('{"detail": "WORDS"}', "WORDS"),
-    ('{"message": "WORDS"}', "WORDS"),
-    ('{"error": "Bad Request", "message": "WORDS"}', "WORDS"),
-    ('{"errors": [{"msg": "WORDS"}, "more"]}', "WORDS; more"),
-    ('{"detail": [{"loc": ["body", "top_k"], "msg": "WORDS"}]}', "body.top_k: WORDS"),
-    ('[{"error": {"code": 400, "message": "WORDS"}}]', "WORDS"),
-    (
-        '{"error": {"message": "Provider failed", "metadata": {"raw": "{\\"error\\": '
-        '{\\"message\\": \\"WORDS\\"}}"}}}',
-        "Provider failed: WORDS",
-    ),
-    ("WORDS\n  in plain", "WORDS in plain"),
-    (PAGE, "502 Bad gateway Blame R&D."),
-]
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_words_are_found_in_any_body(server: JudgeServer, ask: Ask, wire: str) -> None:
     sentence = "It is odd here, dear"
     unlike = []
-    for raw, message in SHAPES:
+    for row in read_corpus("bodies", "error_body"):
+        raw, message = row["error_body"], row["message"]
         server.reset()
         server.fail(400, raw=raw.replace("WORDS", sentence))
         error = ask(wire)

@@ -17,82 +17,18 @@ from ppo_cli.rewards.judge.providers.lengths import (
 from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import WIRES, ask_once, judge_at, make_question, on_a_loop
+from tests.rewards.judge.corpora import read_corpus
 
 # About 80 tokens are sent, and 1,024 are asked for.
 QUESTION = Question("You judge. " * 5, "word " * 60, "id", Scale(1, 10), max_tokens=1024)
-# What a server says -> the tokens that are asked for next.
-WORDS = {
-    # vLLM
-    "'max_tokens' or 'max_completion_tokens' is too large: 1024. This model's maximum context "
-    "length is 700 tokens and your request has 80 input tokens (1024 > 700 - 80).": 620,
-    "This model's maximum context length is 700 tokens. However, you requested 1104 tokens (80 in "
-    "the messages, 1024 in the completion). Please reduce the length of the messages or "
-    "completion.": 620,
-    "You passed 80 input tokens and requested 1024 output tokens. However, the model's context "
-    "length is only 700 tokens, resulting in a maximum input length of 0 tokens. Please reduce the "
-    "length of the input prompt. (parameter=input_tokens, value=80)": 620,
-    "The decoder prompt (length 900) is longer than the maximum model length of 700. Make sure "
-    "that `max_model_len` is no smaller than the number of text tokens.": 96,
-    "max_tokens must be at least 1, got -34.": 512,
-    # OpenAI, and LiteLLM in front of it
-    "max_tokens is too large: 1024. This model supports at most 512 completion tokens, whereas "
-    "you provided 1024.": 512,
-    "litellm.ContextWindowExceededError: litellm.BadRequestError: OpenAIException - This model's "
-    "maximum context length is 700 tokens. However, you requested 1104 tokens (80 in the messages, "
-    "1024 in the completion).": 620,
-    "Input tokens exceed the configured limit of 700 tokens. Your messages resulted in 900 tokens. "
-    "Please reduce the length of the messages.": 96,
-    # llama.cpp, LM Studio, Ollama
-    "request (900 tokens) exceeds the available context size (700 tokens), try increasing it": 96,
-    "Trying to keep the first 900 tokens when context the overflows. However, the model is loaded "
-    "with context length of only 700 tokens": 900,
-    "the input length exceeds the context length": 96,
-    # SGLang
-    "Requested token count exceeds the model's maximum context length of 700 tokens. You requested "
-    "a total of 1104 tokens: 80 tokens from the input messages and 1024 tokens for the completion. "
-    "Please reduce the number of tokens in the input messages or the completion.": 620,
-    "max_completion_tokens is too large: 1024.This model supports at most 700 completion "
-    "tokens.": 700,
-    "The input (900 tokens) is longer than the model's context length (700 tokens).": 96,
-    # TGI, TensorRT-LLM, Mistral, OpenRouter
-    "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 700. Given: 80 `inputs` "
-    "tokens and 1024 `max_new_tokens`": 620,
-    "Prompt contains 80 tokens, 0 draft tokens and requested max_tokens 1024, too large for model "
-    "with 700 maximum context length": 620,
-    "This endpoint's maximum context length is 700 tokens. However, you requested about 1104 "
-    "tokens (80 of text input, 1024 in the output). Please reduce the length of either one.": 620,
-    # Anthropic, Gemini, DashScope, DeepSeek, Groq, Bedrock, Cohere
-    "input length and `max_tokens` exceed context limit: 80 + 1024 > 700, decrease input length or "
-    "`max_tokens` and try again": 620,
-    "max_tokens: 1024 > 512, which is the maximum allowed number of output tokens for m": 512,
-    "prompt is too long: 210000 tokens > 200000 maximum": 96,
-    "The input token count (1200000) exceeds the maximum number of tokens allowed (1048576).": 96,
-    "Range of max_tokens should be [1, 512]": 512,
-    "Range of input length should be [1, 30720]": 96,
-    "Invalid max_tokens value, the valid range of max_tokens is [1, 512]": 512,
-    "`max_tokens` must be less than or equal to `512`, the maximum value for `max_tokens`": 512,
-    "The maximum tokens you requested exceeds the model limit of 512.": 512,
-    "too many tokens: max tokens must be less than or equal to 512 - received 1024.": 512,
-}
-OTHERS = (
-    "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
-    "'max_completion_tokens' instead.",
-    "Extra inputs are not permitted: max_tokens 1024",
-    "temperature must be between 0 and 2",
-    "response_format is not supported",
-    "json_schema too large",
-)
 
 
-@pytest.mark.parametrize(("message", "room"), WORDS.items())
-def test_a_refusal_for_length_says_how_much_fits(message: str, room: int) -> None:
-    assert is_about_length(400, message)
-    assert fit_answer_tokens(QUESTION, message) == room
-
-
-@pytest.mark.parametrize("message", OTHERS)
-def test_other_refusals_are_not_about_length(message: str) -> None:
-    assert not is_about_length(400, message)
+@pytest.mark.parametrize("row", read_corpus("refusals", "room"))
+def test_a_refusal_for_length_says_how_much_fits(row: dict[str, Any]) -> None:
+    """Messages of many servers, with the tokens to ask for next; null: not about length."""
+    message, room = row["message"], row["room"]
+    assert is_about_length(400, message) is (room is not None)
+    assert room is None or fit_answer_tokens(QUESTION, message) == room
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import WIRES, ask_once, judge_at, make_question, on_a_loop
 from tests.judge_server.faults import holds_key
+from tests.rewards.judge.corpora import read_corpus
 
 # Each optional parameter by its name on the wire, and by its name in `dropped()`.
 PARAMETERS = {
@@ -37,38 +38,6 @@ PARAMETERS = {
     },
 }  # fmt: skip
 PARAMETERS["dashscope-compatible"] = PARAMETERS["dashscope"]
-MESSAGES = [
-    ("openai", "logits: json_schema is not supported", "response_format=json_schema"),
-    ("gemini", "Budget 0 is invalid: this model thinks.", "thinking=budget 0"),
-    ("gemini", "Schema is too complex for this model", "response_schema=json_schema"),
-    ("dashscope", "parameter.enable_thinking must be set to true", "enable_thinking"),
-    (
-        "dashscope",
-        "'messages' must contain the word 'json' to use 'response_format'",
-        "response_format=json_schema",
-    ),
-    ("claude", "output_config.format.schema: unsupported", "output_config=json_schema"),
-    ("claude", "structured outputs are not available", "output_config=json_schema"),
-    (
-        "gemini", "JSON mode is not enabled for models/gemma-3-27b-it",
-        "response_schema=json_schema",
-    ),
-    ("gemini", "Invalid responseMimeType for it", "response_schema=json_schema"),
-    ("gemini", "response schema and mime type: no", "response_schema=json_schema"),
-    (
-        "gemini", "Developer instruction is not enabled for models/gemma-3-27b-it",
-        "system_instruction=apart",
-    ),
-    ("gemini", "System instruction is not enabled", "system_instruction=apart"),
-    ("openai", "System role not supported", "system_message=apart"),
-    ("openai", "response_format is not supported", "response_format=json_schema"),
-    ("openai", "Structured outputs are off here", "response_format=json_schema"),
-    ("openai", "guided_json: no backend", "response_format=json_schema"),
-    ("openai", "Failed to compile the grammar", "response_format=json_schema"),
-    ("openai", "Unsupported temperature; seed is taken", "temperature"),
-    ("dashscope", "Json mode response is not supported", "response_format=json_schema"),
-    ("dashscope", "guided decoding failed", "response_format=json_schema"),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -128,16 +97,12 @@ def test_the_limit_is_sent_under_the_name_that_the_model_takes(server: JudgeServ
     assert list(judge.dropped()) == ["max_tokens=max_tokens"]
 
 
-def test_parameters_are_known_by_the_message(server: JudgeServer) -> None:
-    problems = []
-    for wire, message, dropped in MESSAGES:
-        server.reset()
-        server.fail(400, times=1, message=message)
-        judge = judge_at(server, wire)
-        reply = ask_once(judge)
-        if not isinstance(reply, Reply) or (set(judge.dropped()), server.count) != ({dropped}, 2):
-            problems.append((wire, message, judge.dropped()))
-    assert not problems
+@pytest.mark.parametrize("row", read_corpus("refusals", "dropped"))
+def test_a_parameter_is_known_by_the_message(server: JudgeServer, row: dict[str, Any]) -> None:
+    server.fail(400, times=1, message=row["message"])
+    judge = judge_at(server, row["wire"])
+    assert isinstance(ask_once(judge), Reply)
+    assert (set(judge.dropped()), server.count) == ({row["dropped"]}, 2)
 
 
 @pytest.mark.parametrize("wire", WIRES)
