@@ -127,13 +127,13 @@ def moving() -> str:
         for flag, text in sorted(found["pointers"].items())
     ]
     lines = [
-        "Those of TRL to 1.12, Hugging Face's Trainer and OpenRLHF to 0.9, taken as they are.",
+        "Flags of TRL up to 1.12, Hugging Face's Trainer and OpenRLHF up to 0.9 that are accepted as they are.",
         "",
-        *("| flag | taken as |", "|---|---|", *same),
+        *("| flag | means |", "|---|---|", *same),
         "",
-        "## Flags that have no equal",
+        "## Flags without an equivalent",
         "",
-        "The command line answers with the sentence on the right.",
+        "The command line refuses them with the advice on the right.",
         "",
         *("| flag | what to do |", "|---|---|", *other),
     ]
