@@ -127,7 +127,7 @@ def moving() -> str:
         for flag, text in sorted(found["pointers"].items())
     ]
     lines = [
-        "Flags of TRL up to 1.12, Hugging Face's Trainer and OpenRLHF up to 0.9 that are accepted as they are.",
+        "These flags of TRL (to 1.12), OpenRLHF (to 0.9) and Hugging Face's Trainer are accepted.",
         "",
         *("| flag | means |", "|---|---|", *same),
         "",
