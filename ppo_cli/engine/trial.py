@@ -252,7 +252,7 @@ def try_mode(
         with _catching_errors("update", differences):
             numbers = _differentiate(loaded, _compute_outputs(loaded, batch))
             _compare_outputs(differences, "update", numbers.outputs_BT, exact, batch)
-            _compare_gradients(differences, numbers.gradients, exact.gradients)
+            compare_gradients(differences, numbers.gradients, exact.gradients)
     return differences
 
 
@@ -336,7 +336,7 @@ def _compare_outputs(
         differences[part] = f"numbers of the {part} are {gap_BT.max():.2g} off"
 
 
-def _compare_gradients(
+def compare_gradients(
     differences: dict[str, str], gradients: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> None:
     total_norm = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
@@ -393,7 +393,7 @@ def choose_run_mode(
     def judge() -> Verdict | None:
         if ranks.rank:
             return None
-        if _is_bundled(path, conditions):
+        if is_bundled(path, conditions):
             return BUNDLED_VERDICT
         verdict = _find_verdict(load_config(path, flag, model.trust_remote_code), conditions)
         _require_exact(path, verdict, conditions)
@@ -442,7 +442,7 @@ def _describe_verdict(path: str, verdict: Verdict, conditions: TrialConditions) 
         yield f"Rows of {path} are padded: packing does not suit its attention."
 
 
-def _is_bundled(path: str, conditions: TrialConditions) -> bool:
+def is_bundled(path: str, conditions: TrialConditions) -> bool:
     """Whether this is the bundled model with free choice, in the versions that a test has tried."""
     is_open = conditions.kernel is None and conditions.packing is None
     versions = (transformers.__version__, torch.__version__.partition("+")[0])

@@ -240,14 +240,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def build_model(family: str, seed: int = 0) -> Any:
-    """Return a random model of a family in float32, on the CPU."""
+def build_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """Return a random model of a family in float32, on the CPU, with changes to its config."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[family](**FAMILIES[family])
+    config = CONFIG_MAPPING[family](**FAMILIES[family] | changes)
     composite = "text_config" in FAMILIES[family]  # with a vision tower, as it is published
     builder = AutoModelForImageTextToText if composite else AutoModelForCausalLM
     model = builder.from_config(config, dtype=torch.float32, attn_implementation="eager")

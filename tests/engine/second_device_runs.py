@@ -83,7 +83,7 @@ OF_TRIALS = {
     "engine/batches/packing.py:compare_gradients",
     "engine/models/small_models.py:normal",
     "engine/trial.py:_build in modeling_utils.py:to",
-    "engine/trial.py:_compare_gradients",
+    "engine/trial.py:compare_gradients",
     "engine/trial.py:_compare_outputs",
     "engine/trial.py:_differentiate",
     "engine/trial.py:compute_alone",

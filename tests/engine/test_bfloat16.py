@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from ppo_cli.engine.cpu.bfloat16 import (
@@ -20,25 +18,14 @@ from ppo_cli.engine.cpu.bfloat16 import (
     round_embeddings,
     spread_weights,
 )
-from tests.engine.tiny_families import make_model as make_model_of
+from tests.engine.tiny_families import make_model as make_family
 
 HALF = torch.bfloat16
 
 
-def make_model(*, tied: bool = False, stored: torch.dtype = HALF) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, tie_word_embeddings=tied, attention_bias=True, mlp_bias=True,
-    )  # fmt: skip
-    return with_biases(LlamaForCausalLM(config)).to(stored).float()
-
-
-def with_biases(model: Any) -> Any:
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # they are drawn as zeros
-            nn.init.normal_(parameter)
-    return model
+def make_model(kind: str = "llama", *, tied: bool = False, stored: torch.dtype = HALF) -> Any:
+    changes = {"tie_word_embeddings": tied, "attention_bias": True, "mlp_bias": True}
+    return make_family(kind, **changes).to(stored).float()
 
 
 def noise(limit: int = HALF_GAP - 1) -> torch.Tensor:
@@ -70,9 +57,9 @@ def test_products_are_given_the_same_and_all_else_stays(tied: bool) -> None:
     make_master_weights(model, HALF, seed=3)
     for (name, parameter), old in zip(model.named_parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(parameter.to(HALF), old.to(HALF), rtol=0, atol=0)
-        kept_values = name.endswith(("norm.weight", "bias"))
-        kept_values |= name.endswith("embed_tokens.weight") and not tied
-        assert torch.equal(parameter, old) is kept_values, name
+        stays = name.endswith(("norm.weight", "bias"))
+        stays |= name.endswith("embed_tokens.weight") and not tied
+        assert torch.equal(parameter, old) is stays, name
     round_embeddings(model, HALF, untied=False)
     ids = torch.arange(64)[None]
     with torch.no_grad(), torch.autocast("cpu", HALF):
@@ -97,7 +84,7 @@ def test_lookups_are_rounded_and_their_gradients_reach_the_table(untied: bool) -
 
 def test_a_scaled_lookup_is_what_ranks_compute_that_share_it() -> None:
     """They hold table and scale in bfloat16."""
-    exact = make_model_of("gemma2").model.embed_tokens
+    exact = make_family("gemma2").model.embed_tokens
     ids = torch.tensor([[3, 4, 279]])
     expected = copy.deepcopy(exact).to(HALF)(ids)
     round_embeddings(model := nn.Sequential(exact), HALF, untied=True)
@@ -128,26 +115,24 @@ def test_the_same_seed_gives_the_same_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "compute", "trained"),
-    [(HALF, torch.float32, True), (torch.float32, HALF, True), (HALF, HALF, False)],
-    ids=["float32 products", "a float32 checkpoint", "frozen"],
+    ("stored", "compute", "trained", "spread"),
+    [
+        (HALF, torch.float32, True, True),
+        (torch.float32, HALF, True, True),
+        (HALF, HALF, False, True),
+        (HALF, HALF, True, False),
+    ],
+    ids=["float32 products", "a float32 checkpoint", "frozen", "not to be spread"],
 )
 def test_other_models_stay_as_they_are(
-    stored: torch.dtype, compute: torch.dtype, trained: bool
+    stored: torch.dtype, compute: torch.dtype, trained: bool, spread: bool
 ) -> None:
     model, before = make_model(stored=stored), make_model(stored=stored)
     at = model.lm_head.weight.data_ptr()
-    make_master_weights(model.requires_grad_(trained), compute, seed=3)
+    make_master_weights(model.requires_grad_(trained), compute, 3, spread)
     for parameter, old in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.equal(parameter, old)
     assert (model.lm_head.weight.data_ptr() != at) is trained  # not the file's pages
-
-
-def test_spreading_can_be_left_out() -> None:
-    model, before = make_model(), make_model()
-    make_master_weights(model, HALF, 3, False)
-    for parameter, old in zip(model.parameters(), before.parameters(), strict=True):
-        assert torch.equal(parameter, old)
 
 
 def test_small_updates_move_rounded_weights_from_the_first_step_on() -> None:
@@ -170,6 +155,7 @@ def test_small_updates_move_rounded_weights_from_the_first_step_on() -> None:
 def test_a_frozen_model_is_held_as_products_take_it(tied: bool) -> None:
     model = make_model(tied=tied, stored=torch.float32).requires_grad_(False)
     ids = torch.arange(64)[None]
+    at = {n: p.data_ptr() for n, p in model.named_parameters(remove_duplicate=False)}
     with torch.no_grad(), torch.autocast("cpu", HALF):
         expected = model(ids).logits
         cast_frozen_layers(model, HALF)
@@ -181,27 +167,13 @@ def test_a_frozen_model_is_held_as_products_take_it(tied: bool) -> None:
     assert (up.weight.dtype, up.weight.shape) == (HALF, (48, 32))
     assert torch.equal(up.bias.to(HALF), before.model.layers[0].mlp.up_proj.bias.to(HALF))
     assert not any(p.requires_grad for p in model.parameters())
+    assert all(p.data_ptr() != at[name] for name, p in model.named_parameters())  # of the file
 
 
-def test_a_frozen_model_lets_go_of_the_file() -> None:
-    model = make_model(stored=torch.float32)
-    at = {name: p.data_ptr() for name, p in model.named_parameters()}
-    cast_frozen_layers(model, HALF)
-    assert all(p.data_ptr() != at[name] for name, p in model.named_parameters())
-
-
-def make_gpt2() -> Any:
-    torch.manual_seed(0)
-    shape = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    return with_biases(GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=1, eos_token_id=2)).eval())
-
-
-@pytest.mark.parametrize("make", [make_model, make_gpt2])
-def test_cast_layers_compute_as_autocast_and_are_taken_out_again(
-    make: Callable[[], Any],
-) -> None:
-    model, ids = make(), torch.arange(64)[None]
-    own_values = dict(model.named_parameters())
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_cast_layers_compute_as_autocast_and_are_taken_out_again(kind: str) -> None:
+    model, ids = make_model(kind), torch.arange(64)[None]
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
         exact = model(ids).logits
         layers = cast_layers(model, HALF)
@@ -214,9 +186,7 @@ def test_cast_layers_compute_as_autocast_and_are_taken_out_again(
             layer.uninstall()
         assert torch.equal(model(ids).logits, exact)
     assert torch.equal(results, expected)
-    assert {name: id(p) for name, p in model.named_parameters()} == {
-        name: id(p) for name, p in own_values.items()
-    }
+    assert all(p is parameters[name] for name, p in model.named_parameters())
     linear = [m for m in model.modules() if type(m) in (nn.Linear, Conv1D)]
     assert [layer.module for layer in layers] == linear
 

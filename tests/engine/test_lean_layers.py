@@ -2,66 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ppo_cli.engine.cpu.lean_layers import GatedUnit, RootMeanSquare, round_norms, use_lean_layers
 from tests.engine.tiny_families import make_model as make_family
 
 HALF = torch.bfloat16
-TINY = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
-}  # fmt: skip
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TINY)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=8)),
-    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**TINY)),
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**TINY, head_dim=8)),
-    "gelu": lambda: LlamaForCausalLM(LlamaConfig(**TINY, hidden_act="gelu")),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)),
-}
 # What rounds in bfloat16: what only products take. Norms of heads go on to rotary embeddings,
 # norms behind a product to a sum, the last one to a head that may be in float32. OLMo's own code
 # rounds the former two as what they are given.
+LAYER_NORMS = {"input_layernorm", "post_attention_layernorm"}
 ROUNDED = {
-    "llama": {"input_layernorm", "post_attention_layernorm"},
-    "qwen2": {"input_layernorm", "post_attention_layernorm"},
-    "qwen3": {"input_layernorm", "post_attention_layernorm"},
+    "llama": LAYER_NORMS,
+    "qwen2": LAYER_NORMS,
+    "qwen3": LAYER_NORMS,
     "olmo2": {"q_norm", "k_norm", "post_attention_layernorm", "post_feedforward_layernorm"},
     "gemma2": set(),
-    "gelu": {"input_layernorm", "post_attention_layernorm"},
+    "gelu": LAYER_NORMS,
     "gpt2": set(),
 }
 
 
 def make_model(kind: str) -> Any:
-    """A random model whose norms have weights of their own."""
-    torch.manual_seed(0)
-    model = MODELS[kind]().eval()
-    for name, stored in model.named_parameters():
-        if "norm" in name and stored.ndim == 1:
-            stored.data.uniform_(0.5, 1.5)
+    changes = {"hidden_act": "gelu"} if kind == "gelu" else {}
+    model = make_family("llama" if kind == "gelu" else kind, **changes)
+    model.set_attn_implementation("sdpa")
     return model
 
 
@@ -105,18 +75,18 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_unit_has_the_bits_of_autograd(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    kwargs = [torch.randn(7, 33, dtype=dtype, requires_grad=True) for _ in range(2)]
+    inputs = [torch.randn(7, 33, dtype=dtype, requires_grad=True) for _ in range(2)]
     weighing = torch.randn(7, 33, dtype=dtype)
     results = []
     for unit in (GatedUnit.apply, lambda gate, up: nn.functional.silu(gate) * up):
-        out = unit(*kwargs)  # type: ignore[no-untyped-call]
-        results.append([out, *torch.autograd.grad(out, kwargs, weighing)])
+        out = unit(*inputs)  # type: ignore[no-untyped-call]
+        results.append([out, *torch.autograd.grad(out, inputs, weighing)])
     for mine, reference in zip(*results, strict=True):
         assert torch.equal(mine, reference)
 
 
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ROUNDED)
 def test_a_model_gives_the_same_states_and_gradients(kind: str, half: bool) -> None:
     model, plain = make_model(kind), make_model(kind)
     use_lean_layers(model)
@@ -131,9 +101,7 @@ def test_a_model_gives_the_same_states_and_gradients(kind: str, half: bool) -> N
     for out in (results, expected):
         (out * weighing).sum().backward()
     pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
-    grads = {
-        name: (mine.grad, other.grad) for (name, mine), other in pairs if other.grad is not None
-    }
+    grads = {n: (mine.grad, other.grad) for (n, mine), other in pairs if other.grad is not None}
     full = sum(float(reference.norm()) ** 2 for _, reference in grads.values()) ** 0.5
     # Products in bfloat16 round what a gradient's last place in float32 moves across a border; the
     # sums that cancel, as those of a key's bias do, are the worse for it.
@@ -143,7 +111,7 @@ def test_a_model_gives_the_same_states_and_gradients(kind: str, half: bool) -> N
         assert gap <= limit * max(float(reference.norm()), 1e-2 * full), name
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ROUNDED)
 def test_only_modules_that_compute_the_same_are_exchanged(kind: str) -> None:
     model = make_model(kind)
     use_lean_layers(model)
@@ -155,30 +123,28 @@ def test_only_modules_that_compute_the_same_are_exchanged(kind: str) -> None:
         assert "norm" in names
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ROUNDED)
 def test_norms_round_where_only_products_take_what_they_give(kind: str) -> None:
     model = make_model(kind)
     use_lean_layers(model)
     round_norms(model, lambda: states(model, half=True))
-    kwargs: dict[str, torch.dtype] = {}
-    for name, module in exchanged(model).items():
-        if "norm" in name:
-            module.register_forward_hook(
-                lambda m, a, out, name=name: kwargs.update({name: out.dtype})
-            )
+    dtypes: dict[str, torch.dtype] = {}
+    norms = {name: module for name, module in exchanged(model).items() if "norm" in name}
+    for name, norm in norms.items():
+        norm.register_forward_hook(lambda m, a, out, name=name: dtypes.update({name: out.dtype}))
     states(model, half=True)
-    halves = {name.rpartition(".")[2] for name, dtype in kwargs.items() if dtype == HALF}
+    halves = {name.rpartition(".")[2] for name, dtype in dtypes.items() if dtype == HALF}
     assert halves == ROUNDED[kind]
     states(model)
-    assert set(kwargs.values()) <= {torch.float32}
+    assert set(dtypes.values()) <= {torch.float32}
 
 
 @pytest.mark.parametrize(("half", "limit"), [(False, 0.9), (True, 0.75)])
 def test_less_is_kept(half: bool, limit: float) -> None:
     """Bytes that autograd holds of a forward pass, but for the weights."""
 
-    def kept_values(model: Any) -> int:
-        own_values = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    def count_bytes(model: Any) -> int:
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         stored: dict[int, Tensor] = {}
 
         def hold(tensor: Tensor) -> Tensor:
@@ -188,13 +154,13 @@ def test_less_is_kept(half: bool, limit: float) -> None:
         with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
             out = states(model, half)
         assert out.requires_grad
-        return sum(t.untyped_storage().nbytes() for at, t in stored.items() if at not in own_values)
+        return sum(t.untyped_storage().nbytes() for at, t in stored.items() if at not in weights)
 
     model = make_model("llama")
-    before = kept_values(model)
+    before = count_bytes(model)
     use_lean_layers(model)
     round_norms(model, lambda: states(model, half=True))
-    assert kept_values(model) <= limit * before
+    assert count_bytes(model) <= limit * before
 
 
 def test_a_module_that_fails_on_other_sizes_stays_as_it_is() -> None:
@@ -218,11 +184,7 @@ def test_norms_that_take_a_gate_stay_as_they_are(kind: str) -> None:
     assert torch.equal(results, expected)
     for out in (results, expected):
         out.square().sum().backward()
-    norms = {
-        name: module
-        for name, module in model.named_modules()
-        if "NormGated" in type(module).__name__
-    }
+    norms = {n: m for n, m in model.named_modules() if "NormGated" in type(m).__name__}
     assert norms and not norms.keys() & exchanged(model).keys()
     for name, norm in norms.items():
         other = plain.get_submodule(name).weight.grad

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from families.configs import FAMILIES as SIZES
+from families.configs import build_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
@@ -15,7 +17,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
-    Qwen3_5ForConditionalGeneration,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -40,65 +41,23 @@ from ppo_cli.engine.ranks import ALONE
 from ppo_cli.errors import ModelError
 from tests.engine.test_checkpoint import train
 
-TINY = {
-    "vocab_size": 282, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-TEXT = TINY | {"head_dim": 8}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-VISION = {"hidden_size": 16, "intermediate_size": 16}
-IMAGES = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-LINEAR = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}  # fmt: skip
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "classifier of transformers": (
-        "gpt2",
-        {"vocab_size": 282, "n_embd": 32, "n_layer": 2, "n_head": 4},
-    ),
-    "none in transformers": ("olmo2", TINY),
-    "narrow embeddings": ("opt", TINY | {"ffn_dim": 48, "word_embed_proj_dim": 16}),
-    "wrong prefix": ("llama4_text", TEXT | EXPERTS | {"intermediate_size_mlp": 48}),
-    "other names in files": ("gpt_neox", TINY),
-    "experts": ("phimoe", TINY | EXPERTS),
-    "state space": ("mamba", {"vocab_size": 282, "hidden_size": 32, "num_hidden_layers": 2}),
-    "text and images": (
-        "gemma3",
-        {
-            "text_config": TEXT | {"sliding_window": 8},
-            "vision_config": VISION
-            | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
-        },
-    ),
-    "text and images, one text class": (
-        "qwen3_5",
-        {
-            "text_config": TEXT | LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
-            "vision_config": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32},
-        },
-    ),
-}
+FAMILIES = (
+    "gpt2",  # transformers has a token classifier for it, and none for most others
+    "olmo2",
+    "opt",  # embeddings are narrower than states
+    "llama4_text",  # its prefix is not that of its files
+    "gpt_neox",  # its head has another name
+    "phimoe",
+    "mamba",
+    "gemma3",  # text and images
+    "qwen3_5",  # AutoModelForCausalLM would build the text part alone
+)
 IDS = torch.arange(3, 27)[None]
 
 
 def build(folder: Path, family: str, **changes: Any) -> Path:
-    """A random model whose norms and biases are not what they start as."""
-    kind, sizes = FAMILIES[family]
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**sizes | changes)
-    multimodal = kind == "qwen3_5"  # AutoModelForCausalLM would build the text part alone
-    builder = (
-        Qwen3_5ForConditionalGeneration._from_config
-        if multimodal
-        else AutoModelForCausalLM.from_config
-    )
-    model = builder(config, dtype=torch.float32)
-    with torch.no_grad():
-        for tensor in model.parameters():
-            tensor.add_(torch.randn(tensor.shape) * 0.1)
-    model.save_pretrained(folder)
+    """A random model with the bundled tokenizer."""
+    build_model(family, **changes).save_pretrained(folder)
     AutoTokenizer.from_pretrained(model_folder("embedded")).save_pretrained(folder)
     return folder
 
@@ -152,11 +111,10 @@ def test_values_are_a_head_on_what_the_output_layer_reads(tmp_path: Path, family
 
 
 def test_a_head_of_another_size_is_replaced(tmp_path: Path) -> None:
-    kind, sizes = FAMILIES["classifier of transformers"]
-    config = CONFIG_MAPPING[kind](**sizes, num_labels=3)
+    config = CONFIG_MAPPING["gpt2"](**SIZES["gpt2"], num_labels=3)
     AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path)
     value_model = load(tmp_path)
-    assert value_model.head.weight.shape == (1, 32) and not values(value_model).any()
+    assert value_model.head.weight.shape == (1, 64) and not values(value_model).any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -195,7 +153,7 @@ def test_a_critic_without_weights_has_the_same_tensors(tmp_path: Path, family: s
 def test_a_model_without_embeddings_for_all_tokens_of_the_policy_is_refused(
     part: str, tmp_path: Path
 ) -> None:
-    path = str(build(tmp_path, "none in transformers", vocab_size=281))
+    path = str(build(tmp_path, "olmo2", vocab_size=281))
     settings: dict[str, Any] = {
         "critic": {"critic": {"model": {"path": path}}},
         "reference": {"ref": {"path": path}, "actor": {"use_kl_loss": True}},
@@ -213,8 +171,8 @@ def test_a_model_of_images_is_refused_as_a_critic(tmp_path: Path) -> None:
 
 
 def test_a_critic_needs_no_embeddings_that_only_pad_those_of_the_policy(tmp_path: Path) -> None:
-    policy = build(tmp_path / "policy", "none in transformers", vocab_size=320)
-    critic = build(tmp_path / "critic", "none in transformers")
+    policy = build(tmp_path / "policy", "olmo2", vocab_size=320)
+    critic = build(tmp_path / "critic", "olmo2")
     settings = {"model": {"path": str(policy)}, "critic": {"model": {"path": str(critic)}}}
     tokenizer = AutoTokenizer.from_pretrained(model_folder("embedded"))
     LocalEngine(Config.model_validate(settings), tokenizer, total_steps=1)
@@ -228,7 +186,7 @@ def test_rows_are_padded_with_a_token_that_the_model_has_an_embedding_for() -> N
     assert pad_token_id(tokenizer, 282) == 0
 
 
-@pytest.mark.parametrize("family", ["none in transformers", "text and images"])
+@pytest.mark.parametrize("family", ["olmo2", "gemma3"])
 def test_an_adapted_critic_is_exported_with_its_adapter_merged(tmp_path: Path, family: str) -> None:
     base, source, out = build(tmp_path / "base", family), tmp_path / "source", tmp_path / "out"
     value_model = adapted(load(base), adapt(CriticModel(lora_rank=2), seed=1))
@@ -249,4 +207,4 @@ def test_an_adapted_critic_is_exported_with_its_adapter_merged(tmp_path: Path, f
     assert actual_tensors.keys() == expected.keys()
     for name, tensor in actual_tensors.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
-    torch.testing.assert_close(values(merged), values(value_model), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(values(merged), values(value_model), rtol=1e-4, atol=1e-4)

@@ -73,7 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def make_model(kind: str, **changes: Any) -> Any:
     """A random model in evaluation mode, whose norms and biases are not all ones and zeros."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**{**SIZE, **FAMILIES[kind], **changes})
+    config = CONFIG_MAPPING[kind](**{**SIZE, **FAMILIES.get(kind, {}), **changes})
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
