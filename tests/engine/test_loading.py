@@ -7,27 +7,12 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from families.configs import build_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    Llama4Config,
-    Llama4ForConditionalGeneration,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedConfig,
-)
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
@@ -35,11 +20,6 @@ from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_policy, load_tokenizer
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.errors import ModelError
-
-TINY = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
-}  # fmt: skip
 
 
 def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -63,7 +43,7 @@ def wrap(tensors: dict[str, Tensor]) -> None:
         (lambda t: t.update(other=torch.zeros(1)), "unexpected tensors: other)"),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(8)}),
-            "tensors of another shape: model.norm.weight [8] instead of [16])",
+            "tensors of another shape: model.norm.weight [8] instead of [64])",
         ),
     ],
     ids=["no head", "no norm", "wrapped", "one too many", "another shape"],
@@ -71,7 +51,7 @@ def wrap(tensors: dict[str, Tensor]) -> None:
 def test_weights_that_do_not_fit_the_config_are_named(
     change: Callable[[dict[str, Tensor]], object], named: str, tmp_path: Path
 ) -> None:
-    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    build_model("llama").save_pretrained(tmp_path)
     change_weights(tmp_path, change)
     with pytest.raises(ModelError, match=re.escape(named)):
         load_policy(str(tmp_path))
@@ -80,7 +60,7 @@ def test_weights_that_do_not_fit_the_config_are_named(
 
 
 def test_an_expert_that_the_files_lack_is_named(tmp_path: Path) -> None:
-    MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=2)).save_pretrained(tmp_path)
+    build_model("mixtral").save_pretrained(tmp_path)
 
     def lose(tensors: dict[str, Tensor]) -> None:  # of both layers, so that the headers agree
         for layer in range(2):
@@ -92,15 +72,13 @@ def test_an_expert_that_the_files_lack_is_named(tmp_path: Path) -> None:
 
 
 def test_buffers_that_older_versions_saved_are_no_weights(tmp_path: Path) -> None:
-    GPTNeoForCausalLM(
-        GPTNeoConfig(
-            vocab_size=64, hidden_size=16, num_layers=1, num_heads=2,
-            attention_types=[[["global"], 1]],
-        )
-    ).save_pretrained(tmp_path)  # fmt: skip
-    attention = "transformer.h.0.attn.attention"
-    masks = {f"{attention}.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
-             f"{attention}.masked_bias": torch.tensor(-1e9)}  # fmt: skip
+    build_model("gpt_neo").save_pretrained(tmp_path)
+    buffers = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
+    masks = {
+        f"transformer.h.{layer}.attn.attention.{name}": buffer.clone()
+        for layer in range(2)
+        for name, buffer in buffers.items()
+    }
     change_weights(tmp_path, lambda t: t.update(masks))
     load_policy(str(tmp_path), attn_implementation="eager")
 
@@ -110,28 +88,12 @@ def test_a_hub_name_without_a_hub_is_told() -> None:
         load_policy("nobody/nothing")
 
 
-PARTS: dict[str, tuple[Any, PreTrainedConfig]] = {
-    "a head under another name": (GPTNeoXForCausalLM, GPTNeoXConfig(**TINY)),
-    "towers": (
-        Llama4ForConditionalGeneration,
-        Llama4Config(
-            text_config=TINY | {"num_local_experts": 2, "moe_layers": []},
-            vision_config={
-                "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-                "intermediate_size": 64, "vision_output_dim": 32, "projector_input_dim": 32,
-                "projector_output_dim": 32, "image_size": 28, "patch_size": 14,
-            },
-        ),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("part", PARTS)
+# A head under another name; towers for images.
+@pytest.mark.parametrize("family", ["gpt_neox", "llama4"])
 def test_what_a_text_part_or_a_critic_leaves_in_the_files_is_no_fault(
-    part: str, tmp_path: Path
+    family: str, tmp_path: Path
 ) -> None:
-    builder, config = PARTS[part]
-    builder(config).save_pretrained(tmp_path)
+    build_model(family).save_pretrained(tmp_path)
     load_policy(str(tmp_path))
     load_value_model(str(tmp_path))
     change_weights(tmp_path, lambda t: t.update({"v_head.summary.weight": torch.zeros(1, 16)}))
@@ -141,10 +103,7 @@ def test_what_a_text_part_or_a_critic_leaves_in_the_files_is_no_fault(
 
 
 def test_layers_that_predict_further_ahead_are_no_fault(tmp_path: Path) -> None:
-    config = Glm4MoeConfig(
-        **TINY, num_nextn_predict_layers=1, n_routed_experts=2, first_k_dense_replace=2
-    )
-    Glm4MoeForCausalLM(config).save_pretrained(tmp_path)
+    build_model("glm4_moe", num_nextn_predict_layers=1).save_pretrained(tmp_path)
     for layer in (2, 3):
         added = f"model.layers.{layer}.eh_proj.weight"
         change_weights(tmp_path, lambda t, name=added: t.update({name: torch.zeros(2)}))
@@ -153,7 +112,7 @@ def test_layers_that_predict_further_ahead_are_no_fault(tmp_path: Path) -> None:
 
 
 def test_a_generation_config_that_transformers_does_not_load_is_named(tmp_path: Path) -> None:
-    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    build_model("llama").save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"cache_implementation": "weird"}')
     with pytest.raises(ModelError, match=r"generation_config.json that cannot be used.*\(weird\)"):
         load_policy(str(tmp_path))
