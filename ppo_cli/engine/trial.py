@@ -339,6 +339,7 @@ def _compare_outputs(
 def compare_gradients(
     differences: dict[str, str], gradients: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> None:
+    """Note the first gradient that is off as a share of its own norm."""
     total_norm = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
     for name, gradient in exact.items():
         share = (gradients[name] - gradient).norm() / (gradient.norm() + FAINT * total_norm)

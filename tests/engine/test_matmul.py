@@ -14,11 +14,12 @@ from ppo_cli.config.machine.processor import has_fast_bfloat16, matmul_library
 from ppo_cli.engine.cpu import products
 from ppo_cli.engine.cpu.products import set_matmul_library, use_blas, using_onednn
 from ppo_cli.engine.cpu.row_products import RowAttention, RowSpan
-from ppo_cli.engine.models.attention import LONGEST, PackedRows, _longest, attend_by_rows
+from ppo_cli.engine.models.attention import LONGEST, PackedRows, attend_by_rows, longest_row
 from tests.rounding import assert_near
 
 WIDE = "avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16"
 HEADS, SIZE = 4, 16
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +27,14 @@ def _torch_as_it_was() -> Iterator[None]:
     before = using_onednn()
     yield
     set_matmul_library("onednn" if before else "blas")
+
+
+def describe_processor(root: Path, flags: str, maker: str = "", family: int = 6) -> None:
+    (root / "proc").mkdir()
+    (root / "proc/cpuinfo").write_text(
+        f"processor\t: 0\nvendor_id\t: {maker}\ncpu family\t: {family}\nmodel\t\t: 17\n"
+        f"flags\t\t: fpu {flags} sse\nbugs\t\t: none\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,11 +51,7 @@ def _torch_as_it_was() -> Iterator[None]:
 def test_onednn_is_for_amd_processors_with_wide_vectors(
     tmp_path: Path, maker: str, family: int, flags: str, environ: dict[str, str], library: str
 ) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(
-        f"processor\t: 0\nvendor_id\t: {maker}\ncpu family\t: {family}\nmodel\t\t: 17\n"
-        f"flags\t\t: fpu {flags} sse\nbugs\t\t: none\n"
-    )
+    describe_processor(tmp_path, flags, maker, family)
     assert matmul_library(None, environ, tmp_path) == library
     assert matmul_library("blas", environ, tmp_path) == "blas"
     assert matmul_library("onednn", environ, tmp_path) == "onednn"
@@ -68,8 +73,7 @@ def test_onednn_is_for_amd_processors_with_wide_vectors(
 def test_fast_bfloat16_is_found_where_onednn_may_use_it(
     tmp_path: Path, flags: str, environ: dict[str, str], results: bool
 ) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\nbugs\t\t:\n")
+    describe_processor(tmp_path, flags)
     assert has_fast_bfloat16(environ, tmp_path) is results
     assert not has_fast_bfloat16(environ, tmp_path / "nothing")
 
@@ -97,6 +101,28 @@ def test_rounded_products_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert not set_matmul_library("onednn") and not using_onednn()
 
 
+def draw_states(tokens: int, keys: int = 2) -> list[Tensor]:
+    """Queries, keys and values of all rows, with gradients."""
+    torch.manual_seed(0)
+    return [
+        torch.randn(1, count, tokens, SIZE, requires_grad=True) for count in (HEADS, keys, keys)
+    ]
+
+
+def attend(
+    states: list[Tensor],
+    lengths: list[int],
+    leads: list[int] | None = None,
+    shared: list[int] | None = None,
+    scaling: float | None = None,
+) -> Tensor:
+    """The attention of the models that train: the tokens of all rows, (L, h, d)."""
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    rows = PackedRows.from_lengths(lengths, CPU, leads, shared).rows_113B
+    return attend_by_rows(module, *states, rows, scaling=scaling)[0][0]
+
+
 def attend_alone(
     states: list[Tensor],
     lengths: list[int],
@@ -108,9 +134,9 @@ def attend_alone(
     starts = [sum(lengths[:at]) for at in range(len(lengths))]
     results = []
     for at, length in enumerate(lengths):
-        lead, own_values = starts[leads[at]], slice(starts[at], starts[at] + length)
+        lead, row = starts[leads[at]], slice(starts[at], starts[at] + length)
         query, key, value = (
-            torch.cat((s[:, :, lead : lead + shared[at]], s[:, :, own_values]), dim=2).double()
+            torch.cat((s[:, :, lead : lead + shared[at]], s[:, :, row]), dim=2).double()
             for s in states
         )
         full = scaled_dot_product_attention(
@@ -128,12 +154,8 @@ def attend_alone(
 )
 def test_rows_by_products_are_those_of_sdpa(keys: int, leads: list[int], shared: list[int]) -> None:
     """With lengths below, at and above multiples of what they are rounded up to."""
-    torch.manual_seed(0)
     lengths = [40, 7, 96, 31, 33]
-    states = [
-        torch.randn(1, count, sum(lengths), SIZE, requires_grad=True)
-        for count in (HEADS, keys, keys)
-    ]
+    states = draw_states(sum(lengths), keys)
     ends = [sum(lengths[:at]) for at in range(len(lengths) + 1)]
     spans = [
         RowSpan.from_ends(ends, at, *row) for at, row in enumerate(zip(leads, shared, strict=True))
@@ -143,32 +165,26 @@ def test_rows_by_products_are_those_of_sdpa(keys: int, leads: list[int], shared:
     expected = attend_alone(states, lengths, leads, shared)
     assert_near(results.double(), expected, terms=128)
     weight = torch.randn(results.shape)
-    pairs = zip(
-        torch.autograd.grad((results * weight).sum(), states),
-        torch.autograd.grad((expected * weight).sum(), states),
-        strict=True,
+    gradients, exact = (
+        torch.autograd.grad((out * weight).sum(), states) for out in (results, expected)
     )
-    for actual, reference in pairs:
-        assert_near(actual, reference, terms=4 * 128)
+    for gradient, reference in zip(gradients, exact, strict=True):
+        assert_near(gradient, reference, terms=4 * 128)
 
 
 @pytest.mark.parametrize("scaling", [None, 0.07, 1.0])
 @pytest.mark.parametrize("library", ["blas", "onednn"])
-@pytest.mark.parametrize("longest", [40, LONGEST + 1])
+@pytest.mark.parametrize("longest", [40, LONGEST, LONGEST + 1])
 def test_attention_by_rows_has_the_scaling_of_the_model(
     monkeypatch: pytest.MonkeyPatch, longest: int, library: str, scaling: float | None
 ) -> None:
+    """With both libraries, around the length above which another kernel attends."""
     monkeypatch.setattr(products, "_multiplies_exactly", lambda: True)
-    torch.manual_seed(0)
-    module = nn.Module()
-    module.num_key_value_groups, module.is_causal = 2, True
-    lengths, leads, shared = [longest, 20, 9], [0, 0, 2], [0, 13, 0]
-    states = [torch.randn(1, count, sum(lengths), SIZE) for count in (HEADS, 2, 2)]
-    rows = PackedRows.from_lengths(lengths, torch.device("cpu"), leads, shared).rows_113B
+    rows = [longest, 20, 9], [0, 0, 2], [0, 13, 0]
+    states = draw_states(longest + 29)
     set_matmul_library(library)
-    results, _ = attend_by_rows(module, *states, rows, scaling=scaling)
-    expected = attend_alone(states, lengths, leads, shared, scaling)
-    assert_near(results[0].double(), expected, terms=2 * longest)
+    results = attend(states, *rows, scaling=scaling)
+    assert_near(results.double(), attend_alone(states, *rows, scaling), terms=2 * longest)
 
 
 @pytest.mark.parametrize("scaling", [None, 0.07])
@@ -178,27 +194,10 @@ def test_a_token_that_looks_back_has_the_scaling_and_the_mask(scaling: float | N
     query, mask = query[:, :, :1], torch.ones(2, 1, 1, 9, dtype=torch.bool)
     mask[1, :, :, :4] = False
     results, _ = attend_by_rows(nn.Module(), query, key, value, mask, scaling=scaling)
-    expected = scaled_dot_product_attention(
-        query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), mask, scale=scaling
-    )
+    expected = scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
     assert_near(results, expected.transpose(1, 2), terms=9)
     dropped, _ = attend_by_rows(nn.Module(), query, key, value, mask, scaling=scaling, dropout=0.5)
     assert not torch.equal(dropped, results)
-
-
-@pytest.mark.parametrize("longest", [LONGEST, LONGEST + 1])
-def test_attention_by_rows_is_the_same_with_both_libraries(longest: int) -> None:
-    torch.manual_seed(0)
-    module = nn.Module()
-    module.num_key_value_groups, module.is_causal = 2, True
-    lengths = (longest, 20)
-    states = [torch.randn(1, count, sum(lengths), SIZE) for count in (HEADS, 2, 2)]
-    rows = PackedRows.from_lengths(lengths, torch.device("cpu")).rows_113B
-    results = []
-    for library in ("blas", "onednn"):
-        set_matmul_library(library)
-        results.append(attend_by_rows(module, *states, rows)[0])
-    assert_near(results[0], results[1], terms=longest)
 
 
 def test_a_token_that_looks_back_leaves_its_products_to_blas(
@@ -222,19 +221,12 @@ def test_a_token_that_looks_back_leaves_its_products_to_blas(
 @pytest.mark.parametrize(("longest", "dtype"), [(LONGEST, torch.float32), (600, torch.bfloat16)])
 def test_short_rows_are_attended_to_in_float32(longest: int, dtype: torch.dtype) -> None:
     """Under autocast too, with gradients: rounded to bfloat16 are only longer rows."""
-    torch.manual_seed(0)
-    module = nn.Module()
-    module.num_key_value_groups, module.is_causal = 2, True
-    lengths = (longest, 20)
-    states = [
-        torch.randn(1, count, sum(lengths), SIZE, requires_grad=True) for count in (HEADS, 2, 2)
-    ]
-    rows = PackedRows.from_lengths(lengths, torch.device("cpu")).rows_113B
-    weight = torch.randn(1, sum(lengths), HEADS, SIZE)
+    states = draw_states(longest + 20)
+    weight = torch.randn(longest + 20, HEADS, SIZE)
     results = []
     for rounded in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=rounded):
-            out = attend_by_rows(module, *states, rows)[0]
+            out = attend(states, [longest, 20])
         assert out.dtype == (dtype if rounded else torch.float32)
         results.append((out, *torch.autograd.grad((out.float() * weight).sum(), states)))
     for actual, exact in zip(*results[::-1], strict=True):
@@ -245,7 +237,5 @@ def test_short_rows_are_attended_to_in_float32(longest: int, dtype: torch.dtype)
 
 
 def test_the_longest_row_counts_what_it_shares() -> None:
-    rows = PackedRows.from_lengths([5, 9, 2], torch.device("cpu"), [0, 0, 0], [0, 0, 8]).rows_113B[
-        0, 0
-    ]
-    assert _longest(rows[0], rows[2]) == 10
+    rows_3B = PackedRows.from_lengths([5, 9, 2], CPU, [0, 0, 0], [0, 0, 8]).rows_113B[0, 0]
+    assert longest_row(rows_3B[0], rows_3B[2]) == 10

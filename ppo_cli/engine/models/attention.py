@@ -167,7 +167,7 @@ def _prefers_float32(query_1hLd: Tensor, ends: Tensor, shared: Tensor) -> bool:
     return (
         query_1hLd.device.type == "cpu"
         and _dtype(query_1hLd) != torch.float32
-        and _longest(ends, shared) <= LONGEST
+        and longest_row(ends, shared) <= LONGEST
     )
 
 
@@ -177,11 +177,11 @@ def _prefers_products(query_1hLd: Tensor, ends: Tensor, shared: Tensor) -> bool:
         query_1hLd.device.type == "cpu"
         and _dtype(query_1hLd) == torch.float32
         and using_onednn()
-        and _longest(ends, shared) <= LONGEST
+        and longest_row(ends, shared) <= LONGEST
     )
 
 
-def _longest(ends: Tensor, shared: Tensor) -> int:
+def longest_row(ends: Tensor, shared: Tensor) -> int:
     """Return the length of the longest row, shared tokens included."""
     return int((ends.diff() + shared[1:]).max())
 
