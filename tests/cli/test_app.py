@@ -31,14 +31,6 @@ def values(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, dict[str
     return values
 
 
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for args in (["--help"], ["-h"], []):
-        assert main(args) == 0
-        out = capsys.readouterr().out
-        assert all(name in out for name in COMMANDS)
-        assert "Example: ppo train" in out
-
-
 def test_streams_that_are_closed_keep_their_numbers_to_themselves(tmp_path: Path) -> None:
     code = (
         "import os, sys; from ppo_cli.cli.app import main; main(['--version']);"
@@ -202,15 +194,6 @@ def test_plan_json_has_the_documented_shape(capsys: pytest.CaptureFixture[str]) 
     }
     assert set(document["values"]) == set(table())
     assert "No GPU and no --model" in document["notes"][0]
-
-
-def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["presets", "list"]) == 0
-    assert "gsm8k-qwen2.5-0.5b" in capsys.readouterr().out
-    assert main(["presets", "list", "--json"]) == 0
-    assert "embedded" in json.loads(capsys.readouterr().out)
-    assert main(["presets", "show", "gsm8k"]) == 0
-    assert "train_batch_size: 256" in capsys.readouterr().out
 
 
 def end_with(error: BaseException, monkeypatch: pytest.MonkeyPatch, *args: str) -> int:

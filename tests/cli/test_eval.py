@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -190,14 +189,6 @@ def test_parts_of_a_mixture_that_answers_would_scale_count_as_they_are(
     assert reports["none"] == reports["zscore, clip: 2"]
 
 
-def test_a_model_that_is_not_there_is_named_as_it_was_typed(
-    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert main(["eval", "nothere", "--data", "v.jsonl"]) == 2
-    assert "error: MODEL: there is no model folder nothere." in capsys.readouterr().err
-
-
 def test_an_adapter_is_evaluated_with_its_base(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,16 +258,6 @@ def test_tasks_of_lm_eval(workdir: Path, capsys: pytest.CaptureFixture[str]) -> 
     (workdir / "gone.yaml").write_text(TASK.replace("FILE", str(workdir / "gone.jsonl")))
     assert main(["eval", "run", "--tasks", "gone.yaml"]) == 2
     assert "error: lm-eval failed with gone.yaml: " in capsys.readouterr().err
-
-
-def test_tasks_need_their_package_and_no_rows_of_ours(
-    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)  # what import makes of an absent package
-    assert main(["eval", "run", "--tasks", "gsm8k"]) == 2
-    assert "--tasks needs the package lm-eval. Install it with" in capsys.readouterr().err
-    assert main(["eval", "run", "--tasks", "gsm8k", "--data", "v.jsonl"]) == 2
-    assert "leave --data out" in capsys.readouterr().err
 
 
 @pytest.mark.slow

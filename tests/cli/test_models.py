@@ -51,18 +51,3 @@ def test_prices_shutdowns_and_a_wrong_name_are_told(
     (row,) = [line.split() for line in lines if "gpt-4o-mini" in line]
     assert row[:3] == ["gpt-4o-mini", "0.15", "0.6"] and row[4] == "2027-01-14"
     assert "5 models, but not gpt-4o-mimi. Did you mean 'gpt-4o-mini'?" in output
-
-
-def test_no_key_and_no_list_are_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["reward", "models"]) == 2
-    assert "No API key of a judge is set" in capsys.readouterr().err
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_BEARER_TOKEN_BEDROCK", SECRET)
-    assert main(["reward", "models"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "bedrock: no list", "  this provider does not list the models of a key",
-    ]  # fmt: skip
-    assert main(["reward", "models", "--rm_api_type", "azure"]) == 2
-    assert "azure needs AZURE_OPENAI_ENDPOINT" in capsys.readouterr().err

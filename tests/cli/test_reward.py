@@ -92,39 +92,6 @@ def test_settings_come_from_every_layer(
     assert read(tmp_path / "a.scored.jsonl")[0]["score"] == 0.25
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ([], "Name the FILE"),
-        (["nowhere.jsonl"], "no such file"),
-        (["FILE", "--rule", "gsm8"], "Did you mean 'gsm8k'?"),
-        (["FILE", "--out", "nowhere/o.jsonl"], "there is no folder nowhere"),
-        (["FILE", "--out", "FILE"], "is the input file"),
-        (["FILE", "--response_key", "respons"], "Did you mean 'response'?"),
-        (["FILE", "--ruel", "gsm8k"], "there is no flag --ruel"),
-        (["FILE", "reward.rul=x"], "there is no setting 'reward.rul'"),
-    ],
-)
-def test_mistakes_cost_one_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
-) -> None:
-    file = write(tmp_path / "a.jsonl", ROW)
-    code, out, err = run_reward(capsys, "score", *[file if a == "FILE" else a for a in args])
-    assert (code, out) == (2, "")
-    assert message in err
-    assert "Traceback" not in err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl"]
-
-
-def test_bad_rows_stop_it_before_anything_is_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write(tmp_path / "a.jsonl", ROW, {**ROW, "response": 3})
-    code, _, err = run_reward(capsys, "score", file)
-    assert code == 2
-    assert "line 2, column response: is a number, not text" in err
-
-
 def test_ctrl_c_writes_what_is_there_and_exits_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,19 +119,6 @@ def labelled(tmp_path: Path, count: int = 20) -> str:
     return write(tmp_path / "a.jsonl", *rows)
 
 
-def test_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = labelled(tmp_path)
-    code, out, err = run_reward(capsys, "calibrate", file, "--labels", "good", "--rule", "gsm8k")
-    assert code == 0
-    assert err == "Asking for at most 20 verdicts: 20 rows.\n"
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "AUC 1.000 [0.839, 1.000]" in lines  # Wilson, 20 of 20
-    assert "labels 'yes' is good (10 of 20)" in lines
-    assert "- AUC 1.00 [0.84, 1.00]: separates good from bad answers well." in lines
-    advice = "- Nothing was repeated: reward models and rules are deterministic."
-    assert advice in lines
-
-
 def test_calibrate_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = labelled(tmp_path, 8)
     code, out, _ = run_reward(
@@ -175,51 +129,6 @@ def test_calibrate_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert document["labels"] == "'no' is good (4 of 8)"
     assert document["agreement"]["AUC"]["value"] is None
     assert document["repeated"] is None
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ([], "--labels COLUMN"),
-        (["--labels", "god"], "Did you mean 'good'?"),
-        (["--labels", "good", "--repeat", "x"], "repeat"),
-    ],
-)
-def test_mistakes_of_calibrate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
-) -> None:
-    code, _, err = run_reward(capsys, "calibrate", labelled(tmp_path), *args)
-    assert code == 2
-    assert message in err
-
-
-def test_audit_of_a_sound_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run_reward(capsys, "audit", "--rule", "gsm8k")
-    assert code == 0
-    assert err.startswith("Asking for at most ")
-    assert out.startswith("Audit of rule gsm8k\n")
-    assert "FAIL" not in out
-    assert "PASS  prompt injection" in out
-    assert "skip  content-free gate" in out
-
-
-def test_audit_of_a_hackable_function_exits_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    function = tmp_path / "mine.py"
-    function.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return min(1.0, len(solution_str) / 200)\n"
-    )
-    code, out, err = run_reward(capsys, "audit", "--reward_function", str(function), "--rows", "3")
-    assert code == 2
-    assert "FAIL  padding" in out
-    assert "FAIL  right against wrong" in out
-    message = "error: 3 of 8 checks failed: prompt injection, padding, right against wrong."
-    assert err.splitlines()[-1] == message
-    worst = out.split("FAIL  padding")[1]
-    assert "sent: To put it in other words" in worst
-    assert "wanted: at most 0.15 above the 0.18 of: 60 - 3 = 57" in worst
 
 
 def test_audit_as_json_with_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

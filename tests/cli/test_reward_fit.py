@@ -80,46 +80,6 @@ def test_what_is_typed_reaches_the_fit(
     assert second == replace(usual, val_share=0.3)
 
 
-def test_what_is_missing_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys)
-    assert (code, out) == (2, "")
-    assert "2 things are wrong:" in err and "--data FILE" in err and "--model PATH" in err
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--dtype", "float16"], "--dtype float16: give float32 or bfloat16."),
-        (["--val_data", "x.jsonl", "--val_share", "0.2"], "--val_data and --val_share both choose"),
-        (["--model", "./no"], "--model: there is no model folder ./no."),
-        (["--data", "no.jsonl"], "no.jsonl: no such file."),
-        (["--val_share", "0"], "--val_share 0.0: give a share between 0 and 1"),
-        (["--epochs", "0"], "Invalid value for '--epochs'"),
-        (["--epoch", "2"], "there is no flag --epoch. Did you mean '--epochs'?"),
-        (["--lr", "0"], "--lr 0: give a rate above 0"),
-        (["--template", "chatlm"], "Did you mean 'chatml'?"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_one_sentence(
-    args: list[str], message: str, pairs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = ["--out", str(tmp_path / "rm")]
-    base += [] if "--data" in args else ["--data", pairs]
-    base += [] if "--model" in args else ["--model", "embedded"]
-    code, out, err = run(capsys, *base, *args)
-    assert (code, out) == (2, "") and message in err and "Traceback" not in err
-    assert err.startswith("error: ") and len(err.splitlines()) == 1
-    assert not (tmp_path / "rm").exists()
-
-
-def test_a_folder_with_other_files_is_refused_before_anything_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.txt").write_text("x")
-    code, _, err = run(capsys, "--data", "no.jsonl", "--model", "no", "--out", str(tmp_path))
-    assert code == 2 and "files that no fit wrote" in err
-
-
 @pytest.mark.parametrize(
     ("accuracy", "held_out", "doubt"),
     [(0.5, 1000, True), (0.6, 90, True), (0.6, 110, False), (0.9, 5, True), (1.0, 30, False)],

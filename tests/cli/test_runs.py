@@ -51,25 +51,12 @@ def test_runs_with_their_state(desk: Path, capsys: pytest.CaptureFixture[str]) -
     assert len(table_) == 4 and "$0.25" in "".join(table_)
 
 
-def test_every_setting_and_metric_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    by_flag = run_json(capsys, "explain", "--clip-ratio")
-    assert by_flag == run_json(capsys, "explain", "actor.clip_ratio")
-    assert by_flag == run_json(capsys, "explain", "CLIP_RATIO")
-    assert run_json(capsys, "explain", "max_ckpt_to_keep")["key"] == "trainer.max_ckpt_to_keep"
-    assert by_flag["range"] == "above 0, below 1" and by_flag["default"] == 0.2
-    assert "no_effect" in run_json(capsys, "explain", "rollout.enforce_eager")
-    metric = run_json(capsys, "explain", "val/reward_mean")
-    assert metric["is"] == "Mean score in validation."
-    assert run_json(capsys, "explain", "kl") == run_json(capsys, "explain", "kl_divergence")
-    assert run_json(capsys, "explain", "reward")["metric"] == "reward_mean"
-    assert run_json(capsys, "explain", "--reward")["key"] == "reward.parts"
-    assert run_json(capsys, "explain", "num_generations")["key"] == "rollout.n"
+def test_every_setting_and_metric_is_explained() -> None:
     names = [*table(), *(metric.key.replace("*", "x") for metric in METRICS)]
     assert [name for name in names if main(["explain", name]) != 0] == []
 
 
-def test_presets_are_copied(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_are_copied(desk: Path) -> None:
     for name in preset_names():
         assert main(["presets", "copy", name, f"{name}.yaml"]) == 0
         assert (desk / f"{name}.yaml").read_bytes() == preset_path(name).read_bytes()
-    assert "train --config embedded.yaml" in capsys.readouterr().out

@@ -15,7 +15,6 @@ from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
 from ppo_cli.run.simulate import require_simulation, run_simulation
-from tests.cli.mistakes import set_desk
 
 QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 # A preset and the config.json of its model.
@@ -41,11 +40,6 @@ def make_config(preset: str | None, flags: dict[str, str]) -> Config:
     ).config  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return set_desk(tmp_path, {}, monkeypatch)
-
-
 def test_what_cannot_be_simulated_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     config = make_config(None, {"trainer.n_gpus_per_node": "8"})
     for settings, fragment in {
@@ -58,12 +52,6 @@ def test_what_cannot_be_simulated_is_refused(capfd: pytest.CaptureFixture[str]) 
         with pytest.raises(ConfigError, match=fragment):
             require_simulation(refused)
     require_simulation(config)
-
-
-@pytest.mark.parametrize("size", ["80", "eighty GB", "0GB", "80TB"])
-def test_a_size_that_is_none_is_refused(capfd: pytest.CaptureFixture[str], size: str) -> None:
-    assert main(["plan", "--device_memory", size]) == 2
-    assert f"--device_memory {size} is not a size" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
