@@ -23,6 +23,7 @@ from ppo_cli.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[1]
 MESSAGES = ROOT / "tests" / "messages.txt"
+INPUTS = ROOT / "tests" / "messages"
 # Variables of every command; a message may depend on no other.
 ENVIRON = {
     "PATH": os.environ["PATH"],
@@ -72,19 +73,20 @@ def run_command(command: str) -> str:
         redirect_stderr(err),
     ):
         folder = Path(temporary, "folder").resolve()
-        shutil.copytree(MESSAGES.with_suffix(""), folder)
-        before = read_folder(folder)
+        shutil.copytree(INPUTS, folder)
         for name in list(os.environ):
             patch.delenv(name)
         for name, value in {**ENVIRON, "HOME": temporary, **variables}.items():
             patch.setenv(name, value)
         for name in MISSING_PACKAGES:
             patch.setitem(sys.modules, name, None)
+        patch.setattr("ppo_cli.config.memory.plan.matmul_library", lambda requested: "onednn")
+        patch.setattr("ppo_cli.config.memory.plan.find_jemalloc", lambda: None)
         patch.setattr(sys, "argv", words[start:])
         patch.setattr(sys, "stdin", StringIO())
         patch.chdir(folder)
         code = main(words[start + 1 :])
-        changes = set() if code == 0 else read_folder(folder).items() - before.items()
+        changes = set() if code == 0 else read_folder(folder).items() - read_folder(INPUTS).items()
     text = (
         err.getvalue() if code and err.getvalue() and not word else err.getvalue() + out.getvalue()
     )

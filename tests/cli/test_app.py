@@ -25,12 +25,6 @@ from ppo_cli.errors import exit_code_of as node_exit_code
 PRESET = ["--preset", "embedded"]
 
 
-def values(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, dict[str, object]]:
-    assert main(["plan", "--json", *args]) == 0
-    values: dict[str, dict[str, object]] = json.loads(capsys.readouterr().out)["values"]
-    return values
-
-
 def test_streams_that_are_closed_keep_their_numbers_to_themselves(tmp_path: Path) -> None:
     code = (
         "import os, sys; from ppo_cli.cli.app import main; main(['--version']);"
@@ -63,114 +57,6 @@ def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[st
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("ppo-cli ")
-
-
-@pytest.mark.parametrize(
-    ("args", "key", "value", "origin"),
-    [
-        (["--batch_size", "128"], "data.train_batch_size", 128, "flag --batch_size"),
-        (["--batch-size", "128"], "data.train_batch_size", 128, "flag --batch_size"),
-        (["--batch-size=128"], "data.train_batch_size", 128, "flag --batch_size"),
-        (
-            ["--use-api-reward", "--rm-model", "m"],
-            "reward.api.enable",
-            True,
-            "flag --use_api_reward",
-        ),
-        (["--no_use_api_reward"], "reward.api.enable", False, "flag --use_api_reward"),
-        (["--no-use-api-reward"], "reward.api.enable", False, "flag --use_api_reward"),
-        (["--train_files", "a", "b"], "data.train_files", ["a", "b"], "flag --train_files"),
-        (["--train-files", "a,b"], "data.train_files", ["a", "b"], "flag --train_files"),
-        (
-            ["--train_files", "a", "--train-files", "b"],
-            "data.train_files",
-            ["a", "b"],
-            "flag --train_files",
-        ),
-        (["--save_freq", "-1"], "trainer.save_freq", -1, "flag --save_freq"),
-        (
-            ["--logger", "console,tensorboard"],
-            "trainer.logger",
-            ["console", "tensorboard"],
-            "flag --logger",
-        ),
-        (["actor.optim.lr=3e-6"], "actor.optim.lr", 3e-6, "override"),
-        (["~actor.optim.lr"], "actor.optim.lr", 1e-6, "default"),
-    ],
-)
-def test_flags_and_overrides_reach_the_plan(
-    args: list[str], key: str, value: object, origin: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert values(capsys, *PRESET, *args)[key] == {"value": value, "origin": origin}
-
-
-def test_the_plan_of_a_small_file(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ppo_cli.config.memory.plan.matmul_library", lambda requested: "onednn")
-    monkeypatch.setattr("ppo_cli.config.memory.plan.find_jemalloc", lambda: None)
-    row = {"prompt": "a", "ground_truth": "1", "data_source": "arithmetic"}
-    Path("t.jsonl").write_text((json.dumps(row) + "\n") * 20)
-    Path("c.yaml").write_text(
-        "data:\n  train_files: [t.jsonl]\n  train_batch_size: 8\nactor:\n"
-        "  ppo_mini_batch_size: 4\nrollout:\n  n: 2\n"
-    )
-    assert main(["plan", "--model", "a/b", "--config", "c.yaml", "--epochs", "3"]) == 0
-    assert capsys.readouterr().out == GOLDEN
-    assert main(["train", "--dry-run", "--model", "a/b", "--config", "c.yaml", "--epochs=3"]) == 0
-    assert capsys.readouterr().out == GOLDEN
-
-
-GOLDEN = f"""\
-Settings
-  model.path                 a/b      flag --model
-  data.train_files           t.jsonl  c.yaml line 2
-  data.train_batch_size      8        c.yaml line 3
-  actor.ppo_mini_batch_size  4        c.yaml line 5
-  rollout.n                  2        c.yaml line 7
-  trainer.total_epochs       3        flag --epochs
-  and {len(table()) - 6} at their default (--all shows them)
-
-Arithmetic
-  a step: 8 prompts x 2 = 16 responses = 16 reward calls
-  actor: 2 mini-batches of 8 responses x 1 epoch = 2 optimizer steps a step, each in at most \
-4 micro-batches
-  critic: 2 mini-batches of 8 responses x 1 epoch = 2 optimizer steps a step, each in at most \
-4 micro-batches
-  the run: 20 training rows, 6 steps, 12 actor optimizer steps
-  reward: 96 calls in all, none of them for validation (--val_files)
-  time: unknown, ./outputs has no earlier run of this model
-
-Devices
-  one process on the CPU trains and samples
-
-Memory
-  memory of a/b: unknown (no config.json here, or not a plain decoder)
-  gradient checkpointing: on (the memory of a step is unknown here)
-  packing: on if a trial at start-up gives the same numbers as padded rows
-  attention: sdpa if the trial gives the same numbers, else eager
-  prompt computed once for its packed responses: yes (model.share_prompts)
-  old log-probs: from the sampler (it uses the actor's weights)
-  matrix products: float32 by oneDNN
-"""
-
-
-def test_time_is_forecast_from_the_run_in_the_output_folder(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "config.yaml").write_text(
-        "model:\n  path: a/b\ndata:\n  train_batch_size: 8\nrollout:\n  n: 2\n"
-    )
-    steps = [{"step": i, "time/step_s": s} for i, s in enumerate((9.0, 2.0, 3.0), start=1)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
-    folder = ["--output_dir", str(tmp_path), "--batch_size", "32", "--mini_batch_size", "32"]
-    for model, seconds in (("a/b", 3.0 * 32 * 1 / 16), ("a/c", None)):
-        main(["plan", "--json", "--model", model, *folder])
-        document = json.loads(capsys.readouterr().out)
-        assert document["arithmetic"]["step_seconds"] == seconds
-    main(["plan", "--model", "a/b", "--max_steps", "20", *folder])
-    output = capsys.readouterr().out
-    assert "about 6 s per step, 2 min for 20 steps, from the median of 3 steps of 16" in output
 
 
 def test_all_shows_the_defaults_last(capsys: pytest.CaptureFixture[str]) -> None:

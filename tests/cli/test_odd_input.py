@@ -69,34 +69,6 @@ def test_settings_and_flags(desk: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert wrongly_told(commands, capfd) == {}
 
 
-def test_the_last_of_two_values_counts_and_is_noted(
-    desk: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    twice = {
-        "actor.optim.lr": ["--lr", "1e-5", "--lr=1e-6"],
-        "data.train_batch_size": ["--batch-size", "4", "--batch_size", "8"],
-        "reward.api.gate": ["--use_api_reward", "--rm_gate", "--no_rm_gate"],
-        "rollout.n": ["rollout.n=2", "rollout.n=3"],
-    }
-    last = {"actor.optim.lr": 1e-6, "data.train_batch_size": 8, "reward.api.gate": False}
-    for key, fragment in twice.items():
-        assert main(["plan", "--json", *fragment]) == 0
-        out, err = capfd.readouterr()
-        assert json.loads(out)["values"][key]["value"] == last.get(key, 3)
-        assert "the last one counts" in out + err, key
-
-
-def test_repeating_the_same_is_no_matter(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    twice = [
-        "--lr", "1e-5", "--lr", "1e-5", "--config", "tiny.yaml", "--config", "tiny.yaml",
-        "rollout.n=2", "rollout.n=2", "--logger", "console", "--logger", "tensorboard",
-        "--train_files", "good.jsonl", "--train_files", "good.jsonl",
-    ]  # fmt: skip
-    assert main(["plan", *twice]) == 0
-    out, err = capfd.readouterr()
-    assert "the last one counts" not in out + err
-
-
 def test_rows(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -94,21 +94,6 @@ def test_a_placeholder_without_an_embedding_is_refused_where_a_prompt_uses_it(
     assert main(f"{line} data.train_max_samples=7".split()) == 0
 
 
-def test_only_rows_that_a_run_would_use_are_held_against_it(
-    desk: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    rows = [{"prompt": "a"}] * 4 + [ROW] * 4
-    (desk / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (desk / "bare.jsonl").write_text((json.dumps({"prompt": "a"}) + "\n") * 8)
-    plan = TRAIN.replace("train", "plan", 1)
-    line = f"{plan} --train_files rows.jsonl --rule gsm8k"
-    assert main(line.split()) == 0
-    assert "None of 4 prompts" in problems(f"{line} data.train_max_samples=4", capfd)
-    line = f"{plan} --rule gsm8k --train_files bare.jsonl"
-    assert "None of 8 prompts" in problems(line, capfd)
-    assert main(f"{line} openai/gsm8k".split()) == 0  # nobody knows what that set holds
-
-
 def test_a_plan_reads_the_first_rows_of_large_files_and_says_so(
     desk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,27 +116,6 @@ def test_a_plan_reads_the_first_rows_of_large_files_and_says_so(
     (desk / "few.jsonl").write_text("{\n")
     line = f"{TRAIN.replace('train', 'plan', 1)} --train_files many.jsonl --train_files few.jsonl"
     assert "few.jsonl line 1" in problems(line, capfd)
-
-
-def test_a_plan_for_programs_holds_its_problems(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--train_files", "nope.jsonl", "--json"]) == 2
-    document = json.loads(capfd.readouterr().out)
-    assert "nope.jsonl: no such file." in document["problems"][0]
-
-
-def test_batches_that_nobody_chose_fit_the_rows(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*TRAIN.replace("train", "plan", 1).split(), "--json"]) == 0
-    document = json.loads(capfd.readouterr().out)
-    sizes = {k: document["values"][k]["value"] for k in ("data.train_batch_size",
-                                                     "actor.ppo_mini_batch_size")}  # fmt: skip
-    assert sizes == {"data.train_batch_size": 40, "actor.ppo_mini_batch_size": 20}
-    assert document["values"]["data.train_batch_size"]["origin"] == "40 training rows"
-    assert any("40 training rows: --batch_size is lowered to 40" in n for n in document["notes"])
-    for max_rows, batch in ((1000, 40), (30, 30)):
-        line = f"{TRAIN.replace('train', 'plan', 1)} --json data.train_max_samples={max_rows}"
-        assert main(line.split()) == 0
-        document = json.loads(capfd.readouterr().out)
-        assert document["values"]["data.train_batch_size"]["value"] == batch
 
 
 def test_fitting_batches_always_fit() -> None:

@@ -20,13 +20,13 @@ from ppo_cli.config.plan import config_yaml
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run_folder import replace_lines
 from tests.config.settling import settle
-from tests.golden import MESSAGES
+from tests.golden import INPUTS
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The run that the golden file of messages shows."""
-    return Path(shutil.copytree(MESSAGES.with_suffix("") / "run", tmp_path / "run"))
+    return Path(shutil.copytree(INPUTS / "run", tmp_path / "run"))
 
 
 def test_all_steps_go_to_a_csv_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
