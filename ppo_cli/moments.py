@@ -27,7 +27,7 @@ class Moments:
         numbers = [v for v in values if v is not None]
         if not numbers:
             return cls()
-        # fsum is exact, whatever the order.
+        # fsum is exact, so the order does not matter.
         mean = math.fsum(numbers) / len(numbers)
         return cls(len(numbers), mean, math.fsum((v - mean) ** 2 for v in numbers))
 

@@ -46,7 +46,7 @@ _NAMED = {
 }  # fmt: skip
 
 
-# In a configured address these parts are secrets, whatever they look like.
+# In a configured address these parts count as secrets, even if they do not look like one.
 _URL = re.compile(r"[A-Za-z][\w+.-]*://\S+")
 _URL_LOGIN = re.compile(r"(?<=://)[^/?#]+(?=@)")
 _URL_QUERY = re.compile(

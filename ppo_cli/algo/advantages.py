@@ -1,8 +1,8 @@
 """From token rewards to advantages: ten estimators behind one call.
 
-Legend: B sequences, T response tokens. A mask is bool and True means it counts; it may have
-holes (tokens that the policy did not write), which rewards and values are carried across.
-A row with an empty mask (its score failed) is not part of its group or of any statistic.
+Legend: B sequences, T response tokens. Masks are bool, and True means that the token counts. A
+mask may have holes (tokens that the policy did not write); returns are carried across them. A row
+with an empty mask (its score failed) is left out of its group and of all statistics.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.algo.tokens import masked_sum, masked_whiten, require_same_shape
 
-_STD_EPS = 1e-6  # verl's
+_STD_EPS = 1e-6  # as in verl
 
 
 def place_scores(scores_B: Tensor, response_len_B: Tensor, mask_BT: Tensor) -> Tensor:
@@ -49,10 +49,10 @@ def compute_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages_BT, returns_BT), both 0 outside the mask, without gradient.
 
-    `whiten` is for gae (the reinforce_plus_plus pair whitens by definition), `norm_by_std` for
-    grpo and gdpo, `baseline_B` (score of a greedy response to each row's prompt) for remax,
-    `parts_BK` and `weights` for gdpo; gamma is read by gae and reinforce_plus_plus, lam by gae.
-    Rows of one group share a number in `group_B`. Statistics run over all rows given, so call
+    `whiten` and `lam` are for gae (both reinforce_plus_plus estimators always whiten), `gamma` for
+    gae and reinforce_plus_plus, `norm_by_std` for grpo and gdpo, `baseline_B` (score of a greedy
+    response to each row's prompt) for remax, `parts_BK` and `weights` for gdpo. Rows of one group
+    have the same number in `group_B`. Statistics are computed over all rows passed in, so call
     this on the whole rollout batch.
     Raises ValueError for an unknown estimator, shapes that differ, and a missing input.
     """
@@ -104,7 +104,7 @@ def gae(
     # State of the recursion, carried across tokens outside the mask.
     next_value_B = torch.zeros_like(values_BT[:, 0])
     advantage_B = torch.zeros_like(next_value_B)
-    # Tokens as rows: a column of a wide tensor is slow to read.
+    # Transposed, because reading a column of a wide tensor is slow.
     steps = [x.t().contiguous().unbind() for x in (token_rewards_BT, values_BT, mask_BT)]
     columns: list[Tensor] = []
     for reward_B, value_B, counts_B in zip(*map(reversed, steps), strict=True):
@@ -156,8 +156,8 @@ def gdpo(
 ) -> tuple[Tensor, Tensor]:
     """Each of K reward parts normalised as in grpo, weighted, summed, whitened over all tokens.
 
-    GDPO (Liu et al. 2026, arXiv 2601.05242, section 3): a part of large spread does not drown
-    the others. Without `weights` each part has weight 1.
+    GDPO (Liu et al. 2026, arXiv 2601.05242, section 3): a part with a large spread does not
+    dominate the others. Without `weights` each part has weight 1.
     """
     # Normalise each part within its group before they are added.
     sum_B = torch.zeros_like(parts_BK[:, 0])
@@ -172,7 +172,7 @@ def reinforce_plus_plus(
     token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor]:
     """Discounted reward-to-go, whitened over the batch (REINFORCE++, arXiv 2501.03262)."""
-    # Backwards; tokens outside the mask carry the return along.
+    # From the last token to the first; tokens outside the mask pass the return on.
     returns_BT = torch.zeros_like(token_rewards_BT)
     return_B = torch.zeros_like(token_rewards_BT[:, 0])
     for t in reversed(range(token_rewards_BT.shape[1])):
@@ -200,7 +200,7 @@ def rloo(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Te
 
     A group of one keeps its score; `rloo_vectorized` gives it 0.
     """
-    # The formula as verl writes it, so that both agree to the last bit.
+    # Written in the order of verl's formula, so that both give the same bits.
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
     result_B = torch.zeros_like(scores_B)
     for at in _groups(mask_BT, group_B):
@@ -213,7 +213,7 @@ def rloo(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Te
 def rloo_vectorized(
     token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Leave-one-out baseline as in `rloo`, but a group of one gets 0: nothing to compare."""
+    """Leave-one-out baseline as in `rloo`, but a group of one gets advantage 0."""
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
     result_B = torch.zeros_like(scores_B)
     for at in _groups(mask_BT, group_B):
@@ -238,7 +238,8 @@ def remax(token_rewards_BT: Tensor, mask_BT: Tensor, baseline_B: Tensor) -> tupl
 def opo(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
     """Score minus the group's length-weighted mean score (Hao 2025, arXiv 2505.23585).
 
-    The variance-optimal baseline when gradient norm grows with length; 0 for a group of one.
+    The baseline of least variance if the gradient norm grows with the length. A group of one has
+    baseline 0.
     """
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
     len_B = mask_BT.sum(1)
@@ -246,7 +247,7 @@ def opo(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Ten
     for at in _groups(mask_BT, group_B):
         scores, lens = scores_B[at], len_B[at]
         if len(at) > 1:
-            # Clamped, because rounding can leave the range of the scores.
+            # Clamped, because rounding can move the mean outside the range of the scores.
             baseline = (lens * scores).sum() / lens.sum()
             result_B[at] = scores - baseline.clamp(scores.min(), scores.max())
         else:
@@ -257,7 +258,7 @@ def opo(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Ten
 def gpg(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
     """Score minus group mean, times rows / rows with a score other than 0 (GPG, arXiv 2504.02546).
 
-    The factor makes up for groups that teach nothing. A group of one has mean 0.
+    The factor compensates for rows with score 0, as in the paper. A group of one has mean 0.
     """
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
     factor = int(mask_BT.any(1).sum()) / max(int((scores_B != 0).sum()), 1)

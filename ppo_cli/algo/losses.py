@@ -37,7 +37,7 @@ class PolicyLoss:
     loss: Tensor  # with gradient, normalised by the mini-batch's counts
     ratio_sum: Tensor  # new over old probability
     clip_sum: Tensor  # tokens that are clipped, or chosen (clip_cov, kl_cov)
-    clip_lower_sum: Tensor  # tokens that the dual clip bounds; of geo_mean those clipped with A < 0
+    clip_lower_sum: Tensor  # tokens bounded by the dual clip; for geo_mean, clipped with A < 0
     approx_kl_sum: Tensor  # log old - log new
     token_count: Tensor
 
@@ -111,11 +111,12 @@ def policy_loss(
 ) -> PolicyLoss:
     """The loss `kind` of `POLICY_LOSSES`, normalised as in `aggregate`.
 
-    With ratio = exp(new - old), the log-ratio held within 20; the formulas are in `_clipped`
+    ratio = exp(new - old), with the log-ratio clamped to [-20, 20]. The formulas are in `_clipped`
     (vanilla, clip_cov), `_gspo`, `_cispo`, `_gpg`, `_kl_cov` and `_geo_mean`. `dual_clip` is for
     vanilla, `chosen_BT` (from `choose_tokens`, on the whole mini-batch) for clip_cov and kl_cov,
-    `kl_coef` for kl_cov. geo_mean is one number a sequence, so it is averaged over sequences
-    whatever the mode. `is_weight_BT` multiplies each token's loss and gets no gradient.
+    `kl_coef` for kl_cov. geo_mean gives one number per sequence, so `mode` is ignored and the
+    losses are averaged over sequences. `is_weight_BT` multiplies each token's loss, as a
+    constant.
     Raises ValueError for an unknown kind, dual_clip <= 1, a missing `chosen_BT`, and as
     `aggregate` does.
     """
@@ -193,7 +194,7 @@ def _token_loss(
     chosen_BT: Tensor | None,
     kl_coef: float,
 ) -> _TokenLoss:
-    # Losses without chosen tokens first.
+    # The losses that need no chosen tokens come first.
     if kind not in POLICY_LOSSES:
         raise ValueError(f"unknown policy loss {kind!r}, known are {', '.join(POLICY_LOSSES)}")
     if kind == "gspo":
@@ -233,11 +234,11 @@ def _clipped(rows: _Rows, clip: tuple[float, float], dual_clip: float | None) ->
 def _gspo(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
     """The clipped surrogate on the sequence's ratio (GSPO-token, arXiv 2507.18071, eq. 5 to 14).
 
-    s = exp(mean over the sequence of new - old), and each token has s_t = sg(s) p / sg(p), sg
-    without gradient: a number for the whole sequence, a gradient for each token. log s is held
-    below 10.
+    s = exp(mean over the sequence of new - old). Each token gets s_t = sg(s) p / sg(p), where sg
+    stops the gradient: all tokens share the value of s, and each has its own gradient. log s is
+    clamped to at most 10.
     """
-    # The value of s for each token, the gradient of the token's own log-prob.
+    # Forward: log s. Backward: the gradient of the token's log-prob.
     mean_B1 = masked_mean(rows.log_ratio_BT, rows.mask_BT, 1)[:, None]
     log_s_BT = rows.new_BT - rows.new_BT.detach() + mean_B1.detach()
     ratio_BT = log_s_BT.clamp(max=_LOG_SEQUENCE_RATIO_BOUND).exp()
@@ -264,14 +265,14 @@ def _gpg(rows: _Rows) -> _TokenLoss:
 
 
 def _clip_cov(rows: _Rows, clip: tuple[float, float], chosen_BT: Tensor) -> _TokenLoss:
-    """The clipped surrogate without dual clip; chosen tokens count 0 (arXiv 2505.22617, eq. 12)."""
+    """The clipped surrogate without dual clip; chosen tokens get 0 (arXiv 2505.22617, eq. 12)."""
     clipped = _clipped(rows, clip, None)
     loss_BT = torch.where(chosen_BT, 0.0, clipped.loss_BT)
     return _TokenLoss(loss_BT, chosen_BT, torch.zeros_like(chosen_BT))
 
 
 def _kl_cov(rows: _Rows, kl_coef: float, chosen_BT: Tensor) -> _TokenLoss:
-    """-A ratio, and for chosen tokens plus kl_coef |new - old| (arXiv 2505.22617, eq. 14)."""
+    """-A ratio, plus kl_coef |new - old| for chosen tokens (arXiv 2505.22617, eq. 14)."""
     held_BT = torch.where(chosen_BT, kl_coef * rows.log_ratio_BT.abs(), 0.0)
     return _TokenLoss(
         -rows.advantages_BT * rows.ratio_BT + held_BT, chosen_BT, torch.zeros_like(chosen_BT)
@@ -281,10 +282,10 @@ def _kl_cov(rows: _Rows, kl_coef: float, chosen_BT: Tensor) -> _TokenLoss:
 def _geo_mean(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
     """-A times the geometric mean of a sequence's clipped ratios (GMPO, arXiv 2507.20673, eq. 4).
 
-    Each log-ratio is clipped to [-low, high] on the side that A makes it gain; A is the mean of
-    the sequence's.
+    Each log-ratio is clipped to [-low, high], but only on the side where A rewards a change. A is
+    the mean advantage of the sequence.
     """
-    # min over the sign: each log-ratio only counts as far as the clip allows.
+    # The pessimistic log-ratio: the smaller one for A > 0, the larger one for A < 0.
     sign_BT = rows.advantages_BT.sign()
     held_BT = rows.log_ratio_BT.clamp(-clip[0], clip[1])
     least_BT = sign_BT * torch.minimum(sign_BT * rows.log_ratio_BT, sign_BT * held_BT)
@@ -314,10 +315,11 @@ def choose_tokens(
 ) -> Tensor:
     """Return the mask of the tokens of a mini-batch that clip_cov or kl_cov selects.
 
-    By cov = (log p - mean log p) (A - mean A), means over all tokens that count (Cui 2025,
-    arXiv 2505.22617, eq. 10): clip_cov draws among those within (cov_low, cov_high) that the clip
-    of the ratio leaves free, kl_cov takes the largest; `share` of all tokens, at least one. The
-    draw is random and depends on how many tokens there are to draw from, so it can be repeated.
+    cov = (log p - mean log p) (A - mean A), with means over all tokens under the mask (Cui 2025,
+    arXiv 2505.22617, eq. 10). clip_cov draws tokens at random among those with cov between
+    cov_low and cov_high whose ratio is not clipped; kl_cov takes the tokens with the largest cov.
+    Both select `share` of all tokens, at least one. The number of candidates seeds the draw, so
+    the same mini-batch gives the same tokens.
     """
     require_same_shape(
         new_logprobs_BT=new_logprobs_BT,
@@ -331,7 +333,7 @@ def choose_tokens(
     cov_BT = (rows.new_BT - masked_mean(rows.new_BT, mask_BT)) * (
         rows.advantages_BT - masked_mean(rows.advantages_BT, mask_BT)
     )
-    # kl_cov: the tokens with the largest covariance. clip_cov: a random draw from a range of it.
+    # kl_cov sorts by covariance; clip_cov draws from a range of it.
     if kind == "kl_cov":
         free_BT = mask_BT
         order = torch.where(mask_BT, cov_BT, -torch.inf).flatten().argsort(descending=True)
@@ -370,7 +372,7 @@ def value_loss(
     new_BT, old_BT, returns_BT = (
         torch.where(mask_BT, x, 0.0) for x in (values_BT, old_values_BT, returns_BT)
     )
-    # clip(V, old V - range, old V + range), with tensors as bounds.
+    # clip(V, old V - range, old V + range); the bounds differ per token.
     held_BT = torch.maximum(torch.minimum(new_BT, old_BT + clip_range), old_BT - clip_range)
     free_error_BT = (new_BT - returns_BT).square()
     held_error_BT = (held_BT - returns_BT).square()

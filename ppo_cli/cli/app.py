@@ -1,4 +1,4 @@
-"""The `ppo` command: finds the sub-command, and turns every outcome into an exit code.
+"""The `ppo` command: finds the sub-command, and turns each result or error into an exit code.
 
 Sub-commands are imported when they are called, so that `ppo --help` stays fast.
 foreign_flags.toml lists flags of TRL, Hugging Face's Trainer, OpenRLHF and torchrun. A flag with
@@ -72,7 +72,7 @@ def replace_aliases(args: Sequence[str]) -> list[str]:
         alias = word.startswith("--") and load_foreign_flags()["aliases"].get(
             name.replace("-", "_")
         )
-        # An alias is a flag of ours, or the key of a setting, which takes the value after `=`.
+        # An alias is a flag of ppo-cli, or the key of a setting, which takes the value after `=`.
         if not alias:
             out.append(word)
         elif alias.startswith("--"):
@@ -129,7 +129,7 @@ def print_error(error: BaseException, *, debug: bool = False) -> int:
         if "out of memory" in str(bug).lower() and (limit := describe_address_space()):
             _print_stderr(limit)
         return bug.exit_code
-    # Memory ran out: any library may have raised it, so the advice is general.
+    # Out of memory: any library may have raised this, so the advice is general.
     if is_out_of_memory(bug):
         limit = describe_address_space()
         _print_stderr(
@@ -381,9 +381,8 @@ def _open_closed_streams() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            nowhere = os.open(
-                os.devnull, os.O_RDWR
-            )  # gets the lowest free number, the one of the closed stream
+            # It gets the lowest free number, which is that of the closed stream.
+            nowhere = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(nowhere, nowhere <= 2)
             setattr(sys, name, os.fdopen(nowhere, mode, closefd=False))
 

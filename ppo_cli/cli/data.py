@@ -28,7 +28,7 @@ from ppo_cli.data_sets.sources import is_hub_name
 from ppo_cli.errors import EXIT_USER, ppo
 from ppo_cli.run_folder import plain
 
-EXAMPLES = 5  # rows that a finding names
+EXAMPLES = 5  # rows that a finding lists
 PERCENTILES = (50, 90, 95, 99)  # of lengths
 
 
@@ -176,9 +176,8 @@ def compute_percentiles(lengths: Sequence[int]) -> dict[str, int] | None:
 
 # Limits of the printed report; --json has everything.
 MAX_BAD_ROWS = 50
-# The table of data sources.
 MAX_SOURCES = 20
-MAX_TRUTH_CHARS = 1000  # characters
+MAX_TRUTH_CHARS = 1000
 Table = Sequence[tuple[str, str]]
 
 

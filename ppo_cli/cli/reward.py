@@ -64,12 +64,12 @@ def format_scores(summary: Facts) -> list[str]:
     rows = _count_rows(summary)
     if summary["scored"]:
         rows += [(name, format_number(summary[name])) for name in ("mean", "std", "min", "max")]
-    # Numbers first, then remarks on them, then pictures and examples.
+    # Numbers first, then remarks, then the histogram and examples.
     lines = [*titled_table("Scores", [*rows, *_cost_rows(summary)]), *format_parts(summary)]
     if summary["remarks"]:
         lines += ["", *(f"  - {sentence}" for sentence in summary["remarks"])]
     lines += format_histogram(summary["histogram"])
-    # The file had scores before: say how much the order has changed.
+    # If the file already had scores, show how much the order has changed.
     if summary["rankings"] is not None:
         lines += ["", *format_rankings(summary["rankings"])]
     for title in ("best", "worst"):
@@ -97,7 +97,7 @@ def format_rankings(facts: Facts) -> list[str]:
 
 
 def format_parts(facts: Facts) -> list[str]:
-    """Return tables of a mixture's parts and correlations; else only what a reward reports."""
+    """Return tables of a mixture's parts and correlations; else only the values it reports."""
     parts, mixed = facts["parts"], len(facts["parts"]) > 1
     lines = ["", *_parts_table("Parts (raw scores)", parts, PART_COLUMNS)] if mixed else []
     if facts["reported"]:
@@ -474,7 +474,7 @@ def _format_model(row: dict[str, Any]) -> list[str]:
 def _resolve_settings(arguments: Arguments) -> tuple[Config, Screen]:
     """Return the checked settings and a screen on stderr; stdout is for the result."""
     resolved = arguments.resolve()
-    # Arguments that the parser cannot require, as overrides may stand in their place.
+    # The parser cannot require these arguments, because overrides may be in their place.
     if "file" in arguments.extras and not arguments.extras["file"]:
         raise ConfigError("Name the FILE with the responses: JSON, JSONL or parquet.")
     if "labels" in arguments.extras and not any(

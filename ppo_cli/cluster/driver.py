@@ -79,7 +79,7 @@ def limit_silence(end: socket.socket, seconds: float) -> None:
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
-# The connection to the driver process, whatever the requests are.
+# The connection to the driver process; it does not know what the requests mean.
 class Client:
     """Starts a process, sends it requests from any thread, and matches the replies to them.
 
@@ -297,7 +297,7 @@ class DriverEngine:
         self._call("load", directory.absolute())
 
     def host(self, factory: Callable[[], Any], *, role: str, devices: Sequence[int] = ()) -> Hosted:
-        """Host what a picklable factory makes in a process of its own, on these devices."""
+        """Host what a picklable factory makes in a separate process, on these devices."""
         if self._closed:
             raise WorkerLost(f"The {role} cannot start: its cluster has ended.")
         number = self._call("host", factory, role, tuple(devices), may_stop=True)

@@ -1,4 +1,4 @@
-"""The seven verbs over N learner ranks and M samplers, each in a process of its own.
+"""The seven verbs over N learner ranks and M samplers, each in a separate process.
 
 Prompts are spread over samplers by a fixed rule, balanced by length.
 """

@@ -153,7 +153,7 @@ def compare_facts(head: NodeFacts, node: NodeFacts) -> list[str]:
 
 
 def check_node(node: NodeFacts) -> list[str]:
-    """Return what one node lacks, whatever the others have."""
+    """Return what one node lacks by itself, without a comparison with the others."""
     if node.gpus >= node.wanted_gpus:
         return []
     return [

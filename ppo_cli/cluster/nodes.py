@@ -66,18 +66,18 @@ from ppo_cli.errors import (
 )
 from ppo_cli.signals import StopOnSignal
 
-# Ray starts within 10 s on a quiet machine.
+# Starting Ray takes under 10 s on a quiet machine.
 RAY_START_S = 180.0
 POLL_S = 0.2
 NOTE_EVERY_S = 15.0
-# When a node does not fit, node 0 waits so long for the others, to report all problems at once.
+# When a node does not fit, node 0 waits this long for the others, to report all problems at once.
 GRACE_S = 20.0
 # Timeout of a request to the head, and how long it may not answer before it counts as gone.
 REQUEST_S = 3.0
 HEAD_GONE_S = 10.0
-# Anybody in the network can try secrets against the head, so short ones are refused.
+# Anybody in the network can guess secrets against the head, so short ones are refused.
 MIN_SECRET_LENGTH = 16
-# The label by which a node of Ray is found to be a node of the run.
+# The label that marks a node of Ray as a node of the run.
 RANK_LABEL = "ppo-rank"
 NAMESPACE = b"ppo"
 
@@ -95,7 +95,7 @@ class HeadStore:
         """Return the value of a key, or None. Raises RpcError where the head does not answer."""
         try:
             value = self._client.internal_kv_get(key.encode(), NAMESPACE, timeout=REQUEST_S)
-        except AuthenticationError as error:  # another Ray has the port by now
+        except AuthenticationError as error:  # the port now belongs to another Ray
             raise RpcError(str(error), rpc_code=None) from error
         return None if value is None else json.loads(value)
 
@@ -109,14 +109,14 @@ class HeadStore:
         self._client.internal_kv_del(key.encode(), False, NAMESPACE, timeout=REQUEST_S)
 
     def facts(self, rank: int) -> NodeFacts | None:
-        """Return the facts of a node that is here or was here."""
+        """Return the facts that a node has written, or None."""
         raw = self.get(f"node:{rank}" if rank else "head")
         return None if raw is None else read_facts(raw)
 
     def working_nodes(self) -> list[tuple[int, str]]:
-        """Return rank and address of each node on which Ray works.
+        """Return rank and address of each node on which Ray runs.
 
-        Ray needs seconds to miss a node that was killed, so each one is also connected to.
+        Ray notices a killed node only after seconds, so this also connects to each node.
         """
         nodes = self._client.get_all_node_info(timeout=REQUEST_S).values()
         return [
@@ -203,7 +203,7 @@ class Nodes:
             time.sleep(POLL_S)
 
     def gather(self, environ: Mapping[str, str], deadline: float) -> None:
-        """Wait until all nodes have come, fit together and work. Raises ConfigError if not."""
+        """Wait until all nodes are here, fit together and work; else raise ConfigError."""
         assert self._facts is not None and self._store is not None
         head, grace_ends, last_state, next_note = self._facts, deadline, "", 0.0
         total = head.nnodes
@@ -214,7 +214,7 @@ class Nodes:
             missing = [self._label(rank) for rank, facts in arrived.items() if facts is None]
             now = time.monotonic()
 
-            # A node that does not fit ends the run, after some time for the others to come.
+            # A node that does not fit ends the run, once the others had time to arrive.
             problems = check_node(head)
             for node in nodes:
                 problems += [*check_node(node), *compare_facts(head, node)]
@@ -230,7 +230,7 @@ class Nodes:
             if not missing and not idle and not problems:
                 break
 
-            # Say what is waited for, whenever that changes and now and then.
+            # Report what is missing when that changes, and at intervals.
             state = f"{total - len(missing)} of {total} nodes are here; " + (
                 f"waiting for {', '.join(missing)}" if missing else "starting Ray on the others"
             )
@@ -241,7 +241,7 @@ class Nodes:
                 self._tell(state)
                 last_state, next_note = state, now + NOTE_EVERY_S
             time.sleep(POLL_S)
-        # All are here: show what each one has.
+        # All nodes are here: print what each one has.
         for node in (head, *nodes):
             self._tell(describe_node(node))
         self._tell(f"{total} of {total} nodes work together")
@@ -338,7 +338,7 @@ def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Node
     except BaseException:
         ray.close()
         raise
-    # From here on it must also be passed on to the other nodes.
+    # From here on a failure must also end the other nodes.
     try:
         nodes.gather(environ, deadline)
     except BaseException as error:
@@ -348,7 +348,7 @@ def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Node
 
 
 def join_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> int:
-    """Work for node 0 until the run ends; returns its exit code."""
+    """Work for node 0 until the run ends; return node 0's exit code."""
     trainer = config.trainer
     _given_cluster(config, environ)
     assert trainer.node_rank and trainer.master_addr is not None
@@ -365,14 +365,14 @@ def join_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> int:
 
 
 def find_head(config: Config, address: str | None, tell: Tell) -> tuple[HeadStore, str]:
-    """Connect to node 0, which may still start; returns its store and this node's address.
+    """Connect to node 0, which may still be starting; return its store and this node's address.
 
     Raises ConfigError when it does not come in time, or is not node 0 of this run.
     """
     trainer = config.trainer
     head = resolve_host(trainer.master_addr or ""), trainer.master_port
     at, deadline, next_note = join_address(*head), time.monotonic() + trainer.node_timeout, 0.0
-    # Wait until the port of node 0 is open, which may be started later.
+    # Node 0 may be started after this one: wait until its port is open.
     while True:
         try:
             source = (address, 0) if address else None
@@ -504,7 +504,7 @@ class Membership:
 
     def _watch_ray(self, stop: StopOnSignal) -> None:
         """Start Ray again when it died on this node, at most `max_restarts` times."""
-        # Ray also ends because node 0 is gone, which is found out first.
+        # Ray also ends when node 0 is gone; `_exit_code` detects that first.
         if self._ray is None or time.monotonic() - self._head_seen > REQUEST_S:
             return
         failure = self._ray.failure()
@@ -513,7 +513,7 @@ class Membership:
         self._report(failure)
         self._tell(failure)
         self._ray.close()
-        # Start it again, if that has not happened too often.
+        # Restart it while restarts remain.
         if self._restarts <= 0:
             raise WorkerLost(f"{failure} It died too often (trainer.max_restarts).")
         self._restarts -= 1

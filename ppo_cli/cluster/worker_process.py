@@ -37,12 +37,12 @@ from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError,
 from ppo_cli.redact import redact
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-FLUSH_S = 0.02  # results that finish within that time travel together
+FLUSH_S = 0.02  # results that finish within this time are sent together
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a worker: pickled when people caused it, and its traceback."""
+    """An exception of a worker: its traceback, and the pickled error if a user caused it."""
 
     pickled: bytes | None
     traceback: str
@@ -59,12 +59,12 @@ class Outcome:
 class Worker:
     """Hosts the object that a factory makes. All calls of the object happen in one thread.
 
-    An object that streams has a thread for itself (`build_streaming`), because Ray's thread sends
-    its items meanwhile. vLLM has a CUDA stream for each thread: an engine that loads in one thread
-    and samples in another would do so on two, unordered. Other objects live in Ray's thread, the
-    main one: glibc keeps freed memory (`keep_freed_memory`) for that one alone.
+    An object that streams gets a separate thread (`build_streaming`), because Ray's thread sends
+    its items meanwhile. vLLM uses one CUDA stream per thread, so an engine that loads in one thread
+    and samples in another would use two unordered streams. Other objects run in Ray's thread, the
+    main one, because glibc keeps freed memory (`keep_freed_memory`) only there.
 
-    Ray starts a call when the one before it has ended, a stream too.
+    Ray starts a call, or a stream, after the previous one has ended.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Worker:
         return self._work(work)
 
     def build_streaming(self, factory: Callable[..., Any] | str, *args: Any) -> Outcome:
-        """Make an object whose methods may be streamed too, in a thread for itself."""
+        """Make an object whose generator methods can be streamed; it runs in a separate thread."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ppo-object")
         return self.build(factory, *args)
 
@@ -130,7 +130,7 @@ class Worker:
         return self._work(lambda: getattr(self._object, name)(*values))
 
     def stream(self, name: str, *args: Any) -> Iterator[Outcome]:
-        """Call a generator method; its items come in lists, as soon as there are any."""
+        """Call a generator method and yield its items in lists, as soon as there are any."""
         assert self._thread is not None, "only an object of build_streaming streams"
         results: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         closed = threading.Event()
@@ -162,7 +162,7 @@ class Worker:
 
 def _batch_results(results: queue.SimpleQueue[tuple[str, Any]]) -> Iterator[Outcome]:
     """Collect results into lists; no result waits longer than FLUSH_S."""
-    # An item is sent at once after a pause, otherwise with those of the same FLUSH_S.
+    # After a pause an item is sent at once, otherwise together with those of the same FLUSH_S.
     items: list[Any] = []
     flushed = 0.0
     while True:
@@ -198,13 +198,13 @@ def rendezvous_url(node: str, one_node: bool) -> str:
 
 
 def share_cores(gpus: int, node_id: str) -> int:
-    """The cores of this node divided by its GPUs, times the GPUs of a worker."""
+    """Return a worker's share of the node's cores: the share of the node's GPUs that it has."""
     (resources,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
     return max(1, count_cores() * gpus // max(gpus, int(resources.get("GPU", 0))))
 
 
 def visible_gpus(gpus: Sequence[int], inherited: str | None) -> str:
-    """Name some of the GPUs that this node lets us see, by their number among those."""
+    """Return CUDA_VISIBLE_DEVICES for these GPUs, numbered among those that the node shows."""
     if not inherited:
         return ",".join(str(gpu) for gpu in gpus)
     names = [name.strip() for name in inherited.split(",")]
@@ -219,25 +219,24 @@ def visible_gpus(gpus: Sequence[int], inherited: str | None) -> str:
 def _try(work: Callable[[], Any]) -> Outcome:
     try:
         return Outcome(work())
-    except (Exception, SystemExit) as error:  # an exit would look like a death
+    except (Exception, SystemExit) as error:  # an exit would look like a crash
         return Outcome(failure=_failure(error))
 
 
 def _failure(error: BaseException) -> Failure:
     """Print an error's traceback, and return it as a Failure.
 
-    Errors of the user and full disks are pickled as they are, of others only the traceback is sent.
+    User errors and errors of a full disk are pickled; of other errors only the traceback is sent.
     """
     text = redact("".join(traceback.format_exception(error)))
     print(text, flush=True)
-    # What a worker is not permitted may be no file but a device or a socket: that stays a bug.
-    # Errors of the user travel as they are; of others only the traceback.
+    # A missing permission may concern a device or a socket instead of a file, so it stays a bug.
     full = isinstance(error, OSError) and error.errno in FULL_DISK_ERRNOS
     can_travel = (isinstance(error, PpoError) or full) and is_picklable(error)
     return Failure(pickle.dumps(error) if can_travel else None, text)
 
 
-# How much of a log's end a message shows and reads.
+# Lines of a log's end that a message shows, and bytes that are read for them.
 LINES, BYTES = 6, 8000
 CRASH = "Fatal Python error"
 MARK = "--- process "
@@ -247,7 +246,7 @@ KILLED = "was killed (signal 9; out of memory?)"
 def write_into(path: Path) -> None:
     """Redirect all output of this process into a file, that of C libraries and crashes too."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # At the level of file descriptors, for C libraries; then Python's own streams.
+    # File descriptors for C libraries, then Python's streams.
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for number in (1, 2):
         os.dup2(file, number)
@@ -277,7 +276,7 @@ def last_lines(path: Path, pid: int = 0) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    # Several processes append to one log: the lines after the last mark of this one count.
+    # Several processes append to one log: use the lines after the last mark of this process.
     lines = [line for line in redact(text).splitlines() if line.strip()]
     starts = [i for i, line in enumerate(lines) if line.startswith(_mark(pid))]
     lines = lines[starts[-1] + 1 :] if pid and starts else lines
@@ -291,7 +290,7 @@ def _mark(pid: int) -> str:
 
 
 def read_tail(path: Path, pid: int = 0) -> str:
-    """Return where a log is and its last lines, or those of one process, for a message."""
+    """Return the path of a log and its last lines, or those of one process, for a message."""
     lines = last_lines(path, pid)
     if not lines:
         return f"Its log: {path}."

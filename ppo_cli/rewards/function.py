@@ -382,7 +382,7 @@ class RuleReward(Reward):
         extra_info = {"question": prompt.text, **prompt.extra_info}
         call = Call(prompt.data_source, text, prompt.ground_truth, extra_info)
         score = score_immediately(rule, call, self._settings)
-        # A response that ends inside its thought has no answer, whatever the rule makes of "".
+        # A response that ends inside its thought has no answer, even if the rule accepts "".
         if (
             not rule.reads_thoughts
             and not text

@@ -3,7 +3,7 @@
 One thread handles all events of a round in order: results of parts arrive there, and conditions
 are decided there. When the last result of an ended round has arrived, the whole round is mixed
 (scaled, clipped, weighted, summed) in a fixed order, so that the same rollouts give the same bits
-whatever the order of arrival. Metrics of a round: each part's scale, share of the variance,
+in any order of arrival. Metrics of a round: each part's scale, share of the variance,
 correlations.
 """
 

@@ -1,4 +1,4 @@
-"""What a run lacks on this machine, settings that cannot be honoured, and remarks."""
+"""Checks of devices: missing packages and GPUs, settings that clash, and remarks for the plan."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def missing_gpus(
     ):
         return []
     # With an assumed memory the plan is for GPUs of another machine.
-    if configured and ASSUMED_MEMORY.get() is not None:  # the plan is of GPUs elsewhere
+    if configured and ASSUMED_MEMORY.get() is not None:
         return []
     if configured == 0:
         mend = 'to train on the CPU set CUDA_VISIBLE_DEVICES="" and leave --n_gpus out'
@@ -113,7 +113,7 @@ def _check_transfer(config: Config, gpus: int) -> Iterator[Clash]:
     way, shared = config.rollout.weight_transfer, shared_samplers(config)
     if way in ("auto", "memory"):
         return
-    # The first reason that applies: sampler, adapter, devices, sharing.
+    # Only the first problem is reported: sampler, adapter, devices, sharing.
     if sampler_name(config, gpus) != "vllm":
         key = "rollout.name"
         problem = "is a way to vLLM, and the sampler here is hf; use --rollout_name vllm"
@@ -140,7 +140,7 @@ def _check_transfer(config: Config, gpus: int) -> Iterator[Clash]:
 
 
 def _check_sleep(config: Config) -> Iterator[Clash]:
-    """A discarded base model never comes back when only the LoRA adapter is sent."""
+    """Refuse to discard the base model when only the LoRA adapter is sent again."""
     if config.rollout.sleep == "discard" and publishes_adapter(config):
         yield Clash(
             ("rollout.sleep", "model.lora_merge"),
@@ -151,7 +151,7 @@ def _check_sleep(config: Config) -> Iterator[Clash]:
 
 PLACEMENT = "trainer.placement"
 SPAN = "rollout.tensor_model_parallel_size"
-# What this program offers in place of Megatron and pipelines.
+# What ppo-cli has instead of Megatron and pipelines.
 SHARDING_NOTE = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
 
 
@@ -166,10 +166,10 @@ def check_devices(
     if config.trainer.engine == "verl":
         return  # ppo_cli/extras/bridge checks these settings
     yield from _check_unsupported(config)
-    # Nodes: of an existing Ray cluster only those of this line are known.
+    # An existing Ray cluster may have nodes that are not known here.
     joined = environ.get("RAY_ADDRESS", "").strip() != ""
     yield from _check_nodes(config, joined)
-    if not joined:  # the nodes of a Ray cluster may have more cores
+    if not joined:  # nodes of a Ray cluster may have more cores than this one
         yield from _check_threads(config)
     yield from _check_quantization(config, gpus)
     # Checks of ranks and samplers need a placement and counts that make sense.
@@ -201,13 +201,12 @@ def _check_unsupported(config: Config) -> Iterator[Clash]:
     if config.rollout.name in ("sglang", "trtllm"):
         yield Clash(
             ("rollout.name",),
-            f"rollout.name {config.rollout.name} is not offered here, only "
-            "by verl. Use vllm, or hf.",
+            f"rollout.name {config.rollout.name} is only offered by verl; use vllm, or hf.",
         )
 
 
 def _check_nodes(config: Config, joined: bool) -> Iterator[Clash]:
-    """Check rank and address of the nodes; a `joined` Ray cluster has its nodes already."""
+    """Check rank and address of the nodes; a `joined` Ray cluster already has its nodes."""
     trainer = config.trainer
     if trainer.node_rank is not None and trainer.node_rank >= trainer.nnodes:
         yield Clash(
@@ -231,7 +230,7 @@ def _check_nodes(config: Config, joined: bool) -> Iterator[Clash]:
         )
 
 
-# More threads per core than this stop a machine rather than slow it down.
+# With more threads per core than this a machine barely makes progress.
 MAX_THREADS_PER_CORE = 4
 
 
@@ -242,14 +241,13 @@ def _check_threads(config: Config) -> Iterator[Clash]:
         yield Clash(
             ("trainer.threads",),
             f"trainer.threads {threads} is more than {MAX_THREADS_PER_CORE} for each of the "
-            f"{cores} "
-            f"core{'s' * (cores > 1)} that this process may use; use trainer.threads={cores}, or "
-            "leave it out.",
+            f"{cores} core{'s' * (cores > 1)} that this process may use; use "
+            f"trainer.threads={cores}, or leave it out.",
         )
 
 
 def _check_worker_counts(config: Config, gpus: int) -> Iterator[Clash]:
-    """Worker processes without GPUs and GPUs exclude each other."""
+    """Refuse a count of CPU workers together with GPUs."""
     trainer = config.trainer
     used = gpus if trainer.n_gpus_per_node is None else trainer.n_gpus_per_node
     if trainer.num_workers is not None and used:
@@ -288,7 +286,7 @@ def _check_local_engine(config: Config) -> Iterator[Clash]:
 
 
 def _check_quantization(config: Config, gpus: int) -> Iterator[Clash]:
-    """Weights in 4 bits are frozen, and two share a byte, so FSDP2 cannot shard them."""
+    """Check weights in 4 bits: they are frozen, and FSDP2 cannot shard them (two share a byte)."""
     for key in quantised(config):
         # The settings of the same model: LoRA rank and offloading.
         part = key.removesuffix("model.quantization") or "actor."
@@ -362,13 +360,12 @@ def _check_devices_exist(config: Config, roles: Roles, gpus: int) -> Iterator[Cl
             yield Clash(
                 (PLACEMENT, SPAN),
                 f"{PLACEMENT} puts one sampler on GPUs {format_devices(sampler)}, which are on two "
-                "nodes "
-                f"(each has {per_node}); a sampler stays on one.",
+                f"nodes (each has {per_node}); a sampler stays on one.",
             )
 
 
 def _check_slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
-    """On the CPU, counts of processes may be set twice, and must then agree."""
+    """Check that process counts agree with the placement; on the CPU both may be set."""
     if gpus_per_node(config, gpus):
         return
     # Setting, its count, and the slots of that role.
@@ -385,7 +382,7 @@ def _check_slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
 
 
 def _check_tensor_parallel(config: Config, gpus: int) -> Iterator[Clash]:
-    """The learner ranks must divide into tensor-parallel groups and sharding groups."""
+    """Check that the learner ranks divide into tensor-parallel groups and sharding groups."""
     ranks, tensor = learner_ranks(config, gpus), config.trainer.tensor_parallel_size
     # The next multiple is suggested as well as the divisors.
     if ranks % tensor:
@@ -394,15 +391,15 @@ def _check_tensor_parallel(config: Config, gpus: int) -> Iterator[Clash]:
             ("trainer.tensor_parallel_size", *_rank_keys(config, gpus)),
             f"{ranks} learner rank(s) cannot be split into groups of "
             f"trainer.tensor_parallel_size {tensor}; use a divisor of {ranks}, or {next_multiple} "
-            "ranks "
-            "(train in --placement, else --n_gpus on each node, or without GPUs --num_workers).",
+            "ranks (train in --placement, else --n_gpus on each node, or without GPUs "
+            "--num_workers).",
         )
         return
     yield from _check_sharding(config, gpus)
 
 
 def _check_sharding(config: Config, gpus: int) -> Iterator[Clash]:
-    """One mesh of ranks serves actor and critic, so their sharding groups must be equal."""
+    """Check the sharding groups, which must be equal: actor and critic use one mesh of ranks."""
     ranks = data_ranks(config, gpus)
     # The critic follows the actor unless its size is set.
     sizes = {"actor.fsdp_config.fsdp_size": config.actor.fsdp_config.fsdp_size}
@@ -459,7 +456,7 @@ def _check_sampler_span(config: Config, gpus: int) -> Iterator[Clash]:
 
 
 def _check_async(config: Config, gpus: int) -> Iterator[Clash]:
-    """Sampling ahead of training needs devices that do not train."""
+    """Check that sampling ahead has devices that do not train."""
     steps, placement = config.trainer.async_steps, config.trainer.placement
     # Without sampling ahead, only its own settings can be wrong.
     if steps == 0:
@@ -477,8 +474,7 @@ def _check_async(config: Config, gpus: int) -> Iterator[Clash]:
             yield Clash(
                 ("trainer.async_steps", PLACEMENT),
                 f"trainer.async_steps {steps} samples while it trains, but {PLACEMENT} lets both "
-                f"use {format_devices(shared)}; give each its own, or use --async_steps "
-                "0.",
+                f"use {format_devices(shared)}; give each its own, or use --async_steps 0.",
             )
     # Without a placement, about a quarter of the GPUs sample.
     elif not train_devices(config, gpus):
@@ -535,7 +531,7 @@ def device_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> Ite
         )
     yield from _partial_remarks(config)
     yield from _self_test_remarks(config, gpus)
-    # Roles in the placement that nothing uses.
+    # Roles of the placement that nothing uses.
     roles = read_placement(trainer.placement or "")
     if "judge" in roles and local_judge(config) is None:
         yield "--placement names devices for judge, but no judge is started (--rm_api_type local)."
@@ -544,7 +540,7 @@ def device_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> Ite
 
 
 def _self_test_remarks(config: Config, gpus: int) -> Iterator[str]:
-    """Name what is slower than it could be until the self-test has passed on these GPUs."""
+    """Name what is slower until the self-test has passed on these GPUs."""
     if gpus_per_node(config, gpus) == 0:
         return
     slow = list(_slow_sampler(config, gpus)) if sampler_name(config, gpus) == "vllm" else []
@@ -595,7 +591,7 @@ def _partial_remarks(config: Config) -> Iterator[str]:
             f"--max_response_length {longest}."
         )
     elif partial is not None:
-        # What a response gets before its step begins.
+        # Tokens that a response can get before its step begins.
         ahead = partial * steps
         rest = (
             f" What is longer than {ahead} tokens is sampled to its end when its step begins, and "

@@ -174,7 +174,7 @@ def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
     cores = os.cpu_count() or 2
     return {
         "OMP_NUM_THREADS": environ.get("PPO_JUDGE_THREADS") or str((cores + 1) // 2),
-        # With a fixed binding the server would share its core with whatever runs there.
+        # With a fixed binding the server would share its cores with other processes.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": environ.get("PPO_JUDGE_KV_GB") or str(KV_GB),
     }

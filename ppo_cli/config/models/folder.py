@@ -61,7 +61,7 @@ SIZE_KEYS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "intermediate_size", "head_dim", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
-# Every tokenizer but the byte-level ones keeps its vocabulary in a file of its own.
+# Every tokenizer but the byte-level ones keeps its vocabulary in a separate file.
 _VOCABULARY = re.compile(
     r"tokenizer\.(?!config)|vocab|spiece|sentencepiece|tekken|merges|.*\.(?:tiktoken|model|spm|bpe)$"
 )

@@ -569,7 +569,7 @@ class Reward(Section):
     )
     rule: str | None = setting(
         None,
-        "Built-in rule for every row, whatever its data_source.",
+        "Built-in rule for every row; data_source is ignored.",
         flag="--rule",
         unused="every_rule_its_own",
     )

@@ -290,7 +290,7 @@ class Trainer(Section):
         1, "Passes over the training set.", flag="--epochs", env="TOTAL_EPOCHS", ge=1
     )
     total_training_steps: int | None = setting(
-        None, "Stop after this many steps, whatever the epochs.", flag="--max_steps",
+        None, "Stop after this many steps, even in the middle of an epoch.", flag="--max_steps",
         env="MAX_STEPS", ge=1,
     )  # fmt: skip
     critic_warmup: int = setting(0, "Steps that train only the critic.", ge=0, identity="run")

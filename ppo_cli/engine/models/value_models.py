@@ -146,7 +146,7 @@ def make_token_classifier(causal: Any) -> type[PreTrainedModel]:
 
     members = {
         "__init__": build,
-        # transformers converts weights only for classes of its own modules.
+        # transformers converts weights only for classes of its modules.
         "__module__": family.__module__,
         "base_model_prefix": prefix,
         "config_class": type(causal.config),

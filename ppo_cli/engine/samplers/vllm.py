@@ -457,8 +457,8 @@ class VLLMSampler:
             if not is_out_of_memory(error):
                 raise
             raise UserError(
-                f"vLLM's {tag.replace('_', ' ')} found no room beside the learner on waking: "
-                f"{WAKE_ADVICE[tag]}, or give vLLM GPUs of its own (--placement)."
+                f"vLLM's {tag.replace('_', ' ')} did not fit next to the learner on waking: "
+                f"{WAKE_ADVICE[tag]}, or give vLLM separate GPUs (--placement)."
             ) from error
         self._asleep.remove(tag)
 

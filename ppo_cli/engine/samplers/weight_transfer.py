@@ -395,7 +395,7 @@ def drop_expert_kernels(model: torch.nn.Module) -> None:
 def pack_heads(model: torch.nn.Module) -> None:
     """Pack output heads again on the CPU.
 
-    A tied head has no weights of its own to load, so the reload skips it, and it would keep a
+    A tied head has no separate weights to load, so the reload skips it, and it would keep a
     packed copy of the old embedding.
     """
     if current_platform.is_cpu():

@@ -211,7 +211,7 @@ def _cut(
     embedding: Any = loaded.model.get_input_embeddings()
     if isinstance(loaded, ValueModel) and embedding.weight.requires_grad:
         # The root module stays gathered during a pass. A policy needs that for its head; a critic
-        # does not, so its embedding becomes a unit of its own, unless it is frozen.
+        # does not, so its embedding becomes a separate unit, unless it is frozen.
         weights.distribute(embedding, ranks, compute.device)
         shard(embedding, mp_policy=precision)
     # All that is left (norms, heads, the policy's embedding) belongs to the root.

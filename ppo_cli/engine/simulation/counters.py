@@ -69,7 +69,7 @@ class MemoryCounter:
         self.at_peak: Counter[str] = Counter()
         self._alive: dict[int, tuple[int, str]] = {}  # storage -> its bytes, its maker
         self._watchers: dict[int, Any] = {}
-        self._lock = threading.RLock()  # autograd allocates in a thread of its own
+        self._lock = threading.RLock()  # autograd allocates in another thread
 
     def restart(self) -> None:
         """Reset the peak to the current bytes."""

@@ -144,7 +144,7 @@ class Simulator(Watch):
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation on shapes only, if an argument is a fake tensor or the device."""
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **kwargs)  # DTensor derives shapes, with a mode of its own
+            return func(*args, **kwargs)  # DTensor derives shapes in a separate mode
         # Operations that fake tensors do not support, one by one.
         values = pytree.tree_leaves((args, kwargs))
         is_fake = any(isinstance(value, FakeTensor) for value in values)

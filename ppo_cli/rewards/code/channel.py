@@ -359,12 +359,12 @@ class Remote:
             yield step[0]
 
     def __eq__(self, other: object) -> bool:
-        raise TypeError("the response returned an object of its own class, which equals nothing")
+        raise TypeError("the response returned an object of a class it wrote, which equals nothing")
 
     __ne__ = __eq__
 
     def __bool__(self) -> bool:
-        raise TypeError("the response returned an object of its own class, neither true nor false")
+        raise TypeError("the response returned an object of a class it wrote, not a bool")
 
 
 # Objects are never released: the tests may hold any of them until the end of the job.

@@ -171,7 +171,7 @@ class BatchJudge:
             try:
                 for part in self._split(await self._resume(rows)):
                     await self._submit(part)
-            except Exception as error:  # nobody may wait for ever, whatever the error is
+            except Exception as error:  # after any error: no caller may wait for ever
                 for row in rows:
                     row.finish(error)
 
@@ -302,7 +302,7 @@ class BatchJudge:
         self._status[str(path)] = f"Batch {job.id} of {len(job.rows)} requests: submitted."
         try:
             outcomes = await self._outcomes(path, job)
-        except Exception as error:  # nobody may wait for ever, whatever the error is
+        except Exception as error:  # after any error: no caller may wait for ever
             for row in rows.values():
                 row.finish(error)
             return

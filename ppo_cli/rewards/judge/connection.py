@@ -79,7 +79,7 @@ def connect_judge(api: ApiReward, environ: Mapping[str, str]) -> JudgeConnection
     direct = JudgeClient(provider, limits=Limits.of(api), ledger=ledger, cache=cache)
     if api.batch_wait is None or cache is None:
         return JudgeConnection(provider, ledger, cache, direct, direct)
-    # Without limits: a batch job takes all questions at once, at a price of its own.
+    # Without limits: a batch job takes all questions at once, at another price.
     batch = BatchJudge(provider, cache, wait_s=api.batch_wait)
     shared = SharedLedger(ledger, batch_price(ledger.price, api), api.type, batch.model)
     unlimited = Limits(concurrency=10**6, timeout=math.inf, deadline=math.inf)

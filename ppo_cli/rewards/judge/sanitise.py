@@ -2,7 +2,7 @@
 
 Control tokens in a response are broken, so that a judge reads them as text. A response without
 content gets the lowest score without a call: some judges reward a bare "Solution:" or a colon
-(arXiv 2507.08794), whatever their prompt says. Short answers such as "4", "(B)", "no" or "∅" are
+(arXiv 2507.08794), even against their prompt. Short answers such as "4", "(B)", "no" or "∅" are
 content; punctuation alone is content only where the reference or the prompt has it.
 """
 

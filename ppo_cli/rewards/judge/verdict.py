@@ -364,7 +364,7 @@ def _patterns(scale: Scale) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def _read_score_line(line: str, scale: Scale) -> float | None:
-    """Return N of a line that is `Score: N`, whatever its markup; None for any other line."""
+    """Return N of a line that is `Score: N`, in any markup; None for any other line."""
     return _match_value(_patterns(scale)[1], line)
 
 

@@ -93,7 +93,7 @@ class Admission:
 
     def admit(self, slot: QueueSlot) -> None:
         """Let a call leave without queueing."""
-        # While the breaker is open, whatever leaves is a probe.
+        # While the breaker is open, each call that leaves is a probe.
         slot.probing, slot.refused = self.breaker.open, False
         self._probes += slot.probing
         slot.times_sent += 1

@@ -1,4 +1,4 @@
-"""One client for whatever is remote or paid: admission, retries, deadlines, outages.
+"""One client for all remote or paid services: admission, retries, deadlines, outages.
 
 A subclass makes one attempt at a call and says which failures are final for it; judges and served
 reward models do. Everything runs on one event loop, except `waiting_for()`.
