@@ -198,9 +198,7 @@ def test_no_room_on_waking_is_one_sentence(room: int, advice: str, shared: Any) 
     run = shared("memory", "discard", size=10**12)
     run.gpu.size = REST + room
     run.learner.bytes = run.engine._update = 0
-    with pytest.raises(
-        UserError, match=r"did not fit next to the learner on waking: .*"
-    ) as caught:
+    with pytest.raises(UserError, match=r"did not fit next to the learner on waking: .*") as caught:
         sample(run)
     assert advice in str(caught.value) and str(caught.value).endswith(
         "separate GPUs (--placement)."

@@ -198,11 +198,9 @@ def _check_unsupported(config: Config) -> Iterator[Clash]:
     if config.trainer.pipeline_parallel_size > 1:
         key, size = "trainer.pipeline_parallel_size", config.trainer.pipeline_parallel_size
         yield Clash((key,), f"{key} {size} is not offered: {SHARDING_NOTE}. Use 1.")
-    if config.rollout.name in ("sglang", "trtllm"):
-        yield Clash(
-            ("rollout.name",),
-            f"rollout.name {config.rollout.name} is only offered by verl; use vllm, or hf.",
-        )
+    if (name := config.rollout.name) in ("sglang", "trtllm"):
+        text = f"rollout.name {name} is not offered here, only by verl. Use vllm, or hf."
+        yield Clash(("rollout.name",), text)
 
 
 def _check_nodes(config: Config, joined: bool) -> Iterator[Clash]:
