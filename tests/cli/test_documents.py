@@ -28,20 +28,9 @@ INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?ppo|\./train\.sh) [^
 VARIABLE = re.compile(r"[A-Z_]+=\S*")
 # Programs of others; what follows is theirs.
 FOREIGN = {
-    "ray",
-    "pip",
-    ".venv/bin/pip",
-    ".venv/bin/python",
-    "export",
-    "tensorboard",
-    "hf",
-    "python",
-    "srun",
-    "git",
-    "cd",
-    "cat",
-    "#!/bin/bash",
-}
+    "ray", "pip", ".venv/bin/pip", ".venv/bin/python", "export", "tensorboard", "hf", "python",
+    "srun", "git", "cd", "cat", "#!/bin/bash",
+}  # fmt: skip
 # What a reader has and a test has not: keys, GPUs, a hub, the files of another section.
 LACKS = (
     "no such file",

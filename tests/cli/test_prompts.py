@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.schema.reward import ApiReward
@@ -37,23 +36,6 @@ def rendered(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     return document
 
 
-def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "list", "--json")
-    assert code == 0
-    prompts = {row["name"]: row for row in json.loads(out)}
-    assert prompts["math"]["variables"] == ["prompt", "ground_truth", "response"]
-    assert prompts["math"]["scale"] == "1-10"
-    assert all(row["description"] for row in prompts.values())
-    assert all(row["cases"] >= 6 for name, row in prompts.items() if name != "compare")
-
-
-def test_show_prints_the_file(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "show", "math")
-    assert code == 0
-    assert out.startswith("# ")
-    assert yaml.safe_load(out)["name"] == "math"
-
-
 def test_what_show_prints_is_a_file_of_ones_own(
     rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,13 +43,6 @@ def test_what_show_prints_is_a_file_of_ones_own(
     other_prompts = rendered(capsys, rows, "--rm_prompt_preset", "math")
     mine = rendered(capsys, rows, "--rm_prompt_file", "mine.yaml")
     assert mine["system"] == other_prompts["system"]
-
-
-def test_render_reads_settings_from_a_file(
-    rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "judge.yaml").write_text("reward: {api: {prompt_preset: code}}\n")
-    assert rendered(capsys, rows, "--config", "judge.yaml")["prompt"] == "code"
 
 
 def test_rows_are_counted_from_1(rows: str) -> None:

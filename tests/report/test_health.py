@@ -321,27 +321,24 @@ def test_advice_follows_the_settings() -> None:
     assert kinds(12, lambda s: {"grad_norm": 8 if s == 12 else 0.5}, limits) == set()
 
 
-def told_at(change: Change, count: int) -> list[int]:
+BACK = 3 + CALM_STEPS + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "count", "told"),
+    [
+        (always(ppo_ratio=2.0), 120, [1, 1 + REPEAT_AFTER, 1 + 2 * REPEAT_AFTER]),
+        # One that comes and goes, and one that comes back after it was gone.
+        (lambda s: {"ppo_ratio": 2.0 if s % 2 else 1.0}, 49, [1]),
+        (lambda s: {"ppo_ratio": 2.0 if s <= 3 or s >= BACK else 1.0}, 30, [1, BACK]),
+        # A collapse in its very step, a reward that is always 0 after a while.
+        (lambda s: {"kl_divergence": 6.9 if s >= 2 else 0.02}, 30, [2]),
+        (always(score__std=0.0, reward_mean=0.0), 12, [10]),
+    ],
+)
+def test_a_lasting_trouble_is_told_seldom(change: Change, count: int, told: list[int]) -> None:
     steps, watch = history(count, change), HealthWatch(Limits())
-    return [n for n in range(1, count + 1) if watch.check(steps[:n])]
-
-
-def test_a_lasting_trouble_is_told_seldom() -> None:
-    assert told_at(always(ppo_ratio=2.0), 120) == [1, 1 + REPEAT_AFTER, 1 + 2 * REPEAT_AFTER]
-
-
-def test_a_trouble_that_comes_and_goes_is_not_told_each_time() -> None:
-    assert told_at(lambda s: {"ppo_ratio": 2.0 if s % 2 else 1.0}, 49) == [1]
-
-
-def test_what_is_told_in_its_very_step_and_what_after_a_while() -> None:
-    assert told_at(lambda s: {"kl_divergence": 6.9 if s >= 2 else 0.02}, 30) == [2]
-    assert told_at(always(score__std=0.0, reward_mean=0.0), 12) == [10]
-
-
-def test_a_trouble_that_was_gone_is_told_when_it_comes_back() -> None:
-    back = 3 + CALM_STEPS + 1
-    assert told_at(lambda s: {"ppo_ratio": 2.0 if s <= 3 or s >= back else 1.0}, 30) == [1, back]
+    assert [n for n in range(1, count + 1) if watch.check(steps[:n])] == told
 
 
 def test_two_troubles_are_two_lines() -> None:

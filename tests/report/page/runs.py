@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import numpy as np
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.resolve import resolve
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
+from ppo_cli.report.page.run_data import RunData
+from ppo_cli.report.page.server import PageServer
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import append_line
 
@@ -76,3 +81,16 @@ def make_run(folder: Path, steps: int = 40, hostile: bool = False) -> Path:
     for _ in range(2):
         append_line(folder / "judge_calls.jsonl", call)
     return folder
+
+
+@contextmanager
+def serve(run: Path) -> Iterator[PageServer]:
+    """A server of the page about one run, on a thread."""
+    with PageServer([RunData(run, "run")]) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join(10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +12,10 @@ import pytest
 
 from ppo_cli.config.schema.run import Config
 from ppo_cli.report.page.run_data import RunData
-from ppo_cli.report.page.server import PageServer, render_report
+from ppo_cli.report.page.server import render_report
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import append_line, read_lines, replace_lines, rollout_file
-from tests.report.page.runs import HOSTILE, make_run
+from tests.report.page.runs import HOSTILE, make_run, serve
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 DRIVER = shutil.which("chromedriver")
@@ -115,9 +114,14 @@ def look_through(browser: Any, total: int) -> None:
     until(lambda: count(browser) == f"{total} of {total} responses")
 
 
-def test_a_report_is_read_without_a_server(browser: Any, run: Path, tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
+def write_report(run: Path, folder: Path) -> Path:
+    file = folder / "report.html"
     file.write_text(render_report([RunData(run, "run")]), encoding="utf-8")
+    return file
+
+
+def test_a_report_is_read_without_a_server(browser: Any, run: Path, tmp_path: Path) -> None:
+    file = write_report(run, tmp_path)
     browser.get(file.as_uri())
     look_through(browser, 39 * 8 + len(HOSTILE))
     fill(browser, "from_step", "40")
@@ -141,8 +145,7 @@ def test_a_report_is_read_without_a_server(browser: Any, run: Path, tmp_path: Pa
 def test_on_a_phone_a_chosen_response_comes_into_view(
     browser: Any, run: Path, tmp_path: Path
 ) -> None:
-    file = tmp_path / "report.html"
-    file.write_text(render_report([RunData(run, "run")]), encoding="utf-8")
+    file = write_report(run, tmp_path)
     browser.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True},
@@ -163,55 +166,43 @@ def test_on_a_phone_a_chosen_response_comes_into_view(
 
 
 def test_view_follows_the_run_and_keeps_labels(browser: Any, run: Path) -> None:
-    with PageServer([RunData(run, "run")]) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            browser.get(server.url)
-            assert server.token not in browser.current_url
-            look_through(browser, 39 * 8 + len(HOSTILE))
-            good = "document.querySelector('#label button').click()"
-            browser.execute_script(good)
-            until(lambda: (run / "labels.jsonl").exists() and texts(browser, "#kept")[0])
-            (label,) = read_lines(run / "labels.jsonl")
-            assert (label["label"], label["response"]) == (1, "answer 5 at 38 of the run")
-            tracker = Tracker(run, Screen(), (), 41, Config())
-            tracker.step(41, {"reward_mean": 0.9, "kl_divergence": 0.01})
-            until(lambda: "in 41 steps" in texts(browser, ".sentence")[0])
-            assert "nothing" not in texts(browser, "#state")[0]
-            # A pattern that cannot be read is refused with 400, which the console repeats.
-            assert [e for e in errors_of(browser) if "status of 400" not in e] == []
-        finally:
-            server.shutdown()
-            thread.join(10)
+    with serve(run) as server:
+        browser.get(server.url)
+        assert server.token not in browser.current_url
+        look_through(browser, 39 * 8 + len(HOSTILE))
+        good = "document.querySelector('#label button').click()"
+        browser.execute_script(good)
+        until(lambda: (run / "labels.jsonl").exists() and texts(browser, "#kept")[0])
+        (label,) = read_lines(run / "labels.jsonl")
+        assert (label["label"], label["response"]) == (1, "answer 5 at 38 of the run")
+        tracker = Tracker(run, Screen(), (), 41, Config())
+        tracker.step(41, {"reward_mean": 0.9, "kl_divergence": 0.01})
+        until(lambda: "in 41 steps" in texts(browser, ".sentence")[0])
+        assert "nothing" not in texts(browser, "#state")[0]
+        # A pattern that cannot be read is refused with 400, which the console repeats.
+        assert [e for e in errors_of(browser) if "status of 400" not in e] == []
 
 
 def test_a_label_is_shown_beside_its_response_only(browser: Any, tmp_path: Path) -> None:
     """Also in a page that was open while the run went on from an earlier step."""
     run = make_run(tmp_path / "run", steps=2)
-    with PageServer([RunData(run, "run")]) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            browser.get(server.url)
-            until(lambda: texts(browser, "#table tbody tr"))
-            for row, click in enumerate(("good", "bad")):
-                script = "document.querySelectorAll('#table tbody tr')[arguments[0]].click()"
-                browser.execute_script(script, row)
-                until(lambda n=row: f"train:{n} #0" in texts(browser, "#pane p")[0])
-                script = "document.querySelectorAll('#label button')[arguments[0]].click()"
-                browser.execute_script(script, ("good", "bad").index(click))
-                until(lambda n=row: len(labelled(browser)) == n + 1)
-            lines = read_lines(rollout_file(run, 2))
-            lines[1]["response"] = "another response"
-            replace_lines(rollout_file(run, 2), lines)
-            append_line(run / "labels.jsonl", {"step": 1})  # the page notices that labels changed
-            until(lambda: browser.execute_script("return Object.keys(DATA.labels[0]).length") == 1)
-            browser.execute_script("load()")
-            until(lambda: labelled(browser) == ["answer 0 at 2 of the run"])
-        finally:
-            server.shutdown()
-            thread.join(10)
+    with serve(run) as server:
+        browser.get(server.url)
+        until(lambda: texts(browser, "#table tbody tr"))
+        for row, click in enumerate(("good", "bad")):
+            script = "document.querySelectorAll('#table tbody tr')[arguments[0]].click()"
+            browser.execute_script(script, row)
+            until(lambda n=row: f"train:{n} #0" in texts(browser, "#pane p")[0])
+            script = "document.querySelectorAll('#label button')[arguments[0]].click()"
+            browser.execute_script(script, ("good", "bad").index(click))
+            until(lambda n=row: len(labelled(browser)) == n + 1)
+        lines = read_lines(rollout_file(run, 2))
+        lines[1]["response"] = "another response"
+        replace_lines(rollout_file(run, 2), lines)
+        append_line(run / "labels.jsonl", {"step": 1})  # the page notices that labels changed
+        until(lambda: browser.execute_script("return Object.keys(DATA.labels[0]).length") == 1)
+        browser.execute_script("load()")
+        until(lambda: labelled(browser) == ["answer 0 at 2 of the run"])
 
 
 def labelled(browser: Any) -> list[str]:

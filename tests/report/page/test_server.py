@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,16 @@ from urllib.parse import urlencode
 import pytest
 
 from ppo_cli.report.page import server as page_server
-from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer
 from ppo_cli.run_folder import read_lines, rollout_file
 from ppo_cli.scoring.rows import read_labels, read_responses
-from tests.report.page.runs import make_run
+from tests.report.page.runs import make_run, serve
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
-    run = RunData(make_run(tmp_path_factory.mktemp("view") / "run", steps=6), "run")
-    with PageServer([run]) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with serve(make_run(tmp_path_factory.mktemp("view") / "run", steps=6)) as server:
         yield server
-        server.shutdown()
-        thread.join(10)
 
 
 def call(
@@ -99,10 +92,8 @@ def test_paths_lead_nowhere_else(server: PageServer, tmp_path: Path) -> None:
     outside.write_text(rollout_file(folder, 2).read_text())
     rollout_file(folder, 2).unlink()
     rollout_file(folder, 2).symlink_to(outside)
-    with PageServer([RunData(folder, "run")]) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
+    with serve(folder) as other:
         status, text, _ = call(other, f"/api/rows?token={other.token}")
-        other.shutdown()
     assert status == 400
     assert "leads out of the run folder" in text
 
