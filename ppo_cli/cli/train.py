@@ -337,35 +337,10 @@ def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
 def print_plan(
     resolved: Resolved, read: PromptReader, *, every: bool = False, problems: Sequence[str] = ()
 ) -> None:
-    """Print the plan as text: settings, then arithmetic, devices, memory, reward, judge and notes.
-
-    Without `every`, settings at their default are only counted. Problems are printed later, so
-    they are left out of the notes.
-    """
+    """Print the plan as text; problems are printed later, so they are left out of it."""
     plan_of_run, judge = _make_full_plan(resolved, read)
-    rows = [
-        (k, _format_value(v), o)
-        for k, (v, o) in plan_of_run.values.items()
-        if every or o != "default"
-    ]
-    # Settings that somebody has set come first.
-    rows.sort(key=lambda row: row[2] == "default")
-    lines = ["Settings", *_format_settings(rows)]
-    if hidden := len(plan_of_run.values) - len(rows):
-        lines.append(f"  and {hidden} at their default (--all shows them)")
-    parts = {
-        "Arithmetic": plan_of_run.sentences,
-        "Devices": plan_of_run.placement.sentences,
-        "Memory": plan_of_run.memory.sentences,
-        "Reward": plan_of_run.reward.sentences,
-        "Judge": judge.sentences,
-        "Notes": plan_of_run.notes,
-    }
-    # Sections without sentences are left out.
-    for title, sentences in parts.items():
-        block = [f"  {s}" for s in sentences if s.removeprefix(NO_FORECAST) not in problems]
-        lines += ["", title, *block] if block else []
-    print("\n".join(lines), flush=True)
+    left_out = {*problems, *(NO_FORECAST + problem for problem in problems)}
+    print("\n".join(plan_of_run.as_lines(judge, every=every, left_out=left_out)), flush=True)
 
 
 def _make_full_plan(resolved: Resolved, read: PromptReader) -> tuple[Plan, PlanPart]:
@@ -446,26 +421,6 @@ def _forecast_judges(config: Config, read: PromptReader) -> PlanPart:
     first = next(iter(forecasts.values()))
     facts_of_all = first if len(judges) == 1 else first | {"judges": forecasts}
     return PlanPart(tuple(lines), {"judge": facts_of_all})
-
-
-def _format_settings(rows: list[tuple[str, str, str]]) -> list[str]:
-    """Return aligned lines of key, value and origin; long values do not widen their column."""
-    if not rows:
-        return []
-    first = max(len(row[0]) for row in rows)
-    second = min(40, max(len(row[1]) for row in rows))
-    return [f"  {key:<{first}}  {value:<{second}}  {origin}" for key, value, origin in rows]
-
-
-def _format_value(value: object) -> str:
-    """Return a setting's value as the plan shows it."""
-    if value is None:
-        return "unset"
-    if isinstance(value, list):
-        return ", ".join(_format_value(item) for item in value) or "none"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_format_value(item)}' for key, item in value.items())}}}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 FORK = make_flag(

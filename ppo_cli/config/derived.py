@@ -14,21 +14,10 @@ from ppo_cli.config.models.bundled import prompt_files
 from ppo_cli.config.models.folder import EXPERT_KEYS, read_config
 from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.placement import engine_name, gpus_per_node, learner_ranks
-from ppo_cli.config.schema.algorithm import Actor
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.files import count_rows
 
 DataSplit = Literal["train", "val"]
-
-
-def lower_clip(actor: Actor) -> float:
-    """Return the lower clip range: clip_ratio unless clip_ratio_low is set."""
-    return actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-
-
-def upper_clip(actor: Actor) -> float:
-    """Return the upper clip range: clip_ratio unless clip_ratio_high is set."""
-    return actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
 
 
 def critic_mini_batch(config: Config) -> int:

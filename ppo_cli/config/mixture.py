@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
 from ppo_cli.config.models.known_models import JUDGES
-from ppo_cli.config.schema.algorithm import Section, checked, setting
+from ppo_cli.config.schema.algorithm import Conflict, Section, checked, setting
 from ppo_cli.config.schema.keys import (
     Clash,
     Key,
@@ -29,7 +29,7 @@ from ppo_cli.config.schema.keys import (
 )
 from ppo_cli.config.schema.reward import ApiReward, Composite, ModelReward, Reward
 from ppo_cli.config.schema.values import read_value
-from ppo_cli.errors import ConfigError, did_you_mean
+from ppo_cli.errors import ConfigError, did_you_mean, ppo
 from ppo_cli.redact import mask_secrets
 
 Kind = Literal["judge", "model", "rule"]
@@ -133,6 +133,30 @@ class MixPart(Section):
     function_kwargs: dict[str, Any] = Field(default_factory=dict)
     model: dict[str, Any] = Field(default_factory=dict)
     judge: dict[str, Any] = Field(default_factory=dict)
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            "scaling",
+            lambda s: SCALINGS[s.scaling].needed and None in (s.mean, s.std),
+            lambda s, at: (
+                f"part {s.name} is scaled by {s.scaling}, which needs mean and std ({at}mean, "
+                f".std): `{ppo('reward score')}` and `{ppo('reward calibrate')}` print them, and "
+                f"`{ppo('reward fit')}` writes them to fit.json."
+            ),
+            example="scaling=affine mean=1",
+            advice="std=2",
+        ),
+        Conflict(
+            "mean std",
+            lambda s: not SCALINGS[s.scaling].constants and (s.mean, s.std) != (None, None),
+            lambda s, at: (
+                f"{at}mean and std are for scaling "
+                f"{' and '.join(name for name, way in SCALINGS.items() if way.constants)}, not for "
+                f"{s.scaling}, which needs none; set {at}scaling=affine, or leave them out."
+            ),
+            example="mean=1 std=2",
+            advice="scaling=affine",
+        ),
+    )
 
     @property
     def gate(self) -> Condition | None:

@@ -32,6 +32,11 @@ def gpu_count(environ: Mapping[str, str] | None = None) -> int:
     return len(list_gpus(environ))
 
 
+def visible_gpus(gpus: int | None = None) -> int:
+    """Return a number of visible GPUs, or where it is None, that of this process."""
+    return gpu_count() if gpus is None else gpus
+
+
 Role = Literal["train", "rollout", "reward", "judge"]
 Roles = dict[Role, tuple[int, ...]]
 
@@ -102,23 +107,22 @@ def default_gpus(visible: int, sampler: int, tensor: int) -> int:
     return min(visible, math.lcm(sampler, tensor))
 
 
-def gpus_per_node(config: Config, visible_gpus: int | None = None) -> int:
+def gpus_per_node(config: Config, gpus: int | None = None) -> int:
     """Return how many GPUs of each node the run uses.
 
     That is trainer.n_gpus_per_node if set, 0 with num_workers, and otherwise one, or as many as one
     sampler and one tensor-parallel group of learners need, but at most the visible ones.
-    `visible_gpus` is the number visible here; None counts them.
+    `gpus` is the number visible here; None counts them.
     """
     # As set; otherwise none with worker processes, and by default what one sampler needs.
     configured = config.trainer.n_gpus_per_node
     if configured is not None:
         return configured
-    visible = gpu_count() if visible_gpus is None else visible_gpus
     # Worker processes exclude GPUs.
     if config.trainer.num_workers:
         return 0
     span = config.rollout.tensor_model_parallel_size
-    return default_gpus(visible, span, config.trainer.tensor_parallel_size)
+    return default_gpus(visible_gpus(gpus), span, config.trainer.tensor_parallel_size)
 
 
 def engine_name(config: Config, gpus: int | None = None) -> Literal["local", "ray"]:

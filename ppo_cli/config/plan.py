@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -214,6 +214,58 @@ class Plan:
             "notes": list(self.notes),
         }
 
+    def as_lines(
+        self, judge: PlanPart, *, every: bool = False, left_out: Collection[str] = ()
+    ) -> list[str]:
+        """Return the plan as text, with the forecast of the judges.
+
+        Without `every`, settings at their default are only counted. `left_out` are sentences that
+        the caller prints elsewhere.
+        """
+        rows = [
+            (key, _format_value(value), origin)
+            for key, (value, origin) in self.values.items()
+            if every or origin != DEFAULT
+        ]
+        # Settings that somebody has set come first.
+        rows.sort(key=lambda row: row[2] == DEFAULT)
+        lines = ["Settings", *_format_settings(rows)]
+        if hidden := len(self.values) - len(rows):
+            lines.append(f"  and {hidden} at their default (--all shows them)")
+        parts = {
+            "Arithmetic": self.sentences,
+            "Devices": self.placement.sentences,
+            "Memory": self.memory.sentences,
+            "Reward": self.reward.sentences,
+            "Judge": judge.sentences,
+            "Notes": self.notes,
+        }
+        # Sections without sentences are left out.
+        for title, sentences in parts.items():
+            block = [f"  {s}" for s in sentences if s not in left_out]
+            lines += ["", title, *block] if block else []
+        return lines
+
+
+def _format_settings(rows: list[tuple[str, str, str]]) -> list[str]:
+    """Return aligned lines of key, value and origin; long values do not widen their column."""
+    if not rows:
+        return []
+    first = max(len(row[0]) for row in rows)
+    second = min(40, max(len(row[1]) for row in rows))
+    return [f"  {key:<{first}}  {value:<{second}}  {origin}" for key, value, origin in rows]
+
+
+def _format_value(value: object) -> str:
+    """Return a setting's value as the plan shows it."""
+    if value is None:
+        return "unset"
+    if isinstance(value, list):
+        return ", ".join(_format_value(item) for item in value) or "none"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_format_value(item)}' for key, item in value.items())}}}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
 
 def make_plan(resolved: Resolved) -> Plan:
     """Return the plan of a resolved configuration.
@@ -357,7 +409,7 @@ def _to_plain(value: Any) -> Any:
         return [_to_plain(item) for item in value]
     if isinstance(value, dict):
         return {k: _to_plain(v) for k, v in mask_secrets(value).items()}
-    return mask_secrets(value)
+    return mask_secrets(value) if isinstance(value, str) else value
 
 
 def _describe_arithmetic(sums: dict[str, int | None]) -> list[str]:

@@ -75,7 +75,7 @@ def resolve(
         draft.notes += (f"Settings of the reward are read from {f} in this folder." for f in files)
     # Clashes are looked for in the final sizes, and secrets are hidden before anything is shown.
     config = _fit_batches(draft, config)
-    hide_settings(config.model_dump())
+    hide_settings(nest_values(draft.texts))
     # A clash of settings that could not be read would only repeat that problem.
     for clash in find_clashes(config, environ, verl=draft.verl):
         if not draft.broken.intersection(clash.keys):
@@ -128,6 +128,11 @@ class _Draft:
     broken: set[str]  # settings whose value was refused
     verl: bool
     values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """The values that may hold a secret: texts, lists and groups."""
+        return {name: v for name, v in self.values.items() if isinstance(v, str | tuple | dict)}
 
 
 def _merge_layers(layers: Layers, environ: Mapping[str, str]) -> _Draft:

@@ -17,7 +17,6 @@ from ppo_cli.config.placement import (
     engine_name,
     fastest_transfer,
     format_devices,
-    gpu_count,
     gpus_per_node,
     has_package,
     hosts_reward,
@@ -29,9 +28,10 @@ from ppo_cli.config.placement import (
     shared_samplers,
     sleep_mode,
     train_devices,
+    visible_gpus,
     weight_transfer,
 )
-from ppo_cli.config.schema.keys import Clash, value_of
+from ppo_cli.config.schema.keys import Clash, Scene, value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ppo
 
@@ -68,7 +68,7 @@ def missing_gpus(
     config: Config, gpus: int | None = None, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
     """Return why a number of GPUs is not available; the nodes of a Ray cluster are not checked."""
-    present = gpu_count() if gpus is None else gpus
+    present = visible_gpus(gpus)
     configured = config.trainer.n_gpus_per_node
     if (
         configured is None
@@ -139,35 +139,21 @@ def _check_transfer(config: Config, gpus: int) -> Iterator[Clash]:
     yield Clash((KEY, key), f"{KEY} {way} {problem}, or leave it out.")
 
 
-def _check_sleep(config: Config) -> Iterator[Clash]:
-    """Refuse to discard the base model when only the LoRA adapter is sent again."""
-    if config.rollout.sleep == "discard" and publishes_adapter(config):
-        yield Clash(
-            ("rollout.sleep", "model.lora_merge"),
-            "rollout.sleep discard gives up the base model, and only the LoRA adapter is sent "
-            "again; use keep or offload, or model.lora_merge=true.",
-        )
-
-
 PLACEMENT = "trainer.placement"
 SPAN = "rollout.tensor_model_parallel_size"
-# What ppo-cli has instead of Megatron and pipelines.
-SHARDING_NOTE = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
 
 
-def check_devices(
-    config: Config, gpus: int, environ: Mapping[str, str] = os.environ
-) -> Iterator[Clash]:
-    """Yield the clashes about nodes, workers, devices and ranks.
+def check_devices(scene: Scene) -> Iterator[Clash]:
+    """Yield the clashes about nodes, workers, devices and ranks, which this machine decides too.
 
     There are none for the engine verl, whose bridge checks these settings. Checks that need a valid
-    placement are skipped if counts or placement clash. `gpus` are those visible on this node.
+    placement are skipped if counts or placement clash.
     """
+    config, gpus = scene.config, scene.gpus
     if config.trainer.engine == "verl":
         return  # ppo_cli/extras/bridge checks these settings
-    yield from _check_unsupported(config)
     # An existing Ray cluster may have nodes that are not known here.
-    joined = environ.get("RAY_ADDRESS", "").strip() != ""
+    joined = scene.environ.get("RAY_ADDRESS", "").strip() != ""
     yield from _check_nodes(config, joined)
     if not joined:  # nodes of a Ray cluster may have more cores than this one
         yield from _check_threads(config)
@@ -185,33 +171,11 @@ def check_devices(
         yield from _check_sampler_span(config, gpus)
         yield from _check_async(config, gpus)
         yield from _check_transfer(config, gpus)
-        yield from _check_sleep(config)
-
-
-def _check_unsupported(config: Config) -> Iterator[Clash]:
-    """Refuse Megatron, pipelines and other samplers, and name what to use instead."""
-    # Both models have a strategy.
-    for who, part in (("actor", config.actor), ("critic", config.critic)):
-        if part.strategy == "megatron":
-            text = f"{who}.strategy megatron is not offered: {SHARDING_NOTE}. Use fsdp2."
-            yield Clash((f"{who}.strategy",), text)
-    if config.trainer.pipeline_parallel_size > 1:
-        key, size = "trainer.pipeline_parallel_size", config.trainer.pipeline_parallel_size
-        yield Clash((key,), f"{key} {size} is not offered: {SHARDING_NOTE}. Use 1.")
-    if (name := config.rollout.name) in ("sglang", "trtllm"):
-        text = f"rollout.name {name} is not offered here, only by verl. Use vllm, or hf."
-        yield Clash(("rollout.name",), text)
 
 
 def _check_nodes(config: Config, joined: bool) -> Iterator[Clash]:
-    """Check rank and address of the nodes; a `joined` Ray cluster already has its nodes."""
+    """Check that each node knows its rank and the first; a `joined` Ray cluster has its nodes."""
     trainer = config.trainer
-    if trainer.node_rank is not None and trainer.node_rank >= trainer.nnodes:
-        yield Clash(
-            ("trainer.node_rank", "trainer.nnodes"),
-            f"trainer.node_rank {trainer.node_rank} does not exist among {trainer.nnodes} node(s); "
-            f"ranks go from 0 to {trainer.nnodes - 1}.",
-        )
     if trainer.nnodes == 1 or trainer.node_rank == 0 or (trainer.node_rank is None and joined):
         return
     # A node of several needs its rank and the address of the first node.
@@ -456,14 +420,7 @@ def _check_sampler_span(config: Config, gpus: int) -> Iterator[Clash]:
 def _check_async(config: Config, gpus: int) -> Iterator[Clash]:
     """Check that sampling ahead has devices that do not train."""
     steps, placement = config.trainer.async_steps, config.trainer.placement
-    # Without sampling ahead, only its own settings can be wrong.
     if steps == 0:
-        if partial := config.rollout.partial_tokens:
-            yield Clash(
-                ("rollout.partial_tokens", "trainer.async_steps"),
-                f"rollout.partial_tokens {partial} is for responses that are sampled ahead of "
-                "training, and none are; use --async_steps 2, or leave it out.",
-            )
         return
     # Roles must not share devices.
     if placement is not None:

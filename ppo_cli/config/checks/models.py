@@ -22,7 +22,7 @@ from ppo_cli.config.models.limits import (
 )
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.placement import sampler_name
-from ppo_cli.config.schema.keys import Clash, table
+from ppo_cli.config.schema.keys import Clash, Scene, table
 from ppo_cli.config.schema.reward import DEVICE, check_address
 from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import require_intact_model
@@ -40,8 +40,12 @@ from ppo_cli.redact import redact_url
 TENSOR = "trainer.tensor_parallel_size"
 
 
-def check_heads(config: Config) -> Iterator[Clash]:
-    """Yield a clash for each model whose heads cannot be split; hub names are not looked up."""
+def check_heads(scene: Scene) -> Iterator[Clash]:
+    """Yield a clash for each model whose heads cannot be split, as its config.json has them.
+
+    Hub names are not looked up.
+    """
+    config = scene.config
     # Every rank gets the same number of heads.
     size = config.trainer.tensor_parallel_size
     if size == 1 or config.trainer.engine == "local":
@@ -145,13 +149,13 @@ def template_remarks(config: Config) -> list[str]:
     ]
 
 
-def check_reward_models(config: Config, gpus: int) -> Iterator[Clash]:
-    """Return every clash between the settings of a reward model."""
-    for model in models_of(config.reward):
+def check_reward_models(scene: Scene) -> Iterator[Clash]:
+    """Return every clash of the reward models that score with their files, servers and GPUs."""
+    for model in models_of(scene.config.reward):
         if model.settings.path is not None:
             yield from _check_path(model)
             yield from _check_protocol(model)
-            yield from _check_device(model, gpus)
+            yield from _check_device(model, scene.gpus)
 
 
 def missing_models(config: Config, environ: Mapping[str, str]) -> list[str]:

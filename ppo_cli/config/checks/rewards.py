@@ -24,10 +24,10 @@ from ppo_cli.config.models.known_models import (
     missing_sdk_settings,
     shutdown_date,
 )
-from ppo_cli.config.schema.keys import Clash
+from ppo_cli.config.schema.keys import Clash, Scene, find_conflicts
 from ppo_cli.config.schema.reward import ApiReward, Monitor, Reward
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import did_you_mean, ppo
+from ppo_cli.errors import did_you_mean
 
 # Limits that each of several judges gets in full.
 LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")
@@ -35,24 +35,14 @@ LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")
 MIXTURE = ("reward.parts", "reward.composite.parts", "reward.composite.weights")
 
 
-def check_judges(config: Config) -> Iterator[Clash]:
-    """Return every clash between the settings of a judge; none while no judge scores."""
-    for judge in judges_of(config.reward):
+def check_judges(scene: Scene) -> Iterator[Clash]:
+    """Return every clash of the judges that score; a part's judge has the run's settings too."""
+    for judge in judges_of(scene.config.reward):
+        for clash in find_conflicts(judge.settings, f"{judge.key}."):
+            yield Clash(judge.keys(*clash.keys), clash.text)
         yield from _check_model(judge)
-        yield from _check_prices(judge)
-        yield from _check_decision_mode(judge)
-        # Batch APIs answer within hours; a step cannot wait for that.
-        if judge.settings.batch_wait is not None:
-            yield Clash(
-                judge.keys("batch_wait"),
-                f"{judge.key}.batch_wait: a run never waits for a batch; give --batch to "
-                "`ppo reward score`, calibrate or audit.",
-            )
-        if judge.settings.mode == "compare":
-            yield from _check_compare_mode(judge, config)
-        yield from _check_keyless(judge.key, "", judge.settings)
-        if (second := judge.settings.monitor).model is not None:
-            yield from _check_keyless(judge.key, "monitor.", second)
+        if judge.settings.within_group:
+            yield from _check_groups(judge, scene.config)
 
 
 def missing_keys(config: Config, environ: Mapping[str, str]) -> list[str]:
@@ -134,59 +124,10 @@ def _check_model(judge: Judge) -> Iterator[Clash]:
         )
 
 
-def _check_prices(judge: Judge) -> Iterator[Clash]:
-    """Prices of input and output come together."""
-    prices = {"input": judge.settings.price_input, "output": judge.settings.price_output}
-    absent = [name for name, price in prices.items() if price is None]
-    if len(absent) == 1:
-        yield Clash(
-            judge.keys("price_input", "price_output"),
-            f"one price is given, and --rm_price_{absent[0]} is missing; give both, in US "
-            f"dollars for a million tokens ({judge.key}.price_input and price_output).",
-        )
-
-
-def _check_decision_mode(judge: Judge) -> Iterator[Clash]:
-    """Refuse mode=decision with a rubric, or where the provider has no decision endpoint.
-
-    A decision endpoint returns the probability of each level of the scale.
-    """
-    kind = judge.settings.type
-    # The provider must offer such an endpoint.
-    if judge.settings.mode == "decision" and JUDGES[kind].decides is None:
-        yield Clash(
-            judge.keys("mode", "type"),
-            f"{kind} has no decision endpoint; use --rm_mode text, or the decision model of "
-            f"{' or '.join(name for name, api in JUDGES.items() if api.decides)}.",
-        )
-    if judge.settings.mode == "decision" and judge.settings.rubric is not None:
-        yield Clash(
-            judge.keys("mode", "rubric"),
-            "a decision endpoint gives one score and decides no criteria; use --rm_mode text, or "
-            "leave --rm_rubric out.",
-        )
-
-
-def _check_compare_mode(judge: Judge, config: Config) -> Iterator[Clash]:
-    """Check what is compared; scores within a group only help estimators that use groups."""
+def _check_groups(judge: Judge, config: Config) -> Iterator[Clash]:
+    """Scores within the responses to a prompt need several, and an estimator that uses groups."""
     api, n = judge.settings, config.rollout.n
     kind = config.algorithm.adv_estimator
-    # Modes that exclude each other.
-    if api.rubric is not None:
-        yield Clash(
-            judge.keys("mode", "rubric"),
-            "criteria are decided for each response by itself, and --rm_mode compare decides which "
-            "one is better; leave --rm_rubric out, or use --rm_mode text.",
-        )
-    if api.monitor.labels is not None:
-        yield Clash(
-            judge.keys("mode", "monitor.labels"),
-            "labelled responses (--rm_monitor_labels) are scored one by one, and --rm_mode compare "
-            "gives no such score; leave them out, or use --rm_mode text.",
-        )
-    # Comparisons with a fixed text work with any estimator.
-    if not api.within_group:
-        return
     if n < 2:
         yield Clash(
             (*judge.keys("mode", "compare"), "rollout.n"),
@@ -208,17 +149,6 @@ def _check_compare_mode(judge: Judge, config: Config) -> Iterator[Clash]:
             (*judge.keys("compare_calls", "votes"), "rollout.n"),
             f"{judge.key}.compare_calls is {api.compare_calls}: to link {n} responses in both "
             f"orders takes {least} calls (2 x votes x {n - 1}).",
-        )
-
-
-def _check_keyless(place: str, group: str, judge: ApiReward | Monitor) -> Iterator[Clash]:
-    """Refuse a key's variable for a provider that takes no key."""
-    if judge.key_env is not None and not JUDGES[judge.type].keys:
-        key = f"{place}.{group}key_env"
-        yield Clash(
-            (key, f"reward.api.{group}key_env"),
-            f"{key} is set, and a judge at {judge.type} takes no key, but Google's credentials: "
-            "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login.",
         )
 
 
@@ -263,9 +193,9 @@ def _shutdown_remark(judge: ApiReward | Monitor, today: datetime.date) -> str:
     )
 
 
-def check_mixture(config: Config) -> Iterator[Clash]:
-    """Return everything that is wrong with a mixture."""
-    reward = config.reward
+def check_mixture(scene: Scene) -> Iterator[Clash]:
+    """Return everything that is wrong with a mixture, whose parts are read from three settings."""
+    reward = scene.config.reward
     if reward.composite.enable and not has_mixture(reward):
         yield Clash(
             ("reward.composite.enable",),
@@ -276,7 +206,10 @@ def check_mixture(config: Config) -> Iterator[Clash]:
     mixture = read_mixture(reward)
     yield from mixture.clashes
     for part in mixture.parts:
-        yield from _check_scaling(part, mixture, config.rollout.n)
+        for clash in find_conflicts(part, f"{PARTS}.{part.name}."):
+            keys = (f"{PARTS}.{part.name}.{key}" for key in clash.keys)
+            yield Clash(tuple(keys), clash.text)
+        yield from _check_group_scaling(part, scene.config.rollout.n)
         yield from _check_source(part, mixture, reward)
     yield from _check_gates(mixture)
     yield from _check_weights(mixture)
@@ -305,31 +238,11 @@ def mixture_remarks(reward: Reward) -> list[str]:
     return remarks
 
 
-def _check_scaling(part: MixPart, mixture: Mixture, n: int) -> Iterator[Clash]:
-    """Check the constants of a scaling, and that a group has several responses."""
-    key, way = f"{PARTS}.{part.name}", SCALINGS[part.scaling]
-    constants = [word for word in ("mean", "std") if getattr(part, word) is not None]
-    # Constants that are missing.
-    if way.needed and len(constants) < len(way.constants):
+def _check_group_scaling(part: MixPart, n: int) -> Iterator[Clash]:
+    """A scaling within the responses to a prompt needs several."""
+    if SCALINGS[part.scaling].grouped and n < 2:
         yield Clash(
-            (f"{key}.scaling",),
-            f"part {part.name} is scaled by {part.scaling}, which needs mean and std ({key}.mean, "
-            f".std): `{ppo('reward score')}` and `{ppo('reward calibrate')}` print them, and "
-            f"`{ppo('reward fit')}` writes them to fit.json.",
-        )
-    # Constants that the scaling does not read.
-    if constants and not way.constants:
-        takers = " and ".join(name for name, other in SCALINGS.items() if other.constants)
-        yield Clash(
-            tuple(f"{key}.{word}" for word in constants),
-            f"{key}: {' and '.join(constants)} are for scaling {takers}, not for {part.scaling}, "
-            "which "
-            f"needs none; set {key}.scaling=affine, or leave them out.",
-        )
-    # Groups of one.
-    if way.grouped and n < 2:
-        yield Clash(
-            (f"{key}.scaling", "rollout.n"),
+            (f"{PARTS}.{part.name}.scaling", "rollout.n"),
             f"part {part.name} is scaled by {part.scaling}, which compares several responses to a "
             f"prompt, but rollout.n is {n}. Use --rollout_n 4, or scaling zscore.",
         )

@@ -1,37 +1,20 @@
-"""Checks of the algorithm, batches, schedule and reward, and of settings that are not offered."""
+"""Checks of batches and of the reward's sources, settings that are not offered, and remarks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Final
 
-from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.config.derived import (
     critic_mini_batch,
-    lower_clip,
     rejections,
-    upper_clip,
     uses_critic,
     why_recompute_logprobs,
 )
 from ppo_cli.config.layers import DEFAULT, Resolved
 from ppo_cli.config.mixture import has_mixture
-from ppo_cli.config.schema.keys import Clash, table, value_of
+from ppo_cli.config.schema.keys import Clash, Scene
 from ppo_cli.config.schema.run import Config
-
-
-def range_remarks(resolved: Resolved) -> Iterator[str]:
-    """Remark on values far from what usually works; presets and defaults were tried."""
-    kind = resolved.config.actor.policy_loss.loss_mode
-    for name, key in table().items():
-        value, origin = value_of(resolved.config, name), resolved.origins[name]
-        if key.usual is None or value is None or origin.startswith((DEFAULT, "preset ", "verl ")):
-            continue
-        if name.startswith("actor.clip_ratio") and kind != "vanilla":
-            continue  # ratios of sequences, and weights, are clipped elsewhere
-        low, high = key.usual
-        if not low <= value <= high:
-            yield f"{origin}: {name} {value:g} is far from what is usual: {low:g} to {high:g}."
 
 
 def kl_remarks(config: Config) -> Iterator[str]:
@@ -126,12 +109,6 @@ def unsupported_settings(config: Config) -> Iterator[str]:
             "algorithm.rollout_correction.bypass_mode: the actor must compute old log-probs, as "
             f"{why}; leave it out."
         )
-    if (correction.rollout_is_threshold_lower or 0.0) > correction.rollout_is_threshold:
-        yield (
-            "algorithm.rollout_correction.rollout_is_threshold_lower "
-            f"{correction.rollout_is_threshold_lower:g} is above rollout_is_threshold "
-            f"{correction.rollout_is_threshold:g}; swap them."
-        )
     # The verl engine is another program, which only `ppo train` starts.
     if config.trainer.engine == "verl":
         yield (
@@ -145,8 +122,12 @@ def unsupported_settings(config: Config) -> Iterator[str]:
         )
 
 
-def check_batches(config: Config) -> Iterator[Clash]:
-    """A mini-batch must divide the batch; the critic's only when it is set separately."""
+def check_batches(scene: Scene) -> Iterator[Clash]:
+    """A mini-batch must divide the batch; the critic's only when it is set separately.
+
+    Of data and of each trained model, with sizes that are worked out.
+    """
+    config = scene.config
     batch, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
     # The critic's size follows the actor's unless it is set, so only a set one is checked.
     sizes = [("actor.ppo_mini_batch_size", mini)]
@@ -170,204 +151,9 @@ def check_batches(config: Config) -> Iterator[Clash]:
             )
 
 
-def check_estimator(config: Config) -> Iterator[Clash]:
-    """Yield clashes with what the advantage estimator needs.
-
-    That is: groups, parts of the reward, no discount, no warm-up of the critic.
-    """
-    name = config.algorithm.adv_estimator
-    # Groups of at least two responses.
-    if ESTIMATORS[name].grouped and config.rollout.n < 2:
-        yield Clash(
-            ("algorithm.adv_estimator", "rollout.n"),
-            f"the estimator {name} compares several responses to a prompt, but rollout.n is "
-            f"{config.rollout.n}. Use --rollout_n 4, or --adv_estimator gae.",
-        )
-    # Parts of the reward.
-    keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
-    if ESTIMATORS[name].parts:
-        yield from _check_gdpo(config)
-    elif keys or weights:
-        yield Clash(
-            ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
-            f"parts of the reward are only read by gdpo, but the estimator is {name}; use "
-            "--adv_estimator gdpo, or leave them out.",
-        )
-    # Discount and critic.
-    if name == "remax" and config.algorithm.gamma != 1.0:
-        yield Clash(
-            ("algorithm.gamma", "algorithm.adv_estimator"),
-            f"remax has no discount, but algorithm.gamma is {config.algorithm.gamma:g}. "
-            "Use --gamma 1.",
-        )
-    if not uses_critic(config) and config.trainer.critic_warmup:
-        yield Clash(
-            ("trainer.critic_warmup", "algorithm.adv_estimator"),
-            f"the estimator {name} trains no critic, so trainer.critic_warmup "
-            f"{config.trainer.critic_warmup} would leave steps without any update. Use 0.",
-        )
-
-
-def check_dynamic_sampling(config: Config) -> Iterator[Clash]:
-    """What dynamic sampling (algorithm.filter_groups) needs, and data.gen_batch_size without it."""
-    groups, n = config.algorithm.filter_groups, config.rollout.n
-    size, batch = config.data.gen_batch_size, config.data.train_batch_size
-    switch = "algorithm.filter_groups.enable"
-    # A generation batch is only for dynamic sampling.
-    if not groups.enable:
-        if size is not None and size != batch:
-            yield Clash(
-                ("data.gen_batch_size", switch),
-                f"data.gen_batch_size {size} is not data.train_batch_size {batch}, and only "
-                f"dynamic sampling samples other prompts than it trains on: set {switch}=true, or "
-                "leave it out.",
-            )
-        return
-    # Groups that can differ, scores before the next step, scores without noise from the KL.
-    if n < 2:
-        yield Clash(
-            (switch, "rollout.n"),
-            f"{switch} compares several responses to a prompt, not {n}. Use --rollout_n 4.",
-        )
-    if config.trainer.async_steps:
-        yield Clash(
-            (switch, "trainer.async_steps"),
-            f"{switch} waits for scores, so sampling cannot run ahead; leave --async_steps out.",
-        )
-    if groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
-        yield Clash(
-            ("algorithm.filter_groups.metric", "algorithm.use_kl_in_reward"),
-            "with the KL in the reward every seq_final_reward differs: use metric=seq_reward.",
-        )
-
-
-def _check_gdpo(config: Config) -> Iterator[Clash]:
-    """Yield clashes with what gdpo needs, and with settings that it ignores.
-
-    It reads the parts of the reward, not their sum.
-    """
-    algorithm, shaping = config.algorithm, config.reward.shaping
-    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    # Names of the parts, and their weights.
-    if not keys:
-        yield Clash(
-            ("algorithm.adv_estimator",),
-            "gdpo needs the names of the parts of the reward: algorithm.gdpo_reward_keys=[a,b], as "
-            "a reward function returns them next to score, or the names of a mixture's parts.",
-        )
-    if weights and len(weights) != len(keys):
-        yield Clash(
-            ("algorithm.gdpo_reward_weights", "algorithm.gdpo_reward_keys"),
-            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} parts.",
-        )
-    # What changes only the sum has no effect.
-    if algorithm.use_kl_in_reward:
-        yield Clash(
-            ("algorithm.use_kl_in_reward", "algorithm.adv_estimator"),
-            "gdpo reads the parts of the reward, not the KL in it; use actor.use_kl_loss=true "
-            "instead of algorithm.use_kl_in_reward.",
-        )
-    if shaping != type(shaping)():
-        yield Clash(
-            ("reward.shaping", "algorithm.adv_estimator"),
-            "gdpo reads the parts of the reward, not their shaped sum; leave reward.shaping out.",
-        )
-
-
-def check_clip_ranges(config: Config) -> Iterator[Clash]:
-    """The clip ranges must be ordered, below 1, and inside the dual-clip bound."""
-    actor, kind = config.actor, config.actor.policy_loss.loss_mode
-    if lower_clip(actor) >= 1 and kind not in ("cispo", "geo_mean"):
-        yield Clash(
-            ("actor.clip_ratio_low",),
-            f"the lower clip range {lower_clip(actor):g} must be below 1.",
-        )
-    elif lower_clip(actor) > upper_clip(actor) and kind not in ("cispo", "geo_mean"):
-        yield Clash(
-            ("actor.clip_ratio_low", "actor.clip_ratio_high", "actor.clip_ratio"),
-            f"the lower clip range {lower_clip(actor):g} is above the upper one "
-            f"{upper_clip(actor):g}; swap actor.clip_ratio_low and actor.clip_ratio_high.",
-        )
-    # The dual clip bounds negative advantages; it must be above the clip range (arXiv 1912.09729).
-    bound = actor.clip_ratio_c if POLICY_LOSSES[kind].dual else None
-    if bound is not None and upper_clip(actor) + 1 >= bound:
-        yield Clash(
-            ("actor.clip_ratio_c", "actor.clip_ratio_high", "actor.clip_ratio"),
-            f"the dual-clip bound actor.clip_ratio_c {bound:g} is inside the clip "
-            f"range (1 + {upper_clip(actor):g}); use 3, or a smaller range.",
-        )
-
-
-def check_losses(config: Config) -> Iterator[Clash]:
-    """Settings of a loss or a schedule that has no such parameter."""
-    chosen = config.actor.policy_loss
-    if chosen.clip_cov_lb >= chosen.clip_cov_ub:
-        yield Clash(
-            ("actor.policy_loss.clip_cov_lb", "actor.policy_loss.clip_cov_ub"),
-            f"actor.policy_loss.clip_cov_lb {chosen.clip_cov_lb:g} must be below clip_cov_ub "
-            f"{chosen.clip_cov_ub:g}.",
-        )
-    # Divisor and schedule of each model.
-    for who, part in (("actor", config.actor), ("critic", config.critic)):
-        if part.loss_scale_factor is not None and part.loss_agg_mode != "seq-mean-token-sum-norm":
-            yield Clash(
-                (f"{who}.loss_scale_factor", f"{who}.loss_agg_mode"),
-                f"{who}.loss_scale_factor has an effect only with {who}.loss_agg_mode="
-                f"seq-mean-token-sum-norm, not with {part.loss_agg_mode}.",
-            )
-        if part.optim.lr_scheduler_type == "constant" and part.optim.min_lr_ratio:
-            yield Clash(
-                (f"{who}.optim.min_lr_ratio", f"{who}.optim.lr_scheduler_type"),
-                f"{who}.optim.min_lr_ratio is the floor of the cosine; use it with "
-                f"{who}.optim.lr_scheduler_type=cosine.",
-            )
-
-
-def check_kl(config: Config) -> Iterator[Clash]:
-    """The adaptive KL controller needs the KL in the reward and a coefficient above 0."""
-    algorithm = config.algorithm
-    # The controller multiplies the coefficient, so 0 stays 0.
-    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive":
-        if algorithm.kl_ctrl.kl_coef == 0:
-            yield Clash(
-                ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.type"),
-                "an adaptive KL coefficient that starts at 0 stays 0; use --kl_coef 0.001.",
-            )
-    elif algorithm.kl_ctrl.type == "adaptive":
-        yield Clash(
-            ("algorithm.kl_ctrl.type", "algorithm.use_kl_in_reward"),
-            "the adaptive controller sets the weight of the KL in the reward, which is off; set "
-            "algorithm.use_kl_in_reward=true.",
-        )
-
-
-def check_schedule(config: Config) -> Iterator[Clash]:
-    """Critic warm-up and patience must leave something to train and to validate."""
-    warmup, steps = config.trainer.critic_warmup, config.trainer.total_training_steps
-    # Critic warm-up.
-    if steps is not None and 0 < steps <= warmup:
-        yield Clash(
-            ("trainer.critic_warmup", "trainer.total_training_steps"),
-            f"trainer.critic_warmup {warmup} leaves no step to train the actor in {steps} step(s); "
-            "use "
-            f"{steps - 1} or less, or more --max_steps.",
-        )
-    # Patience.
-    if config.trainer.patience is not None and config.trainer.test_freq < 1:
-        yield Clash(
-            ("trainer.patience", "trainer.test_freq"),
-            "--patience counts validations during the run, but there are none; set --test_freq 10.",
-        )
-    if config.trainer.patience is not None and not config.data.val_files:
-        yield Clash(
-            ("trainer.patience", "data.val_files"),
-            "--patience watches validation, but there are no validation prompts: --val_files FILE.",
-        )
-
-
-def check_reward_sources(config: Config) -> Iterator[Clash]:
-    """Without a mixture, only one source may score every row."""
-    reward = config.reward
+def check_reward_sources(scene: Scene) -> Iterator[Clash]:
+    """Without a mixture, only one source may score every row; the mixture is read for that."""
+    reward = scene.config.reward
     sources = {
         "reward.api.enable": ("judge", reward.api.enable),
         "reward.model.path": ("model", reward.model.path is not None),
@@ -391,15 +177,4 @@ def check_reward_sources(config: Config) -> Iterator[Clash]:
             keys,
             f"{', '.join(keys[:-1])} and {keys[-1]} each score every row. Keep one, or "
             f"mix them{out}: {mix}.",
-        )
-
-
-def check_shaping(config: Config) -> Iterator[Clash]:
-    """The over-long penalty must leave some responses without a penalty."""
-    buffer, longest = config.reward.shaping.overlong_buffer, config.data.max_response_length
-    if buffer is not None and buffer > longest:
-        yield Clash(
-            ("reward.shaping.overlong_buffer", "data.max_response_length"),
-            f"reward.shaping.overlong_buffer {buffer} is longer than the longest response "
-            f"({longest} tokens), so every response gets a penalty; use {max(1, longest // 4)}.",
         )

@@ -1,13 +1,15 @@
 """Settings of the algorithm and of the trained models, and how a setting is declared.
 
 The names are verl's without the wrapper. A declaration has every fact about a setting: default,
-range, help, flag, variable, whether a change makes another run, and when it has no effect. The
-command line, the plan, the checks and the reference page read it from there.
+range, help, flag, variable, whether a change makes another run, and when it has no effect. A
+section declares what does not fit together (`Conflict`). The command line, the plan, the checks and
+the reference page read it from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -21,11 +23,31 @@ from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 Identity = Literal["checkpoint", "run", "eval", "start"]
 
 
+@dataclass(frozen=True)
+class Conflict:
+    """Settings that do not fit together; a row in the section that has all of them.
+
+    `keys` are their names below the section. `applies` takes the section. `text` takes the section
+    and its own name with a dot (`actor.`), and says what is wrong and what to do. `example` and
+    `advice` are overrides below the section: an example, and what ends the conflict. A line of verl
+    may have settings that are `unread_by_verl`.
+    """
+
+    keys: str
+    applies: Callable[[Any], bool]
+    text: Callable[[Any, str], str]
+    example: str
+    advice: str
+    unread_by_verl: bool = False
+
+
 class Section(BaseModel):
     """A frozen group of settings; unknown keys are refused."""
 
     # Of settings in this section that do not declare theirs.
     identity: ClassVar[Identity] = "run"
+    # Of this class; those of its bases hold as well.
+    conflicts: ClassVar[tuple[Conflict, ...]] = ()
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
@@ -132,6 +154,18 @@ class Optim(Section):
         (0.9, 0.999), "AdamW's moment decays."
     )
     eps: float = setting(1e-8, "AdamW's epsilon.", gt=0.0, le=1e-2)
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            "min_lr_ratio lr_scheduler_type",
+            lambda s: s.lr_scheduler_type == "constant" and s.min_lr_ratio > 0,
+            lambda s, at: (
+                f"{at}min_lr_ratio is the floor of the cosine; use it with "
+                f"{at}lr_scheduler_type=cosine."
+            ),
+            example="min_lr_ratio=0.1",
+            advice="lr_scheduler_type=cosine",
+        ),
+    )
 
 
 class ActorOptim(Optim):
@@ -207,6 +241,20 @@ class Trained(Section):
         None, "Divisor of seq-mean-token-sum-norm; unset is the response length.", gt=0.0
     )
     fsdp_config: Sharding = section(Sharding)
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            "loss_scale_factor loss_agg_mode",
+            lambda s: (
+                s.loss_scale_factor is not None and s.loss_agg_mode != "seq-mean-token-sum-norm"
+            ),
+            lambda s, at: (
+                f"{at}loss_scale_factor has an effect only with "
+                f"{at}loss_agg_mode=seq-mean-token-sum-norm, not with {s.loss_agg_mode}."
+            ),
+            example="loss_scale_factor=2",
+            advice="loss_agg_mode=seq-mean-token-sum-norm",
+        ),
+    )
 
 
 class PolicyLoss(Section):
@@ -240,6 +288,17 @@ class PolicyLoss(Section):
         unused="not_kl_cov",
     )
     ppo_kl_coef: float = setting(0.1, "Weight of kl_cov's penalty.", ge=0.0, unused="not_kl_cov")
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            "clip_cov_lb clip_cov_ub",
+            lambda s: s.clip_cov_lb >= s.clip_cov_ub,
+            lambda s, at: (
+                f"{at}clip_cov_lb {s.clip_cov_lb:g} must be below clip_cov_ub {s.clip_cov_ub:g}."
+            ),
+            example="clip_cov_lb=5",
+            advice="clip_cov_ub=6",
+        ),
+    )
 
 
 class Actor(Trained):
@@ -287,6 +346,59 @@ class Actor(Trained):
         None, "Stop the epochs of a step when the KL to the old policy passes 1.5 times this.",
         gt=0.0,
     )  # fmt: skip
+
+    @property
+    def lower_clip(self) -> float:
+        """The lower clip range: clip_ratio unless clip_ratio_low is set."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def upper_clip(self) -> float:
+        """The upper clip range: clip_ratio unless clip_ratio_high is set."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+    # cispo and geo_mean clip weights and means, which have no such order. A dual clip bounds
+    # negative advantages, so it is above the clip range (arXiv 1912.09729).
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            "clip_ratio_low",
+            lambda s: s.lower_clip >= 1 and s.policy_loss.loss_mode not in ("cispo", "geo_mean"),
+            lambda s, at: (
+                f"the lower clip range {s.lower_clip:g} must be below 1, such as "
+                f"{at}clip_ratio_low=0.2."
+            ),
+            example="clip_ratio_low=1",
+            advice="clip_ratio_low=0.2",
+        ),
+        Conflict(
+            "clip_ratio_low clip_ratio_high clip_ratio",
+            lambda s: (
+                s.upper_clip < s.lower_clip < 1
+                and s.policy_loss.loss_mode not in ("cispo", "geo_mean")
+            ),
+            lambda s, at: (
+                f"the lower clip range {s.lower_clip:g} is above the upper one {s.upper_clip:g}; "
+                f"swap {at}clip_ratio_low and {at}clip_ratio_high."
+            ),
+            example="clip_ratio_low=0.3 clip_ratio_high=0.2",
+            advice="clip_ratio_low=0.2 clip_ratio_high=0.3",
+        ),
+        Conflict(
+            "clip_ratio_c clip_ratio_high clip_ratio",
+            lambda s: (
+                POLICY_LOSSES[s.policy_loss.loss_mode].dual
+                and s.clip_ratio_c is not None
+                and s.upper_clip + 1 >= s.clip_ratio_c
+            ),
+            lambda s, at: (
+                f"the dual-clip bound {at}clip_ratio_c {s.clip_ratio_c:g} is inside the clip range "
+                f"(1 + {s.upper_clip:g}); use {at}clip_ratio_c={s.upper_clip + 2:g}, or a smaller "
+                "range."
+            ),
+            example="clip_ratio_high=2",
+            advice="clip_ratio_c=4",
+        ),
+    )
 
 
 class CriticModel(Section):
@@ -409,6 +521,18 @@ class RolloutCorrection(Section):
         "Largest value of each, separated by commas, or one for all; of k1 a ratio, or two: "
         "0.5_2.0.",
     )
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            "rollout_is_threshold_lower rollout_is_threshold",
+            lambda s: (s.rollout_is_threshold_lower or 0.0) > s.rollout_is_threshold,
+            lambda s, at: (
+                f"{at}rollout_is_threshold_lower {s.rollout_is_threshold_lower:g} is above "
+                f"{at}rollout_is_threshold {s.rollout_is_threshold:g}; swap them."
+            ),
+            example="rollout_is_threshold_lower=3",
+            advice="rollout_is_threshold_lower=2 rollout_is_threshold=3",
+        ),
+    )
 
 
 class FilterGroups(Section):
@@ -477,3 +601,98 @@ class Algorithm(Section):
     kl_ctrl: KlControl = section(KlControl)
     rollout_correction: RolloutCorrection = section(RolloutCorrection)
     filter_groups: FilterGroups = section(FilterGroups)
+
+    # gdpo reads the parts of the reward, not their sum. The adaptive controller multiplies the
+    # coefficient, so 0 stays 0.
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            "gdpo_reward_keys gdpo_reward_weights",
+            lambda s: (
+                not ESTIMATORS[s.adv_estimator].parts
+                and bool(s.gdpo_reward_keys or s.gdpo_reward_weights)
+            ),
+            lambda s, at: (
+                f"parts of the reward are only read by gdpo, but the estimator is "
+                f"{s.adv_estimator}; use --adv_estimator gdpo, or leave them out."
+            ),
+            example="gdpo_reward_keys=[a]",
+            advice="adv_estimator=gdpo",
+        ),
+        Conflict(
+            "adv_estimator",
+            lambda s: ESTIMATORS[s.adv_estimator].parts and not s.gdpo_reward_keys,
+            lambda s, at: (
+                f"gdpo needs the names of the parts of the reward: {at}gdpo_reward_keys=[a,b], as "
+                "a reward function returns them next to score, or the names of a mixture's parts."
+            ),
+            example="adv_estimator=gdpo",
+            advice="gdpo_reward_keys=[a,b]",
+        ),
+        Conflict(
+            "gdpo_reward_weights gdpo_reward_keys",
+            lambda s: (
+                ESTIMATORS[s.adv_estimator].parts
+                and len(s.gdpo_reward_weights) not in (0, len(s.gdpo_reward_keys))
+            ),
+            lambda s, at: (
+                f"{at}gdpo_reward_weights has {len(s.gdpo_reward_weights)} numbers for "
+                f"{len(s.gdpo_reward_keys)} parts."
+            ),
+            example="adv_estimator=gdpo gdpo_reward_keys=[a,b] gdpo_reward_weights=[1]",
+            advice="gdpo_reward_weights=[1,2]",
+        ),
+        Conflict(
+            "use_kl_in_reward adv_estimator",
+            lambda s: ESTIMATORS[s.adv_estimator].parts and s.use_kl_in_reward,
+            lambda s, at: (
+                "gdpo reads the parts of the reward, not the KL in it; use actor.use_kl_loss=true "
+                f"instead of {at}use_kl_in_reward."
+            ),
+            example="adv_estimator=gdpo gdpo_reward_keys=[a] use_kl_in_reward=true",
+            advice="use_kl_in_reward=false",
+        ),
+        Conflict(
+            "gamma adv_estimator",
+            lambda s: s.adv_estimator == "remax" and s.gamma != 1.0,
+            lambda s, at: f"remax has no discount, but {at}gamma is {s.gamma:g}. Use --gamma 1.",
+            example="adv_estimator=remax gamma=0.9",
+            advice="gamma=1",
+        ),
+        Conflict(
+            "filter_groups.metric use_kl_in_reward",
+            lambda s: (
+                s.filter_groups.enable
+                and s.filter_groups.metric == "seq_final_reward"
+                and s.use_kl_in_reward
+            ),
+            lambda s, at: (
+                "with the KL in the reward every seq_final_reward differs: use "
+                f"{at}filter_groups.metric=seq_reward."
+            ),
+            example="filter_groups.enable=true filter_groups.metric=seq_final_reward",
+            advice="filter_groups.metric=seq_reward",
+        ),
+        Conflict(
+            "kl_ctrl.kl_coef kl_ctrl.type",
+            lambda s: (
+                s.use_kl_in_reward and s.kl_ctrl.type == "adaptive" and s.kl_ctrl.kl_coef == 0
+            ),
+            lambda s, at: (
+                "an adaptive KL coefficient that starts at 0 stays 0; use --kl_coef 0.001."
+            ),
+            example="kl_ctrl.type=adaptive kl_ctrl.kl_coef=0",
+            advice="kl_ctrl.kl_coef=0.001",
+            unread_by_verl=True,
+        ),
+        Conflict(
+            "kl_ctrl.type use_kl_in_reward",
+            lambda s: s.kl_ctrl.type == "adaptive" and not s.use_kl_in_reward,
+            lambda s, at: (
+                "the adaptive controller sets the weight of the KL in the reward, which is off; "
+                f"set {at}use_kl_in_reward=true."
+            ),
+            example="kl_ctrl.type=adaptive use_kl_in_reward=false",
+            advice="use_kl_in_reward=true",
+            unread_by_verl=True,
+        ),
+    )

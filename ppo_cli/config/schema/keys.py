@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -17,7 +17,8 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ppo_cli.config.schema.algorithm import Identity, Section
+from ppo_cli.config.schema.algorithm import Conflict, Identity, Section
+from ppo_cli.config.schema.reward import ApiReward, ModelReward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import did_you_mean
 
@@ -67,6 +68,41 @@ class Clash:
 
     keys: tuple[str, ...]
     text: str
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a check of several sections looks at: settings, visible GPUs, variables."""
+
+    config: Config
+    gpus: int
+    environ: Mapping[str, str]
+
+
+def find_conflicts(section: Section, at: str = "", *, verl: bool = False) -> Iterator[Clash]:
+    """Yield the declared conflicts of a section and of those below it, by keys below it.
+
+    `at` is its name with a dot, for the sentences.
+    """
+    return _walk_conflicts(section, at, "", verl)
+
+
+def _walk_conflicts(section: Section, at: str, below: str, verl: bool) -> Iterator[Clash]:
+    for row in declared_conflicts(type(section)):
+        if not (verl and row.unread_by_verl) and row.applies(section):
+            keys = tuple(f"{below}{key}" for key in row.keys.split())
+            yield Clash(keys, row.text(section, f"{at}{below}"))
+    for name in type(section).model_fields:
+        inner = getattr(section, name)
+        # A judge and a reward model are checked where they score, with what a part sets.
+        if isinstance(inner, Section) and not isinstance(inner, ApiReward | ModelReward):
+            yield from _walk_conflicts(inner, at, f"{below}{name}.", verl)
+
+
+def declared_conflicts(kind: type[Section]) -> Iterator[Conflict]:
+    """Yield the rows of a section and of its bases."""
+    for cls in kind.__mro__:
+        yield from cls.__dict__.get("conflicts", ())
 
 
 @cache
@@ -195,6 +231,20 @@ def describe_range(key: Key) -> str:
     ]
     limits += ["not empty" for name, _ in key.limits if name == "min_length"]
     return ", ".join(limits)
+
+
+def range_remarks(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
+    """Remark on values far from what usually works; presets and defaults were tried."""
+    kind = config.actor.policy_loss.loss_mode
+    for name, key in table().items():
+        value, origin = value_of(config, name), origins[name]
+        if key.usual is None or value is None or origin.startswith(("default", "preset ", "verl ")):
+            continue
+        if name.startswith("actor.clip_ratio") and kind != "vanilla":
+            continue  # ratios of sequences, and weights, are clipped elsewhere
+        low, high = key.usual
+        if not low <= value <= high:
+            yield f"{origin}: {name} {value:g} is far from what is usual: {low:g} to {high:g}."
 
 
 def _format_limit(limit: float) -> str:

@@ -9,7 +9,14 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from ppo_cli.config.models.known_models import HEADS, JUDGES, SERVED
-from ppo_cli.config.schema.algorithm import Identity, Section, checked, section, setting
+from ppo_cli.config.schema.algorithm import (
+    Conflict,
+    Identity,
+    Section,
+    checked,
+    section,
+    setting,
+)
 from ppo_cli.errors import did_you_mean
 from ppo_cli.redact import redact, redact_url
 
@@ -114,6 +121,17 @@ def _check_device_name(name: str) -> None:
         raise ValueError(f"'{name}' is not a device; use cpu, cuda or cuda:1")
 
 
+# A key's variable for a provider that takes no key; of a judge, and of the second one.
+_KEYLESS = Conflict(
+    "key_env",
+    lambda s: s.model is not None and s.key_env is not None and not JUDGES[s.type].keys,
+    lambda s, at: (
+        f"{at}key_env is set, and a judge at {s.type} takes no key, but Google's credentials: "
+        "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login."
+    ),
+    example="type=vertex model=m key_env=MINE",
+    advice="key_env=null",
+)
 # Types of settings that several sections share.
 Address = Annotated[str | None, checked(check_judge_address)]
 Variable = Annotated[str | None, checked(_check_variable_name)]
@@ -162,6 +180,7 @@ class Monitor(Section):
         50, "Steps between two readings of the labelled responses; the first is at the start.",
         flag="--rm_monitor_labels_every", ge=1, unused="no_labels",
     )  # fmt: skip
+    conflicts: ClassVar[tuple[Conflict, ...]] = (_KEYLESS,)
 
 
 class LocalJudge(Section):
@@ -353,6 +372,77 @@ class ApiReward(Section):
     )  # fmt: skip
     local: LocalJudge = section(LocalJudge, unused="judge_elsewhere")
     monitor: Monitor = section(Monitor)
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        *(
+            Conflict(
+                "price_input price_output",
+                lambda s, given=given, absent=absent: (
+                    getattr(s, f"price_{given}") is not None
+                    and getattr(s, f"price_{absent}") is None
+                ),
+                lambda s, at, absent=absent: (
+                    f"one price is given, and --rm_price_{absent} is missing; give both, in US "
+                    f"dollars for a million tokens ({at}price_input and price_output)."
+                ),
+                example=f"price_{given}=1",
+                advice=f"price_{absent}=1",
+            )
+            for given, absent in (("input", "output"), ("output", "input"))
+        ),
+        # A decision endpoint returns the probability of each level of the scale.
+        Conflict(
+            "mode type",
+            lambda s: s.mode == "decision" and JUDGES[s.type].decides is None,
+            lambda s, at: (
+                f"{s.type} has no decision endpoint; use --rm_mode text, or the decision model of "
+                f"{' or '.join(name for name, api in JUDGES.items() if api.decides)}."
+            ),
+            example="mode=decision type=claude",
+            advice="mode=text",
+        ),
+        Conflict(
+            "mode rubric",
+            lambda s: s.mode == "decision" and s.rubric is not None,
+            lambda s, at: (
+                "a decision endpoint gives one score and decides no criteria; use --rm_mode text, "
+                "or leave --rm_rubric out."
+            ),
+            example="mode=decision type=openai rubric=extra_info.r",
+            advice="mode=text",
+        ),
+        Conflict(
+            "mode rubric",
+            lambda s: s.mode == "compare" and s.rubric is not None,
+            lambda s, at: (
+                "criteria are decided for each response by itself, and --rm_mode compare decides "
+                "which one is better; leave --rm_rubric out, or use --rm_mode text."
+            ),
+            example="mode=compare compare=ground_truth rubric=extra_info.r",
+            advice="mode=text",
+        ),
+        Conflict(
+            "mode monitor.labels",
+            lambda s: s.mode == "compare" and s.monitor.labels is not None,
+            lambda s, at: (
+                "labelled responses (--rm_monitor_labels) are scored one by one, and --rm_mode "
+                "compare gives no such score; leave them out, or use --rm_mode text."
+            ),
+            example="mode=compare compare=ground_truth monitor.labels=f.jsonl",
+            advice="mode=text",
+        ),
+        # Batch APIs answer within hours; a step cannot wait for that.
+        Conflict(
+            "batch_wait",
+            lambda s: s.batch_wait is not None,
+            lambda s, at: (
+                f"{at}batch_wait: a run never waits for a batch; give --batch to "
+                "`ppo reward score`, calibrate or audit."
+            ),
+            example="batch_wait=9",
+            advice="batch_wait=null",
+        ),
+        _KEYLESS,
+    )
 
     @property
     def has_budget(self) -> bool:

@@ -9,9 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator
 
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.schema.algorithm import (
     Actor,
     Algorithm,
+    Conflict,
     Critic,
     Identity,
     NotZero,
@@ -410,6 +412,56 @@ class Trainer(Section):
         300, "Seconds to wait for nodes, at the start and when one is lost.",
         flag="--node_timeout", ge=1, unused="no_workers",
     )  # fmt: skip
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            "critic_warmup total_training_steps",
+            lambda s: (
+                s.total_training_steps is not None and 0 < s.total_training_steps <= s.critic_warmup
+            ),
+            lambda s, at: (
+                f"{at}critic_warmup {s.critic_warmup} leaves no step to train the actor in "
+                f"{s.total_training_steps} step(s); use {at}critic_warmup="
+                f"{s.total_training_steps - 1} or less, or more --max_steps."
+            ),
+            example="critic_warmup=3 total_training_steps=3",
+            advice="critic_warmup=2",
+        ),
+        Conflict(
+            "patience test_freq",
+            lambda s: s.patience is not None and s.test_freq < 1,
+            lambda s, at: (
+                "--patience counts validations during the run, but there are none; set "
+                "--test_freq 10."
+            ),
+            example="patience=2",
+            advice="test_freq=10",
+        ),
+        # The bridge checks the nodes and devices of verl's engine.
+        Conflict(
+            "node_rank nnodes",
+            lambda s: s.engine != "verl" and (s.node_rank or 0) >= s.nnodes,
+            lambda s, at: (
+                f"{at}node_rank {s.node_rank} does not exist among {s.nnodes} node(s); ranks go "
+                f"from 0 to {s.nnodes - 1}."
+            ),
+            example="nnodes=2 node_rank=2 master_addr=host",
+            advice="node_rank=1",
+        ),
+        Conflict(
+            "pipeline_parallel_size",
+            lambda s: s.engine != "verl" and s.pipeline_parallel_size > 1,
+            lambda s, at: (
+                f"{at}pipeline_parallel_size {s.pipeline_parallel_size} is not offered: "
+                f"{SHARDING_NOTE}. Use 1."
+            ),
+            example="pipeline_parallel_size=2",
+            advice="pipeline_parallel_size=1",
+        ),
+    )
+
+
+# What this program offers in place of Megatron and pipelines.
+SHARDING_NOTE = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
 
 
 class Config(Section):
@@ -424,3 +476,159 @@ class Config(Section):
     rollout: Rollout = section(Rollout)
     reward: Reward = section(Reward)
     trainer: Trainer = section(Trainer)
+
+    # Conflicts of settings in different sections.
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        # The estimator: groups of responses, a critic, parts of the reward in place of their sum.
+        Conflict(
+            "algorithm.adv_estimator rollout.n",
+            lambda c: ESTIMATORS[c.algorithm.adv_estimator].grouped and c.rollout.n < 2,
+            lambda c, at: (
+                f"the estimator {c.algorithm.adv_estimator} compares several responses to a "
+                f"prompt, but rollout.n is {c.rollout.n}. Use --rollout_n 4, or --adv_estimator "
+                "gae."
+            ),
+            example="algorithm.adv_estimator=grpo",
+            advice="rollout.n=4",
+        ),
+        Conflict(
+            "trainer.critic_warmup algorithm.adv_estimator",
+            lambda c: (
+                c.trainer.critic_warmup > 0 and not ESTIMATORS[c.algorithm.adv_estimator].critic
+            ),
+            lambda c, at: (
+                f"the estimator {c.algorithm.adv_estimator} trains no critic, so "
+                f"trainer.critic_warmup {c.trainer.critic_warmup} would leave steps without any "
+                "update. Use 0."
+            ),
+            example="trainer.critic_warmup=2 algorithm.adv_estimator=reinforce_plus_plus",
+            advice="trainer.critic_warmup=0",
+        ),
+        Conflict(
+            "reward.shaping algorithm.adv_estimator",
+            lambda c: (
+                ESTIMATORS[c.algorithm.adv_estimator].parts
+                and c.reward.shaping != type(c.reward.shaping)()
+            ),
+            lambda c, at: (
+                "gdpo reads the parts of the reward, not their shaped sum; leave reward.shaping "
+                "out."
+            ),
+            example="algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a] rollout.n=2 "
+            "reward.shaping.reward_clip=5",
+            advice="reward.shaping.reward_clip=null",
+        ),
+        # Dynamic sampling: groups that can differ, and scores before the next step.
+        Conflict(
+            "data.gen_batch_size algorithm.filter_groups.enable",
+            lambda c: (
+                not c.algorithm.filter_groups.enable
+                and c.data.gen_batch_size not in (None, c.data.train_batch_size)
+            ),
+            lambda c, at: (
+                f"data.gen_batch_size {c.data.gen_batch_size} is not data.train_batch_size "
+                f"{c.data.train_batch_size}, and only dynamic sampling samples other prompts than "
+                "it trains on: set algorithm.filter_groups.enable=true, or leave it out."
+            ),
+            example="data.gen_batch_size=512 rollout.n=2",
+            advice="algorithm.filter_groups.enable=true",
+        ),
+        Conflict(
+            "algorithm.filter_groups.enable rollout.n",
+            lambda c: c.algorithm.filter_groups.enable and c.rollout.n < 2,
+            lambda c, at: (
+                "algorithm.filter_groups.enable compares several responses to a prompt, not "
+                f"{c.rollout.n}. Use --rollout_n 4."
+            ),
+            example="algorithm.filter_groups.enable=true",
+            advice="rollout.n=4",
+        ),
+        Conflict(
+            "algorithm.filter_groups.enable trainer.async_steps",
+            lambda c: c.algorithm.filter_groups.enable and c.trainer.async_steps > 0,
+            lambda c, at: (
+                "algorithm.filter_groups.enable waits for scores, so sampling cannot run ahead; "
+                "leave --async_steps out."
+            ),
+            example="algorithm.filter_groups.enable=true rollout.n=2 trainer.async_steps=1",
+            advice="trainer.async_steps=0",
+        ),
+        Conflict(
+            "trainer.patience data.val_files",
+            lambda c: c.trainer.patience is not None and not c.data.val_files,
+            lambda c, at: (
+                "--patience watches validation, but there are no validation prompts: --val_files "
+                "FILE."
+            ),
+            example="trainer.patience=2 trainer.test_freq=5 data.val_files=[]",
+            advice="data.val_files=x.jsonl",
+        ),
+        # The over-long penalty leaves some responses without a penalty.
+        Conflict(
+            "reward.shaping.overlong_buffer data.max_response_length",
+            lambda c: (c.reward.shaping.overlong_buffer or 0) > c.data.max_response_length,
+            lambda c, at: (
+                f"reward.shaping.overlong_buffer {c.reward.shaping.overlong_buffer} is longer than "
+                f"the longest response ({c.data.max_response_length} tokens), so every response "
+                f"gets a penalty; use --overlong_buffer {max(1, c.data.max_response_length // 4)}."
+            ),
+            example="reward.shaping.overlong_buffer=33 data.max_response_length=32",
+            advice="reward.shaping.overlong_buffer=8",
+        ),
+        # Models and samplers; the bridge checks those of verl's engine.
+        *(
+            Conflict(
+                f"{who}.strategy",
+                lambda c, who=who: (
+                    c.trainer.engine != "verl" and getattr(c, who).strategy == "megatron"
+                ),
+                lambda c, at, who=who: (
+                    f"{who}.strategy megatron is not offered: {SHARDING_NOTE}. Use "
+                    f"{who}.strategy=fsdp2."
+                ),
+                example=f"{who}.strategy=megatron",
+                advice=f"{who}.strategy=fsdp2",
+            )
+            for who in ("actor", "critic")
+        ),
+        Conflict(
+            "rollout.name",
+            lambda c: c.trainer.engine != "verl" and c.rollout.name in ("sglang", "trtllm"),
+            lambda c, at: (
+                f"rollout.name {c.rollout.name} is not offered here, only by verl. Use "
+                "--rollout_name vllm, or hf."
+            ),
+            example="rollout.name=trtllm",
+            advice="rollout.name=vllm",
+        ),
+        Conflict(
+            "rollout.partial_tokens trainer.async_steps",
+            lambda c: (
+                c.trainer.engine != "verl"
+                and c.rollout.partial_tokens is not None
+                and c.trainer.async_steps == 0
+            ),
+            lambda c, at: (
+                f"rollout.partial_tokens {c.rollout.partial_tokens} is for responses that are "
+                "sampled ahead of training, and none are; use --async_steps 2, or leave it out."
+            ),
+            example="rollout.partial_tokens=64",
+            advice="trainer.async_steps=2",
+        ),
+        # A discarded base model never comes back when only the LoRA adapter is sent.
+        Conflict(
+            "rollout.sleep model.lora_merge",
+            lambda c: (
+                c.trainer.engine != "verl"
+                and c.rollout.sleep == "discard"
+                and c.model.lora_rank > 0
+                and not c.model.lora_merge
+            ),
+            lambda c, at: (
+                "rollout.sleep discard gives up the base model, and only the LoRA adapter is sent "
+                "again; use keep or offload, or model.lora_merge=true."
+            ),
+            example="rollout.sleep=discard model.lora_rank=8",
+            advice="model.lora_merge=true",
+        ),
+    )

@@ -25,7 +25,6 @@ from ppo_cli.algo.losses import (
     value_loss,
 )
 from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
-from ppo_cli.config.derived import lower_clip, upper_clip
 from ppo_cli.config.memory.model import KEPT_LOGITS, LOGIT_CHUNK
 from ppo_cli.config.schema.algorithm import Actor as ActorSettings
 from ppo_cli.config.schema.algorithm import Critic as CriticSettings
@@ -328,8 +327,8 @@ class ActorLearner(ModelLearner):
             batch.advantages_BT,
             batch.loss_mask_BT,
             share=getattr(s.policy_loss, f"{kind}_ratio"),
-            clip_low=lower_clip(s),
-            clip_high=upper_clip(s),
+            clip_low=s.lower_clip,
+            clip_high=s.upper_clip,
             cov_low=s.policy_loss.clip_cov_lb,
             cov_high=s.policy_loss.clip_cov_ub,
         )
@@ -362,8 +361,8 @@ class ActorLearner(ModelLearner):
             micro_batch.select(batch.advantages_BT),
             mask_BT,
             kind=s.policy_loss.loss_mode,
-            clip_low=lower_clip(s),
-            clip_high=upper_clip(s),
+            clip_low=s.lower_clip,
+            clip_high=s.upper_clip,
             dual_clip=s.clip_ratio_c,
             chosen_BT=None if self._chosen_BT is None else micro_batch.select(self._chosen_BT),
             kl_coef=s.policy_loss.ppo_kl_coef,

@@ -20,10 +20,8 @@ from typing import Any, Final
 from ppo_cli.config.derived import (
     critic_mini_batch,
     critic_path,
-    lower_clip,
     micro_batch_tokens,
     sampler_seed,
-    upper_clip,
 )
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of
 from ppo_cli.config.models.bundled import model_folder
@@ -201,8 +199,8 @@ def _write_clip_ratios(config: Config) -> Values:
     # verl always applies the dual clip, so "none" becomes a bound that is never reached.
     return {
         f"{actor}.clip_ratio": config.actor.clip_ratio,
-        f"{actor}.clip_ratio_low": lower_clip(config.actor),
-        f"{actor}.clip_ratio_high": upper_clip(config.actor),
+        f"{actor}.clip_ratio_low": config.actor.lower_clip,
+        f"{actor}.clip_ratio_high": config.actor.upper_clip,
         f"{actor}.clip_ratio_c": NO_LIMIT if bound is None else bound,
     }
 
