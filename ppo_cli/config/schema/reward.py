@@ -132,6 +132,24 @@ _KEYLESS = Conflict(
     example="type=vertex model=m key_env=MINE",
     advice="key_env=null",
 )
+
+
+def _lone_price(given: str, absent: str) -> Conflict:
+    """Return the conflict of one price without the other."""
+    return Conflict(
+        "price_input price_output",
+        lambda s: (
+            getattr(s, f"price_{given}") is not None and getattr(s, f"price_{absent}") is None
+        ),
+        lambda s, at: (
+            f"one price is given, and --rm_price_{absent} is missing; give both, in US dollars "
+            f"for a million tokens ({at}price_input and price_output)."
+        ),
+        example=f"price_{given}=1",
+        advice=f"price_{absent}=1",
+    )
+
+
 # Types of settings that several sections share.
 Address = Annotated[str | None, checked(check_judge_address)]
 Variable = Annotated[str | None, checked(_check_variable_name)]
@@ -373,22 +391,8 @@ class ApiReward(Section):
     local: LocalJudge = section(LocalJudge, unused="judge_elsewhere")
     monitor: Monitor = section(Monitor)
     conflicts: ClassVar[tuple[Conflict, ...]] = (
-        *(
-            Conflict(
-                "price_input price_output",
-                lambda s, given=given, absent=absent: (
-                    getattr(s, f"price_{given}") is not None
-                    and getattr(s, f"price_{absent}") is None
-                ),
-                lambda s, at, absent=absent: (
-                    f"one price is given, and --rm_price_{absent} is missing; give both, in US "
-                    f"dollars for a million tokens ({at}price_input and price_output)."
-                ),
-                example=f"price_{given}=1",
-                advice=f"price_{absent}=1",
-            )
-            for given, absent in (("input", "output"), ("output", "input"))
-        ),
+        _lone_price("input", "output"),
+        _lone_price("output", "input"),
         # A decision endpoint returns the probability of each level of the scale.
         Conflict(
             "mode type",

@@ -464,6 +464,19 @@ class Trainer(Section):
 SHARDING_NOTE = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
 
 
+def _megatron(who: str) -> Conflict:
+    """Return the conflict of a trained model's strategy with what is offered."""
+    return Conflict(
+        f"{who}.strategy",
+        lambda c: c.trainer.engine != "verl" and getattr(c, who).strategy == "megatron",
+        lambda c, at: (
+            f"{who}.strategy megatron is not offered: {SHARDING_NOTE}. Use {who}.strategy=fsdp2."
+        ),
+        example=f"{who}.strategy=megatron",
+        advice=f"{who}.strategy=fsdp2",
+    )
+
+
 class Config(Section):
     """Everything that a run depends on."""
 
@@ -576,21 +589,8 @@ class Config(Section):
             advice="reward.shaping.overlong_buffer=8",
         ),
         # Models and samplers; the bridge checks those of verl's engine.
-        *(
-            Conflict(
-                f"{who}.strategy",
-                lambda c, who=who: (
-                    c.trainer.engine != "verl" and getattr(c, who).strategy == "megatron"
-                ),
-                lambda c, at, who=who: (
-                    f"{who}.strategy megatron is not offered: {SHARDING_NOTE}. Use "
-                    f"{who}.strategy=fsdp2."
-                ),
-                example=f"{who}.strategy=megatron",
-                advice=f"{who}.strategy=fsdp2",
-            )
-            for who in ("actor", "critic")
-        ),
+        _megatron("actor"),
+        _megatron("critic"),
         Conflict(
             "rollout.name",
             lambda c: c.trainer.engine != "verl" and c.rollout.name in ("sglang", "trtllm"),
