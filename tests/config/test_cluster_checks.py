@@ -27,7 +27,7 @@ def proven_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("critic.strategy=megatron", "critic.strategy megatron is not offered: models are sh"),
         ("trainer.pipeline_parallel_size=2", "pipeline_parallel_size 2 is not offered: models ar"),
-        ("rollout.name=trtllm", "only by verl. Use vllm, or hf"),
+        ("rollout.name=trtllm", "only by verl. Use --rollout_name vllm"),
         ("trainer.nnodes=2 trainer.master_addr=h", "--node_rank 0"),
         ("trainer.nnodes=2 trainer.node_rank=2 trainer.master_addr=h", "ranks go from 0 to 1"),
         ("trainer.nnodes=2 trainer.node_rank=1", "--master_addr HOST"),

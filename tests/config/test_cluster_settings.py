@@ -16,6 +16,7 @@ from ppo_cli.config.placement import (
     placement_of,
     plan_devices,
 )
+from ppo_cli.config.schema.keys import Scene
 from ppo_cli.config.schema.run import Config
 
 SMALL = st.integers(1, 4)
@@ -73,7 +74,7 @@ CONFIGS = st.fixed_dictionaries(
 @given(CONFIGS, st.sampled_from([0, 0, 1, 8]))
 def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int) -> None:
     config = Config.model_validate(overrides)
-    clashes = [clash.text for clash in check_devices(config, gpus)]
+    clashes = [clash.text for clash in check_devices(Scene(config, gpus, {}))]
     assert all(text[-1] == "." and "\n" not in text for text in clashes)
     if [text for text in clashes if "nodes need" not in text]:
         return

@@ -6,6 +6,7 @@ import pytest
 
 from ppo_cli.config import derived, placement
 from ppo_cli.config.checks.unused import find_unused
+from ppo_cli.config.schema.algorithm import Actor
 from ppo_cli.config.schema.run import Config
 from tests.config.settling import problems, settle
 
@@ -19,13 +20,13 @@ def config_of(overrides: str) -> Config:
 
 def test_one_setting_stands_in_for_another_only_while_that_is_unset() -> None:
     wrong = [
-        (overrides, function.__name__, value)
+        (overrides, function, value)
         for overrides, function, expected in [
-            ("actor.clip_ratio=0.3", derived.lower_clip, 0.3),
-            ("actor.clip_ratio=0.3", derived.upper_clip, 0.3),
-            ("actor.clip_ratio=0.3 actor.clip_ratio_low=0.1", derived.lower_clip, 0.1),
-            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", derived.lower_clip, 0.1),
-            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", derived.upper_clip, 0.3),
+            ("actor.clip_ratio=0.3", Actor.lower_clip.fget, 0.3),
+            ("actor.clip_ratio=0.3", Actor.upper_clip.fget, 0.3),
+            ("actor.clip_ratio=0.3 actor.clip_ratio_low=0.1", Actor.lower_clip.fget, 0.1),
+            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", Actor.lower_clip.fget, 0.1),
+            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", Actor.upper_clip.fget, 0.3),
             ("data.train_batch_size=12 actor.ppo_mini_batch_size=6", derived.critic_mini_batch, 6),
             (
                 "data.train_batch_size=12 actor.ppo_mini_batch_size=6 critic.ppo_mini_batch_size=3",

@@ -55,7 +55,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "--reward judge:0.33 --reward model:0.33 --reward rule:0.33",
         ),
         ("reward.shaping.overlong_buffer=513", "is longer than the longest response"),
-        ("reward.shaping.overlong_buffer=600 data.max_response_length=40", "use 10"),
+        ("reward.shaping.overlong_buffer=600 data.max_response_length=40", "overlong_buffer 10"),
     ],
 )
 def test_a_clash_is_told_with_its_mend(overrides: str, message: str) -> None:

@@ -305,7 +305,7 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
     ("overrides", "message"),
     [
         ("actor.strategy=megatron", "sharded with FSDP2"),
-        ("rollout.name=sglang", "only by verl. Use vllm, or hf"),
+        ("rollout.name=sglang", "only by verl. Use --rollout_name vllm"),
         ("actor.strategy=veomni", "is not one of fsdp2, fsdp."),
         ("actor.policy_loss.tau_pos=1.0 actor.policy_loss.loss_mode=sapo", "loss that is not off"),
         ("actor.policy_loss.clip_cov_lb=6", "must be below clip_cov_ub 5"),
