@@ -8,6 +8,9 @@ from typing import Any
 
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.resolve import resolve
+from ppo_cli.config.schema.keys import nest_values, table
+from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.values import read_value
 from ppo_cli.errors import ConfigError
 
 ENV = {"MODEL_PATH": "some/model", "CUDA_VISIBLE_DEVICES": ""}
@@ -52,3 +55,10 @@ def written(text: str) -> str:
     """Write a reward file into the folder where the test is, and return its name."""
     Path("r.yaml").write_text(text, encoding="utf-8")
     return "r.yaml"
+
+
+def unchecked(overrides: str) -> Config:
+    """Settings that no check has seen, as on any machine."""
+    pairs = (override.partition("=") for override in overrides.split())
+    values = {name: read_value(table()[name], raw) for name, _, raw in pairs}
+    return Config.model_validate(nest_values(values))

@@ -9,7 +9,6 @@ import pytest
 from ppo_cli.config.models import bundled
 from ppo_cli.config.plan import make_plan
 from ppo_cli.config.resolve import resolve
-from ppo_cli.errors import ConfigError
 
 ENV = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -45,23 +44,6 @@ def test_a_preset_for_gpus_plans_and_says_that_it_is_not_measured(
     assert len(plan["placement"]["train"]) == gpus
     head = bundled.preset_path(name).read_text(encoding="utf-8").split("\nmodel:")[0]
     assert "not measured yet" in head.replace("\n# ", " ")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gms8k", "Did you mean 'gsm8k'?"),
-        ("xyz", "Known: "),
-        ("8gpu", "Did you mean 'qwen2.5-7b-8gpu'?"),
-        ("qwen2.5", "Known: gsm8k-qwen2.5-0.5b, qwen2.5-7b-8gpu."),
-        ("my.yaml", "--config my.yaml"),
-        ("../embedded", "--config ../embedded"),
-    ],
-)
-def test_an_unknown_preset_is_told(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match="there is no preset") as caught:
-        bundled.preset_path(name)
-    assert message in str(caught.value)
 
 
 def test_bundled_files_lie_inside_the_package_or_beside_it(

@@ -9,59 +9,9 @@ from ppo_cli.config.derived import uses_reference
 from ppo_cli.config.models.bundled import preset_names
 from ppo_cli.config.plan import make_plan
 from ppo_cli.errors import ConfigError
-from tests.config.settling import problems, settle, were_accepted
+from tests.config.settling import settle, were_accepted
 
 FILE = "data.train_files=x.jsonl"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            "data.train_batch_size=32 actor.ppo_mini_batch_size=64",
-            "actor.ppo_mini_batch_size 64 is larger",
-        ),
-        ("data.train_batch_size=100 actor.ppo_mini_batch_size=48", "Use a mini-batch of 25, or"),
-        ("critic.ppo_mini_batch_size=100", "not divisible by critic.ppo_mini_batch_size 100"),
-        ("algorithm.adv_estimator=grpo", "Use --rollout_n 4"),
-        ("algorithm.adv_estimator=rloo", "rollout.n is 1"),
-        ("algorithm.adv_estimator=opo", "rollout.n is 1"),
-        ("algorithm.adv_estimator=reinforce_plus_plus_baseline", "rollout.n is 1"),
-        ("algorithm.adv_estimator=remax algorithm.gamma=0.9", "--gamma 1"),
-        ("algorithm.adv_estimator=reinforce_plus_plus trainer.critic_warmup=2", "no critic"),
-        ("actor.clip_ratio_low=0.3", "swap"),
-        ("actor.clip_ratio_high=2.5", "dual-clip bound"),
-        ("actor.loss_scale_factor=2", "seq-mean-token-sum-norm"),
-        ("critic.optim.min_lr_ratio=0.1", "lr_scheduler_type=cosine"),
-        ("actor.optim.betas=[0.9,1.0]", "below 1"),
-        ("algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0", "stays 0"),
-        ("algorithm.kl_ctrl.type=adaptive algorithm.use_kl_in_reward=no", "which is off"),
-        ("trainer.save_freq=0", "use -1 or 1 and up"),
-        ("trainer.test_freq=0", "use -1 or 1 and up"),
-        ("trainer.patience=2 data.val_files=x", "--test_freq 10"),
-        ("trainer.patience=2 trainer.test_freq=5 data.val_files=[]", "--val_files FILE"),
-        ("data.train_max_samples=0", "use -1 or 1 and up"),
-        ("reward.function=a.py reward.rule=gsm8k", "Keep one, or mix them without --rule: --re"),
-    ],
-)
-def test_a_clash_is_told_with_its_mend(overrides: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        settle(*overrides.split())
-    assert message in str(caught.value)
-    assert all(line.startswith("override: ") for line in caught.value.problems)
-
-
-def test_a_value_that_cannot_be_read_clashes_with_nothing() -> None:
-    (line,) = problems("data.train_batch_size=many", "actor.ppo_mini_batch_size=100")
-    assert "'many' is not a number" in line
-    (line,) = problems("actor.clip_ratio=-1", "actor.clip_ratio_low=0.3")
-    assert "must be above 0" in line
-
-
-def test_a_clash_names_all_places_it_came_from() -> None:
-    flags = {"data.train_batch_size": ("100", "flag --batch_size")}
-    (line,) = problems(flags=flags, env={"MINI_BATCH_SIZE": "30"})
-    assert line.startswith("env MINI_BATCH_SIZE, flag --batch_size: ")
 
 
 @pytest.mark.parametrize(

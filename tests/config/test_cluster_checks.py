@@ -23,118 +23,6 @@ def proven_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("critic.strategy=megatron", "critic.strategy megatron is not offered: models are sh"),
-        ("trainer.pipeline_parallel_size=2", "pipeline_parallel_size 2 is not offered: models ar"),
-        ("rollout.name=trtllm", "only by verl. Use --rollout_name vllm"),
-        ("trainer.nnodes=2 trainer.master_addr=h", "--node_rank 0"),
-        ("trainer.nnodes=2 trainer.node_rank=2 trainer.master_addr=h", "ranks go from 0 to 1"),
-        ("trainer.nnodes=2 trainer.node_rank=1", "--master_addr HOST"),
-        ("trainer.n_gpus_per_node=2 trainer.num_workers=2", "without GPUs"),
-        # One process
-        ("trainer.engine=local trainer.num_workers=2", "cannot have trainer.num_workers 2"),
-        (f"trainer.engine=local {EIGHT}", "cannot have trainer.n_gpus_per_node 8"),
-        ("trainer.engine=local rollout.name=vllm", "use --engine ray, or leave this out"),
-        ("trainer.engine=local trainer.async_steps=1", "cannot have trainer.async_steps 1"),
-        ("trainer.engine=local trainer.tensor_parallel_size=2", "trainer.tensor_parallel_size 2"),
-        ("trainer.engine=local rollout.num_samplers=2", "cannot have rollout.num_samplers 2"),
-        ("trainer.engine=local trainer.placement=train:0,rollout:0", "have trainer.placement t"),
-        (
-            "trainer.engine=local trainer.nnodes=2 trainer.node_rank=0 trainer.num_workers=2",
-            "cannot have trainer.nnodes 2 and trainer.num_workers 2",
-        ),
-        # Weights in 4 bits
-        ("model.quantization=nf4", "none are without model.lora_rank: set it."),
-        (
-            "model.lora_rank=8 model.quantization=nf4 trainer.num_workers=2",
-            "model.quantization works in one process on one device (--engine local)",
-        ),
-        (
-            "critic.model.lora_rank=8 critic.model.quantization=nf4 "
-            "critic.fsdp_config.param_offload=true",
-            "critic.fsdp_config.param_offload cannot move weights in 4 bits",
-        ),
-        # Placement
-        ("trainer.placement=trian:0,rollout:1", "trainer.placement: there is no role 'trian'"),
-        ("trainer.placement=train:0-x", "trainer.placement: '0-x' is not a device; write a number"),
-        ("trainer.placement=rollout:0", "names no device for train; write train:0-3,rollout:4-7"),
-        ("trainer.placement=train:0,reward:1", "names no device for rollout"),
-        (f"{EIGHT} trainer.placement=train:0-7,rollout:8", "names GPU 8 for rollout, but the last"),
-        (f"{EIGHT} trainer.placement=train:0-7,rollout:8-9", "or --n_gpus 10"),
-        (f"{EIGHT} trainer.placement=rollout:10-11,train:8-9", "GPU 11 for rollout"),
-        (
-            "trainer.n_gpus_per_node=1 trainer.placement=train:0-5,rollout:6-7",
-            "the run's 1 is GPU 0; use lower numbers, or --n_gpus 8.",
-        ),
-        (
-            f"{EIGHT} trainer.nnodes=2 trainer.node_rank=0 trainer.placement=train:0-15,rollout:17",
-            "the last of the run's 16 is GPU 15; use lower numbers, or --n_gpus 9",
-        ),
-        (f"{EIGHT} {SPAN}=2 trainer.placement=train:0-4,rollout:5-7", "gives rollout 3 GPU(s)"),
-        (
-            f"trainer.n_gpus_per_node=4 trainer.nnodes=2 trainer.node_rank=0 {SPAN}=2 "
-            "trainer.placement=train:0-2,rollout:3-4",
-            "puts one sampler on GPUs 3-4, which are on two nodes (each has 4)",
-        ),
-        ("trainer.num_workers=3 trainer.placement=train:0-1,rollout:2", "has 2 slot(s) where trai"),
-        ("rollout.num_samplers=2 trainer.placement=train:0,rollout:1", "leave rollout.num_sampl"),
-        ("rollout.num_samplers=2 trainer.placement=train:0", "names no device for rollout"),
-        # Ranks
-        (
-            "trainer.num_workers=3 trainer.tensor_parallel_size=2",
-            "3 learner rank(s) cannot be split into groups of trainer.tensor_parallel_size 2; use "
-            "a divisor of 3, or 4 ranks",
-        ),
-        ("trainer.tensor_parallel_size=2", "or 2 ranks"),
-        (f"{EIGHT} trainer.tensor_parallel_size=3", "or 9 ranks"),
-        (
-            "trainer.n_gpus_per_node=7 trainer.nnodes=2 trainer.node_rank=0 "
-            "trainer.tensor_parallel_size=4",
-            "use a divisor of 14, or 16 ranks",
-        ),
-        (
-            f"{EIGHT} trainer.placement=train:0-4,rollout:5-7 trainer.tensor_parallel_size=2",
-            "use a divisor of 5, or 6 ranks",
-        ),
-        (f"trainer.num_workers=4 actor.{SIZE}=3", "4 rank(s) that share the rows cannot"),
-        (
-            f"{EIGHT} trainer.tensor_parallel_size=2 actor.{SIZE}=8",
-            "4 rank(s) that share the rows cannot be split into sharding groups of "
-            "actor.fsdp_config.fsdp_size 8",
-        ),
-        (f"{EIGHT} trainer.placement=train:0-5,rollout:6-7 actor.{SIZE}=4", "6 rank(s)"),
-        (f"{EIGHT} actor.{SIZE}=4 critic.{SIZE}=2", "one mesh of ranks serves both models"),
-        (f"{EIGHT} critic.{SIZE}=4", "one mesh of ranks serves both models"),
-        (f"actor.{SIZE}=0", "0 means nothing; use -1"),
-        # Samplers
-        (f"{SPAN}=2", "none is used. Use --rollout_tp 1, or name the GPUs with --n_gpus"),
-        (f"{EIGHT} {SPAN}=2 rollout.name=hf", "the hf sampler uses one GPU"),
-        (f"trainer.n_gpus_per_node=3 {SPAN}=2", "3 GPU(s) of a node cannot be split into samp"),
-        # Ahead of training
-        ("rollout.partial_tokens=64", "none are; use --async_steps 2, or leave it out"),
-        (f"{EIGHT} trainer.async_steps=1 trainer.placement=train:0-7,rollout:0-7", "both use 0-7"),
-        (
-            f"{EIGHT} trainer.async_steps=1 trainer.placement=train:0-5,rollout:5-7",
-            "both use 5; gi",
-        ),
-        ("trainer.n_gpus_per_node=1 trainer.async_steps=1", "use --n_gpus 2 or more"),
-    ],
-)
-def test_a_clash_is_told_with_its_mend(overrides: str, message: str) -> None:
-    lines = problems(*overrides.split())
-    assert message in "\n".join(lines)
-    assert len(lines) == 1
-    assert lines[0].startswith("override: ")
-
-
-def test_a_placement_of_nobody_names_both_roles() -> None:
-    message = "\n".join(problems("trainer.placement=','", EIGHT))
-    assert "names no device for train" in message
-    assert "names no device for rollout" in message
-
-
-@pytest.mark.parametrize(
     "overrides",
     [
         "trainer.nnodes=2 trainer.node_rank=0",
@@ -291,12 +179,6 @@ def test_offloading_needs_a_gpu_or_several_processes() -> None:
     assert "everything is in host memory" in line
     assert remarks(settle(overrides), 1, {}) == []
     assert remarks(settle(overrides, "trainer.engine=ray"), 0, {}) == []
-
-
-def test_no_number_of_devices_takes_all_memory_to_be_refused() -> None:
-    for name in ("nnodes", "n_gpus_per_node"):
-        with pytest.raises(ConfigError, match=rf"trainer\.{name}"):
-            settle("trainer.nnodes=1048576", "trainer.n_gpus_per_node=1048576")
 
 
 def test_more_threads_than_a_core_can_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

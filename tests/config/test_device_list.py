@@ -27,32 +27,6 @@ def test_roles_and_their_devices_are_read(text: str, roles: dict[str, object]) -
     assert sizes == roles
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("trian:0", "there is no role 'trian'. Did you mean 'train'?"),
-        ("critic:0", "Roles are train, rollout, reward and judge."),
-        ("train:0,rollouts:1", "Did you mean 'rollout'?"),
-        ("0-3,rollout:4", "'0-3' comes before any role; write train:0-3"),
-        ("split", "'split' comes before any role; write ROLE:DEVICES for each role, such as"),
-        ("train", "write ROLE:DEVICES for each role, such as train:0-5,rollout:6-7"),
-        ("train:0,0", "device 0 is named twice for train"),
-        ("train:0-3,2", "device 2 is named twice for train"),
-        ("train:", "'' is not a device"),
-        ("train:gpu0", "'gpu0' is not a device"),
-        ("train:-1", "'-1' is not a device"),
-        ("train:0-", "'0-' is not a device"),
-        ("train:5-3", "the range 5-3 goes backwards; write 3-5"),
-        ("train:0-99999999999", "is not a device"),
-        ("train:a:0", "there is no role 'train:a'"),
-    ],
-)
-def test_what_cannot_be_read_is_told(text: str, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        read_placement(text)
-    assert message in str(caught.value)
-
-
 @given(
     st.dictionaries(st.sampled_from(["train", "rollout", "reward"]), st.sets(st.integers(0, 64)))
 )

@@ -24,20 +24,6 @@ def model(folder: Path, text: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (3, "3 does not divide the 4 attention heads of embedded; use --tensor_parallel_size 1"),
-        (4, "4 does not divide the 2 key-value heads of embedded; use --tensor_parallel_size 1 or"),
-    ],
-)
-def test_the_bundled_model_is_looked_at(size: int, message: str) -> None:
-    (line,) = problems(*ranks(size, "embedded"))
-    assert line.startswith("override: trainer.tensor_parallel_size ")
-    assert message in line
-    assert line.endswith("1 or 2.")
-
-
 def test_what_divides_is_taken() -> None:
     assert split_over(*ranks(2, "embedded")) == 2
 

@@ -14,7 +14,7 @@ from ppo_cli.config.checks.runner import missing_inputs, missing_parts, refused_
 from ppo_cli.config.derived import compute_dtype, why_recompute_logprobs
 from ppo_cli.config.memory.plan import cpu_plan, fill_dtype
 from ppo_cli.errors import ConfigError
-from tests.config.settling import problems, settle
+from tests.config.settling import settle
 
 RM = "reward.model.path=a/b"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
@@ -25,44 +25,6 @@ OPENRLHF = "reward.model.path=http://h:1/get_reward"
 @pytest.fixture(autouse=True)
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("reward.model.path=embedded", "not a reward model; `ppo reward fit` makes one"),
-        ("reward.model.path=ftp://h/rm", "such as http://localhost:8000"),
-        (f"{RM} reward.model.adapter=vllm", "reads a server's answers"),
-        (f"{URL} reward.model.adapter=pair", "use vllm or openrlhf, or leave"),
-        (f"{RM} reward.model.adapter=seqclass", "Did you mean 'seqcls'?"),
-        (f"{RM} reward.model.device=gpu", "'gpu' is not a device; use cpu, cuda or cuda:1"),
-        (f"{RM} reward.model.device=cuda", "no GPU is visible here; use cpu, or leave it out"),
-        (f"{RM} reward.model.template={{prompt}}", "has no {response}"),
-        (f"{URL} reward.model.key_env=sk-hush-hush-hush", "not the key itself"),
-        (f"{RM} reward.model.max_length=4", "at least 8"),
-        (f"{URL} reward.model.max_length=100", "takes reward.model.tokenizer"),
-        (f"{URL} reward.model.template={{response}}", "has no {prompt}"),
-        (f"{OPENRLHF} reward.model.outputs=[1]", "its server sends one score"),
-        (f"{OPENRLHF} reward.model.system_prompt=drop", "no template is applied here"),
-        (f"{RM} reward.rule=exact", "--reward model:0.5 --reward rule:exact:0.5"),
-        (f"{RM} reward.function=f.py", "--reward model:0.5 --reward rule:0.5"),
-        (
-            f"{RM} reward.api.enable=true reward.api.model=m",
-            "reward.api.enable and reward.model.path each score every row",
-        ),
-        (
-            f"{RM} reward.api.enable=true reward.api.model=m reward.function=f.py",
-            "--reward judge:0.33 --reward model:0.33 --reward rule:0.33",
-        ),
-        ("reward.shaping.overlong_buffer=513", "is longer than the longest response"),
-        ("reward.shaping.overlong_buffer=600 data.max_response_length=40", "overlong_buffer 10"),
-    ],
-)
-def test_a_clash_is_told_with_its_mend(overrides: str, message: str) -> None:
-    (problem,) = problems(*overrides.split())
-    assert problem.startswith("override: ")
-    assert message in problem
-    assert "hush" not in problem
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0"])

@@ -7,7 +7,7 @@ import pytest
 from ppo_cli.config import placement
 from ppo_cli.config.checks.devices import device_remarks
 from ppo_cli.config.placement import plan_devices, sleep_mode, weight_transfer
-from tests.config.settling import problems, settle
+from tests.config.settling import settle
 
 VLLM = "rollout.name=vllm"
 FOUR = "trainer.n_gpus_per_node=4"
@@ -85,40 +85,6 @@ def test_auto_takes_what_the_self_test_has_proven(
 
 
 @pytest.mark.parametrize(
-    ("way", "given", "said"),
-    [
-        ("nccl", "", "nccl is a way to vLLM, and the sampler here is hf; use --rollout_name vllm"),
-        ("ipc", "trainer.engine=local", "ipc is a way to vLLM, and the sampler here is hf"),
-        ("gloo", "rollout.name=hf trainer.num_workers=2", "gloo is a way to vLLM, and the"),
-        ("nccl", f"rollout.name=hf {FOUR} {SPLIT}", "and the sampler here is hf"),
-        ("gloo", f"{VLLM} {LORA}", "gloo takes whole weights, but only the LoRA adapter travels;"),
-        ("ipc", f"{VLLM} {FOUR} {LORA}", "use model.lora_merge=true, or leave it out."),
-        ("nccl", VLLM, "nccl goes from GPU to GPU, and none is used; use memory or gloo, or"),
-        ("ipc", f"{VLLM} trainer.num_workers=2", "ipc goes from GPU to GPU, and none is used"),
-        ("ipc", f"{VLLM} trainer.placement=train:0,rollout:0", "and none is used"),
-        ("nccl", f"{VLLM} {FOUR}", "here all of them are; use ipc, or leave it out."),
-        ("nccl", f"{VLLM} {FOUR} {SHARED}", "nccl needs none of the samplers on GPUs that train"),
-        ("ipc", f"{VLLM} {FOUR} {SPLIT}", "here none of them are; use nccl, or leave it out."),
-        ("ipc", f"{VLLM} {FOUR} {PARTLY}", "here some of them are; use memory or gloo, or"),
-        ("nccl", f"{VLLM} {FOUR} {PARTLY}", "here some of them are; use memory or gloo, or"),
-        ("ipc", f"{VLLM} {FOUR} trainer.async_steps=1", "ipc needs all of the samplers on GPUs"),
-    ],
-)
-def test_a_way_that_cannot_be_gone_is_refused(way: str, given: str, said: str) -> None:
-    (found,) = problems(f"rollout.weight_transfer={way}", *given.split())
-    assert found.startswith(f"override: rollout.weight_transfer {way} ") and said in found
-
-
-def test_a_base_model_that_would_be_lost_is_not_discarded() -> None:
-    (found,) = problems("rollout.sleep=discard", VLLM, FOUR, LORA)
-    assert (
-        "rollout.sleep discard gives up the base model" in found and "use keep or offload" in found
-    )
-    for given in ("rollout.sleep=offload", "rollout.sleep=discard model.lora_merge=true"):
-        settle(VLLM, FOUR, LORA, *given.split())
-
-
-@pytest.mark.parametrize(
     ("way", "given"),
     [
         ("memory", ""),
@@ -136,11 +102,6 @@ def test_a_base_model_that_would_be_lost_is_not_discarded() -> None:
 def test_what_can_be_gone_is_taken(way: str, given: str) -> None:
     found = settle(f"rollout.weight_transfer={way}", *given.split())
     assert found.config.rollout.weight_transfer == way
-
-
-def test_an_unreadable_placement_is_told_alone() -> None:
-    (found,) = problems(VLLM, FOUR, "rollout.weight_transfer=nccl", "trainer.placement=trian:0")
-    assert "there is no role 'trian'" in found
 
 
 def test_the_plan_tells_the_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -460,7 +460,7 @@ class Trainer(Section):
     )
 
 
-# What this program offers in place of Megatron and pipelines.
+# What ppo-cli has instead of Megatron and pipelines.
 SHARDING_NOTE = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
 
 
