@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -88,30 +87,15 @@ def test_the_order_is_the_same_on_every_machine() -> None:
     assert indices == [[4, 1, 3, 6], [0, 7, 2, 5], [1, 2, 5, 3], [6, 0, 4, 7]]
 
 
-def test_the_global_random_numbers_play_no_part() -> None:
-    def draw(seed: int) -> list[list[int]]:
-        random.seed(seed)
-        np.random.seed(seed)
-        return epochs_of(PromptOrder(20, 5, seed=3), 2)
-
-    state = random.getstate()
-    assert draw(1) == draw(2)
-    random.seed(1)
-    expected = random.random()
-    random.seed(1)
+def test_the_global_random_numbers_are_not_touched() -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist()
     epochs_of(PromptOrder(20, 5, seed=3), 2)
-    assert random.random() == expected
-    random.setstate(state)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
 def test_seeds_and_epochs_differ() -> None:
     orders = [epochs_of(PromptOrder(50, 10, seed), 3) for seed in range(5)]
     assert len({tuple(epoch) for order in orders for epoch in order}) == 15
-
-
-def test_the_first_place_is_fair() -> None:
-    first = Counter(PromptOrder(4, 4, seed).take()[0] for seed in range(2000))
-    assert all(400 < first[index] < 600 for index in range(4))
 
 
 def test_without_shuffling_the_file_order_holds() -> None:

@@ -8,6 +8,7 @@ import json
 import shlex
 import string
 import time
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -108,17 +109,13 @@ def test_escapes_hide_no_secret(secret: str) -> None:
     assert json.loads(redact(text, ENV)) == [f"line\n{HIDDEN}", f'"{HIDDEN}"']
 
 
-@pytest.mark.parametrize("spell", [html.escape, repr, shlex.quote], ids=lambda f: f.__module__)
-def test_a_known_secret_is_hidden_as_other_languages_quote_it(spell: Any) -> None:
-    secret = "pa\"s\\s<w>&'0rd"
+@pytest.mark.parametrize(
+    ("secret", "spell"),
+    [("ключ от дома", quote), *(("pa\"s\\s<w>&'0rd", f) for f in (html.escape, repr, shlex.quote))],
+)
+def test_a_known_secret_is_hidden_as_other_languages_quote_it(secret: str, spell: Any) -> None:
     shown = redact(f"x = {spell(secret)}", {"DB_PASSWORD": secret})
     assert shown.replace("'", "") == "x = ***"
-
-
-def test_a_known_secret_of_any_letters_is_hidden_percent_encoded() -> None:
-    assert (
-        redact(f"?word={quote('ключ от дома')}&a", {"A_PASSWORD": "ключ от дома"}) == "?word=***&a"
-    )
 
 
 @pytest.mark.parametrize("before", ["", "u", "us", "use"])
@@ -161,13 +158,12 @@ def test_a_value_of_eight_characters_is_a_secret_and_a_shorter_one_is_not() -> N
         ("api_key", "plain-words", ("plain-words",)),
         ("AWS_SECRET_ACCESS_KEY", "plain-words", ("plain-words",)),
         ("AZURE_OPENAI_KEY", "0123456789abcdef", ("0123456789abcdef",)),
-        ("SORT_KEY", "response_length", ()),
         ("HTTPS_PROXY", "http://me:word-of-a-proxy@proxy:80", ("word-of-a-proxy",)),
-        ("DATABASE_URL", "https://host/@page", ()),
+        ("SORT_KEY", "response_length", ()), ("DATABASE_URL", "https://host/@page", ()),
         ("TOKENIZERS_PARALLELISM", "false-or-true", ()),
         ("GOOGLE_APPLICATION_CREDENTIALS", "folder/file.json", ()),
     ],
-)
+)  # fmt: skip
 def test_variables_that_hold_secrets(name: str, value: str, secrets: tuple[str, ...]) -> None:
     assert secret_values({name: value}) == secrets
 
@@ -184,20 +180,14 @@ def test_a_secret_within_another_is_hidden_with_it() -> None:
     assert redact("a-secret-longer", env) == "***"
 
 
-def test_what_stands_under_a_secret_name_is_masked_at_any_depth() -> None:
+def test_values_of_a_secret_name_are_masked_at_any_depth() -> None:
     inner = {"api_key": "abc", "token": None, "max_tokens": 5, "name": "n"}
-    hidden = inner | {"api_key": "***"}
-    values = {
-        "parts": [inner, 1],
-        "pair": (inner, "token"),
-        "deep": {"client-secret": [1], "a": inner},
-    }
-    masked = mask_secrets(values)
-    assert masked == {
-        "parts": [hidden, 1],
-        "pair": (hidden, "token"),
-        "deep": {"client-secret": "***", "a": hidden},
-    }
+
+    def values(part: Any, secret: Any) -> Any:
+        return {"parts": [part, 1], "pair": (part, "token"),
+                "deep": {"client-secret": secret, "a": part}}  # fmt: skip
+
+    assert mask_secrets(values(inner, [1])) == values(inner | {"api_key": "***"}, "***")
     assert inner["api_key"] == "abc"
 
 
@@ -239,18 +229,16 @@ VALUES = st.recursive(
 
 def shape(value: Any) -> Any:
     """The value with each text and each name as a blank."""
-    if isinstance(value, dict):
-        return [shape(inner) for inner in value.values()]
-    if isinstance(value, list):
-        return [shape(inner) for inner in value]
+    if isinstance(value, dict | list):
+        return [shape(inner) for inner in (value.values() if isinstance(value, dict) else value)]
     return "" if isinstance(value, str) else value
 
 
 @settings(max_examples=200, deadline=None)
 @given(VALUES)
 def test_redacted_values_keep_their_structure_as_json(value: Any) -> None:
-    clean = lambda text: redact(text, ENV)  # noqa: E731
-    shown = json.dumps(plain({"value": value}, clean), allow_nan=False)
+    clean = plain({"value": value}, partial(redact, environ=ENV))
+    shown = json.dumps(clean, allow_nan=False)
     decoded = json.loads(shown)["value"]
     assert shape(decoded) == shape(json.loads(json.dumps(plain(value, str))))
     for secret in (*KEYS, *KNOWN[:3]):

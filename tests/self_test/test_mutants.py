@@ -163,21 +163,14 @@ def round_products(patch: Patch) -> None:
 
 
 MUTANTS: dict[Callable[[Patch], None], set[str]] = {
-    see_the_future: {"attention", "training steps"},
-    drop_the_scale: {"attention", "training steps", "sampler"},
-    leak_between_rows: {"attention", "training steps"},
-    change_epsilon: {"optimizer", "training steps"},
-    lose_moments: {"save and resume"},
-    keep_old_weights: {"sampler"},
-    record_wrong_logprobs: {"sampler"},
-    compute_wrong_logprobs: {"training steps"},
-    open_the_sandbox: {"code sandbox"},
-    move_the_reference: {"training steps"},
-    leave_the_adapter_out: {"training steps"},
-    ignore_seeds: {"sampler"},
-    count_a_gpu_too_many: {"devices"},
-    round_products: {"products"},
-}
+    see_the_future: {"attention", "training steps"}, lose_moments: {"save and resume"},
+    drop_the_scale: {"attention", "training steps", "sampler"}, keep_old_weights: {"sampler"},
+    leak_between_rows: {"attention", "training steps"}, record_wrong_logprobs: {"sampler"},
+    change_epsilon: {"optimizer", "training steps"}, compute_wrong_logprobs: {"training steps"},
+    open_the_sandbox: {"code sandbox"}, move_the_reference: {"training steps"},
+    leave_the_adapter_out: {"training steps"}, ignore_seeds: {"sampler"},
+    count_a_gpu_too_many: {"devices"}, round_products: {"products"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
@@ -218,8 +211,7 @@ def test_weights_that_are_not_published_fail_the_ray_check(
 ) -> None:
     monkeypatch.setattr(DriverEngine, "publish", lambda self: None)
     outcome = run("Ray ranks", tmp_path)
-    assert outcome.state == "differs", outcome
-    assert "sampler and trainer, step 2" in outcome.detail
+    assert outcome.state == "differs" and "sampler and trainer, step 2" in outcome.detail, outcome
 
 
 @pytest.mark.filterwarnings("ignore")  # vLLM warns at its import

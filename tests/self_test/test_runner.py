@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -22,10 +23,11 @@ from ppo_cli.atomic import is_running
 from ppo_cli.cli import doctor
 from ppo_cli.cli.app import main
 from ppo_cli.config.machine.device_record import FEATURES
+from ppo_cli.config.schema.run import Config
 from ppo_cli.self_test import runner
 from ppo_cli.self_test.checks import collectives
 from ppo_cli.self_test.declarations import CHECKS, ROOM, Check, list_proven
-from ppo_cli.self_test.results import Outcome, Results, Setup
+from ppo_cli.self_test.results import LayerShape, Outcome, Results, Setup
 from ppo_cli.self_test.runner import Progress, run_check, run_checks
 
 SETUP = Setup("cpu", 0, Path())
@@ -44,9 +46,8 @@ def crash(setup: Setup, results: Results) -> None:
 
 
 def hang(setup: Setup, results: Results) -> None:
-    (Path(os.environ["SELF_TEST_PID"])).write_text(str(os.getpid()))
-    if not os.fork():
-        (Path(os.environ["SELF_TEST_PID"] + "-child")).write_text(str(os.getpid()))
+    child = os.fork()
+    Path(setup.shape.model, "parent" if child else "child").write_text(str(os.getpid()))
     time.sleep(600)
 
 
@@ -72,37 +73,33 @@ def work_here(check: Check, setup: Setup, pipe: Any) -> None:
 runner_work = runner._run_in_process
 
 
+def run_trial(name: str, setup: Setup = SETUP, limit_s: float = 60.0) -> Outcome:
+    return run_check(Check("trial", f"trial:{name}", "", 1, limit_s=limit_s), setup)
+
+
 @pytest.mark.usefixtures("functions")
 def test_a_crash_fails_with_its_signal_and_last_words() -> None:
-    outcome = run_check(Check("trial", "trial:crash", "", 1), SETUP)
+    outcome = run_trial("crash")
     assert outcome.state == "failed"
     assert "signal SIGSEGV" in outcome.detail and "about to crash" in outcome.detail
 
 
 @pytest.mark.usefixtures("functions")
 def test_an_error_fails_with_its_first_line() -> None:
-    outcome = run_check(Check("trial", "trial:refuse", "", 1), SETUP)
+    outcome = run_trial("refuse")
     assert (outcome.state, outcome.detail) == ("failed", "ValueError: no such thing")
 
 
 @pytest.mark.usefixtures("functions")
-def test_what_takes_too_long_is_ended_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SELF_TEST_PID", str(tmp_path / "pid"))
-    monkeypatch.setattr(runner, "_run_in_process", hang_here)
-    outcome = run_check(Check("trial", "trial:hang", str(tmp_path), 1, limit_s=8.0), SETUP)
+def test_what_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    setup = replace(SETUP, shape=LayerShape(model=str(tmp_path)))
+    outcome = run_trial("hang", setup, limit_s=8.0)
     assert outcome.state == "failed" and "no result within 8 s" in outcome.detail
-    pids = [int((tmp_path / name).read_text()) for name in ("pid", "pid-child")]
-    deadline = time.monotonic() + 10  # the system buries an orphan when it comes to it
+    pids = [int((tmp_path / name).read_text()) for name in ("parent", "child")]
+    deadline = time.monotonic() + 10  # the system reaps an orphan after a while
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_running, pids))
-
-
-def hang_here(check: Check, setup: Setup, pipe: Any) -> None:
-    os.environ["SELF_TEST_PID"] = str(Path(check.compares) / "pid")  # the server has an older one
-    work_here(check, setup, pipe)
 
 
 def test_checks_that_do_not_apply_are_listed_with_their_reason(
@@ -116,12 +113,6 @@ def test_checks_that_do_not_apply_are_listed_with_their_reason(
     assert outcomes[0].detail == "needs no_such_package, which is not installed"
     assert outcomes[1].detail == "needs a GPU"
     assert progress == [Progress(3, 3, "optimizer", QUICK.seconds)]
-
-
-def test_a_gap_that_is_not_a_number_differs() -> None:
-    results = Results()
-    results.compare("loss", math.nan, 1.0)
-    assert results.outcome("x", "cpu").state == "differs"
 
 
 def test_only_parts_without_a_difference_prove_on_gpus() -> None:
@@ -152,11 +143,13 @@ def test_gathered_weights_are_proven_where_no_rank_differs(
     assert results.outcome("collectives", "cuda").proven == proven
 
 
-def test_nothing_compared_is_skipped_with_the_reason() -> None:
+def test_what_is_not_a_number_differs_and_what_is_not_compared_is_skipped() -> None:
     results = Results()
     results.skip("needs two GPUs")
     outcome = results.outcome("x", "cuda")
     assert (outcome.state, outcome.detail) == ("skipped", "needs two GPUs")
+    results.compare("loss", math.nan, 1.0)
+    assert results.outcome("x", "cpu").state == "differs"
 
 
 def test_a_feature_needs_each_of_its_checks() -> None:
@@ -167,8 +160,6 @@ def test_a_feature_needs_each_of_its_checks() -> None:
 
 
 def test_each_feature_has_a_check_and_each_check_a_function() -> None:
-    import importlib
-
     assert {f for check in CHECKS for f in check.proves} == {*FEATURES}
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for check in CHECKS:
@@ -240,21 +231,17 @@ def share(setup: Setup, results: Results) -> None:
 @pytest.mark.usefixtures("functions")
 def test_a_check_may_remove_what_it_shares(capfd: pytest.CaptureFixture[str]) -> None:
     before = {*Path("/dev/shm").glob("sem.*")}
-    assert run_check(Check("trial", "trial:share", "", 1), SETUP).state == "skipped"
+    assert run_trial("share").state == "skipped"
     assert {*Path("/dev/shm").glob("sem.*")} <= before
 
 
-def test_the_wanted_model_gives_the_sizes_of_layers(tmp_path: Path) -> None:
-    from ppo_cli.config.schema.run import Config
-
-    (tmp_path / "config.json").write_text(json.dumps({
-        "model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14,
-        "num_key_value_heads": 2, "num_hidden_layers": 24, "intermediate_size": 4864,
-        "vocab_size": 151936, "hidden_act": "silu",
-    }))  # fmt: skip
+def test_the_configured_model_gives_the_sizes_of_layers(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2,
+             "num_hidden_layers": 24, "intermediate_size": 4864, "vocab_size": 151936}  # fmt: skip
+    config = {"model_type": "qwen2", "hidden_act": "silu"} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
     shape = doctor._read_layer_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
-    assert (shape.heads, shape.kv_heads, shape.head_size) == (14, 2, 64)
-    assert shape.vocabulary == 151_936
+    assert (shape.heads, shape.kv_heads, shape.head_size, shape.vocabulary) == (14, 2, 64, 151_936)
     assert doctor._read_layer_shape(Config()).model == "Qwen2.5-7B"
 
 

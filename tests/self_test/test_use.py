@@ -12,13 +12,7 @@ from ppo_cli.config import derived, placement
 from ppo_cli.config.checks.devices import device_remarks
 from ppo_cli.config.derived import shares_prompts
 from ppo_cli.config.machine import device_record
-from ppo_cli.config.machine.device_record import (
-    CheckRecord,
-    DeviceKey,
-    DeviceRecord,
-    Feature,
-    write_record,
-)
+from ppo_cli.config.machine.device_record import CheckRecord, DeviceKey, DeviceRecord, Feature
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.placement import expands_segments
 from ppo_cli.config.schema.run import Config
@@ -59,9 +53,8 @@ def test_segments_grow_where_proven_and_weights_do_not_travel_by_ipc(
 
 def test_one_line_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     prove(monkeypatch)
-    config = Config.model_validate(
-        {"rollout": {"name": "hf", "n": 4}, "trainer": {"engine": "ray"}}
-    )
+    settings = {"rollout": {"name": "hf", "n": 4}, "trainer": {"engine": "ray"}}
+    config = Config.model_validate(settings)
     (line,) = [line for line in device_remarks(config, 1, {}) if "self-test" in line]
     assert "each response computes its prompt again" in line
     assert line.endswith("doctor --self-test` tries the faster ways.")
@@ -91,18 +84,19 @@ def test_a_report_carries_the_record_without_names_of_the_machine(
     monkeypatch.setattr("socket.gethostname", lambda: "node-of-mine")
     run = make_run(tmp_path / "run")
     out = tmp_path / "page.html"
-    assert main(["report", str(run), "--out", str(out), "--self_test"]) == 2
+    command = ["report", str(run), "--out", str(out), "--self_test"]
+    assert main(command) == 2
     assert "doctor --self-test" in capsys.readouterr().err
     detail = f"node-of-mine: {Path.home()}/x <b> {SECRET}"
     check = CheckRecord("products", "ok", detail, 1.0, {})
     record = DeviceRecord(DeviceKey.of_this_machine(), "2026-01-01", [check], [])
-    path = write_record(record)
+    path = device_record.write_record(record)
     text = path.read_text()
     path.write_text("null")
-    assert main(["report", str(run), "--out", str(out), "--self_test"]) == 2
+    assert main(command) == 2
     assert f"the record {path} is damaged" in capsys.readouterr().err
     path.write_text(text)
-    assert main(["report", str(run), "--out", str(out), "--self_test"]) == 0
+    assert main(command) == 0
     text = out.read_text()
     assert "<summary>Self-test</summary>" in text and "HOST: ~/x &lt;b&gt;" in text
     assert "node-of-mine" not in text.rpartition("<details>")[2] and SECRET not in text

@@ -1,70 +1,48 @@
-"""A host that is a process of its own: what a cluster's worker is to a reward."""
+"""A host that is a separate process: what a cluster's worker is to a reward."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
+import os
 import pickle
+import signal
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
-from ppo_cli.errors import PpoError, WorkerLost
+from ppo_cli.errors import WorkerLost
 
 SECONDS = 120.0
+_objects: list[Any] = []  # what the factory has made, in the process of the host
 
 
-def serve(link: Connection, factory: bytes) -> None:
-    """Make the object and answer calls until there are no more."""
-    target = pickle.loads(factory)()
-    while (request := link.recv()) is not None:
-        method, args = request
-        try:
-            link.send((getattr(target, method)(*args), None))
-        except PpoError as error:
-            link.send((None, error))
-    target.close()
+def _build(factory: bytes) -> None:
+    _objects.append(pickle.loads(factory)())
+
+
+def _call(method: str, args: tuple[Any, ...]) -> Any:
+    return getattr(_objects[0], method)(*args)
 
 
 class Spawned:
-    """A host in a fresh process; one that is lost says so."""
+    """A host in a fresh process; as with a cluster, a call has to fail until it counts as lost."""
 
     def __init__(self, factory: Callable[[], Any], name: str = "") -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._link, worker_end = spawn.Pipe()
-        self.process = spawn.Process(
-            target=serve, args=(worker_end, pickle.dumps(factory)), name=name, daemon=True
-        )
-        self.process.start()
-        worker_end.close()
-        self.seems_alive = False  # until its next call: a cluster does not notice at once
-        self._closed = False
+        self.alive, self._name = True, name
+        spawn = get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, spawn, _build, (pickle.dumps(factory),))
+        self._pid = self._pool.submit(os.getpid).result(SECONDS)
 
-    @property
-    def alive(self) -> bool:
-        return not self._closed and (self.seems_alive or self.process.is_alive())
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
 
     def call(self, method: str, *args: Any) -> Any:
         try:
-            self._link.send((method, args))
-            if not self._link.poll(SECONDS):
-                raise WorkerLost(f"{self.process.name} does not answer {method}")
-            result, error = self._link.recv()
-        except (EOFError, OSError) as gone:
-            raise WorkerLost(f"{self.process.name} died in {method}") from gone
-        if error is not None:
-            raise error
-        return result
+            return self._pool.submit(_call, method, args).result(SECONDS)
+        except BrokenExecutor as error:
+            self.alive = False
+            raise WorkerLost(f"{self._name} died in {method}") from error
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self.process.is_alive():
-            with contextlib.suppress(OSError):
-                self._link.send(None)
-            self.process.join(10)
-        self.process.kill()
-        self.process.join(10)
-        self._link.close()
-        self.process.close()
+        self.alive = False
+        self._pool.shutdown()
