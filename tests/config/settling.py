@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.keys import nest_values, table
@@ -37,11 +39,6 @@ def settle(
     )  # fmt: skip
 
 
-def were_accepted(resolved: Resolved, *overrides: str) -> bool:
-    """Tell whether each override of a setting reached it."""
-    return all(resolved.origins[o.partition("=")[0]] == "override" for o in overrides)
-
-
 def problems(*overrides: str, **layers: Any) -> tuple[str, ...]:
     """All that is wrong with settings; () when they are accepted."""
     try:
@@ -62,3 +59,8 @@ def unchecked(overrides: str) -> Config:
     pairs = (override.partition("=") for override in overrides.split())
     values = {name: read_value(table()[name], raw) for name, _, raw in pairs}
     return Config.model_validate(nest_values(values))
+
+
+def load_table(name: str) -> Any:
+    """Return a YAML file of cases next to the tests."""
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))

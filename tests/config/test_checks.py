@@ -9,26 +9,9 @@ from ppo_cli.config.derived import uses_reference
 from ppo_cli.config.models.bundled import preset_names
 from ppo_cli.config.plan import make_plan
 from ppo_cli.errors import ConfigError
-from tests.config.settling import settle, were_accepted
+from tests.config.settling import settle
 
 FILE = "data.train_files=x.jsonl"
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        "algorithm.adv_estimator=grpo rollout.n=2",
-        "algorithm.adv_estimator=remax",
-        "algorithm.adv_estimator=grpo rollout.n=2 critic.ppo_mini_batch_size=7",
-        "actor.clip_ratio_high=0.28",
-        "actor.use_kl_loss=true actor.kl_loss_type=full",
-        "actor.kl_loss_coef=0",
-        "actor.use_kl_loss=true actor.kl_loss_coef=0",
-        "algorithm.kl_ctrl.type=adaptive",
-    ],
-)
-def test_what_fits_together_is_taken(overrides: str) -> None:
-    assert were_accepted(settle(*overrides.split()), *overrides.split())
 
 
 def test_a_kl_loss_takes_the_kl_out_of_the_reward_unless_it_is_asked_for() -> None:

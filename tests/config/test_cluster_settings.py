@@ -11,12 +11,11 @@ from ppo_cli.config.placement import (
     describe_placement,
     engine_name,
     format_devices,
-    gpus_per_node,
     learner_ranks,
     placement_of,
     plan_devices,
 )
-from ppo_cli.config.schema.keys import Scene
+from ppo_cli.config.schema.keys import Scene, nest_values
 from ppo_cli.config.schema.run import Config
 
 SMALL = st.integers(1, 4)
@@ -38,42 +37,30 @@ def placements(draw: st.DrawFn) -> str:
 
 
 CONFIGS = st.fixed_dictionaries(
-    {
-        "trainer": st.fixed_dictionaries(
-            {},
-            optional={
-                "engine": st.sampled_from(["local", "ray"]),
-                "n_gpus_per_node": st.sampled_from([0, 2, 4, 8]),
-                "nnodes": SIZE,
-                "num_workers": SMALL,
-                "tensor_parallel_size": SIZE,
-                "async_steps": st.integers(0, 2),
-                "placement": placements(),
-            },
-        ),
-        "rollout": st.fixed_dictionaries(
-            {},
-            optional={
-                "name": st.sampled_from(["hf", "vllm"]),
-                "tensor_model_parallel_size": SIZE,
-                "num_samplers": SMALL,
-                "weight_transfer": st.sampled_from(["auto"] * 3 + ["gloo", "nccl", "ipc"]),
-            },
-        ),
-        "actor": st.fixed_dictionaries(
-            {},
-            optional={"fsdp_config": st.fixed_dictionaries({"fsdp_size": st.integers(1, 4)})},
-        ),
-        "reward": st.fixed_dictionaries({}, optional={"model": st.just({"path": "a/b"})}),
-    }
+    {},
+    optional={
+        "trainer.engine": st.sampled_from(["local", "ray"]),
+        "trainer.n_gpus_per_node": st.sampled_from([0, 2, 4, 8]),
+        "trainer.nnodes": SIZE,
+        "trainer.num_workers": SMALL,
+        "trainer.tensor_parallel_size": SIZE,
+        "trainer.async_steps": st.integers(0, 2),
+        "trainer.placement": placements(),
+        "rollout.name": st.sampled_from(["hf", "vllm"]),
+        "rollout.tensor_model_parallel_size": SIZE,
+        "rollout.num_samplers": SMALL,
+        "rollout.weight_transfer": st.sampled_from(["auto"] * 3 + ["gloo", "nccl", "ipc"]),
+        "actor.fsdp_config.fsdp_size": SMALL,
+        "reward.model.path": st.just("a/b"),
+    },
 )
 
 
 @settings(max_examples=100, deadline=None)
-@example({"trainer": {"engine": "local"}, "rollout": {"tensor_model_parallel_size": 2}}, 8)
+@example({"trainer.engine": "local", "rollout.tensor_model_parallel_size": 2}, 8)
 @given(CONFIGS, st.sampled_from([0, 0, 1, 8]))
 def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int) -> None:
-    config = Config.model_validate(overrides)
+    config = Config.model_validate(nest_values(overrides))
     clashes = [clash.text for clash in check_devices(Scene(config, gpus, {}))]
     assert all(text[-1] == "." and "\n" not in text for text in clashes)
     if [text for text in clashes if "nodes need" not in text]:
@@ -98,14 +85,3 @@ def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int)
         assert {len(sampler) for sampler in placed.rollout} == {span}
     assert all(describe_placement(placed)) and all(plan_devices(config, gpus).sentences)
     assert all(note[-1] == "." for note in device_remarks(config, gpus, {}))
-
-
-def test_unset_the_gpus_of_a_node_are_as_many_as_whole_samplers_and_splits_need() -> None:
-    for visible, sampler, tensor, used in (
-        (8, 1, 1, 1), (8, 4, 2, 4), (8, 2, 4, 4), (8, 2, 3, 6), (4, 2, 3, 4), (0, 2, 1, 0),
-    ):  # fmt: skip
-        parts = {
-            "rollout": {"tensor_model_parallel_size": sampler},
-            "trainer": {"tensor_parallel_size": tensor},
-        }
-        assert gpus_per_node(Config.model_validate(parts), visible) == used

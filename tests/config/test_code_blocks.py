@@ -18,12 +18,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from ppo_cli.cli.app import main
 from ppo_cli.config import placement
 from ppo_cli.config.schema.keys import table
 from ppo_cli.report import loggers
+from tests.config.settling import load_table
 from tests.nvml import H100
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "asked_for"
@@ -32,9 +32,7 @@ LARGEST_BATCH = 1024  # every plan reads so many rows
 Values = dict[str, Any]
 # By block: `settings` of a YAML file (`beside`: flags that its text takes for granted), `lines`
 # with the values of each plan or what its refusal says, or what kind of block it is.
-BLOCKS: dict[str, Any] = yaml.safe_load(
-    Path(__file__).with_name("code_blocks.yaml").read_text(encoding="utf-8")
-)
+BLOCKS: dict[str, Any] = load_table("code_blocks.yaml")
 SETTINGS = {block: kind for block, kind in BLOCKS.items() if "settings" in kind}
 LINES = {block: kind["lines"] for block, kind in BLOCKS.items() if "lines" in kind}
 

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from ppo_cli.config.checks.unused import find_unused
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.schema.algorithm import Conflict, Section
 from ppo_cli.config.schema.keys import declared_conflicts, table
 from ppo_cli.config.schema.run import Config
-from tests.config.settling import problems
+from tests.config.settling import load_table, problems, settle
 
+ACCEPTED = load_table("accepted.yaml")
 JUDGE = ("reward.api.enable=true", "reward.api.model=m")
 PART = "reward.composite.parts.rule."
 # What else an example needs, by the name of its section.
@@ -46,6 +48,23 @@ def test_a_conflict_is_refused_and_its_advice_ends_it(at: str, row: Conflict) ->
         flag = table()[key].flag if key in table() else None
         names = {key.removeprefix(at), flag or key, key.rpartition(".")[0] or key}
         assert any(name in problem for name in names)
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED["fit"])
+def test_settings_that_fit_together_are_accepted(overrides: str) -> None:
+    resolved = settle(*overrides.split())
+    names = [override.partition("=")[0] for override in overrides.split()]
+    assert {resolved.origins[name] for name in names} == {"override"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides"),
+    [(gpus, row) for gpus, rows in ACCEPTED["effective"].items() for row in rows],
+)
+def test_a_setting_with_an_effect_is_neither_refused_nor_remarked_on(
+    gpus: int, overrides: str
+) -> None:
+    assert find_unused(settle(*overrides.split()), gpus) == ([], [])
 
 
 def test_a_value_that_cannot_be_read_is_in_no_conflict() -> None:

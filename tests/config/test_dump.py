@@ -75,7 +75,8 @@ def test_every_value_carries_its_origin(tmp_path: Path) -> None:
 
 def test_a_dump_holds_no_secrets() -> None:
     url = "https://user:hidden@host/v1?key=abcdef"
-    text = config_yaml(settle({"reward.model.path": url}))
-    assert "hidden" not in text
-    assert "abcdef" not in text
+    kwargs = {"api_key": "hush1", "max_tokens": "77"}
+    text = config_yaml(settle({"reward.model.path": url, "reward.function_kwargs": kwargs}))
+    assert not any(secret in text for secret in ("hidden", "abcdef", "hush1"))
+    assert '"max_tokens": "77"' in text
     assert "https://***@host/v1?key=***" in text

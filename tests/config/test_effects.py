@@ -9,7 +9,6 @@ import pytest
 
 from ppo_cli.config.checks.runner import missing_parts, remarks
 from ppo_cli.config.checks.unused import UNUSED, find_unused
-from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.schema.keys import table
 from tests.config.settling import settle
 
@@ -101,30 +100,6 @@ def test_every_condition_belongs_to_a_setting() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        f"{JUDGE} reward.api.monitor.model=m reward.api.monitor.share=0.5",
-        f"{JUDGE} reward.api.monitor.labels=f.jsonl reward.api.monitor.labels_every=5",
-        f"{JUDGE} reward.api.prompt_preset=math reward.api.system_prompt=x",
-        f"{JUDGE} reward.api.prices=p.yaml reward.api.budget_usd=3",
-        f"{JUDGE} reward.api.price_input=1 reward.api.price_output=2",
-        f"{JUDGE} reward.api.temperature=0.5 reward.api.type=claude",
-        f"{JUDGE} reward.api.hedge_after=5",
-        "reward.timeout=3 reward.num_workers=4",
-    ],
-)
-def test_what_a_judge_uses_is_taken(overrides: str) -> None:
-    assert find_unused(settle(*overrides.split())) == ([], [])
-
-
 def test_while_no_judge_scores_that_is_the_reason_given() -> None:
     (line,) = missing_parts(settle("reward.api.monitor.share=0.5"), gpus=0)
     assert "no LLM judge scores this run" in line
-
-
-def test_a_dump_masks_secrets_of_a_function() -> None:
-    text = config_yaml(
-        settle("reward.function_kwargs.api_key=hush1", "reward.function_kwargs.max_tokens=77")
-    )
-    assert "hush1" not in text and "77" in text

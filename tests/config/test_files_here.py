@@ -35,20 +35,14 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ((*JUDGE, "reward.api.model=typed"), (), {"reward.api.model": "typed"}),
         (MODEL, (), {"reward.model.path": "rm", "reward.model.max_length": 99}),
         ((), ("model:0.5", "rule:0.5"), {"reward.model.path": "own"}),
-        (
-            (*JUDGE, *MODEL),
-            ("judge:0.5", "model:0.5"),
-            {"reward.api.model": "mine", "reward.model.max_length": 99},
-        ),
+        ((*JUDGE, *MODEL), ("judge:0.5", "model:0.5"),
+         {"reward.api.model": "mine", "reward.model.max_length": 99}),
         ((), (), {"reward.api.model": None, "reward.model.max_length": None}),
-        (
-            (*JUDGE, "reward.config_file=other.yaml"),
-            (),
-            {"reward.api.model": "other", "reward.api.votes": 1},
-        ),
+        ((*JUDGE, "reward.config_file=other.yaml"), (),
+         {"reward.api.model": "other", "reward.api.votes": 1}),
         ((*JUDGE, "reward.config_file=null"), (), {"reward.api.model": "qwen-plus"}),
     ],
-)
+)  # fmt: skip
 def test_a_file_here_is_read_when_its_scorer_is_asked_for(
     arguments: tuple[str, ...], mix: tuple[str, ...], expected: dict[str, object]
 ) -> None:

@@ -9,23 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppo_cli.config.memory.devices import (
@@ -45,23 +29,22 @@ from ppo_cli.config.memory.plan import (
 from ppo_cli.config.models.shape import Device, Shape
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.cpu.lean_layers import use_lean_layers
+from tests.config.settling import load_table
 
-SIZES = {
-    "vocab_size": 512, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
-}  # fmt: skip
+TABLES = load_table("families.yaml")
+SIZES, FAMILIES = TABLES["sizes"], TABLES["families"]
 GPT2 = {"vocab_size": 512, "n_embd": 96, "n_layer": 3, "n_head": 6, "n_positions": 128}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # How far the count of what autograd keeps may be off: the shape is exact for Llama's layer.
-MODELS: dict[str, tuple[Any, float]] = {
-    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), 0.03),
-    "qwen2": (lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)), 0.03),
-    "mistral": (lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)), 0.03),
-    "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)), 0.03),
-    "gemma2": (lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, attn_implementation="eager")), 0.1),
-    "mixtral": (lambda: MixtralForCausalLM(MixtralConfig(**SIZES, **ROUTED)), 0.35),
-    "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(**GPT2, **ENDS)), 0.5),
+MODELS: dict[str, tuple[dict[str, Any], float]] = {
+    "llama": (SIZES, 0.03),
+    "qwen2": (SIZES, 0.03),
+    "mistral": (SIZES | {"sliding_window": None}, 0.03),
+    "qwen3": (SIZES, 0.03),
+    "gemma2": (SIZES | {"attn_implementation": "eager"}, 0.1),
+    "mixtral": (SIZES | ROUTED, 0.35),
+    "gpt2": (GPT2 | ENDS, 0.5),
 }
 GIB = 1 << 30
 
@@ -85,8 +68,8 @@ def kept_by_autograd(model: Any, tokens: int) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_activations_are_those_that_autograd_keeps(name: str) -> None:
-    build, allowed = MODELS[name]
-    model = build().train()
+    sizes, allowed = MODELS[name]
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**sizes)).train()
     use_lean_layers(model)
     shape = Shape.from_config(model.config.to_dict())
     assert shape is not None
@@ -96,44 +79,6 @@ def test_activations_are_those_that_autograd_keeps(name: str) -> None:
     assert abs(counted - saved) <= allowed * saved, (counted, saved)
 
 
-# Names of sizes differ: each of these is counted from another set.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": SIZES | {"tie_word_embeddings": True},
-    "olmo2": SIZES,
-    "opt": {
-        "vocab_size": 512, "hidden_size": 96, "ffn_dim": 384, "num_hidden_layers": 3,
-        "num_attention_heads": 6, "word_embed_proj_dim": 96, "max_position_embeddings": 16,
-    },
-    "bloom": {"vocab_size": 512, "hidden_size": 96, "n_layer": 3, "n_head": 6},
-    "mpt": {"vocab_size": 512, "d_model": 96, "n_layers": 3, "n_heads": 6, "max_seq_len": 16},
-    "falcon": {
-        "vocab_size": 512, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
-        "multi_query": True, "new_decoder_architecture": False,
-    },
-    "gemma3": {
-        "text_config": SIZES,
-        "vision_config": {
-            "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-            "num_attention_heads": 1, "image_size": 16, "patch_size": 8,
-        },
-    },
-    "mixtral": SIZES | ROUTED,
-    "phimoe": SIZES | ROUTED,
-    "gpt_oss": SIZES | ROUTED,
-    "llama4_text": SIZES | ROUTED | {"intermediate_size_mlp": 320},
-    "qwen3_moe": SIZES | {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-        "decoder_sparse_step": 1, "mlp_only_layers": [0],
-    },
-    "glm4_moe": SIZES | {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-        "n_shared_experts": 1, "first_k_dense_replace": 1,
-    },
-    "ernie4_5_moe": SIZES | {
-        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1,
-        "moe_layer_start_index": 1,
-    },
-}  # fmt: skip
 # Feed-forward layers without a gate are counted as if they had one.
 UNGATED = {"opt", "bloom", "mpt", "falcon"}
 
@@ -193,28 +138,25 @@ def counted(**parts: dict[str, Any]) -> DeviceNeeds:
     return place
 
 
-@pytest.mark.parametrize(
-    "parts, roles, tokens",
-    [
-        pytest.param({}, "actor critic reference", 300, id="the token budget"),
-        pytest.param({"rollout": {"n": 8}}, "actor critic reference", 300, id="more rows"),
-        pytest.param(
-            {"actor": {"ppo_mini_batch_size": 2}}, "actor critic reference", 256,
-            id="a mini-batch below the budget",
-        ),
-        pytest.param(
-            {"actor": {"ppo_micro_batch_size_per_gpu": 1}}, "actor critic reference", 128,
-            id="one row at a time",
-        ),
-        pytest.param({"model": {"lora_rank": 4}}, "actor critic", 300, id="LoRA: no reference"),
-        pytest.param({"algorithm": {"use_kl_in_reward": False}}, "actor critic", 300,
-                     id="no reference"),
-        pytest.param(
-            {"algorithm": {"adv_estimator": "grpo"}, "rollout": {"n": 4}}, "actor reference",
-            300, id="no critic",
-        ),
-    ],
-)  # fmt: skip
+# What differs from the settings above, the models in memory, and the tokens of a micro-batch.
+STEPS: dict[str, tuple[dict[str, Any], str, int]] = {
+    "the token budget": ({}, "actor critic reference", 300),
+    "more rows": ({"rollout": {"n": 8}}, "actor critic reference", 300),
+    "a mini-batch below the budget": (
+        {"actor": {"ppo_mini_batch_size": 2}}, "actor critic reference", 256,
+    ),
+    "one row at a time": (
+        {"actor": {"ppo_micro_batch_size_per_gpu": 1}}, "actor critic reference", 128,
+    ),
+    "LoRA: no reference": ({"model": {"lora_rank": 4}}, "actor critic", 300),
+    "no reference": ({"algorithm": {"use_kl_in_reward": False}}, "actor critic", 300),
+    "no critic": (
+        {"algorithm": {"adv_estimator": "grpo"}, "rollout": {"n": 4}}, "actor reference", 300,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("parts", "roles", "tokens"), STEPS.values(), ids=STEPS)
 def test_a_step_by_hand(parts: dict[str, Any], roles: str, tokens: int) -> None:
     place = counted(**parts)
     assert " ".join(place.roles) == f"{roles} sampler"
@@ -468,14 +410,9 @@ RANKS = {"engine": "ray", "n_gpus_per_node": 0, "num_workers": 2}
     ],
 )
 def test_ranks_keep_whole_weights_where_memory_is_ample(
-    path: str,
-    trainer: dict[str, Any],
-    setting: bool | None,
-    actor: bool | None,
-    critic: bool | None,
-    fragment: str | None,
-    tmp_path: Path,
-) -> None:
+    path: str, trainer: dict[str, Any], setting: bool | None, actor: bool | None,
+    critic: bool | None, fragment: str | None, tmp_path: Path,
+) -> None:  # fmt: skip
     path = path if path == "embedded" else write_model(tmp_path / path, **HUGE)
     settings = config(
         model={"path": path},

@@ -1,30 +1,25 @@
-"""A reward model's settings: what clashes, what is not there, what would change nothing."""
+"""What models' files allow: heads, reward heads, precision, and whose log-probs are used."""
 
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ppo_cli.config import derived
-from ppo_cli.config.checks.runner import missing_inputs, missing_parts, refused_settings
+from ppo_cli.config.checks.runner import missing_inputs, refused_settings
 from ppo_cli.config.derived import compute_dtype, why_recompute_logprobs
 from ppo_cli.config.memory.plan import cpu_plan, fill_dtype
 from ppo_cli.errors import ConfigError
-from tests.config.settling import settle
+from tests.config.settling import problems, settle
+from tests.rewards.models import twins
 
 RM = "reward.model.path=a/b"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 URL = "reward.model.path=http://h:1/classify"
 OPENRLHF = "reward.model.path=http://h:1/get_reward"
-
-
-@pytest.fixture(autouse=True)
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0"])
@@ -36,49 +31,12 @@ def test_a_gpu_that_is_there_may_be_named(device: str, monkeypatch: pytest.Monke
         settle(RM, "reward.model.device=cuda:1")
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        f"{RM} reward.model.device=cpu reward.model.offload=true reward.model.max_length=99",
-        f"{URL} reward.model.timeout=3 reward.model.key_env=RM_KEY reward.model.tokenizer=a/b",
-        f"{RM} reward.model.outputs=[1,0.5] reward.model.self_test=off",
-        f"{URL} reward.model.outputs=[1,0.5] reward.model.template={{prompt}}{{response}}",
-        f"{OPENRLHF} reward.model.system_prompt=drop reward.model.tokenizer=a/b "
-        "reward.model.max_length=99",
-        "reward.parts=[model:a:1,model:b:1] reward.composite.parts.a.model.path=a/b "
-        "reward.composite.parts.b.model.path=http://h/classify reward.model.dtype=float32 "
-        "reward.model.timeout=3",
-        "reward.shaping.overlong_buffer=9 reward.shaping.overlong_penalty=2",
-        "reward.shaping.repetition_penalty=1 reward.shaping.repetition_ngram=3",
-        "reward.code.score=share",
-        "reward.rule=code reward.code.timeout=3",
-        "reward.parts=[rule:code:1,judge:1] reward.code.memory_mb=99",
-    ],
-)
-def test_what_has_an_effect_is_taken(overrides: str) -> None:
-    assert missing_parts(settle(*overrides.split()), gpus=0) == []
-
-
-def weights(folder: Path, *names: str) -> Path:
-    """Write a checkpoint that holds nothing but the names of its tensors."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    head = json.dumps(dict.fromkeys(names, tensor)).encode()
-    content = struct.pack("<Q", len(head)) + head + bytes(4)
-    (folder / "model.safetensors").write_bytes(content)
-    return folder
-
-
 def test_what_cannot_be_read_is_told_before_the_run(tmp_path: Path) -> None:
-    weights(tmp_path / "judge_model", "score.weight", "model.embed_tokens.weight")
-    weights(tmp_path / "headless", "model.embed_tokens.weight")
-    (tmp_path / "file").write_text("")
+    twins.skywork_llama_twin(tmp_path / "judge_model")
+    twins.plain_causal_twin(tmp_path / "headless")
     for path, message in {
         "./jugde_model": "Did you mean 'judge_model'?",
         "./headless": "has no reward head",
-        "./file": "is a file",
-        "http://h:1/x": "--reward_model_adapter: vllm or openrlhf",
     }.items():
         (line,) = missing_inputs(settle(f"reward.model.path={path}").config, {})
         assert message in line
@@ -168,3 +126,43 @@ def test_the_precision_that_is_faster(
     settled = fill_dtype(config)
     assert (settled.model.dtype or "float32") == dtype == compute_dtype(settled)
     assert bool(why_recompute_logprobs(config)) == bool(why_recompute_logprobs(settled))
+
+
+def ranks(size: int, path: str) -> tuple[str, ...]:
+    sizes = f"trainer.num_workers={size} trainer.tensor_parallel_size={size}"
+    return (*sizes.split(), f"model.path={path}")
+
+
+def write_config(folder: Path, text: str) -> str:
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return str(folder)
+
+
+def test_layers_are_split_only_where_the_heads_divide(tmp_path: Path) -> None:
+    path = write_config(tmp_path, json.dumps({"num_attention_heads": 12}))
+    (line,) = problems(*ranks(5, path))
+    assert f"the 12 attention heads of {path}" in line
+    assert line.endswith("--tensor_parallel_size 1, 2, 3, 4, 6 or 12.")
+    for size, model in ((6, path), (2, "embedded"), (3, "some/model"), (3, str(tmp_path / "none"))):
+        assert problems(*ranks(size, model)) == ()
+
+
+def test_a_critic_is_split_only_where_its_heads_divide(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    path = write_config(tmp_path, json.dumps(heads))
+    overrides = (*ranks(2, "embedded"), f"critic.model.path={path}")
+    (line,) = problems(*overrides)
+    assert f"2 does not divide the 9 attention heads of {path}" in line
+    assert problems(*overrides, "algorithm.adv_estimator=grpo", "rollout.n=2") == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", "null", "\x00", '{"num_attention_heads": "4"}',
+        '{"num_attention_heads": 0}', '{"num_attention_heads": 4, "num_key_value_heads": [1]}',
+        '{"text_config": {"num_attention_heads": 4}}',
+    ],
+)  # fmt: skip
+def test_heads_that_cannot_be_read_are_left_to_the_run(text: str, tmp_path: Path) -> None:
+    assert problems(*ranks(3, write_config(tmp_path, text))) == ()

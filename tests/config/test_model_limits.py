@@ -8,75 +8,14 @@ import pytest
 
 from ppo_cli.config.models.limits import column_problem, length_problem
 from ppo_cli.config.schema.run import Data
+from tests.config.settling import load_table
 
-ROPE = {"short_factor": [1.0], "long_factor": [4.0]}
-LONG = ROPE | {"rope_type": "longrope"}
-ORIGINAL = "original_max_position_embeddings"
-# A config.json -> the longest row that it allows; None: any.
-LIMITS: list[tuple[dict[str, Any], int | None]] = [
-    ({"model_type": "gpt2", "n_positions": 32}, 32),
-    ({"model_type": "gpt2", "max_position_embeddings": 32}, 32),
-    ({"model_type": "opt", "max_position_embeddings": 32}, 32),
-    ({"model_type": "mpt", "max_seq_len": 32}, 32),
-    ({"model_type": "roberta", "max_position_embeddings": 34, "pad_token_id": 1}, 32),
-    ({"model_type": "git", "text_config": {"model_type": "opt", "max_position_embeddings": 8}}, 8),
-    ({"model_type": "bloom", "seq_length": 32}, None),
-    ({"model_type": "falcon", "alibi": True, "max_position_embeddings": 32}, None),
-    ({"model_type": "llama", "max_position_embeddings": 32}, None),
-    ({"model_type": "phi3", "rope_scaling": LONG, ORIGINAL: 40}, 40),
-    ({"model_type": "phi3", "rope_scaling": {"type": "su"}, ORIGINAL: 40}, 40),
-    ({"model_type": "phi3", "rope_parameters": LONG | {ORIGINAL: 40}, ORIGINAL: 50}, 50),
-    ({"model_type": "phi3", "rope_parameters": LONG}, 4096),
-    ({"model_type": "phi3", "rope_scaling": None, ORIGINAL: 40}, None),
-    ({"model_type": "phimoe", "rope_parameters": LONG | {ORIGINAL: 40}}, 40),
-    ({"model_type": "llama", "rope_parameters": LONG, "max_position_embeddings": 40}, 40),
-    (
-        {
-            "model_type": "olmo3",
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default"},
-                "full_attention": LONG | {ORIGINAL: 40},
-            },
-        },
-        40,
-    ),
-    (
-        {
-            "model_type": "olmo3",
-            "rope_parameters": {
-                "sliding_attention": LONG | {ORIGINAL: 80},
-                "full_attention": LONG | {ORIGINAL: 40},
-            },
-        },
-        40,
-    ),
-    (
-        {
-            "model_type": "llama",
-            "rope_scaling": {"type": "dynamic", "factor": 2.0},
-            "max_position_embeddings": 64,
-        },
-        64,
-    ),
-    (
-        {
-            "model_type": "gemma4",
-            "text_config": {
-                "rope_parameters": {"full_attention": {"rope_type": "proportional"}},
-                "max_position_embeddings": 32,
-            },
-        },
-        None,
-    ),
-    *(
-        ({"model_type": "llama", "rope_scaling": {"rope_type": kind, ORIGINAL: 32}}, None)
-        for kind in ("default", "linear", "yarn", "llama3")
-    ),
-]
+LIMITS = load_table("model_limits.yaml")
 
 
-@pytest.mark.parametrize(("config", "limit"), LIMITS)
-def test_the_longest_row_is_read_from_the_config(config: dict[str, Any], limit: int | None) -> None:
+@pytest.mark.parametrize("case", LIMITS)
+def test_the_longest_row_is_read_from_the_config(case: dict[str, Any]) -> None:
+    config, limit = case["config"], case["limit"]
     if limit is None:
         data = Data(max_prompt_length=100_000, max_response_length=100_000)
         assert length_problem(config, "m", data) == ""

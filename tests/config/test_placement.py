@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-import yaml
 
 from ppo_cli.config import placement
 from ppo_cli.config.placement import has_package, placement_of, plan_devices
 from ppo_cli.config.plan import batch_arithmetic, make_plan
-from tests.config.settling import settle, unchecked
+from tests.config.settling import load_table, settle, unchecked
 
-DEVICES = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8"))
+DEVICES = load_table("devices.yaml")
 
 
 def test_a_package_is_looked_for_and_not_imported() -> None:
@@ -46,8 +44,8 @@ def test_gpus_are_numbered_over_nodes_and_slots_are_on_none() -> None:
 def test_a_split_counts_only_the_ranks_that_train() -> None:
     size = "actor.ppo_micro_batch_size_per_gpu=1"
     split = "trainer.n_gpus_per_node=8 trainer.placement=train:0-3,rollout:4-7"
-    for overrides, most in ((size, 64), (f"{split} {size}", 16)):
-        assert batch_arithmetic(unchecked(overrides))["actor_micro_batches_at_most"] == most
+    for overrides, batches in ((size, 64), (f"{split} {size}", 16)):
+        assert batch_arithmetic(unchecked(overrides))["actor_micro_batches_at_most"] == batches
 
 
 def test_the_plan_has_the_placement_for_programs() -> None:

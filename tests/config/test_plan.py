@@ -21,23 +21,13 @@ def jsonl(path: Path, rows: int) -> Path:
 def test_a_run_is_counted_from_rows_to_optimizer_steps(tmp_path: Path) -> None:
     train, val = jsonl(tmp_path / "t.jsonl", 1000), jsonl(tmp_path / "v.jsonl", 50)
     config = settle(
-        f"data.train_files={train}",
-        f"data.val_files={val}",
-        "data.val_max_samples=30",
-        "data.train_batch_size=96",
-        "actor.ppo_mini_batch_size=32",
-        "actor.ppo_epochs=2",
-        "critic.ppo_mini_batch_size=48",
-        "critic.ppo_epochs=3",
-        "rollout.n=5",
-        "rollout.val_kwargs.n=2",
-        "trainer.total_epochs=4",
-        "trainer.test_freq=15",
-        "data.max_prompt_length=100",
-        "data.max_response_length=28",
-        "actor.ppo_max_token_len_per_gpu=1280",
-        "critic.ppo_micro_batch_size_per_gpu=7",
-    ).config
+        f"data.train_files={train}", f"data.val_files={val}", "data.val_max_samples=30",
+        "data.train_batch_size=96", "actor.ppo_mini_batch_size=32", "actor.ppo_epochs=2",
+        "critic.ppo_mini_batch_size=48", "critic.ppo_epochs=3", "rollout.n=5",
+        "rollout.val_kwargs.n=2", "trainer.total_epochs=4", "trainer.test_freq=15",
+        "data.max_prompt_length=100", "data.max_response_length=28",
+        "actor.ppo_max_token_len_per_gpu=1280", "critic.ppo_micro_batch_size_per_gpu=7",
+    ).config  # fmt: skip
     assert batch_arithmetic(config) == {
         "prompts_per_step": 96,
         "responses_per_prompt": 5,

@@ -25,8 +25,7 @@ def test_every_setting_has_an_origin() -> None:
     assert {o for k, o in origins.items() if k not in {"model.path", *bundled}} == {"default"}
 
 
-def test_later_layers_win_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_later_layers_win_and_are_named() -> None:
     write(Path("a.yaml"), "actor:\n  optim:\n    lr: 2e-6\n  ppo_epochs: 2\n")
     write(Path("b.yaml"), "actor:\n  optim:\n    lr: 3e-6\n")
     files = [Path("a.yaml"), Path("b.yaml")]
@@ -60,23 +59,15 @@ def test_without_gpu_and_model_the_embedded_preset_lies_lowest() -> None:
     assert resolved.notes == (EMBEDDED_NOTE,)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"flags": {"model.path": ("x/y", "flag --model")}},
-        {"env": {"MODEL_PATH": "x/y"}},
-        {"preset": "gsm8k", "env": {"MODEL_PATH": ""}},
-    ],
-)
-def test_with_a_model_or_preset_nothing_is_embedded(overrides: dict[str, object]) -> None:
-    resolved = settle(**overrides)  # type: ignore[arg-type]
-    assert resolved.config.model.path != "embedded"
-    assert EMBEDDED_NOTE not in resolved.notes
-
-
-def test_a_wrapped_model_key_counts_as_a_model() -> None:
-    resolved = settle("actor_rollout_ref.model.path=x/y", env={"MODEL_PATH": ""})
-    assert (resolved.config.model.path, resolved.notes[0]) == ("x/y", PROMPTS_NOTE)
+def test_with_a_model_or_preset_nothing_is_embedded() -> None:
+    for resolved in (
+        settle(env={"MODEL_PATH": ""}, flags={"model.path": ("x/y", "flag --model")}),
+        settle(env={"MODEL_PATH": "x/y"}),
+        settle(env={"MODEL_PATH": ""}, preset="gsm8k"),
+        settle("actor_rollout_ref.model.path=x/y", env={"MODEL_PATH": ""}),
+    ):
+        assert resolved.config.model.path != "embedded"
+        assert EMBEDDED_NOTE not in resolved.notes
 
 
 def test_with_a_gpu_the_schema_default_stands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,41 +78,34 @@ def test_with_a_gpu_the_schema_default_stands(monkeypatch: pytest.MonkeyPatch) -
     assert resolved.notes == (PROMPTS_NOTE,)
 
 
-def test_own_prompts_stay_alone(tmp_path: Path) -> None:
+def test_own_prompts_stay_alone() -> None:
     """Nobody wants to validate on sums after training on something else."""
     resolved = settle("data.train_files=mine.jsonl")
-    assert (resolved.config.data.train_files, resolved.config.data.val_files) == (
-        ("mine.jsonl",),
-        (),
-    )
+    data = resolved.config.data
+    assert (data.train_files, data.val_files) == (("mine.jsonl",), ())
     assert settle("data.val_files=mine.jsonl").config.data.val_files == ("mine.jsonl",)
     assert settle(preset="lora").config.data.train_files == ()
 
 
-def test_everything_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_everything_wrong_is_told_at_once() -> None:
     write(Path("my.yaml"), "actor:\n  clip_ratio: 1.5\n  clip_ratoi: 0.2\nrollout:\n  n: two\n")
     lines = problems(
-        "trainer.seed=nan",
-        "lr=1",
-        "junk",
-        flags={"actor.optim.lr": ("1e-5x", "flag --lr")},
-        files=[Path("my.yaml"), Path("no.yaml")],
-        env={"CRITIC_LR": "-1", "BATCH_SIZE": "100"},
-    )
-    message = "\n".join(lines)
-    assert "flag --lr: actor.optim.lr: '1e-5x' is not a number" in message
-    assert "env CRITIC_LR: critic.optim.lr must be at least 0, at most 1, but is -1.0." in message
-    assert "my.yaml line 2: actor.clip_ratio must be above 0, below 1, but is 1.5." in message
-    assert (
-        "my.yaml line 3: there is no setting 'actor.clip_ratoi'. Did you mean 'actor.clip_ratio'?"
-    ) in message
-    assert "my.yaml line 5: rollout.n: 'two' is not a number (at least 1)." in message
-    assert "no.yaml: there is no such file. Did you mean 'my.yaml'?" in message
-    assert "override: trainer.seed: 'nan' is not a finite number" in message
-    assert "Did you mean 'actor.optim.lr' (--lr)?" in message
-    assert "'junk' is neither a flag nor an override" in message
-    assert "env BATCH_SIZE: data.train_batch_size 100 is not divisible" in message
+        "trainer.seed=nan", "lr=1", "junk", flags={"actor.optim.lr": ("1e-5x", "flag --lr")},
+        files=[Path("my.yaml"), Path("no.yaml")], env={"CRITIC_LR": "-1", "BATCH_SIZE": "100"},
+    )  # fmt: skip
+    for start in (
+        "flag --lr: actor.optim.lr: '1e-5x' is not a number",
+        "env CRITIC_LR: critic.optim.lr must be at least 0, at most 1, but is -1.0.",
+        "my.yaml line 2: actor.clip_ratio must be above 0, below 1, but is 1.5.",
+        "my.yaml line 3: there is no setting 'actor.clip_ratoi'. Did you mean 'actor.clip_ratio'?",
+        "my.yaml line 5: rollout.n: 'two' is not a number (at least 1).",
+        "no.yaml: there is no such file. Did you mean 'my.yaml'?",
+        "override: trainer.seed: 'nan' is not a finite number",
+        "override: there is no setting 'lr'. Did you mean 'actor.optim.lr' (--lr)?",
+        "'junk' is neither a flag nor an override",
+        "env BATCH_SIZE: data.train_batch_size 100 is not divisible",
+    ):
+        assert sum(line.startswith(start) for line in lines) == 1, start
     assert len(lines) == 10
 
 

@@ -13,11 +13,6 @@ from tests.config import settling
 from tests.config.settling import written
 
 
-@pytest.fixture(autouse=True)
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def settle(text: str, *overrides: str, env: dict[str, str] | None = None) -> Resolved:
     return settling.settle(*overrides, file=written(text), env=env)
 
@@ -29,12 +24,10 @@ def problems(text: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "text",
     [
-        "api_reward:\n  model: m\n  votes: 3\n",
-        "reward:\n  api:\n    model: m\n    votes: 3\n",
-        "reward.api: {model: m, votes: '3'}\n",
-        "api:\n  model: m\n  votes: 3\n",
+        "api_reward:\n  model: m\n  votes: 3\n", "reward:\n  api:\n    model: m\n    votes: 3\n",
+        "reward.api: {model: m, votes: '3'}\n", "api:\n  model: m\n  votes: 3\n",
     ],
-)
+)  # fmt: skip
 def test_a_judge_in_a_file_is_on(text: str) -> None:
     resolved = settle(text)
     api = resolved.config.reward.api
@@ -116,6 +109,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         ("api_reward: {monitor: {token: hush}}\n", "reward.api.key_env"),
         ("api_reward: {api_key: {value: hush}}\n", "environment"),
         ("api_reward: {api_key: '${MINE}'}\n", "key_env: MINE"),
+        ("composite: {parts: {judge: {judge: {api_key: hush}}}}\n", "environment"),
     ],
 )
 def test_a_secret_is_refused_and_not_repeated(text: str, advice: str) -> None:

@@ -20,12 +20,7 @@ from tests.rewards.models import twins
 
 STARLING = "its tensors v_head.weight and transformer.* are Starling's"
 FOUND: list[tuple[Callable[..., Path], dict[str, Any], str, str]] = [
-    (
-        twins.armorm_twin,
-        {},
-        "armorm",
-        "regression_layer.weight, reward_transform_matrix and 9",
-    ),
+    (twins.armorm_twin, {}, "armorm", "regression_layer.weight, reward_transform_matrix and 9"),
     (twins.armorm_twin, {"form": "bin", "shards": 2}, "armorm", "are ArmoRM's"),
     (twins.starling_twin, {}, "starling", STARLING),
     (twins.starling_twin, {"form": "pt"}, "starling", STARLING),
@@ -38,7 +33,7 @@ FOUND: list[tuple[Callable[..., Path], dict[str, Any], str, str]] = [
     (twins.skywork_llama_twin, {}, "seqcls", "its head score.weight is a sequence classifier's"),
     (twins.skywork_qwen3_twin, {"shards": 3}, "seqcls", "score.weight"),
     (twins.gpt2_twin, {}, "seqcls", "score.weight"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("build", "options", "adapter", "reason"), FOUND)

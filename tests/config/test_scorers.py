@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from ppo_cli.config.checks.runner import missing_inputs, remarks
 from ppo_cli.config.mixture import (
     MixPart,
@@ -24,11 +20,6 @@ TWO = "composite_reward:\n  enable: true\n  weights: {rm_score: 0.7, rule_score:
 
 def parts(*overrides: str, mix: tuple[str, ...]) -> tuple[MixPart, ...]:
     return mixture_of(settle(*overrides, mix=mix).config.reward)
-
-
-@pytest.fixture(autouse=True)
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_a_judge_of_a_part_has_the_runs_settings_under_its_own() -> None:

@@ -13,15 +13,10 @@ from ppo_cli.config.slurm import (
 from ppo_cli.errors import ConfigError
 
 STEP = {
-    "SLURM_JOB_ID": "77",
-    "SLURM_STEP_ID": "0",
-    "SLURM_NNODES": "3",
-    "SLURM_NODEID": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_JOB_NODELIST": "gpu-[07-08],login",
-    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NNODES": "3", "SLURM_NODEID": "2",
+    "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "gpu-[07-08],login", "SLURM_GPUS_ON_NODE": "8",
     "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -51,7 +46,7 @@ OLDER = {**STEP, "SLURM_JOB_NUM_NODES": "4", "SLURM_NNODES": ""}
 
 
 @pytest.mark.parametrize(
-    ("env", "given", "values"),
+    ("env", "set_keys", "values"),
     [
         (STEP, [], WHOLE),
         # What is said outright stays.
@@ -70,9 +65,9 @@ OLDER = {**STEP, "SLURM_JOB_NUM_NODES": "4", "SLURM_NNODES": ""}
     ],
 )
 def test_a_node_is_read_from_slurm(
-    env: dict[str, str], given: list[str], values: dict[str, str]
+    env: dict[str, str], set_keys: list[str], values: dict[str, str]
 ) -> None:
-    assert node_variables(env, given).values == values
+    assert node_variables(env, set_keys).values == values
 
 
 def test_a_line_outside_of_a_step() -> None:
@@ -88,7 +83,7 @@ def test_origins_name_slurm() -> None:
 
 
 @pytest.mark.parametrize(
-    "more",
+    "variables",
     [
         {"SLURM_LOCALID": "1"},
         {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
@@ -97,9 +92,9 @@ def test_origins_name_slurm() -> None:
         {"SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE": "4"},
     ],
 )
-def test_several_tasks_on_a_node_are_a_mistake(more: dict[str, str]) -> None:
+def test_several_tasks_on_a_node_are_a_mistake(variables: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"once a node.*--ntasks-per-node=1"):
-        node_variables({**STEP, **more})
+        node_variables({**STEP, **variables})
 
 
 def test_torchrun_is_named() -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.checks.devices import device_remarks
+from ppo_cli.cli.app import main
+from ppo_cli.config.checks.devices import device_remarks, unusable_gpus
 from ppo_cli.config.checks.judge_server import judge_fault
 from ppo_cli.config.machine import torch_build
 from ppo_cli.config.machine.gpus import list_gpus, pin_gpu_order
 from ppo_cli.config.machine.torch_build import TorchBuild, find_gpu_fault, read_build
 from ppo_cli.config.schema.run import Config
-from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, T4, Machine, environment, h100
+from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, T4, Machine, h100
 
 OLD_DRIVER = "driver|550.54.15|12040"
 B200 = f"card|NVIDIA B200|GPU-b200|{180 * GIB}|10.0|18944|1965"
@@ -162,14 +161,6 @@ def test_a_judge_s_environment_for_cpus_is_not_used_on_a_gpu(
     assert judge_fault({"PPO_VLLM_PYTHON": python}) is None
 
 
-def ppo(folder: Path, subcommand: str, *lines: str, **variables: str) -> tuple[int, str]:
-    environ = {**os.environ, **environment(folder, *lines), **variables}
-    command = [sys.executable, "-m", "ppo_cli", *shlex.split(subcommand)]
-    done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True)
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stderr
-
-
 needs_cpu_build = pytest.mark.skipif(
     getattr(read_build(), "cuda", None) is not None, reason="torch is built for GPUs here"
 )
@@ -184,28 +175,40 @@ needs_cpu_build = pytest.mark.skipif(
         "eval embedded --data embedded",
     ],
 )  # fmt: skip
-def test_commands_refuse_a_gpu_that_torch_cannot_use(command: str, tmp_path: Path) -> None:
-    code, error = ppo(tmp_path, command, DRIVER, RTX_4090)
-    assert code == 2
+def test_commands_refuse_a_gpu_that_torch_cannot_use(
+    command: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    machine.set(DRIVER, RTX_4090)
+    assert main(shlex.split(command)) == 2
+    error = capsys.readouterr().err
     assert NAMED in error
     assert "cannot be used: torch 2.13.0+cpu is built for CPUs. Run `" in error
     assert not (tmp_path / "outputs").exists()
 
 
 @needs_cpu_build
-def test_a_run_that_is_planned_for_the_cpu_starts(tmp_path: Path) -> None:
-    code, error = ppo(tmp_path, "plan --preset embedded", DRIVER, RTX_4090, CUDA_VISIBLE_DEVICES="")
-    assert code == 0, error
+def test_a_run_that_is_planned_for_the_cpu_starts(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.set(DRIVER, RTX_4090)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["plan", "--preset", "embedded"]) == 0
 
 
-def test_bfloat16_on_a_gpu_without_it_is_refused_by_vllm_and_remarked(tmp_path: Path) -> None:
-    command = "plan --preset embedded --n_gpus 1 --engine ray --rollout_name"
-    _, error = ppo(tmp_path, f"{command} vllm --dtype bfloat16", DRIVER, T4)
-    assert "vLLM does not compute in bfloat16 on a Tesla T4: leave --dtype out" in error
-    _, error = ppo(tmp_path, f"{command} vllm", DRIVER, T4)
-    assert "vLLM does not compute" not in error
-    _, error = ppo(tmp_path, f"{command} vllm --dtype bfloat16", DRIVER, RTX_4090)
-    assert "vLLM does not compute" not in error
+@pytest.mark.parametrize(
+    ("card", "dtype", "refused"),
+    [(T4, "bfloat16", True), (T4, None, False), (RTX_4090, "bfloat16", False)],
+)
+def test_bfloat16_on_a_gpu_without_it_is_refused_by_vllm(
+    card: str, dtype: str | None, refused: bool, machine: Machine
+) -> None:
+    machine.set(DRIVER, card)
+    config = Config.model_validate({"model": {"dtype": dtype}, "rollout": {"name": "vllm"}})
+    lines = [line for line in unusable_gpus(config, 1, {}) if "vLLM does not compute" in line]
+    assert len(lines) == refused
+    assert all("in bfloat16 on a Tesla T4: leave --dtype out" in line for line in lines)
 
 
 def test_what_a_gpu_computes_in_is_remarked(machine: Machine) -> None:

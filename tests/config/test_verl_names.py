@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
 from ppo_cli.config.checks.runner import missing_parts, remarks
 from ppo_cli.config.derived import rejections
@@ -14,11 +13,11 @@ from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.keys import find_key, table, value_of
 from ppo_cli.config.verl.translations import TRANSLATIONS
 from ppo_cli.config.verl.translator import foreign_names
-from tests.config.settling import problems, settle
+from tests.config.settling import load_table, problems, settle
 from tests.nvml import H100
 
 NAMES = foreign_names()
-ROWS = yaml.safe_load(Path(__file__).with_name("verl_names.yaml").read_text(encoding="utf-8"))
+ROWS = load_table("verl_names.yaml")
 
 
 def refusal(*overrides: str) -> str:

@@ -54,16 +54,14 @@ def renamed(change: Callable[[str], str]) -> frozenset[str]:
         (without("layers.0.self"), "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_"),
         (without("layers.1."), "(missing tensors: model.layers.1.*)"),
         (without("layers.2."), "(missing tensors: model.layers.2.*)"),
-        (
-            NAMES | {f"model.layers.3.{name}" for name in LAYER},
-            "(unexpected tensors: model.layers.3.*)",
-        ),
+        (NAMES | {f"model.layers.3.{name}" for name in LAYER},
+         "(unexpected tensors: model.layers.3.*)"),
         (renamed("module.{}".format), "unexpected tensors: module.lm_head.weight, module.model."),
         (renamed("_orig_mod.{}".format), "and 12 more)"),
         (renamed("model.{}".format), "unexpected tensors: model.lm_head.weight, model.model.embed"),
         (renamed("base_model.model.{}".format), "unexpected tensors: base_model.model.lm_head."),
     ],
-)
+)  # fmt: skip
 def test_tensors_that_are_lost_or_named_otherwise(
     names: frozenset[str], fragments: str, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ NODES = "trainer.nnodes=2 trainer.node_rank=0"
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "way"),
+    ("overrides", "gpus", "way"),
     [
         ("", 0, "memory"),
         ("", 8, "memory"),
@@ -44,21 +44,27 @@ NODES = "trainer.nnodes=2 trainer.node_rank=0"
         (f"{FOUR} {LORA} model.lora_merge=true", 4, "ipc"),
         (f"{FOUR} {SPLIT} {LORA} model.lora_merge=true", 4, "nccl"),
         # What is chosen is taken.
+        ("rollout.weight_transfer=memory", 0, "memory"),
         (f"{FOUR} rollout.weight_transfer=memory", 4, "memory"),
+        (f"{VLLM} {LORA} rollout.weight_transfer=memory", 0, "memory"),
         (f"{FOUR} rollout.weight_transfer=gloo", 4, "gloo"),
         (f"{VLLM} rollout.weight_transfer=gloo", 0, "gloo"),
+        (f"{VLLM} {LORA} model.lora_merge=true rollout.weight_transfer=gloo", 0, "gloo"),
+        (f"{FOUR} {PARTLY} rollout.weight_transfer=gloo", 4, "gloo"),
+        (f"{FOUR} {SPLIT} rollout.weight_transfer=nccl", 4, "nccl"),
+        (f"{FOUR} {WITHIN} rollout.weight_transfer=ipc", 4, "ipc"),
     ],
 )
 def test_the_way_follows_from_devices_and_sampler(
-    given: str, gpus: int, way: str, monkeypatch: pytest.MonkeyPatch
+    overrides: str, gpus: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "has_package", lambda name: True)
     monkeypatch.setattr(placement, "is_proven", lambda feature: True)
-    assert weight_transfer(settle(*given.split()).config, gpus) == way
+    assert weight_transfer(settle(*overrides.split()).config, gpus) == way
 
 
 @pytest.mark.parametrize(
-    ("given", "features", "way", "sleep", "slow"),
+    ("overrides", "features", "way", "sleep", "slow"),
     [
         ("", (), "memory", "offload", ("not by ipc", "vLLM's weights are kept")),
         ("", ("transfer_nccl", "sleep"), "memory", "discard", ("not by ipc",)),
@@ -72,40 +78,22 @@ def test_the_way_follows_from_devices_and_sampler(
     ],
 )
 def test_auto_takes_what_the_self_test_has_proven(
-    given: str, features: tuple[str, ...], way: str, sleep: str, slow: tuple[str, ...],
+    overrides: str, features: tuple[str, ...], way: str, sleep: str, slow: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(placement, "is_proven", features.__contains__)
-    config = settle(VLLM, FOUR, *given.split()).config
+    config = settle(VLLM, FOUR, *overrides.split()).config
     assert (weight_transfer(config, 4), sleep_mode(config)) == (way, sleep)
-    said = [line for line in device_remarks(config, 4, {}) if "self-test" in line]
-    assert len(said) == bool(slow)
-    for words in slow:
-        assert words in said[0] and said[0].endswith("doctor --self-test` tries the faster ways.")
-
-
-@pytest.mark.parametrize(
-    ("way", "given"),
-    [
-        ("memory", ""),
-        ("memory", f"{VLLM} {LORA}"),
-        ("memory", f"{VLLM} {FOUR} {SPLIT}"),
-        ("gloo", f"{VLLM} {FOUR}"),
-        ("gloo", f"{VLLM} {LORA} model.lora_merge=true"),
-        ("nccl", f"{VLLM} {FOUR} {SPLIT}"),
-        ("ipc", f"{VLLM} {FOUR}"),
-        ("ipc", f"{VLLM} {FOUR} {WITHIN}"),
-        ("gloo", f"{VLLM} {FOUR} {PARTLY}"),
-        ("auto", f"{VLLM} {LORA}"),
-    ],
-)
-def test_what_can_be_gone_is_taken(way: str, given: str) -> None:
-    found = settle(f"rollout.weight_transfer={way}", *given.split())
-    assert found.config.rollout.weight_transfer == way
+    lines = [line for line in device_remarks(config, 4, {}) if "self-test" in line]
+    assert len(lines) == bool(slow)
+    for fragment in slow:
+        assert fragment in lines[0] and lines[0].endswith(
+            "doctor --self-test` tries the faster ways."
+        )
 
 
 def test_the_plan_tells_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "is_proven", lambda feature: True)
-    said = plan_devices(settle(VLLM, FOUR, SPLIT).config).sentences
-    assert "new weights travel by nccl" in said
+    lines = plan_devices(settle(VLLM, FOUR, SPLIT).config).sentences
+    assert "new weights travel by nccl" in lines
     assert "travel" not in " ".join(plan_devices(settle("trainer.num_workers=2").config).sentences)
